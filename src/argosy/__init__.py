@@ -1,4 +1,9 @@
-"""Argosy: a self-hosted LLM serving fleet. Importing it is cheap; torch comes with the first `LLM`."""
+"""Argosy is a self-hosted LLM serving fleet.
+
+The package exports the offline API (`LLM`, `AsyncLLM`) and the types that it uses. Importing it is cheap, because each
+name is loaded on first access. The first use of `LLM` imports torch. The servers are started with the `argosy` command,
+whose gateway and replicas are in the packages `gateway` and `engine`.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +24,17 @@ __all__ = [
     "SamplingParams",
 ]
 
-_HOMES = dict.fromkeys(__all__, "argosy.engine") | {
+_PACKAGE_BY_NAME = dict.fromkeys(__all__, "argosy.engine") | {
     "ApiError": "argosy.protocol",
     "SamplingParams": "argosy.protocol",
 }
 
 
 def __getattr__(name: str) -> object:
-    """Load a public name from its room when it is first asked for."""
-    home = _HOMES.get(name)
-    if home is None:
+    """Import a public name from its package on first access."""
+    package = _PACKAGE_BY_NAME.get(name)
+    if package is None:
         raise AttributeError(f"module 'argosy' has no attribute {name!r}")
-    value: object = getattr(import_module(home), name)
+    value: object = getattr(import_module(package), name)
     globals()[name] = value
     return value

@@ -1,4 +1,4 @@
-"""Where a user's files are kept, as the XDG Base Directory Specification has it."""
+"""Folders for a user's files, according to the XDG Base Directory Specification."""
 
 from __future__ import annotations
 
@@ -7,20 +7,28 @@ from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """For what can be made again. Raises FileNotFoundError, saying what to set, for a user without a home."""
+    """Return the folder for files that can be recreated.
+
+    Raises:
+        FileNotFoundError: The user has no home folder. The message names the variables to set.
+    """
     return _xdg_folder("XDG_CACHE_HOME", ".cache")
 
 
 def state_folder() -> Path:
-    """For what is to last. Raises FileNotFoundError, saying what to set, for a user without a home."""
+    """Return the folder for persistent files.
+
+    Raises:
+        FileNotFoundError: The user has no home folder. The message names the variables to set.
+    """
     return _xdg_folder("XDG_STATE_HOME", ".local/state")
 
 
 def _xdg_folder(variable: str, default: str) -> Path:
-    told = os.environ.get(variable)
-    if told:
-        return Path(told) / "argosy"
+    base_folder = os.environ.get(variable)
+    if base_folder:
+        return Path(base_folder) / "argosy"
     try:
         return Path.home() / default / "argosy"
-    except RuntimeError as error:  # a user without a name, as in some containers
-        raise FileNotFoundError(f"this user has no home: set HOME or {variable}") from error
+    except RuntimeError as error:  # a user id without a name, as in some containers
+        raise FileNotFoundError(f"this user has no home folder; set HOME or {variable}") from error

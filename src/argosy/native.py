@@ -1,4 +1,4 @@
-"""C++ sources, built with the system's compiler on first use and kept for every process after that."""
+"""Build of C++ sources with the system's compiler on first use, and a cache of the built libraries."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ DISK_FULL_MESSAGE = os.strerror(errno.ENOSPC)
 LOAD_FAILURE_REMEDY = (
     "delete it to rebuild, or have XDG_CACHE_HOME name a folder that is not mounted noexec"
 )
-"""What to do about a library that was built, and does not load."""
+"""Remedy for the error message of a built library that does not load."""
 CHECKSUM_BYTES = hashlib.sha256().digest_size
 
 
 class NativeUnavailableError(Exception):
-    """Native code cannot be had here; the message says why, and what would help."""
+    """Native code is not available. The message contains the reason and the remedy."""
 
 
 class CompilerError(NativeUnavailableError):
-    """The compiler does not take these sources with these flags."""
+    """The compiler rejects the sources or flags."""
 
 
 def build_library(
@@ -41,24 +41,32 @@ def build_library(
     compiler: str | None = None,
     build_folder: Path | None = None,
 ) -> Path:
-    """The shared library of all sources in that folder, built when no earlier process has.
+    """Return the shared library of all sources in a folder, building it unless an earlier process did.
 
-    compiler: name or path; None takes $CXX, else c++, g++ or clang++.
-    folder: where builds are kept; None takes argosy/native in the user's cache directory.
-    Safe with several processes at once. Raises NativeUnavailable.
+    Several processes may call this at the same time. Builds are cached in argosy/native of the user's cache folder,
+    unless `build_folder` names another one.
+
+    Args:
+        sources: Folder of the C++ sources.
+        flags: Compiler flags.
+        compiler: Name or path; None for $CXX, or else c++, g++ or clang++.
+        build_folder: Folder of the cached builds.
+
+    Raises:
+        NativeUnavailableError: The library cannot be built.
     """
     program = _find_compiler(compiler)
-    kept = build_folder or _default_build_folder()
-    path = kept / _fingerprint(sources, program, flags) / f"{sources.parent.name}.so"
+    folder = build_folder or _default_build_folder()
+    path = folder / _fingerprint(sources, program, flags) / f"{sources.parent.name}.so"
     if not _is_intact(path):
         _compile_library(sources, program, flags, path)
     return path
 
 
 def _find_compiler(compiler: str | None) -> str:
-    """The compiler's path."""
-    wanted = (compiler,) if compiler else (os.environ.get("CXX", ""), "c++", "g++", "clang++")
-    for name in wanted:
+    """Return the path of the compiler."""
+    names = (compiler,) if compiler else (os.environ.get("CXX", ""), "c++", "g++", "clang++")
+    for name in names:
         program = shutil.which(name) if name else None
         if program:
             return program
@@ -66,7 +74,7 @@ def _find_compiler(compiler: str | None) -> str:
 
 
 def _default_build_folder() -> Path:
-    """Where builds are kept: among temporary files when the cache cannot be written."""
+    """Return the folder of the cached builds; a temporary folder if the user's cache is not writable."""
     try:
         folder = cache_folder() / "native"
         folder.mkdir(parents=True, exist_ok=True)
@@ -77,9 +85,12 @@ def _default_build_folder() -> Path:
 
 
 def _temporary_folder() -> Path:
-    """This user's own, the same for every process; one of this process where somebody else could write to it."""
+    """Return a private folder of this user that all processes share.
+
+    If another user could write to that folder, a new one for this process is returned.
+    """
     folder = Path(tempfile.gettempdir()) / f"argosy-native-{os.getuid()}"
-    with contextlib.suppress(OSError):  # it may be a file of somebody else's
+    with contextlib.suppress(OSError):  # the path may belong to another user
         folder.mkdir(mode=0o700, exist_ok=True)
         status = folder.lstat()
         private = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077
@@ -89,7 +100,7 @@ def _temporary_folder() -> Path:
 
 
 def _fingerprint(sources: Path, program: str, flags: tuple[str, ...]) -> str:
-    """What a build depends on, hashed: sources, flags, compiler and the CPU's features."""
+    """Return a hash of the inputs of a build, which are sources, flags, compiler version and CPU features."""
     digest = hashlib.sha256()
     for source in sorted(sources.iterdir()):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
@@ -99,27 +110,29 @@ def _fingerprint(sources: Path, program: str, flags: tuple[str, ...]) -> str:
 
 
 def _cpu_features() -> str:
-    """The model and feature lines of the first CPU."""
+    """Return the model and feature lines of the first CPU."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return platform.processor()
-    first = text.split("\n\n", 1)[0].splitlines()
-    return "\n".join(x for x in first if x.startswith(("model name", "flags", "Features", "CPU")))
+    lines = text.split("\n\n", 1)[0].splitlines()
+    return "\n".join(
+        line for line in lines if line.startswith(("model name", "flags", "Features", "CPU"))
+    )
 
 
 def _compile_library(sources: Path, program: str, flags: tuple[str, ...], path: Path) -> None:
-    """Compile into a file of our own, then rename: other processes see all of it or nothing."""
+    """Compile into a temporary file and rename it, so that other processes see a complete library or none."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as work:
-            built = Path(work) / path.name
-            compile_one = partial(_compile_source, program, flags, Path(work))
+        with tempfile.TemporaryDirectory(dir=path.parent) as work_folder:
+            library = Path(work_folder) / path.name
+            compile_source = partial(_compile_source, program, flags, Path(work_folder))
             with ThreadPoolExecutor(os.cpu_count()) as pool:
-                objects = list(pool.map(compile_one, sorted(sources.glob("*.cpp"))))
-            _run_compiler(program, *flags, "-shared", *objects, "-o", str(built))
-            _append_checksum(built)
-            built.replace(path)
+                objects = list(pool.map(compile_source, sorted(sources.glob("*.cpp"))))
+            _run_compiler(program, *flags, "-shared", *objects, "-o", str(library))
+            _append_checksum(library)
+            library.replace(path)
     except OSError as error:
         raise NativeUnavailableError(
             f"cannot write {path.parent} ({error}); make it writable"
@@ -127,16 +140,16 @@ def _compile_library(sources: Path, program: str, flags: tuple[str, ...], path: 
 
 
 def _append_checksum(library: Path) -> None:
-    """Put the sum of a library behind it, where no loader looks, and both on the disk."""
-    sealed = _checksum(library.read_bytes())
+    """Append the checksum of a library to its file, which loaders ignore, and sync the file to disk."""
+    checksum = _checksum(library.read_bytes())
     with library.open("ab") as file:
-        file.write(sealed)
+        file.write(checksum)
         file.flush()
         os.fsync(file.fileno())
 
 
 def _is_intact(library: Path) -> bool:
-    """Whether it is there as it was sealed: a process that loads a damaged one dies of it."""
+    """Return whether a library exists and matches its checksum, because loading a damaged one crashes the process."""
     try:
         content = library.read_bytes()
     except OSError:
@@ -149,16 +162,21 @@ def _checksum(content: bytes) -> bytes:
 
 
 def _compile_source(program: str, flags: tuple[str, ...], folder: Path, source: Path) -> str:
-    """Compile one file; the object's path."""
-    compiled = str(folder / f"{source.stem}.o")
-    _run_compiler(program, *flags, "-c", str(source), "-o", compiled)
-    return compiled
+    """Compile one source file and return the path of the object file."""
+    object_file = str(folder / f"{source.stem}.o")
+    _run_compiler(program, *flags, "-c", str(source), "-o", object_file)
+    return object_file
 
 
 def _run_compiler(program: str, *arguments: str) -> str:
-    """Run the compiler and return its output. Raises CompilerFailed with the end of its errors."""
+    """Run the compiler and return its output.
+
+    Raises:
+        CompilerError: The compiler failed. The message contains the end of its error output.
+        NativeUnavailableError: The compiler could not be run, or the disk is full.
+    """
     try:
-        done = subprocess.run(  # noqa: S603 - the compiler that the user has
+        result = subprocess.run(  # noqa: S603 - the user's own compiler
             (program, *arguments),
             capture_output=True,
             text=True,
@@ -168,9 +186,11 @@ def _run_compiler(program: str, *arguments: str) -> str:
     except subprocess.CalledProcessError as error:
         if DISK_FULL_MESSAGE in error.stderr:
             raise NativeUnavailableError(
-                f"{DISK_FULL_MESSAGE} for what {program} writes; make room there"
+                f"{DISK_FULL_MESSAGE} for the output of {program}; make room on the disk"
             ) from error
         raise CompilerError(f"{program} failed: {error.stderr.strip()[-500:]}") from error
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise NativeUnavailableError(f"{program} cannot be run: {error}") from error
-    return done.stdout
+        raise NativeUnavailableError(
+            f"{program} cannot be run ({error}); install a working compiler or set CXX to one"
+        ) from error
+    return result.stdout

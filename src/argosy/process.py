@@ -1,4 +1,4 @@
-"""What a process that serves has to do with the system: descriptors, signals, sockets, threads, standard error."""
+"""Operating system settings of a server process, such as descriptors, signals, sockets, threads and standard error."""
 
 from __future__ import annotations
 
@@ -27,31 +27,31 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 RESOURCE_EXHAUSTED_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
-"""Errors of who may have no more descriptors, or memory for sockets: no fault of the other end's."""
+"""Errors of a process without free descriptors or socket memory, which the peer did not cause."""
 
 MAX_SOCKET_PATH_BYTES = 107
-"""Bytes that the path of a Unix socket may have: see unix(7)."""
+"""Longest path of a Unix socket in bytes (unix(7))."""
 RESERVED_DESCRIPTORS = 48
-"""Descriptors that a server needs whoever is there: its files, its event loop, connections that are no client's."""
+"""Descriptors that a server needs besides client connections, for files, its event loop and other connections."""
 STDERR_FD = 2
 """Descriptor of standard error."""
 ATOMIC_WRITE_BYTES = select.PIPE_BUF
-"""Bytes that a pipe takes at once when it takes any."""
+"""Largest write to a pipe that is atomic."""
 MAX_KEEPALIVE_S = 86_400
-"""Systems take no number of seconds."""
+"""Longest keepalive time in seconds, because systems limit the value."""
 STDERR_WRITE_TIMEOUT_MS = 500
-"""How long standard error waits for who reads it, until it has once waited in vain."""
+"""Longest wait for a writable standard error; once a wait has timed out, the next write does not wait."""
 
 
 def raise_file_limit() -> None:
-    """Let this process have as many descriptors as the system allows: the usual limit, 1024, is for old programs."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    """Raise the soft limit of open files to the hard limit, because the usual soft limit is only 1024."""
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
 
 
 def max_clients(descriptors_per_client: int) -> int:
-    """Clients that there is room for when each of them takes so many descriptors."""
+    """Return how many clients fit into the open file limit."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return sys.maxsize
@@ -59,15 +59,19 @@ def max_clients(descriptors_per_client: int) -> int:
 
 
 def format_os_error(error: OSError) -> str:
-    """What went wrong, for people: with the file, where it was one."""
+    """Return the error's reason for a message, with the file name if there is one."""
     reason = error.strerror or str(error)
     return reason if error.filename is None else f"{error.filename}: {reason}"
 
 
 def create_socket_folder(prefix: str, max_name_bytes: int) -> Path:
-    """A new folder, for this user alone (mode 0700), for Unix sockets whose names have at most so many bytes.
+    """Create a private folder (mode 0700) for Unix sockets and return its path.
 
-    It is among temporary files, or, where these are so deep that a socket's path would be too long, in /tmp.
+    The folder is in the folder for temporary files, or in /tmp if that would make the path of a socket too long.
+
+    Args:
+        prefix: Prefix of the folder's name.
+        max_name_bytes: Longest name of a socket in the folder.
     """
     folder = Path(tempfile.mkdtemp(prefix=prefix))
     if len(os.fsencode(folder)) + 1 + max_name_bytes <= MAX_SOCKET_PATH_BYTES:
@@ -80,34 +84,35 @@ def create_socket_folder(prefix: str, max_name_bytes: int) -> Path:
 def handle_signals(
     stop: Callable[[], object], reload: Callable[[], object] | None
 ) -> Iterator[None]:
-    """Inside, SIGTERM and SIGINT stop. SIGHUP has what is in files renewed, or stops when the terminal was closed.
+    """Handle signals of the running event loop within a context.
 
-    What was started with nohup goes on then. Where nothing can be renewed it says that the terminal was closed.
-    Outside the main thread there are no signals to heed.
+    SIGTERM and SIGINT call `stop`. SIGHUP calls `reload`, or `stop` if the terminal of the process was closed. Without
+    `reload`, SIGHUP always means that the terminal was closed. A process started with nohup ignores that. Outside the
+    main thread no signals are handled.
     """
-    heeded = {signal.SIGTERM: stop, signal.SIGINT: stop}
-    ends = signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+    handlers = {signal.SIGTERM: stop, signal.SIGINT: stop}
+    hangup_terminates = signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
     if reload is not None:
-        closable = ends and _has_controlling_terminal()
-        heeded[signal.SIGHUP] = lambda: (
-            reload() if _has_controlling_terminal() or not closable else stop()
+        stop_on_close = hangup_terminates and _has_controlling_terminal()
+        handlers[signal.SIGHUP] = lambda: (
+            reload() if _has_controlling_terminal() or not stop_on_close else stop()
         )
-    elif ends:
-        heeded[signal.SIGHUP] = stop
+    elif hangup_terminates:
+        handlers[signal.SIGHUP] = stop
     loop = asyncio.get_running_loop()
-    for number, meaning in heeded.items():
+    for number, handler in handlers.items():
         with contextlib.suppress(ValueError, RuntimeError):
-            loop.add_signal_handler(number, meaning)
+            loop.add_signal_handler(number, handler)
     try:
         yield
     finally:
-        for number in heeded:
+        for number in handlers:
             with contextlib.suppress(ValueError, RuntimeError):
                 loop.remove_signal_handler(number)
 
 
 def _has_controlling_terminal() -> bool:
-    """Whether there is a terminal that this process belongs to."""
+    """Return whether the process has a controlling terminal."""
     try:
         os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
     except OSError:
@@ -116,78 +121,81 @@ def _has_controlling_terminal() -> bool:
 
 
 async def run_in_daemon_thread(call: Callable[..., T], *args: object) -> T:
-    """What a call returns, or raises, that may wait for a database or resolver, in a thread that keeps no process here.
+    """Run a blocking call, such as a database query or name resolution, in a thread of its own.
 
-    If this is cancelled the call goes on by itself.
+    The thread does not keep the process alive. If the caller is cancelled, the call continues in the background.
+
+    Returns:
+        The result of `call`. Exceptions of `call` propagate.
     """
     loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
+    future: asyncio.Future[T] = loop.create_future()
     context = contextvars.copy_context()
 
-    def tell(result: Callable[[], None]) -> None:
-        if not done.done():
-            result()
+    def set_if_pending(set_outcome: Callable[[], None]) -> None:
+        if not future.done():
+            set_outcome()
 
     def run() -> None:
         try:
-            came = context.run(call, *args)
-        except BaseException as error:  # noqa: BLE001 - whoever awaits it is told
-            told = functools.partial(done.set_exception, error)
+            result = context.run(call, *args)
+        except BaseException as error:  # noqa: BLE001 - propagates to the caller
+            set_outcome = functools.partial(future.set_exception, error)
         else:
-            told = functools.partial(done.set_result, came)
-        with contextlib.suppress(RuntimeError):  # the loop was closed before
-            loop.call_soon_threadsafe(tell, told)
+            set_outcome = functools.partial(future.set_result, result)
+        with contextlib.suppress(RuntimeError):  # the loop may be closed
+            loop.call_soon_threadsafe(set_if_pending, set_outcome)
 
-    threading.Thread(target=run, name="aside", daemon=True).start()
-    return await done
+    threading.Thread(target=run, name="blocking-call", daemon=True).start()
+    return await future
 
 
 def enable_tcp_keepalive(connection: socket.socket, timeout_s: float) -> None:
-    """Have the system end a TCP connection whose other end answers no packet, or takes nothing, for so long.
+    """Let the system close a TCP connection whose peer acknowledges no packets for `timeout_s`.
 
-    Else only timeouts of our own would.
+    Otherwise only timeouts of the program would detect a dead peer.
     """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform == "linux":
         seconds = math.ceil(min(max(timeout_s, 1), MAX_KEEPALIVE_S))
-        each_s = max(1, seconds // 4)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, each_s)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, each_s)
+        interval_s = max(1, seconds // 4)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, interval_s)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, interval_s)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, seconds * 1000)
 
 
 def protect_standard_streams() -> None:
-    """What cannot be written to standard error, or not soon, is lost from now on, and nothing else is.
+    """Make `sys.stderr` drop lines that cannot be written soon, instead of failing or blocking.
 
-    Those streams that are closed are opened on nothing, for this process and its children: else whatever is opened
-    next would be taken for them.
+    Closed standard streams are opened on /dev/null, for this process and its children. Otherwise the next opened files
+    would take their descriptors.
     """
-    while (opened := os.open(os.devnull, os.O_RDWR)) <= STDERR_FD:
-        os.set_inheritable(opened, True)  # noqa: FBT003 - as the library has it
-    os.close(opened)
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= STDERR_FD:
+        os.set_inheritable(descriptor, True)  # noqa: FBT003 - positional-only in the library
+    os.close(descriptor)
     lossy = io.BufferedWriter(_LossyStderr(STDERR_FD, "w", closefd=False))
     sys.stderr = io.TextIOWrapper(lossy, errors="backslashreplace", line_buffering=True)
 
 
 class _LossyStderr(io.FileIO):
-    """A file to which writing never fails, and never waits for long: a pipe may be full, and its reader asleep."""
+    """File whose writes never fail or block for long, even if it is a full pipe without an active reader."""
 
     _was_writable = True
-    """It took something when it was last asked to."""
+    """Whether the last wait found the file writable."""
 
     def write(self, data: ReadableBuffer, /) -> int:
-        """All of `data`, as far as anybody can tell; of what is lost, mostly whole lines."""
-        told = bytes(data)
-        rest = told
+        """Write `data` and always report success; lost data consists mostly of whole lines."""
+        content = bytes(data)
+        rest = content
         with contextlib.suppress(OSError):
             while rest and self._wait_writable():
                 end = rest.rfind(b"\n", 0, ATOMIC_WRITE_BYTES) + 1
                 written = super().write(rest[: end or ATOMIC_WRITE_BYTES])
                 rest = rest[written:] if written else b""
-        return len(told)
+        return len(content)
 
     def _wait_writable(self) -> bool:
-        asked = select.poll()
-        asked.register(self, select.POLLOUT)
-        self._was_writable = bool(asked.poll(STDERR_WRITE_TIMEOUT_MS if self._was_writable else 0))
+        poller = select.poll()
+        poller.register(self, select.POLLOUT)
+        self._was_writable = bool(poller.poll(STDERR_WRITE_TIMEOUT_MS if self._was_writable else 0))
         return self._was_writable

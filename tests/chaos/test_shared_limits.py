@@ -198,7 +198,7 @@ async def fleet(
 
 
 MANY = httpx2.Limits(max_connections=None)
-CLOSED = {"when_unsure": "closed"}
+CLOSED = {"quota_failure_mode": "closed"}
 
 
 def refused(got: Got) -> bool:

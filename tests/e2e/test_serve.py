@@ -216,7 +216,7 @@ def test_nobody_is_asked_when_that_is_said_by_name(tmp_path: Path) -> None:
         assert argosy("chat", "--url", server.url, "--max-tokens", "5", "Hello").returncode == 0
     refused = argosy("serve", "--port", "0", "--store", "mysql://nowhere")
     assert refused.returncode == 2
-    assert "no URL of a database" in refused.stderr
+    assert "The database URL is not valid" in refused.stderr
     assert "Traceback" not in refused.stderr
 
 

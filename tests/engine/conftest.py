@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from argosy.engine.execution.isa import EMULATED_AMX, ISA_VARIABLE, TORCH_PATH, available_isas
+from argosy.engine.execution.isa import EMULATED_AMX, ISA_VARIABLE, TORCH_ISA_NAME, available_isas
 from argosy.engine.execution.native_kernels import load_kernels
 from argosy.native import NativeUnavailableError
 
-PATHS = [*(isa.name for isa in (*available_isas(), EMULATED_AMX)), TORCH_PATH]
+PATHS = [*(isa.name for isa in (*available_isas(), EMULATED_AMX)), TORCH_ISA_NAME]
 
 
 @pytest.fixture(params=PATHS)
@@ -16,7 +16,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     """The name of the kernels that everything built in this test computes with."""
     name: str = request.param
     monkeypatch.setenv(ISA_VARIABLE, name)
-    if name != TORCH_PATH:
+    if name != TORCH_ISA_NAME:
         try:
             load_kernels()
         except (NativeUnavailableError, ValueError) as why:

@@ -227,7 +227,7 @@ def test_a_block_of_another_size_is_refused(path: PathName) -> None:
 def small(
     path: Literal["auto", "native"], compiler: str, folder: Path, **changes: int
 ) -> Attention:
-    sizes = {"heads": 4, "kv_heads": 2, "head_dim": 32, "block_size": 16, **changes}
+    sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "block_size": 16, **changes}
     shape = KvCacheShape(num_layers=1, num_blocks=4, dtype=torch.float32, **sizes)
     return create_cpu_attention(
         shape, threads=1, backend=path, kernels=lambda: load_kernels(compiler, folder)
@@ -265,4 +265,4 @@ def test_block_sizes_the_kernel_does_not_do(tmp_path: Path) -> None:
 
 def test_heads_that_do_not_divide_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="divide"):
-        small("auto", "no-such-compiler", tmp_path, heads=3)
+        small("auto", "no-such-compiler", tmp_path, num_heads=3)

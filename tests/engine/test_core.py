@@ -79,7 +79,7 @@ def a_depth(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture(name="core")
 def a_core(depth: int) -> Iterator[EngineCore]:
-    core = core_of(BUNDLED_MODEL, max_seqs=8, inflight=depth)
+    core = core_of(BUNDLED_MODEL, max_seqs=8, max_steps_in_flight=depth)
     yield core
     assert not core.has_work
 
@@ -125,7 +125,7 @@ def test_running_out_of_memory_shrinks_the_step_and_goes_on(core: EngineCore) ->
 
 
 def test_numbers_that_are_not_finite_end_their_row(depth: int) -> None:
-    core = core_of(BUNDLED_MODEL, max_seqs=8, inflight=depth)
+    core = core_of(BUNDLED_MODEL, max_seqs=8, max_steps_in_flight=depth)
     model = core.executor._model  # type: ignore[attr-defined]  # noqa: SLF001 - the model is the culprit
 
     def sick(batch: object, attention: object) -> object:
@@ -141,7 +141,7 @@ def test_numbers_that_are_not_finite_end_their_row(depth: int) -> None:
 
 
 def test_a_broken_worker_gives_up_after_a_bounded_number_of_steps(depth: int) -> None:
-    core = core_of(BUNDLED_MODEL, inflight=depth)
+    core = core_of(BUNDLED_MODEL, max_steps_in_flight=depth)
 
     def act(_: StepPlan) -> None:
         raise RuntimeError("nothing works")
@@ -180,7 +180,7 @@ def test_a_queue_that_has_gone_is_no_longer_told(core: EngineCore) -> None:
     """Who chooses a replica would shun this one as long as nobody asks it, which is for ever."""
     names = [f"r{number}" for number in range(4)]
     for name in names:
-        core.add(request(name, prompt=[5] * 1500, domain=name))
+        core.add(request(name, prompt=[5] * 1500, cache_domain=name))
     told = [core.step().stats.queued_tokens]
     core.abort(names)
     while core.has_work:
@@ -233,7 +233,7 @@ def test_steps_say_where_their_time_went(core: EngineCore) -> None:
 def test_blocks_are_told_with_the_first_token_and_all_in_the_end(core: EngineCore) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     for name in "ab":
-        core.add(request(name, prompt=list(range(10, 60)), params=params, domain=name))
+        core.add(request(name, prompt=list(range(10, 60)), params=params, cache_domain=name))
     told: set[int] = set()
     first: dict[str, set[int]] = {}
     while core.has_work:

@@ -15,7 +15,7 @@ from argosy.engine.execution import cgroup
 from argosy.engine.execution import isa as isa_module
 from argosy.engine.execution.device import Device, create_cpu_device
 from argosy.engine.execution.executor_loader import load_executor
-from argosy.engine.execution.isa import ISA_VARIABLE, TORCH_PATH, available_isas
+from argosy.engine.execution.isa import ISA_VARIABLE, TORCH_ISA_NAME, available_isas
 from argosy.engine.execution.native_kernels import Kernels, load_kernels
 from argosy.models import BUNDLED_MODEL
 from argosy.native import NativeUnavailableError
@@ -75,7 +75,7 @@ def test_free_memory_respects_the_cgroup(
     figures = {"memory.max": "5000", "memory.current": "3000"}
     for name, text in {**figures, "memory.stat": "anon 2000\ninactive_file 700\n"}.items():
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(cgroup, "_folders", lambda: [tmp_path])
+    monkeypatch.setattr(cgroup, "_cgroup_folders", lambda: [tmp_path])
     assert device.free_bytes() == 2700
     (tmp_path / "memory.max").write_text("max")
     assert device.free_bytes() > 2700
@@ -94,7 +94,7 @@ def test_the_path_is_named(path: str) -> None:
 
 def test_the_fastest_path_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(ISA_VARIABLE, raising=False)
-    expected = available_isas()[0].name if native_kernels() else TORCH_PATH
+    expected = available_isas()[0].name if native_kernels() else TORCH_ISA_NAME
     assert f"({expected}," in create_cpu_device(1).name
 
 
@@ -106,7 +106,7 @@ def test_a_path_that_the_cpu_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(ValueError, match=r"lacks avx512bw.*choose one of avx2, generic, .*torch"):
         create_cpu_device(1)
     monkeypatch.setenv(ISA_VARIABLE, "mmx")
-    with pytest.raises(ValueError, match="no such path"):
+    with pytest.raises(ValueError, match="no instruction set has this name"):
         create_cpu_device(1)
 
 

@@ -94,7 +94,9 @@ def same(answers: dict[str, Answer], dtype: str = "bfloat16", path: str = DEFAUL
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int8", "int4"])
 def test_batched(dtype: str, depth: int) -> None:
-    core = core_of(BUNDLED_MODEL, inflight=depth, prefix_cache=False, **weights_of(dtype))
+    core = core_of(
+        BUNDLED_MODEL, max_steps_in_flight=depth, prefix_cache=False, **weights_of(dtype)
+    )
     same(run(core, requests()), dtype)
 
 
@@ -102,7 +104,11 @@ def test_batched(dtype: str, depth: int) -> None:
 @pytest.mark.parametrize("budget", [8, 17, 64])
 def test_chunked(budget: int, dtype: str, depth: int) -> None:
     core = core_of(
-        BUNDLED_MODEL, inflight=depth, max_step_tokens=budget, max_seqs=5, **weights_of(dtype)
+        BUNDLED_MODEL,
+        max_steps_in_flight=depth,
+        max_step_tokens=budget,
+        max_seqs=5,
+        **weights_of(dtype),
     )
     same(run(core, requests()), dtype)
 
@@ -116,7 +122,7 @@ def test_batched_and_chunked_on_every_path(path: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int4"])
 def test_prefix_hits(dtype: str, depth: int) -> None:
-    core = core_of(BUNDLED_MODEL, inflight=depth, **weights_of(dtype))
+    core = core_of(BUNDLED_MODEL, max_steps_in_flight=depth, **weights_of(dtype))
     run(core, requests())
     again = run(core, requests())
     assert sum(answer.cached_tokens or 0 for answer in again.values()) > 100
@@ -125,7 +131,9 @@ def test_prefix_hits(dtype: str, depth: int) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 def test_preemption_in_a_tiny_pool(dtype: str, depth: int) -> None:
-    core = core_of(BUNDLED_MODEL, inflight=depth, num_blocks=11, max_seqs=8, **weights_of(dtype))
+    core = core_of(
+        BUNDLED_MODEL, max_steps_in_flight=depth, num_blocks=11, max_seqs=8, **weights_of(dtype)
+    )
     core.scheduler.output_estimator.fraction = 0.0
     same(run(core, requests()), dtype)
     assert core.scheduler.preemptions > 0
@@ -134,7 +142,7 @@ def test_preemption_in_a_tiny_pool(dtype: str, depth: int) -> None:
 def test_lower_tiers_that_stand_back(depth: int) -> None:
     """A premium request comes while others decode: its first token has a step of its own."""
     premium, *others = requests()
-    core = core_of(BUNDLED_MODEL, inflight=depth, dtype="bfloat16")
+    core = core_of(BUNDLED_MODEL, max_steps_in_flight=depth, dtype="bfloat16")
     answers = {request.id: Answer() for request in requests()}
     stood_back = False
     for request in others:
@@ -154,7 +162,7 @@ def test_lower_tiers_that_stand_back(depth: int) -> None:
 def test_host_tier(depth: int) -> None:
     core = core_of(
         BUNDLED_MODEL,
-        inflight=depth,
+        max_steps_in_flight=depth,
         dtype="bfloat16",
         num_blocks=11,
         max_seqs=3,
@@ -168,7 +176,7 @@ def test_host_tier(depth: int) -> None:
 def test_rotten_host_blocks_are_recomputed_and_counted(depth: int) -> None:
     core = core_of(
         BUNDLED_MODEL,
-        inflight=depth,
+        max_steps_in_flight=depth,
         dtype="bfloat16",
         num_blocks=11,
         max_seqs=3,
@@ -188,7 +196,7 @@ def test_resume_at_every_token(number: int, depth: int) -> None:
         msgspec.structs.replace(request, id=str(index), resumed_tokens=whole.tokens[:index])
         for index in range(1, len(whole.tokens))
     ]
-    core = core_of(BUNDLED_MODEL, inflight=depth, dtype="bfloat16")
+    core = core_of(BUNDLED_MODEL, max_steps_in_flight=depth, dtype="bfloat16")
     for name, answer in run(core, resumed).items():
         index = int(name)
         assert answer.tokens == whole.tokens[index:]
@@ -208,7 +216,7 @@ def test_siblings_fork(depth: int) -> None:
         )
         for index in range(4)
     ]
-    answers = run(core_of(BUNDLED_MODEL, inflight=depth, dtype="bfloat16"), several)
+    answers = run(core_of(BUNDLED_MODEL, max_steps_in_flight=depth, dtype="bfloat16"), several)
     assert all((answers[str(i)].cached_tokens or 0) >= len(request.prompt) - 1 for i in (1, 2, 3))
     for one in several:
         single = run(plain_core(), [msgspec.structs.replace(one, parent_id=None)])
@@ -219,7 +227,13 @@ def test_siblings_fork(depth: int) -> None:
 def test_batching_modes(batching: str, depth: int) -> None:
     same(
         run(
-            core_of(BUNDLED_MODEL, inflight=depth, dtype="bfloat16", batching=batching, max_seqs=4),
+            core_of(
+                BUNDLED_MODEL,
+                max_steps_in_flight=depth,
+                dtype="bfloat16",
+                batching=batching,
+                max_seqs=4,
+            ),
             requests(),
         )
     )

@@ -44,7 +44,7 @@ from argosy.store import AccountSnapshot, Ledger, Role, Store, UsageFilter, Usag
 Cards = Callable[[str], dict[str, Any] | None]
 Keys = dict[Role, dict[str, str]]
 
-ROLES: tuple[Role, ...] = ("caller", "viewer", "operator", "admin")
+ROLES: tuple[Role, ...] = ("user", "viewer", "operator", "admin")
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ async def test_from_nothing_to_a_tenant_with_a_key(store: Store) -> None:
 
 
 async def test_a_key_is_rotated_with_overlap_and_revoked(store: Store, keys: Keys) -> None:
-    (old,) = [key for key in store.accounts.list_keys() if key.role == "caller"]
+    (old,) = [key for key in store.accounts.list_keys() if key.role == "user"]
     async with admin(store) as client:
         rotated = await done(
             await client.post(
@@ -159,11 +159,11 @@ async def test_a_key_is_rotated_with_overlap_and_revoked(store: Store, keys: Key
             )
         )
         fresh = {"authorization": f"Bearer {rotated['key']}"}
-        assert (await client.get("/admin/me", headers=keys["caller"])).status_code == 200
+        assert (await client.get("/admin/me", headers=keys["user"])).status_code == 200
         assert (await client.get("/admin/me", headers=fresh)).status_code == 200
 
         await done(await client.post(f"/admin/keys/{old.id}/revoke", headers=keys["operator"]))
-        refused = await client.get("/admin/me", headers=keys["caller"])
+        refused = await client.get("/admin/me", headers=keys["user"])
         assert told(refused) == (401, "invalid_api_key", None)
         assert (await client.get("/admin/me", headers=fresh)).status_code == 200
 
@@ -412,7 +412,7 @@ def used(request: str, key: str, project: str, **fields: object) -> UsageRecord:
 
 async def test_usage_is_summed_and_exported(store: Store, keys: Keys) -> None:
     by_role = {key.role: key for key in store.accounts.list_keys()}
-    own, project = by_role["caller"].id, by_role["caller"].project
+    own, project = by_role["user"].id, by_role["user"].project
     rows = [used(f"r{n}", own, project) for n in range(3)]
     rows.append(used("r3", "key_other", project, model="small", ended_at=1_763_850_001.0))
     store.ledger.add_records(rows)
@@ -434,7 +434,7 @@ async def test_usage_is_summed_and_exported(store: Store, keys: Keys) -> None:
         sums = await client.get("/admin/usage.csv?group_by=model")
         assert sums.text.splitlines()[1:] == ["big,3,30,0,15,300", "small,1,10,0,5,100"]
 
-        (mine,) = (await done(await client.get("/admin/me/usage", headers=keys["caller"])))["data"]
+        (mine,) = (await done(await client.get("/admin/me/usage", headers=keys["user"])))["data"]
         assert mine["requests"] == 3
 
 
@@ -473,7 +473,7 @@ async def test_nobody_sees_the_usage_or_requests_of_others(store: Store, keys: K
         },
     }
     async with admin(store, cards.get) as client:
-        client.headers |= keys["caller"]
+        client.headers |= keys["user"]
         (mine,) = (await done(await client.get("/admin/me/usage")))["data"]
         assert mine["requests"] == 0
         for whose in ("organisation=org_other", "project=proj_other", "key=key_other", "user=u"):
@@ -519,7 +519,7 @@ CHECKS = [
 
 async def test_the_document_promises_what_is_done(store: Store, keys: Keys) -> None:
     async with admin(store) as client:
-        document = await done(await client.get("/admin/openapi.json", headers=keys["caller"]))
+        document = await done(await client.get("/admin/openapi.json", headers=keys["user"]))
         served = {
             (method.upper(), path)
             for path, methods in document["paths"].items()

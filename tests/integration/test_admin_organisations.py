@@ -23,7 +23,7 @@ from argosy.gateway.admin.app import ENDPOINTS
 from argosy.gateway.admin.endpoints import AdminEndpoint
 from argosy.store import Role, RoleScope
 
-ROLES: tuple[Role, ...] = ("caller", "viewer", "operator", "admin")
+ROLES: tuple[Role, ...] = ("user", "viewer", "operator", "admin")
 
 
 def nothing(ids: Ids) -> Json:
@@ -91,12 +91,12 @@ CASES: dict[str, Case] = {
         "viewer", query=lambda ids: {"project": ids.project, "group_by": "organisation"}
     ),
     "export_usage": Case("viewer", query=of_organisation),
-    "get_caller": Case("caller", alike=True),
-    "report_own_usage": Case("caller", alike=True),
+    "get_caller": Case("user", alike=True),
+    "report_own_usage": Case("user", alike=True),
     "explain_request": Case("viewer", id="request", refused=404),
     "list_audit_entries": Case("viewer", query=lambda ids: {"subject": ids.project}),
     "verify_audit_log": Case("viewer", "gateway", alike=True),
-    "get_openapi_document": Case("caller", alike=True),
+    "get_openapi_document": Case("user", alike=True),
 }
 
 

@@ -59,7 +59,7 @@ def test_the_first_key_takes_one_command(url: str) -> None:
     (project,) = store.load_snapshot().projects
     (first,) = store.audit_log.list_entries(limit=1)
     store.close()
-    assert (key.digest, key.role, key.name) == (hash_key(plain), "caller", "key-1")
+    assert (key.digest, key.role, key.name) == (hash_key(plain), "user", "key-1")
     assert (project.name, first.action) == ("default", "key.create")
     assert first.actor.startswith("cli")
     assert plain[18:] not in run("keys", "list")
@@ -81,7 +81,7 @@ def test_the_first_key_takes_one_command(url: str) -> None:
     ],
 )
 def test_a_mistyped_store_is_not_made(url: str, tmp_path: Path, command: tuple[str, ...]) -> None:
-    assert "Argosy keeps nothing in" in refused(*command)
+    assert "There is no Argosy store in" in refused(*command)
     assert not (tmp_path / "state").exists()
     others = tmp_path / "others.db"
     with contextlib.closing(sqlite3.connect(others)) as database:
@@ -217,13 +217,13 @@ def test_the_default_project_is_there_when_it_is_meant_whatever_was_made_before(
         (("tenants", "limits", "set", "tokens", "5"), "give one of --organisation"),
         (
             ("tenants", "limits", "set", "concurrency", "4", "--per", "day", "-p", "default"),
-            "only concurrency has none",
+            "Only a limit on concurrency has none",
         ),
         (("tenants", "prices", "set", "x", "--input", "0.0001", "--output", "1"), "too fine"),
         (("tenants", "prices", "set", "x", "--input", "1e999999", "--output", "1"), "no amount"),
         (("tenants", "prices", "set", "x", "--input", "1e9", "--output", "1"), "at most 1,000,000"),
         (("tenants", "limits", "set", "dollars", "1e10", "-p", "default"), "at most 9,223,372,036"),
-        (("usage", "--by", "colour"), "A report is by"),
+        (("usage", "--by", "colour"), "A report can be grouped by"),
         (("audit", "--limit", "99999999999999999999"), "to 1000000"),
         (("explain", "\udcff", "--url", "http://127.0.0.1:1"), "no gateway answers"),
         (("usage", "--since", "yesterday"), "write a date like"),
@@ -444,8 +444,8 @@ def test_a_store_is_copied(url: str, tmp_path: Path) -> None:
     assert (done.exit_code, "waits" in done.output) == (0, False)
     assert run("audit", "verify", "--store", copy) == run("audit", "verify")
     assert told("keys", "list", "--store", copy) == told("keys", "list")
-    assert "keeps something already" in refused("store", "copy", copy)
-    assert "keeps nothing" in refused("store", "copy", copy, "--store", f"sqlite:///{tmp_path}/no")
+    assert "is not empty" in refused("store", "copy", copy)
+    assert "no Argosy store" in refused("store", "copy", copy, "--store", f"sqlite:///{tmp_path}/no")
     (Path(f"{tmp_path}/state/argosy.db.usage")).mkdir()
     (tmp_path / "state" / "argosy.db.usage" / "1.usage").touch()
     done = runner.invoke(app, ("store", "copy", f"sqlite:///{tmp_path}/another.db"))

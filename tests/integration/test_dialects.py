@@ -298,7 +298,7 @@ async def test_a_chat_goes_on_in_the_assistants_message_where_there_are_no_token
 async def test_who_gave_a_seed_can_see_from_where_on_it_does_not_count(path: str) -> None:
     one, two = Vllm(), Vllm()
     async with running(one, two), gateway(behind(one), behind(two)) as (_, client):
-        for seed, marks in ((7, {None, "carried-on"}), (None, {None})):
+        for seed, marks in ((7, {None, "resumed"}), (None, {None})):
             one.faults.append(Fault("die", 4))
             seen = await stream(client, path, seed=seed)
             assert seen.text == WHOLE

@@ -129,7 +129,7 @@ async def test_a_replica_with_another_model_gets_no_requests(tokenizer: Tokenize
                     answer = await running.client.post("/v1/completions", json=BODY)
                     assert answer.status_code == 200
         (told,) = (entry for entry in logs if entry["event"] == "replica_model_missing")
-        assert (told["replica"], told["wanted"]) == (wrong.url, "big")
+        assert (told["replica"], told["model"]) == (wrong.url, "big")
         for only in (wrong, ReplicaConfig(url=two.url, kind="argosy")):
             async with front([], only) as running:
                 answer = await running.client.post("/v1/completions", json=BODY)

@@ -234,7 +234,7 @@ async def test_a_request_is_explained_to_its_tenant_and_to_operators(
         arguments[-1] = here.keys["other"]
         refused = await asyncio.to_thread(CliRunner().invoke, app, arguments)
         assert refused.exit_code == 2
-        assert "Nothing is known" in refused.output
+        assert "has no record of the request" in refused.output
 
 
 async def test_a_request_is_explained_no_longer_than_it_is_to_be_though_no_other_comes(

@@ -200,7 +200,7 @@ from argosy.engine.engine_config import EngineConfig
 from argosy.engine.serving.engine_core.engine_client import EngineClient
 
 async def main():
-    client = EngineClient(EngineConfig(model=sys.argv[1]), core=sys.argv[2])
+    client = EngineClient(EngineConfig(model=sys.argv[1]), core_factory=sys.argv[2])
     await client.start()
     print(client.core_pid, flush=True)
     await asyncio.Event().wait()

@@ -150,7 +150,7 @@ async def test_who_gave_a_seed_can_see_from_where_on_it_does_not_count(
         knife.after = 9
         seen = await story(client, path, asks)
         marks = [chunk.get("system_fingerprint") for chunk in seen.chunks]
-        first = marks.index("carried-on")
+        first = marks.index("resumed")
         told = "".join(said(chunk["choices"][0]) for chunk in seen.chunks[:first])
         assert told
         assert whole.text.startswith(told)

@@ -1,4 +1,4 @@
-"""When requests are sent: open-loop arrivals from a rate, a burstiness, a ramp and a seed."""
+"""Open-loop arrival times, drawn from a rate, a burstiness, a ramp and a seed."""
 
 from __future__ import annotations
 
@@ -11,39 +11,48 @@ from argosy.bench.errors import BenchError
 
 
 class ArrivalProcess(msgspec.Struct, frozen=True, kw_only=True):
-    """Gamma-distributed gaps. Raises BenchError where the numbers make no sense."""
+    """Arrival process with gamma-distributed gaps.
+
+    Raises:
+        BenchError: A parameter is out of range.
+    """
 
     rate: float | None
     """Requests per second on average; None sends all at once."""
     burstiness: float | None = 1.0
-    """Shape of the gamma distribution: 1 is a Poisson process, less is burstier; None is a metronome."""
+    """Shape of the gamma distribution. 1 is a Poisson process, less is burstier, None has constant gaps."""
     ramp_s: float = 0.0
-    """The rate grows linearly from 0 for so long."""
+    """Time in which the rate grows linearly from 0."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be drawn."""
+        """Validate the parameters."""
         if self.rate is not None and not 0 < self.rate < math.inf:
-            raise BenchError(f"A rate of {self.rate:g} cannot be sent: give more than 0.")
+            raise BenchError(f"A rate of {self.rate:g} cannot be sent: give a number above 0.")
         if self.burstiness is not None and not 0 < self.burstiness < math.inf:
-            raise BenchError(f"A burstiness of {self.burstiness:g} is no shape: give more than 0.")
+            raise BenchError(
+                f"A burstiness of {self.burstiness:g} is not possible: give a number above 0."
+            )
         if self.ramp_s < 0:
-            raise BenchError("A ramp takes 0 seconds or more.")
+            raise BenchError("A ramp of less than 0 seconds is not possible: give 0 or more.")
 
 
 def draw_arrival_times(
     arrivals: ArrivalProcess, *, seed: int, count: int | None, duration_s: float | None
 ) -> list[float]:
-    """Ascending seconds after the start: `count` of them, those before `duration_s`, or what both allow.
+    """Return ascending send times in seconds after the start.
 
-    The same seed draws the same gaps at every rate, so a sweep compares like with like. Raises
-    BenchError when nothing bounds the list.
+    The list ends after `count` times or before `duration_s`, whichever is first. The same seed draws the same gaps at
+    every rate, so that the loads of a sweep are comparable.
+
+    Raises:
+        BenchError: Neither `count` nor `duration_s` bounds the list.
     """
     if arrivals.rate is None:
         if count is None:
-            raise BenchError("All at once needs a number of requests: give --requests.")
+            raise BenchError("Sending all at once needs a number of requests: give --requests.")
         return [0.0] * count
     if count is None and duration_s is None:
-        raise BenchError("The run needs an end: give --requests or --duration.")
+        raise BenchError("The run has no end: give --requests or --duration.")
     rng = np.random.default_rng((seed, 1))
     times: list[float] = []
     load = 0.0
@@ -65,8 +74,8 @@ def _draw_unit_gaps(rng: np.random.Generator, burstiness: float | None) -> list[
 
 
 def _time_of_load(load: float, rate: float, ramp_s: float) -> float:
-    """The time by which `load` requests are expected: the inverse of the integral of the rate."""
-    in_ramp = rate * ramp_s / 2
-    if load < in_ramp:
+    """Return the time by which `load` requests are expected: the inverse of the integral of the rate."""
+    ramp_load = rate * ramp_s / 2
+    if load < ramp_load:
         return math.sqrt(2 * load * ramp_s / rate)
-    return ramp_s + (load - in_ramp) / rate
+    return ramp_s + (load - ramp_load) / rate

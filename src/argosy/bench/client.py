@@ -1,8 +1,8 @@
-"""The measuring client: HTTP/1.1 on raw asyncio with httptools, a stamp for every read.
+"""Measuring HTTP client: HTTP/1.1 on raw asyncio with httptools, with a timestamp for every read.
 
-A connection carries one request at a time and is kept for the next; nothing limits their number, so
-the client never queues what the plan wants sent. The stamp is taken when the bytes are handed over by the
-event loop, before anything is parsed.
+A connection carries one request at a time and is reused. The number of connections is not limited, so that the client
+never queues requests that the plan wants sent. The timestamp is taken when the event loop delivers the bytes, before
+they are parsed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Clock = Callable[[], float]
 
 
 class BenchConnection(asyncio.Protocol):
-    """One connection, one request at a time."""
+    """HTTP/1.1 connection that carries one request at a time."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -31,15 +31,17 @@ class BenchConnection(asyncio.Protocol):
         self._response: BenchResponse | None = None
         self._done: asyncio.Future[None] | None = None
         self.completed_responses = 0
-        """Answers that came whole."""
+        """Number of complete responses."""
         self.closed = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keep the transport."""
         self._transport = cast("asyncio.Transport", transport)
 
     async def send_request(self, request: bytes, response: BenchResponse) -> None:
-        """Send `request` and return when `reply` has ended, well or not. Cancelling closes the connection."""
+        """Send a request and return when its response has ended, also after an error.
+
+        A cancellation closes the connection.
+        """
         self._response = response
         self._done = asyncio.get_running_loop().create_future()
         if self._transport is not None:
@@ -51,58 +53,55 @@ class BenchConnection(asyncio.Protocol):
             raise
 
     def abort(self) -> None:
-        """Close at once."""
+        """Close the connection at once."""
         self.closed = True
         if self._transport is not None:
             self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        """Bytes came: stamp, then parse."""
+        """Take the timestamp, then parse the bytes."""
         now = self._clock()
-        if self._response is None:  # nobody asked
+        if self._response is None:  # unexpected bytes without a request
             self.abort()
             return
         self._response.received_at = now
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            if self._response is not None:  # else the answer is whole, and this came after it
-                self._response.record_error("malformed", f"The answer is not HTTP: {error}")
+            if self._response is not None:  # otherwise the response was complete before these bytes
+                self._response.record_error("malformed", f"The response is not HTTP: {error}")
             self.abort()
             self._finish_response()
 
     def eof_received(self) -> None:
-        """The server will send no more."""
         self.closed = True
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """An answer that has not ended was cut."""
+        """End the current response. A response without a length may end here, any other is cut off."""
         self.closed = True
         if self._response is not None:
             self._response.received_at = self._clock()
             if not (exc is None and self._response.ends_at_eof):
                 self._response.record_error(
-                    "cut", "The server closed the connection before the end."
+                    "cut", "The server closed the connection before the end of the response."
                 )
             self._finish_response()
 
-    def on_header(self, name: bytes, value: bytes) -> None:  # noqa: ARG002 - the parser's face
-        """Remember what says where a body ends."""
+    def on_header(self, name: bytes, value: bytes) -> None:  # noqa: ARG002 - httptools' interface
+        """Remember whether the response states the length of its body."""
         if self._response is not None and name.lower() in {b"content-length", b"transfer-encoding"}:
             self._response.has_body_length = True
 
     def on_headers_complete(self) -> None:
-        """The status is known."""
         if self._response is not None:
             self._response.status = self._parser.get_status_code()
 
     def on_body(self, body: bytes) -> None:
-        """A piece of the body."""
         if self._response is not None:
             self._response.on_body(body)
 
     def on_message_complete(self) -> None:
-        """The answer is whole."""
+        """End the current response. Informational responses (1xx) are skipped."""
         if self._response is not None and self._response.status >= 200:
             self.completed_responses += 1
             if not self._parser.should_keep_alive():
@@ -119,7 +118,7 @@ class BenchConnection(asyncio.Protocol):
 
 
 class BenchClient:
-    """All connections to one server."""
+    """HTTP client with all connections to one server."""
 
     def __init__(
         self, address: Endpoint, clock: Clock, headers: Mapping[str, str], timeout_s: float
@@ -134,12 +133,12 @@ class BenchClient:
     async def post(
         self, path: str, body: bytes, response: BenchResponse, request_id: str = ""
     ) -> BenchResponse:
-        """POST JSON. Whatever happens is in the reply; only a cancellation raises."""
+        """Send a POST request with a JSON body. Errors are recorded in `response`; only a cancellation raises."""
         headers = {"x-request-id": request_id} if request_id else {}
         return await self._send_timed("POST", path, body, response, headers)
 
     async def get(self, path: str, response: BenchResponse) -> BenchResponse:
-        """GET. As `post`."""
+        """Send a GET request, with errors handled like in `post`."""
         return await self._send_timed("GET", path, b"", response, {})
 
     def close(self) -> None:
@@ -149,36 +148,44 @@ class BenchClient:
         self._idle.clear()
 
     async def _send_timed(
-        self, method: str, path: str, body: bytes, reply: BenchResponse, headers: Mapping[str, str]
+        self,
+        method: str,
+        path: str,
+        body: bytes,
+        response: BenchResponse,
+        headers: Mapping[str, str],
     ) -> BenchResponse:
         request = self._render_head(method, path, len(body), headers) + body
-        reply.on_sent(self._clock())  # to connect is the server's part, too
+        response.on_sent(self._clock())  # the time to connect counts as the server's
         try:
             async with asyncio.timeout(self._timeout_s):
-                await self._send_on_connection(request, reply)
+                await self._send_on_connection(request, response)
         except TimeoutError:
-            reply.received_at = self._clock()
-            reply.record_error("timeout", f"No whole answer within {self._timeout_s:g} s.")
-            reply.on_end()
-        except (OSError, UnicodeError) as error:  # the latter for names that no resolver takes
-            reply.received_at = self._clock()
-            reply.record_error(
+            response.received_at = self._clock()
+            response.record_error("timeout", f"No complete response within {self._timeout_s:g} s.")
+            response.on_end()
+        except (
+            OSError,
+            UnicodeError,
+        ) as error:  # UnicodeError for host names that cannot be resolved
+            response.received_at = self._clock()
+            response.record_error(
                 "connect", f"Cannot connect to {self._address.display_name}: {error}"
             )
-            reply.on_end()
-        return reply
+            response.on_end()
+        return response
 
-    async def _send_on_connection(self, request: bytes, reply: BenchResponse) -> None:
+    async def _send_on_connection(self, request: bytes, response: BenchResponse) -> None:
         connection = self._pop_idle()
-        kept = connection is not None
+        is_reused = connection is not None
         if connection is None:
             connection = await self._connect()
-        await connection.send_request(request, reply)
-        if kept and reply.closed_before_response:
-            # A kept connection that the server closed meanwhile: it never saw the request.
-            reply.on_resend()
+        await connection.send_request(request, response)
+        if is_reused and response.closed_before_response:
+            # The server had closed the idle connection, so it never received the request.
+            response.on_resend()
             connection = await self._connect()
-            await connection.send_request(request, reply)
+            await connection.send_request(request, response)
         if not connection.closed:
             self._idle.append(connection)
 
@@ -191,12 +198,12 @@ class BenchClient:
 
     async def _connect(self) -> BenchConnection:
         loop, address = asyncio.get_running_loop(), self._address
-        made = partial(BenchConnection, self._clock)
+        make_connection = partial(BenchConnection, self._clock)
         if address.socket_path is not None:
-            _, connection = await loop.create_unix_connection(made, address.socket_path)
+            _, connection = await loop.create_unix_connection(make_connection, address.socket_path)
         else:
             _, connection = await loop.create_connection(
-                made, address.host, address.port, ssl=self._tls
+                make_connection, address.host, address.port, ssl=self._tls
             )
         return connection
 

@@ -1,11 +1,11 @@
-"""Two sides compared, each of one or more results: ratios with 95 % intervals.
+"""Comparison of two sides of one or more results each: ratios with 95 % confidence intervals.
 
-One result a side: the bootstrap. Latencies: requests are resampled (all gaps of a request together), so that gaps of
-one request, which are alike, do not count as independent. Token throughput: slices of the run's time are resampled.
-Such an interval holds what varies within a run; what varies between runs only more runs can show.
+A side with one result is resampled by the bootstrap. For latencies requests are resampled with all their gaps, because
+the gaps of one request are not independent. For token throughput slices of the run's time are resampled. The interval
+covers the variation within a run. Variation between runs is only visible with several results.
 
-Several results a side: each gives one number for a measure, their geometric mean is the estimate, and the interval is
-that of Behrens and Fisher for the difference of two means of logarithms, whose variances are unknown and unequal.
+A side with several results contributes one value per result and measure. The estimate is their geometric mean. The
+interval is the Behrens-Fisher interval for the difference of two means of logarithms with unknown and unequal variances.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ _COMPARED_METRICS: tuple[MetricName, ...] = ("ttft", "tpot", "itl", "e2e")
 
 
 class MeasureRatio(msgspec.Struct, frozen=True, kw_only=True):
-    """B over A, with the 95 % interval."""
+    """Ratio B/A of a measure, with its 95 % interval."""
 
     load: str
     measure: str
     a: float
     b: float
     runs: tuple[int, int]
-    """That a and b come from."""
+    """Number of runs behind a and b."""
     ratio: float
     low: float
     high: float
 
     @property
     def is_significant(self) -> bool:
-        """1 is outside of the interval."""
+        """Whether 1 is outside the interval."""
         return not self.low <= 1 <= self.high
 
 
@@ -55,78 +55,89 @@ def compare_results(
     seed: int = 0,
     resamples: int = RESAMPLE_COUNT,
 ) -> list[MeasureRatio]:
-    """Each measure of each load that both sides have. Raises BenchError when they have none in common.
+    """Compare each measure of each load that both sides have.
 
-    Where each side has one load only, these are compared whatever they are.
+    If each side has only one load, the two loads are compared even if they differ.
+
+    Args:
+        a: Results of side A, the denominator of the ratios.
+        b: Results of side B.
+        seed: Seed of the resampling.
+        resamples: Number of resamples.
+
+    Raises:
+        BenchError: The sides have no load in common.
     """
-    mine, other = _group_by_load(a), _group_by_load(b)
-    pairs = [(label, points, other[label]) for label, points in mine.items() if label in other]
-    if not pairs and len(mine) == len(other) == 1:
-        ((x, points),), ((y, others),) = mine.items(), other.items()
-        pairs = [(f"{x} / {y}", points, others)]
+    loads_a, loads_b = _group_by_load(a), _group_by_load(b)
+    pairs = [(label, runs, loads_b[label]) for label, runs in loads_a.items() if label in loads_b]
+    if not pairs and len(loads_a) == len(loads_b) == 1:
+        ((label_a, runs_a),), ((label_b, runs_b),) = loads_a.items(), loads_b.items()
+        pairs = [(f"{label_a} / {label_b}", runs_a, runs_b)]
     if not pairs:
-        raise BenchError("The two sides have no load in common: nothing can be compared.")
-    dice = _Resampling(np.random.default_rng(seed), resamples)
-    return [ratio for label, x, y in pairs for ratio in _compare_points(label, x, y, dice)]
+        raise BenchError("The two sides have no load in common, so nothing can be compared.")
+    resampling = _Resampling(np.random.default_rng(seed), resamples)
+    return [ratio for label, x, y in pairs for ratio in _compare_runs(label, x, y, resampling)]
 
 
 def _group_by_load(results: Sequence[BenchResult]) -> dict[str, list[RunResult]]:
-    found: dict[str, list[RunResult]] = {}
+    runs_by_load: dict[str, list[RunResult]] = {}
     for result in results:
-        for point in result.runs:
-            found.setdefault(point.label, []).append(point)
-    return found
+        for run in result.runs:
+            runs_by_load.setdefault(run.label, []).append(run)
+    return runs_by_load
 
 
 class _Resampling(msgspec.Struct, frozen=True):
-    """How to resample."""
+    """Parameters of the resampling."""
 
     rng: np.random.Generator
     resamples: int
 
 
-def _compare_points(
+def _compare_runs(
     label: str, a: Sequence[RunResult], b: Sequence[RunResult], dice: _Resampling
 ) -> list[MeasureRatio]:
-    mine, other = _estimate_measures(a, dice), _estimate_measures(b, dice)
+    estimates_a, estimates_b = _estimate_measures(a, resampling), _estimate_measures(b, resampling)
     return [
-        _estimate_ratio(label, measure, mine[measure], other[measure], (len(a), len(b)))
-        for measure in mine
-        if measure in other
+        _estimate_ratio(
+            label, measure, estimates_a[measure], estimates_b[measure], (len(a), len(b))
+        )
+        for measure in estimates_a
+        if measure in estimates_b
     ]
 
 
-def _estimate_measures(points: Sequence[RunResult], dice: _Resampling) -> dict[str, Array]:
-    """By name, the estimate of each measure that every run has, then what else it could have been."""
-    if len(points) == 1:
-        return _estimate_run(points[0], dice)
-    runs = [_estimate_run(point, _Resampling(dice.rng, 0)) for point in points]
+def _estimate_measures(runs: Sequence[RunResult], resampling: _Resampling) -> dict[str, Array]:
+    """Return arrays by measure, for the measures that all runs have. The first value is the estimate, others are draws."""
+    if len(runs) == 1:
+        return _estimate_run(runs[0], resampling)
+    estimates = [_estimate_run(run, _Resampling(resampling.rng, 0)) for run in runs]
     return {
-        measure: _estimate_over_runs(np.array([run[measure][0] for run in runs]), dice)
-        for measure in runs[0]
-        if all(measure in run for run in runs)
+        measure: _estimate_over_runs(np.array([each[measure][0] for each in estimates]), resampling)
+        for measure in estimates[0]
+        if all(measure in each for each in estimates)
     }
 
 
-def _estimate_over_runs(estimates: Array, dice: _Resampling) -> Array:
-    """The geometric mean, then draws from where its true value may lie: a t distribution of the logarithm."""
+def _estimate_over_runs(estimates: Array, resampling: _Resampling) -> Array:
+    """Return the geometric mean, then draws of its true value: a t distribution of the logarithm."""
     logs = np.log(estimates + 1e-12)
     error = logs.std(ddof=1) / np.sqrt(len(logs))
-    draws = logs.mean() + error * dice.rng.standard_t(len(logs) - 1, dice.resamples)
-    # Two runs know so little that a few draws are beyond all numbers.
+    draws = logs.mean() + error * resampling.rng.standard_t(len(logs) - 1, resampling.resamples)
+    # With two runs the t distribution has such wide tails that some draws would overflow.
     means: Array = np.exp(np.concatenate([[logs.mean()], draws.clip(-200, 200)]))
     return means
 
 
-def _estimate_run(point: RunResult, dice: _Resampling) -> dict[str, Array]:
-    rows = point.succeeded
+def _estimate_run(run: RunResult, resampling: _Resampling) -> dict[str, Array]:
+    rows = run.succeeded
     if not rows:
         return {}
-    measures = {"output tok/s": _resample_throughput(rows, dice)}
+    measures = {"output tok/s": _resample_throughput(rows, resampling)}
     for metric in _COMPARED_METRICS:
         sample = _MetricSample(rows, metric)
         if sample.size:
-            for statistic, drawn in sample.bootstrap(dice).items():
+            for statistic, drawn in sample.bootstrap(resampling).items():
                 measures[f"{metric} {statistic} ms"] = drawn
     return measures
 
@@ -134,7 +145,7 @@ def _estimate_run(point: RunResult, dice: _Resampling) -> dict[str, Array]:
 def _estimate_ratio(
     label: str, measure: str, a: Array, b: Array, runs: tuple[int, int]
 ) -> MeasureRatio:
-    """The first of each array is the estimate, the others are resamples."""
+    """Return the ratio B/A. The first value of each array is the estimate, the others are resamples."""
     ratios = (b + 1e-12) / (a + 1e-12)
     low, high = np.percentile(ratios[1:], [2.5, 97.5])
     return MeasureRatio(
@@ -149,20 +160,20 @@ def _estimate_ratio(
     )
 
 
-def _resample_throughput(rows: Sequence[RequestRow], dice: _Resampling) -> Array:
+def _resample_throughput(rows: Sequence[RequestRow], resampling: _Resampling) -> Array:
     start = min(row.scheduled_s for row in rows)
     width = max((max(row.end_s for row in rows) - start) / _TIME_SLICES, 1e-6)
     series = np.zeros(_TIME_SLICES)
-    counted = token_series(rows, width)
-    # A token on the very end falls into a slice of its own: it belongs to the last.
-    for place, rate in enumerate(counted):
-        series[min(place, _TIME_SLICES - 1)] += rate
-    places = dice.rng.integers(_TIME_SLICES, size=(dice.resamples, _TIME_SLICES))
-    return np.concatenate([[series.mean()], series[places].mean(axis=1)])
+    rates = token_series(rows, width)
+    # A token at the very end has a slice index of its own, and belongs to the last slice.
+    for index, rate in enumerate(rates):
+        series[min(index, _TIME_SLICES - 1)] += rate
+    indices = resampling.rng.integers(_TIME_SLICES, size=(resampling.resamples, _TIME_SLICES))
+    return np.concatenate([[series.mean()], series[indices].mean(axis=1)])
 
 
 class _MetricSample:
-    """The values of a metric, sorted, each with the request that it is of."""
+    """Sorted values of a metric, each with the index of its request."""
 
     def __init__(self, rows: Sequence[RequestRow], metric: MetricName) -> None:
         lists = [metric_values(row, metric) for row in rows]
@@ -173,24 +184,29 @@ class _MetricSample:
 
     @property
     def size(self) -> int:
-        """How many values there are."""
+        """Number of values."""
         return len(self._values)
 
-    def bootstrap(self, dice: _Resampling) -> dict[Statistic, Array]:
-        """For each statistic the estimate, then the resamples; none for a tail of less than a request."""
+    def bootstrap(self, resampling: _Resampling) -> dict[Statistic, Array]:
+        """Return arrays by statistic: the estimate, then the resamples.
+
+        A quantile whose tail holds less than one request is left out.
+        """
         statistics: dict[Statistic, Callable[[Array], float]] = {"mean": self._mean}
-        for name, share in _QUANTILES.items():
-            if self._requests * (1 - share) < 1 - 1e-9:
+        for name, quantile in _QUANTILES.items():
+            if self._requests * (1 - quantile) < 1 - 1e-9:
                 continue
-            statistics[name] = _WeightedQuantile(self._values, share)
+            statistics[name] = _WeightedQuantile(self._values, quantile)
         drawn: dict[Statistic, list[float]] = {name: [] for name in statistics}
-        chances = np.full(self._requests, 1 / self._requests)
-        for draw in range(dice.resamples + 1):
-            times = np.ones(self._requests)
+        probabilities = np.full(self._requests, 1 / self._requests)
+        for draw in range(resampling.resamples + 1):
+            counts = np.ones(self._requests)
             if draw:
-                times = dice.rng.multinomial(self._requests, chances).astype(np.float64)
-            weights = times[self._owners]
-            if not weights.any():  # only requests without values were drawn
+                counts = resampling.rng.multinomial(self._requests, probabilities).astype(
+                    np.float64
+                )
+            weights = counts[self._owners]
+            if not weights.any():  # all drawn requests have no values
                 weights = np.ones_like(weights)
             for name, statistic in statistics.items():
                 drawn[name].append(statistic(weights))
@@ -201,7 +217,7 @@ class _MetricSample:
 
 
 class _WeightedQuantile:
-    """A quantile of sorted values under weights: the least value with that share at or below it."""
+    """Quantile of sorted values under weights: the smallest value with this share of the weight at or below it."""
 
     def __init__(self, values: Array, quantile: float) -> None:
         self._values = values
@@ -209,14 +225,14 @@ class _WeightedQuantile:
 
     def __call__(self, weights: Array) -> float:
         below = np.cumsum(weights)
-        place = int(np.searchsorted(below, self._quantile * below[-1] - 1e-9))
-        return float(self._values[min(place, len(self._values) - 1)])
+        index = int(np.searchsorted(below, self._quantile * below[-1] - 1e-9))
+        return float(self._values[min(index, len(self._values) - 1)])
 
 
 def format_comparison(
     a: Sequence[BenchResult], b: Sequence[BenchResult], ratios: Sequence[MeasureRatio]
 ) -> str:
-    """The table, and what makes the two sides hard to compare."""
+    """Return the table of ratios, after cautions about differences between the two sides."""
     lines = [
         *(f"A: {_describe_result(result)}" for result in a),
         *(f"B: {_describe_result(result)}" for result in b),
@@ -230,7 +246,7 @@ def format_comparison(
             f"{ratio.load[:27]:<28}{ratio.measure:<16}{ratio.a:>11.2f}{ratio.b:>11.2f}"
             f"{ratio.ratio:>9.3f}   {ratio.low:.3f} - {ratio.high:.3f}{mark}"
         )
-    return "\n".join([*lines, "", "* 1 lies outside of the interval"])
+    return "\n".join([*lines, "", "* 1 is outside the interval"])
 
 
 def _describe_result(result: BenchResult) -> str:
@@ -238,7 +254,7 @@ def _describe_result(result: BenchResult) -> str:
 
 
 def _cached_share(results: Sequence[BenchResult]) -> float:
-    summaries = [point.summary for result in results for point in result.runs]
+    summaries = [run.summary for result in results for run in result.runs]
     cached = sum(summary.cached_tokens or 0 for summary in summaries)
     return cached / max(sum(summary.input_tokens for summary in summaries), 1)
 
@@ -249,24 +265,24 @@ def _list_cautions(a: Sequence[BenchResult], b: Sequence[BenchResult]) -> list[s
     if any(plans_b.get(label, plans) != plans for label, plans in plans_a.items()):
         cautions.append("Caution: the plans differ (seed, lengths or arrivals).")
     if len({str(result.machine.get("processor")) for result in (*a, *b)}) > 1:
-        cautions.append("Caution: the load came from different machines.")
+        cautions.append("Caution: the load was generated on different machines.")
     shares = [_cached_share(results) for results in (a, b)]
     if abs(shares[0] - shares[1]) > 0.02:
         cautions.append(
             f"Caution: {shares[0]:.0%} of A's prompt tokens came from the prefix cache, and"
-            f" {shares[1]:.0%} of B's (a server that has seen a seed before remembers its prompts)."
+            f" {shares[1]:.0%} of B's (a server that has seen a seed before has its prompts cached)."
         )
     for name, results in (("A", a), ("B", b)):
-        failed = sum(point.summary.failed for result in results for point in result.runs)
+        failed = sum(run.summary.failed for result in results for run in result.runs)
         if failed:
-            cautions.append(f"Caution: {name} has {failed} failed requests; they are left out.")
+            cautions.append(f"Caution: {name} has {failed} failed requests, which are excluded.")
     if (len(a) == 1) != (len(b) == 1):
         cautions.append(
-            "Caution: one side is a single run; what varies between its runs is unknown."
+            "Caution: one side is a single run, so the variation between its runs is unknown."
         )
     return cautions
 
 
 def _plan_digests(results: Sequence[BenchResult]) -> dict[str, set[str]]:
-    points = _group_by_load(results)
-    return {label: {point.plan_digest for point in each} for label, each in points.items()}
+    runs_by_load = _group_by_load(results)
+    return {label: {run.plan_digest for run in runs} for label, runs in runs_by_load.items()}

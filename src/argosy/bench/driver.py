@@ -1,4 +1,4 @@
-"""Carries out a plan against a server: sends on time, survives every failure, gives a row for each request."""
+"""Driver of a load plan: sends the requests on schedule and records a row for each, whether it succeeds or fails."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from argosy.bench.request_body_builder import ConversationTurn, RequestBodyBuild
 from argosy.bench.response import BenchResponse
 
 _STOP_CHECK_INTERVAL_S = 0.25
-"""So often it is seen whether the run has been stopped."""
+"""Interval in which sleeping tasks check whether the run was stopped."""
 _TIMER_RESOLUTION_S = 0.002
-"""The event loop's own timers are right to about a millisecond; the rest is spent yielding."""
+"""Resolution of the event loop's timers, which is about a millisecond. The remaining time is spent yielding."""
 
 
 class Driver:
-    """One run of one plan."""
+    """One run of a plan."""
 
     def __init__(
         self,
@@ -46,21 +46,21 @@ class Driver:
             contextlib.nullcontext()
         )
         self.stopped = False
-        """`stop` was called."""
+        """Whether `stop` was called."""
         self.rows: list[RequestRow] = []
-        """What has ended, in that order."""
+        """Rows of ended requests, in the order of their ends."""
         self.in_flight = 0
         self.interrupted = False
-        """Stopped from outside before the plan was through."""
+        """Whether the run was cancelled before the end of the plan."""
 
     def stop(self) -> None:
-        """Send no more and cancel what runs."""
+        """Send no more requests and cancel those in flight."""
         self.stopped = True
         for task in self._tasks:
             task.cancel()
 
     async def run(self) -> list[RequestRow]:
-        """All rows, by index. A cancellation ends the run early; what has been measured is kept."""
+        """Run the plan and return all rows by index. A cancellation ends the run early and keeps the rows."""
         try:
             await self._warm_up()
             self._started_at = self._clock()
@@ -97,30 +97,30 @@ class Driver:
     async def _run_closed_loop(self) -> None:
         sessions = iter(self._plan.sessions)
         workers = self._plan.concurrency or 1
-        for worker in range(min(workers, len(self._plan.sessions))):  # those after them find none
-            begin_s = self._plan.ramp_s * worker / workers
-            self._start_task(self._run_worker(sessions, begin_s))
+        for worker in range(min(workers, len(self._plan.sessions))):  # more would have no session
+            start_s = self._plan.ramp_s * worker / workers
+            self._start_task(self._run_worker(sessions, start_s))
 
     async def _run_worker(
-        self, sessions: Iterator[tuple[PlannedRequest, ...]], begin_s: float
+        self, sessions: Iterator[tuple[PlannedRequest, ...]], start_s: float
     ) -> None:
-        await self._sleep_until(begin_s)
-        limit_s = self._plan.duration_s
+        await self._sleep_until(start_s)
+        duration_s = self._plan.duration_s
         for session in sessions:
             body = self._body_builder.build_body(session[0], [])
             now = self._elapsed_s()
-            if limit_s is not None and now >= limit_s:
+            if duration_s is not None and now >= duration_s:
                 return
             await self._run_session(session, now, body)
 
-    def _start_task(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(work)
+    def _start_task(self, session: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(session)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _wait_for_tasks(self) -> None:
         while self._tasks:
-            # `gather` lets nobody run where all have ended, from Python 3.12 on: they would stay here for ever.
+            # From Python 3.12 on `gather` does not yield if all tasks have ended, and this would loop forever.
             ended, _ = await asyncio.wait(self._tasks)
             for task in ended:
                 if not task.cancelled():
@@ -130,60 +130,64 @@ class Driver:
         self, session: tuple[PlannedRequest, ...], scheduled_s: float, body: bytes
     ) -> None:
         history: list[ConversationTurn] = []
-        for request, following in itertools.zip_longest(session, session[1:]):
-            reply = await self._send_turn(request, scheduled_s, body, keep_text=len(session) > 1)
-            if following is None:
+        for request, next_request in itertools.zip_longest(session, session[1:]):
+            response = await self._send_turn(request, scheduled_s, body, keep_text=len(session) > 1)
+            if next_request is None:
                 return
-            if reply.error:
-                for lost in session[request.turn + 1 :]:
+            if response.error:
+                for skipped in session[request.turn + 1 :]:
                     self._record_row(
                         lost, BenchResponse(), self._elapsed_s(), "an earlier turn failed"
                     )
                 return
             history.append(
-                ConversationTurn(self._body_builder.prompt_text(request.prompt), reply.text)
+                ConversationTurn(self._body_builder.prompt_text(request.prompt), response.text)
             )
-            body = self._body_builder.build_body(following, history)
-            scheduled_s = self._elapsed_s() + following.think_s
+            body = self._body_builder.build_body(next_request, history)
+            scheduled_s = self._elapsed_s() + next_request.think_s
             await self._sleep_until(scheduled_s)
 
     async def _send_turn(
         self, request: PlannedRequest, scheduled_s: float, body: bytes, *, keep_text: bool
     ) -> BenchResponse:
-        reply = BenchResponse(keep_text=keep_text)
+        response = BenchResponse(keep_text=keep_text)
         try:
             async with self._concurrency_limit:
-                await self._post_request(request, body, reply)
+                await self._post_request(request, body, response)
         except asyncio.CancelledError:
-            self._record_row(request, reply, scheduled_s, "cancelled")
+            self._record_row(request, response, scheduled_s, "cancelled")
             raise
-        if not reply.error and not reply.chunk_times:
-            reply.record_error("empty", "The answer has no text in it.")
-        elif not reply.error and reply.finish_reason is None and not reply.saw_done:
-            reply.record_error("cut", "The stream ended without a reason.")
-        self._record_row(request, reply, scheduled_s, "")
-        return reply
+        if not response.error and not response.chunk_times:
+            response.record_error("empty", "The response contains no text.")
+        elif not response.error and response.finish_reason is None and not response.saw_done:
+            response.record_error("cut", "The stream ended without a finish reason.")
+        self._record_row(request, response, scheduled_s, "")
+        return response
 
     async def _post_request(
-        self, request: PlannedRequest, body: bytes, reply: BenchResponse
+        self, request: PlannedRequest, body: bytes, response: BenchResponse
     ) -> None:
         request_id = f"{self._run_id}-{request.index}"
         self.in_flight += 1
         try:
-            await self._client.post(self._body_builder.target.api_path, body, reply, request_id)
+            await self._client.post(self._body_builder.target.api_path, body, response, request_id)
         finally:
             self.in_flight -= 1
 
     def _record_row(
-        self, request: PlannedRequest, reply: BenchResponse, scheduled_s: float, cancelled: str
+        self,
+        request: PlannedRequest,
+        response: BenchResponse,
+        scheduled_s: float,
+        cancel_reason: str,
     ) -> None:
         row = build_row(
             request,
-            reply,
+            response,
             scheduled_s=scheduled_s,
             started_at=self._started_at,
             now=self._clock(),
-            cancel_reason=cancelled,
+            cancel_reason=cancel_reason,
         )
         if self._plan.ramp_s and row.phase == "measured" and scheduled_s < self._plan.ramp_s:
             row = msgspec.structs.replace(row, phase="ramp")
@@ -195,11 +199,11 @@ class Driver:
 
     async def _sleep_until(self, at_s: float) -> None:
         while True:
-            left = at_s - self._elapsed_s()
-            if left <= 0 or self.stopped:
+            remaining = at_s - self._elapsed_s()
+            if remaining <= 0 or self.stopped:
                 return
-            coarse = min(left - _TIMER_RESOLUTION_S / 2, _STOP_CHECK_INTERVAL_S)
-            await asyncio.sleep(coarse if left > _TIMER_RESOLUTION_S else 0)
+            sleep_s = min(remaining - _TIMER_RESOLUTION_S / 2, _STOP_CHECK_INTERVAL_S)
+            await asyncio.sleep(sleep_s if remaining > _TIMER_RESOLUTION_S else 0)
 
 
 def build_row(
@@ -211,11 +215,20 @@ def build_row(
     now: float,
     cancel_reason: str,
 ) -> RequestRow:
-    """The row of a reply that has ended; `cancelled` says why nobody waited for the end, or is empty."""
+    """Return the row of a request.
+
+    Args:
+        request: Planned request.
+        response: Response to it, complete or not.
+        scheduled_s: Scheduled send, in seconds after the start of the run.
+        started_at: Start of the run on the client's clock.
+        now: Current time on that clock.
+        cancel_reason: Why the request was cancelled, or an empty string.
+    """
     ok = not response.error and not cancel_reason
     end = response.last_chunk_at if ok and response.last_chunk_at is not None else now
-    counted = len(response.running_token_counts) == len(response.chunk_times) > 0
-    output = response.output_tokens
+    has_token_counts = len(response.running_token_counts) == len(response.chunk_times) > 0
+    output_tokens = response.output_tokens
     return RequestRow(
         index=request.index,
         session=request.session,
@@ -230,15 +243,15 @@ def build_row(
         sent_s=(now if response.sent_at is None else response.sent_at) - started_at,
         end_s=end - started_at,
         chunks_s=[at - started_at for at in response.chunk_times],
-        chunk_tokens=_differences(response.running_token_counts) if counted else None,
+        chunk_tokens=_differences(response.running_token_counts) if has_token_counts else None,
         planned_input=request.prompt.tokens
         if isinstance(request.prompt, SyntheticPrompt) and request.turn == 0
         else None,
         planned_output=request.output_tokens,
         input_tokens=response.input_tokens,
         cached_tokens=response.cached_tokens,
-        output_tokens=len(response.chunk_times) if output is None else output,
-        counted_by_server=output is not None,
+        output_tokens=len(response.chunk_times) if output_tokens is None else output_tokens,
+        counted_by_server=output_tokens is not None,
         resent=response.resent,
     )
 

@@ -1,7 +1,7 @@
-"""The one exception of this room: what was asked for cannot be measured, and why."""
+"""Exception of the benchmark."""
 
 from __future__ import annotations
 
 
 class BenchError(Exception):
-    """Nothing was measured; the message is one sentence for the person who asked."""
+    """Raised if nothing can be measured. The message is one sentence with the reason and the remedy."""

@@ -1,4 +1,4 @@
-"""A result for other programs: a row for each request as CSV, the summaries as Prometheus metrics."""
+"""Export of a result: a row per request as CSV, and the summaries as Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -22,19 +22,22 @@ _CSV_FIELDS = (
     *("input_tokens", "cached_tokens", "output_tokens", "resent"),
 )
 _CSV_METRICS: tuple[MetricName, ...] = ("ttft", "tpot", "e2e", "ntpot", "lag")
-"""Those of which a request has at most one value."""
+"""Metrics with at most one value per request."""
 _QUANTILE_FIELDS = {"0.5": "p50", "0.9": "p90", "0.95": "p95", "0.99": "p99", "0.999": "p999"}
 
 
 def format_csv(result: BenchResult) -> str:
-    """RFC 4180: a header, then a line for each request of each run, warm-up included; what is unknown is empty."""
-    text = io.StringIO(newline="")
-    writer = csv.writer(text)
+    """Return RFC 4180 CSV: a header, then a line for each request of each run, warm-up included.
+
+    Unknown values are empty.
+    """
+    buffer = io.StringIO(newline="")
+    writer = csv.writer(buffer)
     latencies = [f"{metric}_ms" for metric in _CSV_METRICS]
     writer.writerow(["load", *_CSV_FIELDS, *latencies, "itl_mean_ms", "itl_max_ms"])
-    for point in result.runs:
-        writer.writerows([point.label, *_csv_cells(row)] for row in point.rows)
-    return text.getvalue()
+    for run in result.runs:
+        writer.writerows([run.label, *_csv_cells(row)] for row in run.rows)
+    return buffer.getvalue()
 
 
 def _csv_cells(row: RequestRow) -> Iterator[object]:
@@ -48,7 +51,7 @@ def _csv_cells(row: RequestRow) -> Iterator[object]:
 
 
 def format_prometheus(result: BenchResult) -> bytes:
-    """The summaries in Prometheus' text format, as node_exporter's textfile collector reads it."""
+    """Return the summaries in Prometheus' text format, for node_exporter's textfile collector."""
     registry = CollectorRegistry()
     registry.register(_SummaryCollector(result))
     return generate_latest(registry)
@@ -63,7 +66,7 @@ _GAUGES: dict[str, tuple[str, str, _GaugeValues]] = {
     ),
     "tokens": (
         "Tokens of the requests that succeeded.",
-        "kind",
+        "Tokens of successful requests.",
         lambda s: {"input": s.input_tokens, "cached": s.cached_tokens, "output": s.output_tokens},
     ),
     "tokens_per_second": (
@@ -72,12 +75,12 @@ _GAUGES: dict[str, tuple[str, str, _GaugeValues]] = {
         lambda s: {"output": s.output_token_rate, "total": s.total_token_rate},
     ),
     "requests_per_second": (
-        "Requests per second of the run: those that succeeded, and those that met the objectives.",
+        "Requests per second of the run: completed requests, and good requests, which met the objectives.",
         "kind",
         lambda s: {"completed": s.request_rate, "good": s.goodput},
     ),
     "attainment_ratio": (
-        "Requests that met the objectives, as a share of all that were measured.",
+        "Share of the measured requests that met the objectives.",
         "",
         lambda s: {"": s.attainment},
     ),
@@ -86,43 +89,46 @@ _GAUGES: dict[str, tuple[str, str, _GaugeValues]] = {
         "kind",
         lambda s: {"mean": s.mean_concurrency, "peak": s.peak_concurrency},
     ),
-    "duration_seconds": ("From the first send to the last end.", "", lambda s: {"": s.duration_s}),
+    "duration_seconds": (
+        "Time from the first scheduled send to the last end.",
+        "",
+        lambda s: {"": s.duration_s},
+    ),
 }
-"""By name: help, the label that tells the values apart, and the values; None is left out."""
+"""Help text, label name and values of each gauge, by name. The values are by label value; None is left out."""
 
 
 class _SummaryCollector(Collector):
-    """The runs of a result as metric families; the labels `model` and `load` tell runs apart."""
+    """Metric families of a result. The labels `model` and `load` identify a run."""
 
     def __init__(self, result: BenchResult) -> None:
         self._runs = [
-            ({"model": result.target.model, "load": point.label}, point.summary)
-            for point in result.runs
+            ({"model": result.target.model, "load": run.label}, run.summary) for run in result.runs
         ]
         self._created_at = datetime.fromisoformat(result.created_at).timestamp()
 
     def collect(self) -> Iterable[Family]:
-        """All families."""
+        """Yield all metric families."""
         created = "argosy_bench_created_timestamp_seconds"
         yield GaugeMetricFamily(created, "When the benchmark ended.", value=self._created_at)
-        for name, (text, label, gauge) in _GAUGES.items():
-            yield self._gauge(f"argosy_bench_{name}", text, label, gauge)
+        for name, (help_text, label, get_values) in _GAUGES.items():
+            yield self._gauge(f"argosy_bench_{name}", help_text, label, get_values)
         for metric in METRIC_NAMES:
             family = Family(f"argosy_bench_{metric}_seconds", f"{metric.upper()}.", "summary")
             for labels, summary in self._runs:
                 stats = summary.latency[metric]
                 numbers: dict[str, float] = msgspec.structs.asdict(stats)
                 for quantile, field in _QUANTILE_FIELDS.items() if stats.count else ():
-                    at = labels | {"quantile": quantile}
-                    family.add_sample(family.name, at, numbers[field] / 1e3)
+                    quantile_labels = labels | {"quantile": quantile}
+                    family.add_sample(family.name, quantile_labels, numbers[field] / 1e3)
                 family.add_sample(f"{family.name}_sum", labels, stats.mean * stats.count / 1e3)
                 family.add_sample(f"{family.name}_count", labels, stats.count)
             yield family
 
-    def _gauge(self, name: str, text: str, label: str, gauge: _GaugeValues) -> Family:
-        family = Family(name, text, "gauge")
+    def _gauge(self, name: str, help_text: str, label: str, get_values: _GaugeValues) -> Family:
+        family = Family(name, help_text, "gauge")
         for labels, summary in self._runs:
-            for key, value in gauge(summary).items():
+            for key, value in get_values(summary).items():
                 if value is not None:
                     family.add_sample(name, labels | ({label: key} if label else {}), value)
         return family

@@ -1,4 +1,4 @@
-"""How long prompts and answers are: distributions as people write them on a command line."""
+"""Distributions of prompt and output lengths, and their command-line syntax."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ LENGTH_SYNTAX = "128, uniform:32-512, normal:256,64 or lognormal:200,0.8"
 
 
 class LengthDistribution(msgspec.Struct, frozen=True):
-    """A distribution of token counts, of at least 1."""
+    """Distribution of token counts of at least 1."""
 
     kind: Literal["fixed", "uniform", "normal", "lognormal"]
     a: float
-    """Fixed: the length. Uniform: the least. Normal: the mean. Lognormal: the median."""
+    """Fixed: the length. Uniform: the minimum. Normal: the mean. Lognormal: the median."""
     b: float = 0.0
-    """Uniform: the most (included). Normal: the standard deviation. Lognormal: that of the logarithm."""
+    """Uniform: the maximum, inclusive. Normal: the standard deviation. Lognormal: the logarithm's standard deviation."""
 
     def draw(self, rng: np.random.Generator) -> int:
-        """One length."""
+        """Draw one length in tokens."""
         match self.kind:
             case "fixed":
                 drawn = self.a
@@ -38,7 +38,11 @@ class LengthDistribution(msgspec.Struct, frozen=True):
 
 
 def parse_length_distribution(text: str) -> LengthDistribution:
-    """`128`, `uniform:32-512`, `normal:256,64`, `lognormal:200,0.8`. Raises BenchError for the rest."""
+    """Parse `128`, `uniform:32-512`, `normal:256,64` or `lognormal:200,0.8`.
+
+    Raises:
+        BenchError: `text` is something else.
+    """
     kind, colon, numbers = text.strip().partition(":")
     if not colon:
         kind, numbers = "uniform" if "-" in kind.strip("-") else "fixed", kind
@@ -46,8 +50,10 @@ def parse_length_distribution(text: str) -> LengthDistribution:
         parts = [float(part) for part in numbers.replace("-", ",").split(",")]
     except ValueError:
         parts = []
-    fits = parts and all(math.isfinite(part) and 0 <= part <= MAX_LENGTH_TOKENS for part in parts)
-    if fits and parts[0] >= 1:
+    in_range = parts and all(
+        math.isfinite(part) and 0 <= part <= MAX_LENGTH_TOKENS for part in parts
+    )
+    if in_range and parts[0] >= 1:
         match kind, len(parts):
             case "fixed", 1:
                 return LengthDistribution("fixed", parts[0])
@@ -59,4 +65,4 @@ def parse_length_distribution(text: str) -> LengthDistribution:
                 return LengthDistribution("lognormal", *parts)
             case _:
                 pass
-    raise BenchError(f"{text!r} is no length: write {LENGTH_SYNTAX}.")
+    raise BenchError(f"{text!r} is not a length: write {LENGTH_SYNTAX}.")

@@ -1,9 +1,14 @@
-"""What is measured, by the definitions that inference-perf, vLLM and MLPerf agree on.
+"""Definitions of the measured metrics, as inference-perf, vLLM and MLPerf agree on them.
 
-TTFT: first chunk with text, from the *scheduled* send. E2E: the last chunk, from the scheduled send.
-TPOT: (E2E - TTFT) / (output tokens - 1). NTPOT: E2E / output tokens. ITL: each gap between two tokens; tokens that
-came in one chunk have no gap between them. ICL: each gap between two chunks. Schedule lag: actual minus scheduled
-send. Latencies are those of requests that succeeded; all are in milliseconds.
+Latencies are those of successful requests, in milliseconds:
+
+- TTFT: from the *scheduled* send to the first chunk with text.
+- E2E: from the scheduled send to the last chunk.
+- TPOT: (E2E - TTFT) / (output tokens - 1).
+- NTPOT: E2E / output tokens.
+- ITL: each gap between two tokens. Tokens of one chunk have no gap between them.
+- ICL: each gap between two chunks.
+- Schedule lag: actual send minus scheduled send.
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ PERCENTILES = (50.0, 90.0, 95.0, 99.0, 99.9)
 
 
 class RequestRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One request as it went. Times are in seconds after the start of the run."""
+    """Measurements of one request. Times are in seconds after the start of the run."""
 
     index: int
     session: int
@@ -38,26 +43,26 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True):
     scheduled_s: float
     sent_s: float
     end_s: float
-    """When the last chunk of the answer came, or when it failed."""
+    """Time of the last chunk, or of the failure."""
     chunks_s: list[float] = []
-    """When each chunk with text came."""
+    """Time of each chunk with text."""
     chunk_tokens: list[int] | None = None
-    """Tokens in each of them, where the server counts as it goes."""
+    """Tokens of each of these chunks, if the server reports running counts."""
     planned_input: int | None
     planned_output: int
     input_tokens: int | None = None
-    """By the server's usage."""
+    """Prompt tokens as reported by the server's usage."""
     cached_tokens: int | None = None
-    """Of the prompt, from the server's prefix cache, where it says so."""
+    """Prompt tokens from the server's prefix cache, if the server reports them."""
     output_tokens: int = 0
-    """By the server's usage, or else the number of chunks."""
+    """Output tokens as reported by the server's usage, otherwise the number of chunks."""
     counted_by_server: bool = False
     resent: bool = False
-    """Sent again on a new connection, as the kept one was closed without a byte."""
+    """Whether the request was sent again on a new connection because the server had closed the reused one."""
 
 
 class SampleStats(msgspec.Struct, frozen=True, kw_only=True):
-    """A sample in ten numbers; zeros when it is empty."""
+    """Statistics of a sample. All are 0 if the sample is empty."""
 
     count: int = 0
     mean: float = 0.0
@@ -72,7 +77,10 @@ class SampleStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def compute_stats(values: Sequence[float]) -> SampleStats:
-    """Percentiles interpolate linearly between order statistics; `std` is that of the population."""
+    """Compute the statistics of a sample.
+
+    Percentiles are interpolated linearly between order statistics. `std` is the population's standard deviation.
+    """
     if not len(values):
         return SampleStats()
     array = np.asarray(values, dtype=np.float64)
@@ -92,7 +100,7 @@ def compute_stats(values: Sequence[float]) -> SampleStats:
 
 
 def metric_values(row: RequestRow, metric: MetricName) -> list[float]:
-    """The values of `metric` that this request contributes, in milliseconds."""
+    """Return the values of `metric` that the request contributes, in milliseconds."""
     if metric == "lag":
         return [1e3 * (row.sent_s - row.scheduled_s)]
     if not row.chunks_s:
@@ -126,39 +134,39 @@ def _token_gaps_ms(row: RequestRow) -> list[float]:
 
 
 class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """A run in numbers. Rates are per second of `duration_s`."""
+    """Summary of a run. Rates are per second of `duration_s`."""
 
     duration_s: float
-    """From the first scheduled send that is measured to the last end."""
+    """Time from the first scheduled send that is measured to the last end."""
     completed: int
     failed: int
     cancelled: int
     unmeasured: int
-    """Requests that warmed up or ramped."""
+    """Warm-up and ramp requests."""
     errors: dict[str, int]
     input_tokens: int
     cached_tokens: int | None
-    """Of them, from the server's prefix cache; None when it does not say."""
+    """Input tokens from the server's prefix cache, or None if the server does not report them."""
     output_tokens: int
     request_rate: float
     output_token_rate: float
     total_token_rate: float
     peak_output_token_rate: float
-    """In the best second."""
+    """Output tokens of the second with the most."""
     mean_concurrency: float
     peak_concurrency: int
     good_requests: int | None = None
-    """Requests that met every objective; None without objectives."""
+    """Requests that met every objective, or None without objectives."""
     goodput: float | None = None
     attainment: float | None = None
-    """Good requests as a share of all that were measured, failures included."""
+    """Share of good requests in all measured requests, failures included."""
     input_mismatches: int = 0
-    """Requests whose prompt the server counts otherwise than planned."""
+    """Requests whose prompt has another length than planned by the server's count."""
     output_mismatches: int = 0
     missing_usage: int = 0
-    """Requests for which the server gave no usage; their chunks were counted."""
+    """Requests without usage from the server. Their chunks were counted as tokens."""
     resent: int = 0
-    """Requests whose kept connection was closed without a byte, and that went out again."""
+    """Requests that were sent again because the server had closed the reused connection."""
     multi_token_responses: int = 0
     """Requests with more tokens than chunks."""
     latency: dict[MetricName, SampleStats]
@@ -177,14 +185,14 @@ METRIC_NAMES: tuple[MetricName, ...] = (
 
 
 def summarize(rows: Sequence[RequestRow], objectives: Objectives | None = None) -> RunSummary:
-    """The summary of what was measured: neither warm-up nor ramp."""
+    """Summarise the measured requests, without warm-up and ramp."""
     measured = [row for row in rows if row.phase == "measured"]
     ok = [row for row in measured if row.outcome == "ok"]
     start = min((row.scheduled_s for row in measured), default=0.0)
     end = max((row.end_s for row in measured), default=0.0)
     duration = max(end - start, 1e-9)
     good = None if objectives is None else sum(objectives.is_met_by(row) for row in measured)
-    told = [row.cached_tokens for row in ok if row.cached_tokens is not None]
+    cached_counts = [row.cached_tokens for row in ok if row.cached_tokens is not None]
     outputs = sum(row.output_tokens for row in ok)
     inputs = sum(row.input_tokens or row.planned_input or 0 for row in ok)
     return RunSummary(
@@ -195,7 +203,7 @@ def summarize(rows: Sequence[RequestRow], objectives: Objectives | None = None) 
         unmeasured=len(rows) - len(measured),
         errors=dict(Counter(row.error for row in measured if row.outcome == "error")),
         input_tokens=inputs,
-        cached_tokens=sum(told) if told else None,
+        cached_tokens=sum(cached_counts) if cached_counts else None,
         output_tokens=outputs,
         request_rate=len(ok) / duration,
         output_token_rate=outputs / duration,
@@ -224,7 +232,7 @@ def summarize(rows: Sequence[RequestRow], objectives: Objectives | None = None) 
 
 
 def token_series(rows: Sequence[RequestRow], bin_s: float) -> list[float]:
-    """Output tokens per second in each `bin_s` seconds after the first scheduled send."""
+    """Return output tokens per second for each `bin_s` seconds after the first scheduled send."""
     stamps = [at for row in rows for at in row.chunks_s]
     if not stamps:
         return []
@@ -234,13 +242,13 @@ def token_series(rows: Sequence[RequestRow], bin_s: float) -> list[float]:
         for count in (row.chunk_tokens or [1] * len(row.chunks_s))
     ]
     start = min(row.scheduled_s for row in rows)
-    places = ((np.asarray(stamps) - start) / bin_s).astype(int).clip(min=0)
-    series: list[float] = (np.bincount(places, weights=weights) / bin_s).tolist()
+    bins = ((np.asarray(stamps) - start) / bin_s).astype(int).clip(min=0)
+    series: list[float] = (np.bincount(bins, weights=weights) / bin_s).tolist()
     return series
 
 
 def concurrency_series(rows: Sequence[RequestRow]) -> list[tuple[float, int]]:
-    """(time, requests in flight from then on), in order of time."""
+    """Return pairs of a time and the number of requests in flight after it, in ascending order of time."""
     steps = sorted([(row.sent_s, 1) for row in rows] + [(row.end_s, -1) for row in rows])
     level = 0
     series = []
@@ -251,12 +259,12 @@ def concurrency_series(rows: Sequence[RequestRow]) -> list[tuple[float, int]]:
 
 
 class Objectives(msgspec.Struct, frozen=True):
-    """What each request has to keep, in milliseconds; `itl` means every gap of it."""
+    """Latency objectives of each request in milliseconds. An `itl` objective applies to every gap."""
 
     limits_ms: dict[MetricName, float]
 
     def is_met_by(self, row: RequestRow) -> bool:
-        """Whether the request succeeded and kept all of them."""
+        """Return whether the request succeeded and met all objectives."""
         return row.outcome == "ok" and all(
             value <= limit
             for metric, limit in self.limits_ms.items()

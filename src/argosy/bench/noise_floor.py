@@ -1,4 +1,4 @@
-"""The client's own noise floor: its stamps beside those of a stub server that says when it sent what."""
+"""Noise floor of the client: its timestamps are compared with those of a stub server."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ _STUB_DELAYS = StubDelays(first_token_s=0.05, token_gap_s=0.01)
 
 
 class NoiseFloor(msgspec.Struct, frozen=True, kw_only=True):
-    """What the client adds. Milliseconds where nothing else is said."""
+    """Errors that the client adds. Times are in milliseconds unless the name has another unit."""
 
     requests: int
     added_ttft: SampleStats
-    """TTFT from the actual send, less the time from request to first token inside the stub."""
+    """TTFT from the actual send, minus the stub's time from request to first token."""
     itl_error: SampleStats
-    """Absolute difference between a gap as received and as sent."""
+    """Absolute difference between received and sent gaps."""
     lag: SampleStats
     max_requests_per_s: float
-    """Answers of one token, 32 at once, stub and client on this machine."""
+    """Rate of one-token responses, 32 in flight, with stub and client on this machine."""
     max_chunks_per_s: float
-    """Streams without delay, 32 at once."""
+    """Chunk rate of streams without delay, 32 in flight."""
     cpu_us_per_chunk: float
-    """Processor time of this process for each of those chunks."""
+    """This process's processor time per chunk of these streams, in microseconds."""
 
 
 async def measure_noise_floor(seed: int = 0) -> NoiseFloor:
-    """Measure against a stub in a process of its own; takes about ten seconds."""
+    """Measure the noise floor against a stub in its own process. Takes about ten seconds."""
     load = LoadSpec(arrivals=ArrivalProcess(rate=40), requests=200)
     plan = build_plan(
         Workload(input=LengthDistribution("fixed", 32), output=LengthDistribution("fixed", 16)),
@@ -56,56 +56,56 @@ async def measure_noise_floor(seed: int = 0) -> NoiseFloor:
     )
     async with _run_stub(_STUB_DELAYS) as client:
         rows, _ = await _run_plan(client, plan)
-        reply = await client.get("/served", JsonResponse())
-        served = msgspec.json.decode(reply.body, type=dict[str, StubRequestTimes])
+        response = await client.get("/served", JsonResponse())
+        stub_times = msgspec.json.decode(response.body, type=dict[str, StubRequestTimes])
     async with _run_stub(StubDelays()) as client:
-        ones, ones_s = await _run_plan(
+        single_rows, single_s = await _run_plan(
             client, _build_flood_plan(requests=3000, output=1, seed=seed)
         )
         before = time.process_time()
-        many, many_s = await _run_plan(
+        stream_rows, stream_s = await _run_plan(
             client, _build_flood_plan(requests=96, output=400, seed=seed)
         )
         cpu_s = time.process_time() - before
-    chunks = sum(len(row.chunks_s) for row in many)
+    chunks = sum(len(row.chunks_s) for row in stream_rows)
     if not chunks or len(rows) != plan.request_count or any(row.outcome != "ok" for row in rows):
-        raise BenchError("The self-check failed: its own server did not answer every request.")
+        raise BenchError("The self-check failed: the stub server did not answer every request.")
     return NoiseFloor(
         requests=len(rows),
         added_ttft=compute_stats(
-            [_added_ttft_ms(row, served[f"{_RUN_ID}-{row.index}"]) for row in rows]
+            [_added_ttft_ms(row, stub_times[f"{_RUN_ID}-{row.index}"]) for row in rows]
         ),
         itl_error=compute_stats(
             [
                 error
                 for row in rows
-                for error in _gap_errors_ms(row, served[f"{_RUN_ID}-{row.index}"])
+                for error in _gap_errors_ms(row, stub_times[f"{_RUN_ID}-{row.index}"])
             ]
         ),
         lag=compute_stats([1e3 * (row.sent_s - row.scheduled_s) for row in rows]),
-        max_requests_per_s=len(ones) / ones_s,
-        max_chunks_per_s=chunks / many_s,
+        max_requests_per_s=len(single_rows) / single_s,
+        max_chunks_per_s=chunks / stream_s,
         cpu_us_per_chunk=1e6 * cpu_s / chunks,
     )
 
 
 def render_noise_floor(floor: NoiseFloor) -> str:
-    """For people."""
+    """Return the noise floor as a table."""
     lines = [f"{'':<28}{'p50':>9}{'p90':>9}{'p99':>9}{'p99.9':>9}{'max':>9}"]
-    for name, each in (
+    for name, stats in (
         ("added TTFT (ms)", floor.added_ttft),
         ("ITL error (ms)", floor.itl_error),
         ("schedule lag (ms)", floor.lag),
     ):
-        numbers = (each.p50, each.p90, each.p99, each.p999, each.max)
+        numbers = (stats.p50, stats.p90, stats.p99, stats.p999, stats.max)
         lines.append(f"{name:<28}" + "".join(f"{number:>9.3f}" for number in numbers))
     return "\n".join(
         [
             *lines,
-            f"most requests per second:    {floor.max_requests_per_s:,.0f}",
-            f"most chunks per second:      {floor.max_chunks_per_s:,.0f}",
+            f"maximum requests per second: {floor.max_requests_per_s:,.0f}",
+            f"maximum chunks per second:   {floor.max_chunks_per_s:,.0f}",
             f"processor time per chunk:    {floor.cpu_us_per_chunk:.1f} us",
-            "The stub shares this machine: with the server elsewhere the rates are higher.",
+            "The stub shares this machine. With a server on another machine the rates are higher.",
         ]
     )
 
@@ -141,13 +141,15 @@ async def _run_plan(client: BenchClient, plan: LoadPlan) -> tuple[list[RequestRo
     return rows, time.perf_counter() - before
 
 
-def _added_ttft_ms(row: RequestRow, served: StubRequestTimes) -> float:
-    return 1e3 * ((row.chunks_s[0] - row.sent_s) - (served.token_sent_at[0] - served.received_at))
+def _added_ttft_ms(row: RequestRow, stub_times: StubRequestTimes) -> float:
+    return 1e3 * (
+        (row.chunks_s[0] - row.sent_s) - (stub_times.token_sent_at[0] - stub_times.received_at)
+    )
 
 
-def _gap_errors_ms(row: RequestRow, served: StubRequestTimes) -> list[float]:
+def _gap_errors_ms(row: RequestRow, stub_times: StubRequestTimes) -> list[float]:
     received = itertools.pairwise(row.chunks_s)
-    sent = itertools.pairwise(served.token_sent_at)
+    sent = itertools.pairwise(stub_times.token_sent_at)
     return [
         1e3 * abs((r1 - r0) - (s1 - s0)) for (r0, r1), (s0, s1) in zip(received, sent, strict=True)
     ]
@@ -160,14 +162,14 @@ async def _run_stub(delays: StubDelays) -> AsyncIterator[BenchClient]:
         msgspec.json.encode(delays).decode(),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
-        start_new_session=True,  # Ctrl-C is told to this process, which ends it
+        start_new_session=True,  # only this process handles Ctrl-C, and then ends the stub
     )
     if process.stdout is None or process.stdin is None:
-        raise BenchError("The self-check failed: its own server has no pipes.")
+        raise BenchError("The self-check failed: the stub server has no pipes.")
     try:
         url = (await process.stdout.readline()).decode().strip()
         if not url:
-            raise BenchError("The self-check failed: its own server did not start.")
+            raise BenchError("The self-check failed: the stub server did not start.")
         client = BenchClient(parse_endpoint(url), time.perf_counter, {}, 60.0)
         with contextlib.closing(client):
             yield client

@@ -1,4 +1,4 @@
-"""A plan is data: which requests are sent when, with which prompts and lengths."""
+"""Load plan: data that states which requests are sent when, with which prompts and lengths."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ RequestPhase = Literal["warmup", "ramp", "measured"]
 
 
 class SyntheticSpan(msgspec.Struct, frozen=True):
-    """`tokens` synthetic tokens that are a function of `seed`; equal spans are equal text."""
+    """Span of `tokens` synthetic tokens, generated from `seed`. Equal spans have equal text."""
 
     seed: int
     tokens: int
 
 
 class SyntheticPrompt(msgspec.Struct, frozen=True, tag="spans"):
-    """A synthetic prompt: its spans one after the other."""
+    """Synthetic prompt, made of consecutive spans."""
 
     spans: tuple[SyntheticSpan, ...]
 
     @property
     def tokens(self) -> int:
-        """The length that is aimed at."""
+        """Intended length in tokens."""
         return sum(span.tokens for span in self.spans)
 
 
 class TextPrompt(msgspec.Struct, frozen=True, tag="text"):
-    """A prompt out of a file, as it stands there."""
+    """Prompt from a file, unchanged."""
 
     text: str
 
 
 class ChatPrompt(msgspec.Struct, frozen=True, tag="messages"):
-    """A conversation out of a file, as it stands there; for the chat API."""
+    """Conversation from a file, unchanged, for the chat API."""
 
     messages: tuple[dict[str, Any], ...]
 
@@ -44,15 +44,15 @@ PlannedPrompt = SyntheticPrompt | TextPrompt | ChatPrompt
 
 
 class PlannedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One request. A turn after the first is sent with the conversation so far before its prompt."""
+    """Planned request. A later turn of a conversation is sent after the history of its earlier turns."""
 
     index: int
-    """Place in the plan; the same request has the same index in every run of the plan."""
+    """Index in the plan. The same request has the same index in every run of the plan."""
     session: int
     turn: int = 0
     at_s: float | None = None
-    """Scheduled send, in seconds after the start. None: when there is room (closed loop), or
-    `think_s` after the answer before it."""
+    """Scheduled send in seconds after the start. None sends the request when a concurrency slot is free (closed loop),
+    or `think_s` after the previous response."""
     think_s: float = 0.0
     prompt: PlannedPrompt
     output_tokens: int
@@ -60,29 +60,29 @@ class PlannedRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Conversations (most of one turn) in the order in which they begin."""
+    """Conversations in the order of their starts. Most have one turn."""
 
     warmup: tuple[PlannedRequest, ...] = ()
-    """Sent before everything else, all at once, and waited for."""
+    """Warm-up requests, which are sent at once before all others and waited for."""
     sessions: tuple[tuple[PlannedRequest, ...], ...]
     concurrency: int | None = None
-    """Most requests at once; with no times in the plan, exactly so many (closed loop)."""
+    """Maximum number of requests in flight. Without times in the plan it is exactly this number (closed loop)."""
     ramp_s: float = 0.0
-    """What is scheduled in the first so many seconds is not measured."""
+    """Requests scheduled before this time are not measured."""
     duration_s: float | None = None
-    """A closed loop begins nothing after so many seconds."""
+    """A closed loop starts no request after this time."""
 
     @property
     def request_count(self) -> int:
-        """Requests, without those that warm up."""
+        """Number of requests without warm-up."""
         return sum(len(session) for session in self.sessions)
 
     def digest(self) -> str:
-        """A name for exactly this plan: equal for equal plans."""
+        """Return a hash of the plan. Equal plans have equal digests."""
         return hashlib.blake2b(msgspec.json.encode(self), digest_size=8).hexdigest()
 
 
 def derive_seed(*parts: int) -> int:
-    """A seed below 2**63 out of seeds and places; different parts, different seeds."""
+    """Derive a seed below 2**63 from seeds and indices. Different parts give different seeds."""
     packed = b"".join(part.to_bytes(16, "little", signed=True) for part in parts)
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1

@@ -1,4 +1,4 @@
-"""Prompts out of a file: JSON lines, or plain text with a prompt on each line."""
+"""Prompts from a file: JSON lines, or plain text with one prompt per line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from argosy.bench.plan import ChatPrompt, TextPrompt
 
 
 class FilePrompt(msgspec.Struct, frozen=True):
-    """A prompt and the output length that the file gives for it, if it does."""
+    """Prompt, with an output length if the file gives one."""
 
     prompt: TextPrompt | ChatPrompt
     output_tokens: int | None = None
@@ -27,19 +27,22 @@ class _PromptLine(msgspec.Struct):
 
 
 def read_prompt_file(path: Path) -> list[FilePrompt]:
-    """The prompts of `path`. Raises BenchError.
+    """Read the prompts of a file.
 
-    A name ending in `.jsonl` or `.json` means an object on each line, with `prompt`, `text` or
-    `messages`, and perhaps `output_tokens` or `max_tokens`.
+    A name that ends in `.jsonl` or `.json` means one object per line, with `prompt`, `text` or `messages`, and
+    optionally `output_tokens` or `max_tokens`.
+
+    Raises:
+        BenchError: The file cannot be read, is empty, or has an invalid line.
     """
     try:
-        # Not splitlines: JSON may have line separators of Unicode in its strings.
+        # Not splitlines, because JSON strings may contain Unicode line separators.
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise BenchError(f"Cannot read the prompts {path}: {error}.") from error
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not numbered:
-        raise BenchError(f"{path} has no prompt in it.")
+        raise BenchError(f"{path} contains no prompt.")
     if path.suffix in {".jsonl", ".json"}:
         return [_parse_line(path, number, line) for number, line in numbered]
     return [FilePrompt(TextPrompt(line)) for _, line in numbered]
@@ -52,7 +55,7 @@ def _parse_line(path: Path, number: int, line: str) -> FilePrompt:
         raise BenchError(f"{path}, line {number}: {error}.") from error
     output_tokens = row.output_tokens if row.output_tokens is not None else row.max_tokens
     if output_tokens is not None and output_tokens < 1:
-        raise BenchError(f"{path}, line {number}: an answer has 1 token or more.")
+        raise BenchError(f"{path}, line {number}: an output length must be 1 token or more.")
     if row.messages:
         return FilePrompt(ChatPrompt(row.messages), output_tokens)
     text = row.prompt if row.prompt is not None else row.text

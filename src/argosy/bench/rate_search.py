@@ -1,4 +1,4 @@
-"""The highest rate that holds the objectives, by doubling and then halving the gap; pure."""
+"""Search for the highest rate that meets the objectives: doubling, then bisection. Pure, without I/O."""
 
 from __future__ import annotations
 
@@ -7,22 +7,25 @@ from collections.abc import Generator
 
 MAX_TRIALS = 24
 MIN_RATE_FRACTION = 1 / 64
-"""Of the first rate: below that a trial takes too long to be worth it."""
+"""Smallest rate to try, as a fraction of the first. Trials at lower rates take too long."""
 
 
 def search_rate(initial_rate: float, precision: float) -> Generator[float, bool, float | None]:
-    """Yields rates to try and is sent whether each held; returns the highest that did, or None.
+    """Yield rates to try. The caller sends whether each met the objectives.
 
-    Ends when a rate that failed is at most (1 + `precision`) times one that held, when not even
-    `LEAST` of the first rate held, or after `MOST_TRIALS`. Each rate is tried once, inside the
-    bracket of what held and what failed.
+    Ends when a failed rate is at most (1 + `precision`) times a rate that met the objectives. Also ends when rates down
+    to `MIN_RATE_FRACTION` of the first failed, or after `MAX_TRIALS`. Each rate is tried once, between the highest rate
+    that met the objectives and the lowest that failed.
+
+    Returns:
+        The highest rate that met the objectives, or None.
     """
     low: float | None = None
     high: float | None = None
     rate = initial_rate
     for _ in range(MAX_TRIALS):
-        held = yield rate
-        if held:
+        is_met = yield rate
+        if is_met:
             low = rate
         else:
             high = rate

@@ -1,4 +1,4 @@
-"""The HTML report: one file with everything in it, nothing fetched."""
+"""HTML report of a result: one self-contained file that loads nothing from the network."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _LATENCY_COLUMNS = ("count", "mean", "std", "p50", "p90", "p95", "p99", "p99.9",
 
 
 def render_html_report(result: BenchResult) -> str:
-    """The page of a result."""
+    """Return the page of a result."""
     title = f"{result.target.model}: {len(result.runs)} run{'s' * (len(result.runs) > 1)}"
     parts = [
         '<!doctype html><html lang="en"><head><meta charset="utf-8">',
@@ -52,14 +52,14 @@ def render_html_report(result: BenchResult) -> str:
         parts.append(_plot_grid(_sweep_plots(result)))
     parts.append("<h2>Distributions</h2>")
     parts.append(_plot_grid([_cdf_plot(result, name, metric) for name, metric in _CDF_PLOTS]))
-    for point in result.runs:
-        parts.append(f"<h2>{html.escape(point.label)}</h2>")
-        parts += [_latency_table(point), _plot_grid(_time_plots(point))]
-    parts.append(f"<h2>In text</h2><pre>{html.escape(render_text_report(result))}</pre>")
-    facts = msgspec.json.format(
+    for run in result.runs:
+        parts.append(f"<h2>{html.escape(run.label)}</h2>")
+        parts += [_latency_table(run), _plot_grid(_time_plots(run))]
+    parts.append(f"<h2>As text</h2><pre>{html.escape(render_text_report(result))}</pre>")
+    settings_json = msgspec.json.format(
         msgspec.json.encode({"settings": result.settings, "machine": result.machine}), indent=2
     )
-    parts.append(f"<h2>Settings and machine</h2><pre>{html.escape(facts.decode())}</pre>")
+    parts.append(f"<h2>Settings and machine</h2><pre>{html.escape(settings_json.decode())}</pre>")
     return "\n".join([*parts, "</body></html>\n"])
 
 
@@ -78,19 +78,21 @@ def _plot_grid(plots: list[str]) -> str:
 
 def _cdf_plot(result: BenchResult, name: str, metric: MetricName) -> str:
     series = []
-    for point in result.runs:
-        sample = [value for row in point.succeeded for value in metric_values(row, metric)]
+    for run in result.runs:
+        sample = [value for row in run.succeeded for value in metric_values(row, metric)]
         if sample:
-            shares = np.linspace(0, 100, min(len(sample), 300) + 1)
-            at = np.percentile(np.asarray(sample), shares)
-            points = [(float(x), float(y) / 100) for x, y in zip(at, shares, strict=True)]
-            series.append(PlotSeries(point.label, points))
-    return render_plot(f"{name}, cumulative", "ms", "share of the sample", series)
+            percentages = np.linspace(0, 100, min(len(sample), 300) + 1)
+            quantiles = np.percentile(np.asarray(sample), percentages)
+            points = [
+                (float(x), float(y) / 100) for x, y in zip(quantiles, percentages, strict=True)
+            ]
+            series.append(PlotSeries(run.label, points))
+    return render_plot(f"{name}, cumulative", "ms", "share of the values", series)
 
 
-def _time_plots(point: RunResult) -> list[str]:
-    ok = point.succeeded
-    rows = [row for row in point.rows if row.phase != "warmup"]
+def _time_plots(run: RunResult) -> list[str]:
+    ok = run.succeeded
+    rows = [row for row in run.rows if row.phase != "warmup"]
     if not rows:
         return []
     ttft = [(row.scheduled_s, value) for row in ok for value in metric_values(row, "ttft")]
@@ -113,7 +115,7 @@ def _time_plots(point: RunResult) -> list[str]:
 
 
 def _step_points(series: list[tuple[float, int]]) -> list[tuple[float, float]]:
-    """A level holds until the next."""
+    """Return the points of a step function, whose level stays the same until the next entry."""
     points = []
     before = 0
     for at, level in series:
@@ -123,23 +125,23 @@ def _step_points(series: list[tuple[float, int]]) -> list[tuple[float, float]]:
 
 
 def _sweep_plots(result: BenchResult) -> list[str]:
-    points = sorted(result.runs, key=lambda point: point.summary.request_rate)
+    runs = sorted(result.runs, key=lambda run: run.summary.request_rate)
 
-    rates = ["rate"] if points[0].summary.goodput is None else ["rate", "good"]
+    rates = ["rate"] if runs[0].summary.goodput is None else ["rate", "good"]
 
     def curve(name: str, value: str, x: str) -> PlotSeries:
-        return PlotSeries(name, [(_plot_value(p, x), _plot_value(p, value)) for p in points])
+        return PlotSeries(name, [(_plot_value(run, x), _plot_value(run, value)) for run in runs])
 
     return [
         render_plot(
             "Latency by throughput",
-            "output tokens/s",
+            "total output tokens/s",
             "TTFT, ms",
             [curve("p50", "ttft.p50", "tokens"), curve("p99", "ttft.p99", "tokens")],
         ),
         render_plot(
             "Gaps by throughput",
-            "output tokens/s",
+            "total output tokens/s",
             "ITL, ms",
             [curve("p50", "itl.p50", "tokens"), curve("p99", "itl.p99", "tokens")],
         ),
@@ -147,19 +149,22 @@ def _sweep_plots(result: BenchResult) -> list[str]:
             "Throughput by concurrency",
             "mean requests in flight",
             "requests/s",
-            [curve({"rate": "throughput", "good": "goodput"}[it], it, "level") for it in rates],
+            [
+                curve({"rate": "throughput", "good": "goodput"}[rate], rate, "level")
+                for rate in rates
+            ],
         ),
         render_plot(
             "Per user by total",
-            "output tokens/s in all",
+            "total output tokens/s",
             "tokens/s of one stream",
             [curve("1 / median TPOT", "user", "tokens")],
         ),
     ]
 
 
-def _plot_value(point: RunResult, name: str) -> float:
-    summary = point.summary
+def _plot_value(run: RunResult, name: str) -> float:
+    summary = run.summary
     ttft, itl, tpot = (summary.latency[metric] for metric in ("ttft", "itl", "tpot"))
     return {
         "rate": summary.request_rate,
@@ -174,13 +179,13 @@ def _plot_value(point: RunResult, name: str) -> float:
     }[name]
 
 
-def _latency_table(point: RunResult) -> str:
-    head = "".join(f"<th>{name}</th>" for name in ("ms", *_LATENCY_COLUMNS))
+def _latency_table(run: RunResult) -> str:
+    header = "".join(f"<th>{name}</th>" for name in ("ms", *_LATENCY_COLUMNS))
     rows = [
         f"<tr><td>{metric}</td>{''.join(f'<td>{cell}</td>' for cell in _latency_cells(stats))}</tr>"
-        for metric, stats in point.summary.latency.items()
+        for metric, stats in run.summary.latency.items()
     ]
-    return f"<table><tr>{head}</tr>{''.join(rows)}</table>"
+    return f"<table><tr>{header}</tr>{''.join(rows)}</table>"
 
 
 def _latency_cells(stats: SampleStats) -> list[str]:

@@ -1,4 +1,4 @@
-"""The text block: laid out as `vllm bench serve` prints it, with what it leaves out."""
+"""Text report of a result, in the layout of `vllm bench serve` with additional values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from argosy.bench.workload import MAX_CLOSED_LOOP_REQUESTS
 
 _WIDTH = 50
 _MIN_ANSWERED_FRACTION = 0.5
-"""Of a rate: where less is answered, most of a run is waiting for its last answers, and the rate means nothing."""
+"""Smallest ratio of answered to configured rate. Below it most of the run waits for the last responses, so that the
+measured rate is meaningless."""
 _SECTIONS: tuple[tuple[str, str, MetricName], ...] = (
     ("Time to First Token", "TTFT", "ttft"),
     ("Time per Output Token (excl. 1st token)", "TPOT", "tpot"),
@@ -24,8 +25,8 @@ _SECTIONS: tuple[tuple[str, str, MetricName], ...] = (
 
 
 def render_text_report(result: BenchResult) -> str:
-    """Every run, and what was found."""
-    blocks = [render_run(result, point) for point in result.runs]
+    """Return the report: every run, then the sweep and the result of the search."""
+    blocks = [render_run(result, run) for run in result.runs]
     if len(result.runs) > 1:
         blocks.append(_sweep_table(result))
     if result.settings.find_rate:
@@ -34,31 +35,31 @@ def render_text_report(result: BenchResult) -> str:
 
 
 def _search_summary(result: BenchResult) -> str:
-    """What a search found, and whether its trial was long enough to tell."""
+    """Return the found rate, with a warning if its trial was too short."""
     rate = result.best_rate
     if rate is None:
-        return "No rate held the objectives."
-    text = f"Highest rate that holds the objectives: {rate:.4g} requests/s"
-    for point in result.runs:
-        answered = point.summary.request_rate
+        return "No rate met the objectives."
+    text = f"Highest rate that meets the objectives: {rate:.4g} requests/s"
+    for run in result.runs:
+        answered = run.summary.request_rate
         if (
-            point.load.arrivals is not None
-            and point.load.arrivals.rate == rate
+            run.load.arrivals is not None
+            and run.load.arrivals.rate == rate
             and answered < rate * _MIN_ANSWERED_FRACTION
         ):
             text += (
-                f"\nOnly {answered:.4g} requests/s were answered then: its trial is too short to"
-                " tell. Give more --requests, or a --duration."
+                f"\nOnly {answered:.4g} requests/s were answered at this rate, so its trial is too short."
+                " Give more --requests, or a --duration."
             )
     return text
 
 
 def render_run(result: BenchResult, run: RunResult) -> str:
-    """One run."""
+    """Return the report of one run."""
     summary = run.summary
     lines = [_title_line(" Serving Benchmark Result ", "="), *_count_lines(run), *_rate_lines(run)]
     for title, name, metric in _SECTIONS:
-        # A gap between chunks is a gap between tokens unless chunks carry several.
+        # ICL equals ITL unless chunks carry several tokens.
         if metric == "icl" and summary.latency["icl"] == summary.latency["itl"]:
             continue
         lines += [_title_line(title, "-"), *_latency_lines(name, summary.latency[metric])]
@@ -66,10 +67,10 @@ def render_run(result: BenchResult, run: RunResult) -> str:
     return "\n".join(lines)
 
 
-def _count_lines(point: RunResult) -> list[str]:
-    summary, load = point.summary, point.load
+def _count_lines(run: RunResult) -> list[str]:
+    summary, load = run.summary, run.load
     lines = [
-        f"{'Load:':<40} {point.label}",
+        f"{'Load:':<40} {run.label}",
         _value_line("Successful requests:", summary.completed),
         _value_line("Failed requests:", summary.failed),
         _value_line("Cancelled requests:", summary.cancelled),
@@ -90,8 +91,8 @@ def _count_lines(point: RunResult) -> list[str]:
     ]
 
 
-def _rate_lines(point: RunResult) -> list[str]:
-    summary = point.summary
+def _rate_lines(run: RunResult) -> list[str]:
+    summary = run.summary
     lines = [_value_line("Request throughput (req/s):", summary.request_rate)]
     if summary.goodput is not None and summary.attainment is not None:
         lines.append(_value_line("Request goodput (req/s):", summary.goodput))
@@ -119,18 +120,18 @@ def _latency_lines(name: str, stats: SampleStats) -> list[str]:
     ]
 
 
-def _list_remarks(result: BenchResult, point: RunResult) -> list[str]:
-    """What a reader has to know to trust the numbers."""
-    summary: RunSummary = point.summary
+def _list_remarks(result: BenchResult, run: RunResult) -> list[str]:
+    """Return remarks that a reader needs to judge the numbers."""
+    summary: RunSummary = run.summary
     remarks = [f"{count} failed: {error}" for error, count in summary.errors.items()]
-    details = {row.error: row.detail for row in point.rows if row.detail}
+    details = {row.error: row.detail for row in run.rows if row.detail}
     remarks += [f"  {error}: {detail}" for error, detail in details.items()]
-    if point.interrupted:
-        remarks.append("The run was interrupted; what had ended by then is shown.")
-    if _is_plan_exhausted(result, point):
+    if run.interrupted:
+        remarks.append("The run was interrupted. The report covers the requests that had ended.")
+    if _is_plan_exhausted(result, run):
         remarks.append(
-            f"All {MAX_CLOSED_LOOP_REQUESTS} requests that a duration alone plans were through before it"
-            " was over: give --requests, too."
+            f"All {MAX_CLOSED_LOOP_REQUESTS} requests of a plan without --requests ended before the duration was"
+            " over: give --requests too."
         )
     if summary.input_mismatches:
         remarks.append(
@@ -138,45 +139,45 @@ def _list_remarks(result: BenchResult, point: RunResult) -> list[str]:
             " server's count."
         )
     if summary.output_mismatches:
-        remarks.append(f"{summary.output_mismatches} answers are not of the planned length.")
+        remarks.append(f"{summary.output_mismatches} outputs do not have the planned length.")
     if summary.missing_usage:
         remarks.append(
-            f"{summary.missing_usage} answers came without usage: their chunks are taken for tokens."
+            f"{summary.missing_usage} responses have no usage, so their chunks are counted as tokens."
         )
     if summary.resent:
         remarks.append(
-            f"{summary.resent} requests went out twice: the server closed their kept connection"
-            " without a byte."
+            f"{summary.resent} requests were sent twice, because the server had closed the reused connection"
+            " without a response."
         )
     if summary.multi_token_responses and not result.target.chunk_usage:
         remarks.append(
-            f"{summary.multi_token_responses} answers have more tokens than chunks, and the server"
-            " does not count as it goes: read ITL as the gap between chunks."
+            f"{summary.multi_token_responses} responses have more tokens than chunks, and the server"
+            " reports no running counts: read ITL as the gap between chunks."
         )
     lag = summary.latency["lag"]
     if lag.p99 > 10:
         remarks.append(
-            f"Requests went out up to {lag.max:.0f} ms late (see Schedule Lag): TTFT has it in it."
+            f"Requests were sent up to {lag.max:.0f} ms late (see Schedule Lag). TTFT includes this delay."
         )
     return remarks
 
 
-def _is_plan_exhausted(result: BenchResult, point: RunResult) -> bool:
-    load = point.load
-    sent = sum(row.phase != "warmup" for row in point.rows)
-    closed = load.arrivals is None and result.settings.workload.trace is None
-    return closed and load.requests is None and sent >= MAX_CLOSED_LOOP_REQUESTS
+def _is_plan_exhausted(result: BenchResult, run: RunResult) -> bool:
+    load = run.load
+    sent = sum(row.phase != "warmup" for row in run.rows)
+    is_closed_loop = load.arrivals is None and result.settings.workload.trace is None
+    return is_closed_loop and load.requests is None and sent >= MAX_CLOSED_LOOP_REQUESTS
 
 
 def _sweep_table(result: BenchResult) -> str:
-    head = f"{'load':<28}{'req/s':>8}{'out tok/s':>11}{'TTFT p50':>10}{'p99':>9}"
-    lines = [head + f"{'ITL p50':>9}{'p99':>9}{'E2E p99':>10}{'good %':>8}{'failed':>8}"]
-    for point in result.runs:
-        summary = point.summary
+    header = f"{'load':<28}{'req/s':>8}{'out tok/s':>11}{'TTFT p50':>10}{'p99':>9}"
+    lines = [header + f"{'ITL p50':>9}{'p99':>9}{'E2E p99':>10}{'good %':>8}{'failed':>8}"]
+    for run in result.runs:
+        summary = run.summary
         ttft, itl, e2e = (summary.latency[m] for m in ("ttft", "itl", "e2e"))
         good = "" if summary.attainment is None else f"{100 * summary.attainment:.1f}"
         lines.append(
-            f"{point.label[:27]:<28}{summary.request_rate:>8.2f}{summary.output_token_rate:>11.1f}"
+            f"{run.label[:27]:<28}{summary.request_rate:>8.2f}{summary.output_token_rate:>11.1f}"
             f"{ttft.p50:>10.1f}{ttft.p99:>9.1f}{itl.p50:>9.2f}{itl.p99:>9.2f}{e2e.p99:>10.1f}"
             f"{good:>8}{summary.failed:>8}"
         )
@@ -188,5 +189,5 @@ def _title_line(title: str, fill: str) -> str:
 
 
 def _value_line(name: str, value: float) -> str:
-    shown = f"{value:<10}" if isinstance(value, int) else f"{value:<10.2f}"
-    return f"{name:<40} {shown}".rstrip()
+    formatted = f"{value:<10}" if isinstance(value, int) else f"{value:<10.2f}"
+    return f"{name:<40} {formatted}".rstrip()

@@ -1,4 +1,4 @@
-"""Writes the body of a planned request for the server at hand."""
+"""Request bodies of planned requests for a probed server."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from argosy.bench.target import BenchTarget
 from argosy.bench.words import WORDS
 
 _MAX_CACHED_SPANS = 4096
-"""Drawn spans that are remembered: prefixes and blocks of traces come again. The last of a prompt is its own."""
+"""Size of the caches for generated spans. Prefixes and trace blocks repeat; the last span of a prompt is never cached."""
 
 
 class ConversationTurn(msgspec.Struct, frozen=True):
-    """A turn that is over."""
+    """Completed turn of a conversation."""
 
     user_text: str
     assistant_text: str
 
 
 class RequestBodyBuilder:
-    """Bodies for one server. What it writes depends on the request, the history and the server alone."""
+    """Builds bodies for one server. A body depends only on the request, the history and the server."""
 
     def __init__(self, target: BenchTarget) -> None:
         self.target = target
@@ -40,12 +40,12 @@ class RequestBodyBuilder:
         self._draw_words = functools.lru_cache(_MAX_CACHED_SPANS)(self._generate_words)
 
     def build_body(self, request: PlannedRequest, history: list[ConversationTurn]) -> bytes:
-        """The JSON of the request after the turns of `history`."""
+        """Return the JSON body of the request, sent after the turns of `history`."""
         fields = self.target.build_body_fields(request.output_tokens)
         return msgspec.json.encode(fields | self._build_prompt(request.prompt, history))
 
     def prompt_text(self, prompt: PlannedPrompt) -> str:
-        """The prompt as text."""
+        """Return the prompt as text."""
         match prompt:
             case TextPrompt(text):
                 return text
@@ -69,23 +69,23 @@ class RequestBodyBuilder:
             return {"messages": [*messages, {"role": "user", "content": self.prompt_text(prompt)}]}
         if isinstance(prompt, SyntheticPrompt) and target.vocabulary and not history:
             *shared, own = prompt.spans
-            drawn = [*map(self._draw_ids, shared), self._generate_ids(own)]
-            return {"prompt": [token for ids in drawn for token in ids]}
-        before = "".join(f"{turn.user_text}{turn.assistant_text}\n" for turn in history)
-        return {"prompt": before + self.prompt_text(prompt)}
+            span_ids = [*map(self._draw_ids, shared), self._generate_ids(own)]
+            return {"prompt": [token for ids in span_ids for token in ids]}
+        history_text = "".join(f"{turn.user_text}{turn.assistant_text}\n" for turn in history)
+        return {"prompt": history_text + self.prompt_text(prompt)}
 
     def _subtract_overhead(self, spans: tuple[SyntheticSpan, ...]) -> tuple[SyntheticSpan, ...]:
-        """Shorten the last span by what the server adds."""
+        """Shorten the last span by the tokens that the server adds."""
         last = spans[-1]
         tokens = max(last.tokens - round(self.target.overhead_tokens), 1)
         return (*spans[:-1], SyntheticSpan(last.seed, tokens))
 
     def _generate_ids(self, span: SyntheticSpan) -> list[int]:
-        places = np.random.default_rng(span.seed).integers(len(self._vocabulary), size=span.tokens)
-        drawn: list[int] = self._vocabulary[places].tolist()
-        return drawn
+        indices = np.random.default_rng(span.seed).integers(len(self._vocabulary), size=span.tokens)
+        ids: list[int] = self._vocabulary[indices].tolist()
+        return ids
 
     def _generate_words(self, span: SyntheticSpan) -> str:
         count = max(round(span.tokens / self.target.tokens_per_word), 1)
-        places = np.random.default_rng(span.seed).integers(len(WORDS), size=count)
-        return " ".join(WORDS[place] for place in places.tolist())
+        indices = np.random.default_rng(span.seed).integers(len(WORDS), size=count)
+        return " ".join(WORDS[index] for index in indices.tolist())

@@ -1,4 +1,4 @@
-"""What came back for one request: stamps of tokens, counts, and how it ended."""
+"""Response to one request: timestamps of its chunks, token counts, and how it ended."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from argosy.bench.lengths import MAX_LENGTH_TOKENS
 from argosy.protocol import EventParser
 
 DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What decoding raises for JSON that is none, that is no UTF-8, or that is nested without end."""
+"""Exceptions of the decoder for invalid JSON, invalid UTF-8, and unlimited nesting."""
 _MAX_ERROR_CHARS = 300
 _TokenCount = Annotated[int, msgspec.Meta(ge=0, le=MAX_LENGTH_TOKENS)]
 
@@ -48,20 +48,20 @@ _CHUNK_DECODER = msgspec.json.Decoder(_StreamChunk)
 
 
 class BenchResponse:
-    """A streamed answer while it comes. Times are those of the client's clock."""
+    """Streamed response while it is received. Times are those of the client's clock."""
 
     def __init__(self, *, keep_text: bool = False) -> None:
         self.received_at = 0.0
-        """When the bytes at hand came."""
+        """Time at which the current bytes were received."""
         self.sent_at: float | None = None
         self.status = 0
         self.has_body_length = False
         self.chunk_times: list[float] = []
-        """When each chunk with text came."""
+        """Time of each chunk with text."""
         self.running_token_counts: list[int] = []
-        """Tokens by the server's running count when each of these chunks came; empty without one."""
+        """The server's running token count at each of these chunks. Empty if it reports none."""
         self.last_chunk_at: float | None = None
-        """When the last chunk of a choice came: text, or the reason of the end."""
+        """Time of the last chunk with a choice, which has text or the finish reason."""
         self.input_tokens: int | None = None
         self.cached_tokens: int | None = None
         self.output_tokens: int | None = None
@@ -69,9 +69,9 @@ class BenchResponse:
         self.error = ""
         self.error_detail = ""
         self.resent = False
-        """Sent twice: the first connection had been kept, and was closed without a byte."""
+        """Whether the request was sent twice, because the server had closed the reused connection."""
         self.saw_done = False
-        """`[DONE]` came."""
+        """Whether `[DONE]` was received."""
         self._events = EventParser()
         self._keep_text = keep_text
         self._text: list[str] = []
@@ -79,49 +79,49 @@ class BenchResponse:
 
     @property
     def text(self) -> str:
-        """The answer, where it was to be kept."""
+        """Text of the response, if `keep_text` is set."""
         return "".join(self._text)
 
     @property
     def body(self) -> bytes:
-        """An answer that is no stream."""
+        """Body of a response that is not a stream."""
         return b"".join(self._body)
 
     @property
     def closed_before_response(self) -> bool:
-        """Cut before a byte of it came."""
+        """Whether the connection was closed before the first byte of the response."""
         return self.error == "cut" and not self.status
 
     @property
     def ends_at_eof(self) -> bool:
-        """The end of the connection is the end of the body."""
+        """Whether the end of the connection marks the end of the body."""
         return self.status >= 200 and not self.has_body_length
 
     def on_sent(self, now: float) -> None:
-        """Somebody began to send the request."""
+        """Record the time of the first send."""
         if self.sent_at is None:
             self.sent_at = now
 
     def on_resend(self) -> None:
-        """It goes out again, on another connection; the first try counts as waiting."""
+        """Prepare for sending the request again on a new connection. The first attempt counts as waiting time."""
         self.error = self.error_detail = ""
         self.resent = True
 
     def record_error(self, error: str, detail: str) -> None:
-        """It went wrong; the first thing that did is kept."""
+        """Record an error, unless an earlier one is recorded."""
         if not self.error:
             self.error = error
-            # A server's words, which are shown: no escape sequence goes to a terminal.
-            shown = detail[:_MAX_ERROR_CHARS]
-            self.error_detail = "".join(each if each.isprintable() else " " for each in shown)
+            # The text is from the server. No escape sequence may reach the terminal.
+            excerpt = detail[:_MAX_ERROR_CHARS]
+            self.error_detail = "".join(char if char.isprintable() else " " for char in excerpt)
 
     def on_end(self) -> None:
-        """Nothing more will come."""
+        """Record an HTTP error status at the end of the response."""
         if self.status not in {0, 200}:
             self.record_error(f"http {self.status}", _error_message(self.body))
 
     def on_body(self, body: bytes) -> None:
-        """A piece of the body."""
+        """Parse the next bytes of the body."""
         if self.status != 200:
             self._body.append(body)
             return
@@ -132,9 +132,9 @@ class BenchResponse:
             try:
                 self._apply_chunk(_CHUNK_DECODER.decode(data))
             except UnicodeDecodeError as error:
-                self.record_error("malformed", f"A chunk is no UTF-8: {error}")
+                self.record_error("malformed", f"A chunk is not UTF-8: {error}")
             except DECODE_ERRORS as error:
-                self.record_error("malformed", f"A chunk is not what OpenAI sends: {error}")
+                self.record_error("malformed", f"A chunk is not an OpenAI chunk: {error}")
 
     def _apply_chunk(self, chunk: _StreamChunk) -> None:
         if chunk.error is not None:
@@ -162,7 +162,10 @@ class BenchResponse:
 
 
 def _visible_text(choice: _StreamChoice) -> str | None:
-    """What a reader sees of the chunk; None when it is nothing."""
+    """Return the chunk's text as a reader sees it, or None if the chunk shows nothing.
+
+    Reasoning and tool calls are visible, but are not part of the text.
+    """
     if choice.text:
         return choice.text
     delta = choice.delta
@@ -176,7 +179,7 @@ def _visible_text(choice: _StreamChoice) -> str | None:
 
 
 def _error_message(body: bytes) -> str:
-    """What an error body says, in whichever of the usual shapes."""
+    """Return the message of an error body, in any of the common formats."""
     try:
         decoded = msgspec.json.decode(body)
     except DECODE_ERRORS:
@@ -188,8 +191,8 @@ def _error_message(body: bytes) -> str:
 
 
 class JsonResponse(BenchResponse):
-    """An answer that is one JSON body, whatever its status."""
+    """Response with a single JSON body, also for errors."""
 
     def on_body(self, body: bytes) -> None:
-        """Keep it."""
+        """Keep the bytes."""
         self._body.append(body)

@@ -1,4 +1,4 @@
-"""The file that a benchmark leaves: everything needed to read it, repeat it and compare it."""
+"""Result of a benchmark and its file, with everything needed to read, repeat and compare it."""
 
 from __future__ import annotations
 
@@ -20,45 +20,45 @@ SCHEMA = "argosy-bench/1"
 
 
 class BenchSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole benchmark as asked for. `loads` are run one after the other, on the same workload."""
+    """Settings of a benchmark. The loads run one after the other on the same workload."""
 
     target_options: TargetOptions
     workload: Workload
     loads: tuple[LoadSpec, ...]
-    """With `search`, the first of them and its rate begin the search."""
+    """Loads to run. With `find_rate` the search starts at the first one's rate."""
     seed: int = 0
     objectives: Objectives | None = None
     find_rate: bool = False
-    """Find the highest rate that holds the objectives."""
+    """Whether to search for the highest rate that meets the objectives."""
     min_attainment: float = 0.99
-    """It holds them when so large a share of the requests does."""
+    """Share of requests that must meet the objectives."""
     precision: float = 0.05
-    """Of the rate that is found, as a share of it."""
+    """Relative precision of the found rate."""
     timeout_s: float = 600.0
 
 
 class RunResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One run."""
+    """Result of one run."""
 
     label: str
     load: LoadSpec
     plan_digest: str
-    """The digest of its plan."""
+    """Digest of the run's plan."""
     started_at: str
     summary: RunSummary
     rows: list[RequestRow]
     interrupted: bool = False
     met_objectives: bool | None = None
-    """Whether it held the objectives; None without any."""
+    """Whether the run met the objectives, or None without objectives."""
 
     @property
     def succeeded(self) -> list[RequestRow]:
-        """Of the requests that were measured, those that were answered."""
+        """Measured requests that succeeded."""
         return [row for row in self.rows if row.phase == "measured" and row.outcome == "ok"]
 
 
 class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
-    """All runs of a benchmark."""
+    """Result of a benchmark with all its runs."""
 
     schema: str = SCHEMA
     version: str
@@ -68,16 +68,16 @@ class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
     target: BenchTarget
     runs: list[RunResult]
     best_rate: float | None = None
-    """What the search found; None when even the least rate failed, or nothing was searched."""
+    """Rate found by the search, or None if even the lowest rate failed or no search ran."""
 
 
 def utc_timestamp() -> str:
-    """This moment, in UTC."""
+    """Return the current time in UTC, in ISO 8601 with milliseconds."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
 def describe_machine() -> dict[str, Any]:
-    """The machine that the load comes from, without its name."""
+    """Return properties of the machine that generates the load, without its host name."""
     import psutil
 
     return {
@@ -105,35 +105,47 @@ def _processor_name() -> str:
 
 
 def save_result(result: BenchResult, path: Path) -> None:
-    """Write it as JSON. Raises BenchError."""
+    """Write the result as JSON.
+
+    Raises:
+        BenchError: The file cannot be written.
+    """
     write_file(path, msgspec.json.encode(result))
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write a file; its readers see all of it or what was there before. Raises BenchError."""
+    """Write a file atomically: readers see the old or the new content.
+
+    Raises:
+        BenchError: The file cannot be written.
+    """
     try:
         if path.exists() and not path.is_file():
             path.write_bytes(content)
             return
-        whole = path.resolve()
-        growing = whole.with_name(f".{whole.name}.{os.getpid()}")
+        target = path.resolve()
+        temporary = target.with_name(f".{target.name}.{os.getpid()}")
         try:
-            growing.write_bytes(content)
-            growing.replace(whole)
+            temporary.write_bytes(content)
+            temporary.replace(target)
         finally:
-            growing.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
     except OSError as error:
         raise BenchError(f"Cannot write {path}: {error}.") from error
 
 
 def load_result(path: Path) -> BenchResult:
-    """Read what `save` wrote. Raises BenchError."""
+    """Read a result that `save_result` wrote.
+
+    Raises:
+        BenchError: The file cannot be read, or is not a result of this version.
+    """
     try:
         result = msgspec.json.decode(path.read_bytes(), type=BenchResult)
     except OSError as error:
         raise BenchError(f"Cannot read {path}: {error}.") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BenchError(f"{path} is no result of `argosy bench --save`: {error}.") from error
+        raise BenchError(f"{path} is not a result of `argosy bench --save`: {error}.") from error
     if result.schema != SCHEMA:
         raise BenchError(f"{path} has the schema {result.schema!r}; this version reads {SCHEMA}.")
     return result

@@ -1,4 +1,4 @@
-"""From settings to a result: meets the server, runs each load, searches where that was asked."""
+"""Runner of a benchmark: probes the server, runs each load, and searches for a rate if requested."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from argosy.protocol import parse_endpoint
 
 
 class ProgressListener(Protocol):
-    """Sees a benchmark go by."""
+    """Callbacks for the progress of a benchmark."""
 
     def on_run_start(self, label: str, requests: int) -> None:
-        """A run of at most `requests` requests, warm-up included."""
+        """A run starts with at most `requests` requests, warm-up included."""
         ...
 
     def on_request_end(self, row: RequestRow, in_flight: int) -> None:
@@ -46,23 +46,29 @@ class ProgressListener(Protocol):
 async def run_benchmark(
     settings: BenchSettings, headers: dict[str, str], listener: ProgressListener
 ) -> BenchResult:
-    """Carry it out. Raises BenchError where nothing can be measured; failures of requests are data.
+    """Run a benchmark.
 
-    `headers` go with every request and are not recorded, for they may hold a key.
+    Args:
+        settings: Settings of the benchmark.
+        headers: Headers of every request. Results do not contain them, because they may hold a key.
+        listener: Receives the progress.
+
+    Raises:
+        BenchError: Nothing can be measured. Failures of single requests are part of the result.
     """
-    bench = _BenchRunner(settings, headers, listener)
+    runner = _BenchRunner(settings, headers, listener)
     try:
-        return await bench.run()
+        return await runner.run()
     finally:
-        bench.close()
+        runner.close()
 
 
 class _BenchRunner:
     def __init__(
-        self, settings: BenchSettings, headers: dict[str, str], watcher: ProgressListener
+        self, settings: BenchSettings, headers: dict[str, str], listener: ProgressListener
     ) -> None:
         self._settings = settings
-        self._listener = watcher
+        self._listener = listener
         raise_file_limit()
         try:
             address = parse_endpoint(settings.target_options.url)
@@ -77,92 +83,99 @@ class _BenchRunner:
     async def run(self) -> BenchResult:
         settings = self._settings
         if settings.find_rate and settings.objectives is None:
-            raise BenchError("A search needs objectives: give --goodput ttft:200,tpot:50.")
+            raise BenchError("--find-rate needs objectives: give --goodput ttft:200,tpot:50.")
         if settings.find_rate and len(settings.loads) > 1:
-            raise BenchError("A search begins at one rate: give one --rate, and one --concurrency.")
-        # Plans come first: what is wrong with files and options is said before the server is asked.
+            raise BenchError(
+                "--find-rate starts at one rate: give one --rate, and one --concurrency."
+            )
+        # Plans are built first, so that errors in files and options are reported before any request.
         plans = [
-            build_plan(settings.workload, each, settings.seed, run)
-            for run, each in enumerate(settings.loads)
+            build_plan(settings.workload, load, settings.seed, run)
+            for run, load in enumerate(settings.loads)
         ]
-        talks = settings.workload.turns > 1
-        writer = RequestBodyBuilder(
-            await probe_target(self._client, settings.target_options, has_conversations=talks)
+        has_conversations = settings.workload.turns > 1
+        body_builder = RequestBodyBuilder(
+            await probe_target(
+                self._client, settings.target_options, has_conversations=has_conversations
+            )
         )
-        best = None
+        best_rate = None
         if settings.find_rate:
-            best = await self._search_rate(writer, settings.loads[0])
+            best_rate = await self._search_rate(body_builder, settings.loads[0])
         else:
-            for each, plan in zip(settings.loads, plans, strict=True):
-                if (await self._run_load(writer, each, plan)).interrupted:
+            for load, plan in zip(settings.loads, plans, strict=True):
+                if (await self._run_load(body_builder, load, plan)).interrupted:
                     break
         return BenchResult(
             version=version("argosy"),
             created_at=utc_timestamp(),
             machine=describe_machine(),
             settings=settings,
-            target=writer.target,
+            target=body_builder.target,
             runs=self._runs,
-            best_rate=best,
+            best_rate=best_rate,
         )
 
-    async def _search_rate(self, writer: RequestBodyBuilder, template: LoadSpec) -> float | None:
-        first = template.arrivals
-        if first is None or first.rate is None:
-            raise BenchError("A search begins at a rate: give --rate 1, for example.")
-        search = search_rate(first.rate, self._settings.precision)
+    async def _search_rate(
+        self, body_builder: RequestBodyBuilder, template: LoadSpec
+    ) -> float | None:
+        arrivals_template = template.arrivals
+        if arrivals_template is None or arrivals_template.rate is None:
+            raise BenchError("--find-rate needs a rate to start at: give --rate 1, for example.")
+        search = search_rate(arrivals_template.rate, self._settings.precision)
         rate = next(search)
         while True:
-            arrivals = msgspec.structs.replace(first, rate=rate)
-            each = msgspec.structs.replace(template, arrivals=arrivals)
-            done = len(self._runs)
-            plan = build_plan(self._settings.workload, each, self._settings.seed, done)
-            point = await self._run_load(writer, each, plan)
-            if point.interrupted:
+            arrivals = msgspec.structs.replace(arrivals_template, rate=rate)
+            load = msgspec.structs.replace(template, arrivals=arrivals)
+            run_index = len(self._runs)
+            plan = build_plan(self._settings.workload, load, self._settings.seed, run_index)
+            run = await self._run_load(body_builder, load, plan)
+            if run.interrupted:
                 return max(
-                    (_configured_rate(p) for p in self._runs if p.met_objectives), default=None
+                    (_configured_rate(run) for run in self._runs if run.met_objectives),
+                    default=None,
                 )
             try:
-                rate = search.send(bool(point.met_objectives))
+                rate = search.send(bool(run.met_objectives))
             except StopIteration as end:
-                best: float | None = end.value
-                return best
+                best_rate: float | None = end.value
+                return best_rate
 
     async def _run_load(
-        self, writer: RequestBodyBuilder, each: LoadSpec, plan: LoadPlan
+        self, body_builder: RequestBodyBuilder, load: LoadSpec, plan: LoadPlan
     ) -> RunResult:
         settings = self._settings
-        label = describe_load(each)
+        label = describe_load(load)
         self._listener.on_run_start(label, plan.request_count + len(plan.warmup))
-        started = utc_timestamp()
-        give_up: Callable[[RequestRow], bool] = _never_stop
+        started_at = utc_timestamp()
+        should_stop: Callable[[RequestRow], bool] = _never_stop
         if settings.find_rate and settings.objectives is not None:
-            give_up = _EarlyStop(settings.objectives, settings.min_attainment, plan).is_lost
+            should_stop = _EarlyStop(settings.objectives, settings.min_attainment, plan).is_lost
         driver = Driver(
             plan,
             self._client,
-            writer,
+            body_builder,
             clock=time.perf_counter,
-            on_row=lambda row: self._on_row(driver, row, give_up),
+            on_row=lambda row: self._on_row(driver, row, should_stop),
             run_id=f"bench-{uuid.uuid4().hex[:12]}",
         )
         rows = await driver.run()
         summary = summarize(rows, settings.objectives)
-        share = summary.attainment
-        point = RunResult(
+        attainment = summary.attainment
+        result = RunResult(
             label=label,
-            load=each,
+            load=load,
             plan_digest=plan.digest(),
-            started_at=started,
+            started_at=started_at,
             summary=summary,
             rows=rows,
             interrupted=driver.interrupted,
             met_objectives=None
-            if share is None
-            else share >= settings.min_attainment and not driver.stopped,
+            if attainment is None
+            else attainment >= settings.min_attainment and not driver.stopped,
         )
-        self._runs.append(point)
-        return point
+        self._runs.append(result)
+        return result
 
     def _on_row(
         self, driver: Driver, row: RequestRow, should_stop: Callable[[RequestRow], bool]
@@ -173,7 +186,7 @@ class _BenchRunner:
 
 
 class _EarlyStop:
-    """Ends a trial of a search once its outcome is certain."""
+    """Stops a trial of a search as soon as its outcome is certain."""
 
     def __init__(self, objectives: Objectives, min_attainment: float, plan: LoadPlan) -> None:
         self._objectives = objectives
@@ -181,7 +194,7 @@ class _EarlyStop:
         self._failed = 0
 
     def is_lost(self, row: RequestRow) -> bool:
-        """Whether the objectives cannot hold any more."""
+        """Count the row, and return whether the objectives can no longer be met."""
         if row.phase == "measured" and not self._objectives.is_met_by(row):
             self._failed += 1
         return self._failed > self._max_failed
@@ -191,13 +204,13 @@ def _never_stop(_row: RequestRow) -> bool:
     return False
 
 
-def _configured_rate(point: RunResult) -> float:
-    arrivals = point.load.arrivals
+def _configured_rate(run: RunResult) -> float:
+    arrivals = run.load.arrivals
     return 0.0 if arrivals is None or arrivals.rate is None else arrivals.rate
 
 
 def describe_load(load: LoadSpec) -> str:
-    """A short name: `rate 4`, `concurrency 8`, `all at once`, `trace`."""
+    """Return a short name of the load: `rate 4`, `concurrency 8`, `all at once` or `trace`."""
     limit = "" if load.concurrency is None else f", at most {load.concurrency} at once"
     match load.arrivals:
         case None if load.concurrency is not None:

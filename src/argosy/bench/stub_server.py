@@ -1,7 +1,7 @@
-"""A server that answers with known delays and remembers when it sent what: the yardstick of the self-check.
+"""Stub server for the self-check, which answers with known delays and records when it sent each token.
 
-It speaks just enough of the OpenAI API: `/v1/models`, streamed `/v1/completions` and
-`/v1/chat/completions`. `main` prints its URL and serves until its standard input ends.
+The stub supports a minimum of the OpenAI API: `/v1/models`, and streamed `/v1/completions` and `/v1/chat/completions`.
+`/served` returns the recorded times. `main` prints the URL and serves until its standard input ends.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _RESPONSE_HEAD = (
 
 
 class StubDelays(msgspec.Struct, frozen=True):
-    """How slow it is, in seconds."""
+    """Delays of the stub in seconds."""
 
     first_token_s: float = 0.0
-    """From the request to the first token."""
+    """Delay from the request to the first token."""
     token_gap_s: float = 0.0
-    """Between tokens."""
+    """Delay between two tokens."""
 
 
 class StubRequestTimes(msgspec.Struct):
-    """What the stub saw of one request. Times are of `time.perf_counter`, which processes share on Linux."""
+    """Times of one request on the clock of `time.perf_counter`, which processes share on Linux."""
 
     received_at: float
     token_sent_at: list[float] = []
@@ -44,16 +44,16 @@ class _Body(msgspec.Struct):
 
 
 class StubServer:
-    """The server's state, and how to start it."""
+    """Listening socket and recorded times of the stub."""
 
     def __init__(self, delays: StubDelays) -> None:
         self.delays = delays
         self.request_times: dict[str, StubRequestTimes] = {}
-        """By `x-request-id`."""
+        """Recorded times by `x-request-id`."""
         self.tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> tuple[asyncio.Server, str]:
-        """Listen on a free port of the loopback interface; gives the server and its URL."""
+        """Listen on a free port of the loopback interface, and return the server and its URL."""
         loop = asyncio.get_running_loop()
         server = await loop.create_server(lambda: _StubConnection(self), "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
@@ -76,7 +76,7 @@ class _StubConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
 
-    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's face
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's interface
         if self._task is not None:
             self._task.cancel()
 
@@ -94,7 +94,7 @@ class _StubConnection(asyncio.Protocol):
         self._body += body
 
     def on_message_complete(self) -> None:
-        asked_at = time.perf_counter()
+        received_at = time.perf_counter()
         path, body, request_id = self._path, self._body, self._request_id
         self._reset_request()
         if path == b"/v1/models":
@@ -104,15 +104,15 @@ class _StubConnection(asyncio.Protocol):
         elif path == b"/served":
             self._send_json(200, self._stub.request_times)
         elif path in {b"/v1/completions", b"/v1/chat/completions"}:
-            served = StubRequestTimes(asked_at)
-            self._stub.request_times[request_id] = served
-            task = asyncio.create_task(self._stream_answer(body, served))
+            request_times = StubRequestTimes(received_at)
+            self._stub.request_times[request_id] = request_times
+            task = asyncio.create_task(self._stream_answer(body, request_times))
             self._task = task
             self._stub.tasks.add(task)
             task.add_done_callback(self._stub.tasks.discard)
         else:
             self._send_json(
-                404, {"error": {"message": "There is no such path.", "code": "not_found"}}
+                404, {"error": {"message": "The path does not exist.", "code": "not_found"}}
             )
 
     def _send_json(self, status: int, content: object) -> None:
@@ -126,41 +126,41 @@ class _StubConnection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.write(data)
 
-    async def _stream_answer(self, body: bytes, served: StubRequestTimes) -> None:
-        asked = msgspec.json.decode(body, type=_Body)
-        chat = bool(asked.messages)
+    async def _stream_answer(self, body: bytes, request_times: StubRequestTimes) -> None:
+        request = msgspec.json.decode(body, type=_Body)
+        is_chat = bool(request.messages)
         delays = self._stub.delays
         self._write(_RESPONSE_HEAD)
-        due = served.received_at + delays.first_token_s
-        for place in range(asked.max_tokens):
+        due_at = request_times.received_at + delays.first_token_s
+        for index in range(request.max_tokens):
             if delays.first_token_s or delays.token_gap_s:
-                await _sleep_until(due)
+                await _sleep_until(due_at)
             else:
                 await asyncio.sleep(0)
-            due = time.perf_counter() + delays.token_gap_s
-            last = place == asked.max_tokens - 1
-            chunk = _render_chunk(place + 1, last=last, chat=chat)
-            served.token_sent_at.append(time.perf_counter())
-            self._write(_frame_chunk(format_event(chunk) + (SSE_DONE if last else b"")))
+            due_at = time.perf_counter() + delays.token_gap_s
+            is_last = index == request.max_tokens - 1
+            chunk = _render_chunk(index + 1, is_last=is_last, is_chat=is_chat)
+            request_times.token_sent_at.append(time.perf_counter())
+            self._write(_frame_chunk(format_event(chunk) + (SSE_DONE if is_last else b"")))
         self._write(b"0\r\n\r\n")
 
 
-async def _sleep_until(due: float) -> None:
+async def _sleep_until(due_at: float) -> None:
     while True:
-        left = due - time.perf_counter()
-        if left <= 0:
+        remaining = due_at - time.perf_counter()
+        if remaining <= 0:
             return
-        await asyncio.sleep(left - 0.001 if left > 0.002 else 0)
+        await asyncio.sleep(remaining - 0.001 if remaining > 0.002 else 0)
 
 
 def _frame_chunk(data: bytes) -> bytes:
     return f"{len(data):x}\r\n".encode() + data + b"\r\n"
 
 
-def _render_chunk(count: int, *, last: bool, chat: bool) -> bytes:
-    choice: dict[str, object] = {"index": 0, "finish_reason": "length" if last else None}
+def _render_chunk(count: int, *, is_last: bool, is_chat: bool) -> bytes:
+    choice: dict[str, object] = {"index": 0, "finish_reason": "length" if is_last else None}
     text = f" {count}"
-    choice |= {"delta": {"content": text}} if chat else {"text": text}
+    choice |= {"delta": {"content": text}} if is_chat else {"text": text}
     usage = {"prompt_tokens": 1, "completion_tokens": count, "total_tokens": 1 + count}
     return msgspec.json.encode({"id": "stub", "choices": [choice], "usage": usage})
 
@@ -174,7 +174,7 @@ async def _serve_stub(delays: StubDelays) -> None:
 
 
 def main() -> None:
-    """Serve with the `Delays` that the last argument gives as JSON."""
+    """Serve with the `StubDelays` in the last argument, as JSON."""
     import uvloop
 
     uvloop.run(_serve_stub(msgspec.json.decode(sys.argv[-1], type=StubDelays)))

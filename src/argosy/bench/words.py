@@ -1,4 +1,4 @@
-"""Short common English words: most tokenizers have each as one token."""
+"""Short common English words, which are single tokens for most tokenizers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a description of the traffic and a seed to a plan."""
+"""Construction of a load plan from a workload, a load and a seed."""
 
 from __future__ import annotations
 
@@ -24,35 +24,35 @@ from argosy.bench.prompt_files import FilePrompt, read_prompt_file
 from argosy.bench.traces import MOONCAKE_BLOCK_TOKENS, TraceRequest, read_trace
 
 MAX_CLOSED_LOOP_REQUESTS = 20_000
-"""Requests in the plan of a closed loop that only a duration ends."""
+"""Number of requests in the plan of a closed loop that has a duration but no number of requests."""
 _OWN_STREAM, _PREFIX_STREAM, _BLOCK_STREAM, _DRAW_STREAM, _WARMUP_STREAM = range(2, 7)
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
-    """What is asked. Lengths are in tokens."""
+    """Content of the requests. Lengths are in tokens."""
 
     input: LengthDistribution
     output: LengthDistribution
     prefix_tokens: int = 0
-    """Before each synthetic prompt, shared by those of a group."""
+    """Prefix before each synthetic prompt, shared by the prompts of a group."""
     prefix_groups: int = 1
     turns: int = 1
-    """Requests of a conversation."""
+    """Requests per conversation."""
     think_s: float = 0.0
-    """Between an answer and the next turn."""
+    """Pause between a response and the next turn."""
     prompts: str | None = None
-    """Path of a file of prompts; in order, from the beginning again when they run out."""
+    """Path of a file of prompts, which are used in order and repeated."""
     trace: str | None = None
-    """Path of a trace, which then gives lengths and, without a rate, times."""
+    """Path of a trace, which determines the lengths, and the times if no rate is given."""
     trace_speed: float = 1.0
-    """Twice as fast with 2."""
+    """Speed factor of the trace's times: 2 replays it twice as fast."""
 
 
 class LoadSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """How it is asked."""
+    """Timing and number of the requests."""
 
     arrivals: ArrivalProcess | None = None
-    """None: a trace's own times, or a closed loop of `concurrency`."""
+    """None for a trace's own times, or for a closed loop of `concurrency` requests."""
     concurrency: int | None = None
     requests: int | None = None
     duration_s: float | None = None
@@ -61,17 +61,20 @@ class LoadSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _RequestItem(msgspec.Struct, frozen=True):
-    """One request before it has a place in time."""
+    """Prompt and output length of a request, without a scheduled time."""
 
     prompt: PlannedPrompt
     output_tokens: int
 
 
 def build_plan(workload: Workload, load: LoadSpec, seed: int, run: int = 0) -> LoadPlan:
-    """The plan: a function of its arguments and of the files that they name. Raises BenchError.
+    """Build the plan, which depends only on the arguments and the files that they name.
 
-    Plans that differ in `run` alone have the same times and lengths and other synthetic text, so
-    that what one run leaves in the server's prefix cache helps no other.
+    Plans that differ only in `run` have the same times and lengths but different synthetic text. So prompts of one run
+    do not hit the server's prefix cache in another run.
+
+    Raises:
+        BenchError: The workload and the load contradict each other, or a file is invalid.
     """
     _validate_workload(workload, load)
     source = _RequestSource(workload, load, seed, run)
@@ -101,7 +104,7 @@ def build_plan(workload: Workload, load: LoadSpec, seed: int, run: int = 0) -> L
             index += 1
         sessions.append(tuple(session))
     if not sessions:
-        raise BenchError("Nothing would be sent: give a longer --duration or a higher rate.")
+        raise BenchError("No request would be sent: give a longer --duration or a higher rate.")
     return LoadPlan(
         warmup=tuple(source.build_warmup(number) for number in range(load.warmup)),
         sessions=tuple(sessions),
@@ -113,17 +116,19 @@ def build_plan(workload: Workload, load: LoadSpec, seed: int, run: int = 0) -> L
 
 def _validate_workload(workload: Workload, load: LoadSpec) -> None:
     if workload.prompts and workload.trace:
-        raise BenchError("Prompts come from a file or a trace, not from both.")
+        raise BenchError(
+            "Prompts cannot come from both a file and a trace: give --prompts or --trace."
+        )
     if workload.trace and workload.turns > 1:
-        raise BenchError("A trace has no conversations: leave --turns out.")
+        raise BenchError("A trace has no conversations: leave out --turns.")
     if load.arrivals is None and load.concurrency is None and workload.trace is None:
-        raise BenchError("Say how to send: --rate, --concurrency or --trace.")
+        raise BenchError("The load is missing: give --rate, --concurrency or --trace.")
     if not workload.trace_speed > 0:
-        raise BenchError("A trace is played at a speed of more than 0.")
+        raise BenchError("The speed of a trace must be above 0: give a larger --trace-speed.")
     if math.inf in (load.duration_s, load.ramp_s, workload.think_s):
-        raise BenchError("A duration, a ramp or a pause of inf has no end: give seconds.")
+        raise BenchError("A duration, a ramp or a think time cannot be infinite: give seconds.")
     if load.duration_s is not None and load.duration_s <= load.ramp_s:
-        raise BenchError("The run ends before its ramp does: give a longer --duration.")
+        raise BenchError("The run ends before its ramp: give a longer --duration.")
 
 
 def _remaining_requests(load: LoadSpec, index: int) -> int:
@@ -133,7 +138,7 @@ def _remaining_requests(load: LoadSpec, index: int) -> int:
 def _session_times(
     workload: Workload, load: LoadSpec, seed: int, source: _RequestSource
 ) -> list[float] | list[None]:
-    """When each conversation begins; None where a closed loop decides."""
+    """Return the start of each conversation, or None where a closed loop decides."""
     sessions = None if load.requests is None else -(-load.requests // workload.turns)
     if load.arrivals is not None:
         if source.trace_requests:
@@ -143,14 +148,14 @@ def _session_times(
         )
     if load.concurrency is not None and not source.trace_requests:
         if sessions is None and load.duration_s is None:
-            raise BenchError("The run needs an end: give --requests or --duration.")
+            raise BenchError("The run has no end: give --requests or --duration.")
         return [None] * (MAX_CLOSED_LOOP_REQUESTS if sessions is None else sessions)
     times = [row.at_s / workload.trace_speed for row in source.trace_requests]
-    return [at for at in times if load.duration_s is None or at < load.duration_s]
+    return [at_s for at_s in times if load.duration_s is None or at_s < load.duration_s]
 
 
 class _RequestSource:
-    """Prompts and output lengths by place in the plan."""
+    """Prompts and output lengths by index in the plan."""
 
     def __init__(self, workload: Workload, load: LoadSpec, seed: int, run: int) -> None:
         self._workload = workload
@@ -164,20 +169,20 @@ class _RequestSource:
             self._file_prompts = read_prompt_file(Path(workload.prompts))
 
     def build_item(self, index: int) -> _RequestItem:
-        """The request at `index`."""
+        """Return the request at `index`."""
         if self.trace_requests:
             return self._build_from_trace(index, self.trace_requests[index])
         rng = np.random.default_rng((self._seed, _DRAW_STREAM, index))
         if self._file_prompts:
             prompt = self._file_prompts[index % len(self._file_prompts)]
-            drawn = self._workload.output.draw(rng)
-            return _RequestItem(prompt.prompt, prompt.output_tokens or drawn)
+            drawn_tokens = self._workload.output.draw(rng)
+            return _RequestItem(prompt.prompt, prompt.output_tokens or drawn_tokens)
         return _RequestItem(
             *self._draw_synthetic(rng, derive_seed(self._text_seed, _OWN_STREAM, index))
         )
 
     def build_warmup(self, number: int) -> PlannedRequest:
-        """A request of the same kind that shares no text with the plan's."""
+        """Return a warm-up request of the same kind that shares no text with the plan's requests."""
         rng = np.random.default_rng((self._seed, _WARMUP_STREAM, number))
         prompt, output_tokens = self._draw_synthetic(
             rng, derive_seed(self._text_seed, _WARMUP_STREAM, number)
@@ -194,9 +199,11 @@ class _RequestSource:
             phase="warmup",
         )
 
-    def _draw_synthetic(self, rng: np.random.Generator, own: int) -> tuple[SyntheticPrompt, int]:
+    def _draw_synthetic(
+        self, rng: np.random.Generator, own_seed: int
+    ) -> tuple[SyntheticPrompt, int]:
         workload = self._workload
-        spans = [SyntheticSpan(own, workload.input.draw(rng))]
+        spans = [SyntheticSpan(own_seed, workload.input.draw(rng))]
         output_tokens = workload.output.draw(rng)
         if workload.prefix_tokens:
             group = int(rng.integers(workload.prefix_groups))
@@ -210,13 +217,13 @@ class _RequestSource:
 
     def _build_from_trace(self, index: int, row: TraceRequest) -> _RequestItem:
         spans = []
-        left = row.input_tokens
+        remaining = row.input_tokens
         for block in row.block_ids:
-            if left <= 0:
+            if remaining <= 0:
                 break
-            tokens = min(left, MOONCAKE_BLOCK_TOKENS)
+            tokens = min(remaining, MOONCAKE_BLOCK_TOKENS)
             spans.append(SyntheticSpan(derive_seed(self._text_seed, _BLOCK_STREAM, block), tokens))
-            left -= tokens
-        if left > 0:
-            spans.append(SyntheticSpan(derive_seed(self._text_seed, _OWN_STREAM, index), left))
+            remaining -= tokens
+        if remaining > 0:
+            spans.append(SyntheticSpan(derive_seed(self._text_seed, _OWN_STREAM, index), remaining))
         return _RequestItem(SyntheticPrompt(tuple(spans)), row.output_tokens)

@@ -1,4 +1,11 @@
-"""The `argosy` command."""
+"""Command-line interface: the `argosy` command.
+
+The module `app` registers one module per command. The account commands open the store directly through
+`account_lookup`. The commands `serve`, `gateway` and `replica` run servers, and share options through `serve_options`,
+`serve_settings` and `tls_options`. The commands `chat`, `explain` and `bench` are HTTP clients of a running server.
+The module `output` prints records as tables or JSON, and `failure` ends a command with one sentence and an exit status. Modules
+import heavy packages inside functions, so that `argosy --help` stays fast.
+"""
 
 import errno
 import io
@@ -7,9 +14,9 @@ import sys
 
 
 def main() -> None:
-    """Run the command line; exits with its status. Ctrl-C ends it at once while it is being loaded."""
-    heeds = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if heeds:  # there is nothing to clean up yet, and a traceback of imports helps nobody
+    """Run the command line and exit with its status. While modules are imported, Ctrl-C ends the process at once."""
+    handles_interrupt = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if handles_interrupt:  # nothing needs a clean-up yet, and a traceback of imports would not help
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from typer.main import get_command
 
@@ -18,16 +25,18 @@ def main() -> None:
 
     protect_standard_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # what the terminal has no letters for
+        sys.stdout.reconfigure(errors="replace")  # for characters that the terminal cannot encode
     command = get_command(app)
-    if heeds:
+    if handles_interrupt:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         command()
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-        sys.exit(f"argosy: there was no room for what was to be written ({error.strerror})")
+        sys.exit(
+            f"argosy: the output could not be written, because the disk is full ({error.strerror})"
+        )
 
 
 __all__ = ["main"]

@@ -1,4 +1,4 @@
-"""`python -m argosy.cli` is `argosy`."""
+"""Entry point of `python -m argosy.cli`, which is the `argosy` command."""
 
 from argosy.cli import main
 

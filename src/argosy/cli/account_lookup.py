@@ -1,4 +1,4 @@
-"""What the commands on accounts share: the store they open, who acts, and records found by what people call them."""
+"""Shared parts of the account commands: options, opening the store, the audit actor, and lookup by id or name."""
 
 from __future__ import annotations
 
@@ -25,37 +25,41 @@ StoreUrl = Annotated[
         "--store",
         envvar="ARGOSY_STORE",
         metavar="URL",
-        help="sqlite:///PATH or postgresql://...; by default the one of `argosy serve`.",
+        help="sqlite:///PATH or postgresql://...; by default the store of `argosy serve`.",
     ),
 ]
 ProjectName = Annotated[
-    str | None, typer.Option("--project", "-p", help="Id or name (ORGANISATION/NAME too).")
+    str | None, typer.Option("--project", "-p", help="Id, name or ORGANISATION/NAME.")
 ]
 OrganisationName = Annotated[str, typer.Option("--organisation", "-o", help="Id or name.")]
 OrganisationFilterOption = Annotated[
     str | None, typer.Option("--organisation", "-o", help="Id or name.")
 ]
-RoleName = Literal["caller", "viewer", "operator", "admin"]
+RoleName = Literal["user", "viewer", "operator", "admin"]
 ScopeName = Literal["organisation", "gateway"]
 TierName = Literal["premium", "standard", "free"]
 AllowedNetworks = Annotated[
     list[str] | None,
-    typer.Option("--network", help="One to be used from, like 10.0.0.0/8. May be repeated."),
+    typer.Option(
+        "--network", help="Network that requests may come from, like 10.0.0.0/8. May be repeated."
+    ),
 ]
 RouteFlags = Annotated[
     list[str] | None,
-    typer.Option("--flag", help="One that routes of the gateway go by. May be repeated."),
+    typer.Option("--flag", help="Flag that the gateway's routes can match. May be repeated."),
 ]
 DEFAULT_NAME = "default"
 _ORGANISATION_REMEDY = "one that `argosy tenants organisations list` shows"
-_PROJECT_REMEDY = (
-    "one that `argosy tenants list` shows (with --scope gateway a role holds for the whole gateway)"
-)
+_PROJECT_REMEDY = "one that `argosy tenants list` shows (with --scope gateway a role applies to the whole gateway)"
 
 
 @contextmanager
 def open_existing_store(url: str | None) -> Iterator[Store]:
-    """The store that is there, its tables up to date. Whatever it refuses ends the command with a sentence."""
+    """Open and migrate a store that exists. A ValueError ends the command with its message.
+
+    Args:
+        url: URL of the store, or None for the default store.
+    """
     from argosy.store import open_existing_store
 
     with _open_migrated(open_existing_store, url) as store:
@@ -64,20 +68,26 @@ def open_existing_store(url: str | None) -> Iterator[Store]:
 
 @contextmanager
 def open_or_create_store(url: str | None, *, is_expected: bool = False) -> Iterator[Store]:
-    """The same for what may come first: the store is made where there is none, which is said unless it is `wanted`."""
+    """Open and migrate a store, like `open_existing_store`, and create it if it does not exist.
+
+    Args:
+        url: URL of the store, or None for the default store.
+        is_expected: Whether the caller expects a new store. Otherwise a new SQLite store is announced.
+    """
     from argosy.store import open_store
 
-    def begin(where: str) -> Store:
-        path = Path(where.removeprefix("sqlite:///"))
-        begins = where.startswith("sqlite:") and not path.exists() and not is_expected
-        store = open_store(where)
-        if begins:
+    def open_and_announce(store_url: str) -> Store:
+        path = Path(store_url.removeprefix("sqlite:///"))
+        is_new = store_url.startswith("sqlite:") and not path.exists() and not is_expected
+        store = open_store(store_url)
+        if is_new:
             typer.echo(
-                f"A new store begins in {path}; where a server has another, give --store.", err=True
+                f"Created a new store in {path}. If the server uses another store, give --store.",
+                err=True,
             )
         return store
 
-    with _open_migrated(begin, url) as store:
+    with _open_migrated(open_and_announce, url) as store:
         yield store
 
 
@@ -97,43 +107,57 @@ def _open_migrated(open_url: Callable[[str], Store], url: str | None) -> Iterato
 
 
 def audit_actor() -> str:
-    """Who runs the command, for the audit log."""
+    """Return the actor for the audit log: the operating system's user."""
     try:
         return f"cli:{getpass.getuser()}"
-    except (KeyError, OSError):  # a user without a name, as in some containers
+    except (KeyError, OSError):  # in some containers the user has no name
         return "cli"
 
 
 def find_organisation(store: Store, reference: str) -> Organisation:
-    """By id, one that has ended too, or by name. Raises ValueError; so do the others."""
-    known = store.accounts.list_organisations()
-    living = [item for item in known if item.archived_at is None]
-    found = _match_by_id(known, reference) or [item for item in living if item.name == reference]
+    """Return the organisation with this id, archived ones included, or the active one with this name.
+
+    Raises:
+        ValueError: No organisation matches, or several do.
+    """
+    organisations = store.accounts.list_organisations()
+    active = [item for item in organisations if item.archived_at is None]
+    found = _match_by_id(organisations, reference) or [
+        item for item in active if item.name == reference
+    ]
     return _require_single(
         found, f"organisation {reference!r}", "argosy tenants organisations list"
     )
 
 
 def find_organisation_id(store: Store, reference: str | None) -> str | None:
-    """The id of the organisation that is meant; None where none is: all of them."""
+    """Return the id of the organisation, or None (all organisations) if `reference` is None.
+
+    Raises:
+        ValueError: No organisation matches, or several do.
+    """
     return None if reference is None else find_organisation(store, reference).id
 
 
 def find_project(store: Store, reference: str) -> Project:
-    """By id, by name, or by organisation and name with a slash between."""
+    """Return the project with this id, name or `ORGANISATION/NAME`. Archived projects are found only by id.
+
+    Raises:
+        ValueError: No project matches, or several do.
+    """
     names = {item.id: item.name for item in store.accounts.list_organisations()}
-    known = store.accounts.list_projects()
-    living = [item for item in known if item.archived_at is None]
-    found = _match_by_id(known, reference) or [
+    projects = store.accounts.list_projects()
+    active = [item for item in projects if item.archived_at is None]
+    found = _match_by_id(projects, reference) or [
         item
-        for item in living
+        for item in active
         if reference in {item.name, f"{names[item.organisation]}/{item.name}"}
     ]
     return _require_single(found, f"project {reference!r}", "argosy tenants list")
 
 
 def display_name(store: Store, project: Project) -> str:
-    """What commands find this one by: its name, or its id where others are called the same."""
+    """Return the reference by which commands find the project: its name, or its id if the name is ambiguous."""
     try:
         return project.name if find_project(store, project.name) == project else project.id
     except ValueError:
@@ -141,43 +165,64 @@ def display_name(store: Store, project: Project) -> str:
 
 
 def find_user(store: Store, reference: str) -> User:
-    """By id or email."""
-    known = store.accounts.list_users()
-    living = [item for item in known if item.disabled_at is None]
-    found = _match_by_id(known, reference) or [
-        item for item in living if item.email == reference.lower()
+    """Return the user with this id or email. Disabled users are found only by id.
+
+    Raises:
+        ValueError: No user matches, or several do.
+    """
+    users = store.accounts.list_users()
+    active = [item for item in users if item.disabled_at is None]
+    found = _match_by_id(users, reference) or [
+        item for item in active if item.email == reference.lower()
     ]
     return _require_single(found, f"user {reference!r}", "argosy tenants users list")
 
 
 def find_key(store: Store, reference: str) -> Key:
-    """By id, by name, or by its beginning; the whole key will do."""
-    known = store.accounts.list_keys()
-    living = [item for item in known if item.revoked_at is None]
+    """Return the key with this id, prefix, full secret or name. Revoked keys are not found by name.
+
+    Raises:
+        ValueError: No key matches, or several do.
+    """
+    keys = store.accounts.list_keys()
+    active = [item for item in keys if item.revoked_at is None]
     found = [
         item
-        for item in known
+        for item in keys
         if reference in {item.id, item.prefix} or reference.startswith(f"{item.prefix}-")
     ]
-    if not found:  # a key that was rotated has the name of the one in its place
-        found = [item for item in living if reference == item.name and item.replaced_by is None]
+    if not found:  # a rotated key and its replacement have the same name
+        found = [item for item in active if reference == item.name and item.replaced_by is None]
     return _require_single(found, f"key {reference[:20]!r}", "argosy keys list --all")
 
 
 def resolve_organisation(
     store: Store, reference: str, alternative: str = f"--organisation, {_ORGANISATION_REMEDY}"
 ) -> Organisation:
-    """The organisation that is meant; the default one is made when there is none at all."""
-    known = store.accounts.list_organisations()
-    if reference == DEFAULT_NAME and not known:
+    """Return the organisation. The default organisation is created if no organisation exists.
+
+    Args:
+        store: Store with the accounts.
+        reference: Id or name.
+        alternative: Options that the error message recommends if no default organisation exists.
+
+    Raises:
+        ValueError: No organisation matches, or several do.
+    """
+    organisations = store.accounts.list_organisations()
+    if reference == DEFAULT_NAME and not organisations:
         return store.accounts.create_organisation(DEFAULT_NAME, actor=audit_actor())
-    if reference == DEFAULT_NAME and not any(_is_default(item) for item in known):
+    if reference == DEFAULT_NAME and not any(_is_default(item) for item in organisations):
         raise ValueError(f"no organisation is called {DEFAULT_NAME!r}; give {alternative}")
     return find_organisation(store, reference)
 
 
 def resolve_project(store: Store, reference: str | None) -> Project:
-    """The project that is meant; the default organisation's default one is made when there is none."""
+    """Return the project. None is the default project of the default organisation, created if it is missing.
+
+    Raises:
+        ValueError: No project or organisation matches, or several do.
+    """
     if reference is not None:
         return find_project(store, reference)
     organisation = resolve_organisation(store, DEFAULT_NAME, f"--project, {_PROJECT_REMEDY}")
@@ -187,21 +232,25 @@ def resolve_project(store: Store, reference: str | None) -> Project:
     return store.accounts.create_project(organisation.id, DEFAULT_NAME, actor=audit_actor())
 
 
-def given_changes(**options: Any) -> dict[str, Any]:  # noqa: ANN401 - whatever the options hold
-    """The options that were given. Raises ValueError when none was."""
-    given = {name: value for name, value in options.items() if value is not None}
-    if not given:
-        raise ValueError("give what to change, as one of the options that --help lists")
-    return given
+def given_changes(**options: Any) -> dict[str, Any]:  # noqa: ANN401 - options have any type
+    """Return the options that are not None.
+
+    Raises:
+        ValueError: All options are None.
+    """
+    changes = {name: value for name, value in options.items() if value is not None}
+    if not changes:
+        raise ValueError("nothing to change; give one of the options that --help lists")
+    return changes
 
 
 def format_scope(holder: Key | User) -> str:
-    """Where a role is held, for a table; empty where it makes no difference."""
-    return "" if holder.role == "caller" else holder.scope
+    """Return the scope of a role for a table. The scope of the role `user` has no effect and is left empty."""
+    return "" if holder.role == "user" else holder.scope
 
 
 def account_names(store: Store) -> dict[str, str]:
-    """What people call the ids of accounts, ended ones too; with the id behind it where several are called the same."""
+    """Return display names of all accounts by id, archived ones included. Ambiguous names contain the id."""
     accounts = store.accounts
     return (
         _disambiguate_names({item.id: item.name for item in accounts.list_organisations()})
@@ -212,8 +261,10 @@ def account_names(store: Store) -> dict[str, str]:
 
 
 def _disambiguate_names(names_by_id: dict[str, str]) -> dict[str, str]:
-    many = Counter(names_by_id.values())
-    return {key: f"{name} ({key})" if many[name] > 1 else name for key, name in names_by_id.items()}
+    counts = Counter(names_by_id.values())
+    return {
+        key: f"{name} ({key})" if counts[name] > 1 else name for key, name in names_by_id.items()
+    }
 
 
 def _is_default(item: Organisation | Project) -> bool:
@@ -221,12 +272,12 @@ def _is_default(item: Organisation | Project) -> bool:
 
 
 def _match_by_id(items: Sequence[R], reference: str) -> list[R]:
-    """An id is looked for first: nobody is in its way by giving something of theirs that name."""
+    """Return the items with this id. Callers match ids before names, so that a name cannot hide an id."""
     return [item for item in items if item.id == reference]
 
 
 def _require_single(found: Sequence[T], description: str, list_command: str) -> T:
     if len(found) == 1:
         return found[0]
-    many = "there is no" if not found else "there is more than one"
-    raise ValueError(f"{many} {description}; see `{list_command}` for their ids")
+    problem = "there is no" if not found else "there is more than one"
+    raise ValueError(f"{problem} {description}; see `{list_command}` for their ids")

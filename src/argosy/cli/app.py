@@ -1,4 +1,4 @@
-"""The commands of `argosy`, put together."""
+"""Typer application with all commands of `argosy`."""
 
 from __future__ import annotations
 

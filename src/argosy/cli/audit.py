@@ -1,4 +1,4 @@
-"""`argosy audit`: who changed what, and whether the log is whole."""
+"""`argosy audit`: list the changes of accounts, and verify that the audit log was not altered."""
 
 from __future__ import annotations
 
@@ -26,36 +26,39 @@ DEFAULT_LIMIT = 50
 def audit(
     action: Annotated[
         Literal["list", "verify"],
-        typer.Argument(help="List the newest changes, or check that none was altered."),
+        typer.Argument(help="List the newest changes, or verify that no entry was altered."),
     ] = "list",
     *,
-    subject: Annotated[str | None, typer.Option(help="Id of what was changed.")] = None,
+    subject: Annotated[str | None, typer.Option(help="Id of the changed record.")] = None,
     organisation: OrganisationFilterOption = None,
     limit: Annotated[
         int | None,
         typer.Option(
-            min=1, max=10**6, help="Most entries to list.", show_default=str(DEFAULT_LIMIT)
+            min=1,
+            max=10**6,
+            help="Maximum number of entries to list.",
+            show_default=str(DEFAULT_LIMIT),
         ),
     ] = None,
     store: StoreUrl = None,
     json: JsonOutput = False,
 ) -> None:
-    """Show who changed accounts, or `verify` the log: it exits with 1 if an entry was altered."""
+    """List the changes of accounts, or `verify` the log: exit with 1 if an entry was altered."""
     if action == "verify" and (subject, organisation, limit) != (None, None, None):
         fail(
-            "each entry seals all before it, whosever they are: the log is verified as a whole;"
+            "each entry contains a hash of all entries before it, so only the whole log can be verified;"
             " leave out --subject, --organisation and --limit"
         )
     with open_existing_store(store) as opened_store:
         if action == "verify":
-            verdict = opened_store.audit_log.verify()
+            verification = opened_store.audit_log.verify()
         else:
-            of = find_organisation_id(opened_store, organisation)
-            entries = opened_store.audit_log.for_organisation(of).list_entries(
+            organisation_id = find_organisation_id(opened_store, organisation)
+            entries = opened_store.audit_log.for_organisation(organisation_id).list_entries(
                 subject=subject, limit=limit or DEFAULT_LIMIT
             )
     if action == "verify":
-        _print_verdict(verdict, json=json)
+        _print_verification(verification, json=json)
     else:
         _print_entries(entries, json=json)
 
@@ -63,7 +66,7 @@ def audit(
 def _print_entries(entries: list[AuditEntry], *, json: bool) -> None:
     print_records(
         entries,
-        ("Entry", "When (UTC)", "Who", "What", "Of", "Details"),
+        ("Entry", "When (UTC)", "Who", "Action", "Subject", "Details"),
         lambda entry: (
             entry.entry,
             format_timestamp(entry.at),
@@ -72,21 +75,23 @@ def _print_entries(entries: list[AuditEntry], *, json: bool) -> None:
             entry.subject,
             _format_details(entry),
         ),
-        "Nothing was changed yet.",
+        "The audit log has no entries.",
         json=json,
     )
 
 
 def _format_details(entry: AuditEntry) -> str:
-    """Of something new what was given, of a change each field's old and new value."""
+    """Return the fields of a new or deleted record, or each changed field's old and new value."""
     if entry.action.endswith((".create", ".delete")):
-        told = {name: value for name, value in entry.details.items() if value not in (None, [], "")}
-        return ", ".join(f"{name} {_format_value(value)}" for name, value in told.items())
+        fields = {
+            name: value for name, value in entry.details.items() if value not in (None, [], "")
+        }
+        return ", ".join(f"{name} {_format_value(value)}" for name, value in fields.items())
     return ", ".join(f"{name} {_format_change(change)}" for name, change in entry.details.items())
 
 
 def _format_change(change: object) -> str:
-    """The old value and the new one; what it is where somebody has altered it."""
+    """Return the old and the new value. An altered entry may contain anything, which is formatted as one value."""
     match change:
         case [old, new]:
             return f"{_format_value(old)} -> {_format_value(new)}"
@@ -98,10 +103,10 @@ def _format_value(value: object) -> str:
     return value if isinstance(value, str) else jsonlib.dumps(value, ensure_ascii=False)
 
 
-def _print_verdict(verdict: AuditVerification, *, json: bool) -> None:
+def _print_verification(verification: AuditVerification, *, json: bool) -> None:
     if json:
-        print_json(verdict)
-    if verdict.broken is not None:
-        fail(f"entry {verdict.broken} of the audit log: {verdict.problem}", EXIT_FAILURE)
+        print_json(verification)
+    if verification.broken is not None:
+        fail(f"entry {verification.broken} of the audit log: {verification.problem}", EXIT_FAILURE)
     if not json:
-        typer.echo(f"All {verdict.entries} entries are as they were written.")
+        typer.echo(f"All {verification.entries} entries are unaltered.")

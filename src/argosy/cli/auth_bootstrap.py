@@ -1,4 +1,4 @@
-"""Who may come in to `argosy serve`: its store, brought up to date, and the first key where callers need one."""
+"""Authentication of `argosy serve`: migrates the store and creates the first API key if keys are required."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ if TYPE_CHECKING:
     from argosy.gateway import AuthConfig
 
 AuthModeName = Literal["auto", "required", "disabled"]
-"""`auto`: those on this machine need no key until there is one. `keys`: always. `off`: nobody does."""
+"""`auto`: requests from this machine need no key until a key exists. `required`: all need one. `disabled`: none do."""
 
 
 @dataclass(frozen=True, slots=True)
 class AuthSetup:
-    """What callers need."""
+    """Result of the preparation: the first key and whether requests need a key."""
 
     first_key: str | None
-    """An administrator's, which was made just now and cannot be shown again."""
+    """Administrator key that was just created. The store keeps only its digest."""
     key_required: bool
-    """Whether they need a key."""
+    """Whether requests need a key."""
 
 
 @dataclass(frozen=True, slots=True)
 class AuthBootstrap:
-    """What was asked for."""
+    """Authentication settings from the command line, and the preparation of the store."""
 
     configured_store_url: str | None
-    """URL of the database; None: the user's own."""
+    """Store URL, or None for the user's default store."""
     auth_mode: AuthModeName
     host: str
-    """Where it listens."""
+    """Address that the server listens on."""
     allowed_origins: list[str] | None = None
-    """Of web pages; None: those of this machine."""
+    """Origins of web pages that may send requests, or None for origins on this machine."""
 
     @property
     def auth_config(self) -> AuthConfig:
-        """The same as the gateway's settings."""
+        """Settings for the gateway."""
         from argosy.gateway import AuthConfig
 
         if self.allowed_origins is None:
@@ -45,30 +45,31 @@ class AuthBootstrap:
 
     @property
     def store_url(self) -> str:
-        """The database."""
+        """URL of the store, the default one included."""
         from argosy.store import default_store_url
 
         return self.configured_store_url or default_store_url()
 
     def prepare_store(self) -> AuthSetup:
-        """Bring the tables up to date, and make an admin's key where keys are needed and nobody has any.
+        """Migrate the store, and create an administrator key if keys are required and none exists.
 
-        Raises ValueError, saying what to change, when the database cannot be used, or when others could connect
-        and there still are no keys.
+        Raises:
+            ValueError: The store cannot be used, or other machines could connect while no key exists. The message
+                contains the remedy.
         """
         from argosy.gateway import check_exposure, is_loopback
         from argosy.store import open_store
 
-        needed = self.auth_mode == "required" or (
+        needs_first_key = self.auth_mode == "required" or (
             self.auth_mode == "auto" and not is_loopback(self.host)
         )
         store = open_store(self.store_url)
         try:
             store.migrate()
-            made = store.accounts.bootstrap(actor="argosy serve") if needed else None
-            directory = store.load_snapshot()
-            check_exposure(self.host, self.auth_config, directory)
+            created = store.accounts.bootstrap(actor="argosy serve") if needs_first_key else None
+            snapshot = store.load_snapshot()
+            check_exposure(self.host, self.auth_config, snapshot)
         finally:
             store.close()
-        keyed = needed or (self.auth_mode == "auto" and directory.requires_keys)
-        return AuthSetup(None if made is None else made[1], keyed)
+        key_required = needs_first_key or (self.auth_mode == "auto" and snapshot.requires_keys)
+        return AuthSetup(None if created is None else created[1], key_required)

@@ -1,4 +1,4 @@
-"""`argosy bench`: put a load on an OpenAI-compatible server and measure it; compare two results."""
+"""`argosy bench`: measure an OpenAI-compatible server under load, and compare two results."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def bench(
     prometheus: options.Prometheus = None,
     self_check: options.SelfCheck = False,
 ) -> None:
-    """Put a load on a server and measure what its users would see."""
+    """Send requests to a server and measure latency and throughput as its clients see them."""
     if context.invoked_subcommand is not None:
         return
     if self_check:
@@ -135,12 +135,12 @@ def compare_files(
     a: options.ResultFiles,
     b: options.ResultFiles,
     *,
-    seed: Annotated[int, typer.Option(min=0, help="Of the resampling.")] = 0,
-    output: Annotated[Path | None, typer.Option(help="Also write the ratios as JSON.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the resampling.")] = 0,
+    output: Annotated[Path | None, typer.Option(help="File for the ratios as JSON.")] = None,
 ) -> None:
     """Compare results that --save wrote: ratios B/A with 95 % confidence intervals.
 
-    Several runs a side, best taken in turns, tell what varies between runs as well.
+    Several runs per side, best taken in turns, also show the variation between runs.
     """
     from argosy.bench import BenchError, format_comparison, load_result, write_file
     from argosy.bench import compare_results as compare_results
@@ -158,22 +158,22 @@ def compare_files(
 
 
 def _expand_paths(patterns: str) -> list[Path]:
-    """The files that `side` names: a file as it is, else names and patterns with commas between them."""
+    """Return the files of one side: an existing file as it is, otherwise comma-separated names and patterns."""
     from argosy.bench import BenchError
 
-    if os.path.exists(patterns):  # noqa: PTH110 - a long list is no file, and no error
+    if os.path.exists(patterns):  # noqa: PTH110 - Path.exists raises for a long list of names
         return [Path(patterns)]
     files = []
     for part in patterns.split(","):
         found = sorted(glob.glob(part)) if glob.has_magic(part) else [part]  # noqa: PTH207
         if not found:
-            raise BenchError(f"No file is like {part}.")
+            raise BenchError(f"No file matches {part}.")
         files += [Path(name) for name in found]
     return files
 
 
 class _OutputPaths(NamedTuple):
-    """Where a result goes, besides the terminal."""
+    """Files that the result is written to, in addition to the terminal."""
 
     save: Path | None
     html: Path | None
@@ -181,15 +181,21 @@ class _OutputPaths(NamedTuple):
     prometheus: Path | None
 
     def validate(self) -> None:
-        """Say before the run, not after it, that its result has no place. Raises BenchError."""
+        """Check before the run that the files can be written.
+
+        Raises:
+            BenchError: A file cannot be written.
+        """
         from argosy.bench import BenchError
 
         for path in self:
             if path is None or (path.exists() and not path.is_dir() and not path.is_file()):
-                continue  # a device or a pipe says for itself what it takes
+                continue  # a device or a pipe, which is opened only for writing the result
             folder = path.resolve().parent
             if not folder.is_dir():
-                raise BenchError(f"There is no directory for {path}: make it, or choose another.")
+                raise BenchError(
+                    f"The directory of {path} does not exist: create it, or choose another."
+                )
             if path.is_dir():
                 raise BenchError(f"{path} is a directory: name a file in it.")
             try:
@@ -198,7 +204,11 @@ class _OutputPaths(NamedTuple):
                 raise BenchError(f"Cannot write {path}: {error.strerror}.") from error
 
     def write_result(self, result: BenchResult) -> None:
-        """Write what was asked for. Raises BenchError."""
+        """Write the result to each file that is given.
+
+        Raises:
+            BenchError: A file cannot be written.
+        """
         from argosy.bench import (
             format_csv,
             format_prometheus,
@@ -220,7 +230,7 @@ class _OutputPaths(NamedTuple):
 def _run_and_report(
     settings: BenchSettings, headers: dict[str, str], outputs: _OutputPaths
 ) -> None:
-    """Run it, print it, write it."""
+    """Run the benchmark, print the report and write the files."""
     import uvloop
 
     from argosy.bench import render_text_report, run_benchmark
@@ -234,8 +244,8 @@ def _run_and_report(
 
 
 def _fail_if_none_completed(result: BenchResult) -> None:
-    """A run that measured nothing is no success."""
-    if not any(point.summary.completed for point in result.runs):
+    """Fail the command if no request succeeded, since nothing was measured."""
+    if not any(run.summary.completed for run in result.runs):
         fail("No request succeeded: see the errors above.", EXIT_FAILURE)
 
 

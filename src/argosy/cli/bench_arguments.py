@@ -1,4 +1,4 @@
-"""From the text of `argosy bench`'s options to what they mean."""
+"""Parsing of `argosy bench`'s option values."""
 
 from __future__ import annotations
 
@@ -24,11 +24,15 @@ def parse_loads(
     ramp_s: float,
     has_trace: bool,
 ) -> tuple[LoadSpec, ...]:
-    """Each rate with each concurrency; at 1 request per second when nothing is said."""
+    """Return one load for each combination of rate and concurrency. The default rate is 1 request per second.
+
+    Raises:
+        BenchError: A concurrency is not a whole number of at least 1.
+    """
     from argosy.bench import ArrivalProcess, BenchError, LoadSpec
 
     if any(limit != int(limit) or limit < 1 for limit in concurrencies if math.isfinite(limit)):
-        raise BenchError("A concurrency is a whole number of at least 1.")
+        raise BenchError("A concurrency must be a whole number of at least 1.")
     if not rates and not concurrencies and not has_trace:
         rates = [1.0]
     arrivals: list[ArrivalProcess | None] = [
@@ -37,64 +41,80 @@ def parse_loads(
         )
         for rate in rates
     ]
-    most = [None if math.isinf(limit) else int(limit) for limit in concurrencies]
+    max_concurrencies = [None if math.isinf(limit) else int(limit) for limit in concurrencies]
     return tuple(
         LoadSpec(
-            arrivals=each,
+            arrivals=arrival_process,
             concurrency=limit,
             requests=requests,
             duration_s=duration_s,
             warmup=warmup,
             ramp_s=ramp_s,
         )
-        for each in arrivals or [None]
-        for limit in most or [None]
+        for arrival_process in arrivals or [None]
+        for limit in max_concurrencies or [None]
     )
 
 
 def resolve_request_count(
     requests: int | None, duration_s: float | None, trace: Path | None
 ) -> int | None:
-    """How many requests: what was said, else the default where nothing else ends the run."""
+    """Return the given number of requests, or the default of 200 if neither a duration nor a trace ends the run."""
     return DEFAULT_REQUESTS if requests is None and duration_s is None and not trace else requests
 
 
 def parse_positive_numbers(option: str, text: str | None) -> list[float]:
-    """Numbers above 0 with commas between them. Raises BenchError."""
+    """Parse comma-separated numbers above 0.
+
+    Raises:
+        BenchError: `text` is something else. The message names `option`.
+    """
     from argosy.bench import BenchError
 
     try:
-        found = [float(part) for part in text.split(",")] if text else []
+        parsed = [float(part) for part in text.split(",")] if text else []
     except ValueError:
-        found = [math.nan]
-    if not all(number > 0 for number in found):
-        raise BenchError(f"{option} takes numbers above 0, with commas between them, not {text!r}.")
-    return found
+        parsed = [math.nan]
+    if not all(number > 0 for number in parsed):
+        raise BenchError(f"{option} takes comma-separated numbers above 0, not {text!r}.")
+    return parsed
 
 
 def parse_object(text: str | None) -> dict[str, Any]:
-    """The JSON object that goes into each body. Raises BenchError."""
+    """Parse the JSON object of `--extra-body`.
+
+    Raises:
+        BenchError: `text` is not a JSON object.
+    """
     from argosy.bench import BenchError
 
     try:
         parsed = json.loads(text) if text else {}
     except ValueError as error:
-        raise BenchError(f"--extra-body is no JSON: {error}.") from error
+        raise BenchError(f"--extra-body is not JSON: {error}.") from error
     if not isinstance(parsed, dict):
         raise BenchError("--extra-body takes a JSON object, like '{\"top_p\": 0.9}'.")
     return parsed
 
 
 def build_headers(api_key: str | None, header_lines: list[str]) -> dict[str, str]:
-    """Those of each request. Raises BenchError."""
+    """Return the headers of every request, with names in lower case.
+
+    Args:
+        api_key: Bearer token.
+        header_lines: Further headers as `NAME: VALUE`.
+
+    Raises:
+        BenchError: The key or a header contains characters that headers cannot have.
+    """
     from argosy.bench import BenchError
 
     if api_key and not (api_key.isascii() and api_key.isprintable()):
-        raise BenchError("This is no key: it has characters that no header may have.")
-    found = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        raise BenchError("The API key contains characters that no header may have; copy it again.")
+    parsed = {"authorization": f"Bearer {api_key}"} if api_key else {}
     for line in header_lines:
         name, colon, value = line.partition(":")
         if not colon or not name.strip() or not line.replace("\t", " ").isprintable():
-            raise BenchError(f"{line!r} is no header: write NAME: VALUE.")
-        found[name.strip().lower()] = value.strip()
-    return found
+            raise BenchError(f"{line!r} is not a header: write NAME: VALUE.")
+        parsed[name.strip().lower()] = value.strip()
+    return parsed

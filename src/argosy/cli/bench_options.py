@@ -1,4 +1,4 @@
-"""The options of `argosy bench`: their names are those of the parameters."""
+"""Command-line options of `argosy bench`, named after the parameters that they set."""
 
 from __future__ import annotations
 
@@ -13,25 +13,31 @@ PROMPTS_PANEL = "Prompts"
 RESULTS_PANEL = "Results"
 
 MAX_PLANNED = 10_000_000
-"""Of what is planned before the run, all of it in memory."""
+"""Largest number of planned requests or tokens. The whole plan is held in memory."""
 
 ArrivalName = Literal["poisson", "gamma", "constant"]
 
 ResultFiles = Annotated[
     str,
-    Argument(metavar="FILE[,FILE...]", help="Results of one side; patterns like 'old-*.json' too."),
+    Argument(
+        metavar="FILE[,FILE...]", help="Result files of one side, or patterns like 'old-*.json'."
+    ),
 ]
 
 Url = Annotated[
     str,
-    Option(help="Of the server, or unix:PATH.", envvar="ARGOSY_URL", rich_help_panel=SERVER_PANEL),
+    Option(
+        help="URL of the server, or unix:PATH.",
+        envvar="ARGOSY_URL",
+        rich_help_panel=SERVER_PANEL,
+    ),
 ]
 Model = Annotated[
     str | None,
-    Option(help="By default the first that the server has.", rich_help_panel=SERVER_PANEL),
+    Option(help="Model name; by default the server's first model.", rich_help_panel=SERVER_PANEL),
 ]
 ApiOption = Annotated[
-    Literal["completions", "chat"], Option(help="Which API to ask.", rich_help_panel=SERVER_PANEL)
+    Literal["completions", "chat"], Option(help="API to measure.", rich_help_panel=SERVER_PANEL)
 ]
 ApiKey = Annotated[
     str | None,
@@ -46,14 +52,17 @@ Header = Annotated[
     Option(help="`NAME: VALUE`; may be given several times.", rich_help_panel=SERVER_PANEL),
 ]
 ExtraBody = Annotated[
-    str | None, Option(help="A JSON object that goes into each body.", rich_help_panel=SERVER_PANEL)
+    str | None,
+    Option(
+        help="JSON object whose fields are added to each request.", rich_help_panel=SERVER_PANEL
+    ),
 ]
 Temperature = Annotated[float, Option(min=0.0, help="0 is greedy.", rich_help_panel=SERVER_PANEL)]
 IgnoreEos = Annotated[
     bool,
     Option(
         "--ignore-eos/--no-ignore-eos",
-        help="Answers go on to the planned length, where the server can.",
+        help="Generate up to the planned length, if the server supports it.",
         rich_help_panel=SERVER_PANEL,
     ),
 ]
@@ -61,68 +70,78 @@ ChunkUsage = Annotated[
     bool,
     Option(
         "--chunk-usage/--no-chunk-usage",
-        help="Ask for a token count in each chunk, where the server can.",
+        help="Request a token count in each chunk, if the server supports it.",
         rich_help_panel=SERVER_PANEL,
     ),
 ]
 Timeout = Annotated[
-    float, Option(min=0.001, help="Seconds for one request.", rich_help_panel=SERVER_PANEL)
+    float,
+    Option(min=0.001, help="Timeout of one request in seconds.", rich_help_panel=SERVER_PANEL),
 ]
 
 Rate = Annotated[
     str | None,
     Option(
         metavar="R[,R...]",
-        help="Requests per second, sent on time whatever the server does; `inf` sends all at once."
+        help="Requests per second, sent on schedule even if the server is slow; `inf` sends all at once."
         " Several are a sweep.",
         rich_help_panel=LOAD_PANEL,
     ),
 ]
 ArrivalKind = Annotated[
-    ArrivalName, Option("--arrival", help="How requests are spread.", rich_help_panel=LOAD_PANEL)
+    ArrivalName,
+    Option("--arrival", help="Distribution of the arrivals.", rich_help_panel=LOAD_PANEL),
 ]
 Burstiness = Annotated[
     float,
-    Option(help="Of gamma arrivals: 1 is Poisson, less is burstier.", rich_help_panel=LOAD_PANEL),
+    Option(
+        help="Burstiness of gamma arrivals: 1 is Poisson, less is burstier.",
+        rich_help_panel=LOAD_PANEL,
+    ),
 ]
 Concurrency = Annotated[
     str | None,
     Option(
         metavar="N[,N...]",
-        help="Without a rate: always so many at once. With one: at most so many.",
+        help="Requests in flight: without --rate exactly this number, with --rate at most.",
         rich_help_panel=LOAD_PANEL,
     ),
 ]
 Requests = Annotated[
     int | None,
     Option(
-        min=1, max=MAX_PLANNED, help="How many; 200 without a duration.", rich_help_panel=LOAD_PANEL
+        min=1,
+        max=MAX_PLANNED,
+        help="Number of requests; 200 without a duration.",
+        rich_help_panel=LOAD_PANEL,
     ),
 ]
 Duration = Annotated[
     float | None,
-    Option(min=0.001, help="Seconds in which requests begin.", rich_help_panel=LOAD_PANEL),
+    Option(min=0.001, help="Seconds in which requests are started.", rich_help_panel=LOAD_PANEL),
 ]
 Warmup = Annotated[
     int,
     Option(
         min=0,
         max=MAX_PLANNED,
-        help="Requests to send first and leave out.",
+        help="Number of warm-up requests, which are not measured.",
         rich_help_panel=LOAD_PANEL,
     ),
 ]
 Ramp = Annotated[
     float,
     Option(
-        min=0.0, help="Seconds in which the load grows; left out too.", rich_help_panel=LOAD_PANEL
+        min=0.0,
+        help="Seconds in which the load grows; not measured.",
+        rich_help_panel=LOAD_PANEL,
     ),
 ]
 FindRate = Annotated[
     bool,
     Option(
         "--find-rate",
-        help="Find the highest rate that holds the objectives, from --rate on.",
+        help="Find the highest rate that meets the objectives, starting at --rate.",
         rich_help_panel=LOAD_PANEL,
     ),
 ]
@@ -131,15 +150,21 @@ MinAttainment = Annotated[
     Option(
         min=0.0,
         max=1.0,
-        help="Share of requests that has to keep them.",
+        help="Share of requests that must meet the objectives.",
         rich_help_panel=LOAD_PANEL,
     ),
 ]
 Precision = Annotated[
-    float, Option(min=0.001, help="Of the rate that is found.", rich_help_panel=LOAD_PANEL)
+    float,
+    Option(min=0.001, help="Relative precision of the found rate.", rich_help_panel=LOAD_PANEL),
 ]
 Seed = Annotated[
-    int, Option(min=0, help="The same seed plans the same requests.", rich_help_panel=LOAD_PANEL)
+    int,
+    Option(
+        min=0,
+        help="Seed of the plan; the same seed plans the same requests.",
+        rich_help_panel=LOAD_PANEL,
+    ),
 ]
 
 InputLen = Annotated[
@@ -151,12 +176,18 @@ InputLen = Annotated[
     ),
 ]
 OutputLen = Annotated[
-    str, Option(metavar="LENGTHS", help="Answer tokens, likewise.", rich_help_panel=PROMPTS_PANEL)
+    str,
+    Option(
+        metavar="LENGTHS", help="Output tokens, in the same syntax.", rich_help_panel=PROMPTS_PANEL
+    ),
 ]
 PrefixLen = Annotated[
     int,
     Option(
-        min=0, max=MAX_PLANNED, help="Tokens of a shared beginning.", rich_help_panel=PROMPTS_PANEL
+        min=0,
+        max=MAX_PLANNED,
+        help="Tokens of a shared prompt prefix.",
+        rich_help_panel=PROMPTS_PANEL,
     ),
 ]
 PrefixGroups = Annotated[
@@ -164,39 +195,43 @@ PrefixGroups = Annotated[
     Option(
         min=1,
         max=MAX_PLANNED,
-        help="How many such beginnings there are.",
+        help="Number of different prefixes.",
         rich_help_panel=PROMPTS_PANEL,
     ),
 ]
 Turns = Annotated[
-    int, Option(min=1, help="Requests of a conversation.", rich_help_panel=PROMPTS_PANEL)
+    int, Option(min=1, help="Requests per conversation.", rich_help_panel=PROMPTS_PANEL)
 ]
 ThinkTime = Annotated[
-    float, Option(min=0.0, help="Seconds between the turns.", rich_help_panel=PROMPTS_PANEL)
+    float, Option(min=0.0, help="Seconds between two turns.", rich_help_panel=PROMPTS_PANEL)
 ]
 Prompts = Annotated[
     Path | None,
-    Option(help="File of prompts: JSON lines, or a prompt a line.", rich_help_panel=PROMPTS_PANEL),
+    Option(
+        help="File of prompts: JSON lines, or text with one prompt per line.",
+        rich_help_panel=PROMPTS_PANEL,
+    ),
 ]
 Trace = Annotated[
     Path | None,
     Option(
-        help="Mooncake, BurstGPT or Azure trace: lengths, and times if there is no --rate.",
+        help="Mooncake, BurstGPT or Azure trace for lengths, and for times without --rate.",
         rich_help_panel=PROMPTS_PANEL,
     ),
 ]
 TraceSpeed = Annotated[
-    float, Option(min=0.001, help="Play the trace so much faster.", rich_help_panel=PROMPTS_PANEL)
+    float,
+    Option(min=0.001, help="Speed factor of the trace's times.", rich_help_panel=PROMPTS_PANEL),
 ]
 PromptForm = Annotated[
     Literal["auto", "tokens", "words"],
-    Option(help="What synthetic prompts are made of.", rich_help_panel=PROMPTS_PANEL),
+    Option(help="Content of synthetic prompts.", rich_help_panel=PROMPTS_PANEL),
 ]
 Tokenizer = Annotated[
     str | None,
     Option(
         metavar="PATH",
-        help="A tokenizer.json, for token prompts where the server has no /tokenize.",
+        help="A tokenizer.json for token prompts if the server has no /tokenize.",
         rich_help_panel=PROMPTS_PANEL,
     ),
 ]
@@ -205,24 +240,24 @@ Goodput = Annotated[
     str | None,
     Option(
         metavar="OBJECTIVES",
-        help="What a good request keeps, in ms: ttft:200,tpot:50,e2el:4000.",
+        help="Objectives of a good request in ms: ttft:200,tpot:50,e2el:4000.",
         rich_help_panel=RESULTS_PANEL,
     ),
 ]
 Save = Annotated[
     Path | None,
-    Option(help="Write the result, with a row per request.", rich_help_panel=RESULTS_PANEL),
+    Option(help="JSON file for the result, with a row per request.", rich_help_panel=RESULTS_PANEL),
 ]
 Html = Annotated[
-    Path | None, Option(help="Write a report with plots.", rich_help_panel=RESULTS_PANEL)
+    Path | None, Option(help="HTML file for a report with plots.", rich_help_panel=RESULTS_PANEL)
 ]
 Csv = Annotated[
-    Path | None, Option(help="Write a row per request as CSV.", rich_help_panel=RESULTS_PANEL)
+    Path | None, Option(help="CSV file with a row per request.", rich_help_panel=RESULTS_PANEL)
 ]
 Prometheus = Annotated[
     Path | None,
     Option(
-        help="Write the summaries for node_exporter's textfile collector (NAME.prom).",
+        help="File for the summaries in the format of node_exporter's textfile collector (NAME.prom).",
         rich_help_panel=RESULTS_PANEL,
     ),
 ]
@@ -230,7 +265,7 @@ SelfCheck = Annotated[
     bool,
     Option(
         "--self-check",
-        help="Measure this client's own noise, and leave.",
+        help="Measure the noise of this client and exit.",
         rich_help_panel=RESULTS_PANEL,
     ),
 ]

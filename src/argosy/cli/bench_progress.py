@@ -1,4 +1,4 @@
-"""What `argosy bench` shows while it measures."""
+"""Progress display of `argosy bench`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class BenchProgress:
-    """A bar on standard error, where that is a terminal."""
+    """Progress bar on standard error, shown only on a terminal."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -29,11 +29,11 @@ class BenchProgress:
             TimeElapsedColumn(),
             TextColumn("{task.fields[now]}"),
             console=console,
-            # Drawing takes processor time from the server: twice a second is enough.
+            # Each refresh takes processor time from a server on the same machine.
             refresh_per_second=2,
             disable=not console.is_terminal,
         )
-        self._task = self._bar.add_task("getting to know the server", total=None, now="")
+        self._task = self._bar.add_task("probing the server", total=None, now="")
         self._failed_requests = 0
 
     def __enter__(self) -> Self:
@@ -44,12 +44,12 @@ class BenchProgress:
         self._bar.stop()
 
     def on_run_start(self, label: str, requests: int) -> None:
-        """A new bar."""
+        """Show a new bar for the run."""
         self._failed_requests = 0
         self._task = self._bar.add_task(label, total=requests, now="")
 
     def on_request_end(self, row: RequestRow, in_flight: int) -> None:
-        """Move it."""
+        """Advance the bar by one request."""
         self._failed_requests += row.outcome == "error"
         failed = f", [red]{self._failed_requests} failed[/red]" if self._failed_requests else ""
         self._bar.update(self._task, advance=1, now=f"{in_flight} in flight{failed}")

@@ -16,19 +16,19 @@ from argosy.cli.server_client import error_message, explain_connect_error, open_
 if TYPE_CHECKING:
     import httpx2
 
-HELP_TEXT = "/quit leaves, /clear forgets the conversation, Ctrl-C interrupts an answer."
+HELP_TEXT = "/quit exits, /clear starts a new conversation, Ctrl-C interrupts an answer."
 
 
 @dataclass(frozen=True, slots=True)
 class ChatSettings:
-    """What goes with every question."""
+    """Parameters of every request of a conversation."""
 
     model: str
     max_tokens: int | None
     temperature: float
 
     def build_body(self, messages: list[dict[str, str]]) -> dict[str, Any]:
-        """The body of `POST /v1/chat/completions`."""
+        """Return the body of `POST /v1/chat/completions`."""
         body: dict[str, Any] = {
             "model": self.model,
             "messages": messages,
@@ -41,38 +41,42 @@ class ChatSettings:
 
 
 class ChatFailedError(Exception):
-    """The server refused or broke off; the message says why."""
+    """Raised if the server returns an error or ends a stream early. The message contains the reason."""
 
 
 def chat(
     question: Annotated[
-        str | None, typer.Argument(help="Ask this, print the answer and leave.")
+        str | None, typer.Argument(help="Send this message, print the answer and exit.")
     ] = None,
     *,
     url: Annotated[
-        str, typer.Option(help="Server, or unix:PATH.", envvar="ARGOSY_URL")
+        str, typer.Option(help="URL of the server, or unix:PATH.", envvar="ARGOSY_URL")
     ] = "http://127.0.0.1:8000",
     model: Annotated[
-        str | None, typer.Option(help="By default the first that the server has.")
+        str | None, typer.Option(help="Model name; by default the server's first model.")
     ] = None,
-    system: Annotated[str | None, typer.Option(help="Instruction to begin with.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Maximum tokens of an answer.")
+    ] = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.7,
     api_key: Annotated[
         str | None, typer.Option(help="Sent as a bearer token.", envvar="ARGOSY_API_KEY")
     ] = None,
 ) -> None:
-    """Chat with a running server; answers stream as they are made."""
+    """Chat with a running server. Answers are streamed."""
     import httpx2
 
-    start = [{"role": "system", "content": system}] if system else []
+    initial_messages = [{"role": "system", "content": system}] if system else []
     with open_client(url, api_key) as client:
         try:
-            asking = ChatSettings(model or _fetch_default_model(client), max_tokens, temperature)
+            settings = ChatSettings(model or _fetch_default_model(client), max_tokens, temperature)
             if question is not None:
-                _print_answer(client, asking, [*start, {"role": "user", "content": question}])
+                _print_answer(
+                    client, settings, [*initial_messages, {"role": "user", "content": question}]
+                )
             else:
-                _run_conversation(client, asking, start)
+                _run_conversation(client, settings, initial_messages)
         except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
             fail(
                 f"no server answers at {url}: {explain_connect_error(error, 'start one with: argosy serve')}"
@@ -92,14 +96,14 @@ def _fetch_default_model(client: httpx2.Client) -> str:
     try:
         return str(msgspec.json.decode(response.content)["data"][0]["id"])
     except (msgspec.DecodeError, LookupError, TypeError) as error:
-        raise ChatFailedError("that server does not speak the OpenAI API; check --url") from error
+        raise ChatFailedError("the server does not speak the OpenAI API; check --url") from error
 
 
 def _run_conversation(
     client: httpx2.Client, settings: ChatSettings, initial_messages: list[dict[str, str]]
 ) -> None:
-    """Questions from the terminal until its end."""
-    typer.secho(f"Talking to {settings.model}. {HELP_TEXT}", err=True, dim=True)
+    """Read messages from the terminal and print the answers, until end of input or `/quit`."""
+    typer.secho(f"Chatting with {settings.model}. {HELP_TEXT}", err=True, dim=True)
     history = list(initial_messages)
     while True:
         try:
@@ -131,12 +135,12 @@ def _run_conversation(
 def _print_answer(
     client: httpx2.Client, settings: ChatSettings, messages: list[dict[str, str]]
 ) -> str:
-    """Print an answer while it comes, and return it; Ctrl-C keeps what there is."""
+    """Print an answer while it is streamed, and return it. Ctrl-C keeps the text received so far."""
     text: list[str] = []
     try:
-        for piece in _stream_deltas(client, settings.build_body(messages)):
-            text.append(piece)
-            sys.stdout.write(strip_control_characters(piece))
+        for delta in _stream_deltas(client, settings.build_body(messages)):
+            text.append(delta)
+            sys.stdout.write(strip_control_characters(delta))
             sys.stdout.flush()
     except KeyboardInterrupt:
         sys.stdout.write(" [interrupted]")

@@ -1,4 +1,4 @@
-"""`argosy explain`: where the time of one request went, and why each decision was taken."""
+"""`argosy explain`: timeline, routing decisions, limits and cost of one request."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 BAR_WIDTH = 28
-"""Characters of the bars."""
+"""Width of the bars in characters."""
 MAX_REASON_CHARS = 100
 MIN_GAP_BAR_MS = 1.0
 COST_TERMS = ("queue_s", "prefill_s", "decode_s", "memory_s", "stale_s", "total_s")
@@ -33,56 +33,60 @@ SECTION_KEYS = frozenset(
         *("limits", "ledger"),
     }
 )
-"""What the sections show; everything else was added by stages, and is shown under its key."""
+"""Keys that have their own section. Other keys were added by request filters, and are printed under their names."""
 
 
 def explain(
-    request: Annotated[str, typer.Argument(help="Id of the answer, or of the request.")],
+    request: Annotated[str, typer.Argument(help="Id of the request, or of the response.")],
     *,
     url: Annotated[
-        str, typer.Option(help="Gateway, or unix:PATH.", envvar="ARGOSY_URL")
+        str, typer.Option(help="URL of the gateway, or unix:PATH.", envvar="ARGOSY_URL")
     ] = "http://127.0.0.1:8000",
     api_key: Annotated[
         str | None,
-        typer.Option("--api-key", "--key", help="A key of its tenant.", envvar="ARGOSY_API_KEY"),
+        typer.Option(
+            "--api-key", "--key", help="API key of the request's tenant.", envvar="ARGOSY_API_KEY"
+        ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print what the gateway says.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the gateway's JSON.")] = False,
 ) -> None:
-    """Explain a request: its queue, the replicas that it went to and why, its limits, cost and times."""
+    """Explain a request: its queueing, its routing decisions, its limits, its cost and its timeline."""
     import httpx2
 
     with open_client(url, api_key) as client:
         try:
-            answer = client.get(
+            response = client.get(
                 f"/admin/requests/{quote(request, safe='', errors='surrogateescape')}"
             )
         except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
-            fail(f"no gateway answers at {url}: {explain_connect_error(error, 'give its --url')}")
+            fail(f"no gateway answers at {url}: {explain_connect_error(error, 'check --url')}")
         except httpx2.HTTPError as error:
             fail(f"the connection to {url} broke ({error}); see the gateway's log", EXIT_FAILURE)
-    if answer.status_code != 200:
-        fail(error_message(answer.content))
-    told = _parse_explanation(answer.content)
-    if told is None:
-        fail(f"what answers at {url} is no gateway of Argosy; check --url")
+    if response.status_code != 200:
+        fail(error_message(response.content))
+    explanation = _parse_explanation(response.content)
+    if explanation is None:
+        fail(f"the server at {url} is not an Argosy gateway; check --url")
     if as_json:
-        typer.echo(json.dumps(told, indent=2))
+        typer.echo(json.dumps(explanation, indent=2))
     else:
-        print_explanation(open_console(), told)
+        print_explanation(open_console(), explanation)
 
 
 def _parse_explanation(content: bytes) -> dict[str, Any] | None:
-    """An explanation; None when it is something else."""
+    """Return the explanation, or None if the body is something else."""
     try:
-        told = json.loads(content)
+        explanation = json.loads(content)
     except ValueError:
         return None
-    explains = isinstance(told, dict) and told.get("object") == "request.explanation"
-    return told if explains else None
+    is_explanation = (
+        isinstance(explanation, dict) and explanation.get("object") == "request.explanation"
+    )
+    return explanation if is_explanation else None
 
 
 def print_explanation(console: Console, explanation: dict[str, Any]) -> None:
-    """Print an explanation for people."""
+    """Print an explanation to the console."""
     console.print(_headline(explanation))
     console.print(_timeline_table(explanation))
     for number, attempt in enumerate(explanation["attempts"], 1):
@@ -92,9 +96,9 @@ def print_explanation(console: Console, explanation: dict[str, Any]) -> None:
         console.print(_limits_table(explanation["limits"]))
     if "ledger" in explanation:
         console.print(_format_ledger_line(explanation["ledger"]))
-    for name, added in explanation.items():
+    for name, section in explanation.items():
         if name not in SECTION_KEYS:
-            console.print(_extra_table(name, added))
+            console.print(_extra_table(name, section))
 
 
 def _headline(explanation: dict[str, Any]) -> str:
@@ -103,16 +107,16 @@ def _headline(explanation: dict[str, Any]) -> str:
     tokens, caller, ended = explanation["tokens"], explanation["caller"], explanation["ms"]["ended"]
     colours = {"completed": "green", "replayed": "green", "running": "blue", "stopped": "yellow"}
     colour = colours.get(explanation["status"], "red")
-    why = f" ({escape(explanation['error'])})" if explanation["error"] else ""
+    error = f" ({escape(explanation['error'])})" if explanation["error"] else ""
     finish = format_one_line(", ".join(sorted(set(explanation["finish_reasons"].values()))))
-    led = f", by {escape(explanation['route'])}" if explanation["route"] else ""
+    route = f", by {escape(explanation['route'])}" if explanation["route"] else ""
     asked = (
         ""
         if explanation["asked"] == explanation["model"]
-        else f" (for {escape(explanation['asked'])}{led})"
+        else f" (for {escape(explanation['asked'])}{route})"
     )
     lines = [
-        f"[bold]{escape(explanation['id'])}[/]  [{colour}]{explanation['status']}[/]{why}",
+        f"[bold]{escape(explanation['id'])}[/]  [{colour}]{explanation['status']}[/]{error}",
         f"{explanation['path']} to [bold]{escape(explanation['model'])}[/]{asked}, "
         + ("streamed" if explanation["stream"] else "sent whole"),
         f"{tokens['prompt']} prompt tokens ({tokens['cached']} cached), {tokens['output']} output"
@@ -127,7 +131,7 @@ def _headline(explanation: dict[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TimelineStep:
-    """One bar of the waterfall, in milliseconds since the request came."""
+    """Bar of the timeline, in milliseconds after the request arrived."""
 
     name: str
     begin_ms: float
@@ -136,39 +140,44 @@ class TimelineStep:
 
 
 def timeline_steps(explanation: dict[str, Any]) -> Iterator[TimelineStep]:
-    """What took the time, in order."""
+    """Yield the steps of the request in chronological order."""
     ms = explanation["ms"]
     last = max(value for value in _all_times_ms(explanation) if value is not None)
     yield TimelineStep("read the request", 0.0, ms["read"], "cyan")
-    yield TimelineStep("let in", ms["read"], _value_or(ms["admitted"], last), "cyan")
+    yield TimelineStep("admission", ms["read"], _value_or(ms["admitted"], last), "cyan")
     if ms["queued"] is not None:
-        placed = explanation["attempts"][0]["chosen_ms"] if explanation["attempts"] else ms["ended"]
+        dispatched = (
+            explanation["attempts"][0]["chosen_ms"] if explanation["attempts"] else ms["ended"]
+        )
         ahead = explanation["queue"]["ahead"]
-        yield TimelineStep(f"queue, {ahead} ahead", ms["queued"], _value_or(placed, last), "yellow")
-    free, outcome = -math.inf, ""  # since when nobody has it, and how the last attempt ended
+        yield TimelineStep(
+            f"queue, {ahead} ahead", ms["queued"], _value_or(dispatched, last), "yellow"
+        )
+    # End of the last attempt, from which no replica has the request, and the attempt's outcome.
+    free_since, outcome = -math.inf, ""
     for attempt in explanation["attempts"]:
         begin, end = attempt["chosen_ms"], _value_or(attempt["ended_ms"], last)
-        yield from _gap_steps(free, begin, outcome)
-        free, outcome = max(free, end), attempt["outcome"]
+        yield from _gap_steps(free_since, begin, outcome)
+        free_since, outcome = max(free_since, end), attempt["outcome"]
         first = _value_or(attempt["first_token_ms"], end)
-        why = f", on after {attempt['carried_on_at']}" if attempt["carried_on_at"] else ""
-        why = ", hedge" if attempt["hedge"] else why
-        yield TimelineStep(f"{attempt['replica']}{why}: first token", begin, first, "magenta")
+        note = f", resumed after {attempt['carried_on_at']}" if attempt["carried_on_at"] else ""
+        note = ", hedge" if attempt["hedge"] else note
+        yield TimelineStep(f"{attempt['replica']}{note}: first token", begin, first, "magenta")
         if attempt["first_token_ms"] is not None:
             yield TimelineStep(
                 f"{attempt['replica']}: {_format_outcome(attempt)}", first, end, "green"
             )
         elif attempt["outcome"] != "success":
             yield TimelineStep(f"{attempt['replica']}: {_format_outcome(attempt)}", end, end, "red")
-    yield from _gap_steps(free, last, outcome)
+    yield from _gap_steps(free_since, last, outcome)
 
 
 def _gap_steps(free_since_ms: float, until_ms: float, outcome: str) -> Iterator[TimelineStep]:
-    """What happened while no replica had it."""
+    """Yield a step for the time in which no replica has the request."""
     if outcome and until_ms - free_since_ms >= MIN_GAP_BAR_MS:
-        waits = outcome not in {"success", "ended"}
+        is_retried = outcome not in {"success", "ended"}
         yield TimelineStep(
-            "another replica" if waits else "its end", free_since_ms, until_ms, "yellow"
+            "another replica" if is_retried else "completion", free_since_ms, until_ms, "yellow"
         )
 
 
@@ -179,10 +188,10 @@ def _all_times_ms(explanation: dict[str, Any]) -> Iterator[float | None]:
 
 
 def _format_outcome(attempt: dict[str, Any]) -> str:
-    why = format_one_line(attempt["reason"] or "")
-    if len(why) > MAX_REASON_CHARS:
-        why = f"{why[:MAX_REASON_CHARS]}…"
-    return f"{attempt['outcome']} ({why})" if why else f"{attempt['outcome']}"
+    reason = format_one_line(attempt["reason"] or "")
+    if len(reason) > MAX_REASON_CHARS:
+        reason = f"{reason[:MAX_REASON_CHARS]}…"
+    return f"{attempt['outcome']} ({reason})" if reason else f"{attempt['outcome']}"
 
 
 def _value_or(value: float | None, default: float) -> float:
@@ -197,12 +206,14 @@ def _timeline_table(explanation: dict[str, Any]) -> Table:
     table.add_column("from ms", justify="right")
     table.add_column("took ms", justify="right")
     table.add_column("", no_wrap=True)
-    shown = list(timeline_steps(explanation))
-    whole = max(step.end_ms for step in shown) or 1.0
-    for step in shown:
-        left = round(step.begin_ms / whole * BAR_WIDTH)
-        long = max(1, round((step.end_ms - step.begin_ms) / whole * BAR_WIDTH))
-        bar = Text(" " * min(left, BAR_WIDTH - 1) + "━" * min(long, BAR_WIDTH), style=step.style)
+    steps = list(timeline_steps(explanation))
+    total_ms = max(step.end_ms for step in steps) or 1.0
+    for step in steps:
+        indent = round(step.begin_ms / total_ms * BAR_WIDTH)
+        length = max(1, round((step.end_ms - step.begin_ms) / total_ms * BAR_WIDTH))
+        bar = Text(
+            " " * min(indent, BAR_WIDTH - 1) + "━" * min(length, BAR_WIDTH), style=step.style
+        )
         table.add_row(
             Text(step.name), f"{step.begin_ms:.1f}", f"{step.end_ms - step.begin_ms:.1f}", bar
         )
@@ -232,28 +243,28 @@ def _limits_table(lines: list[dict[str, Any]]) -> Table:
     from rich.text import Text
 
     table = Table(title="limits", title_justify="left", box=None, padding=(0, 1))
-    table.add_column("of", no_wrap=True)
-    table.add_column("what")
-    for name in ("at most", "used", "asks for"):
+    table.add_column("owner", no_wrap=True)
+    table.add_column("unit")
+    for name in ("limit", "used", "requested"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("fits")
     for line in lines:
-        money = line["unit"] == "nano_dollars"
-        unit = "dollars" if money else line["unit"]
+        is_money = line["unit"] == "nano_dollars"
+        unit = "dollars" if is_money else line["unit"]
         span = f" per {line['window']}" if line["window"] else ""
         model = f" for {line['model']}" if line["model"] else ""
         amounts = (line["limit"], line["used"], line["asked"])
         table.add_row(
             line["owner"],
             Text(f"{unit}{span}{model}"),
-            *(format_dollars(amount) if money else f"{amount:,}" for amount in amounts),
+            *(format_dollars(amount) if is_money else f"{amount:,}" for amount in amounts),
             "yes" if line["fits"] else _format_wait(line["wait_s"]),
         )
     return table
 
 
 def _format_wait(wait_s: float | None) -> str:
-    """When there is room in a limit that has none."""
+    """Return when an exhausted limit admits the request."""
     if wait_s is None:
         return "never"
     return f"in {wait_s:.1f} s" if wait_s else "no"
@@ -266,11 +277,11 @@ def _format_ledger_line(line: dict[str, Any]) -> str:
         (line["cached_tokens"], "cached", rates["cached_input"]),
         (line["output_tokens"], "output", rates["output"]),
     )
-    sums = " + ".join(f"{count:,} {kind} at {format_price(rate)}" for count, kind, rate in parts)
-    return f"ledger: {format_dollars(line['nano_dollars'])} = {sums} a million"
+    costs = " + ".join(f"{count:,} {kind} at {format_price(rate)}" for count, kind, rate in parts)
+    return f"ledger: {format_dollars(line['nano_dollars'])} = {costs} per million tokens"
 
 
-def _extra_table(name: str, section: Any) -> Table:  # noqa: ANN401 - what a stage said, in JSON's types
+def _extra_table(name: str, section: Any) -> Table:  # noqa: ANN401 - JSON value of a filter
     from rich.table import Table
     from rich.text import Text
 
@@ -285,5 +296,5 @@ def _extra_table(name: str, section: Any) -> Table:  # noqa: ANN401 - what a sta
     return table
 
 
-def _format_value(value: Any) -> str:  # noqa: ANN401 - JSON's types
+def _format_value(value: Any) -> str:  # noqa: ANN401 - JSON value
     return value if isinstance(value, str) else json.dumps(value)

@@ -1,4 +1,4 @@
-"""How a command says what went wrong: one sentence on standard error, no traceback."""
+"""Failure of a command: one sentence on standard error and an exit status, without a traceback."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import NoReturn
 import typer
 
 EXIT_USAGE = 2
-"""Exit status: what was asked for cannot be done as things are; the sentence says what to change."""
+"""Exit status of a command that cannot start. The message says what to change."""
 EXIT_FAILURE = 1
-"""Exit status: it worked, and then it broke."""
+"""Exit status of a command that failed while it ran."""
 
 
 def fail(message: str, status: int = EXIT_USAGE) -> NoReturn:
-    """Print `sentence` and leave."""
+    """Print `message` to standard error and exit with `status`."""
     typer.secho(f"argosy: {message}", err=True, fg=typer.colors.RED)
     raise typer.Exit(status)

@@ -1,4 +1,4 @@
-"""`argosy gateway`: the front door of a fleet, from a file that says what stands behind it."""
+"""`argosy gateway`: the gateway of a fleet whose replicas are listed in a configuration file."""
 
 from __future__ import annotations
 
@@ -19,35 +19,38 @@ def gateway(
     ],
     *,
     host: Annotated[
-        str | None, typer.Option(help="Address to listen on (overrides the file).")
+        str | None, typer.Option(help="Address to listen on; overrides the file.")
     ] = None,
     port: Annotated[
-        int | None, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")
+        int | None,
+        typer.Option(min=0, max=65535, help="Port; 0 selects a free port. Overrides the file."),
     ] = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
     tls_client_ca: TlsClientCa = None,
 ) -> None:
-    """Route requests to the replicas of a fleet, and carry streams on when one dies."""
+    """Route requests to the replicas of a fleet, and resume streams when a replica dies."""
     from argosy.gateway import GatewayConfig, load_config, serve_gateway
 
     try:
         tls = build_tls_config(tls_cert, tls_key, tls_client_ca)
         options: dict[str, Any] = {"host": host, "port": port, "tls": tls}
-        given = {name: value for name, value in options.items() if value is not None}
+        overrides = {name: value for name, value in options.items() if value is not None}
         if host is not None or port is not None:
-            given["uds"] = None  # the file's socket would be listened on instead
+            overrides["uds"] = None  # otherwise the gateway would listen on the file's socket
 
-        def read() -> GatewayConfig:
-            return msgspec.structs.replace(load_config(config), **given)
+        def load_settings() -> GatewayConfig:
+            return msgspec.structs.replace(load_config(config), **overrides)
 
-        def reread() -> GatewayConfig:
+        def reload_settings() -> GatewayConfig:
             _require_regular_file(config)
-            return read()
+            return load_settings()
 
-        settings = read()
+        settings = load_settings()
         serve_gateway(
-            settings, _print_nothing if settings.log_format == "json" else _print_ready, reread
+            settings,
+            _print_nothing if settings.log_format == "json" else _print_ready,
+            reload_settings,
         )
     except OSError as error:
         fail(format_os_error(error))
@@ -56,9 +59,9 @@ def gateway(
 
 
 def _require_regular_file(path: Path) -> None:
-    """Raises ValueError where there is no file to be read again: of a pipe nobody may ever write the other end."""
+    """Raise ValueError if `path` is not a regular file. Opening a pipe again could wait forever for a writer."""
     if path.exists() and not path.is_file():
-        raise ValueError(f"{path} is no file, and so is not read again: restart instead")
+        raise ValueError(f"{path} is not a regular file, so it cannot be reloaded; restart instead")
 
 
 def _print_ready(url: str) -> None:
@@ -66,4 +69,4 @@ def _print_ready(url: str) -> None:
 
 
 def _print_nothing(url: str) -> None:
-    """Where standard error is JSON, the log's event `ready` tells it."""
+    """Print nothing. With JSON logs on standard error the log event `ready` contains the URL."""

@@ -1,4 +1,4 @@
-"""`argosy keys`: make, list, rotate and revoke API keys."""
+"""`argosy keys`: create, list, rotate and revoke API keys."""
 
 from __future__ import annotations
 
@@ -26,34 +26,38 @@ from argosy.cli.account_lookup import (
 from argosy.cli.output import JsonOutput, print_json, print_records, print_result
 from argosy.cli.timestamps import format_timestamp, parse_duration, parse_future_time
 
-app = typer.Typer(help="API keys: make, list, rotate, revoke.", no_args_is_help=True)
+app = typer.Typer(help="API keys: create, list, rotate, revoke.", no_args_is_help=True)
 
 if TYPE_CHECKING:
     from argosy.store import Store
 
 DEFAULT_OVERLAP_S = 86400.0
 
-KeyArgument = Annotated[str, typer.Argument(metavar="KEY", help="Its id, name or beginning.")]
+KeyArgument = Annotated[str, typer.Argument(metavar="KEY", help="Id, name or prefix of the key.")]
 
 
 @app.command("create")
 def create_key(
-    name: Annotated[str | None, typer.Argument(help="What it is for.")] = None,
+    name: Annotated[str | None, typer.Argument(help="Name that describes its purpose.")] = None,
     *,
     project: ProjectName = None,
     role: Annotated[
-        RoleName, typer.Option(help="caller asks models; viewer, operator and admin run the fleet.")
-    ] = "caller",
+        RoleName,
+        typer.Option(
+            help="user sends requests to models; viewer, operator and admin run the fleet."
+        ),
+    ] = "user",
     scope: Annotated[
         ScopeName | None,
         typer.Option(
-            help="Where the role is held: in the project's organisation, or for the whole gateway; "
+            help="Where the role applies: in the project's organisation, or for the whole gateway; "
             "by default the gateway without --project."
         ),
     ] = None,
     user: Annotated[str | None, typer.Option(help="Id or email of its owner.")] = None,
     model: Annotated[
-        list[str] | None, typer.Option(help="A model it may use; by default all. May be repeated.")
+        list[str] | None,
+        typer.Option(help="A model that the key may use; by default all. May be repeated."),
     ] = None,
     network: AllowedNetworks = None,
     flag: RouteFlags = None,
@@ -66,12 +70,12 @@ def create_key(
     store: StoreUrl = None,
     json: JsonOutput = False,
 ) -> None:
-    """Make a key. It is shown this once; without --project it is the default project's."""
+    """Create a key and show it once. Without --project it belongs to the default project."""
     with open_or_create_store(store) as opened_store:
-        home = resolve_project(opened_store, project)
-        made, plain = opened_store.accounts.create_key(
-            home.id,
-            _unused_key_name(opened_store, home.id) if name is None else name,
+        owner = resolve_project(opened_store, project)
+        created, secret = opened_store.accounts.create_key(
+            owner.id,
+            _unused_key_name(opened_store, owner.id) if name is None else name,
             user=None if user is None else find_user(opened_store, user).id,
             role=role,
             scope=scope or _default_scope(role, project),
@@ -82,30 +86,43 @@ def create_key(
             actor=audit_actor(),
         )
     if json:
-        print_json(made, key=plain)
+        print_json(created, key=secret)
         return
-    typer.echo(f"A key of the project {home.name!r}; it is not shown again:", err=True)
-    typer.echo(plain)
+    typer.echo(f"API key of the project {owner.name!r}. It is not shown again:", err=True)
+    typer.echo(secret)
 
 
 @app.command("list")
 def list_keys(
     *,
     project: ProjectName = None,
-    all_: Annotated[bool, typer.Option("--all", help="Revoked ones too.")] = False,
+    all_: Annotated[bool, typer.Option("--all", help="Include revoked keys.")] = False,
     store: StoreUrl = None,
     json: JsonOutput = False,
 ) -> None:
-    """List keys by their beginnings."""
+    """List keys by their prefixes."""
     with open_existing_store(store) as opened_store:
-        of = None if project is None else find_project(opened_store, project).id
+        project_id = None if project is None else find_project(opened_store, project).id
         keys = [
-            key for key in opened_store.accounts.list_keys(of) if all_ or key.revoked_at is None
+            key
+            for key in opened_store.accounts.list_keys(project_id)
+            if all_ or key.revoked_at is None
         ]
         projects = {item.id: item.name for item in opened_store.accounts.list_projects()}
     print_records(
         keys,
-        ("Key", "Name", "Project", "Role", "Of", "Models", "Made", "Expires", "Revoked", "Id"),
+        (
+            "Key",
+            "Name",
+            "Project",
+            "Role",
+            "Scope",
+            "Models",
+            "Created",
+            "Expires",
+            "Revoked",
+            "Id",
+        ),
         lambda key: (
             f"{key.prefix}-...",
             key.name,
@@ -118,7 +135,7 @@ def list_keys(
             format_timestamp(key.revoked_at),
             key.id,
         ),
-        "There are no keys. Make one: argosy keys create",
+        "There are no keys. Create one: argosy keys create",
         json=json,
     )
 
@@ -132,42 +149,45 @@ def rotate_key(
         typer.Option(
             parser=parse_duration,
             metavar="DURATION",
-            help="How long the old one still works; by default a day.",
+            help="How long the old key stays valid; by default a day.",
         ),
     ] = None,
     store: StoreUrl = None,
     json: JsonOutput = False,
 ) -> None:
-    """Make a key in the place of another, which works on for a while."""
+    """Replace a key by a new one. The old key stays valid for a while."""
     with open_existing_store(store) as opened_store:
         old = find_key(opened_store, key)
-        made, plain = opened_store.accounts.rotate_key(
+        created, secret = opened_store.accounts.rotate_key(
             old.id, DEFAULT_OVERLAP_S if overlap is None else overlap, actor=audit_actor()
         )
-        ends = opened_store.accounts.get_key(old.id).expires_at
+        expires_at = opened_store.accounts.get_key(old.id).expires_at
     if json:
-        print_json(made, key=plain)
+        print_json(created, key=secret)
         return
-    typer.echo(f"{old.prefix}-... works until {format_timestamp(ends)} UTC. The new key:", err=True)
-    typer.echo(plain)
+    typer.echo(
+        f"{old.prefix}-... is valid until {format_timestamp(expires_at)} UTC. The new key:",
+        err=True,
+    )
+    typer.echo(secret)
 
 
 @app.command("revoke")
 def revoke_key(key: KeyArgument, *, store: StoreUrl = None, json: JsonOutput = False) -> None:
-    """End a key at once."""
+    """Revoke a key. Requests with it fail from then on."""
     with open_existing_store(store) as opened_store:
-        ended = opened_store.accounts.revoke_key(
+        revoked = opened_store.accounts.revoke_key(
             find_key(opened_store, key).id, actor=audit_actor()
         )
-    print_result(ended, f"{ended.prefix}-... ({ended.name}) is revoked.", json=json)
+    print_result(revoked, f"{revoked.prefix}-... ({revoked.name}) is revoked.", json=json)
 
 
 def _default_scope(role: RoleName, project: str | None) -> ScopeName:
-    """Whoever runs the machine runs the gateway; what they give to a project holds in its organisation."""
-    return "organisation" if role == "caller" or project is not None else "gateway"
+    """Return `gateway` for a role without a project, since the operator of the machine creates it."""
+    return "organisation" if role == "user" or project is not None else "gateway"
 
 
 def _unused_key_name(store: Store, project: str) -> str:
-    """A name that no key of the project has had."""
+    """Return the first of `key-1`, `key-2`, ... that no key of the project has had."""
     taken = {key.name for key in store.accounts.list_keys(project)}
     return next(name for n in count(1) if (name := f"key-{n}") not in taken)

@@ -1,4 +1,4 @@
-"""`argosy tenants limits` and `argosy tenants prices`: how much, and for how much."""
+"""`argosy tenants limits` and `argosy tenants prices`: limits of accounts and prices of models."""
 
 from __future__ import annotations
 
@@ -29,19 +29,20 @@ if TYPE_CHECKING:
     from argosy.store import Limit, OwnerKind, Store
 
 limits_app = typer.Typer(
-    help="Limits of organisations, projects, users, keys.", no_args_is_help=True
+    help="Limits of organisations, projects, users and keys.", no_args_is_help=True
 )
-prices_app = typer.Typer(help="What a model's tokens cost.", no_args_is_help=True)
+prices_app = typer.Typer(help="Prices of models' tokens.", no_args_is_help=True)
 
 LimitUnitName = Literal[
     "requests", "tokens", "input_tokens", "output_tokens", "concurrency", "dollars"
 ]
 LimitWindowName = Literal["second", "minute", "hour", "day", "month"]
 WindowOption = Annotated[
-    LimitWindowName | None, typer.Option(help="Window; concurrency has none, by default a minute.")
+    LimitWindowName | None,
+    typer.Option(help="Window, by default a minute. A concurrency limit has none."),
 ]
 UserOption = Annotated[str | None, typer.Option("--user", help="Id or email.")]
-KeyOption = Annotated[str | None, typer.Option("--key", help="Id, name or beginning.")]
+KeyOption = Annotated[str | None, typer.Option("--key", help="Id, name or prefix.")]
 
 
 @limits_app.command("list")
@@ -49,13 +50,13 @@ def list_limits(*, store: StoreUrl = None, json: JsonOutput = False) -> None:
     """List limits."""
     with open_existing_store(store) as opened_store:
         found = opened_store.limits_and_prices.list_limits()
-        known = account_names(opened_store)
+        names = account_names(opened_store)
     print_records(
         found,
-        ("Of", "Name", "What", "At most", "Per", "Model", "Id"),
+        ("Owner", "Name", "Unit", "Limit", "Per", "Model", "Id"),
         lambda limit: (
             limit.owner_kind,
-            known[limit.owner],
+            names[limit.owner],
             "dollars" if limit.unit == "nano_dollars" else limit.unit,
             _format_amount(limit),
             limit.window,
@@ -69,15 +70,17 @@ def list_limits(*, store: StoreUrl = None, json: JsonOutput = False) -> None:
 
 @limits_app.command("set")
 def set_limit(
-    unit: Annotated[LimitUnitName, typer.Argument(help="What to limit.")],
-    amount: Annotated[str, typer.Argument(help="At most so many.")],
+    unit: Annotated[LimitUnitName, typer.Argument(help="Unit of the limit.")],
+    amount: Annotated[str, typer.Argument(help="Largest amount in a window.")],
     *,
     per: WindowOption = None,
     organisation: OrganisationFilterOption = None,
     project: ProjectName = None,
     user: UserOption = None,
     key: KeyOption = None,
-    model: Annotated[str | None, typer.Option(help="For this one only; by default all.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Apply the limit to this model; by default to all.")
+    ] = None,
     store: StoreUrl = None,
     json: JsonOutput = False,
 ) -> None:
@@ -87,7 +90,7 @@ def set_limit(
     """
     with open_existing_store(store) as opened_store:
         kind, owner = _resolve_owner(opened_store, organisation, project, user, key)
-        made = opened_store.limits_and_prices.set_limit(
+        limit = opened_store.limits_and_prices.set_limit(
             kind,
             owner,
             "nano_dollars" if unit == "dollars" else unit,
@@ -96,24 +99,24 @@ def set_limit(
             model=model,
             actor=audit_actor(),
         )
-    print_result(made, f"Set ({made.id}).", json=json)
+    print_result(limit, f"The limit is set ({limit.id}).", json=json)
 
 
 @limits_app.command("delete")
 def delete_limit(
-    limit: Annotated[str, typer.Argument(metavar="LIMIT", help="Its id.")],
+    limit: Annotated[str, typer.Argument(metavar="LIMIT", help="Id of the limit.")],
     *,
     store: StoreUrl = None,
 ) -> None:
-    """Lift a limit."""
+    """Delete a limit."""
     with open_existing_store(store) as opened_store:
         opened_store.limits_and_prices.delete_limit(limit, actor=audit_actor())
-    typer.echo(f"{limit} is lifted.")
+    typer.echo(f"{limit} is deleted.")
 
 
 @prices_app.command("list")
 def list_prices(*, store: StoreUrl = None, json: JsonOutput = False) -> None:
-    """List prices, those of the past too: dollars for a million tokens."""
+    """List prices in dollars for a million tokens, past prices included."""
     with open_existing_store(store) as opened_store:
         found = opened_store.limits_and_prices.list_prices()
     print_records(
@@ -127,36 +130,40 @@ def list_prices(*, store: StoreUrl = None, json: JsonOutput = False) -> None:
             format_price(price.output),
             format_timestamp(price.since),
         ),
-        "There are no prices: nothing costs anything.",
+        "There are no prices, so requests cost nothing.",
         json=json,
     )
 
 
 @prices_app.command("set")
 def set_price(
-    model: Annotated[str, typer.Argument(help="Its public name.")],
+    model: Annotated[str, typer.Argument(help="Public name of the model.")],
     *,
     input_: Annotated[int, typer.Option("--input", parser=parse_price, metavar="DOLLARS")],
     output: Annotated[int, typer.Option(parser=parse_price, metavar="DOLLARS")],
     cached: Annotated[
         int | None,
         typer.Option(
-            parser=parse_price, metavar="DOLLARS", help="For cached input; by default the same."
+            parser=parse_price,
+            metavar="DOLLARS",
+            help="Price of cached input tokens; by default that of input tokens.",
         ),
     ] = None,
-    tier: Annotated[TierName | None, typer.Option(help="Only for tenants of this one.")] = None,
+    tier: Annotated[
+        TierName | None, typer.Option(help="Tier of the tenants that pay this price.")
+    ] = None,
     since: Annotated[
         float | None,
         typer.Option(
             parser=parse_future_time,
             metavar="WHEN",
-            help="A date (UTC), or so long from now, like 30d; by default now.",
+            help="Start: a date (UTC), or a duration from now, like 30d; by default now.",
         ),
     ] = None,
     store: StoreUrl = None,
     json: JsonOutput = False,
 ) -> None:
-    """Set what a million tokens of a model cost, in dollars, from a moment on."""
+    """Set the price of a million tokens of a model in dollars, from a point in time on."""
     from argosy.store import Price
 
     with open_or_create_store(store) as opened_store:
@@ -168,10 +175,10 @@ def set_price(
             output=output,
             since=time.time() if since is None else since,
         )
-        made = opened_store.limits_and_prices.set_price(price, actor=audit_actor())
-    begins = "" if since is None else f" from {format_timestamp(made.since)} UTC on"
-    amounts = f"input {format_price(made.input)}, output {format_price(made.output)}"
-    print_result(made, f"{made.model}: {amounts}{begins}.", json=json)
+        saved = opened_store.limits_and_prices.set_price(price, actor=audit_actor())
+    start = "" if since is None else f" from {format_timestamp(saved.since)} UTC on"
+    amounts = f"input {format_price(saved.input)}, output {format_price(saved.output)}"
+    print_result(saved, f"{saved.model}: {amounts}{start}.", json=json)
 
 
 def _resolve_owner(
@@ -181,7 +188,11 @@ def _resolve_owner(
     user: str | None,
     key: str | None,
 ) -> tuple[OwnerKind, str]:
-    """Kind and id of the one owner that was given. Raises ValueError."""
+    """Return the kind and id of the owner from the given options.
+
+    Raises:
+        ValueError: Not exactly one option was given, or it matches no account.
+    """
     given: list[tuple[OwnerKind, str]] = []
     if organisation is not None:
         given.append(("organisation", find_organisation(store, organisation).id))
@@ -192,7 +203,7 @@ def _resolve_owner(
     if key is not None:
         given.append(("key", find_key(store, key).id))
     if len(given) != 1:
-        raise ValueError("give one of --organisation, --project, --user and --key")
+        raise ValueError("give exactly one of --organisation, --project, --user and --key")
     return given[0]
 
 
@@ -200,7 +211,7 @@ def _parse_count(text: str) -> int:
     try:
         return int(text.replace(",", ""))
     except ValueError as error:
-        raise ValueError(f"{text!r} is no whole number") from error
+        raise ValueError(f"{text!r} is not a whole number") from error
 
 
 def _format_amount(limit: Limit) -> str:

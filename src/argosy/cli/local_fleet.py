@@ -1,4 +1,4 @@
-"""The gateway and its replicas as one: the gateway in this process, each replica in one of its own."""
+"""Gateway and replicas of `argosy serve`: the gateway runs in this process, each replica in its own process."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from argosy.gateway import GatewayConfig, GatewayServer
 
 FAILOVER_TIMEOUT_S = 120.0
-"""How long a request waits for a replica that died to be back: there may be no other."""
+"""How long a request waits for a dead replica to restart. The fleet may have no other replica."""
 
 
 class LocalFleet:
-    """One model on this machine, until SIGTERM, SIGINT, or the end of its terminal."""
+    """Fleet of one model on this machine. Runs until SIGTERM, SIGINT, or the end of its terminal."""
 
     def __init__(
         self,
@@ -40,7 +40,9 @@ class LocalFleet:
         self._server = server
         self._engine = engine
         self._served_names = server.model_names_for(engine.model)
-        self._assignments = {f"replica-{number}": place for number, place in enumerate(assignments)}
+        self._assignments = {
+            f"replica-{number}": assignment for number, assignment in enumerate(assignments)
+        }
         self._auth_bootstrap = auth_bootstrap
         self._display = display
         self._auth_setup: AuthSetup | None = None
@@ -48,19 +50,25 @@ class LocalFleet:
         self._stop_requested = asyncio.Event()
         self._force_stop = asyncio.Event()
         self.has_served = False
-        """Whether requests have been taken."""
+        """Whether the gateway has been ready."""
 
     def serve(self) -> None:
-        """Serve until told to stop. Raises ValueError, OSError or FleetFailedError, saying what to change."""
+        """Serve until `stop` is called.
+
+        Raises:
+            ValueError: A setting is wrong; the message contains the remedy.
+            OSError: The address cannot be bound, or a file cannot be read.
+            FleetFailedError: No replica can start.
+        """
         raise_file_limit()
         configure_logging(self._server.log_format, self._server.log_level)
-        # Fetched once, not by each replica.
+        # Downloaded once here, not by each replica.
         path = resolve_model_path(self._engine.model, self._engine.revision)
         with runtime_folder() as folder:
             uvloop.run(self._run(folder, path))
 
     def stop(self) -> None:
-        """Drain, then leave; called again, leave at once. Call it on the event loop's thread."""
+        """Drain, then stop. A second call stops at once. Call it on the event loop's thread."""
         if self._stop_requested.is_set():
             self._force_stop.set()
         elif self.has_served:
@@ -70,7 +78,7 @@ class LocalFleet:
             self._gateway.stop()
 
     def _reload_certificates(self) -> None:
-        if self._gateway is not None:  # else its certificates are still to be read
+        if self._gateway is not None:  # otherwise the gateway has not read its certificates yet
             self._gateway.reload()
 
     async def _run(self, folder: Path, model: Path) -> None:
@@ -80,7 +88,7 @@ class LocalFleet:
             self.stop, None if self._server.tls is None else self._reload_certificates
         ):
             try:
-                await asyncio.gather(*supervisor.reconcile())  # they get ready during our imports
+                await asyncio.gather(*supervisor.reconcile())  # replicas start during the imports
                 await self._run_gateway(launcher, supervisor)
             finally:
                 await self._drain_replicas(supervisor)
@@ -90,42 +98,50 @@ class LocalFleet:
         from argosy.http_server import listening_socket
 
         server = self._server
-        keeping = asyncio.create_task(supervisor.run())
+        supervisor_task = asyncio.create_task(supervisor.run())
         try:
             gateway = GatewayServer(self._build_gateway_config(launcher), self._on_gateway_ready)
-            with listening_socket(server.host, server.port, server.uds) as bound:
-                # Who connects now waits for the first replica.
+            with listening_socket(server.host, server.port, server.uds) as listen_socket:
+                # Clients that connect now wait for the first replica.
                 if not await self._prepare_auth() or not await self._wait_for_first_replica(
-                    supervisor, keeping
+                    supervisor, supervisor_task
                 ):
                     return
                 self._gateway = gateway
-                answering = asyncio.create_task(gateway.run(bound))
-                await asyncio.wait({answering, keeping}, return_when=asyncio.FIRST_COMPLETED)
+                gateway_task = asyncio.create_task(gateway.run(listen_socket))
+                await asyncio.wait(
+                    {gateway_task, supervisor_task}, return_when=asyncio.FIRST_COMPLETED
+                )
                 gateway.stop()
-                if keeping.done():
-                    gateway.stop()  # at once: nobody is left to answer what runs
-                await answering
-            if keeping.done():
-                await keeping
+                if supervisor_task.done():
+                    gateway.stop()  # the second call skips the drain, since no replica is left
+                await gateway_task
+            if supervisor_task.done():
+                await supervisor_task
         finally:
-            keeping.cancel()
+            supervisor_task.cancel()
 
     async def _prepare_auth(self) -> bool:
-        """Prepare the store, and show the key that was made; False: we are to leave. Raises ValueError.
+        """Prepare the store and show the key that was created.
 
-        Neither waits for the model, which may take long to load, or not be there at all.
+        Runs while the model loads, which may take long or fail.
+
+        Returns:
+            False if `stop` was called meanwhile.
+
+        Raises:
+            ValueError: The store cannot be used; the message contains the remedy.
         """
-        opening = asyncio.create_task(run_in_daemon_thread(self._auth_bootstrap.prepare_store))
-        leaving = asyncio.create_task(self._stop_requested.wait())
+        store_task = asyncio.create_task(run_in_daemon_thread(self._auth_bootstrap.prepare_store))
+        stop_task = asyncio.create_task(self._stop_requested.wait())
         try:
-            await asyncio.wait({opening, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if not opening.done():
+            await asyncio.wait({store_task, stop_task}, return_when=asyncio.FIRST_COMPLETED)
+            if not store_task.done():
                 return False
-            self._auth_setup = await opening
+            self._auth_setup = await store_task
         finally:
-            opening.cancel()
-            leaving.cancel()
+            store_task.cancel()
+            stop_task.cancel()
         if self._auth_setup.first_key is not None:
             self._display.show_first_key(self._auth_setup.first_key)
         return True
@@ -133,39 +149,50 @@ class LocalFleet:
     async def _wait_for_first_replica(
         self, supervisor: Supervisor, supervisor_task: asyncio.Task[None]
     ) -> bool:
-        """Wait for it; False: we are to leave. Raises FleetFailedError when there will be none."""
-        serving = asyncio.create_task(supervisor.any_ready.wait())
-        leaving = asyncio.create_task(self._stop_requested.wait())
+        """Wait until a replica is ready.
+
+        Returns:
+            False if `stop` was called meanwhile.
+
+        Raises:
+            FleetFailedError: No replica can start.
+        """
+        ready_task = asyncio.create_task(supervisor.any_ready.wait())
+        stop_task = asyncio.create_task(self._stop_requested.wait())
         try:
             await asyncio.wait(
-                {serving, leaving, supervisor_task}, return_when=asyncio.FIRST_COMPLETED
+                {ready_task, stop_task, supervisor_task}, return_when=asyncio.FIRST_COMPLETED
             )
             if supervisor_task.done():
                 await supervisor_task
-            return not leaving.done()
+            return not stop_task.done()
         finally:
-            serving.cancel()
-            leaving.cancel()
+            ready_task.cancel()
+            stop_task.cancel()
 
     async def _drain_replicas(self, supervisor: Supervisor) -> None:
-        """Nothing runs any more on the replicas: let them go, or end them when told again."""
-        draining = asyncio.create_task(supervisor.drain())
-        at_once = asyncio.create_task(self._force_stop.wait())
-        await asyncio.wait({draining, at_once}, return_when=asyncio.FIRST_COMPLETED)
-        draining.cancel()
-        at_once.cancel()
+        """Drain the idle replicas, then stop them. A forced stop skips the drain."""
+        drain_task = asyncio.create_task(supervisor.drain())
+        force_stop_task = asyncio.create_task(self._force_stop.wait())
+        await asyncio.wait({drain_task, force_stop_task}, return_when=asyncio.FIRST_COMPLETED)
+        drain_task.cancel()
+        force_stop_task.cancel()
         await supervisor.stop()
         with contextlib.suppress(asyncio.CancelledError):
-            await draining
+            await drain_task
 
     def _on_gateway_ready(self, url: str) -> None:
         from argosy.http_server import tune_gc
 
         tune_gc()
         self.has_served = True
-        assert self._auth_setup is not None  # noqa: S101 - the gateway was started after it
+        assert self._auth_setup is not None  # noqa: S101 - set before the gateway starts
         self._display.show_ready(
-            url, self._served_names[0], key_required=self._auth_setup.key_required
+            url,
+            self._served_names[0],
+            key_required=self._auth_setup.key_required,
+            tls=self._server.tls,
+            store_url=self._auth_bootstrap.configured_store_url,
         )
 
     # --- settings --------------------------------------------------------------------------------
@@ -177,10 +204,12 @@ class LocalFleet:
             ReplicaSpec(
                 name=name,
                 server=server,
-                engine=msgspec.structs.replace(engine, colocated_replicas=place.colocated_replicas),
-                gpu=place.gpu,
+                engine=msgspec.structs.replace(
+                    engine, colocated_replicas=assignment.colocated_replicas
+                ),
+                gpu=assignment.gpu,
             )
-            for name, place in self._assignments.items()
+            for name, assignment in self._assignments.items()
         ]
 
     def _build_gateway_config(self, launcher: LocalLauncher) -> GatewayConfig:

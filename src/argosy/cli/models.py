@@ -1,4 +1,4 @@
-"""`argosy models`: what a checkpoint is, what it takes, and what fits in the memory here."""
+"""`argosy models`: properties of a checkpoint, its memory needs, and how much of it fits on this machine."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ DTypeName = Literal["auto", "bfloat16", "float32", "float16"]
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 OutputFormat = Literal["table", "json"]
 
-app = typer.Typer(help="Inspect models: parameters, memory, and what fits here.")
+app = typer.Typer(help="Inspect models: parameters, memory, and what fits on this machine.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFit:
-    """A model on this machine. Sizes are in bytes."""
+    """Properties of a model and its memory plan on this machine. Sizes are in bytes."""
 
     path: str
     family: str
@@ -36,21 +36,21 @@ class ModelFit:
     dtype: str
     weight_bytes: int
     checkpoint_bytes: int
-    """Of the weight files on disk."""
+    """Size of the weight files on disk."""
     kv_bytes_per_token: int
     free_bytes: int
-    """Memory that is available now."""
+    """Memory that is available now, or the memory given with `--memory`."""
     kv_cache_bytes: int
-    """What the KV cache would take, with the weights loaded."""
+    """Planned size of the KV cache after the weights are loaded."""
     kv_tokens: int
-    """Tokens whose keys and values fit in that."""
+    """Tokens whose keys and values fit in the KV cache."""
     full_sequences: int
-    """Sequences of the full context that fit at once."""
+    """Sequences of full context length that fit at the same time."""
 
 
 @app.callback(invoke_without_command=True)
 def models(context: typer.Context) -> None:
-    """Without a subcommand: inspect the bundled model."""
+    """Inspect the bundled model if no subcommand is given."""
     if context.invoked_subcommand is None:
         inspect_model()
 
@@ -59,11 +59,13 @@ def models(context: typer.Context) -> None:
 def inspect_model(
     model: Annotated[
         str | None,
-        typer.Argument(help="A directory, or a name on the hub; by default the bundled model."),
+        typer.Argument(
+            help="A directory, or a repository name on the hub; by default the bundled model."
+        ),
     ] = None,
     *,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit.")] = None,
-    dtype: Annotated[DTypeName, typer.Option(help="How weights and KV are held.")] = "auto",
+    dtype: Annotated[DTypeName, typer.Option(help="Data type of weights and KV cache.")] = "auto",
     memory: Annotated[
         int | None,
         typer.Option(
@@ -72,9 +74,9 @@ def inspect_model(
             help="Plan for this much memory instead of this machine's.",
         ),
     ] = None,
-    output: Annotated[OutputFormat, typer.Option(help="For people or for programs.")] = "table",
+    output: Annotated[OutputFormat, typer.Option(help="Output format.")] = "table",
 ) -> None:
-    """Say what a model is and what fits in the memory here. Needs no torch."""
+    """Show a model's properties and what fits in memory. Needs no torch."""
     from argosy.engine import read_architecture, resolve_model_path
     from argosy.models import BUNDLED_MODEL
 
@@ -92,13 +94,20 @@ def inspect_model(
 def compute_model_fit(
     path: Path, spec: ModelArchitecture, dtype: DTypeName, memory_bytes: int | None
 ) -> ModelFit:
-    """Work out what the model takes; `memory_bytes` None is what this machine has free."""
+    """Compute the memory that the model takes.
+
+    Args:
+        path: Directory of the checkpoint.
+        spec: Architecture of the model.
+        dtype: Data type of weights and KV cache; `auto` is bfloat16.
+        memory_bytes: Memory to plan for, or None for the free memory.
+    """
     import psutil
 
     from argosy.engine import DEFAULT_KV_MEMORY_FRACTION, summarize_model
 
-    held = dtype if dtype != "auto" else "bfloat16"
-    sizes = summarize_model(spec, DTYPE_BYTES[held])
+    planned_dtype = dtype if dtype != "auto" else "bfloat16"
+    sizes = summarize_model(spec, DTYPE_BYTES[planned_dtype])
     free = int(psutil.virtual_memory().available) if memory_bytes is None else memory_bytes
     cache = max(int((free - sizes.weight_bytes) * DEFAULT_KV_MEMORY_FRACTION), 0)
     tokens = cache // sizes.kv_bytes_per_token
@@ -110,7 +119,7 @@ def compute_model_fit(
         active_parameters=sizes.num_active_parameters,
         vocab_size=spec.vocab_size,
         max_model_len=sizes.max_model_len,
-        dtype=held,
+        dtype=planned_dtype,
         weight_bytes=sizes.weight_bytes,
         checkpoint_bytes=sum(file.stat().st_size for file in path.glob("*.safetensors")),
         kv_bytes_per_token=sizes.kv_bytes_per_token,
@@ -145,6 +154,8 @@ def _print_fit(fit: ModelFit) -> None:
     console = Console()
     console.print(table)
     if fit.weight_bytes >= fit.free_bytes:
-        console.print("[red]The weights alone do not fit in the memory here.[/red]")
+        console.print("[red]The weights alone do not fit in memory.[/red]")
     elif not fit.full_sequences:
-        console.print("No sequence fits at full context: serve it with a smaller --max-model-len.")
+        console.print(
+            "No sequence of full context length fits; serve the model with a smaller --max-model-len."
+        )

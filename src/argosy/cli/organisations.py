@@ -1,4 +1,4 @@
-"""`argosy tenants organisations`: who pays."""
+"""`argosy tenants organisations`: list, create, rename and archive organisations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from argosy.cli.timestamps import format_timestamp
 app = typer.Typer(help="Organisations, which own projects and users.", no_args_is_help=True)
 
 OrganisationArgument = Annotated[
-    str, typer.Argument(metavar="ORGANISATION", help="Its id or name.")
+    str, typer.Argument(metavar="ORGANISATION", help="Id or name of the organisation.")
 ]
 
 
@@ -30,12 +30,12 @@ def list_organisations(*, store: StoreUrl = None, json: JsonOutput = False) -> N
         found = opened_store.accounts.list_organisations()
     print_records(
         found,
-        ("Organisation", "Made", "Archived", "Id"),
-        lambda one: (
-            one.name,
-            format_timestamp(one.created_at),
-            format_timestamp(one.archived_at),
-            one.id,
+        ("Organisation", "Created", "Archived", "Id"),
+        lambda organisation: (
+            organisation.name,
+            format_timestamp(organisation.created_at),
+            format_timestamp(organisation.archived_at),
+            organisation.id,
         ),
         "There are no organisations.",
         json=json,
@@ -46,29 +46,29 @@ def list_organisations(*, store: StoreUrl = None, json: JsonOutput = False) -> N
 def create_organisation(
     name: Annotated[str, typer.Argument()], *, store: StoreUrl = None, json: JsonOutput = False
 ) -> None:
-    """Make an organisation."""
+    """Create an organisation."""
     with open_or_create_store(store) as opened_store:
-        made = opened_store.accounts.create_organisation(name, actor=audit_actor())
-    print_result(made, f"{made.name} is made ({made.id}).", json=json)
+        created = opened_store.accounts.create_organisation(name, actor=audit_actor())
+    print_result(created, f"{created.name} is created ({created.id}).", json=json)
 
 
 @app.command("rename")
 def rename_organisation(
     organisation: OrganisationArgument,
-    name: Annotated[str, typer.Argument(help="The new one.")],
+    name: Annotated[str, typer.Argument(help="New name.")],
     *,
     store: StoreUrl = None,
 ) -> None:
-    """Give an organisation another name."""
+    """Rename an organisation."""
     with open_existing_store(store) as opened_store:
         found = find_organisation(opened_store, organisation)
         opened_store.accounts.change_organisation(found.id, name=name, actor=audit_actor())
-    typer.echo(f"{found.name} is {name} now.")
+    typer.echo(f"{found.name} is renamed to {name}.")
 
 
 @app.command("archive")
 def archive_organisation(organisation: OrganisationArgument, *, store: StoreUrl = None) -> None:
-    """End an organisation, with its projects and users."""
+    """Archive an organisation, with its projects and users."""
     with open_existing_store(store) as opened_store:
         found = find_organisation(opened_store, organisation)
         opened_store.accounts.archive_organisation(found.id, actor=audit_actor())

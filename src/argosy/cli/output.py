@@ -1,4 +1,4 @@
-"""How commands show records: a table for people, a list where it is too wide, or JSON for programs."""
+"""Output of records: a table, a list of fields if the table is too wide, or JSON."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ T = TypeVar("T")
 JsonOutput = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
 
 MAX_TABLE_WIDTH = 10_000
-"""Most columns of a table that goes into a file or a pipe, where each record has a line."""
+"""Maximum width in characters of a table that is written to a file or a pipe, with one line per record."""
 _CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""Control characters but for tabs and line ends."""
+"""Control characters except tab and line feed."""
 
 
 def print_records(
@@ -29,7 +29,17 @@ def print_records(
     *,
     json: JsonOutput,
 ) -> None:
-    """Print a table with a `row` for each record, the sentence `none` where there is no record, or all as JSON."""
+    """Print the records as a table, or as JSON.
+
+    A terminal that is too narrow for the table gets a list with one field per line.
+
+    Args:
+        records: Records to print.
+        columns: Headings.
+        format_row: Returns the cells of a record.
+        empty_message: Sentence that replaces an empty table.
+        json: Whether to print JSON.
+    """
     if json:
         print_json(records)
         return
@@ -39,8 +49,8 @@ def print_records(
     from rich.table import Table
 
     rows = [
-        ["" if cell is None else format_one_line(str(cell)) for cell in format_row(one)]
-        for one in records
+        ["" if cell is None else format_one_line(str(cell)) for cell in format_row(record)]
+        for record in records
     ]
     table = Table(*columns)
     for cells in rows:
@@ -56,14 +66,14 @@ def print_records(
 
 
 def _format_record(columns: Sequence[str], cells: Sequence[str]) -> str:
-    """A record with a line for each column that says something: what is cut, as ids would be, helps nobody."""
-    wide = max(map(len, columns))
-    told = zip(columns, cells, strict=True)
-    return "\n".join(f"{column:{wide}}  {cell}" for column, cell in told if cell)
+    """Return one line per column that is not empty. A narrow table would truncate ids."""
+    width = max(map(len, columns))
+    fields = zip(columns, cells, strict=True)
+    return "\n".join(f"{column:{width}}  {cell}" for column, cell in fields if cell)
 
 
 def open_console(*, markup: bool = True) -> Console:
-    """Where people read; lines that go into a file or a pipe are as long as what they say."""
+    """Return a console on standard output. Lines for files and pipes are not wrapped."""
     from rich.console import Console
 
     width = None if Console().is_terminal else MAX_TABLE_WIDTH
@@ -71,29 +81,34 @@ def open_console(*, markup: bool = True) -> Console:
 
 
 def strip_control_characters(text: str) -> str:
-    """Without what would command the terminal: models and servers say it if they are made to. Lines stay lines."""
+    """Remove control characters except tab and line feed, since a model's output may contain terminal commands."""
     return _CONTROL_CHARACTERS.sub("", text)
 
 
 def format_one_line(text: str) -> str:
-    """The same in one line, as a cell of a table is: some are users' own."""
-    return "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
+    """Replace unprintable characters and line ends by U+FFFD, for cells with text from users."""
+    return "".join(char if char.isprintable() else "\ufffd" for char in text)
 
 
 def print_result(record: object, message: str, *, json: JsonOutput) -> None:
-    """Print what became of a record: a sentence, or the record as JSON."""
+    """Print the result of a change: the sentence `message`, or the record as JSON."""
     if json:
         print_json(record)
     else:
         typer.echo(message)
 
 
-def print_json(value: Any, **more: str) -> None:  # noqa: ANN401 - a record or a list of them
-    """Print records as JSON, without the digests of keys; one record with `more` beside its fields."""
+def print_json(value: Any, **more: str) -> None:  # noqa: ANN401 - a record or a list of records
+    """Print a record or a list of records as JSON, without key digests.
+
+    Args:
+        value: Record or list of records.
+        more: Additional fields of a single record.
+    """
     import msgspec
 
-    plain = msgspec.to_builtins(value)
-    for record in plain if isinstance(plain, list) else [plain]:
+    builtins = msgspec.to_builtins(value)
+    for record in builtins if isinstance(builtins, list) else [builtins]:
         record.pop("digest", None)
-    shown = plain | more if more else plain
-    typer.echo(msgspec.json.format(msgspec.json.encode(shown)).decode())
+    output = builtins | more if more else builtins
+    typer.echo(msgspec.json.format(msgspec.json.encode(output)).decode())

@@ -1,4 +1,4 @@
-"""`argosy replica`: one replica of a fleet, with logs instead of a panel."""
+"""`argosy replica`: one replica of a fleet, with JSON logs instead of a terminal display."""
 
 from __future__ import annotations
 
@@ -18,24 +18,25 @@ def replica(
     """Serve a model as one replica of a fleet, for a gateway to route to."""
     server = msgspec.structs.replace(server, log_format="json", log_level=log_level)
     try:
-        with PrestartedCore() as early:  # its imports take longest: it does them during ours
-            _serve(server, engine, early)
+        # The core's slow imports run in parallel with this process's.
+        with PrestartedCore() as core:
+            _serve(server, engine, core)
     except OSError as error:
         fail(format_os_error(error))
 
 
-def _serve(server: ReplicaServerConfig, engine: EngineConfig, early: PrestartedCore) -> None:
+def _serve(server: ReplicaServerConfig, engine: EngineConfig, core: PrestartedCore) -> None:
     from argosy.engine import EngineFailedError, serve_replica
 
-    served = False
+    has_served = False
 
-    def ready(_url: str) -> None:
-        nonlocal served
-        served = True
+    def on_ready(_url: str) -> None:
+        nonlocal has_served
+        has_served = True
 
     try:
-        serve_replica(server, engine, on_ready=ready, prestarted_core=early)
+        serve_replica(server, engine, on_ready=on_ready, prestarted_core=core)
     except ValueError as error:
         fail(str(error))
     except EngineFailedError as error:
-        fail(str(error), EXIT_FAILURE if served else EXIT_USAGE)
+        fail(str(error), EXIT_FAILURE if has_served else EXIT_USAGE)

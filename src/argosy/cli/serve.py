@@ -1,4 +1,4 @@
-"""`argosy serve`: a model behind the whole front door, on this machine, with one command."""
+"""`argosy serve`: a model behind a gateway on this machine, with one command."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ def serve(
     from argosy.fleet import FleetFailedError, assign_devices, usable_gpus
 
     server = msgspec.structs.replace(server, log_level=log_level)
-    with StartupDisplay() as shown:
+    with StartupDisplay() as display:
         host = "localhost" if server.uds is not None else server.host
         try:
-            where = assign_devices(replicas, usable_gpus(engine.device, os.environ), gpus)
-            door = AuthBootstrap(store, auth, host, allowed_origins)
-            whole = LocalFleet(server, engine, where, door, shown)
-            whole.serve()
+            assignments = assign_devices(replicas, usable_gpus(engine.device, os.environ), gpus)
+            auth_bootstrap = AuthBootstrap(store, auth, host, allowed_origins)
+            fleet = LocalFleet(server, engine, assignments, auth_bootstrap, display)
+            fleet.serve()
         except ValueError as error:
             fail(str(error))
         except FleetFailedError as error:
-            fail(str(error), EXIT_FAILURE if whole.has_served else EXIT_USAGE)
+            fail(str(error), EXIT_FAILURE if fleet.has_served else EXIT_USAGE)
         except OSError as error:
             fail(format_os_error(error))

@@ -1,4 +1,4 @@
-"""The options that `argosy serve` and `argosy replica` share, and the settings that they make."""
+"""Settings that `argosy serve` and `argosy replica` build from their shared options."""
 
 from __future__ import annotations
 
@@ -14,24 +14,26 @@ from argosy.cli.tls_options import TlsCert, TlsClientCa, TlsKey, build_tls_confi
 from argosy.engine import EngineConfig, ReplicaServerConfig
 
 SettingsCommand = Callable[..., None]
-"""`run(server, engine, **own)`; `own` are the command's own options, all keywords."""
+"""`run(server, engine, **own)`, where `own` holds the command's own options as keywords."""
 
 
 def with_shared_options(run: SettingsCommand) -> Callable[..., None]:
-    """`run` as a command that also has the shared options, and gets them as settings."""
-    shared = inspect.signature(_build_settings, eval_str=True).parameters
-    _, _, *own = inspect.signature(run, eval_str=True).parameters.values()
+    """Return `run` as a command that also has the shared options and receives them as settings."""
+    shared_parameters = inspect.signature(_build_settings, eval_str=True).parameters
+    _, _, *own_parameters = inspect.signature(run, eval_str=True).parameters.values()
 
     @functools.wraps(run)
-    def command(**given: Any) -> None:  # noqa: ANN401 - whatever the options hold
+    def command(**options: Any) -> None:  # noqa: ANN401 - options have any type
         _require_engine()
         try:
-            server, engine = _build_settings(**{name: given.pop(name) for name in shared})
+            server, engine = _build_settings(
+                **{name: options.pop(name) for name in shared_parameters}
+            )
         except ValueError as error:
             fail(str(error))
-        run(server, engine, **given)
+        run(server, engine, **options)
 
-    command.__signature__ = inspect.Signature([*shared.values(), *own])  # type: ignore[attr-defined]
+    command.__signature__ = inspect.Signature([*shared_parameters.values(), *own_parameters])  # type: ignore[attr-defined]
     return command
 
 
@@ -64,7 +66,11 @@ def _build_settings(
     drain_deadline: serve_options.DrainDeadline = 30.0,
     vllm_metrics: serve_options.VllmMetrics = False,
 ) -> tuple[ReplicaServerConfig, EngineConfig]:
-    """Raises ValueError, saying what to change."""
+    """Build the settings of the server and the engine from the shared options.
+
+    Raises:
+        ValueError: The options contradict each other; the message contains the remedy.
+    """
     from argosy.engine import DEFAULT_PACK_CACHE_BYTES
     from argosy.models import BUNDLED_MODEL
 
@@ -101,4 +107,4 @@ def _build_settings(
 
 def _require_engine() -> None:
     if importlib.util.find_spec("torch") is None:
-        fail("the engine is not installed here; install it with: pip install 'argosy[engine]'")
+        fail("the engine is not installed; install it with: pip install 'argosy[engine]'")

@@ -1,4 +1,4 @@
-"""A client of a running server, as the commands that talk to one use it."""
+"""HTTP client of a running server for `argosy chat` and `argosy explain`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,18 @@ CONNECT_TIMEOUT_S = 5.0
 
 
 def open_client(url: str, api_key: str | None) -> httpx2.Client:
-    """A client of the server at `url`, which may be `unix:PATH`; ends the command when that is no URL, or no key."""
+    """Return a client of the server at `url`. An invalid URL or key ends the command.
+
+    Args:
+        url: HTTP URL, with or without `/v1`, or `unix:PATH`.
+        api_key: API key for the `Authorization` header.
+    """
     import ssl
 
     import httpx2
 
     if api_key and not (api_key.isascii() and api_key.isprintable()):
-        fail("that is no API key: it has characters that no key has; copy it again")
+        fail("the API key contains characters that no key has; copy it again")
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     transport = None
     if url.startswith("unix:"):
@@ -34,7 +39,7 @@ def open_client(url: str, api_key: str | None) -> httpx2.Client:
             headers=headers,
             timeout=timeout,
             transport=transport,
-            verify=ssl.create_default_context(),  # which heeds SSL_CERT_FILE
+            verify=ssl.create_default_context(),  # respects SSL_CERT_FILE
             trust_env=False,
         )
     except (httpx2.InvalidURL, ValueError) as error:
@@ -45,18 +50,18 @@ def open_client(url: str, api_key: str | None) -> httpx2.Client:
 
 
 def explain_connect_error(error: Exception, remedy: str) -> str:
-    """Why there is no connection, and what to do: about a certificate, or `remedy`."""
+    """Return the reason of a connection failure with `remedy`, or with a remedy for an untrusted certificate."""
     if "CERTIFICATE_VERIFY_FAILED" in str(error):
-        remedy = "have SSL_CERT_FILE name the PEM file of the authority that vouches for it"
-    return f"{str(error) or 'it takes too long'}; {remedy}"
+        remedy = "set SSL_CERT_FILE to the PEM file of the authority that signed the certificate"
+    return f"{str(error) or 'the connection timed out'}; {remedy}"
 
 
 def error_message(body: bytes) -> str:
-    """What an OpenAI-shaped error body says."""
+    """Return the message of an OpenAI error body, or an excerpt of another body."""
     import msgspec
 
     try:
-        said = str(msgspec.json.decode(body)["error"]["message"])
+        message = str(msgspec.json.decode(body)["error"]["message"])
     except (msgspec.DecodeError, LookupError, TypeError):
-        said = f"the server answered: {body[:200].decode(errors='replace')}"
-    return strip_control_characters(said)
+        message = f"the server answered: {body[:200].decode(errors='replace')}"
+    return strip_control_characters(message)

@@ -1,4 +1,4 @@
-"""Sizes as people write and read them: `8GiB`, `500MB`."""
+"""Parsing and formatting of sizes (`8GiB`, `500MB`) and large counts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ _SIZE_PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", re.IGNORECA
 
 
 def parse_size(text: str) -> int:
-    """Bytes: `1GiB` is 2**30, `1GB` is 10**9. Raises typer.BadParameter for anything else."""
+    """Return the size in bytes: `1GiB` is 2**30, `1GB` is 10**9.
+
+    Raises:
+        typer.BadParameter: `text` is not a size.
+    """
     match = _SIZE_PATTERN.fullmatch(text)
     if match is None:
         raise typer.BadParameter(f"{text!r} is not a size; write it like 8GiB or 500MB")
@@ -25,7 +29,7 @@ def parse_size(text: str) -> int:
 
 
 def format_size(size_bytes: float) -> str:
-    """`size` bytes with a binary unit and three digits."""
+    """Format a size with a binary unit and three digits."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size_bytes < 1024:
             return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.3g} {unit}"
@@ -34,7 +38,7 @@ def format_size(size_bytes: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """A large number with a decimal unit and three digits: `8.13 M`."""
+    """Format a number with a decimal unit and three digits: `8.13 M`."""
     for unit in ("", " K", " M", " B"):
         if count < 1000:
             return f"{count:.3g}{unit}"

@@ -1,4 +1,4 @@
-"""`argosy store`: the database of accounts, usage and the audit log, as a whole."""
+"""`argosy store`: copy the database of accounts, usage and the audit log."""
 
 from __future__ import annotations
 
@@ -8,36 +8,38 @@ import typer
 
 from argosy.cli.account_lookup import StoreUrl, open_existing_store, open_or_create_store
 
-app = typer.Typer(help="The store: copy it, for a backup or a move.", no_args_is_help=True)
+app = typer.Typer(help="The store: copy it for a backup or a move.", no_args_is_help=True)
 
 
 @app.command("copy")
 def copy_store(
     target_url: Annotated[
         str,
-        typer.Argument(metavar="URL", help="A new sqlite:///PATH, or an empty postgresql://..."),
+        typer.Argument(
+            metavar="URL", help="A new sqlite:///PATH, or an empty postgresql://... database."
+        ),
     ],
     *,
     store: StoreUrl = None,
 ) -> None:
-    """Copy all accounts, usage and the audit log, as of this moment; gateways may run meanwhile."""
+    """Copy all accounts, usage and the audit log as of this moment. Gateways may run meanwhile."""
     with (
         open_existing_store(store) as source,
         open_or_create_store(target_url, is_expected=True) as target,
     ):
         copied = source.copy_to(target)
     typer.echo(f"{copied} rows are copied.", err=True)
-    waiting = _pending_usage_folder(store)
-    if waiting:
+    pending_folder = _pending_usage_folder(store)
+    if pending_folder:
         typer.echo(
-            f"A gateway runs on the store, or was killed: what it has not settled yet waits in {waiting},"
-            " and is not in the copy. Before a move, stop it with SIGTERM.",
+            f"A gateway uses the store, or was killed. Its latest usage is still in {pending_folder} and not in the"
+            " copy. Before a move, stop the gateway with SIGTERM.",
             err=True,
         )
 
 
 def _pending_usage_folder(store: str | None) -> str:
-    """The folder where usage waits for the store; empty where none can."""
+    """Return the folder of usage logs that are not in the store yet, or an empty string."""
     from argosy.store import default_store_url, usage_log_folder
 
     folder = usage_log_folder(store or default_store_url())

@@ -1,4 +1,4 @@
-"""`argosy tenants`: projects, and what belongs to them."""
+"""`argosy tenants`: projects, and the subcommands for organisations, users, limits and prices."""
 
 from __future__ import annotations
 
@@ -36,18 +36,26 @@ app.add_typer(limits_and_prices.limits_app, name="limits")
 app.add_typer(limits_and_prices.prices_app, name="prices")
 
 ProjectArgument = Annotated[str, typer.Argument(metavar="PROJECT", help="Id or name.")]
-WeightOption = Annotated[float | None, typer.Option(help="Its share, beside others of its tier.")]
-TierOption = Annotated[TierName | None, typer.Option(help="Premium before standard before free.")]
+WeightOption = Annotated[
+    float | None, typer.Option(help="Scheduling weight among projects of the same tier.")
+]
+TierOption = Annotated[
+    TierName | None,
+    typer.Option(help="Priority class: premium before standard before free."),
+]
 ShareCacheOption = Annotated[
     bool | None,
     typer.Option(
         "--share-cache/--own-cache",
-        help="Whether it shares cached prompts with its organisation's others that do.",
+        help="Whether it shares cached prompts with other projects of its organisation that share theirs.",
     ),
 ]
 QuotaFailureModeOption = Annotated[
     Literal["open", "closed"] | None,
-    typer.Option(help="What its limits do while gateways cannot share their state."),
+    typer.Option(
+        help="What happens to requests with limits while the quota backend is unreachable:"
+        " open admits, closed rejects."
+    ),
 ]
 
 
@@ -62,7 +70,7 @@ def list_projects(*, store: StoreUrl = None, json: JsonOutput = False) -> None:
         )
     print_records(
         projects,
-        ("Organisation", "Project", "Tier", "Weight", "Keys", "Made", "Archived", "Id"),
+        ("Organisation", "Project", "Tier", "Weight", "Keys", "Created", "Archived", "Id"),
         lambda project: (
             owners[project.organisation],
             project.name,
@@ -73,7 +81,7 @@ def list_projects(*, store: StoreUrl = None, json: JsonOutput = False) -> None:
             format_timestamp(project.archived_at),
             project.id,
         ),
-        "There are no tenants. Make a key, and its project: argosy keys create",
+        "There are no tenants. Create a key and its project: argosy keys create",
         json=json,
     )
 
@@ -92,66 +100,66 @@ def create_project(
     store: StoreUrl = None,
     json: JsonOutput = False,
 ) -> None:
-    """Make a project; the default organisation too, when it is meant and there is none."""
+    """Create a project, and the default organisation if it is selected and no organisation exists."""
     with open_or_create_store(store) as opened_store:
-        made = opened_store.accounts.create_project(
+        created = opened_store.accounts.create_project(
             resolve_organisation(opened_store, organisation).id,
             name,
             tier=tier or "standard",
             weight=1.0 if weight is None else weight,
             share_cache=bool(share_cache),
-            when_unsure=quota_failure_mode or "open",
+            quota_failure_mode=quota_failure_mode or "open",
             networks=network or (),
             flags=flag or (),
             actor=audit_actor(),
         )
-        called = display_name(opened_store, made)
-    command = shlex.join(("argosy", "keys", "create", "-p", called))
-    sentence = f"{made.name} is made ({made.id}). Make a key: {command}"
-    print_result(made, sentence, json=json)
+        reference = display_name(opened_store, created)
+    command = shlex.join(("argosy", "keys", "create", "-p", reference))
+    message = f"{created.name} is created ({created.id}). Create a key: {command}"
+    print_result(created, message, json=json)
 
 
 @app.command("change")
 def change_project(
     project: ProjectArgument,
     *,
-    name: Annotated[str | None, typer.Option(help="Another one.")] = None,
+    name: Annotated[str | None, typer.Option(help="New name.")] = None,
     tier: TierOption = None,
     weight: WeightOption = None,
     share_cache: ShareCacheOption = None,
     quota_failure_mode: QuotaFailureModeOption = None,
     network: AllowedNetworks = None,
     clear_networks: Annotated[
-        bool, typer.Option("--clear-networks", help="Forget its networks.")
+        bool, typer.Option("--clear-networks", help="Remove its networks.")
     ] = False,
     flag: RouteFlags = None,
-    clear_flags: Annotated[bool, typer.Option("--clear-flags", help="Forget its flags.")] = False,
+    clear_flags: Annotated[bool, typer.Option("--clear-flags", help="Remove its flags.")] = False,
     store: StoreUrl = None,
     json: JsonOutput = False,
 ) -> None:
-    """Change what is given."""
+    """Change the properties that are given as options."""
     with open_existing_store(store) as opened_store:
         if clear_networks and network:
             raise ValueError("give --network or --clear-networks, not both")
         if clear_flags and flag:
             raise ValueError("give --flag or --clear-flags, not both")
-        given = given_changes(
+        changes = given_changes(
             name=name,
             tier=tier,
             weight=weight,
             share_cache=share_cache,
-            when_unsure=quota_failure_mode,
+            quota_failure_mode=quota_failure_mode,
             networks=() if clear_networks else network or None,
             flags=() if clear_flags else flag or None,
         )
         found = find_project(opened_store, project)
-        changed = opened_store.accounts.change_project(found.id, **given, actor=audit_actor())
+        changed = opened_store.accounts.change_project(found.id, **changes, actor=audit_actor())
     print_result(changed, f"{changed.name} is changed.", json=json)
 
 
 @app.command("archive")
 def archive_project(project: ProjectArgument, *, store: StoreUrl = None) -> None:
-    """End a project: its keys are refused from now on."""
+    """Archive a project. Requests with its keys fail from then on."""
     with open_existing_store(store) as opened_store:
         found = find_project(opened_store, project)
         opened_store.accounts.archive_project(found.id, actor=audit_actor())

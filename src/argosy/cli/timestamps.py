@@ -1,4 +1,4 @@
-"""Durations and moments as people write them: `30d`, `12h`, `2026-11-01`."""
+"""Parsing and formatting of durations (`30d`, `12h`) and timestamps (`2026-11-01`)."""
 
 from __future__ import annotations
 
@@ -13,20 +13,32 @@ _MAX_TIMESTAMP_S = datetime(9999, 12, 31, tzinfo=UTC).timestamp()
 
 
 def parse_duration(text: str) -> float:
-    """Seconds. Raises typer.BadParameter."""
+    """Return the duration in seconds.
+
+    Raises:
+        typer.BadParameter: `text` is not a duration.
+    """
     match = _DURATION.fullmatch(text.lower())
     if match is None:
-        raise typer.BadParameter(f"{text!r} is no duration; write it like 90s, 15m, 12h, 30d or 2w")
+        raise typer.BadParameter(
+            f"{text!r} is not a duration; write it like 90s, 15m, 12h, 30d or 2w"
+        )
     return float(match[1]) * _UNIT_SECONDS[match[2]]
 
 
 def parse_past_time(text: str) -> float:
-    """Seconds since the epoch: a date or a time (UTC unless it says otherwise), or so long ago."""
+    """Return seconds since the epoch, from an ISO 8601 date or time or from a duration before now.
+
+    Times without an offset are in UTC.
+
+    Raises:
+        typer.BadParameter: `text` is neither, or is not within the years 1970 to 9999.
+    """
     return _parse_timestamp(text, -1)
 
 
 def parse_future_time(text: str) -> float:
-    """The same, or so long from now."""
+    """Return seconds since the epoch like `parse_past_time`, but a duration is counted from now."""
     return _parse_timestamp(text, 1)
 
 
@@ -40,12 +52,12 @@ def _parse_timestamp(text: str, direction: int) -> float:
         moment = datetime.fromisoformat(text)
     except ValueError as error:
         remedy = "write a date like 2026-11-01, or a duration like 30d"
-        raise typer.BadParameter(f"{text!r} is no moment; {remedy}") from error
+        raise typer.BadParameter(f"{text!r} is not a date or time; {remedy}") from error
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 
 def format_timestamp(timestamp_s: float | None) -> str:
-    """A moment in UTC, to the minute; empty when there is none."""
+    """Format seconds since the epoch in UTC, to the minute. Returns an empty string for None."""
     if timestamp_s is None:
         return ""
     return datetime.fromtimestamp(timestamp_s, UTC).strftime("%Y-%m-%d %H:%M")

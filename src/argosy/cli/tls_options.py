@@ -1,4 +1,4 @@
-"""The options of every command that listens over TLS."""
+"""TLS options of all commands that run a server."""
 
 from __future__ import annotations
 
@@ -14,18 +14,21 @@ if TYPE_CHECKING:
 TlsCert = Annotated[
     str | None,
     Option(
-        help="PEM file with the certificate to show: then it listens over TLS.",
+        help="PEM file with the server's certificate; enables TLS.",
         metavar="FILE",
         rich_help_panel=ACCESS_PANEL,
     ),
 ]
 TlsKey = Annotated[
-    str | None, Option(help="PEM file with its key.", metavar="FILE", rich_help_panel=ACCESS_PANEL)
+    str | None,
+    Option(
+        help="PEM file with the certificate's key.", metavar="FILE", rich_help_panel=ACCESS_PANEL
+    ),
 ]
 TlsClientCa = Annotated[
     str | None,
     Option(
-        help="PEM file: clients must show a certificate of this authority.",
+        help="PEM file with the authority that must have signed the clients' certificates.",
         metavar="FILE",
         rich_help_panel=ACCESS_PANEL,
     ),
@@ -33,11 +36,15 @@ TlsClientCa = Annotated[
 
 
 def build_tls_config(cert: str | None, key: str | None, client_ca: str | None) -> TlsConfig | None:
-    """What the options say together; None: no TLS. Raises ValueError when one is missing."""
+    """Return the TLS settings, or None without TLS.
+
+    Raises:
+        ValueError: The certificate or its key is missing.
+    """
     from argosy.http_server import TlsConfig
 
     if cert is not None and key is not None:
         return TlsConfig(certificate=cert, key=key, client_ca=client_ca)
     if cert is None and key is None and client_ca is None:
         return None
-    raise ValueError("TLS takes both --tls-cert and --tls-key; give the other one too")
+    raise ValueError("TLS needs both --tls-cert and --tls-key; give the missing option")

@@ -1,4 +1,4 @@
-"""`argosy usage`: what was used and what it cost, summed or row by row."""
+"""`argosy usage`: tokens and costs from the ledger, as sums or as rows."""
 
 from __future__ import annotations
 
@@ -35,13 +35,15 @@ SinceOption = Annotated[
     typer.Option(
         parser=parse_past_time,
         metavar="WHEN",
-        help="From then on: a date (UTC), or so long ago, like 30d.",
+        help="Start, inclusive: a date (UTC), or a duration before now, like 30d.",
     ),
 ]
 UntilOption = Annotated[
     float | None,
     typer.Option(
-        parser=parse_past_time, metavar="WHEN", help="Before then: the date itself is left out."
+        parser=parse_past_time,
+        metavar="WHEN",
+        help="End, exclusive: a date (UTC), or a duration before now.",
     ),
 ]
 
@@ -51,7 +53,8 @@ def usage(
     by: Annotated[
         str | None,
         typer.Option(
-            help="Of day, organisation, project, key, user, model, asked, route, replica; with commas.",
+            help="Columns to group by, with commas: day, organisation, project, key, user, model, asked, route,"
+            " replica.",
             show_default=DEFAULT_GROUPS,
         ),
     ] = None,
@@ -59,30 +62,32 @@ def usage(
     until: UntilOption = None,
     organisation: OrganisationFilterOption = None,
     project: ProjectName = None,
-    key: Annotated[str | None, typer.Option(help="Id, name or beginning.")] = None,
+    key: Annotated[str | None, typer.Option(help="Id, name or prefix.")] = None,
     user: Annotated[str | None, typer.Option(help="Id or email.")] = None,
-    model: Annotated[str | None, typer.Option(help="Public name of the one that answered.")] = None,
-    asked: Annotated[str | None, typer.Option(help="What clients called it.")] = None,
-    route: Annotated[
-        str | None, typer.Option(help="Name of the route that decided; '' for none.")
+    model: Annotated[
+        str | None, typer.Option(help="Public name of the model that answered.")
     ] = None,
-    replica: Annotated[str | None, typer.Option(help="The one that answered.")] = None,
+    asked: Annotated[str | None, typer.Option(help="Model name that clients requested.")] = None,
+    route: Annotated[
+        str | None, typer.Option(help="Name of the route that was applied; '' for no route.")
+    ] = None,
+    replica: Annotated[str | None, typer.Option(help="Name of the replica that answered.")] = None,
     csv: Annotated[
         Path | None,
         typer.Option(
-            help="Write every row of the ledger here, with --by the sums; - is the terminal."
+            help="Write every row of the ledger to this file, or the sums with --by; - is standard output."
         ),
     ] = None,
     store: StoreUrl = None,
     json: JsonOutput = False,
 ) -> None:
-    """Say what was used and what it cost."""
+    """Show the used tokens and their cost."""
     from argosy.store import UsageFilter, parse_report_groups
 
     if json and csv is not None:
         fail("give one of --json and --csv")
     with open_existing_store(store) as opened_store:
-        where = UsageFilter(
+        usage_filter = UsageFilter(
             since=since,
             until=until,
             organisation=find_organisation_id(opened_store, organisation),
@@ -95,15 +100,15 @@ def usage(
             replica=replica,
         )
         if csv is not None and by is None:
-            _write_csv(opened_store.ledger.export_csv(where), csv)
+            _write_csv(opened_store.ledger.export_csv(usage_filter), csv)
             return
         groups = parse_report_groups(DEFAULT_GROUPS if by is None else by)
         if csv is not None:
-            _write_csv([opened_store.ledger.export_report_csv(groups, where)], csv)
+            _write_csv([opened_store.ledger.export_report_csv(groups, usage_filter)], csv)
             return
-        rows = opened_store.ledger.report(groups, where)
-        known = account_names(opened_store)
-    _print_report(rows, groups, known, json=json)
+        rows = opened_store.ledger.report(groups, usage_filter)
+        names = account_names(opened_store)
+    _print_report(rows, groups, names, json=json)
 
 
 def _print_report(
@@ -127,7 +132,7 @@ def _print_report(
             f"{row.output_tokens:,}",
             format_dollars(row.nano_dollars),
         ),
-        "Nothing was used.",
+        "There is no usage.",
         json=json,
     )
 
@@ -136,12 +141,12 @@ def _format_name(value: str | None, account_names: dict[str, str]) -> str:
     return account_names.get(value or "", value or "(none)")
 
 
-def _write_csv(pieces: Iterable[str], path: Path) -> None:
+def _write_csv(rows: Iterable[str], path: Path) -> None:
     if str(path) == "-":
-        sys.stdout.writelines(pieces)
+        sys.stdout.writelines(rows)
         return
     try:
         with path.open("w", encoding="utf-8", newline="") as file:
-            file.writelines(pieces)
+            file.writelines(rows)
     except OSError as error:
         fail(f"cannot write {path}: {error.strerror}")

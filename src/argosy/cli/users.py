@@ -1,4 +1,4 @@
-"""`argosy tenants users`: the people who sign in with tokens, or own keys."""
+"""`argosy tenants users`: list, create, change and disable users."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ app = typer.Typer(help="Users, who sign in with tokens.", no_args_is_help=True)
 UserArgument = Annotated[str, typer.Argument(metavar="USER", help="Id or email.")]
 ScopeOption = Annotated[
     ScopeName | None,
-    typer.Option(help="Where the role is held: in the organisation, or for the whole gateway."),
+    typer.Option(help="Where the role applies: in the organisation, or for the whole gateway."),
 ]
 
 
@@ -42,7 +42,7 @@ def list_users(*, store: StoreUrl = None, json: JsonOutput = False) -> None:
         owners = {item.id: item.name for item in opened_store.accounts.list_organisations()}
     print_records(
         users,
-        ("Email", "Organisation", "Project", "Role", "Of", "Made", "Disabled", "Id"),
+        ("Email", "Organisation", "Project", "Role", "Scope", "Created", "Disabled", "Id"),
         lambda user: (
             user.email,
             owners[user.organisation],
@@ -64,14 +64,14 @@ def create_user(
     *,
     organisation: OrganisationName = DEFAULT_NAME,
     project: ProjectName = None,
-    role: Annotated[RoleName, typer.Option(help="What they may do.")] = "caller",
+    role: Annotated[RoleName, typer.Option(help="Role of the user.")] = "user",
     scope: ScopeOption = None,
     store: StoreUrl = None,
     json: JsonOutput = False,
 ) -> None:
-    """Make a user. Their requests count for --project when their token names none."""
+    """Create a user. Requests whose token names no project count for --project."""
     with open_existing_store(store) as opened_store:
-        made = opened_store.accounts.create_user(
+        created = opened_store.accounts.create_user(
             find_organisation(opened_store, organisation).id,
             email,
             role=role,
@@ -79,36 +79,36 @@ def create_user(
             project=None if project is None else find_project(opened_store, project).id,
             actor=audit_actor(),
         )
-    print_result(made, f"{made.email} is made ({made.id}).", json=json)
+    print_result(created, f"{created.email} is created ({created.id}).", json=json)
 
 
 @app.command("change")
 def change_user(
     user: UserArgument,
     *,
-    email: Annotated[str | None, typer.Option(help="Another one.")] = None,
+    email: Annotated[str | None, typer.Option(help="New email address.")] = None,
     project: ProjectName = None,
-    role: Annotated[RoleName | None, typer.Option(help="What they may do.")] = None,
+    role: Annotated[RoleName | None, typer.Option(help="Role of the user.")] = None,
     scope: ScopeOption = None,
     store: StoreUrl = None,
     json: JsonOutput = False,
 ) -> None:
-    """Change what is given."""
+    """Change the properties that are given as options."""
     with open_existing_store(store) as opened_store:
-        given = given_changes(
+        changes = given_changes(
             email=email,
             role=role,
             scope=scope,
             project=None if project is None else find_project(opened_store, project).id,
         )
         found = find_user(opened_store, user)
-        changed = opened_store.accounts.change_user(found.id, **given, actor=audit_actor())
+        changed = opened_store.accounts.change_user(found.id, **changes, actor=audit_actor())
     print_result(changed, f"{changed.email} is changed.", json=json)
 
 
 @app.command("disable")
 def disable_user(user: UserArgument, *, store: StoreUrl = None) -> None:
-    """End a user: their tokens and keys are refused from now on."""
+    """Disable a user. Requests with their tokens and keys fail from then on."""
     with open_existing_store(store) as opened_store:
         found = find_user(opened_store, user)
         opened_store.accounts.disable_user(found.id, actor=audit_actor())

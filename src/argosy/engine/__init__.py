@@ -1,4 +1,11 @@
-"""One replica: scheduling, execution, serving. The names here load when they are first used."""
+"""Inference engine of one replica, as a server process or as a Python library.
+
+The scheduler (`scheduling`) plans each step, and an executor (`execution`) computes it on the CPU or a GPU. The
+replica server (`serving`) makes both available over HTTP. `LLM` and `AsyncLLM` run the same engine loop from Python.
+Their prompts pass the same validation as HTTP requests (`offline_request_processor`), and `outputs` assembles token
+deltas into results. `engine_config` holds the settings. A public name is imported from its module on first use, so
+that reading settings does not load torch.
+"""
 
 from __future__ import annotations
 
@@ -66,10 +73,14 @@ _MODULE_BY_NAME = {
 
 
 def __getattr__(name: str) -> object:
-    """Load a public name from its module, so that asking for settings does not load a server."""
-    home = _MODULE_BY_NAME.get(name)
-    if home is None:
+    """Import a public name from its module on first use.
+
+    Raises:
+        AttributeError: The package has no public name `name`.
+    """
+    module = _MODULE_BY_NAME.get(name)
+    if module is None:
         raise AttributeError(f"module 'argosy.engine' has no attribute {name!r}")
-    value: object = vars(import_module(f"argosy.engine.{home}"))[name]
+    value: object = vars(import_module(f"argosy.engine.{module}"))[name]
     globals()[name] = value
     return value

@@ -1,4 +1,4 @@
-"""`LLM` for asyncio: the same engine in a process of its own, many callers at once."""
+"""Asyncio variant of `LLM`, which runs the engine core in a separate process and serves concurrent callers."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ T = TypeVar("T")
 
 
 class AsyncLLM:
-    """A model in a process of its own, restarted when it fails; use it as `async with AsyncLLM()`.
+    """Model in a separate process, which is restarted when it fails. Use it as `async with AsyncLLM() as llm`.
 
-    The arguments are those of `LLM`. Entering raises EngineFailedError when the model cannot be
-    loaded. All methods may be called by many tasks at once: their requests share the batch. They
-    raise ApiError for what cannot be served. A task that is cancelled aborts what it asked for.
+    The arguments are those of `LLM`. Entering the context raises `EngineFailedError` if the model cannot be loaded.
+    All methods may be called by many tasks at once, and their requests share the batch. Methods raise `ApiError` for
+    a request that cannot be served. Cancelling a task aborts its requests.
     """
 
     def __init__(
@@ -78,25 +78,25 @@ class AsyncLLM:
     async def generate(
         self, prompt: TextOrTokens, sampling: SamplingParams | None = None, *, n: int = 1
     ) -> RequestOutput:
-        """Continue a prompt: the whole of it, with `n` continuations."""
+        """Complete a prompt and return the finished output with `n` continuations."""
         return await _last_output(self.stream(prompt, sampling, n=n))
 
     async def chat(
         self, messages: Conversation, sampling: SamplingParams | None = None, *, n: int = 1
     ) -> RequestOutput:
-        """Answer a conversation: the whole answer."""
+        """Answer a conversation and return the finished output with `n` answers."""
         return await _last_output(self.stream_chat(messages, sampling, n=n))
 
     def stream(
         self, prompt: TextOrTokens, sampling: SamplingParams | None = None, *, n: int = 1
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Continue a prompt: all there is so far, each time that there is more."""
+        """Complete a prompt and yield the cumulative output each time new tokens arrive."""
         return self._stream(self._processor.prepare_completion, prompt, sampling, n)
 
     def stream_chat(
         self, messages: Conversation, sampling: SamplingParams | None = None, *, n: int = 1
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Answer a conversation: all there is so far, each time that there is more."""
+        """Answer a conversation and yield the cumulative output each time new tokens arrive."""
         return self._stream(self._processor.prepare_chat, messages, sampling, n)
 
     @property
@@ -114,18 +114,18 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         collector = await asyncio.to_thread(prepare, prompt, sampling or SamplingParams(), n)
         streams: list[DeltaStream] = []
-        news = asyncio.Event()
+        has_delta = asyncio.Event()
         try:
             for request in collector.requests:
                 streams.append(self._client.generate(request))
-                streams[-1].set_listener(news.set)
+                streams[-1].set_listener(has_delta.set)
             while not collector.is_done:
-                await news.wait()
-                news.clear()
+                await has_delta.wait()
+                has_delta.clear()
                 for stream in streams:
                     delta = stream.drain()
                     if delta is not None and collector.push(delta):
-                        stream.close()  # a stop string ends it before the engine does
+                        stream.close()  # a stop string ends the output before the engine does
                 yield collector.to_output()
         finally:
             for stream in streams:
@@ -136,5 +136,5 @@ async def _last_output(outputs: AsyncGenerator[RequestOutput, None]) -> RequestO
     last = None
     async for output in outputs:
         last = output
-    assert last is not None  # noqa: S101 - a stream ends with its last output
+    assert last is not None  # noqa: S101 - a stream yields its output at least once
     return last

@@ -1,4 +1,4 @@
-"""The engine's settings: plain data, and the one pure function that fills in what was left open."""
+"""Engine settings, and the pure function `resolve_limits`, which computes the limits they leave open."""
 
 from __future__ import annotations
 
@@ -10,66 +10,68 @@ BatchingMode = Literal["continuous", "dynamic", "static"]
 DType = Literal["auto", "bfloat16", "float32", "float16"]
 IntFormat = Literal["int8", "int4"]
 WeightFormat = Literal["int8", "int4", "fp8"]
-"""How the large matrices may be held instead of in the dtype; fp8 is for CUDA devices."""
+"""Format of quantized weight matrices. fp8 requires a CUDA device."""
 
 
 COMPUTE_ENVIRONMENT = {"GOMP_SPINCOUNT": "10000"}
-"""Set where torch computes, before it loads, unless the environment says otherwise: threads that wait for
-each other spin for some ten microseconds, then sleep (docs/decisions/0004-short-spin.md)."""
+"""Default environment variables of processes that compute with torch, set before torch is imported.
+
+OpenMP threads that wait for each other spin for about ten microseconds and then sleep
+(docs/decisions/0004-short-spin.md)."""
 
 
 DEFAULT_PACK_CACHE_BYTES = 32 << 30
-"""Disk that packed weights of all checkpoints together may take unless told otherwise."""
+"""Default limit of the disk space for packed weights of all checkpoints, in bytes."""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a person may set; None and "auto" are filled in by `resolve`."""
+    """Settings of one engine. The loader replaces None and "auto" by values for the model and the device."""
 
     model: str
-    """A directory in Hugging Face layout, or a repository name on the hub."""
+    """Directory in Hugging Face layout, or repository name on the hub."""
     revision: str | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: DType = "auto"
     quantize: WeightFormat | None = None
-    """Round weights to this format as they are loaded; None keeps them in the dtype."""
+    """Format to which weights are rounded while they are loaded. None keeps them in `dtype`."""
     threads: int | None = None
     colocated_replicas: int = 0
-    """Other replicas on the same CPUs, or the same GPU: those and their free memory are divided by default."""
+    """Number of other replicas on the same CPUs or GPU. By default the replicas share CPUs and free memory equally."""
     max_model_len: int | None = None
-    """Most tokens of one sequence, prompt and output; at most what the model was made for."""
+    """Maximum tokens of one sequence, prompt and output together. Must not exceed the model's context length."""
     max_seqs: int = 64
-    """Most sequences running at once."""
+    """Maximum number of sequences running at once."""
     max_step_tokens: int = 1024
     """Token budget of one step."""
     max_prefill_fraction: float = 0.25
-    """Most of the budget that prefills may take while decodes run."""
+    """Maximum fraction of the token budget for prefills while decodes run."""
     batching: BatchingMode = "continuous"
     max_batch_wait_s: float = 0.05
-    """How long `dynamic` batching waits for a fuller batch."""
+    """Maximum time for which `dynamic` batching waits for a full batch."""
     max_steps_in_flight: int | None = None
-    """Steps under way while the next one is planned; by default what suits the device."""
+    """Number of steps in flight while the next one is planned. None takes the device's default."""
     block_size: int = 16
     num_blocks: int | None = None
     kv_dtype: Literal["auto", "fp8"] = "auto"
-    """How keys and values are held: as the model computes, or rounded to 8 bits (CUDA devices only)."""
+    """Format of cached keys and values. "auto" is the model's dtype, "fp8" rounds to 8 bits (CUDA only)."""
     kv_memory_bytes: int | None = None
-    """Memory for the KV cache; by default a fraction of what is free."""
+    """Memory for the KV cache. None takes a fraction of the free memory."""
     host_kv_bytes: int = 0
-    """Host memory for evicted KV blocks; 0 is none."""
+    """Host memory for evicted KV blocks. 0 disables the host tier."""
     pack_cache_bytes: int = DEFAULT_PACK_CACHE_BYTES
-    """Disk for packed weights, which replicas share and later starts find done; 0 is none."""
+    """Disk space for packed weights, which replicas share and later starts reuse. 0 disables the pack cache."""
     prefix_cache: bool = True
     watermark: float = 0.01
-    """Part of the blocks kept free for running sequences to grow into."""
+    """Fraction of the blocks that stays free for the growth of running sequences."""
     request_timeout_s: float = 600.0
     stall_timeout_s: float = 60.0
-    """A core that is busy and makes no step for this long is restarted."""
+    """Time without a finished step after which a busy engine core is restarted."""
     max_load_attempts: int = 3
     warmup: bool = True
 
 
 class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What `resolve` found for this model on this device."""
+    """Limits that `resolve_limits` computed for one model on one device."""
 
     max_model_len: int
     max_seqs: int
@@ -80,7 +82,7 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 DEFAULT_KV_MEMORY_FRACTION = 0.4
-"""Part of a CPU's free memory that the KV cache takes unless told otherwise: computing takes some, too."""
+"""Default fraction of a CPU's free memory for the KV cache. The rest stays for activations."""
 
 
 def resolve_limits(
@@ -91,23 +93,30 @@ def resolve_limits(
     free_bytes: int,
     kv_memory_fraction: float,
 ) -> EngineLimits:
-    """Settle every open number. Raises ValueError (with the remedy) when the settings cannot be met.
+    """Compute all limits that the settings leave open.
 
-    Sizes are in bytes; `free_bytes` is what the device has left once the weights are loaded, and
-    `kv_share` the part of it that the KV cache takes unless told otherwise.
+    Args:
+        config: The settings.
+        model_max_len: Context length of the model.
+        kv_bytes_per_token: KV bytes of all layers.
+        free_bytes: Device memory after loading the weights.
+        kv_memory_fraction: Default fraction of `free_bytes`.
+
+    Raises:
+        ValueError: The settings cannot be met. The message says what to change.
     """
     max_model_len = min(config.max_model_len or model_max_len, model_max_len)
     if config.max_model_len and config.max_model_len > model_max_len:
-        msg = f"max_model_len {config.max_model_len} exceeds the model's {model_max_len}; set it to at most that"
+        msg = f"max_model_len {config.max_model_len} exceeds the model's {model_max_len}; set it to that or less"
         raise ValueError(msg)
     block_bytes = kv_bytes_per_token * config.block_size
     blocks_per_seq = -(-max_model_len // config.block_size)
     if config.num_blocks is not None:
         num_blocks = config.num_blocks
     else:
-        memory = config.kv_memory_bytes or int(free_bytes * kv_memory_fraction)
-        most_useful = blocks_per_seq * config.max_seqs * 2
-        num_blocks = min(memory // block_bytes, most_useful)
+        kv_bytes = config.kv_memory_bytes or int(free_bytes * kv_memory_fraction)
+        max_useful_blocks = blocks_per_seq * config.max_seqs * 2
+        num_blocks = min(kv_bytes // block_bytes, max_useful_blocks)
     if num_blocks < 1:
         msg = f"no memory for one KV block of {block_bytes} bytes; raise kv_memory_bytes or free some memory"
         raise ValueError(msg)

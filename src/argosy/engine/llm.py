@@ -1,4 +1,4 @@
-"""Offline use in Python: prompts in, text out, on the same engine loop as the server."""
+"""Offline inference in Python, on the same engine loop as the server."""
 
 from __future__ import annotations
 
@@ -24,18 +24,31 @@ from argosy.engine.progress_bar import NoProgressBar, ProgressBar, RichProgressB
 from argosy.protocol import ApiError, SamplingParams
 
 ProgressMode = Literal["auto", "off"]
-"""`auto` shows a bar on standard error when that is a terminal."""
+"""Progress display of a run. `auto` draws a bar on standard error if that is a terminal."""
 
 T = TypeVar("T")
 
 
 class LLM:
-    """A model in this process. Not for use by several threads at once.
+    """Model in this process. Not thread-safe.
 
-    Loading takes seconds; the constructor returns when the model is ready and raises ValueError,
-    with the remedy, when it cannot be loaded. Without `model` the bundled one is used; an
-    `EngineConfig` in its place sets everything, and the other arguments do not count then. `quantize`
-    rounds the weights to int8 or int4 as they are loaded.
+    The constructor loads the model, which takes seconds.
+
+    Args:
+        model: Directory, hub name or complete `EngineConfig`. None loads the bundled model. An `EngineConfig` replaces
+            all other settings.
+        revision: Branch, tag or commit of a hub model.
+        dtype: Dtype of weights and activations.
+        quantize: Format of quantized weights.
+        threads: CPU threads. None takes every usable CPU.
+        max_model_len: Maximum tokens of one sequence, prompt and output together.
+        max_seqs: Maximum number of sequences running at once.
+        kv_memory_bytes: Memory for the KV cache. None takes a fraction of the free memory.
+        host_kv_bytes: Host memory for evicted KV blocks.
+        progress: Progress display of `generate` and `chat`.
+
+    Raises:
+        ValueError: The model cannot be loaded. The message says what to do.
     """
 
     def __init__(
@@ -66,7 +79,7 @@ class LLM:
         configure_quiet_logging()
         for name, value in COMPUTE_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        from argosy.engine.serving.engine_core.core import EngineCore  # brings torch
+        from argosy.engine.serving.engine_core.core import EngineCore  # imports torch
 
         self._progress = progress
         self._core = EngineCore(config, time.monotonic, lambda _what, _done: None)
@@ -79,10 +92,15 @@ class LLM:
         *,
         n: int = 1,
     ) -> list[RequestOutput]:
-        """Continue prompts; one output for each, in order, with `n` continuations.
+        """Complete prompts and return one output per prompt, in order, with `n` continuations each.
 
-        A prompt is text or a list of token ids. `sampling` is for all prompts, or one for each.
-        Raises ApiError, before anything is computed, when one of them cannot be served.
+        Args:
+            prompts: One prompt or several, as text or lists of token ids.
+            sampling: Sampling parameters for all prompts, or one item per prompt.
+            n: Continuations per prompt.
+
+        Raises:
+            ApiError: A prompt cannot be served. All prompts are validated before the first step.
         """
         return self._run_to_completion(
             _prepare_all(self._processor.prepare_completion, split_prompts(prompts), sampling, n)
@@ -95,14 +113,14 @@ class LLM:
         *,
         n: int = 1,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or several; otherwise as `generate`."""
+        """Answer one conversation or several, with the arguments and errors of `generate`."""
         return self._run_to_completion(
             _prepare_all(self._processor.prepare_chat, split_conversations(messages), sampling, n)
         )
 
     def _run_to_completion(self, collectors: list[RequestOutputCollector]) -> list[RequestOutput]:
-        """Step the engine until every request has ended; leaves nothing in it, whatever happens."""
-        open_ = {request.id: c for c in collectors for request in c.requests}
+        """Step the engine until every request has ended. On an error, abort the remaining requests."""
+        collectors_by_id = {request.id: c for c in collectors for request in c.requests}
         for collector in collectors:
             for request in collector.requests:
                 self._core.add(request)
@@ -110,32 +128,34 @@ class LLM:
             with (
                 RichProgressBar(len(collectors))
                 if self._progress == "auto"
-                else NoProgressBar() as shown
+                else NoProgressBar() as progress_bar
             ):
-                while open_:
-                    self._step(open_, shown)
+                while collectors_by_id:
+                    self._step(collectors_by_id, progress_bar)
         finally:
-            self._core.abort(list(open_))
+            self._core.abort(list(collectors_by_id))
             while self._core.has_work:
                 self._core.step()
         return [collector.to_output() for collector in collectors]
 
-    def _step(self, open_: dict[str, RequestOutputCollector], progress_bar: ProgressBar) -> None:
-        ended = []
+    def _step(
+        self, collectors_by_id: dict[str, RequestOutputCollector], progress_bar: ProgressBar
+    ) -> None:
+        stopped_ids = []
         deltas = self._core.step().deltas
         progress_bar.add_tokens(sum(len(delta.tokens) for delta in deltas))
         for delta in deltas:
-            collector = open_.get(delta.id)
+            collector = collectors_by_id.get(delta.id)
             if collector is None:
                 continue
             if collector.push(delta):
-                del open_[delta.id]
-                if delta.finish_reason is None:  # a stop string, which the core knows nothing of
-                    ended.append(delta.id)
+                del collectors_by_id[delta.id]
+                if delta.finish_reason is None:  # a stop string, which the core does not check
+                    stopped_ids.append(delta.id)
                 if collector.is_done:
                     progress_bar.advance(1)
-        if ended:
-            self._core.abort(ended)
+        if stopped_ids:
+            self._core.abort(stopped_ids)
 
 
 def _prepare_all(
@@ -144,13 +164,13 @@ def _prepare_all(
     sampling: SamplingParams | Sequence[SamplingParams] | None,
     n: int,
 ) -> list[RequestOutputCollector]:
-    """Check them all; a refusal says which prompt it is about."""
+    """Validate all prompts. An `ApiError` names the number of the invalid prompt."""
     collectors = []
-    for number, (item, params) in enumerate(
+    for number, (prompt, params) in enumerate(
         zip(prompts, expand_sampling_params(sampling, len(prompts)), strict=True)
     ):
         try:
-            collectors.append(prepare(item, params, n))
+            collectors.append(prepare(prompt, params, n))
         except ApiError as error:
             message = f"prompt {number}: {error.message}"
             raise ApiError(error.status, error.code, message, param=error.param) from error

@@ -1,4 +1,4 @@
-"""From Python arguments to checked engine requests: the door of `LLM` and `AsyncLLM`."""
+"""Validation of `LLM` and `AsyncLLM` arguments, which turns them into engine requests."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from argosy.models import BUNDLED_MODEL
 from argosy.protocol import ApiError, ChatCompletionRequest, CompletionRequest, SamplingParams
 
 TextOrTokens = str | Sequence[int]
-"""A prompt: text, or token ids."""
+"""Prompt, as text or as token ids."""
 Conversation = Sequence[dict[str, Any]]
-"""Messages as the OpenAI API has them: `{"role": "user", "content": "Hello"}`."""
+"""Messages in the format of the OpenAI API, such as `{"role": "user", "content": "Hello"}`."""
 
 
 def to_engine_config(
@@ -40,7 +40,7 @@ def to_engine_config(
     kv_memory_bytes: int | None,
     host_kv_bytes: int,
 ) -> EngineConfig:
-    """The settings: those of an `EngineConfig` as they are, or made from a model and options."""
+    """Return `model` if it is an `EngineConfig`. Otherwise build one from the model and the options."""
     if isinstance(model, EngineConfig):
         return model
     return EngineConfig(
@@ -57,7 +57,7 @@ def to_engine_config(
 
 
 def configure_quiet_logging() -> None:
-    """Keep the engine's log out of a program that has not configured structlog: warnings, stderr."""
+    """Log warnings only, to standard error, unless the program has configured structlog itself."""
     if not structlog.is_configured():
         structlog.configure(
             wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
@@ -66,7 +66,10 @@ def configure_quiet_logging() -> None:
 
 
 class OfflineRequestProcessor:
-    """Checks prompts and parameters exactly as the HTTP door does. Raises ApiError, never later."""
+    """Validator of prompts and parameters, with the same rules as the HTTP API.
+
+    Validates eagerly. Methods raise `ApiError` before a request is queued.
+    """
 
     def __init__(self, config: EngineConfig, ready: CoreReady) -> None:
         path = resolve_model_path(config.model, config.revision)
@@ -77,76 +80,92 @@ class OfflineRequestProcessor:
     def prepare_completion(
         self, prompt: TextOrTokens, params: SamplingParams, n: int
     ) -> RequestOutputCollector:
-        """A prompt to continue."""
-        given = prompt if isinstance(prompt, str) else list(prompt)
+        """Validate a prompt and return the collector of its engine requests."""
+        prompt_field = prompt if isinstance(prompt, str) else list(prompt)
         body = msgspec.convert(
-            _sampling_fields(params, n) | {"prompt": given, "logprobs": params.logprobs},
+            _sampling_fields(params, n) | {"prompt": prompt_field, "logprobs": params.logprobs},
             CompletionRequest,
         )
-        name = self._next_request_id()
-        job = self._processor.prepare_completion(body, GatewayHeaders(request_id=name))
+        request_id = self._next_request_id()
+        prepared = self._processor.prepare_completion(body, GatewayHeaders(request_id=request_id))
         return RequestOutputCollector(
-            name, prompt if isinstance(prompt, str) else None, job, self.tokenizer
+            request_id, prompt if isinstance(prompt, str) else None, prepared, self.tokenizer
         )
 
     def prepare_chat(
         self, messages: Conversation, params: SamplingParams, n: int
     ) -> RequestOutputCollector:
-        """A conversation to answer."""
-        asked = {
+        """Validate a conversation and return the collector of its engine requests."""
+        chat_fields = {
             "messages": list(messages),
             "logprobs": None if params.logprobs is None else True,
             "top_logprobs": params.logprobs,
         }
         try:
-            body = msgspec.convert(_sampling_fields(params, n) | asked, ChatCompletionRequest)
+            body = msgspec.convert(_sampling_fields(params, n) | chat_fields, ChatCompletionRequest)
         except msgspec.ValidationError as error:
-            raise ApiError(400, "invalid_value", f"not a conversation: {error}") from error
-        name = self._next_request_id()
-        job = self._processor.prepare_chat(body, GatewayHeaders(request_id=name))
-        return RequestOutputCollector(name, None, job, self.tokenizer)
+            raise ApiError(
+                400, "invalid_value", f"messages are not a conversation: {error}"
+            ) from error
+        request_id = self._next_request_id()
+        prepared = self._processor.prepare_chat(body, GatewayHeaders(request_id=request_id))
+        return RequestOutputCollector(request_id, None, prepared, self.tokenizer)
 
     def _next_request_id(self) -> str:
         return f"offline-{next(self._request_numbers)}"
 
 
 def split_prompts(prompts: TextOrTokens | Sequence[TextOrTokens]) -> list[TextOrTokens]:
-    """One prompt or several, as a list. Raises ValueError when that cannot be told."""
+    """Return one prompt or several as a list.
+
+    Raises:
+        ValueError: The sequence mixes token ids and prompts.
+    """
     if isinstance(prompts, str):
         return [prompts]
-    ids = [item for item in prompts if isinstance(item, int)]
-    several = [item for item in prompts if not isinstance(item, int)]
-    if ids and several:
+    token_ids = [item for item in prompts if isinstance(item, int)]
+    prompt_list = [item for item in prompts if not isinstance(item, int)]
+    if token_ids and prompt_list:
         raise ValueError("prompts mix token ids and prompts; give a list of lists of ids")
-    return [ids] if ids else several
+    return [token_ids] if token_ids else prompt_list
 
 
 def split_conversations(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
-    """One conversation or several, as a list. Raises ValueError when that cannot be told."""
-    single = [item for item in messages if isinstance(item, dict)]
-    several = [item for item in messages if not isinstance(item, dict)]
-    if single and several:
-        raise ValueError("messages mix conversations and messages; give one or the other")
-    return [single] if single else several
+    """Return one conversation or several as a list.
+
+    Raises:
+        ValueError: The sequence mixes messages and conversations.
+    """
+    message_list = [item for item in messages if isinstance(item, dict)]
+    conversations = [item for item in messages if not isinstance(item, dict)]
+    if message_list and conversations:
+        raise ValueError(
+            "messages mix conversations and messages; give one conversation or a list of conversations"
+        )
+    return [message_list] if message_list else conversations
 
 
 def expand_sampling_params(
     sampling: SamplingParams | Sequence[SamplingParams] | None, count: int
 ) -> list[SamplingParams]:
-    """The parameters of each of `count` prompts. Raises ValueError when the numbers differ."""
+    """Return the sampling parameters of each of `count` prompts.
+
+    Raises:
+        ValueError: `sampling` is a sequence of another length than `count`.
+    """
     if sampling is None:
         sampling = SamplingParams()
     if isinstance(sampling, SamplingParams):
         return [sampling] * count
     if len(sampling) != count:
         raise ValueError(
-            f"{len(sampling)} SamplingParams for {count} prompts; give one, or one for each"
+            f"{len(sampling)} SamplingParams for {count} prompts; give one for all prompts or one per prompt"
         )
     return list(sampling)
 
 
 def _sampling_fields(params: SamplingParams, n: int) -> dict[str, Any]:
-    """Sampling parameters as the fields of a request body."""
+    """Convert sampling parameters to the fields of a request body."""
     return {
         "model": "",
         "n": n,

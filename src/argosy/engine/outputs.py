@@ -1,4 +1,4 @@
-"""What `LLM` and `AsyncLLM` hand back, and how it is put together from deltas."""
+"""Results of `LLM` and `AsyncLLM`, and the collector that assembles them from token deltas."""
 
 from __future__ import annotations
 
@@ -7,31 +7,30 @@ from dataclasses import dataclass, field
 
 from argosy.engine.serving.core_messages import Delta, EngineRequest, TokenLogprob
 from argosy.engine.serving.preprocessing.request_processor import PreparedRequest
-from argosy.engine.serving.text.choice import Choice
-from argosy.engine.serving.text.choice import PromptState as PromptState
+from argosy.engine.serving.text.choice import Choice, PromptState
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.protocol import ApiError, FinishReason
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """One continuation of a prompt."""
+    """Continuation of a prompt."""
 
     index: int
-    """Which of the `n` continuations this is."""
+    """Index among the `n` continuations of the prompt."""
     text: str
     token_ids: list[int]
     finish_reason: FinishReason | None
-    """Why it ended; None while it goes on, or when `error` says what went wrong."""
+    """Reason for the end. None while the continuation runs, or if it failed with `error`."""
     stop_reason: int | str | None
-    """The stop string or stop token that ended it; None for the model's own end."""
+    """Stop string or stop token that ended the text. None for an end-of-sequence token or a length limit."""
     logprobs: list[TokenLogprob] | None
-    """One for each of `token_ids`, when `SamplingParams.logprobs` asked for them."""
+    """Log-probabilities, one entry per token of `token_ids`. None unless `SamplingParams.logprobs` is set."""
     error: str | None = None
 
     @property
     def cumulative_logprob(self) -> float | None:
-        """Natural-log probability of the whole continuation, when log-probabilities are there."""
+        """Natural logarithm of the continuation's probability. None without `logprobs`."""
         if self.logprobs is None:
             return None
         return sum(entry.logprob for entry in self.logprobs)
@@ -39,22 +38,22 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """A prompt and its continuations."""
+    """Prompt and its continuations."""
 
     request_id: str
     prompt: str
-    """The text that was given, or that the given tokens or messages amount to."""
+    """Prompt text. If the caller gave token ids or messages, their decoded text."""
     prompt_token_ids: list[int]
     prompt_logprobs: list[TokenLogprob] | None
-    """For each token of the prompt but the first, when `SamplingParams.prompt_logprobs` is set."""
+    """Log-probabilities of every prompt token but the first. None unless `SamplingParams.prompt_logprobs` is set."""
     cached_tokens: int
-    """Prompt tokens that the prefix cache saved computing."""
+    """Prompt tokens whose KV came from the prefix cache."""
     outputs: list[CompletionOutput]
 
 
 @dataclass(slots=True)
 class _CompletionState:
-    """A continuation as far as it has come."""
+    """Mutable state of one continuation."""
 
     request: EngineRequest
     choice: Choice
@@ -78,20 +77,20 @@ class _CompletionState:
         self.logprobs += piece.logprobs
 
     def to_output(self) -> CompletionOutput:
-        wanted = self.request.params.logprobs is not None
+        has_logprobs = self.request.params.logprobs is not None
         return CompletionOutput(
             index=self.choice.index,
             text=self.text,
             token_ids=list(self.tokens),
             finish_reason=self.choice.finish_reason,
             stop_reason=self.choice.stop_reason,
-            logprobs=list(self.logprobs) if wanted else None,
+            logprobs=list(self.logprobs) if has_logprobs else None,
             error=self.error,
         )
 
 
 class RequestOutputCollector:
-    """Puts the continuations of one prompt together."""
+    """Assembles the continuations of one prompt from deltas."""
 
     def __init__(
         self,
@@ -104,9 +103,11 @@ class RequestOutputCollector:
         self._request_id = request_id
         self._prompt_state = PromptState(first.prompt, None)
         self._has_prompt_logprobs = first.params.prompt_logprobs is not None
-        ids = first.prompt
+        token_ids = first.prompt
         self._prompt_text = (
-            tokenizer.decode(ids, skip_special_tokens=False) if prompt_text is None else prompt_text
+            tokenizer.decode(token_ids, skip_special_tokens=False)
+            if prompt_text is None
+            else prompt_text
         )
         self._completions = {
             request.id: _CompletionState(
@@ -117,23 +118,26 @@ class RequestOutputCollector:
 
     @property
     def requests(self) -> Iterable[EngineRequest]:
-        """The engine requests, a lead before its siblings."""
-        return (answer.request for answer in self._completions.values())
+        """Engine requests of the prompt. The lead, whose KV the siblings share, is first."""
+        return (completion.request for completion in self._completions.values())
 
     @property
     def is_done(self) -> bool:
         """Whether every continuation has ended."""
-        return all(answer.is_done for answer in self._completions.values())
+        return all(completion.is_done for completion in self._completions.values())
 
     def push(self, delta: Delta) -> bool:
-        """Take a delta; whether its continuation has ended (by a stop string: before the engine)."""
-        answer = self._completions[delta.id]
-        if not answer.is_done:
-            answer.push(delta)
-        return answer.is_done
+        """Add a delta and return whether its continuation has ended.
+
+        A stop string ends a continuation before the engine ends the request.
+        """
+        completion = self._completions[delta.id]
+        if not completion.is_done:
+            completion.push(delta)
+        return completion.is_done
 
     def to_output(self) -> RequestOutput:
-        """Everything so far."""
+        """Return the cumulative output."""
         return RequestOutput(
             request_id=self._request_id,
             prompt=self._prompt_text,
@@ -142,5 +146,5 @@ class RequestOutputCollector:
             if self._has_prompt_logprobs
             else None,
             cached_tokens=self._prompt_state.cached_tokens,
-            outputs=[answer.to_output() for answer in self._completions.values()],
+            outputs=[completion.to_output() for completion in self._completions.values()],
         )

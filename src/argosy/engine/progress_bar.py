@@ -1,4 +1,4 @@
-"""A bar on standard error for offline runs: prompts done, tokens per second, time left."""
+"""Progress bar of offline runs on standard error, with finished prompts, tokens per second and remaining time."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from rich.console import Console
 
 
 class ProgressBar(Protocol):
-    """Hears how far a run has come."""
+    """Display of a run's progress."""
 
     def advance(self, prompts: int) -> None:
-        """So many more prompts are done."""
+        """Add `prompts` to the number of finished prompts."""
         ...
 
     def add_tokens(self, count: int) -> None:
-        """So many more tokens were generated."""
+        """Add `count` to the number of generated tokens."""
         ...
 
 
 class NoProgressBar:
-    """Shows nothing."""
+    """Progress bar that displays nothing."""
 
     def __enter__(self) -> Self:
         return self
@@ -32,14 +32,14 @@ class NoProgressBar:
         return None
 
     def advance(self, prompts: int) -> None:
-        """Nothing to show."""
+        """Ignore the progress."""
 
     def add_tokens(self, count: int) -> None:
-        """Nothing to show."""
+        """Ignore the progress."""
 
 
 class RichProgressBar:
-    """A bar; drawn only when standard error is a terminal."""
+    """Progress bar that is drawn only if standard error is a terminal."""
 
     def __init__(self, total: int) -> None:
         console = Console(stderr=True)
@@ -70,11 +70,11 @@ class RichProgressBar:
         self._bar.stop()
 
     def advance(self, prompts: int) -> None:
-        """So many more prompts are done."""
+        """Add `prompts` to the number of finished prompts."""
         self._bar.advance(self._task, prompts)
 
     def add_tokens(self, count: int) -> None:
-        """So many more tokens were generated."""
+        """Add `count` to the number of generated tokens and update the rate."""
         self._tokens += count
         elapsed = max(time.monotonic() - self._started_at, 1e-3)
         self._bar.update(self._task, rate=self._tokens / elapsed)

@@ -1,4 +1,4 @@
-"""Which replica computes where on this machine. Nothing here loads torch or CUDA: it is done before replicas start."""
+"""Assignment of replicas to GPUs. Runs before replicas start, and loads neither torch nor CUDA."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 GpuSharing = Literal["own", "shared"]
-"""Each replica has a GPU of its own, or several may be on one."""
+"""Whether each replica has its own GPU, or several replicas may share a GPU."""
 
 VISIBLE_DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
 NVML_LIBRARY = "libnvidia-ml.so.1"
@@ -21,57 +21,70 @@ _DEVICE_NAME = re.compile(r"\d+|(GPU|MIG)-[\w/-]+")
 
 @dataclass(frozen=True, slots=True)
 class DeviceAssignment:
-    """Where a replica computes."""
+    """Device of one replica."""
 
     gpu: str | None
-    """As `CUDA_VISIBLE_DEVICES` names it; None: on the CPU, or wherever its own settings say."""
+    """GPU in the syntax of `CUDA_VISIBLE_DEVICES`, or None for the CPU or the device in the replica's settings."""
     colocated_replicas: int
-    """Other replicas there: they divide it."""
+    """Number of other replicas on the same device, which share its memory and cores."""
 
 
 def assign_devices(
     num_replicas: int, gpus: Sequence[str], sharing: GpuSharing
 ) -> list[DeviceAssignment]:
-    """One for each replica, round robin. Raises ValueError when there is not a GPU for each, and there should be."""
+    """Assign a device to each replica, round robin.
+
+    Args:
+        num_replicas: Number of replicas.
+        gpus: Usable GPUs; empty for the CPU.
+        sharing: Whether several replicas may share a GPU.
+
+    Raises:
+        ValueError: `sharing` is `own` and there are more replicas than GPUs.
+    """
     if not gpus:
         return [DeviceAssignment(None, num_replicas - 1)] * num_replicas
     if num_replicas > len(gpus) and sharing == "own":
-        message = f"{num_replicas} replicas need as many GPUs, and {len(gpus)} can be used ({', '.join(gpus)})"
+        message = f"{num_replicas} replicas need as many GPUs, but {len(gpus)} can be used ({', '.join(gpus)})"
         raise ValueError(
             f"{message}; start at most {len(gpus)}, or let them share with --gpus shared"
         )
-    taken = [gpus[number % len(gpus)] for number in range(num_replicas)]
-    return [DeviceAssignment(gpu, taken.count(gpu) - 1) for gpu in taken]
+    assigned = [gpus[number % len(gpus)] for number in range(num_replicas)]
+    return [DeviceAssignment(gpu, assigned.count(gpu) - 1) for gpu in assigned]
 
 
 def usable_gpus(
     device: Literal["auto", "cpu", "cuda"], environment: Mapping[str, str]
 ) -> tuple[str, ...]:
-    """The GPUs that a replica with this setting may take, as `CUDA_VISIBLE_DEVICES` names them."""
+    """Return the GPUs that a replica with this `device` setting may use, in the syntax of `CUDA_VISIBLE_DEVICES`."""
     if device == "cpu" or (device == "auto" and not _is_torch_built_with_cuda()):
         return ()
     return visible_gpus(environment, count_installed_gpus)
 
 
 def visible_gpus(environment: Mapping[str, str], count_gpus: Callable[[], int]) -> tuple[str, ...]:
-    """The GPUs that CUDA would show a process of this environment, in its order.
+    """Return the GPUs that CUDA shows to a process with this environment, in its order.
 
-    As in CUDA's programming guide (section "CUDA environment variables"): those before the first name that is none.
+    CUDA ignores the names after the first invalid name (CUDA programming guide, "CUDA environment variables").
+
+    Args:
+        environment: Environment variables.
+        count_gpus: Returns the number of installed GPUs.
     """
     count = count_gpus()
-    told = environment.get(VISIBLE_DEVICES_VARIABLE)
-    if told is None:
+    visible = environment.get(VISIBLE_DEVICES_VARIABLE)
+    if visible is None:
         return tuple(map(str, range(count)))
 
-    def there(name: str) -> bool:
-        known = _DEVICE_NAME.fullmatch(name) is not None
-        return known and (not name.isdigit() or int(name) < count)
+    def is_valid(name: str) -> bool:
+        has_valid_syntax = _DEVICE_NAME.fullmatch(name) is not None
+        return has_valid_syntax and (not name.isdigit() or int(name) < count)
 
-    return tuple(takewhile(there, map(str.strip, told.split(","))))
+    return tuple(takewhile(is_valid, map(str.strip, visible.split(","))))
 
 
 def count_installed_gpus(library: str = NVML_LIBRARY) -> int:
-    """How many GPUs the driver shows this process: 0 where there is no driver."""
+    """Return the number of GPUs that the driver reports, or 0 without a driver."""
     try:
         nvml = ctypes.CDLL(library)
     except OSError:
@@ -87,7 +100,7 @@ def count_installed_gpus(library: str = NVML_LIBRARY) -> int:
 
 
 def _is_torch_built_with_cuda() -> bool:
-    """Whether the torch that is installed was built for CUDA."""
+    """Return whether the installed torch was built for CUDA."""
     torch = importlib.util.find_spec("torch")
     if torch is None or torch.origin is None:
         return False

@@ -1,4 +1,4 @@
-"""What a launched replica is told, and what it tells: JSON, one message a line."""
+"""Messages between a launcher and a replica process: JSON, one message per line."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from argosy.engine import EngineConfig, ReplicaServerConfig
 
 
 class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One replica as it is wanted."""
+    """Wanted state of one replica."""
 
     name: str
-    """Its id; also in its logs."""
+    """Id of the replica, also in its logs."""
     server: ReplicaServerConfig
-    """Where it listens is the launcher's affair: host, port, socket and TLS are replaced."""
+    """Server settings. The launcher replaces the host, the port, the socket and TLS."""
     engine: EngineConfig
     gpu: str | None = None
-    """The only one that it sees, as `CUDA_VISIBLE_DEVICES` names it; None: what its launcher sees."""
+    """GPU visible to the replica, in the syntax of `CUDA_VISIBLE_DEVICES`. None leaves the variable unchanged."""
 
 
 class ReplicaLoading(msgspec.Struct, frozen=True, tag=True):
-    """It is getting ready."""
+    """Report that the replica is loading."""
 
     activity: str
     fraction: float
-    """0 to 1."""
+    """Progress from 0 to 1."""
 
 
 class ReplicaServing(msgspec.Struct, frozen=True, tag=True):
-    """It takes requests."""
+    """Report that the replica is ready."""
 
 
 class ReplicaRefused(msgspec.Struct, frozen=True, tag=True):
-    """It cannot serve, or no longer; its process ends."""
+    """Report that the replica cannot serve, or no longer. The process exits after it."""
 
     message: str
 

@@ -1,4 +1,4 @@
-"""The face of every launcher: what makes replicas run somewhere."""
+"""Interface of launchers, which run replicas in some environment."""
 
 from __future__ import annotations
 
@@ -11,25 +11,29 @@ from argosy.policy import ProcessRun
 
 
 class Launcher(Protocol):
-    """Starts and ends replicas, and knows which there are. Doing anything twice does nothing the second time."""
+    """Starts and stops replicas and lists their processes. All methods are idempotent."""
 
     @property
     def changed(self) -> asyncio.Event:
-        """Set whenever a life begins, becomes ready or ends; whoever waits for it clears it."""
+        """Event that is set whenever a process starts, becomes ready or exits. The waiting task clears it."""
         ...
 
     def list_runs(self) -> Mapping[str, ProcessRun]:
-        """The latest life of each replica that was started, by name."""
+        """Return the latest process run of each replica that was started, by name."""
         ...
 
     async def start(self, spec: ReplicaSpec) -> None:
-        """Begin a life, unless the replica of that name lives. Raises OSError when no process can be made."""
+        """Start a process unless the replica has a running one.
+
+        Raises:
+            OSError: The process cannot be created.
+        """
         ...
 
     async def drain(self, name: str) -> None:
-        """Let it finish what runs, within its drain deadline, and end; returns when it has, or is late."""
+        """Let the replica finish running requests and exit. Returns after the exit or the drain deadline."""
         ...
 
     async def stop(self, name: str) -> None:
-        """End it at once; returns when it has ended."""
+        """Kill the replica. Returns after its exit."""
         ...

@@ -1,4 +1,4 @@
-"""Replicas as processes on this machine, each behind a Unix socket in a private folder."""
+"""Launcher of replicas as processes on this machine, each behind a Unix socket in a private folder."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from argosy.policy import ProcessRun
 HEALTH_CHECK_INTERVAL_S = 1.0
 HEALTH_CHECK_TIMEOUT_S = 5.0
 SHUTDOWN_GRACE_S = 10.0
-"""How long after its drain deadline a replica may take to close its engine."""
+"""Time that a replica has after its drain deadline to close its engine."""
 MAX_REPORT_BYTES = 1 << 20
 HEALTH_REQUEST = b"GET /health HTTP/1.1\r\nhost: replica\r\nconnection: close\r\n\r\n"
 
@@ -37,63 +37,64 @@ log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.fleet"
 
 
 class LocalLauncher:
-    """A `Launcher`. Belongs to one event loop, whose thread must live as long as the replicas shall.
+    """`Launcher` of local processes.
 
-    `progress` is told what is being loaded and how much of it is done (0 to 1), of whichever replica.
+    Not thread-safe: use it from one event loop. The thread of the loop must live as long as the replicas, because
+    Linux kills them when their parent thread ends.
+
+    Args:
+        folder: Private folder for sockets and temporary files.
+        on_progress: Called with the activity and its fraction (0 to 1) while any replica loads.
     """
 
-    def __init__(self, folder: Path, progress: Callable[[str, float], None]) -> None:
+    def __init__(self, folder: Path, on_progress: Callable[[str, float], None]) -> None:
         self._folder = folder
-        self._progress = progress
+        self._on_progress = on_progress
         self._processes: dict[str, _ReplicaProcess] = {}
         self.changed = asyncio.Event()
 
     def socket_path(self, name: str) -> Path:
-        """Where the replica of this name listens, in each of its lives."""
+        """Return the socket path of the replica, which is the same for all its processes."""
         return self._folder / f"{name}.sock"
 
     def list_runs(self) -> Mapping[str, ProcessRun]:
-        """See `Launcher`."""
-        return {name: child.run for name, child in self._processes.items()}
+        return {name: process.run for name, process in self._processes.items()}
 
     async def start(self, spec: ReplicaSpec) -> None:
-        """See `Launcher`."""
-        child = self._processes.get(spec.name)
-        if child is not None and child.run.exited_at is None:
+        current = self._processes.get(spec.name)
+        if current is not None and current.run.exited_at is None:
             return
         socket = self.socket_path(spec.name)
         ensure_folder(self._folder)
-        process = await _spawn_process(self._build_environment(spec))
-        child = _ReplicaProcess(spec, socket, process, self._progress, self.changed)
-        self._processes[spec.name] = child
-        log.info("replica_started", replica=spec.name, pid=child.pid)
+        subprocess = await _spawn_process(self._build_environment(spec))
+        process = _ReplicaProcess(spec, socket, subprocess, self._on_progress, self.changed)
+        self._processes[spec.name] = process
+        log.info("replica_started", replica=spec.name, pid=process.pid)
         self.changed.set()
 
     async def drain(self, name: str) -> None:
-        """See `Launcher`."""
         if name in self._processes:
             await self._processes[name].drain()
 
     async def stop(self, name: str) -> None:
-        """See `Launcher`."""
         if name in self._processes:
             await self._processes[name].kill()
 
     def _build_environment(self, spec: ReplicaSpec) -> dict[str, str]:
-        """Ours, with what it may see; what it leaves behind when it is killed goes with the folder."""
-        shown = {} if spec.gpu is None else {VISIBLE_DEVICES_VARIABLE: spec.gpu}
-        return os.environ | shown | {"TMPDIR": str(self._folder)}
+        """Return this process's environment with the replica's GPU. Temporary files are removed with the folder."""
+        visible_gpu = {} if spec.gpu is None else {VISIBLE_DEVICES_VARIABLE: spec.gpu}
+        return os.environ | visible_gpu | {"TMPDIR": str(self._folder)}
 
 
 class _ReplicaProcess:
-    """One life of a replica: its process, what it reports, and whether it answers."""
+    """Process of a replica, with its reports and its health."""
 
     def __init__(
         self,
         spec: ReplicaSpec,
         socket: Path,
         process: asyncio.subprocess.Process,
-        progress: Callable[[str, float], None],
+        on_progress: Callable[[str, float], None],
         changed: asyncio.Event,
     ) -> None:
         self.run = ProcessRun(time.monotonic())
@@ -101,14 +102,14 @@ class _ReplicaProcess:
         self._drain_timeout_s = spec.server.drain_deadline_s + SHUTDOWN_GRACE_S
         self._socket = socket
         self._process = process
-        self._progress = progress
+        self._on_progress = on_progress
         self._changed = changed
         self._exited = asyncio.Event()
-        self._watch_task = asyncio.create_task(self._watch(), name=f"follow-{spec.name}")
-        where = msgspec.structs.replace(spec.server, uds=str(socket), tls=None, log_name=spec.name)
-        told = msgspec.structs.replace(spec, server=where)
+        self._watch_task = asyncio.create_task(self._watch(), name=f"watch-{spec.name}")
+        server = msgspec.structs.replace(spec.server, uds=str(socket), tls=None, log_name=spec.name)
+        local_spec = msgspec.structs.replace(spec, server=server)
         if process.stdin is not None:
-            process.stdin.write(msgspec.json.encode(told) + b"\n")
+            process.stdin.write(msgspec.json.encode(local_spec) + b"\n")
 
     @property
     def pid(self) -> int:
@@ -132,15 +133,15 @@ class _ReplicaProcess:
                 self._process.send_signal(number)
 
     async def _watch(self) -> None:
-        """From the first report to the end of the process."""
-        asking = asyncio.create_task(self._poll_health(), name=f"ask-{self._name}")
+        """Handle the reports until the process exits."""
+        health_task = asyncio.create_task(self._poll_health(), name=f"health-{self._name}")
         try:
             if self._process.stdout is not None:
                 async for line in self._process.stdout:
                     self._on_report(line)
             status = await self._process.wait()
         finally:
-            asking.cancel()
+            health_task.cancel()
         log.info("replica_exited", replica=self._name, status=status)
         if self._process.stdin is not None:
             self._process.stdin.close()
@@ -155,8 +156,8 @@ class _ReplicaProcess:
             log.warning("replica_report_invalid", replica=self._name, reason=str(error))
             return
         match report:
-            case ReplicaLoading(what, done):
-                self._progress(what, done)
+            case ReplicaLoading(activity, fraction):
+                self._on_progress(activity, fraction)
             case ReplicaServing():
                 self.run = replace(self.run, ready_at=time.monotonic())
                 self._changed.set()
@@ -164,7 +165,7 @@ class _ReplicaProcess:
                 self.run = replace(self.run, start_error=message)
 
     async def _poll_health(self) -> None:
-        """Note when it answers, again and again."""
+        """Record the time of the latest response to a health check. Runs until it is cancelled."""
         while True:
             with contextlib.suppress(OSError, TimeoutError):
                 async with asyncio.timeout(HEALTH_CHECK_TIMEOUT_S):
@@ -180,12 +181,16 @@ async def _spawn_process(environment: dict[str, str]) -> asyncio.subprocess.Proc
         stdout=asyncio.subprocess.PIPE,
         limit=MAX_REPORT_BYTES,
         env=environment,
-        start_new_session=True,  # signals from the terminal are ours to act on
+        start_new_session=True,  # keeps signals of the terminal from the replica; the controller handles them
     )
 
 
 async def _is_responding(socket: Path) -> bool:
-    """Whether anybody answers there as a replica does. Raises OSError when nobody listens."""
+    """Return whether an HTTP server responds at the socket.
+
+    Raises:
+        OSError: No process listens at the socket.
+    """
     reader, writer = await asyncio.open_unix_connection(socket)
     try:
         writer.write(HEALTH_REQUEST)

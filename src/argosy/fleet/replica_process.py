@@ -1,7 +1,7 @@
-"""One replica as a process of whoever launched it: `python -m argosy.fleet.replica_process`.
+"""Process of one replica, started by a launcher: `python -m argosy.fleet.replica_process`.
 
-It reads a `ReplicaSpec` as a line of JSON from stdin and writes `Report`s as lines to stdout. Its launcher keeps
-stdin open: when that ends the launcher is gone, and so is the replica.
+The process reads a `ReplicaSpec` as one line of JSON from standard input, and writes `ReplicaReport`s as lines to
+standard output. The launcher keeps standard input open. When it is closed the launcher is gone, and the process exits.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
-    """Serve until told to stop; the exit status."""
+    """Serve until SIGTERM, and return the exit status."""
     _set_parent_death_signal()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the launcher, which decides
-    reports = os.dup(1)
-    os.dup2(2, 1)  # what a library prints belongs to the log
-    with PrestartedCore() as early:  # its imports take longest: it does them during ours
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the launcher decides what to stop
+    report_fd = os.dup(1)
+    os.dup2(2, 1)  # redirects what libraries print from the reports to the log
+    with PrestartedCore() as core:  # the core's slow imports run in parallel with this process's
         line = sys.stdin.buffer.readline()
-        if not line:  # the launcher has changed its mind
+        if not line:  # the launcher is gone
             return 0
         threading.Thread(target=_exit_with_launcher, name="launcher", daemon=True).start()
-        return _serve(line, reports, early)
+        return _serve(line, report_fd, core)
 
 
-def _serve(line: bytes, reports: int, early: PrestartedCore) -> int:
+def _serve(line: bytes, report_fd: int, core: PrestartedCore) -> int:
     import msgspec
 
     from argosy.engine import EngineFailedError, serve_replica
@@ -49,7 +49,7 @@ def _serve(line: bytes, reports: int, early: PrestartedCore) -> int:
     protect_standard_streams()
 
     def report(message: ReplicaReport) -> None:
-        os.write(reports, msgspec.json.encode(message) + b"\n")
+        os.write(report_fd, msgspec.json.encode(message) + b"\n")
 
     spec = msgspec.json.decode(line, type=ReplicaSpec)
     try:
@@ -57,8 +57,8 @@ def _serve(line: bytes, reports: int, early: PrestartedCore) -> int:
             spec.server,
             spec.engine,
             on_ready=lambda _url: report(ReplicaServing()),
-            on_load_progress=lambda what, done: report(ReplicaLoading(what, done)),
-            prestarted_core=early,
+            on_load_progress=lambda activity, fraction: report(ReplicaLoading(activity, fraction)),
+            prestarted_core=core,
         )
     except (EngineFailedError, ValueError) as error:
         report(ReplicaRefused(str(error)))
@@ -70,13 +70,13 @@ def _serve(line: bytes, reports: int, early: PrestartedCore) -> int:
 
 
 def _set_parent_death_signal() -> None:
-    """Ask Linux to kill this process with the thread that made it, even if it hangs."""
+    """Let Linux kill this process when the thread that created it ends, even if this process hangs."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _exit_with_launcher() -> NoReturn:
-    os.read(0, 1)  # nothing more is sent: this returns when the other end is closed
+    os.read(0, 1)  # the launcher sends nothing more, so this returns when it closes the pipe
     os._exit(EXIT_FAILED)
 
 

@@ -1,4 +1,4 @@
-"""Keeps replicas as they are wanted: starts what is not there, again what died, and ends what hangs."""
+"""Supervision of replicas: starts missing replicas, restarts exited ones and kills those that hang."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from argosy.policy import ProcessRun, RestartLimits, SupervisionAction, Supervis
 
 RECONCILE_INTERVAL_S = 0.5
 KILL_TIMEOUT_S = 5.0
-"""How long a process that was killed may take to end: one that waits in the kernel may take for ever."""
+"""Time to wait for a killed process. A process that is blocked in the kernel may never exit."""
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.fleet")
 
 
 class FleetFailedError(RuntimeError):
-    """No replica is left that could be started; the message says why."""
+    """Raised if no replica is left that can be started. The message contains the reason."""
 
 
 class Supervisor:
-    """Holds replicas to their specs. Belongs to one event loop."""
+    """Keeps replicas running by their specs. Not thread-safe: use it from one event loop."""
 
     def __init__(
         self, launcher: Launcher, specs: Sequence[ReplicaSpec], limits: RestartLimits | None = None
@@ -34,82 +34,89 @@ class Supervisor:
         self._specs = specs
         self._policies = {spec.name: SupervisionPolicy(limits) for spec in specs}
         self._pending_actions: dict[str, asyncio.Task[None]] = {}
-        """What is being done about a replica: nobody else waits for it."""
+        """Running start or kill of each replica, by name. A replica with one gets no other action."""
         self.any_ready = asyncio.Event()
-        """Set once a replica has taken requests."""
+        """Event that is set once a replica has been ready."""
 
     async def run(self) -> None:
-        """Reconcile whenever something changes, for ever. Raises FleetFailedError when all were given up."""
+        """Reconcile whenever a process changes, until cancelled.
+
+        Raises:
+            FleetFailedError: The policies have given up all replicas.
+        """
         changed = self._launcher.changed
         while True:
             changed.clear()
             self.reconcile()
-            if all(custody.has_given_up for custody in self._policies.values()):
+            if all(policy.has_given_up for policy in self._policies.values()):
                 raise FleetFailedError(self._failure_reason())
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(RECONCILE_INTERVAL_S):
                     await changed.wait()
 
     def reconcile(self) -> list[asyncio.Task[None]]:
-        """Begin what has to be done now; all that is under way. A second time there is nothing more to do.
+        """Start the actions that are due now, and return all running actions. Repeated calls start nothing twice.
 
-        Raises what the launcher raised at something that it was to do.
+        Raises:
+            OSError: An earlier action of the launcher failed.
         """
-        now, lives = time.monotonic(), self._launcher.list_runs()
+        now, runs = time.monotonic(), self._launcher.list_runs()
         for spec in self._specs:
             if self._is_idle(spec.name):
-                self._apply_decision(spec, lives.get(spec.name), now)
-        if any(life.ready_at is not None for life in lives.values()):
+                self._apply_decision(spec, runs.get(spec.name), now)
+        if any(run.ready_at is not None for run in runs.values()):
             self.any_ready.set()
         return list(self._pending_actions.values())
 
     async def drain(self) -> None:
-        """Let all replicas finish and leave, each within its drain deadline. `run` must have been ended."""
+        """Drain all replicas, each within its drain deadline. `run` must have ended."""
         await self._cancel_pending()
         async with asyncio.TaskGroup() as group:
             for spec in self._specs:
                 group.create_task(self._launcher.drain(spec.name))
 
     async def stop(self) -> None:
-        """End all replicas at once. `run` must have been ended. What cannot be ended soon is left to the kernel."""
+        """Kill all replicas and wait at most 5 seconds for their exit. `run` must have ended."""
         await self._cancel_pending()
-        ending = {asyncio.create_task(self._launcher.stop(one.name)): one for one in self._specs}
-        ended, stuck = await asyncio.wait(ending, timeout=KILL_TIMEOUT_S)
+        stop_tasks = {
+            asyncio.create_task(self._launcher.stop(spec.name)): spec for spec in self._specs
+        }
+        ended, stuck = await asyncio.wait(stop_tasks, timeout=KILL_TIMEOUT_S)
         for task in stuck:
             task.cancel()
-            log.error("replica_kill_timeout", replica=ending[task].name)
+            log.error("replica_kill_timeout", replica=stop_tasks[task].name)
         for task in ended:
             task.result()
 
     def _is_idle(self, name: str) -> bool:
-        """Whether nothing is being done about it. Raises what went wrong with what was done."""
+        """Return whether the replica has no running action. Raises the error of a failed action."""
         task = self._pending_actions.get(name)
         if task is not None and task.done():
             del self._pending_actions[name]
             task.result()
         return name not in self._pending_actions
 
-    def _apply_decision(self, spec: ReplicaSpec, life: ProcessRun | None, now: float) -> None:
-        action = self._policies[spec.name].decide(life, now)
+    def _apply_decision(self, spec: ReplicaSpec, run: ProcessRun | None, now: float) -> None:
+        action = self._policies[spec.name].decide(run, now)
         if action is SupervisionAction.START:
-            if life is not None:
+            if run is not None:
                 log.warning("replica_restarting", replica=spec.name)
             self._pending_actions[spec.name] = asyncio.create_task(self._start(spec))
         elif action is SupervisionAction.KILL:
             log.error("replica_unresponsive", replica=spec.name)
             self._pending_actions[spec.name] = asyncio.create_task(self._launcher.stop(spec.name))
         elif action is SupervisionAction.GIVE_UP:
-            reason = (life.start_error if life else "") or "it ends before it is ready"
+            reason = (run.start_error if run else "") or "the process exits before it is ready"
             log.error("replica_restarts_exhausted", replica=spec.name, reason=reason)
 
     async def _start(self, spec: ReplicaSpec) -> None:
         try:
             await self._launcher.start(spec)
-        except OSError as error:  # no memory or no process left; it is tried again at the next look
-            log.error("replica_start_failed", replica=spec.name, reason=str(error))  # noqa: TRY400 - said in a line
+        except OSError as error:  # e.g. out of memory or processes; the next reconciliation retries
+            log.error("replica_start_failed", replica=spec.name, reason=str(error))  # noqa: TRY400 - the reason suffices
 
     async def _cancel_pending(self) -> None:
-        """Let go of what is under way."""
+        """Cancel all running actions."""
         tasks = list(self._pending_actions.values())
         self._pending_actions.clear()
         for task in tasks:
@@ -117,7 +124,5 @@ class Supervisor:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _failure_reason(self) -> str:
-        refusals = [
-            life.start_error for life in self._launcher.list_runs().values() if life.start_error
-        ]
-        return refusals[0] if refusals else "every replica ended before it was ready; see the log"
+        errors = [run.start_error for run in self._launcher.list_runs().values() if run.start_error]
+        return errors[0] if errors else "every replica exited before it was ready; see the log"

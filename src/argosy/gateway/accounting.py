@@ -1,4 +1,4 @@
-"""The durable side of a gateway: its store, accounts that are never older than a second or so, usage settled."""
+"""The gateway's connection to the store: account snapshots that are polled, and usage that is flushed."""
 
 from __future__ import annotations
 
@@ -29,28 +29,31 @@ log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gatewa
 
 ACCOUNT_POLL_INTERVAL_S = 1.0
 STORE_HANG_TIMEOUT_S = 5.0
-"""A store that has not answered for so long is said to be away."""
+"""If the store has not answered after this time, the accounts are reported as stale."""
 FIRST_ROLLUP_DELAY_S = 600.0
-"""A clock that is wrong when its machine starts has been put right by then; what was summed up stays summed up."""
+"""Delay of the first rollup. Rollups cannot be undone. A clock that is wrong at boot has been corrected by then."""
 ROLLUP_INTERVAL_S = 3600.0
 DAY_S = 86_400.0
 LIMIT_SEED_WAIT_S = 0.5
-"""How long accounts wait for what was used of new limits."""
+"""How long an account update waits for past usage of new limits."""
 STORE_OPEN_TIMEOUT_S = 60.0
-"""How long a database that is away at the start is waited for."""
+"""How long the gateway waits at startup for a database that is unreachable."""
 USAGE_FLUSH_TIMEOUT_S = 10.0
-"""How long the store may take for what has ended, when the gateway leaves."""
+"""How long the last flush of usage records may take when the gateway shuts down."""
 
 
 class AccountingService:
-    """Opened before the gateway listens, and closed after its last answer. Belongs to one event loop."""
+    """The gateway's store, current account snapshot and usage log. Not thread-safe: use it from one event loop.
+
+    Open it before the gateway listens, and close it after the last response.
+    """
 
     def __init__(self, store: Store, usage_log: UsageLog, config: StoreConfig) -> None:
         self.store = store
         self.usage_log = usage_log
         self.snapshot = AccountSnapshot()
         self.is_fresh = True
-        """Whether that is what the store has, or had a moment ago."""
+        """Whether `snapshot` equals the store's content, or did at the last poll."""
         self._config = config
         self._accounts_changed = asyncio.Event()
         self._closing = asyncio.Event()
@@ -58,11 +61,16 @@ class AccountingService:
 
     @classmethod
     async def open(cls, config: StoreConfig) -> AccountingService:
-        """With the tables up to date, and usage that a dead gateway left recovered. Raises StoreError, SpoolError.
+        """Open and migrate the store, recover usage records that a crashed gateway left, and load the accounts.
 
-        A database that is away is waited for, as both may have been started at once.
+        A database that is unreachable is retried for `STORE_OPEN_TIMEOUT_S`, because both may have been started at
+        once.
+
+        Raises:
+            StoreError: The store cannot be opened or migrated.
+            UsageLogError: The usage log cannot be opened or recovered.
         """
-        url, until, waits = (
+        url, give_up_at, has_warned = (
             config.url or default_store_url(),
             time.monotonic() + STORE_OPEN_TIMEOUT_S,
             False,
@@ -71,51 +79,53 @@ class AccountingService:
             try:
                 return await cls._open_once(url, config)
             except StoreUnavailableError as error:
-                if time.monotonic() > until:
+                if time.monotonic() > give_up_at:
                     raise
-                if not waits:
+                if not has_warned:
                     log.warning(
-                        "waiting_for_store", seconds=STORE_OPEN_TIMEOUT_S, reason=str(error)
+                        "waiting_for_store", timeout_s=STORE_OPEN_TIMEOUT_S, reason=str(error)
                     )
-                waits = True
+                has_warned = True
             await asyncio.sleep(ACCOUNT_POLL_INTERVAL_S)
 
     @classmethod
     async def _open_once(cls, url: str, config: StoreConfig) -> AccountingService:
-        async with contextlib.AsyncExitStack() as failing:
+        async with contextlib.AsyncExitStack() as cleanup:
             store = await run_in_daemon_thread(_open_and_migrate, url)
-            failing.callback(store.close)
-            spool = await run_in_daemon_thread(UsageLog, usage_log_folder(url))
-            failing.callback(spool.close)
-            await run_in_daemon_thread(spool.recover)
-            await run_in_daemon_thread(
-                spool.drain, store.ledger.add_records
-            )  # budgets begin with what is there
-            books = cls(store, spool, config)
-            books.snapshot = await run_in_daemon_thread(store.load_snapshot)
-            failing.pop_all()
-        settling = flush_usage_forever(books.usage_log, store.ledger.add_records, books._closing)
-        books._flush_task = asyncio.create_task(settling)
-        return books
+            cleanup.callback(store.close)
+            usage_log = await run_in_daemon_thread(UsageLog, usage_log_folder(url))
+            cleanup.callback(usage_log.close)
+            await run_in_daemon_thread(usage_log.recover)
+            # Before the limits are seeded, so that recovered usage counts against them.
+            await run_in_daemon_thread(usage_log.drain, store.ledger.add_records)
+            service = cls(store, usage_log, config)
+            service.snapshot = await run_in_daemon_thread(store.load_snapshot)
+            cleanup.pop_all()
+        flush = flush_usage_forever(service.usage_log, store.ledger.add_records, service._closing)
+        service._flush_task = asyncio.create_task(flush)
+        return service
 
     def notify_changed(self) -> None:
-        """Accounts were changed here: do not wait to read them."""
+        """Poll the store at once, because accounts were changed through this gateway."""
         self._accounts_changed.set()
 
     async def poll_accounts(
         self, apply_snapshot: Callable[[AccountSnapshot], Awaitable[None]]
     ) -> None:
-        """Tell `update` of all accounts each second, for as long as the gateway runs."""
+        """Read the accounts every second and pass each snapshot to `apply_snapshot`. Runs until it is cancelled.
+
+        Store errors and hangs are logged once and set `is_fresh` to False until a poll succeeds.
+        """
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(ACCOUNT_POLL_INTERVAL_S):
                     await self._accounts_changed.wait()
             self._accounts_changed.clear()
-            freshening = asyncio.create_task(self._refresh(apply_snapshot))
+            refresh = asyncio.create_task(self._refresh(apply_snapshot))
             try:
-                if not (await asyncio.wait({freshening}, timeout=STORE_HANG_TIMEOUT_S))[0]:
-                    self._mark_stale("the store does not answer")
-                await freshening
+                if not (await asyncio.wait({refresh}, timeout=STORE_HANG_TIMEOUT_S))[0]:
+                    self._mark_stale("the store does not respond")
+                await refresh
             except StoreError as error:
                 self._mark_stale(str(error))
             else:
@@ -123,7 +133,7 @@ class AccountingService:
                     log.info("account_sync_recovered")
                 self.is_fresh = True
             finally:
-                freshening.cancel()
+                refresh.cancel()
 
     def _mark_stale(self, reason: str) -> None:
         if self.is_fresh:
@@ -131,12 +141,19 @@ class AccountingService:
         self.is_fresh = False
 
     async def _refresh(self, apply_snapshot: Callable[[AccountSnapshot], Awaitable[None]]) -> None:
-        """Raises StoreError."""
+        """Load the accounts if they changed, and apply them.
+
+        Raises:
+            StoreError: The accounts cannot be read.
+        """
         self.snapshot = await run_in_daemon_thread(self._load_snapshot)
         await apply_snapshot(self.snapshot)
 
     async def roll_up_usage(self) -> None:
-        """Sum up old usage, if it is not to be kept, for as long as the gateway runs."""
+        """Roll up usage records older than `keep_usage_days` every hour. Runs until it is cancelled.
+
+        Ends after the first delay if all usage is kept (`keep_usage_days` is None).
+        """
         days = self._config.keep_usage_days
         await asyncio.sleep(FIRST_ROLLUP_DELAY_S)
         while days is not None:
@@ -147,30 +164,40 @@ class AccountingService:
             await asyncio.sleep(ROLLUP_INTERVAL_S)
 
     async def close(self) -> None:
-        """Bring what has ended to the store; what it does not take, or not soon, is kept for the next start."""
+        """Flush the usage records of ended requests to the ledger, then close the usage log and the store.
+
+        Records that the store does not accept within `USAGE_FLUSH_TIMEOUT_S` stay in the usage log for the next start.
+        """
         self._closing.set()
         if self._flush_task is not None:
             await asyncio.wait({self._flush_task}, timeout=USAGE_FLUSH_TIMEOUT_S)
             if not self._flush_task.done():
-                left = {
-                    "waiting": self.usage_log.pending_records,
-                    "lost": self.usage_log.unpersisted_records,
+                record_counts = {
+                    "pending_records": self.usage_log.pending_records,
+                    "unpersisted_records": self.usage_log.unpersisted_records,
                 }
-                log.warning("usage_flush_incomplete", **left, reason="the store hangs")
+                log.warning(
+                    "usage_flush_incomplete", **record_counts, reason="the store does not respond"
+                )
                 self._flush_task.cancel()
-                return  # a thread waits for the store still, with rows of the journal
+                return  # a thread still writes rows of the usage log to the store
         await run_in_daemon_thread(self.usage_log.close)
         await run_in_daemon_thread(self.store.close)
 
     def _load_snapshot(self) -> AccountSnapshot:
-        """The accounts: the same object for as long as they have not changed. Raises StoreError."""
+        """Load the accounts, or return the same object if they have not changed.
+
+        Raises:
+            StoreError: The accounts cannot be read.
+        """
         return self.snapshot if self.store.is_current(self.snapshot) else self.store.load_snapshot()
 
 
 class AccountSync:
-    """Tells whoever goes by the accounts what they are now, all at once. Belongs to one event loop.
+    """Publishes new account snapshots to routes, authenticator, limits and usage recorder in one step.
 
-    What that means is worked out in a thread: there may be many accounts, and the loop has streams to pass on.
+    Updates are prepared in a thread, because there may be many accounts and the event loop has streams to forward. Not
+    thread-safe: use it from one event loop.
     """
 
     def __init__(
@@ -188,30 +215,34 @@ class AccountSync:
         self._usage_recorder = usage_recorder
         self._applied_snapshot: AccountSnapshot | None = None
         self._models_version = 0
-        """How often there were other models."""
+        """How often the models or routes have changed."""
         self._seed_task: asyncio.Task[None] | None = None
         self._is_seeding_failing = False
-        """What was used cannot be read."""
+        """Whether the last attempt to read past usage failed."""
 
     async def start(self, snapshot: AccountSnapshot) -> None:
-        """Called before the first request: limits know all that was used. Raises StoreError."""
+        """Apply the first snapshot and initialise all limits with past usage. Call it before the first request.
+
+        Raises:
+            StoreError: Past usage cannot be read.
+        """
         await self._apply(snapshot)
         await self._seed_limits()
 
     async def apply_snapshot(self, snapshot: AccountSnapshot) -> None:
-        """Called each second.
+        """Apply a snapshot and initialise new limits with past usage. Call it every second.
 
-        Of a large ledger it may take minutes to say what was used; accounts do not wait for that.
+        Reading past usage from a large ledger can take minutes. The call waits for it at most `LIMIT_SEED_WAIT_S`.
         """
         await self._apply(snapshot)
         if self._seed_task is None:
             self._seed_task = asyncio.create_task(self._try_seed_limits())
         if (await asyncio.wait({self._seed_task}, timeout=LIMIT_SEED_WAIT_S))[0]:
-            seeded, self._seed_task = self._seed_task, None
-            await seeded
+            seed_task, self._seed_task = self._seed_task, None
+            await seed_task
 
     def close(self) -> None:
-        """Nobody asks any more what was used."""
+        """Cancel the task that reads past usage."""
         if self._seed_task is not None:
             self._seed_task.cancel()
 
@@ -230,31 +261,34 @@ class AccountSync:
 
     async def _apply(self, snapshot: AccountSnapshot) -> None:
         while snapshot is not self._applied_snapshot:
-            meant = self._models_version
-            prepared = await run_in_daemon_thread(self._prepare_updates, snapshot)
-            if meant == self._models_version:  # else it was worked out for models that are gone
-                before = [self._applied_snapshot, *(take() for take in prepared)]
+            version = self._models_version
+            updates = await run_in_daemon_thread(self._prepare_updates, snapshot)
+            if version == self._models_version:  # else prepared for models that were replaced
+                previous = [self._applied_snapshot, *(apply_update() for apply_update in updates)]
                 self._applied_snapshot = snapshot
-                await run_in_daemon_thread(
-                    before.clear
-                )  # to free thousands of objects takes long, too
+                # In a thread, because freeing thousands of objects takes long too.
+                await run_in_daemon_thread(previous.clear)
 
     def rebind_model_names(self) -> None:
-        """There are other models and routes: what is said of names holds for those that they stand for now."""
+        """Re-resolve model names in limits, prices and permissions after models or routes have changed."""
         self._models_version += 1
         if self._applied_snapshot is not None:
-            for take in self._prepare_updates(self._applied_snapshot):
-                take()
-            self.accounting.notify_changed()  # what new limits have used is still to be found
+            for apply_update in self._prepare_updates(self._applied_snapshot):
+                apply_update()
+            self.accounting.notify_changed()  # so that new limits are seeded
 
     def _prepare_updates(self, snapshot: AccountSnapshot) -> list[Callable[[], object]]:
-        """Work out, in any thread, what these accounts mean; calling what is returned lets it hold."""
-        meant = self._models.resolve_aliases(snapshot)
+        """Prepare the updates for a snapshot, in any thread.
+
+        Returns:
+            Functions that apply the updates. Call them on the event loop.
+        """
+        resolved = self._models.resolve_aliases(snapshot)
         return [
             self._models.prepare_snapshot(snapshot),
-            self._authenticator.prepare_snapshot(meant),
-            self.limits.prepare_snapshot(meant),
-            self._usage_recorder.prepare_snapshot(meant),
+            self._authenticator.prepare_snapshot(resolved),
+            self.limits.prepare_snapshot(resolved),
+            self._usage_recorder.prepare_snapshot(resolved),
         ]
 
 

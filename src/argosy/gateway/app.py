@@ -1,4 +1,4 @@
-"""The gateway's ASGI application: every request gets exactly one answer, and no exception leaves."""
+"""The gateway's ASGI application: routes each HTTP request to a handler and turns exceptions into error responses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from argosy.http_server import (
     Scope,
     Send,
     check_method,
-    not_found,
+    not_found_error,
     run_handler,
 )
 from argosy.protocol import StatusResponse, VersionResponse
@@ -43,19 +43,19 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True, slots=True)
 class HttpRoute:
-    """A path, or what paths have in common."""
+    """An HTTP route: one path, or all paths with a common prefix."""
 
     name: str
-    """For metrics."""
+    """Value of the `route` label in metrics."""
     method: str
-    """`ANY`: the handler knows."""
+    """HTTP method, or `ANY_METHOD` if the handler checks it."""
     handler: Handler
     is_public: bool = False
-    """Everybody may ask; else the caller is identified, before anything else is read."""
+    """Whether the route needs no authentication. Other routes authenticate before the body is read."""
 
 
 class GatewayApp:
-    """Routes requests to their handlers and answers what they raise."""
+    """Routes requests to their handlers and sends an error response for each exception that they raise."""
 
     def __init__(
         self,
@@ -77,15 +77,15 @@ class GatewayApp:
         self._metrics = metrics
         self._log = log.bind()
         self._config = config
-        passing = UtilityHandlers(models, limits)
+        utility = UtilityHandlers(models, limits)
         routes = (
             HttpRoute("/v1/chat/completions", "POST", generation.chat_completions),
             HttpRoute("/v1/completions", "POST", generation.completions),
             HttpRoute("/v1/models", "GET", self._list_models),
-            HttpRoute("/tokenize", "POST", passing.tokenize),
-            HttpRoute("/detokenize", "POST", passing.tokenize),
+            HttpRoute("/tokenize", "POST", utility.tokenize),
+            HttpRoute("/detokenize", "POST", utility.tokenize),
             HttpRoute("/metrics", "GET", operations.metrics),
-            HttpRoute("/openapi.json", "GET", passing.openapi),
+            HttpRoute("/openapi.json", "GET", utility.openapi),
             HttpRoute("/health", "GET", self._health, is_public=True),
             HttpRoute("/ready", "GET", operations.ready, is_public=True),
             HttpRoute("/version", "GET", self._version, is_public=True),
@@ -95,16 +95,16 @@ class GatewayApp:
             ADMIN_PREFIX, ANY_METHOD, self._forward_to_admin, is_public=True
         )
         self._replica_metrics_route = HttpRoute(
-            REPLICAS_PREFIX + "{name}" + METRICS_PATH, "GET", passing.replica_metrics
+            REPLICAS_PREFIX + "{name}" + METRICS_PATH, "GET", utility.replica_metrics
         )
         self._model_route = HttpRoute(MODELS_PREFIX + "{model}", "GET", self._get_model)
         self.in_flight = 0
-        """Requests that are being answered."""
+        """Number of requests that are being handled."""
         self._request_ended: asyncio.Event | None = None
-        """Somebody waits until none is."""
+        """Set after each request. None until `wait_until_idle` is called."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one HTTP request."""
+        """Handle one HTTP request."""
         exchange = HttpExchange(scope, receive, send, self._config)
         route = self._find_route(exchange.path)
         self.in_flight += 1
@@ -118,7 +118,7 @@ class GatewayApp:
             self._record_request(exchange, "other" if route is None else route.name)
 
     async def wait_until_idle(self) -> None:
-        """Wait until no request is being answered."""
+        """Wait until no request is in flight."""
         self._request_ended = self._request_ended or asyncio.Event()
         while self.in_flight:
             self._request_ended.clear()
@@ -138,13 +138,17 @@ class GatewayApp:
         return self._find_route(path) is not None
 
     async def _handle(self, exchange: HttpExchange, route: HttpRoute | None) -> None:
-        """Let in whoever asks, and answer them. Raises ApiError when nobody is there to, or not for them."""
-        page = b"origin" in exchange.headers and route is not self._admin_route
-        if page and self._cors.apply_headers(exchange):
+        """Apply CORS, authenticate the client, check the method and call the route's handler.
+
+        Raises:
+            ApiError: No route has this path, or the client may not use it.
+        """
+        is_page_request = b"origin" in exchange.headers and route is not self._admin_route
+        if is_page_request and self._cors.apply_headers(exchange):
             await exchange.send_response(200, b"", b"text/plain")
             return
         if route is None:
-            raise not_found(exchange.path, self._is_known_path)
+            raise not_found_error(exchange.path, self._is_known_path)
         principal = ANONYMOUS if route.is_public else self._authenticate(exchange)
         if route.method != ANY_METHOD:
             check_method(exchange, (route.method,))
@@ -153,8 +157,8 @@ class GatewayApp:
     def _record_request(self, exchange: HttpExchange, route: str) -> None:
         status = exchange.status or 499
         self._metrics.record_http_response(route, status)
-        write = self._log.debug if route in _QUIET_ROUTES else self._log.info
-        write(
+        log_request = self._log.debug if route in _QUIET_ROUTES else self._log.info
+        log_request(
             "request",
             method=exchange.method,
             path=exchange.path[:200],
@@ -163,7 +167,7 @@ class GatewayApp:
             ms=exchange.elapsed_ms(),
         )
 
-    # --- what needs no replica -------------------------------------------------------------------
+    # --- handlers that need no replica -----------------------------------------------------------
 
     async def _list_models(self, exchange: HttpExchange, principal: Principal) -> None:
         await exchange.send_response(200, _encode(self._models.list_models(principal)))
@@ -173,7 +177,7 @@ class GatewayApp:
         await exchange.send_response(200, _encode(self._models.get_model(name, principal)))
 
     async def _forward_to_admin(self, exchange: HttpExchange, principal: Principal) -> None:
-        del principal  # the admin API asks itself
+        del principal  # the admin API authenticates by itself
         await exchange.delegate_to(self._admin)
 
     async def _health(self, exchange: HttpExchange, principal: Principal) -> None:

@@ -1,10 +1,12 @@
-"""The gateway's settings: a YAML file whose every key is known, or refused by name. Times are in seconds."""
+"""The gateway's settings, read from a YAML file in which unknown keys are errors. Times are in seconds."""
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Literal
 
 import msgspec
@@ -25,77 +27,109 @@ from argosy.store import IdempotencyConfig, StoreConfig
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _HEADER_VALUE = re.compile(r"[\x20-\x7e]*")
 _RESERVED_HEADERS = frozenset({"host", "content-length", "transfer-encoding", "connection"})
-"""Headers that the gateway writes itself: a second one would end a request elsewhere."""
+"""Headers that the gateway writes itself. A second one would let a request end at another byte (request smuggling)."""
 ModelName = Annotated[str, Meta(max_length=200, pattern=r"^[^\s\x00-\x1f]([^\x00-\x1f\x7f]*\S)?$")]
 PositiveFloat = Annotated[float, Meta(gt=0)]
 
+RENAMED_SETTINGS: Mapping[str, str] = MappingProxyType(
+    {
+        "attempts": "max_failed_attempts",
+        "auth.mode=keys": "required",
+        "auth.mode=off": "disabled",
+        "auth.networks": "allowed_networks",
+        "connection_age_s": "max_connection_age_s",
+        "connection_idle_s": "connection_idle_timeout_s",
+        "drain_idle_s": "drain_keepalive_s",
+        "explain.requests": "max_requests",
+        "explain.seconds": "retention_s",
+        "idempotency.answer_bytes": "max_response_bytes",
+        "idempotency.bytes": "max_bytes",
+        "idempotency.seconds": "retention_s",
+        "keep_alive_s": "sse_keepalive_interval_s",
+        "models.replicas.carry": "resume_mode",
+        "queue.bytes": "max_bytes",
+        "queue.requests": "max_requests",
+        "queue.wait_s": "timeout_s",
+        "routes.to": "target_model",
+        "timeouts.between_tokens_s": "stream_idle_timeout_s",
+        "timeouts.connect_s": "connect_timeout_s",
+        "timeouts.first_token_s": "first_token_timeout_s",
+        "timeouts.recovery_s": "failover_timeout_s",
+        "timeouts.request_s": "request_timeout_s",
+        "timeouts.total_s": "non_streaming_timeout_s",
+    }
+)
+"""New name by path of each renamed setting, or of a renamed value as `path=value`. Used in error messages."""
+
 
 class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One server behind a model."""
+    """Settings of one server that answers for a model."""
 
     url: str
     discover: DiscoveryMode | None = None
-    """Each address that the URL's host name has is a replica of its own; the name is looked up again and again."""
+    """Create one replica per address of the URL's host name, and look the name up regularly."""
     name: str | None = None
-    """What metrics, explanations and the ledger call it; by default its URL. Where it is discovered: NAME@ADDRESS."""
+    """Name in metrics, explanations and the ledger. Defaults to the URL. Discovered replicas are named NAME@ADDRESS."""
     kind: BackendKind = "auto"
-    """What it is; `auto` asks it."""
+    """Server program. `auto` detects it from the server's responses."""
     model: str | None = None
-    """What it calls the model; by default the public name."""
+    """Name of the model at this server. Defaults to the public name."""
     max_requests: Annotated[int, Meta(ge=1)] | None = None
-    """Most requests that it gets at a time; None: as many as it says that it runs, 256 where it does not say."""
+    """Maximum number of concurrent requests. None means as many as the server reports, or 256 if it reports none."""
     api_key_env: str | None = None
-    """Environment variable that holds its key."""
+    """Environment variable that holds the server's API key."""
     key_header: str = "authorization"
     key_prefix: str = "Bearer "
-    """What is put before the key in that header."""
+    """Text before the key in that header."""
     headers: dict[str, str] = {}
-    """Sent with every request: an organisation, a project, an API version."""
+    """Headers of every request to this server, for example an organisation, a project or an API version."""
     resume_mode: ResumeMode = "exact"
-    """How a stream that broke may be carried on, at most."""
+    """The most exact way in which an interrupted stream may be resumed on this server."""
     stream_usage: bool = True
-    """Ask for the usage of streams; off for servers that refuse `stream_options`."""
+    """Request usage in streams. Switch it off for servers that reject `stream_options`."""
     priority_scheduling: bool = False
-    """It was started so that it computes by `priority` (vLLM: --scheduling-policy priority, SGLang:
-    --enable-priority-scheduling): each request says how urgent it is."""
+    """Send a priority with each request. The server must have been started with priority scheduling (vLLM:
+    --scheduling-policy priority, SGLang: --enable-priority-scheduling)."""
     kv_events: KvEventAddress | None = None
-    """Where vLLM or SGLang publishes its KV cache events; None: it is asked, and those that know say so."""
+    """Address at which vLLM or SGLang publishes KV cache events. None: the gateway queries the server for it."""
     tls: UpstreamTls = UpstreamTls()
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A public model name and who answers for it."""
+    """A public model name and the replicas that answer for it."""
 
     name: ModelName
     aliases: tuple[ModelName, ...] = ()
     routing: RoutingPolicyName = "least-cost"
     hedge_after_s: PositiveFloat | None = None
-    """Ask a second replica too when the first has given nothing of an answer for so long; None: never."""
+    """Send the request to a second replica if the first has not started to answer after this time. None disables
+    hedging."""
     replicas: Annotated[list[ReplicaConfig], Meta(min_length=1)]
 
 
 class Timeouts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How long a replica may take.
+    """Time limits for replicas and requests.
 
-    Streams are bounded by their pauses: who no longer wants one leaves it. Our own replicas are asked for streams, too,
-    where the client's whole answer can be put together from one.
+    Streams have no total limit, only a limit on silence, because a client can disconnect at any time. Native replicas
+    are sent streaming requests even for non-streaming clients, if the response can be aggregated from a stream.
     """
 
     connect_timeout_s: PositiveFloat = 2.0
     first_token_timeout_s: PositiveFloat = 120.0
-    """From the request to a stream's first token."""
+    """From sending the request to the first token of the stream."""
     stream_idle_timeout_s: PositiveFloat = 30.0
-    """From one piece of a stream to the next."""
+    """From one chunk of a stream to the next."""
     non_streaming_timeout_s: PositiveFloat = 3600.0
-    """For an answer that the replica sends in one piece."""
+    """For a response that the replica sends in one piece."""
     request_timeout_s: PositiveFloat | None = None
-    """For any request, from its arrival: then its answer ends with what there is, as at its own `timeout_s`."""
+    """For any request, from its arrival. The response then ends with the tokens so far, as with the request field
+    `timeout_s`."""
     failover_timeout_s: PositiveFloat = 30.0
-    """How long a request waits for replicas that have died to be replaced."""
+    """How long a request waits for failed replicas to be replaced."""
 
 
 class QueueConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How much may wait in front of each model, and how long."""
+    """Limits of the queue in front of each pool."""
 
     max_requests: Annotated[int, Meta(ge=0)] = 5000
     max_bytes: Annotated[int, Meta(ge=0)] = 1 << 30
@@ -103,97 +137,111 @@ class QueueConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The whole file."""
+    """All settings of a gateway."""
 
     models: Annotated[list[ModelConfig], Meta(min_length=1)]
     routes: list[RouteConfig] = []
-    """The first that fits a request decides which model answers it; none: the one that is asked for."""
+    """Routes in order. The first that matches a request decides which model answers. Without a match the requested
+    model answers."""
     host: str = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535)] = 8000
-    """0 takes a free one."""
+    """0 selects a free port."""
     uds: str | None = None
-    """Path of a Unix domain socket to listen on instead."""
+    """Path of a Unix domain socket to listen on instead of host and port."""
     tls: TlsConfig | None = None
-    """Listen over TLS."""
+    """Listen with TLS."""
     store: StoreConfig | None = None
-    """Accounts, keys, limits, prices and the ledger; None: one person, on their own machine."""
+    """Accounts, keys, limits, prices and the ledger. None means a single user on the local machine."""
     auth: AuthConfig = AuthConfig()
     limits: LimitsConfig = LimitsConfig()
     timeouts: Timeouts = Timeouts()
     queue: QueueConfig = QueueConfig()
     idempotency: IdempotencyConfig = IdempotencyConfig()
-    """The answers that are kept under the keys that clients give (`Idempotency-Key`)."""
+    """How responses are kept under their idempotency keys (`Idempotency-Key`)."""
     explain: ExplainConfig = ExplainConfig()
     max_failed_attempts: Annotated[int, Meta(ge=1, le=10)] = 4
-    """So many failures that living replicas answer with (5xx), or replicas that are lost with it while it hardly gets
-    on, and a request is given up."""
+    """Maximum number of failures of one request: 5xx responses, or replicas lost while the request made little
+    progress."""
     body_limit_bytes: Annotated[int, Meta(ge=1)] = 32 * 1024 * 1024
     body_timeout_s: PositiveFloat = 60.0
     slow_reader_timeout_s: PositiveFloat = 30.0
     sse_keepalive_interval_s: PositiveFloat = 15.0
     max_connection_age_s: PositiveFloat = 600.0
-    """About so long a client's connection is kept; then it is closed between two requests, so that clients of several
-    gateways spread anew."""
+    """Approximate maximum age of a client connection. An older connection is closed between two requests, so that
+    clients spread over several gateways again."""
     connection_idle_timeout_s: PositiveFloat = 75.0
-    """So long a client's connection is kept without a request. A proxy has to keep its own for less: else it sends
-    requests on connections that are being closed."""
+    """How long a client connection is kept without a request. A proxy in front of the gateway needs a shorter idle
+    timeout. Otherwise it sends requests on connections that are being closed."""
     fast_path: Literal["auto", "off"] = "auto"
-    """Streams that need no decision are passed on by native code, where a compiler is there to build it."""
+    """Forward streams in native code where possible. `auto` needs a C++ compiler."""
     drain_deadline_s: Annotated[float, Meta(ge=0)] = 30.0
     drain_keepalive_s: Annotated[float, Meta(ge=0)] = 1.0
-    """So long a connection of a gateway that leaves waits for a request that may be on its way."""
+    """How long a draining gateway keeps idle connections open for a request that may be on its way."""
     log_format: Literal["json", "console"] = "console"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
 
 def load_config(path: Path) -> GatewayConfig:
-    """Read the file. Raises ValueError, naming the file and the key."""
+    """Read and validate a settings file.
+
+    Raises:
+        ValueError: The file cannot be read or a setting is invalid. The message names the file and the key.
+    """
     try:
-        config = decode_settings(path.read_bytes(), GatewayConfig)
+        config = decode_settings(path.read_bytes(), GatewayConfig, RENAMED_SETTINGS)
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     names = [name for model in config.models for name in (model.name, *model.aliases)]
-    _reject_duplicates(path, "the model name", names)
+    _reject_duplicates(path, "model name", names)
     for model in config.models:
         _check_replicas(path, model)
     _check_routes(path, config, names)
     if config.store is None and config.limits.redis is not None:
-        raise ValueError(f"{path}: limits.redis shares the limits of accounts; add a store")
+        raise ValueError(
+            f"{path}: limits.redis shares the limits of accounts, which need a store. "
+            "Add `store`, or remove limits.redis."
+        )
     if config.store is None and config.auth.mode == "required" and config.auth.jwt is None:
-        raise ValueError(f"{path}: auth.mode is keys, and nobody has one; add a store")
+        raise ValueError(
+            f"{path}: auth.mode is required, but without a store no key exists. Add `store` or auth.jwt."
+        )
     return config
 
 
 def _check_replicas(path: Path, model: ModelConfig) -> None:
     names = [replica.name or replica.url for replica in model.replicas]
-    _reject_duplicates(path, f"of {model.name!r} the replica", names)
+    _reject_duplicates(path, f"model {model.name!r}, replica", names)
     discovered = {
-        name for name, one in zip(names, model.replicas, strict=True) if one.discover is not None
+        name
+        for name, config in zip(names, model.replicas, strict=True)
+        if config.discover is not None
     }
     for name, replica in zip(names, model.replicas, strict=True):
         if name.rpartition("@")[0] in discovered:
             raise ValueError(
-                f"{path}: {name!r} is what discovery may call a replica; name it differently"
+                f"{path}: discovery may give the name {name!r} to another replica. Rename this one."
             )
         if replica.discover is not None:
             _check_discovered(path, replica)
         if replica.tls != UpstreamTls() and not replica.url.startswith("https:"):
             raise ValueError(
-                f"{path}: {replica.url}: tls is for https URLs; write https, or remove it"
+                f"{path}: {replica.url}: tls needs an https URL. Write https, or remove tls."
             )
         if replica.kv_events is not None and replica.kind not in {"auto", "vllm", "sglang"}:
-            raise ValueError(f"{path}: {replica.url}: kv_events is of vllm and sglang; remove it")
+            raise ValueError(
+                f"{path}: {replica.url}: kv_events is only supported for kind vllm or sglang. Remove it."
+            )
         if replica.priority_scheduling and replica.kind not in {"auto", "vllm", "sglang"}:
             raise ValueError(
-                f"{path}: {replica.url}: priority_scheduling is of vllm and sglang; remove it"
+                f"{path}: {replica.url}: priority_scheduling is only supported for kind vllm or sglang. Remove it."
             )
 
 
 def _check_routes(path: Path, config: GatewayConfig, model_names: list[str]) -> None:
-    names = [route_name(route, place) for place, route in enumerate(config.routes)]
-    _reject_duplicates(path, "the route", names)
+    names = [route_name(route, index) for index, route in enumerate(config.routes)]
+    _reject_duplicates(path, "route", names)
     for name, route in zip(names, config.routes, strict=True):
         try:
             validate_route(route, model_names, has_accounts=config.store is not None)
@@ -204,31 +252,39 @@ def _check_routes(path: Path, config: GatewayConfig, model_names: list[str]) -> 
 def _check_discovered(path: Path, replica: ReplicaConfig) -> None:
     if not replica.url.startswith(("http:", "https:")):
         raise ValueError(
-            f"{path}: {replica.url}: discover looks up a host's name; write http://HOST:PORT"
+            f"{path}: {replica.url}: discover needs a URL with a host name. Write http://HOST:PORT."
         )
     if replica.kv_events is not None and not replica.kv_events.has_wildcard_host:
         raise ValueError(
-            f"{path}: {replica.url}: kv_events names one server, and discover finds several; write tcp://*:PORT"
+            f"{path}: {replica.url}: kv_events names one server, but discover finds several. Write tcp://*:PORT."
         )
 
 
-def _reject_duplicates(path: Path, what: str, names: list[str]) -> None:
-    twice = {name for name in names if names.count(name) > 1}
-    if twice:
-        raise ValueError(f"{path}: {what} {min(twice)!r} is there twice; keep one")
+def _reject_duplicates(path: Path, subject: str, names: list[str]) -> None:
+    duplicates = {name for name in names if names.count(name) > 1}
+    if duplicates:
+        raise ValueError(f"{path}: {subject} {min(duplicates)!r} is defined twice. Keep one.")
 
 
 def build_configured_headers(replica: ReplicaConfig) -> tuple[tuple[bytes, bytes], ...]:
-    """What every request to it carries. Raises ValueError when its key is not set, or what is set is no header."""
+    """Build the headers that every request to a replica carries.
+
+    Raises:
+        ValueError: The environment variable of the key is not set, or a configured header is invalid.
+    """
     headers = dict(replica.headers)
     if replica.api_key_env is not None:
         key = os.environ.get(replica.api_key_env)
         if not key:
-            raise ValueError(f"{replica.url}: set the environment variable {replica.api_key_env}")
+            raise ValueError(
+                f"{replica.url}: the environment variable {replica.api_key_env} is not set. Set it to the API key."
+            )
         headers[replica.key_header] = replica.key_prefix + key
     for name, value in headers.items():
         if name.lower() in _RESERVED_HEADERS:
-            raise ValueError(f"{replica.url}: the header {name!r} is the gateway's own; remove it")
+            raise ValueError(
+                f"{replica.url}: the gateway sets the header {name!r} itself. Remove it."
+            )
         if not (_HEADER_NAME.fullmatch(name) and _HEADER_VALUE.fullmatch(value)):
-            raise ValueError(f"{replica.url}: {name!r} cannot be sent as a header; use plain ASCII")
+            raise ValueError(f"{replica.url}: {name!r} is not a valid header. Use plain ASCII.")
     return tuple((name.lower().encode(), value.encode()) for name, value in headers.items())

@@ -1,4 +1,4 @@
-"""Takes in the models of the settings' file, and the routes to them, again when it is told to."""
+"""Reloads models and routes from the settings file while the gateway runs."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from argosy.gateway.model_registry import ModelEntries, ModelRegistry, build_mod
 from argosy.process import run_in_daemon_thread
 
 ConfigLoader = Callable[[], GatewayConfig]
-"""The settings as they are now. Raises ValueError, saying what to change."""
+"""Returns the current settings. Raises ValueError, with what to change, if they are invalid."""
 
 RELOADABLE_SETTINGS = frozenset({"models", "routes"})
-"""Settings that are taken in; others need a restart."""
+"""Settings that a reload applies. Changes of other settings need a restart."""
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
 
 class ConfigReloader:
-    """One gateway's. Belongs to one event loop."""
+    """Reloads one gateway's models and routes on request. Not thread-safe: use it from one event loop."""
 
     def __init__(
         self,
@@ -31,7 +31,14 @@ class ConfigReloader:
         registry: ModelRegistry,
         on_models_changed: Callable[[], None],
     ) -> None:
-        """`config` is what the gateway was started with; `taken` is called when there are other models."""
+        """Create a reloader.
+
+        Args:
+            config: The settings with which the gateway was started.
+            load_config: Reads the settings file again.
+            registry: The models and routes to update.
+            on_models_changed: Called after the registry was updated.
+        """
         self._config = config
         self._load_config = load_config
         self._registry = registry
@@ -39,35 +46,40 @@ class ConfigReloader:
         self._reload_requested = asyncio.Event()
 
     def request_reload(self) -> None:
-        """Have it done soon."""
+        """Request a reload. `run` performs it."""
         self._reload_requested.set()
 
     async def run(self) -> None:
-        """Do it whenever it is wanted."""
+        """Reload the settings after each request. Runs until it is cancelled."""
         while True:
             await self._reload_requested.wait()
             self._reload_requested.clear()
             await self._reload()
 
     async def _reload(self) -> None:
-        """Settings that are wrong change nothing."""
+        """Reload once. Invalid settings are logged and change nothing."""
         try:
-            config, behind = await run_in_daemon_thread(self._load)
+            config, entries = await run_in_daemon_thread(self._load)
         except (ValueError, OSError) as error:
-            log.error("config_reload_failed", reason=str(error))  # noqa: TRY400 - no bug of ours
+            log.error("config_reload_failed", reason=str(error))  # noqa: TRY400 - an invalid file, not a bug
             return
-        self._registry.apply_config(behind, config.routes)
+        self._registry.apply_config(entries, config.routes)
         self._on_models_changed()
-        log.info("config_reloaded", models=[model.name for model, _ in behind])
-        before, now = msgspec.structs.asdict(self._config), msgspec.structs.asdict(config)
-        later = [
-            name for name in now if name not in RELOADABLE_SETTINGS and now[name] != before[name]
+        log.info("config_reloaded", models=[model.name for model, _ in entries])
+        old, new = msgspec.structs.asdict(self._config), msgspec.structs.asdict(config)
+        restart_settings = [
+            name for name in new if name not in RELOADABLE_SETTINGS and new[name] != old[name]
         ]
-        if later:
-            log.warning("config_restart_required", settings=later)
+        if restart_settings:
+            log.warning("config_restart_required", settings=restart_settings)
 
     def _load(self) -> tuple[GatewayConfig, list[ModelEntries]]:
-        """Raises ValueError or OSError."""
+        """Read the settings and build the model entries, in any thread.
+
+        Raises:
+            ValueError: The settings are invalid.
+            OSError: A file cannot be read.
+        """
         config = self._load_config()
         return config, build_model_entries(
             msgspec.structs.replace(self._config, models=config.models)

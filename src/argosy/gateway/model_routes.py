@@ -1,4 +1,4 @@
-"""Routes: which model answers a request, where that is not the one that was asked for."""
+"""Model routes: rules that let another model than the requested one answer a request."""
 
 from __future__ import annotations
 
@@ -14,52 +14,52 @@ from argosy.gateway.principal import TIERS, Principal
 from argosy.store import AccountSnapshot, Tier
 
 ANY_VALUE = "*"
-"""Stands for any value of a header."""
+"""Matches any value of a header."""
 
 HeaderName = Annotated[str, Meta(pattern=r"^[!#$%&'*+.^_`|~0-9A-Za-z-]+$")]
 HeaderValue = Annotated[str, Meta(pattern=r"^([!-~]([ -~]*[!-~])?)?$")]
-"""As it arrives: without spaces around it."""
+"""A header's value without surrounding spaces."""
 
 
 class RouteConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What must hold of a request, all of it, and which model answers it then."""
+    """Settings of one route: conditions that must all hold, and the model that answers then."""
 
     name: Annotated[str, Meta(min_length=1, max_length=200)] | None = None
-    """What explanations and logs call it; by default its place, like `routes[0]`."""
+    """Name in explanations and logs. Defaults to the position, for example `routes[0]`."""
     model: str | None = None
-    """Asked for, by any of its names; None: whatever is asked for."""
+    """Requested model, by any of its names. None matches every model."""
     headers: Annotated[dict[HeaderName, HeaderValue], Meta(min_length=1)] | None = None
-    """The request has all of these; `*`: with any value."""
+    """Headers that the request must have. The value `*` matches any value."""
     tenants: Annotated[tuple[str, ...], Meta(min_length=1)] | None = None
-    """It comes from one of these: organisations, or projects as organisation/project, each by name or id."""
+    """Organisations, or projects as organisation/project, by name or id. The request must belong to one of them."""
     tiers: Annotated[tuple[Tier, ...], Meta(min_length=1)] | None = None
-    """Its tenant is in one of these."""
+    """Tiers. The tenant must be in one of them."""
     flags: Annotated[tuple[str, ...], Meta(min_length=1)] | None = None
-    """Its project or its key has one of these."""
+    """Feature flags. The project or the key must have one of them."""
     target_model: str
-    """The model that answers; none of its own routes is looked at."""
+    """The model that answers. Its own routes are not applied."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelRoute:
-    """A route, ready to be compared with requests; None: whatever there is."""
+    """A route in the form in which requests are matched. A condition that is None matches every request."""
 
     name: str
     target_model: str
     model: str | None
-    """The model's own name."""
+    """The model's primary name."""
     headers: tuple[tuple[bytes, bytes | None], ...]
-    """By name in lower case; None: any value."""
+    """Pairs of lower-case name and value. The value None matches any value."""
     tenants: frozenset[str] | None
     """Ids of organisations and projects."""
     tiers: frozenset[int] | None
-    """Ranks."""
+    """Ranks of tiers (indices of `TIERS`)."""
     flags: frozenset[str] | None
     unknown_tenants: tuple[str, ...]
-    """Tenants that it names, and that are not there."""
+    """Tenants in the settings that do not exist in the store."""
 
     def matches(self, model: str, principal: Principal, headers: Mapping[bytes, bytes]) -> bool:
-        """Whether it decides what the caller asks this model (by its own name) with these headers."""
+        """Return whether all conditions hold for a request for this model, given by its primary name."""
         if not (
             (self.model is None or self.model == model)
             and (self.tiers is None or principal.tier in self.tiers)
@@ -72,8 +72,8 @@ class ModelRoute:
         ):
             return False
         for name, value in self.headers:
-            found = headers.get(name)
-            if found is None or (value is not None and found != value):
+            actual = headers.get(name)
+            if actual is None or (value is not None and actual != value):
                 return False
         return True
 
@@ -81,29 +81,48 @@ class ModelRoute:
 def compile_routes(
     configs: Sequence[RouteConfig], models: Mapping[str, str], snapshot: AccountSnapshot
 ) -> tuple[ModelRoute, ...]:
-    """The routes in their order; `models`: the own name of each model by each of its names."""
+    """Compile routes, in their order.
+
+    Args:
+        configs: Settings of the routes.
+        models: Primary name of each model by each of its names.
+        snapshot: Accounts, to resolve the names of tenants.
+    """
     ids = _tenant_ids(snapshot) if any(config.tenants for config in configs) else {}
-    return tuple(_compile_route(config, place, models, ids) for place, config in enumerate(configs))
+    return tuple(_compile_route(config, index, models, ids) for index, config in enumerate(configs))
 
 
 def validate_route(
     config: RouteConfig, model_names: Collection[str], *, has_accounts: bool
 ) -> None:
-    """Raise ValueError, saying what to change, when it can never be meant; `accounts`: there is a store of them."""
+    """Check a route for conditions that can never hold.
+
+    Args:
+        config: Settings of the route.
+        model_names: All names and aliases of models.
+        has_accounts: Whether the gateway has a store.
+
+    Raises:
+        ValueError: The route is invalid. The message says what to change.
+    """
     for key, model in (("model", config.model), ("target_model", config.target_model)):
         if model is not None and model not in model_names:
             known = ", ".join(sorted(model_names))
-            raise ValueError(f"{key}: {model!r} is not served here; name one of {known}")
+            raise ValueError(f"{key}: no model has the name {model!r}. Use one of {known}.")
     if not has_accounts and (config.tenants or config.tiers or config.flags):
-        raise ValueError("tenants, tiers and flags are those of accounts; add a store")
+        raise ValueError(
+            "tenants, tiers and flags belong to accounts, which need a store. Add `store`, or remove them."
+        )
     names = [name.lower() for name in config.headers or ()]
-    twice = {name for name in names if names.count(name) > 1}
-    if twice:
-        raise ValueError(f"headers: {min(twice)!r} is there twice (case does not matter); keep one")
+    duplicates = {name for name in names if names.count(name) > 1}
+    if duplicates:
+        raise ValueError(
+            f"headers: {min(duplicates)!r} is defined twice (names are case-insensitive). Keep one."
+        )
 
 
 def route_name(config: RouteConfig, index: int) -> str:
-    """What it is called."""
+    """Return the configured name of a route, or its position such as `routes[0]`."""
     return f"routes[{index}]" if config.name is None else config.name
 
 
@@ -129,17 +148,17 @@ def _compile_route(
 
 
 def _tenant_ids(snapshot: AccountSnapshot) -> Mapping[str, set[str]]:
-    """Ids of organisations by what they may be called in a route, and of projects."""
-    found: defaultdict[str, set[str]] = defaultdict(set)
-    owners: dict[str, tuple[str, str]] = {}
+    """Return the ids of organisations and projects by each name that a route may use for them."""
+    ids_by_name: defaultdict[str, set[str]] = defaultdict(set)
+    organisation_names: dict[str, tuple[str, str]] = {}
     for organisation in snapshot.organisations:
         if organisation.archived_at is None:
-            owners[organisation.id] = organisation.id, organisation.name
-            for owner in owners[organisation.id]:
-                found[owner].add(organisation.id)
+            organisation_names[organisation.id] = organisation.id, organisation.name
+            for organisation_name in organisation_names[organisation.id]:
+                ids_by_name[organisation_name].add(organisation.id)
     for project in snapshot.projects:
         if project.archived_at is None:
-            for owner in owners.get(project.organisation, ()):
+            for organisation_name in organisation_names.get(project.organisation, ()):
                 for name in (project.id, project.name):
-                    found[f"{owner}/{name}"].add(project.id)
-    return found
+                    ids_by_name[f"{organisation_name}/{name}"].add(project.id)
+    return ids_by_name

@@ -1,4 +1,4 @@
-"""What those who run a gateway ask it: its metrics, and whether it can answer for every model."""
+"""Handlers for operators: the gateway's metrics, and its readiness to serve every model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class OperationsHandlers:
-    """The handlers. `read` tells what is counted elsewhere: requests that run, that wait, and rows to settle."""
+    """Handlers of `GET /metrics` and `GET /ready`."""
 
     def __init__(
         self,
@@ -35,28 +35,41 @@ class OperationsHandlers:
         metrics: GatewayMetrics,
         read_metrics: Callable[[], GatewayGauges],
     ) -> None:
+        """Create the handlers.
+
+        Args:
+            models: The pools whose readiness is reported.
+            metrics: Counters and histograms.
+            read_metrics: Returns the gauges that other parts keep, such as requests in flight and queue depths.
+        """
         self._models = models
         self._scrape = CoalescedScrape(
             lambda: asyncio.to_thread(metrics.exposition, read_metrics())
         )
 
     async def metrics(self, exchange: HttpExchange, principal: Principal) -> None:
-        """`GET /metrics`: they name tenants of all organisations."""
+        """`GET /metrics`. Needs the gateway viewer role, because labels name the tenants of all organisations."""
         check_role(principal, "viewer", "gateway")
         await exchange.send_response(200, await self._scrape.get_text(), METRICS_CONTENT_TYPE)
 
     async def ready(self, exchange: HttpExchange, principal: Principal) -> None:
-        """`GET /ready`: 503 while there is a model that no replica can answer for."""
+        """`GET /ready`.
+
+        Raises:
+            ApiError: 503 if no replica is available for one of the models.
+        """
         del principal
-        lacking = [pool.model for pool in self._models.pools if not pool.is_available()]
-        if lacking:
-            message = f"No replica takes requests for {', '.join(lacking)}. Start one, or wait."
+        unavailable_models = [pool.model for pool in self._models.pools if not pool.is_available()]
+        if unavailable_models:
+            message = (
+                f"No replica is available for {', '.join(unavailable_models)}. Start one, or wait."
+            )
             raise ApiError(503, "no_replica", message, retry_after_s=RETRY_AFTER_S)
         await exchange.send_response(200, _encode(StatusResponse(status="ready")))
 
 
 def list_replica_readings(pools: list[Pool]) -> list[ReplicaGauges]:
-    """All replicas as they are now."""
+    """Return the current status and load of all replicas."""
     now = time.monotonic()
     return [
         ReplicaGauges(pool.model, replica.name, replica.status(now), replica.load.in_flight)

@@ -1,4 +1,4 @@
-"""On whose behalf a request comes, once the gateway knows."""
+"""The principal: the authenticated sender of a request, with its tenant, role and tier."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ import msgspec
 from argosy.store import Role, RoleScope, Tier
 
 TIERS: tuple[Tier, ...] = get_args(Tier)
-"""By rank: 0 is served first."""
+"""Tiers by rank. Rank 0 is the highest priority."""
 
 
 class Principal(msgspec.Struct, frozen=True, array_like=True):
-    """Ids as in the store; empty ones where nobody had to say who they are."""
+    """Sender of a request, by ids of the store. Ids are empty for anonymous clients."""
 
     organisation: str = ""
     project: str = ""
     key: str = ""
     user: str = ""
-    role: Role = "caller"
+    role: Role = "user"
     role_scope: RoleScope = "organisation"
-    """Where the role is held."""
+    """Level at which the role is held: the organisation or the whole gateway."""
     tier: int = 1
     """Rank in `TIERS`."""
     weight: float = 1.0
     cache_domain: str = ""
-    """Whose cached prompts its requests may share."""
+    """Domain within which its requests may share cached prompts."""
     allowed_models: frozenset[str] | None = None
-    """Public names that it may use; None: all."""
+    """Public names of the models that it may use. None allows all."""
     flags: frozenset[str] = frozenset()
-    """Of its project and its key."""
+    """Feature flags of its project and its key."""
 
     @property
     def tenant(self) -> str:
-        """With whom it shares its turns: its project; users who have none, with those of their organisation."""
+        """Id by which fair queuing groups requests: the project, or the organisation for users without one."""
         return self.project or self.organisation
 
 
 ANONYMOUS = Principal(role="admin", role_scope="gateway")
-"""Where no keys are asked for: one person, on their own machine."""
+"""Principal of requests without authentication: a single user on the local machine."""

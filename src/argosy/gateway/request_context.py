@@ -1,4 +1,4 @@
-"""One generation request on its way: what was asked, by whom, where it has been, what the client was given."""
+"""State of one generation request while it runs, and the protocol of the request filters that it passes."""
 
 from __future__ import annotations
 
@@ -24,24 +24,31 @@ from argosy.protocol import ApiError
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
 RequestStatus = Literal["completed", "cancelled", "failed", "stopped", "refused"]
-"""How a request ended: as it should; the client left; it could not be answered; a limit or its deadline ended it; it
-was not to be answered, as it is or now."""
+"""How a request ended.
+
+- `completed`: the client received the whole response.
+- `cancelled`: the client disconnected.
+- `failed`: an error of the fleet.
+- `stopped`: a limit or the deadline ended the response early.
+- `refused`: the request was rejected, because of its content or for now.
+"""
 REFUSED_BY_REPLICA = "refused_by_replica"
 REQUEST_TOO_LARGE = "request_too_large"
 CLIENT_ERROR_STATUSES = frozenset({400, 413, 422})
-"""Statuses by which a replica says so of a request; others may be of how it is asked by the fleet."""
+"""Statuses with which a replica blames the request itself. Other 4xx may concern the gateway's access to the
+replica."""
 UNANSWERED_STATUSES = frozenset[RequestStatus]({"failed", "refused"})
 
 
 @dataclass(frozen=True, slots=True)
 class ApiShape:
-    """What tells one generation API from another."""
+    """Differences between the generation APIs."""
 
     path: bytes
     prompt_field: str
     id_prefix: str
     object_type: str
-    """What its answers are called, and its streams' chunks."""
+    """Value of `object` in responses. Stream chunks have `chunk_object_type`."""
     chunk_object_type: str
 
 
@@ -50,106 +57,122 @@ COMPLETION = ApiShape(COMPLETION_PATH, "prompt", "cmpl", "text_completion", "tex
 
 
 class RequestContext(msgspec.Struct, eq=False):
-    """One request's way over the replicas."""
+    """State of one generation request from admission to its last token, across all attempts."""
 
     exchange: HttpExchange
     fields: RequestFields
     api: ApiShape
     pool: Pool
     response_id: str
-    """The answer's, which no client can choose; it names the request in the ledger and in explanations."""
+    """Generated id of the response. The ledger and explanations identify the request by it, since clients cannot choose
+    it."""
     principal: Principal
     tier: int
-    """The rank that it waits in."""
+    """Rank of the tier in which the request is queued."""
     route_name: str = ""
-    """Name of the one that decided which pool answers; empty: none did."""
+    """Name of the route that selected the pool. Empty if no route matched."""
     deadline: float = math.inf
-    """When its answer ends with what there is, on the monotonic clock."""
+    """Monotonic time at which the response ends with the tokens so far."""
     target_start_at: float = 0.0
-    """When an engine that goes by dates is to begin with it, in seconds since the epoch, once it was sent to one."""
+    """Target start time for engines that schedule by priority, in seconds since the epoch. 0 until the first such
+    attempt."""
     failed_replicas: set[str] = msgspec.field(default_factory=set)
-    """Replicas that failed it since it last got on."""
+    """Names of replicas that failed the request since its last progress."""
     incompatible_replicas: set[str] = msgspec.field(default_factory=set)
-    """Replicas that cannot go on where the answer was when they were asked."""
+    """Names of replicas that cannot resume the response."""
     failed_attempts: int = 0
+    """Failed attempts since the last progress."""
     error_responses: int = 0
-    """Failures that were answers: of a replica that lives."""
+    """Failures that were HTTP responses, so the replica is alive."""
     replica_losses: int = 0
-    """Replicas that were lost while they had it, but for what it won meanwhile. It may be what they die of."""
+    """Replicas lost while they ran the request, less credit for progress since then. The request may be what crashes
+    them."""
     failing_since: float | None = None
+    """Monotonic time of the first failure since the last progress."""
     delivered: DeliveredOutput = msgspec.field(default_factory=DeliveredOutput)
     response_headers: list[tuple[bytes, bytes]] = msgspec.field(default_factory=list)
-    """Headers of the answer, whatever it will be, refusals included."""
+    """Headers of the response, including error responses."""
     trace: RequestTrace = msgspec.field(default_factory=RequestTrace)
-    """What `argosy explain` shows."""
+    """Trace that `argosy explain` shows."""
     replica_name: str = ""
-    """The one that it was at last."""
+    """Name of the replica of the current or last attempt."""
     decision: RoutingDecision | None = None
-    """Why it went there."""
+    """Routing decision of that attempt."""
     attempt_trace: AttemptTrace | None = None
-    """The attempt there."""
+    """Trace of that attempt."""
     started_at: float = msgspec.field(default_factory=time.time)
-    """When it came, in seconds since the epoch; every replica is told, as the answer's time."""
+    """Arrival time in seconds since the epoch. Every replica gets it as the response's creation time."""
     status: RequestStatus = "failed"
     error: ApiError | None = None
-    """Why it was refused or failed."""
+    """The error with which the request was refused or failed."""
     rates: Rates | None = None
-    """What it pays for a token: as the first stage found that goes by prices, so that all charge the same."""
+    """Prices per token, set by the first filter that needs them, so that all filters charge the same."""
     cost_nano_dollars: int = 0
-    """What it cost, once the ledger has said so."""
+    """Cost of the request, set when its usage is recorded."""
     replayed_request_id: str = ""
-    """The request that got its answer first, where it got one that was kept."""
+    """Id of the original request if the response is a replay for its idempotency key."""
 
     @property
     def prompt_digest(self) -> bytes:
-        """The same for the same prompt of the same tenant: of a long one its length and its end count."""
+        """Digest of tenant and prompt. For a long prompt only its length and its end are hashed."""
         prompt = self.fields.raw_prompt
-        whose = f"{self.principal.tenant}\0{self.api.prompt_field} {len(prompt)}\0".encode()
-        return hashlib.blake2b(whose + prompt[-MAX_DIGESTED_BYTES:], digest_size=16).digest()
+        prefix = f"{self.principal.tenant}\0{self.api.prompt_field} {len(prompt)}\0".encode()
+        return hashlib.blake2b(prefix + prompt[-MAX_DIGESTED_BYTES:], digest_size=16).digest()
 
     def compute_priority(self, adapter: BackendAdapter) -> int:
-        """What its body is to say of its urgency to a server of this kind, wherever it goes."""
+        """Compute the `priority` field for a server of this kind. All attempts use the same target start time."""
         self.target_start_at = self.target_start_at or start_deadline(self.tier, time.time())
         return adapter.priority_sign * int(self.target_start_at)
 
     def record_dispatch(self, decision: RoutingDecision, now: float) -> ReplicaEndpoint:
-        """Note that it goes to this replica now."""
+        """Record that the request is dispatched to the selected replica."""
         self.set_current_attempt(decision, self.record_attempt(decision, now))
         return decision.replica
 
     def record_attempt(
         self, decision: RoutingDecision, now: float, *, is_hedge: bool = False
     ) -> AttemptTrace:
-        """Note that this replica is asked now; `hedge`: while another is."""
-        replica, told = decision.replica, self.delivered.output_tokens
+        """Record a new attempt at the selected replica.
+
+        Args:
+            decision: The selected replica and its estimated cost.
+            now: Monotonic time.
+            is_hedge: Whether another attempt is still running.
+        """
+        replica, delivered_tokens = decision.replica, self.delivered.output_tokens
         replica.on_request_sent(decision.uncached_tokens)
-        return self.trace.begin_attempt(replica.name, now, told, decision.costs, is_hedge=is_hedge)
+        return self.trace.begin_attempt(
+            replica.name, now, delivered_tokens, decision.costs, is_hedge=is_hedge
+        )
 
     def set_current_attempt(self, decision: RoutingDecision, attempt_trace: AttemptTrace) -> None:
-        """Note whose answer it gets, as far as is known."""
+        """Set the attempt from which the response is expected."""
         self.decision, self.attempt_trace = decision, attempt_trace
         self.replica_name = decision.replica.name
 
     @property
     def is_client_error(self) -> bool:
-        """Whether replicas that looked at it found fault with it, or were asked for too much."""
+        """Whether a replica rejected the request as invalid or too large."""
         error = self.error
-        found = {REFUSED_BY_REPLICA, REQUEST_TOO_LARGE}
-        return error is not None and error.code in found and error.status in CLIENT_ERROR_STATUSES
+        codes = {REFUSED_BY_REPLICA, REQUEST_TOO_LARGE}
+        return error is not None and error.code in codes and error.status in CLIENT_ERROR_STATUSES
 
     @property
     def final_status(self) -> RequestStatus:
-        """How an answer that is there ended, as its replica says: that may have a deadline for it, too."""
+        """Status of a delivered response, by its finish reasons. A replica may have its own deadline."""
         return "stopped" if "timeout" in self.delivered.finish_reasons.values() else "completed"
 
     def record_error(self, error: ApiError) -> None:
-        """Note that this is its answer."""
+        """Record the error that the client receives."""
         self.error = error
         if error.status < 500 and self.status == "failed":
             self.status = "refused"
 
     def record_progress(self, tokens: int) -> None:
-        """So many tokens of the answer came, at least one."""
+        """Record that at least one more token was delivered, which resets the failure counters.
+
+        Every `TOKENS_PER_LOSS` tokens cancel one replica loss.
+        """
         self.failed_replicas.clear()
         self.failed_attempts = self.error_responses = 0
         self.replica_losses = max(0, self.replica_losses - tokens // TOKENS_PER_LOSS)
@@ -158,62 +181,90 @@ class RequestContext(msgspec.Struct, eq=False):
 
 MAX_DIGESTED_BYTES = 64 * 1024
 TOKENS_PER_LOSS = 4
-"""Tokens that make up for one replica that was lost: else a request could cost one for each token."""
+"""Delivered tokens that cancel one replica loss. Without this a request could cost one replica per token."""
 UNLIMITED_TOKENS = 2**62
-"""More tokens than any stream has."""
+"""A token count that no stream reaches."""
 
 
 class FastPathBudget(NamedTuple):
-    """How far a stream may go on by itself: who lets it go is told of its pieces later, many at a time."""
+    """How far a stream may run on the fast path before a filter must be called.
+
+    Chunks forwarded meanwhile are reported to the filter later, in batches.
+    """
 
     max_output_tokens: int = UNLIMITED_TOKENS
-    """Output tokens that it may have."""
+    """Output tokens that the stream may reach."""
     token_counter_address: int | None = None
-    """Address of a word that has to count them at once."""
+    """Address of a 64-bit counter that the fast path updates with every chunk."""
 
 
 class FilterState(Protocol):
-    """One request's, at a stage that has let it in."""
+    """State of one admitted request at one filter."""
 
     def on_tokens(self, chunk_times: Sequence[float]) -> str | None:
-        """More was delivered, as the journey's `delivered` tells, in pieces that came at `times` (monotonic clock).
+        """Record that output tokens were delivered.
 
-        Called for each piece of a stream that is not on its own, so it must be quick. A finish reason ends the answer
-        here, once what came has been passed on.
+        Called for every chunk of a stream that is not on the fast path, so it must be quick. The new counts are in
+        `RequestContext.delivered`.
+
+        Args:
+            chunk_times: Monotonic arrival time of each chunk since the last call.
+
+        Returns:
+            A finish reason to end the response after these chunks, or None.
         """
 
     def fast_path_budget(self) -> FastPathBudget:
-        """How far the stream may go on before this is told of it."""
+        """Return how far the stream may run before the filter must be called."""
 
     def on_complete(self) -> None:
-        """The request has ended, as the journey's `status` tells. Called once, last stage first."""
+        """Record that the request ended, with the outcome in `RequestContext.status`.
+
+        Called once, last filter first.
+        """
 
 
 class RequestFilter(Protocol):
-    """Something that every request passes: limits, the ledger, the record for explanations."""
+    """A step that every generation request passes: telemetry, idempotency, limits, usage."""
 
     async def on_request(self, context: RequestContext) -> FilterState | None:
-        """Let the request in, answer it, or raise ApiError to refuse it. None: it need not be told how that goes on."""
+        """Admit, answer or reject a request.
+
+        Returns:
+            The filter's state for the request, or None if the filter needs no further calls.
+
+        Raises:
+            ApiError: The request is rejected.
+        """
 
 
 async def run_filters(
     filters: Sequence[RequestFilter], filter_states: list[FilterState], context: RequestContext
 ) -> bool:
-    """Pass all stages; whether they let it in: one may have answered it.
+    """Run all filters on a request.
 
-    `visits` gets those to be told more, also when one refuses. Raises ApiError then.
+    Args:
+        filters: The filters, in their order.
+        filter_states: Receives the states of the filters that need further calls, also if a later filter raises.
+        context: The request.
+
+    Returns:
+        Whether all filters admitted the request. False if one of them has answered it.
+
+    Raises:
+        ApiError: A filter rejected the request.
     """
-    for stage in filters:
-        visit = await stage.on_request(context)
-        if visit is not None:
-            filter_states.append(visit)
+    for request_filter in filters:
+        state = await request_filter.on_request(context)
+        if state is not None:
+            filter_states.append(state)
         elif context.exchange.response_complete:
             return False
     return True
 
 
 def complete_filters(filter_states: list[FilterState], context: RequestContext) -> None:
-    """End the visits, last first; one that fails keeps none of the others."""
+    """Complete all filter states, last first. An exception in one does not prevent the others."""
     while filter_states:
         try:
             filter_states.pop().on_complete()

@@ -1,4 +1,4 @@
-"""What the gateway reads of a generation request; everything else of the body passes through as it came."""
+"""The fields of a generation request that the gateway reads. All other fields pass through unchanged."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from msgspec import Meta, Raw
 from argosy.protocol import ApiError, invalid_request, parse_body
 
 BYTES_PER_TOKEN = 4
-"""For estimates where the prompt is text and no tokenizer is at hand."""
+"""Used to estimate token counts of text prompts without a tokenizer."""
 DEFAULT_OUTPUT_TOKENS = 256
-"""Expected output where the request names no limit."""
+"""Expected output of a request that sets no limit."""
 MAX_TOKEN_BYTES = 128
-"""No token of a tokenizer in use is longer, runs of spaces included."""
+"""Upper bound for the bytes of one token in any common tokenizer, runs of spaces included."""
 MAX_ESTIMATED_OUTPUT_TOKENS = 1 << 24
-"""Tokens of an answer, as far as estimates go; who asks for more is refused by the replica."""
+"""Upper bound of output estimates. Replicas reject requests for more."""
 MAX_CHOICES = 1 << 14
-"""Of one request. Where its answer is ended here each is told so, whether its replica knew of so many or not."""
+"""Maximum choices of one request. The gateway writes a finish reason for each of them if it ends the response early."""
 ESTIMATED_MEDIA_TOKENS = 1024
-"""For estimates: about what models that see make of one picture."""
+"""Estimated tokens of one image or sound, about what vision models use per image."""
 MAX_NON_PROMPT_BYTES = 4 * 1024 * 1024
-"""Of a body, beside its prompt: millions of fields would take a second and a gigabyte to look at."""
+"""Maximum bytes of a body besides its prompt. Parsing millions of fields would take a second and a gigabyte."""
 NON_STREAMING_FIELDS = ("prompt_logprobs", "resume")
-"""Fields that streams do not take, or take differently."""
+"""Fields that streaming requests do not support, or treat differently."""
 
 _BASE64_MEDIA = re.compile(rb'"(?:data:[^",]{0,100},)?[A-Za-z0-9+/\\]{512,}={0,2}"')
-"""A picture or sound in base64."""
+"""An image or sound in base64."""
 _TOKEN_ID_LIST = re.compile(rb"\[[\s0-9,]*+\]")
-"""One list of ids."""
+"""A JSON list of token ids."""
 
 
 class _StreamOptions(msgspec.Struct, gc=False):
@@ -40,7 +40,7 @@ class _StreamOptions(msgspec.Struct, gc=False):
 
 
 class _KnownFields(msgspec.Struct, gc=False):
-    """The fields that are read here; all others may be anything."""
+    """The typed fields. All other fields may have any value."""
 
     model: str | None = None
     messages: Raw = Raw()
@@ -68,49 +68,51 @@ class _ChatMessage(msgspec.Struct, gc=False):
 
     @property
     def text_length(self) -> int:
-        """Characters of its text."""
+        """Number of characters of text."""
         if isinstance(self.content, list):
             return sum(len(part.text or "") for part in self.content)
         return len(self.content or "")
 
 
 class RequestFields(msgspec.Struct, frozen=True, eq=False):
-    """One request for chat or completions."""
+    """Parsed fields of one chat or completion request."""
 
     raw: dict[str, Raw]
+    """All fields of the body as raw JSON."""
     model: str
     stream: bool
     choice_count: int
-    """Answers: `n` for each prompt."""
+    """Number of choices: `n` for each prompt."""
     max_output_tokens: int | None
-    """None: it names no limit, or one below 0, which means the same to those who take it (llama.cpp)."""
+    """None if the request sets no limit or a negative one, which llama.cpp treats as no limit."""
     raw_prompt: bytes
-    """The prompt or the messages, as they came."""
+    """The prompt or the messages as raw JSON."""
     estimated_prompt_tokens: int
-    """Estimated, with those that it gives itself to go on after (`resume`)."""
+    """Estimated prompt tokens, including the tokens of `resume`."""
     session_id: str
-    """What it belongs together with: of equal sessions, all go to one replica where the pool's rule is `hash`."""
+    """Session for affinity. The routing policy `hash` sends equal sessions to one replica."""
     prompt_count: int = 1
-    """A completion may have several."""
+    """Number of prompts. Completions may have several."""
     timeout_s: float = math.inf
-    """Seconds from its arrival that the client allows."""
+    """Timeout that the client sets, from the arrival of the request."""
     priority: int = 0
-    """By how many tiers the client sets it back behind its others."""
+    """Number of tiers by which the client lowers the priority of this request."""
     include_usage: bool = False
-    """Its stream is to end with the usage."""
+    """Whether the stream ends with a usage chunk."""
     has_generated_seed: bool = False
-    """The seed was drawn here; the client gave none."""
+    """Whether the gateway generated the seed, because the client set none."""
     request_id: str = ""
-    """What the client calls it."""
+    """Request id chosen by the client."""
     cache_domain: str = ""
-    """Whose cached prompts it may share; empty: everybody's."""
+    """Domain within which cached prompts are shared. Empty means the public domain."""
     body_bytes: int = 0
-    """Bytes of its body, which it keeps."""
+    """Size of the request body, which is kept in memory."""
 
     def exceeds_token_limit(self, max_tokens: int) -> bool:
-        """Whether one of its prompts has more tokens than that, whatever the tokenizer.
+        """Return whether one of the prompts has more than `max_tokens` tokens with any tokenizer.
 
-        Of messages only what everybody's template shows counts. What makes no sense is for a replica to refuse.
+        For messages only the text counts that every chat template includes. Malformed prompts return False and are left
+        to the replica to reject. So are requests with `truncate_prompt_tokens`.
         """
         if "truncate_prompt_tokens" in self.raw:
             return False
@@ -121,16 +123,23 @@ class RequestFields(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def can_aggregate_stream(self) -> bool:
-        """Whether its whole answer can be put together from a stream of ours."""
+        """Whether a non-streaming response can be aggregated from a native replica's stream."""
         return all(bytes(self.raw.get(name, b"null")) == b"null" for name in NON_STREAMING_FIELDS)
 
 
 def parse_request_fields(
     body: bytes, prompt_field: str, cache_domain: str = "", session_id: str = ""
 ) -> RequestFields:
-    """Read the body of who has `domain`; `session` is what the headers say of that.
+    """Parse the body of a generation request.
 
-    Raises ApiError 400: a field that is needed is missing or ill-typed; 413: more than can be looked at.
+    Args:
+        body: The JSON body.
+        prompt_field: `messages` or `prompt`.
+        cache_domain: Cache domain of the principal.
+        session_id: Session from the headers, used if the body names none.
+
+    Raises:
+        ApiError: 400 for a missing or ill-typed field, 413 for too large a body.
     """
     known = parse_body(_KnownFields, body)
     prompt = bytes(known.messages if prompt_field == "messages" else known.prompt)
@@ -140,14 +149,14 @@ def parse_request_fields(
             400, "missing_required_parameter", f"Missing parameter '{name}'. Add it.", param=name
         )
     fields = parse_raw_fields(body, len(prompt))
-    prompts = _count_prompts(prompt)
-    choices = max(1, known.n or 1) * prompts
-    if choices > MAX_CHOICES:
-        message = f"A request has at most {MAX_CHOICES} answers: 'n' of each prompt. Send several."
+    prompt_count = _count_prompts(prompt)
+    choice_count = max(1, known.n or 1) * prompt_count
+    if choice_count > MAX_CHOICES:
+        message = f"A request has at most {MAX_CHOICES} choices ('n' of each prompt). Send several."
         raise invalid_request(message, prompt_field if known.n is None else "n")
-    drew_seed = known.seed is None
-    if drew_seed:
-        # Drawn here, so that whichever replica carries the answer on draws the same tokens.
+    has_generated_seed = known.seed is None
+    if has_generated_seed:
+        # Generated here, so that a replica that resumes the response samples the same tokens.
         fields["seed"] = Raw(b"%d" % random.getrandbits(62))
     limit = known.max_completion_tokens
     limit = known.max_tokens if limit is None else limit
@@ -156,18 +165,18 @@ def parse_request_fields(
         raw=fields,
         model=known.model,
         stream=bool(known.stream),
-        choice_count=choices,
+        choice_count=choice_count,
         max_output_tokens=None
         if limit is None or limit < 0
         else min(limit, MAX_ESTIMATED_OUTPUT_TOKENS),
         raw_prompt=prompt,
         estimated_prompt_tokens=_estimate_tokens(prompt) + bytes(known.resume).count(b","),
         session_id=known.session_id or session_id or known.prompt_cache_key or "",
-        prompt_count=prompts,
+        prompt_count=prompt_count,
         timeout_s=math.inf if known.timeout_s is None else known.timeout_s,
         priority=known.priority or 0,
         include_usage=options is not None and bool(options.include_usage),
-        has_generated_seed=drew_seed,
+        has_generated_seed=has_generated_seed,
         request_id=known.request_id or "",
         cache_domain=cache_domain,
         body_bytes=len(body),
@@ -175,32 +184,45 @@ def parse_request_fields(
 
 
 def _exceeds_token_limit(prompt: bytes, max_tokens: int) -> bool:
-    """See `Ask.exceeds`. Decodes no more than it has to: there may be millions of ids. Raises DecodeError."""
+    """Implement `RequestFields.exceeds_token_limit`.
+
+    Decodes as little as possible, because there may be millions of ids.
+
+    Raises:
+        DecodeError: The prompt is malformed.
+    """
     if len(prompt) <= max_tokens:
         return False
     if _TOKEN_ID_LIST.fullmatch(prompt):
         return prompt.count(b",") >= max_tokens
     if not prompt.startswith(b"["):
         return len(msgspec.json.decode(prompt, type=str)) // MAX_TOKEN_BYTES > max_tokens
-    if _first_item_byte(prompt) == b"{":  # a chat's messages
+    if _first_item_byte(prompt) == b"{":  # the messages of a chat
         if len(prompt) // MAX_TOKEN_BYTES <= max_tokens:
             return False
         messages = msgspec.json.decode(prompt, type=list[_ChatMessage])
-        return sum(one.text_length for one in messages) // MAX_TOKEN_BYTES > max_tokens
+        return sum(message.text_length for message in messages) // MAX_TOKEN_BYTES > max_tokens
     return any(
-        _exceeds_token_limit(bytes(one), max_tokens)
-        for one in msgspec.json.decode(prompt, type=list[Raw])
+        _exceeds_token_limit(bytes(item), max_tokens)
+        for item in msgspec.json.decode(prompt, type=list[Raw])
     )
 
 
 def parse_raw_fields(body: bytes, prompt_bytes: int) -> dict[str, Raw]:
-    """All fields of a body, of which so much may be prompt. Raises ApiError 400 or 413.
+    """Parse the top level of a body into raw JSON fields.
 
-    Their texts are UTF-8: some are read here only later, for some servers.
+    The whole body is checked to be UTF-8, because some fields are decoded only later, for some backends.
+
+    Args:
+        body: The JSON body.
+        prompt_bytes: Size of the prompt, which may be large.
+
+    Raises:
+        ApiError: 400 if the body is not a UTF-8 JSON object, 413 if it is too large besides its prompt.
     """
     if len(body) - prompt_bytes > MAX_NON_PROMPT_BYTES:
         message = (
-            f"The body has more than {MAX_NON_PROMPT_BYTES} bytes beside its prompt. Send less."
+            f"The body has more than {MAX_NON_PROMPT_BYTES} bytes besides its prompt. Send less."
         )
         raise ApiError(413, "request_too_large", message)
     if not body.isascii():
@@ -208,16 +230,16 @@ def parse_raw_fields(body: bytes, prompt_bytes: int) -> dict[str, Raw]:
     return parse_body(dict[str, Raw], body)
 
 
-def _check_utf8(raw: bytes) -> None:
+def _check_utf8(body: bytes) -> None:
     try:
-        raw.decode()
+        body.decode()
     except UnicodeDecodeError as error:
         message = f"The body is not valid UTF-8 (byte {error.start}). Send UTF-8."
         raise invalid_request(message, code="invalid_json") from error
 
 
 def _estimate_tokens(prompt: bytes) -> int:
-    """How many a prompt or chat has, about."""
+    """Estimate the tokens of a prompt or chat."""
     if b";base64," not in prompt and b'"input_audio"' not in prompt:
         return max(1, len(prompt) // BYTES_PER_TOKEN)
     media = _BASE64_MEDIA.findall(prompt)
@@ -226,14 +248,14 @@ def _estimate_tokens(prompt: bytes) -> int:
 
 
 def _count_prompts(prompt: bytes) -> int:
-    """How many prompts a completion has: a list of texts or of lists of ids has as many as items."""
+    """Count the prompts of a completion. A list of texts or of token id lists has one prompt per item."""
     if _first_item_byte(prompt) not in {b'"', b"["}:
-        return 1  # one text, one list of ids, or a chat's messages
+        return 1  # one text, one list of token ids, or the messages of a chat
     return len(msgspec.json.decode(prompt, type=list[Raw]))
 
 
-def _first_item_byte(listed: bytes) -> bytes:
-    """What the first item of a JSON list begins with; empty where it is none. There may be megabytes of white space."""
-    if not listed.startswith(b"["):
+def _first_item_byte(value: bytes) -> bytes:
+    """Return the first byte of a JSON list's first item, or b"" if it is no list. Handles megabytes of white space."""
+    if not value.startswith(b"["):
         return b""
-    return listed[1:64].lstrip()[:1] or listed[1:].lstrip()[:1]
+    return value[1:64].lstrip()[:1] or value[1:].lstrip()[:1]

@@ -1,7 +1,7 @@
-"""What a request went through, step by step: written as it happens, told when somebody asks.
+"""Traces of requests for `argosy explain`: written while a request runs, formatted on demand.
 
-Times are those of the gateway's monotonic clock while they are written, and milliseconds since the
-request came when they are told.
+A trace stores times of the gateway's monotonic clock. The formatted explanation has milliseconds since the arrival of
+the request.
 """
 
 from __future__ import annotations
@@ -19,40 +19,40 @@ from argosy.gateway.principal import ANONYMOUS, TIERS, Principal
 from argosy.policy import Rates, RoutingCost
 
 MAX_CANDIDATES = 16
-"""So many of the candidates are kept, the cheapest first."""
+"""Maximum candidates kept per attempt, cheapest first."""
 MAX_ATTEMPT_TRACES = 64
-"""So many attempts are kept: the first one, and the latest."""
+"""Maximum attempts kept per request: the first one and the latest."""
 
 
 class ExplainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How many requests can be explained afterwards, and for how long."""
+    """How many ended requests can be explained, and for how long."""
 
     max_requests: Annotated[int, Meta(ge=0)] = 10_000
     retention_s: Annotated[float, Meta(ge=0)] = 3600.0
 
 
 class AttemptTrace(msgspec.Struct, gc=False, array_like=True):
-    """One attempt at one replica."""
+    """Trace of one attempt at one replica."""
 
     replica: str
     chosen_at: float
-    """When the replica was chosen."""
+    """When the replica was selected."""
     delivered_tokens: int = 0
-    """Output tokens that the client had by then: where a stream was carried on."""
+    """Output tokens that the client already had, so the position at which a stream was resumed."""
     candidate_costs: tuple[RoutingCost, ...] = ()
-    """Of every replica that could have been chosen."""
+    """Estimated cost of each replica that could have been selected."""
     sent_at: float | None = None
     first_token_at: float | None = None
-    """When the first of its tokens was passed on."""
+    """When the attempt's first token was forwarded."""
     ended_at: float | None = None
     outcome: str = "running"
     reason: str = ""
     is_hedge: bool = False
-    """The replica before was asked still, and silent."""
+    """Whether the attempt was started while another was still silent."""
 
 
 class LimitTrace(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """The arithmetic of one limit."""
+    """Check of one limit."""
 
     owner: str
     unit: str
@@ -62,12 +62,12 @@ class LimitTrace(msgspec.Struct, frozen=True, gc=False, array_like=True):
     used: int
     asked: int
     wait_s: float | None = 0.0
-    """None: it never fits."""
+    """Seconds until the request would fit. None if it never fits."""
     fits: bool = True
 
 
 class UsageTrace(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """What a request used and cost."""
+    """Usage and cost of a request."""
 
     input_tokens: int
     cached_tokens: int
@@ -77,27 +77,27 @@ class UsageTrace(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
 
 class IdempotencyTrace(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """What a request's idempotency key did."""
+    """Effect of a request's idempotency key."""
 
     key: str
     first: str
-    """The request that had it first."""
+    """Id of the first request with this key."""
     kept: bool = False
-    """Whether that one's answer is given to those that are the same; as far as it has ended."""
+    """Whether the first request's response is replayed to identical requests. False until it has ended."""
 
 
 class RequestTrace(msgspec.Struct, gc=False, array_like=True):
-    """One request. Every step writes its own part."""
+    """Trace of one request. Each part of the gateway writes its own fields."""
 
     response_id: str = ""
     request_id: str = ""
-    """The request id, which the client may have chosen."""
+    """Request id, which the client may have chosen."""
     model: str = ""
-    """The one that answers."""
+    """Name of the model that answers."""
     requested_model: str = ""
-    """What the client called it."""
+    """Name of the model in the request."""
     route_name: str = ""
-    """The route that led there from what was asked for; empty: none."""
+    """Name of the route from the requested model to the answering one. Empty if no route matched."""
     path: str = ""
     stream: bool = False
     principal: Principal = ANONYMOUS
@@ -105,28 +105,29 @@ class RequestTrace(msgspec.Struct, gc=False, array_like=True):
     """Seconds since the epoch."""
     arrived_at: float = 0.0
     parsed_at: float = 0.0
-    """The body was complete and understood."""
+    """When the body was complete and parsed."""
     admitted_at: float | None = None
-    """All stages let it in."""
+    """When all filters had admitted the request."""
     queued_at: float | None = None
     queued_ahead: int = 0
-    """How many waited before it when it was queued."""
+    """Number of queued requests ahead of it when it was queued."""
     first_token_at: float | None = None
+    """When the first token was forwarded to the client."""
     last_token_at: float | None = None
-    """The first and the latest of its tokens were passed on."""
+    """When the latest token was forwarded to the client."""
     ended_at: float | None = None
     attempts: list[AttemptTrace] = msgspec.field(default_factory=list)
     routing_policy: str = ""
-    """How the pool chooses."""
+    """Routing policy of the pool."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
     finish_reasons: dict[int, str] = msgspec.field(default_factory=dict)
-    """Choice -> finish reason."""
+    """Finish reason by choice index."""
     status: str = "running"
     error_code: str = ""
     limits: list[LimitTrace] = []
-    """Those that it was held to or, where it was refused, that stood in its way."""
+    """The limits that were checked. For a rejected request: the limits that it exceeds."""
     usage: UsageTrace | None = None
     idempotency: IdempotencyTrace | None = None
 
@@ -139,20 +140,20 @@ class RequestTrace(msgspec.Struct, gc=False, array_like=True):
         *,
         is_hedge: bool = False,
     ) -> AttemptTrace:
-        """A replica was chosen."""
+        """Add the trace of a new attempt, with the output tokens delivered before it and its cheapest candidates."""
         if len(candidate_costs) > MAX_CANDIDATES:
             candidate_costs = tuple(
                 nsmallest(MAX_CANDIDATES, candidate_costs, key=attrgetter("total_s"))
             )
         if len(self.attempts) == MAX_ATTEMPT_TRACES:
             del self.attempts[1]
-        tried = AttemptTrace(replica, now, delivered_tokens, candidate_costs, is_hedge=is_hedge)
-        self.attempts.append(tried)
-        return tried
+        attempt = AttemptTrace(replica, now, delivered_tokens, candidate_costs, is_hedge=is_hedge)
+        self.attempts.append(attempt)
+        return attempt
 
     def to_dict(self) -> dict[str, Any]:
-        """The explanation, in JSON's types."""
-        told: dict[str, Any] = {
+        """Format the explanation as a JSON object."""
+        explanation: dict[str, Any] = {
             "object": "request.explanation",
             "id": self.response_id,
             "request_id": self.request_id,
@@ -181,7 +182,7 @@ class RequestTrace(msgspec.Struct, gc=False, array_like=True):
             },
             "queue": None if self.queued_at is None else {"ahead": self.queued_ahead},
             "rule": self.routing_policy,
-            "attempts": [self._attempt_to_dict(tried) for tried in self.attempts],
+            "attempts": [self._attempt_to_dict(attempt) for attempt in self.attempts],
             "tokens": {
                 "prompt": self.prompt_tokens,
                 "cached": self.cached_tokens,
@@ -192,30 +193,30 @@ class RequestTrace(msgspec.Struct, gc=False, array_like=True):
             },
         }
         if self.idempotency is not None:
-            told["idempotency"] = asdict(self.idempotency)
+            explanation["idempotency"] = asdict(self.idempotency)
         if self.limits:
-            told["limits"] = [asdict(line) for line in self.limits]
+            explanation["limits"] = [asdict(limit) for limit in self.limits]
         if self.usage is not None:
-            told["ledger"] = msgspec.to_builtins(asdict(self.usage))
-        return told
+            explanation["ledger"] = msgspec.to_builtins(asdict(self.usage))
+        return explanation
 
-    def _attempt_to_dict(self, tried: AttemptTrace) -> dict[str, Any]:
-        cheapest = sorted(tried.candidate_costs, key=attrgetter("total_s"))
+    def _attempt_to_dict(self, attempt: AttemptTrace) -> dict[str, Any]:
+        costs = sorted(attempt.candidate_costs, key=attrgetter("total_s"))
         return {
-            "replica": tried.replica,
-            "chosen_ms": self._elapsed_ms(tried.chosen_at),
-            "sent_ms": self._elapsed_ms(tried.sent_at),
-            "first_token_ms": self._elapsed_ms(tried.first_token_at),
-            "ended_ms": self._elapsed_ms(tried.ended_at),
-            "carried_on_at": tried.delivered_tokens,
-            "hedge": tried.is_hedge,
-            "outcome": tried.outcome,
-            "reason": tried.reason or None,
-            "candidates": [_candidate_to_dict(cost) for cost in cheapest],
+            "replica": attempt.replica,
+            "chosen_ms": self._elapsed_ms(attempt.chosen_at),
+            "sent_ms": self._elapsed_ms(attempt.sent_at),
+            "first_token_ms": self._elapsed_ms(attempt.first_token_at),
+            "ended_ms": self._elapsed_ms(attempt.ended_at),
+            "carried_on_at": attempt.delivered_tokens,
+            "hedge": attempt.is_hedge,
+            "outcome": attempt.outcome,
+            "reason": attempt.reason or None,
+            "candidates": [_candidate_to_dict(cost) for cost in costs],
         }
 
-    def _elapsed_ms(self, at: float | None) -> float | None:
-        return None if at is None else round((at - self.arrived_at) * 1000, 2)
+    def _elapsed_ms(self, timestamp: float | None) -> float | None:
+        return None if timestamp is None else round((timestamp - self.arrived_at) * 1000, 2)
 
 
 def _candidate_to_dict(cost: RoutingCost) -> dict[str, Any]:
@@ -231,34 +232,34 @@ class _StoredTrace(msgspec.Struct, frozen=True, gc=False):
     organisation: str
     request_id: str
     packed_trace: bytes
-    """Packed: nothing of thousands of requests is left for the garbage collector to walk."""
+    """Trace in MessagePack, so that thousands of traces add nothing to garbage collection."""
 
 
-def _lookup_keys(organisation: str, request: str) -> tuple[tuple[str | None, str], ...]:
-    return (None, request), (organisation, request)
+def _lookup_keys(organisation: str, request_id: str) -> tuple[tuple[str | None, str], ...]:
+    return (None, request_id), (organisation, request_id)
 
 
 class TraceStore:
-    """The requests that run, and the latest that have ended: bounded in number and age."""
+    """Traces of running requests and of the latest ended requests, bounded in number and age."""
 
     def __init__(self, config: ExplainConfig) -> None:
         self._config = config
         self._running: dict[str, RequestTrace] = {}
         self._ended: OrderedDict[str, _StoredTrace] = OrderedDict()
         self._by_request: dict[tuple[str | None, str], str] = {}
-        """Organisation (None: any) and request id -> the id of the latest request that had it."""
+        """Id of the latest response by organisation (None for any) and request id."""
 
     def __len__(self) -> int:
         return len(self._running) + len(self._ended)
 
     def add(self, trace: RequestTrace) -> None:
-        """A request begins."""
+        """Add the trace of a new request."""
         self._running[trace.response_id] = trace
-        for name in _lookup_keys(trace.principal.organisation, trace.request_id):
-            self._by_request[name] = trace.response_id
+        for key in _lookup_keys(trace.principal.organisation, trace.request_id):
+            self._by_request[key] = trace.response_id
 
     def complete(self, trace: RequestTrace, now: float) -> None:
-        """It has ended: from now on its trace does not change."""
+        """Store the trace of an ended request, which no longer changes."""
         self._running.pop(trace.response_id, None)
         self._ended[trace.response_id] = _StoredTrace(
             now, trace.principal.organisation, trace.request_id, _encode_trace(trace)
@@ -266,30 +267,39 @@ class TraceStore:
         self.evict_expired(now)
 
     def evict_expired(self, now: float) -> None:
-        """Those that ended too long ago, or before too many others, can no longer be found."""
-        oldest = now - self._config.retention_s
+        """Remove ended traces beyond the configured age and number."""
+        min_ended_at = now - self._config.retention_s
         while self._ended:
-            name, kept = next(iter(self._ended.items()))
-            if kept.ended_at >= oldest and len(self._ended) <= self._config.max_requests:
+            response_id, stored = next(iter(self._ended.items()))
+            if stored.ended_at >= min_ended_at and len(self._ended) <= self._config.max_requests:
                 return
-            del self._ended[name]
-            for known in _lookup_keys(kept.organisation, kept.request_id):
-                if self._by_request.get(known) == name:
-                    del self._by_request[known]
+            del self._ended[response_id]
+            for key in _lookup_keys(stored.organisation, stored.request_id):
+                if self._by_request.get(key) == response_id:
+                    del self._by_request[key]
 
     def find(self, identifier: str, organisation: str | None = None) -> RequestTrace | None:
-        """The trace of an answer's id, else the latest of a request id, of one organisation's if that is given.
+        """Find a trace by response id, or the latest trace by request id.
 
-        Clients choose request ids: they hide no answer, and not the requests of another organisation.
+        Clients choose request ids. A request id therefore never hides a response id, nor a request of another
+        organisation.
+
+        Args:
+            identifier: Response id or request id.
+            organisation: Organisation in which a request id is looked up. None searches all.
         """
-        known = identifier in self._running or identifier in self._ended
-        found = (
-            identifier if known else self._by_request.get((organisation, identifier), identifier)
+        is_response_id = identifier in self._running or identifier in self._ended
+        response_id = (
+            identifier
+            if is_response_id
+            else self._by_request.get((organisation, identifier), identifier)
         )
-        running = self._running.get(found)
+        running = self._running.get(response_id)
         if running is not None:
             return running
-        kept = self._ended.get(found)
+        stored = self._ended.get(response_id)
         return (
-            None if kept is None else msgspec.msgpack.decode(kept.packed_trace, type=RequestTrace)
+            None
+            if stored is None
+            else msgspec.msgpack.decode(stored.packed_trace, type=RequestTrace)
         )

@@ -1,4 +1,4 @@
-"""Runs a gateway: opens its books, listens, looks after replicas and streams, and on SIGTERM drains and leaves."""
+"""Runs a gateway: opens the store, listens, supervises background tasks, and drains on SIGTERM."""
 
 from __future__ import annotations
 
@@ -53,22 +53,29 @@ T = TypeVar("T")
 
 
 class GatewayServer:
-    """One gateway from start to end. `on_ready` is called with its base URL.
-
-    Raises ValueError, saying what to change, when the configuration cannot be meant.
-    """
+    """A gateway process, from startup to the end of its drain."""
 
     def __init__(
         self,
         config: GatewayConfig,
         on_ready: Callable[[str], None],
         load_config: ConfigLoader | None = None,
-        look_up: Resolver = resolve_host,
+        resolver: Resolver = resolve_host,
     ) -> None:
-        """`reread` is asked for other models at `renew`; `look_up` for the addresses of names."""
+        """Build the parts that need no I/O.
+
+        Args:
+            config: The settings.
+            on_ready: Called with the base URL once the gateway listens.
+            load_config: Reads the settings again for `reload`. None disables it.
+            resolver: Resolves host names to addresses.
+
+        Raises:
+            ValueError: The settings are invalid. The message says what to change.
+        """
         self._config = config
         self._on_ready = on_ready
-        self._registry = ModelRegistry(build_model_entries(config), config.routes, look_up)
+        self._registry = ModelRegistry(build_model_entries(config), config.routes, resolver)
         self._models = self._registry.router
         self._authenticator = Authenticator(AccountSnapshot(), config.auth)
         self._cors = CorsPolicy(config.auth.allowed_origins)
@@ -86,124 +93,138 @@ class GatewayServer:
 
     @property
     def replicas(self) -> list[ReplicaEndpoint]:
-        """Those of all models."""
+        """The replicas of all models."""
         return self._registry.replicas
 
     def stop(self) -> None:
-        """Drain, then leave; called again, leave at once. Call it on the event loop's thread."""
+        """Drain and then stop. A second call stops at once. Call it on the event loop's thread."""
         if self._stop_requested.is_set():
             self._force_stop.set()
         self._stop_requested.set()
 
     def reload(self) -> None:
-        """Take in what the files of the certificates hold now, and the models of the settings."""
+        """Reload the TLS certificates, and the models and routes of the settings."""
         if self._certificates is not None:
             self._certificates.reload()
         if self._config_reloader is not None:
             self._config_reloader.request_reload()
 
     def _on_models_changed(self) -> None:
-        """There are other models: limits and prices of aliases may be for others now."""
+        """Re-resolve aliases after a reload. A limit or price of an alias may now apply to a different model."""
         if self._account_sync is not None:
             self._account_sync.rebind_model_names()
 
     async def run(self, listen_socket: socket.socket | None = None) -> None:
-        """Serve until told to stop, on `bound` if that is given.
+        """Serve until `stop` is called.
 
-        Raises ValueError or OSError, saying what to change, when it cannot.
+        Args:
+            listen_socket: A bound socket to listen on. Defaults to the address in the settings.
+
+        Raises:
+            ValueError: The settings are invalid. The message says what to change.
+            OSError: A file, the store or the address cannot be opened.
         """
-        async with contextlib.AsyncExitStack() as closing:
-            closing.push_async_callback(self._registry.close)
-            stages = await self._build_base_filters(closing)
+        async with contextlib.AsyncExitStack() as exit_stack:
+            exit_stack.push_async_callback(self._registry.close)
+            filters = await self._build_base_filters(exit_stack)
             if self._config.store is not None:
-                stages += await self._build_store_filters(self._config.store, closing)
+                filters += await self._build_store_filters(self._config.store, exit_stack)
                 if self._stop_requested.is_set():
                     return
             if listen_socket is None:
-                listen_socket = closing.enter_context(self._bind())
+                listen_socket = exit_stack.enter_context(self._bind())
             fast_path = await self._start_fast_path()
             if fast_path is not None:
-                closing.callback(fast_path.close)
-            await self._serve(stages, listen_socket, fast_path)
+                exit_stack.callback(fast_path.close)
+            await self._serve(filters, listen_socket, fast_path)
 
     async def _build_base_filters(
         self, exit_stack: contextlib.AsyncExitStack
     ) -> list[RequestFilter]:
-        """Those that need no store. Raises ValueError, saying what to change."""
+        """Build the filters that need no store.
+
+        Raises:
+            ValueError: A setting is invalid. The message says what to change.
+        """
         config = self._config.idempotency
-        answers = open_idempotency_store(config, self._config.limits)
-        await answers.start()
-        exit_stack.push_async_callback(answers.close)
-        recorder = TelemetryFilter(self._traces, self._metrics, time.monotonic)
-        return [recorder, IdempotencyFilter(answers, config.max_response_bytes)]
+        idempotency_store = open_idempotency_store(config, self._config.limits)
+        await idempotency_store.start()
+        exit_stack.push_async_callback(idempotency_store.close)
+        telemetry_filter = TelemetryFilter(self._traces, self._metrics, time.monotonic)
+        return [telemetry_filter, IdempotencyFilter(idempotency_store, config.max_response_bytes)]
 
     async def _build_store_filters(
         self, store: StoreConfig, exit_stack: contextlib.AsyncExitStack
     ) -> list[RequestFilter]:
-        """Those that go by a store, which is open and kept from now on; none where we are to leave before.
+        """Open the store and build the filters that need it. Returns no filters if `stop` is called meanwhile.
 
-        Raises ValueError or OSError, saying what to change.
+        Raises:
+            ValueError: The store's settings or content are invalid. The message says what to change.
+            OSError: The usage log cannot be opened.
         """
-        books = await self._await_unless_stopped(AccountingService.open(store))
-        if books is None:
+        accounting = await self._await_unless_stopped(AccountingService.open(store))
+        if accounting is None:
             return []
-        exit_stack.push_async_callback(books.close)
+        exit_stack.push_async_callback(accounting.close)
         limits = LimitFilter(open_quota_backend(self._config.limits))
         await limits.start()
         exit_stack.push_async_callback(limits.close)
-        ledger = UsageRecorder(books.usage_log)
-        self._account_sync = AccountSync(books, self._models, self._authenticator, limits, ledger)
+        usage_recorder = UsageRecorder(accounting.usage_log)
+        self._account_sync = AccountSync(
+            accounting, self._models, self._authenticator, limits, usage_recorder
+        )
         exit_stack.callback(self._account_sync.close)
-        await self._await_unless_stopped(self._account_sync.start(books.snapshot))
-        return [limits, ledger]
+        await self._await_unless_stopped(self._account_sync.start(accounting.snapshot))
+        return [limits, usage_recorder]
 
     async def _await_unless_stopped(self, startup: Coroutine[Any, Any, T]) -> T | None:
-        """What it returns; None: we are to leave before it has ended. Raises as it does."""
-        begun = asyncio.create_task(startup)
-        leaving = asyncio.create_task(self._stop_requested.wait())
+        """Await a coroutine. Cancels it and returns None if `stop` is called first."""
+        startup_task = asyncio.create_task(startup)
+        stop_task = asyncio.create_task(self._stop_requested.wait())
         try:
-            await asyncio.wait({begun, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            return await begun if begun.done() else None
+            await asyncio.wait({startup_task, stop_task}, return_when=asyncio.FIRST_COMPLETED)
+            return await startup_task if startup_task.done() else None
         finally:
-            begun.cancel()
-            leaving.cancel()
+            startup_task.cancel()
+            stop_task.cancel()
 
     async def _serve(
         self, filters: list[RequestFilter], listen_socket: socket.socket, fast_path: FastPath | None
     ) -> None:
-        keeping = self._account_sync
-        serving = CompletionHandlers(self._models, self._config, filters, fast_path)
-        front = GatewayApp(
+        account_sync = self._account_sync
+        generation = CompletionHandlers(self._models, self._config, filters, fast_path)
+        app = GatewayApp(
             self._models,
-            serving,
+            generation,
             OperationsHandlers(
-                self._models, self._metrics, lambda: self._read_metrics(front, serving)
+                self._models, self._metrics, lambda: self._read_metrics(app, generation)
             ),
             authenticate=self._authenticator.authenticate,
             admin=build_admin_app(
-                None if keeping is None else keeping.accounting.store,
+                None if account_sync is None else account_sync.accounting.store,
                 self._authenticator,
                 self._explain_request,
-                _ignore_change if keeping is None else keeping.accounting.notify_changed,
+                _ignore_change if account_sync is None else account_sync.accounting.notify_changed,
             ),
             cors=self._cors,
             metrics=self._metrics,
             config=self._config,
-            limits=None if keeping is None else keeping.limits,
+            limits=None if account_sync is None else account_sync.limits,
         )
         await self._registry.start()
-        caring: list[CoroutineFactory] = [serving.monitor_streams]
-        if keeping is not None:
-            caring += [
-                partial(keeping.accounting.poll_accounts, keeping.apply_snapshot),
-                keeping.accounting.roll_up_usage,
+        background_tasks: list[CoroutineFactory] = [generation.monitor_streams]
+        if account_sync is not None:
+            background_tasks += [
+                partial(account_sync.accounting.poll_accounts, account_sync.apply_snapshot),
+                account_sync.accounting.roll_up_usage,
             ]
         if self._config_reloader is not None:
-            caring.append(self._config_reloader.run)
+            background_tasks.append(self._config_reloader.run)
         if self._certificates is not None:
-            caring.append(self._certificates.watch)
-        each = 2 if fast_path is None else 4  # its own and a replica's, which the fast path has too
-        await self._listen(front, listen_socket, caring, each)
+            background_tasks.append(self._certificates.watch)
+        # Client and replica socket. The fast path duplicates both.
+        descriptors_per_client = 2 if fast_path is None else 4
+        await self._listen(app, listen_socket, background_tasks, descriptors_per_client)
 
     async def _listen(
         self,
@@ -212,9 +233,9 @@ class GatewayServer:
         background_tasks: list[CoroutineFactory],
         descriptors_per_client: int,
     ) -> None:
-        """To clients that take so many descriptors `each`."""
+        """Serve HTTP until `stop` is called, then drain. Background tasks run meanwhile."""
         certificates = self._certificates
-        listener = HttpServer(
+        server = HttpServer(
             app,
             certificates,
             descriptors_per_client=descriptors_per_client,
@@ -222,20 +243,20 @@ class GatewayServer:
             idle_timeout_s=self._config.connection_idle_timeout_s,
             dead_peer_timeout_s=2 * self._config.slow_reader_timeout_s,
         )
-        listening = asyncio.create_task(listener.serve(sockets=[listen_socket]))
-        leaving = asyncio.create_task(self._stop_requested.wait())
-        tasks = [asyncio.create_task(run_with_restarts(care)) for care in background_tasks]
+        server_task = asyncio.create_task(server.serve(sockets=[listen_socket]))
+        stop_task = asyncio.create_task(self._stop_requested.wait())
+        tasks = [asyncio.create_task(run_with_restarts(factory)) for factory in background_tasks]
         url = listen_url(listen_socket, "http" if certificates is None else "https")
         log.info("ready", url=url, models=[model.name for model in self._config.models])
         self._on_ready(url)
         try:
-            await asyncio.wait({listening, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            await self._drain(app, listener)
+            await asyncio.wait({server_task, stop_task}, return_when=asyncio.FIRST_COMPLETED)
+            await self._drain(app, server)
         finally:
-            for task in (*tasks, leaving):
+            for task in (*tasks, stop_task):
                 task.cancel()
-            listener.stop()
-            await listening  # what did not end in time too, and is counted
+            server.stop()
+            await server_task  # also requests that were aborted, so that they are counted
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _start_fast_path(self) -> FastPath | None:
@@ -247,66 +268,79 @@ class GatewayServer:
             log.info("fast_path_unavailable", reason=str(error))
             return None
 
-    def _explain_request(self, request: str, organisation: str | None) -> dict[str, Any] | None:
+    def _explain_request(self, identifier: str, organisation: str | None) -> dict[str, Any] | None:
         self._traces.evict_expired(time.monotonic())
-        trace = self._traces.find(request, organisation)
+        trace = self._traces.find(identifier, organisation)
         return None if trace is None else trace.to_dict()
 
     def _read_metrics(self, app: GatewayApp, generation: CompletionHandlers) -> GatewayGauges:
-        keeping = self._account_sync
+        account_sync = self._account_sync
         return GatewayGauges(
             in_flight=app.in_flight,
             fast_path_streams=generation.fast_path_streams,
             queue_depths=generation.queued_requests,
             replicas=list_replica_readings(self._models.pools),
             usage_pending_records=0
-            if keeping is None
-            else keeping.accounting.usage_log.pending_records,
+            if account_sync is None
+            else account_sync.accounting.usage_log.pending_records,
             usage_unpersisted_records=0
-            if keeping is None
-            else keeping.accounting.usage_log.unpersisted_records,
-            store_up=None if keeping is None else keeping.accounting.is_fresh,
-            quota_backend=None if keeping is None else keeping.limits.read_quota_status(),
+            if account_sync is None
+            else account_sync.accounting.usage_log.unpersisted_records,
+            store_up=None if account_sync is None else account_sync.accounting.is_fresh,
+            quota_backend=None if account_sync is None else account_sync.limits.read_quota_status(),
         )
 
-    async def _drain(self, app: GatewayApp, listener: HttpServer) -> None:
-        """Let what runs end, for as long as it may."""
+    async def _drain(self, app: GatewayApp, server: HttpServer) -> None:
+        """Let running requests end, for at most `drain_deadline_s` or until `stop` is called again."""
         log.info("draining", in_flight=app.in_flight)
 
-        async def end() -> None:
-            await listener.drain(self._config.drain_keepalive_s)
+        async def drain() -> None:
+            await server.drain(self._config.drain_keepalive_s)
             await app.wait_until_idle()
 
-        ended = asyncio.create_task(end())
-        at_once = asyncio.create_task(self._force_stop.wait())
+        drain_task = asyncio.create_task(drain())
+        force_stop_task = asyncio.create_task(self._force_stop.wait())
         await asyncio.wait(
-            {ended, at_once},
+            {drain_task, force_stop_task},
             timeout=self._config.drain_deadline_s,
             return_when=asyncio.FIRST_COMPLETED,
         )
-        ended.cancel()
-        at_once.cancel()
-        listener.force_exit = app.in_flight > 0
+        drain_task.cancel()
+        force_stop_task.cancel()
+        server.force_exit = app.in_flight > 0
 
     def _bind(self) -> AbstractContextManager[socket.socket]:
-        """Raises ValueError when anybody could come in who should not."""
-        config, keeping = self._config, self._account_sync
+        """Open the listening socket of the settings.
+
+        Raises:
+            ValueError: The address would expose the gateway without authentication.
+        """
+        config, account_sync = self._config, self._account_sync
         if config.uds is None:
-            known = AccountSnapshot() if keeping is None else keeping.accounting.snapshot
-            check_exposure(config.host, config.auth, known)
+            snapshot = (
+                AccountSnapshot() if account_sync is None else account_sync.accounting.snapshot
+            )
+            check_exposure(config.host, config.auth, snapshot)
         return listening_socket(config.host, config.port, config.uds)
 
 
 def _ignore_change() -> None:
-    """Nobody has accounts that could change."""
+    """Ignore an account change, since a gateway without a store has no accounts."""
 
 
 def serve_gateway(
     config: GatewayConfig, on_ready: Callable[[str], None], load_config: ConfigLoader
 ) -> None:
-    """Serve until SIGTERM or SIGINT, at SIGHUP the models that `reread` has then.
+    """Serve until SIGTERM or SIGINT, and reload the settings on SIGHUP.
 
-    Raises ValueError or OSError, saying what to change.
+    Args:
+        config: The settings.
+        on_ready: Called with the base URL once the gateway listens.
+        load_config: Reads the settings again.
+
+    Raises:
+        ValueError: The settings are invalid. The message says what to change.
+        OSError: A file, the store or the address cannot be opened.
     """
     configure_logging(config.log_format, config.log_level)
     raise_file_limit()

@@ -1,9 +1,11 @@
-"""A settings file in YAML, read into its type: a key that is unknown or there twice is refused by name."""
+"""Decoder for YAML settings files that rejects unknown and duplicate keys by name."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from difflib import get_close_matches
+from types import MappingProxyType
 from typing import TypeVar
 
 import msgspec
@@ -22,7 +24,7 @@ T = TypeVar("T")
 InspectType = TypeVar("InspectType", bound=Type)
 
 _VALIDATION_ERROR = re.compile(
-    r"(unknown field `(?P<name>[^`]*)`|Invalid enum value .*?)( - at `\$(?P<path>[^`]*)`)?$"
+    r"(unknown field `(?P<name>[^`]*)`|Invalid enum value '?(?P<value>.*?)'?)( - at `\$(?P<path>[^`]*)`)?$"
 )
 
 
@@ -31,7 +33,7 @@ _TIMESTAMP = "tag:yaml.org,2002:timestamp"
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """Takes words as YAML 1.2 does: `off` is one, and so is a date, as in the name of a version."""
+    """YAML loader that resolves plain scalars as YAML 1.2: `off` and dates (such as `2024-01-01`) are strings."""
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -41,26 +43,41 @@ _Loader.yaml_implicit_resolvers = {
 _Loader.add_implicit_resolver(_BOOL, re.compile("true|True|TRUE|false|False|FALSE"), list("tTfF"))
 
 
-def decode_settings(content: bytes, settings_type: type[T]) -> T:
-    """The settings. Raises ValueError, naming the key and what is wrong with it."""
+def decode_settings(
+    content: bytes, settings_type: type[T], renamed: Mapping[str, str] = MappingProxyType({})
+) -> T:
+    """Decode a settings file.
+
+    Args:
+        content: The YAML text.
+        settings_type: The msgspec struct of the settings.
+        renamed: New name by path of an old setting (`timeouts.total_s`) or value (`auth.mode=keys`).
+
+    Raises:
+        ValueError: The settings are invalid. The message names the key, the problem and a remedy.
+    """
     try:
         loader = _Loader(content)
         node = loader.get_single_node()
         _reject_duplicate_keys(node, set())
-        told = None if node is None else loader.construct_document(node)
-        return msgspec.convert({} if told is None else told, settings_type)
+        document = None if node is None else loader.construct_document(node)
+        return msgspec.convert({} if document is None else document, settings_type)
     except msgspec.ValidationError as error:
-        raise ValueError(f"{error}{_suggest_fix(str(error), settings_type)}") from error
+        raise ValueError(f"{error}{_suggest_fix(str(error), settings_type, renamed)}") from error
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from error
     except RecursionError as error:
-        raise ValueError("it is nested too deeply; settings are flat") from error
+        raise ValueError("the settings are nested too deeply. Remove levels.") from error
 
 
 def _reject_duplicate_keys(node: yaml.Node | None, seen: set[int]) -> None:
-    """Raise ValueError for a key that a mapping has twice: YAML forbids it, and its readers take the last."""
+    """Reject mappings with a duplicate key, which YAML forbids but PyYAML resolves to the last value.
+
+    Raises:
+        ValueError: A mapping has a key twice. The message names both lines.
+    """
     if id(node) in seen:
-        return  # an alias of what was looked at
+        return  # an alias of a node that was checked
     seen.add(id(node))
     if isinstance(node, yaml.SequenceNode):
         for item in node.value:
@@ -71,44 +88,54 @@ def _reject_duplicate_keys(node: yaml.Node | None, seen: set[int]) -> None:
             name, line = str(key.value), key.start_mark.line + 1
             if name in lines:
                 raise ValueError(
-                    f"{name!r} is there twice, in line {lines[name]} and in line {line}; keep one"
+                    f"{name!r} is defined twice, in line {lines[name]} and in line {line}. Keep one."
                 )
             lines[name] = line
             _reject_duplicate_keys(value, seen)
 
 
-def _suggest_fix(problem: str, settings_type: type) -> str:
-    """To be put behind the problem: the key that an unknown one may be meant for, or the words that may stand there."""
-    found = _VALIDATION_ERROR.search(problem)
-    if found is None:
+def _suggest_fix(problem: str, settings_type: type, renamed: Mapping[str, str]) -> str:
+    """Return a remedy to append to the problem: the intended key or the valid values. Empty if none is known."""
+    error = _VALIDATION_ERROR.search(problem)
+    if error is None:
         return ""
-    told: Type | None = type_info(settings_type)
-    for name in re.findall(r"\.(\w+)", found["path"] or ""):
-        told = _struct_fields(told).get(name)
-    if found["name"] is None:
-        words = _find_type(told, LiteralType)
-        known = [] if words is None else [str(word) for word in words.values]
-        return f"; write {', '.join(known[:-1])} or {known[-1]}" if len(known) > 1 else ""
-    close = get_close_matches(found["name"], _struct_fields(told), n=1)
+    path = re.findall(r"\.(\w+)", error["path"] or "")
+    location = ".".join(path)
+    old_name = (
+        f"{location}={error['value']}"
+        if error["name"] is None
+        else ".".join([*path, error["name"]])
+    )
+    new_name = renamed.get(old_name)
+    if new_name is not None:
+        return f"; it is called `{new_name}` now"
+    node: Type | None = type_info(settings_type)
+    for name in path:
+        node = _struct_fields(node).get(name)
+    if error["name"] is None:
+        literal = _find_type(node, LiteralType)
+        values = [] if literal is None else [str(value) for value in literal.values]
+        return f"; write {', '.join(values[:-1])} or {values[-1]}" if len(values) > 1 else ""
+    close = get_close_matches(error["name"], _struct_fields(node), n=1)
     return f"; did you mean `{close[0]}`?" if close else ""
 
 
-def _struct_fields(type_info_node: Type | None) -> dict[str, Type]:
-    """Of the structure in it, if there is one."""
-    struct = _find_type(type_info_node, StructType)
+def _struct_fields(node: Type | None) -> dict[str, Type]:
+    """Return the fields of the struct type within a type, or none."""
+    struct = _find_type(node, StructType)
     return {} if struct is None else {field.encode_name: field.type for field in struct.fields}
 
 
-def _find_type(type_info_node: Type | None, wanted_type: type[InspectType]) -> InspectType | None:
-    """What is of this kind in it, if there is such: itself, one of several, or what a list has."""
-    if isinstance(type_info_node, wanted_type):
-        return type_info_node
-    match type_info_node:
+def _find_type(node: Type | None, wanted_type: type[InspectType]) -> InspectType | None:
+    """Find a type of the wanted kind: the node itself, a union member or a list item."""
+    if isinstance(node, wanted_type):
+        return node
+    match node:
         case ListType() | VarTupleType():
-            return _find_type(type_info_node.item_type, wanted_type)
+            return _find_type(node.item_type, wanted_type)
         case UnionType():
             return next(
-                (found for one in type_info_node.types if (found := _find_type(one, wanted_type))),
+                (found for member in node.types if (found := _find_type(member, wanted_type))),
                 None,
             )
         case _:

@@ -1,4 +1,4 @@
-"""Requests that generate nothing: passed to a replica that can answer, as they came but for the model's name."""
+"""Handlers that forward non-generating requests, such as tokenization, to a replica's HTTP server."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ from argosy.protocol import ApiError, parse_body
 
 REQUEST_TIMEOUT_S = 30.0
 RETRY_INTERVAL_S = 0.5
-"""While nothing is there and something may be soon."""
+"""Pause between attempts while no replica is available but one may recover soon."""
 MAX_CONCURRENT_PER_TENANT = 4
-"""Of one tenant; more of them wait unread: replicas tokenize the prompts of all others with the same processors."""
+"""Maximum concurrent requests of one tenant. Further requests wait with their bodies unread, because replicas tokenize
+the prompts of all tenants on the same processors."""
 REPLICAS_PREFIX = "/replicas/"
 METRICS_PATH = "/metrics"
 
 
 class _UtilityFields(msgspec.Struct, gc=False):
-    """The model, and the fields that may be large; all others may be anything."""
+    """The model and the fields that may be large. All other fields may have any value."""
 
     model: str | None = None
     prompt: Raw = Raw()
@@ -41,13 +42,13 @@ class _UtilityFields(msgspec.Struct, gc=False):
 
 
 class UtilityHandlers:
-    """The handlers of what a replica's own HTTP server answers without its engine."""
+    """Handlers for endpoints that a replica's HTTP server answers without its engine."""
 
     def __init__(self, models: ModelRouter, limits: LimitFilter | None) -> None:
         self._models = models
         self._limits = limits
         self._tenant_slots = WeakValueDictionary[str, asyncio.Semaphore]()
-        """By tenant."""
+        """Concurrency slots by tenant."""
 
     async def tokenize(self, exchange: HttpExchange, principal: Principal) -> None:
         """`POST /tokenize` and `POST /detokenize`."""
@@ -59,17 +60,17 @@ class UtilityHandlers:
             await self._tokenize(exchange, principal)
 
     async def _tokenize(self, exchange: HttpExchange, principal: Principal) -> None:
-        raw = await exchange.read_body()
-        known = parse_body(_UtilityFields, raw)
+        body = await exchange.read_body()
+        known = parse_body(_UtilityFields, body)
         texts = (known.prompt, known.messages, known.tokens)
-        fields = parse_raw_fields(raw, sum(len(bytes(text)) for text in texts))
+        fields = parse_raw_fields(body, sum(len(bytes(text)) for text in texts))
         models, name, headers = self._models, known.model, exchange.headers
-        one = (
+        target = (
             models.resolve_only_model(principal, headers)
             if name is None
             else models.resolve_target(name, principal, headers)
         )
-        pool = one.pool
+        pool = target.pool
         if self._limits is None:
             await self._forward(exchange, pool, fields)
             return
@@ -77,24 +78,30 @@ class UtilityHandlers:
             await self._forward(exchange, pool, fields)
 
     async def _forward(self, exchange: HttpExchange, pool: Pool, fields: dict[str, Raw]) -> None:
-        """Let a replica answer, or one that is coming back. Raises ApiError 503."""
-        until = time.monotonic() + REQUEST_TIMEOUT_S
+        """Forward the request to the least busy replica that answers, and wait for one to recover if none does.
+
+        Raises:
+            ApiError: 503 if no replica answers.
+        """
+        give_up_at = time.monotonic() + REQUEST_TIMEOUT_S
         while True:
             for replica in _replicas_by_load(pool):
-                told = fields | {"model": Raw(msgspec.json.encode(replica.upstream_model))}
-                if await _try_forward(exchange, replica, msgspec.json.encode(told)):
+                upstream_fields = fields | {
+                    "model": Raw(msgspec.json.encode(replica.upstream_model))
+                }
+                if await _try_forward(exchange, replica, msgspec.json.encode(upstream_fields)):
                     return
             now = time.monotonic()
-            if pool.is_available() or now > until or not pool.may_recover(now):
+            if pool.is_available() or now > give_up_at or not pool.may_recover(now):
                 raise no_replica_error(pool, now)
             if exchange.is_disconnected:
                 raise DisconnectedError
             await asyncio.sleep(RETRY_INTERVAL_S)
 
     async def openapi(self, exchange: HttpExchange, principal: Principal) -> None:
-        """`GET /openapi.json`: that of a replica of ours, whose API is the gateway's.
+        """`GET /openapi.json`: the OpenAPI document of a native replica, whose API is the same as the gateway's.
 
-        It names no tenant, but a replica has to answer, which nobody without a key may make it do.
+        The document names no tenant. The route still needs authentication, because a replica has to produce it.
         """
         del principal
         for pool in self._models.pools:
@@ -104,7 +111,7 @@ class UtilityHandlers:
         raise no_replica_error(self._models.pools[0], time.monotonic())
 
     async def replica_metrics(self, exchange: HttpExchange, principal: Principal) -> None:
-        """`GET /replicas/{name}/metrics`: those of one replica, which may be out of the scraper's reach."""
+        """`GET /replicas/{name}/metrics`: metrics of one replica, which the scraper may be unable to reach itself."""
         check_role(principal, "viewer", "gateway")
         name = exchange.path.removeprefix(REPLICAS_PREFIX).removesuffix(METRICS_PATH)
         for pool in self._models.pools:
@@ -112,37 +119,49 @@ class UtilityHandlers:
             if replica is not None:
                 if await _try_forward(exchange, replica, b"", METRICS_PATH):
                     return
-                message = f"The replica {name!r} gave no metrics. See its state in /metrics."
+                message = f"The replica {name!r} returned no metrics. See its status in /metrics."
                 raise ApiError(503, "no_replica", message, retry_after_s=RETRY_AFTER_S)
         raise ApiError(
-            404, "replica_not_found", f"There is no replica {name[:200]!r}. See /metrics."
+            404,
+            "replica_not_found",
+            f"No replica has the name {name[:200]!r}. See /metrics for the names.",
         )
 
 
 def _replicas_by_load(pool: Pool) -> Iterable[ReplicaEndpoint]:
-    """The replicas that may be used, the least busy first."""
-    alive = pool.eligible_replicas()
-    return sorted(alive, key=lambda replica: replica.load.in_flight)
+    """Return the eligible replicas, least busy first."""
+    eligible = pool.eligible_replicas()
+    return sorted(eligible, key=lambda replica: replica.load.in_flight)
 
 
 async def _try_forward(
     exchange: HttpExchange, replica: ReplicaEndpoint, body: bytes, path: str | None = None
 ) -> bool:
-    """Whether the replica had an answer, which has then been passed on; `path` replaces the request's own."""
+    """Forward a request to one replica and send its response to the client.
+
+    Args:
+        exchange: The client's request.
+        replica: The replica to use.
+        body: Body of the upstream request.
+        path: Path of the upstream request. Defaults to the path of the client's request.
+
+    Returns:
+        Whether the replica answered. If not, nothing was sent to the client.
+    """
     headers = [
         (b"content-type", JSON_CONTENT_TYPE),
         (b"x-request-id", exchange.request_id.encode()),
     ]
-    upstream, attempt = replica.upstream, UpstreamResponse(time.monotonic)
-    # The answer to HEAD would not be read.
+    upstream, response = replica.upstream, UpstreamResponse(time.monotonic)
+    # GET for HEAD too, because the body of the response is read.
     method = b"POST" if exchange.method == "POST" else b"GET"
     request = upstream.build_request(method, (path or exchange.path).encode(), body, headers)
     outcome: AttemptOutcome | None = AttemptOutcome.FAILURE
     replica.on_request_sent(0)
     try:
         async with asyncio.timeout(REQUEST_TIMEOUT_S):
-            await attempt.send(upstream, request)
-            status, content = await attempt.status, await attempt.read_body()
+            await response.send(upstream, request)
+            status, response_body = await response.status, await response.read_body()
         outcome = classify_status(status)
     except UpstreamError as error:
         outcome = error.outcome
@@ -150,9 +169,9 @@ async def _try_forward(
     except TimeoutError:
         return False
     finally:
-        attempt.abort("nobody waits for it")
+        response.abort("request ended")
         replica.on_request_ended(outcome, time.monotonic())
     if outcome is not AttemptOutcome.SUCCESS:
         return False
-    await exchange.send_response(status, content, attempt.content_type)
+    await exchange.send_response(status, response_body, response.content_type)
     return True

@@ -1,7 +1,14 @@
-"""Serving HTTP/1.1: hardened connections, requests and answers under limits, listening sockets."""
+"""HTTP/1.1 server with ASGI applications, size and time limits per connection, TLS, and graceful shutdown.
+
+`HttpServer` extends uvicorn's server. Its `Acceptor` accepts clients on listening sockets and creates one
+`HttpConnection` per client, which parses requests with httptools. Each request gets an `Http1Transport`, which buffers
+the body, writes the response, and calls the ASGI application in a task. Handlers do not use ASGI messages directly.
+They read the body and write the response through an `HttpExchange`, which enforces the limits and adds the common
+headers. `run_handler` converts exceptions of a handler to error responses.
+"""
 
 from argosy.http_server.deadlines import Deadlines
-from argosy.http_server.error_responses import check_method, not_found, run_handler
+from argosy.http_server.error_responses import check_method, not_found_error, run_handler
 from argosy.http_server.gc_tuning import tune_gc
 from argosy.http_server.http_exchange import (
     EXCHANGE_KEY,
@@ -50,7 +57,7 @@ __all__ = [
     "check_method",
     "listen_url",
     "listening_socket",
-    "not_found",
+    "not_found_error",
     "run_handler",
     "tune_gc",
 ]

@@ -1,4 +1,4 @@
-"""Accepting: all connections that wait are taken in one turn of the event loop, where libuv takes one."""
+"""Connection acceptor that accepts up to 32 waiting connections per event loop turn, where libuv accepts one."""
 
 from __future__ import annotations
 
@@ -14,22 +14,25 @@ from pathlib import Path
 from argosy.process import RESOURCE_EXHAUSTED_ERRNOS, enable_tcp_keepalive
 
 MAX_ACCEPTS_PER_TURN = 32
-"""Connections that are accepted before those that are there get their turn again."""
+"""Connections accepted per event loop turn, so that open connections are served in between."""
 WRITE_HIGH_WATER_BYTES = 16 * 1024
-"""A client for which so much waits here, beside what the kernel keeps for it, is behind: it is sent no more for now."""
+"""Write buffer size in bytes above which a connection is backpressured, not counting the kernel's send buffer."""
 HANDSHAKE_GRACE_S = 0.1
-"""How long who is accepted last may take to agree upon TLS."""
+"""Time that unfinished TLS handshakes get when the server closes."""
 ACCEPT_RETRY_INTERVAL_S = 0.5
-"""How long nobody is accepted when the process has no room for one more."""
+"""Pause in accepting after the process has run out of descriptors or reached its connection limit."""
 
 log = logging.getLogger("argosy.http_server")
 
 
 class UnixListenSocket(socket.socket):
-    """A Unix socket bound to a path, where somebody else may have put another since."""
+    """Unix socket bound to a path, which another process may replace later.
+
+    Raises:
+        OSError: The path cannot be bound.
+    """
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError."""
         super().__init__(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self.bind(str(path))
@@ -39,13 +42,13 @@ class UnixListenSocket(socket.socket):
             raise
 
     def remove_file(self) -> None:
-        """Remove its file, if it is still there."""
+        """Remove the socket file, unless another process has replaced the file."""
         if _file_identity(self._path) == self._file_id:
             self._path.unlink(missing_ok=True)
 
 
 def close_listen_socket(listen_socket: socket.socket) -> None:
-    """Listen no more. A Unix socket's path goes first: once nobody listens there, somebody else may."""
+    """Stop listening, and remove a Unix socket's file first, since a successor may bind the path after the close."""
     if listen_socket.fileno() >= 0 and isinstance(listen_socket, UnixListenSocket):
         listen_socket.remove_file()
     listen_socket.close()
@@ -59,9 +62,12 @@ def _file_identity(path: Path) -> tuple[int, int] | None:
 
 
 class Acceptor:
-    """What a server of asyncio's is, as far as uvicorn goes.
+    """Accepts connections on one socket, in place of an asyncio server. uvicorn uses only `close` and `wait_closed`.
 
-    A loop that is busy has few turns a second: with one connection each, clients would wait for seconds to get in.
+    A busy loop has few turns per second. With one accepted connection per turn, clients would wait for seconds.
+
+    Accepting pauses at `max_connections` open connections. A connection closes if its peer acknowledges no packet or
+    reads no data for `dead_peer_timeout_s`.
     """
 
     def __init__(
@@ -73,10 +79,6 @@ class Acceptor:
         max_connections: int,
         dead_peer_timeout_s: float,
     ) -> None:
-        """Accept on `listening` from now on, until `close` closes it, while there are fewer than `most` clients.
-
-        One that answers no packet, or takes nothing, for `vanished_s` is gone.
-        """
         self._loop = asyncio.get_running_loop()
         self._listen_socket = listen_socket
         self._protocol_factory = protocol_factory
@@ -90,22 +92,22 @@ class Acceptor:
         self._loop.add_reader(listen_socket, self._on_readable)
 
     def close(self) -> None:
-        """Accept those that wait, and nobody any more: who connects from now on is refused, and does not wait."""
+        """Accept the connections that are already waiting, then close the socket so that new ones are refused."""
         if self._retry_timer is not None:
             self._retry_timer.cancel()
         if self._listen_socket.fileno() >= 0:
             self._loop.remove_reader(self._listen_socket)
-            with contextlib.suppress(OSError):  # there is no room for the others
+            with contextlib.suppress(OSError):  # out of descriptors: drop the remaining connections
                 while self._accept_one():
                     pass
             close_listen_socket(self._listen_socket)
 
     async def wait_closed(self) -> None:
-        """Until what has been accepted is open; what takes longer than TLS should, ends."""
-        opening = asyncio.gather(*self._handshakes, return_exceptions=True)
+        """Wait until the accepted connections are open, or for `HANDSHAKE_GRACE_S` at most."""
+        handshakes = asyncio.gather(*self._handshakes, return_exceptions=True)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(HANDSHAKE_GRACE_S):
-                await opening
+                await handshakes
 
     def _on_readable(self) -> None:
         try:
@@ -116,9 +118,13 @@ class Acceptor:
             self._pause_accepting(str(error.strerror))
 
     def _accept_one(self) -> bool:
-        """Accept one that waits; whether there was one. Raises OSError when there is no room for it."""
+        """Accept one waiting connection and return whether one was waiting.
+
+        Raises:
+            OSError: The connection limit is reached or the process is out of descriptors.
+        """
         if len(self._connections) + len(self._handshakes) >= self._max_connections:
-            raise OSError(errno.EMFILE, "there is room for no more clients")
+            raise OSError(errno.EMFILE, "the connection limit is reached")
         try:
             accepted, _ = self._listen_socket.accept()
         except BlockingIOError:
@@ -126,31 +132,31 @@ class Acceptor:
         except OSError as error:
             if error.errno in RESOURCE_EXHAUSTED_ERRNOS:
                 raise
-            return True  # it has gone again
-        opening = self._loop.create_task(self._open_connection(accepted))
-        self._handshakes.add(opening)
-        opening.add_done_callback(self._handshakes.discard)
+            return True  # the client disconnected before the accept
+        handshake = self._loop.create_task(self._open_connection(accepted))
+        self._handshakes.add(handshake)
+        handshake.add_done_callback(self._handshakes.discard)
         return True
 
     def _pause_accepting(self, reason: str) -> None:
-        """Let those that wait do so: perhaps somebody leaves."""
-        log.error("no connection can be accepted (%s); raise the limit on open files", reason)
+        """Stop accepting for `ACCEPT_RETRY_INTERVAL_S`, since connections may close in the meantime."""
+        log.error("connections cannot be accepted (%s); raise the limit on open files", reason)
         self._loop.remove_reader(self._listen_socket)
         self._retry_timer = self._loop.call_later(
             ACCEPT_RETRY_INTERVAL_S, self._loop.add_reader, self._listen_socket, self._on_readable
         )
 
     async def _open_connection(self, client_socket: socket.socket) -> None:
-        opened: asyncio.Transport | None = None
+        transport: asyncio.Transport | None = None
         try:
             if client_socket.family != socket.AF_UNIX:
                 enable_tcp_keepalive(client_socket, self._dead_peer_timeout_s)
-            opened, _ = await self._loop.connect_accepted_socket(
+            transport, _ = await self._loop.connect_accepted_socket(
                 self._protocol_factory, client_socket, ssl=self._tls
             )
-            opened.set_write_buffer_limits(WRITE_HIGH_WATER_BYTES)
-        except OSError as error:  # a client that speaks no TLS, or has gone
-            log.debug("a connection was not opened: %s", error)
+            transport.set_write_buffer_limits(WRITE_HIGH_WATER_BYTES)
+        except OSError as error:  # TLS handshake failed, or the client disconnected
+            log.debug("connection could not be opened: %s", error)
         finally:
-            if opened is None:
+            if transport is None:
                 client_socket.close()

@@ -1,4 +1,4 @@
-"""An HTTP/1.1 connection of a client: parsed with httptools, answered in order, bounded in size and time."""
+"""Client connection that parses HTTP/1.1 requests with httptools and answers them in order, within limits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import structlog
 from uvicorn.protocols.utils import get_local_addr, get_remote_addr, is_ssl
 
 from argosy.http_server.deadlines import Deadlines
-from argosy.http_server.error_responses import bad_protocol, render_bad_request
+from argosy.http_server.error_responses import bad_protocol_error, render_bad_request
 from argosy.http_server.http1_transport import Http1Transport
 from argosy.http_server.http_exchange import TRANSPORT_KEY, AsgiApp, Scope
 from argosy.http_server.request_head import (
@@ -32,21 +32,22 @@ from argosy.protocol import ApiError
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.http_server")
 
 MAX_TEMPLATE_MISSES = 8
-"""Of a client whose heads differ so often in a row no more are compared."""
+"""Consecutive requests with differing heads after which the connection stops comparing heads with a template."""
 MAX_PIPELINED_REQUESTS = 100
-"""Requests of a client that wait for answers to those before; the last of so many is the connection's last,"""
+"""Requests that may wait for earlier responses. The request that reaches this limit is the last one read."""
 MAX_PIPELINED_HEADERS = 4096
-"""or the one with which they have so many headers."""
+"""Headers that all waiting requests may have together. The request that reaches this limit is the last one read."""
 MAX_UNREAD_BODY_BYTES = 1 << 30
-"""Of all connections together; bodies that go on coming beyond that are refused."""
+"""Limit on the buffered request bodies of all connections together. Bodies beyond it are rejected."""
 
 
 class HttpConnection(asyncio.Protocol):
-    """A client's connection, as its listener counts and ends it.
+    """Connection of one client. Requests run one at a time, each in a task that calls `app`.
 
-    Each request runs `app` in a task of its own, one at a time; the scope's `state` has its `RequestWire`.
-    `heads` and `idle` end connections whose headers take too long, and those that nobody uses; `quiet` looks
-    after those whose clients have said all.
+    The scope's `state` contains the request's `Http1Transport` under `TRANSPORT_KEY`.
+
+    `header_deadlines` end connections whose request headers take too long. `idle_deadlines` end connections without a
+    request. `half_close_checks` check periodically whether clients that closed their sending side are still connected.
     """
 
     transport: asyncio.Transport
@@ -68,63 +69,63 @@ class HttpConnection(asyncio.Protocol):
             half_close_checks,
         )
         self._half_close_check_count, self._next_probe_count = 0, 1
-        """How often a client that sends no more was looked after, and when it is asked next."""
+        """Number of checks since the client closed its sending side, and the number at which the next probe is sent."""
         self._last_unsent_bytes = math.inf
-        """Bytes that waited to be sent when it was last looked whether they do."""
+        """Bytes that were waiting to be sent at the last idle timeout."""
         self._head = RequestHead()
         self.on_url, self.on_header = self._head.add_url, self._head.add_header
         self._head_incomplete = False
-        """A head has begun and is not whole."""
+        """Whether a request's head has begun and is not complete."""
         self._between_requests = False
-        """A request was whole, and nothing of another has come."""
+        """Whether the last request is complete and nothing of the next one has arrived."""
         self._template_source: bytes | None = None
-        """What is being parsed, where it begins with a head that others may be the same as."""
+        """Data being parsed that starts with a head, as the source of a head template."""
         self._head_template: HeadTemplate | None = None
         self._template_misses = 0
-        """Heads since one was the same as the one before."""
+        """Consecutive requests that did not match the head template."""
         self._parser: httptools.HttpRequestParser
-        """From when it is made until it is lost."""
+        """Set from `connection_made` to `connection_lost`."""
         self.is_backpressured = False
         self._reading_paused = False
-        """Reading is paused."""
         self._input_ignored = False
-        """What comes now is not read: the last request has come, or something that is none."""
+        """Whether further input is dropped, because the last request or invalid input has arrived."""
         self._pending_error: ApiError | None = None
-        """What came after the request that is being answered is no HTTP; its refusal."""
+        """Error to send for invalid input that follows the request in progress."""
         self._has_excess_input = False
-        """The client goes on sending after its last request."""
+        """Whether the client keeps sending after its last request."""
         self._receiving: Http1Transport | None = None
         self._current: Http1Transport | None = None
         self._pipelined: deque[tuple[Http1Transport, Scope]] = deque()
         self._max_age_at = math.inf
         self._unbounded_bytes = 0
-        """Bytes since the last piece of a body or the last whole request: the parser keeps a header until its end."""
+        """Bytes since the last body part or complete request. The parser buffers a header until its end."""
         self._connection_scope: dict[str, Any] = {}
 
-    # --- asyncio's -------------------------------------------------------------------------------
+    # --- asyncio.Protocol ------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client connected."""
+        """Configure the socket, register the connection, and start the header deadline."""
         self.transport = transport
         self._parser = httptools.HttpRequestParser(self)
         peer = transport.get_extra_info("socket")
         if peer is not None and peer.family != socket.AF_UNIX:
-            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # not every loop does
+            # uvloop sets this option itself; other event loops may not.
+            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._server_state.add_connection(self)
         self._connection_scope = {
             "server": get_local_addr(transport),
             "client": get_remote_addr(transport),
             "scheme": "https" if is_ssl(transport) else "http",
         }
-        # Not all at once: those that came together would come together again.
+        # Jitter, or clients that connected at the same time would also reconnect at the same time.
         jitter = random.uniform(0.9, 1.1)  # noqa: S311 - spreads connections, guards nothing
         self._max_age_at = self._loop.time() + self._server_state.max_connection_age_s * jitter
         self._header_deadlines.add(self)
         self._start_drain_deadline()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It is gone."""
-        del exc, self._parser  # which has methods of ours: the two would keep each other
+        """Cancel the deadlines, drop waiting requests, and report the disconnect to the request in progress."""
+        del exc, self._parser  # breaks the reference cycle of the connection and its parser
         self._server_state.remove_connection(self)
         self._header_deadlines.remove(self)
         self._idle_deadlines.remove(self)
@@ -140,7 +141,7 @@ class HttpConnection(asyncio.Protocol):
             current.on_disconnect()
 
     def data_received(self, data: bytes) -> None:
-        """Bytes of requests."""
+        """Parse a part of the request stream, or match it with the head template."""
         if self._input_ignored:
             return
         if self._between_requests and self._current is None:
@@ -161,12 +162,16 @@ class HttpConnection(asyncio.Protocol):
                 return
         if self._unbounded_bytes > MAX_HEAD_BYTES:
             self._on_bad_protocol(b"")
-        elif self._head_incomplete:  # most are whole at once, and need not be timed
+        elif self._head_incomplete:  # most heads arrive at once and need no deadline
             self._head_incomplete = False
             self._header_deadlines.add(self)
 
     def eof_received(self) -> bool:
-        """The client will send no more: it has left, unless it waits for the answers that are due."""
+        """Keep the connection open for pending responses after the client has closed its sending side.
+
+        Returns:
+            True if the transport must stay open for writing.
+        """
         last = self._pipelined[-1][0] if self._pipelined else self._current
         if last is None or self._receiving is not None or not self.transport.can_write_eof():
             return False
@@ -176,21 +181,21 @@ class HttpConnection(asyncio.Protocol):
         return not is_peer_closed(self.transport)
 
     def pause_writing(self) -> None:
-        """What was sent piles up."""
+        """Report to the request in progress that the write buffer is full."""
         self.is_backpressured = True
         if self._current is not None:
             self._current.on_backpressure()
 
     def resume_writing(self) -> None:
-        """It no longer does."""
+        """Report to the request in progress that the write buffer has drained."""
         self.is_backpressured = False
         if self._current is not None:
             self._current.on_writable()
 
-    # --- the parser's ----------------------------------------------------------------------------
+    # --- httptools callbacks ---------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
-        """A request begins."""
+        """Start a request's head."""
         if self._input_ignored:
             return
         self._head_incomplete, self._between_requests = True, False
@@ -198,48 +203,59 @@ class HttpConnection(asyncio.Protocol):
         self._head.reset()
 
     def on_headers_complete(self) -> None:
-        """All headers came: the request can be answered, or waits until those before it are."""
+        """Start the request, or queue it until the requests before it are answered."""
         if self._input_ignored or self._parser.should_upgrade():
             return
         self._head_incomplete = False
         self._header_deadlines.remove(self)
         head, parser = self._head, self._parser
-        scope, expects = head.build_scope(parser, self._connection_scope), head.expects_continue
-        head.reset()  # what may come behind the body is not of it, and nobody is told
+        scope, expects_continue = (
+            head.build_scope(parser, self._connection_scope),
+            head.expects_continue,
+        )
+        head.reset()  # trailers after the body are not part of the head and are ignored
         keep_alive = scope["http_version"] != "1.0" and parser.should_keep_alive()
-        read, self._template_source = self._template_source, None
-        if read is not None and keep_alive:
-            self._head_template = build_head_template(read, scope)
-        wire = self._receiving = self._create_transport(
-            scope, keep_alive=keep_alive, expects_continue=expects
+        template_source, self._template_source = self._template_source, None
+        if template_source is not None and keep_alive:
+            self._head_template = build_head_template(template_source, scope)
+        http_transport = self._receiving = self._create_transport(
+            scope, keep_alive=keep_alive, expects_continue=expects_continue
         )
         if self._current is None:
-            self._start_request(wire, scope)
+            self._start_request(http_transport, scope)
         else:
-            self._pipelined.append((wire, scope))
-            headers = sum(len(each["headers"]) for _, each in self._pipelined)
-            if len(self._pipelined) >= MAX_PIPELINED_REQUESTS or headers >= MAX_PIPELINED_HEADERS:
-                self._has_excess_input, wire.keep_alive = True, False
+            self._pipelined.append((http_transport, scope))
+            header_count = sum(
+                len(waiting_scope["headers"]) for _, waiting_scope in self._pipelined
+            )
+            if (
+                len(self._pipelined) >= MAX_PIPELINED_REQUESTS
+                or header_count >= MAX_PIPELINED_HEADERS
+            ):
+                self._has_excess_input, http_transport.keep_alive = True, False
             self.pause_reading()
 
     def on_body(self, body: bytes) -> None:
-        """A piece of the body."""
+        """Pass a part of the body to its request."""
         self._unbounded_bytes = 0
         if self._receiving is not None:
             self._receiving.on_body(body)
 
     def on_message_complete(self) -> None:
-        """The request is whole."""
+        """Complete the request's body."""
         self._unbounded_bytes = 0
         self._between_requests = True
-        wire, self._receiving = self._receiving, None
-        if wire is not None:
-            self._on_body_complete(wire)
+        http_transport, self._receiving = self._receiving, None
+        if http_transport is not None:
+            self._on_body_complete(http_transport)
 
-    # --- the listener's ----------------------------------------------------------------------------
+    # --- For the server --------------------------------------------------------------------------
 
     def close_gracefully(self) -> None:
-        """End with the last answer that is due, if its head can still say so: after another the client may ask more."""
+        """Close with the last pending response whose head can still announce it.
+
+        A client that gets no announcement may send another request.
+        """
         last = self._pipelined[-1][0] if self._pipelined else self._current
         if last is None:
             self._start_drain_deadline()
@@ -247,38 +263,33 @@ class HttpConnection(asyncio.Protocol):
             last.keep_alive = False
 
     def shutdown(self) -> None:
-        """Close, once what is being answered is."""
+        """Close after the response in progress."""
         if self._current is None:
             self.transport.close()
         else:
             self._current.keep_alive = False
 
-    # --- the request's ---------------------------------------------------------------------------
+    # --- ConnectionHandle, for the request -------------------------------------------------------
 
     @property
     def default_headers(self) -> Iterable[tuple[bytes, bytes]]:
-        """See `Owner`."""
         return self._server_state.default_headers
 
     def add_unread_bytes(self, byte_count: int) -> bool:
-        """See `Owner`."""
         self._server_state.unread_body_bytes += byte_count
         return self._server_state.unread_body_bytes <= MAX_UNREAD_BODY_BYTES
 
     def pause_reading(self) -> None:
-        """See `Owner`."""
         if not self._reading_paused and not self.transport.is_closing():
             self._reading_paused = True
             self.transport.pause_reading()
 
     def resume_reading(self) -> None:
-        """See `Owner`."""
         if self._reading_paused and not self._pipelined and not self.transport.is_closing():
             self._reading_paused = False
             self.transport.resume_reading()
 
     def on_response_complete(self, transport: Http1Transport) -> None:
-        """See `Owner`."""
         self._server_state.total_requests += 1
         self._current = None
         if self.transport.is_closing():
@@ -295,9 +306,9 @@ class HttpConnection(asyncio.Protocol):
         self.resume_reading()
 
     def abort(self) -> None:
-        """Close with a reset, so that the kernel keeps nothing for it either.
+        """Close the connection with a reset, so that the kernel drops its buffers too.
 
-        `transport.close()` would first wait for a client that reads nothing.
+        `transport.close()` would wait for a client that reads nothing.
         """
         peer = self.transport.get_extra_info("socket")
         if peer is not None and not self.transport.is_closing():
@@ -305,14 +316,14 @@ class HttpConnection(asyncio.Protocol):
         self.transport.abort()
 
     def on_header_timeout(self) -> None:
-        """The next request's headers take too long."""
+        """Abort the connection if the next request's headers take too long and no request is in progress."""
         if self._current is None:
             self.transport.abort()
         else:
             self._header_deadlines.add(self)
 
     def on_idle_timeout(self) -> None:
-        """Nobody uses it, unless the client is still taking the last answer, or has sent what is not read yet."""
+        """Close the connection unless unread input is waiting or the client still reads the last response."""
         unsent = self.transport.get_write_buffer_size()
         if not self._input_ignored and has_unread_data(self.transport):
             self._idle_deadlines.add(self)
@@ -325,7 +336,7 @@ class HttpConnection(asyncio.Protocol):
             self.abort()
 
     def probe_half_closed(self) -> None:
-        """Its client has said all: is it there? It is asked ever more rarely."""
+        """Check whether a client that has closed its sending side is still connected, and probe it ever more rarely."""
         if self._current is None:
             return
         if is_peer_closed(self.transport):
@@ -337,16 +348,20 @@ class HttpConnection(asyncio.Protocol):
             self._current.on_half_close()
         self._half_close_checks.add(self)
 
-    # --- within ----------------------------------------------------------------------------------
+    # --- Internal --------------------------------------------------------------------------------
 
     def _feed_parser(self, data: bytes) -> bytes:
-        """Parse; what is still to be parsed. Raises HttpParserError."""
+        """Parse the data and return the part that is still to be parsed.
+
+        Raises:
+            HttpParserError: The data is not valid HTTP/1.
+        """
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as error:
             if self._input_ignored:
                 return b""
-            # The parser leaves the body to what was asked for instead of HTTP: it gets a head without that.
+            # After an upgrade request the parser ignores the body. A new parser gets the head without the upgrade.
             head, self._parser = (
                 self._head.render_without_upgrade(self._parser),
                 httptools.HttpRequestParser(self),
@@ -355,46 +370,48 @@ class HttpConnection(asyncio.Protocol):
         return b""
 
     def _start_templated_request(self, scope: Scope, body: bytes) -> None:
-        """A request came as a whole, whose head need not be parsed."""
-        wire = self._create_transport(scope, keep_alive=True, expects_continue=False)
-        self._start_request(wire, scope)
-        wire.on_body(body)
-        self._on_body_complete(wire)
+        """Start a complete request whose head matches the template and needs no parsing."""
+        http_transport = self._create_transport(scope, keep_alive=True, expects_continue=False)
+        self._start_request(http_transport, scope)
+        http_transport.on_body(body)
+        self._on_body_complete(http_transport)
 
     def _create_transport(
         self, scope: Scope, *, keep_alive: bool, expects_continue: bool
     ) -> Http1Transport:
-        leaves = (
+        closes_after_response = (
             self._server_state.drain_deadlines is not None or self._loop.time() >= self._max_age_at
         )
-        wire = Http1Transport(
-            self, scope, keep_alive=keep_alive and not leaves, expects_continue=expects_continue
+        http_transport = Http1Transport(
+            self,
+            scope,
+            keep_alive=keep_alive and not closes_after_response,
+            expects_continue=expects_continue,
         )
-        scope["state"] = {TRANSPORT_KEY: wire}
-        return wire
+        scope["state"] = {TRANSPORT_KEY: http_transport}
+        return http_transport
 
-    def _on_body_complete(self, wire: Http1Transport) -> None:
-        wire.on_body_complete()
-        self._input_ignored = self._input_ignored or not wire.keep_alive
+    def _on_body_complete(self, http_transport: Http1Transport) -> None:
+        http_transport.on_body_complete()
+        self._input_ignored = self._input_ignored or not http_transport.keep_alive
 
-    def _start_request(self, wire: Http1Transport, scope: Scope) -> None:
-        self._idle_deadlines.remove(
-            self
-        )  # also where it began to come before the last answer was whole
+    def _start_request(self, http_transport: Http1Transport, scope: Scope) -> None:
+        # Needed here too, since the request may have begun before the last response was complete.
+        self._idle_deadlines.remove(self)
         if self._server_state.drain_deadlines is not None:
             self._server_state.drain_deadlines.remove(self)
-        self._current, self._last_unsent_bytes = wire, math.inf
-        task = self._loop.create_task(wire.run(self._app, scope))
+        self._current, self._last_unsent_bytes = http_transport, math.inf
+        task = self._loop.create_task(http_transport.run(self._app, scope))
         self._server_state.tasks.add(task)
         task.add_done_callback(self._server_state.tasks.discard)
 
-    def _close_after_response(self, wire: Http1Transport) -> None:
-        """Close, once the client has what it was sent: to close while it sends would take that from it."""
+    def _close_after_response(self, http_transport: Http1Transport) -> None:
+        """Close after the client has read the response, since closing while it sends would discard the response."""
         transport = self.transport
-        taken = wire.is_body_complete and not (
+        is_delivered = http_transport.is_body_complete and not (
             self._has_excess_input or transport.get_write_buffer_size()
         )
-        if taken or not transport.can_write_eof():
+        if is_delivered or not transport.can_write_eof():
             transport.close()
             return
         self._input_ignored = True
@@ -403,19 +420,19 @@ class HttpConnection(asyncio.Protocol):
         self._start_drain_deadline()
 
     def _start_drain_deadline(self) -> None:
-        """Nothing is being answered: where the server leaves, it ends unless a request comes."""
+        """Start the drain deadline of an idle connection, if the server drains."""
         if self._server_state.drain_deadlines is not None:
             self._server_state.drain_deadlines.add(self)
 
     def _on_bad_protocol(self, data: bytes) -> None:
-        """What came is no HTTP: say so, after the answers that are due."""
+        """Reject input that is not HTTP/1, after the pending responses."""
         self._header_deadlines.remove(self)
         if self._input_ignored:
             return
         self._input_ignored = True
-        error = bad_protocol(data)
+        error = bad_protocol_error(data)
         address, _ = self._connection_scope["client"] or (None, None)
-        log.info("bad_protocol", address=address, why=error.message)
+        log.info("bad_protocol", address=address, reason=error.message)
         current = self._current
         if current is None or (current is self._receiving and not current.response_started):
             self._send_error_and_close(error)

@@ -1,4 +1,4 @@
-"""Deadlines of one length for any number of things, on a single timer."""
+"""Deadlines of equal length for any number of items, on a single event loop timer."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T", bound=Hashable)
 MIN_TIMER_DELAY_S = 0.001
-"""Timers ring up to so much too early (libuv's): to wait for less would be to go round and round until it is time."""
+"""Shortest timer delay. libuv's timers fire up to 1 ms early, so a shorter one would only fire again and again."""
 
 
 class Deadlines(Generic[T]):
-    """Calls `expired` with what was added and not removed within `seconds`; belongs to one event loop.
+    """Calls `on_expired` with each item that is not removed within `timeout_s` seconds. Not thread-safe.
 
-    All wait equally long, so the first in is the first due: to add or remove costs a dictionary's entry,
-    where a timer each would cost more than most requests wait for.
+    All items have the same timeout, so the first item added is the first to expire. Adding or removing an item costs
+    one dictionary operation. A timer per item would cost more than most requests spend waiting.
     """
 
     def __init__(self, timeout_s: float, on_expired: Callable[[T], object]) -> None:
@@ -26,33 +26,34 @@ class Deadlines(Generic[T]):
         self._timer: asyncio.TimerHandle | None = None
 
     def add(self, item: T) -> None:
-        """It is due in `seconds` from now; earlier deadlines of it are void."""
+        """Set the deadline of `item` to `timeout_s` seconds from now, and cancel its earlier deadline."""
         self._due.pop(item, None)
         self._due[item] = time.monotonic() + self._timeout_s
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(self._timeout_s, self._on_timer)
 
     def __len__(self) -> int:
-        """How many wait."""
+        """Return the number of items with a deadline."""
         return len(self._due)
 
     def remove(self, item: T) -> None:
-        """It need not be waited for."""
+        """Cancel the deadline of `item`, if it has one."""
         self._due.pop(item, None)
 
     def _on_timer(self) -> None:
         now = time.monotonic()
         try:
             while self._due:
-                thing, due = next(iter(self._due.items()))
-                if due > now:
+                item, due_at = next(iter(self._due.items()))
+                if due_at > now:
                     return
-                del self._due[thing]
-                self._on_expired(thing)  # what that adds needs no timer: this is one until its end
+                del self._due[item]
+                # `add` starts no timer within this call, since `_timer` is still set.
+                self._on_expired(item)
         finally:
             self._timer = None
             if self._due:
-                next_s = next(iter(self._due.values())) - now
+                delay_s = next(iter(self._due.values())) - now
                 self._timer = asyncio.get_running_loop().call_later(
-                    max(next_s, MIN_TIMER_DELAY_S), self._on_timer
+                    max(delay_s, MIN_TIMER_DELAY_S), self._on_timer
                 )

@@ -1,4 +1,4 @@
-"""What handlers raise, as answers: one for every request, whatever goes wrong."""
+"""Error responses for exceptions of request handlers, unknown paths and methods, and input that is not HTTP/1."""
 
 from __future__ import annotations
 
@@ -13,26 +13,29 @@ from argosy.protocol import ApiError
 API_PREFIX = "/v1"
 CHAT_COMPLETIONS_PATH = f"{API_PREFIX}/chat/completions"
 _UNSUPPORTED_API_PATHS = re.compile(rf"{API_PREFIX}/(responses|messages)(/|$)")
-"""Paths of chats in the Responses API of OpenAI and in Anthropic's, which some clients speak unless told otherwise."""
+"""Paths of OpenAI's Responses API and Anthropic's Messages API, which some clients use by default."""
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.http_server")
 _PROXY_PROTOCOL_HINT = (
-    "The PROXY protocol is not spoken here. Turn it off, and have the proxy add X-Forwarded-For."
+    "The PROXY protocol is not supported. Turn it off, and let the proxy add X-Forwarded-For."
 )
 _PROTOCOL_HINTS = (
     (b"PROXY ", _PROXY_PROTOCOL_HINT),
     (b"\r\n\r\n\0\r\nQUIT\n", _PROXY_PROTOCOL_HINT),
     (
         b"PRI * HTTP/2.0",
-        "HTTP/2 is not spoken here. Have the client, or the proxy, speak HTTP/1.1.",
+        "HTTP/2 is not supported. Configure the client or the proxy to use HTTP/1.1.",
     ),
-    (b"\x16\x03", "TLS is not spoken here. Ask http://, or start the server with a certificate."),
+    (b"\x16\x03", "TLS is not enabled. Use http://, or start the server with a certificate."),
 )
-"""What connections may begin with that are meant for another protocol, and what to change then."""
+"""First bytes of other protocols, with the error message for each."""
 
 
 async def run_handler(exchange: HttpExchange, handler: Awaitable[None]) -> None:
-    """Let the request be handled. What that raises is its answer, and `exchange.failure`; no error leaves here."""
+    """Run the handler and answer its exceptions with an error response.
+
+    `exchange.error_code` gets the error's code. No exception propagates, except cancellation.
+    """
     try:
         await handler
     except ApiError as error:
@@ -43,12 +46,12 @@ async def run_handler(exchange: HttpExchange, handler: Awaitable[None]) -> None:
         exchange.error_code = "slow_reader"
     except Exception:
         log.exception("request_failed", path=exchange.path[:200])
-        message = "An internal error. Report it with the request id."
+        message = "An internal error occurred. Report it with the request id."
         await _send_error(exchange, ApiError(500, "internal_error", message))
 
 
 async def _send_error(exchange: HttpExchange, error: ApiError) -> None:
-    """Answer with `error`; when the answer has begun already, cutting it off is all there is."""
+    """Answer with `error`, or abort the connection if the response has already started."""
     exchange.error_code = error.code
     if exchange.status is not None:
         if not exchange.response_complete:
@@ -61,37 +64,50 @@ async def _send_error(exchange: HttpExchange, error: ApiError) -> None:
 
 
 def check_method(exchange: HttpExchange, methods: Collection[str]) -> str:
-    """The method, one of `methods`; HEAD is GET without a body. Raises ApiError 405, and the answer names them all."""
+    """Return the request's method, with HEAD mapped to GET.
+
+    Raises:
+        ApiError: 405 if the method is not one of `methods`. The response's Allow header lists them.
+    """
     method = "GET" if exchange.method == "HEAD" else exchange.method
     if method not in methods:
         exchange.extra_headers.append((b"allow", ", ".join(methods).encode()))
-        message = f"{exchange.path[:200]} takes {' or '.join(methods)}, not {exchange.method[:20]}."
+        message = (
+            f"{exchange.path[:200]} supports {' or '.join(methods)}, not {exchange.method[:20]}."
+        )
         raise ApiError(405, "method_not_allowed", message)
     return method
 
 
-def not_found(path: str, is_known_path: Callable[[str], bool]) -> ApiError:
-    """404 for a path that is not `known`; it tells what is known that a client with such a path may have meant."""
-    meant = API_PREFIX + path.rpartition(API_PREFIX)[2]
-    if is_known_path(meant):
-        remedy = f", but at {meant[:200]!r}: a client's base URL ends with {API_PREFIX}, once"
+def not_found_error(path: str, is_known_path: Callable[[str], bool]) -> ApiError:
+    """Build the 404 error for an unknown path, with the known path that the client probably meant.
+
+    Args:
+        path: Path of the request.
+        is_known_path: Returns whether a path exists.
+    """
+    intended_path = API_PREFIX + path.rpartition(API_PREFIX)[2]
+    if is_known_path(intended_path):
+        remedy = (
+            f"Use {intended_path[:200]!r}: a client's base URL ends with {API_PREFIX} exactly once"
+        )
     elif is_known_path(path.rstrip("/")):
-        remedy = f", but at {path.rstrip('/')[:200]!r}: without a slash at its end"
-    elif _UNSUPPORTED_API_PATHS.match(meant) and is_known_path(CHAT_COMPLETIONS_PATH):
-        remedy = f". Have the client speak chat completions, which are at {CHAT_COMPLETIONS_PATH!r}"
+        remedy = f"Use {path.rstrip('/')[:200]!r}, without a slash at its end"
+    elif _UNSUPPORTED_API_PATHS.match(intended_path) and is_known_path(CHAT_COMPLETIONS_PATH):
+        remedy = f"Configure the client to use chat completions at {CHAT_COMPLETIONS_PATH!r}"
     else:
-        remedy = ", see /openapi.json for what there is"
-    return ApiError(404, "not_found", f"There is nothing at {path[:200]!r}{remedy}.")
+        remedy = "See /openapi.json for the paths"
+    return ApiError(404, "not_found", f"The path {path[:200]!r} does not exist. {remedy}.")
 
 
-def bad_protocol(data: bytes) -> ApiError:
-    """The refusal of bytes that are no request; it tells whose they are, where they begin as another protocol does."""
-    why = next((why for start, why in _PROTOCOL_HINTS if data.startswith(start)), None)
-    return ApiError(400, "bad_http", why or "Invalid HTTP request received.")
+def bad_protocol_error(data: bytes) -> ApiError:
+    """Build the error for input that is not HTTP/1. The message names the protocol where its first bytes are known."""
+    hint = next((hint for prefix, hint in _PROTOCOL_HINTS if data.startswith(prefix)), None)
+    return ApiError(400, "bad_http", hint or "The request is not valid HTTP/1.")
 
 
 def render_bad_request(error: ApiError) -> bytes:
-    """The bytes of an answer to what is no request, with which the connection ends."""
+    """Return the bytes of a 400 response after which the connection closes."""
     body = error.encode_body("")
     head = (
         "HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\n"

@@ -1,18 +1,18 @@
-"""Python's garbage collector in a process that serves: out of the way of those who wait."""
+"""Garbage collector settings for server processes, which keep collection pauses out of streams."""
 
 from __future__ import annotations
 
 import gc
 
 GC_GEN0_THRESHOLD = 20_000
-"""Objects that are made before the collector looks through them; Python's own default is 700."""
+"""Allocations between two collections of the youngest generation. Python's default is 700."""
 
 
 def tune_gc() -> None:
-    """Leave what has been made so far to itself, and look for cycles less often: requests leave hardly any.
+    """Freeze all existing objects and make garbage collection rarer, since requests create hardly any cycles.
 
-    Call it once a server is ready. Without it, looking through all that a process has imported stops every
-    stream for tens of milliseconds now and then.
+    Call this function once, when a server is ready. Without it, each full collection scans all imported modules and
+    occasionally stalls every stream for tens of milliseconds.
     """
     gc.collect()
     gc.freeze()

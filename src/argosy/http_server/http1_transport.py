@@ -1,4 +1,4 @@
-"""One request on its connection: what came of its body, what is sent of its answer, and the same as ASGI."""
+"""Transport of one HTTP/1 request on a connection, with a direct interface for `HttpExchange` and an ASGI interface."""
 
 from __future__ import annotations
 
@@ -12,48 +12,52 @@ from argosy.http_server.http_exchange import AsgiApp, ClientListener, Disconnect
 from argosy.protocol import ApiError
 
 MAX_PREFETCHED_BODY_BYTES = 64 * 1024
-"""Most of a body that is taken in before somebody reads it."""
+"""Request body bytes that are buffered before the handler starts to read."""
 MAX_COALESCED_BYTES = 16 * 1024
-"""Of what is sent in one turn of the loop, what waits for its end."""
+"""Written bytes that are held back until the end of the event loop turn."""
 
 _STATUS_LINES = {int(s): f"HTTP/1.1 {s} {s.phrase}\r\n".encode() for s in http.HTTPStatus}
 _BODILESS_STATUSES = frozenset({204, 304})
 CONTINUE_RESPONSE = b"HTTP/1.1 100 Continue\r\n\r\n"
 STATUS_LINE_PREFIX = b"HTTP/1.1 "
-"""What all answers begin with."""
+"""First bytes of every response."""
 
 log = logging.getLogger("argosy.http_server")
 
 
 class ConnectionHandle(Protocol):
-    """The connection that a request came by."""
+    """Client connection, as seen by the transport of one request."""
 
     transport: asyncio.Transport
     is_backpressured: bool
-    """The client is behind with what was sent to it."""
+    """Whether the client reads more slowly than data is written."""
 
     @property
     def default_headers(self) -> Iterable[tuple[bytes, bytes]]:
-        """Headers of every answer."""
+        """Headers of every response, such as Date."""
 
     def add_unread_bytes(self, byte_count: int) -> bool:
-        """So many more bytes of bodies are kept, or fewer; whether there is room for what all connections keep."""
+        """Add `byte_count`, which may be negative, to the buffered body bytes of all connections.
+
+        Returns:
+            Whether the total is within its limit.
+        """
 
     def pause_reading(self) -> None:
-        """Read nothing more for now."""
+        """Stop reading from the client."""
 
     def resume_reading(self) -> None:
-        """Read on."""
+        """Start reading from the client again."""
 
     def on_response_complete(self, transport: Http1Transport) -> None:
-        """The answer is whole."""
+        """Handle the completion of this transport's response."""
 
     def abort(self) -> None:
-        """Close at once, whatever waits to be sent."""
+        """Close the connection at once and discard unsent data."""
 
 
 class Http1Transport:
-    """The `Wire` of one request. What it is sent after the client has gone is lost without an error."""
+    """Implements `ResponseTransport` for one request. Data written after the client has disconnected is discarded."""
 
     __slots__ = (
         "_body_buffer",
@@ -89,86 +93,77 @@ class Http1Transport:
     ) -> None:
         self.keep_alive = keep_alive
         self.is_body_complete = False
-        """All of the body came."""
+        """Whether the whole request body has arrived."""
         self.response_started = self.response_complete = False
-        """Something of the answer was sent; all of it."""
+        """Whether a part of the response has been sent, and whether all of it has been sent."""
         self.is_disconnected = False
-        """The connection is closed."""
+        """Whether the connection is closed."""
         self._connection = connection
         self._transport = connection.transport
         self._is_head_request = scope["method"] == "HEAD"
         self._http_version: str = scope["http_version"]
         self._chunked = False
         self._prefix_bytes_sent = 0
-        """Bytes of the opening that were sent ahead of the answer."""
+        """Bytes of the status line sent as a probe before the response."""
         self._expects_continue = expects_continue and self._http_version != "1.0"
         self._body_buffer = bytearray()
         self._body_bytes = 0
         self._is_overloaded = False
-        """There was no room for what came, and it is more than what is taken in of any."""
+        """Whether body bytes arrived beyond the limit for all connections and this body is not a small one."""
         self._max_buffered_bytes = MAX_PREFETCHED_BODY_BYTES
         self._body_end_delivered = False
-        """The end of the body was given to an ASGI application."""
+        """Whether the ASGI application has received the end of the body."""
         self._listener: ClientListener | None = None
         self._wakeup: asyncio.Event | None = None
         self._loop = asyncio.get_running_loop()
         self._write_buffer = b""
-        """What is sent in this turn of the loop."""
+        """Data written in this event loop turn."""
 
-    # --- for `Exchange` --------------------------------------------------------------------------
+    # --- ResponseTransport, for HttpExchange -----------------------------------------------------
 
     @property
     def is_backpressured(self) -> bool:
-        """See `Wire`."""
         return self._connection.is_backpressured
 
     @property
     def unsent_bytes(self) -> int:
-        """See `Wire`."""
         return len(self._write_buffer) + self._transport.get_write_buffer_size()
 
     async def read_body(self, max_bytes: int) -> bytes:
-        """See `Wire`."""
         self._max_buffered_bytes = max_bytes
         while not self.is_body_complete and self._body_bytes <= max_bytes:
             if self.is_disconnected:
                 raise DisconnectedError
             if self._is_overloaded:
-                message = "Too much is being sent at a time. Try again shortly."
+                message = "The server is receiving too many request bodies. Try again shortly."
                 raise ApiError(503, "overloaded", message, retry_after_s=1.0)
             await self._wait_for_change()
         return self._take_body()
 
     async def wait_writable(self) -> None:
-        """See `Wire`."""
         while self._connection.is_backpressured and not self.is_disconnected:
             await self._wait_for_change()
 
     def send_response(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
-        """See `Wire`."""
         self._write_buffer += self._render_head(status, headers) + (
             b"" if self._is_head_request else body
         )
         self._complete_response()
 
     def start_response(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        """See `Wire`."""
         self._chunked = self._http_version != "1.0"
         if self._chunked:
             headers = [*headers, (b"transfer-encoding", b"chunked")]
         self._buffer_write(self._render_head(status, headers))
 
     def start_sized_response(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        """See `Wire`."""
         self._buffer_write(self._render_head(status, headers))
 
     def write_nowait(self, data: bytes) -> None:
-        """See `Wire`."""
         if data and not self._is_head_request:
             self._buffer_write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
 
     def lend_socket(self) -> int | None:
-        """See `Wire`."""
         transport = self._transport
         if (
             self._is_head_request
@@ -182,88 +177,86 @@ class Http1Transport:
         return cast("int", transport.get_extra_info("socket").fileno())
 
     def write_raw_chunks(self, chunks: bytes) -> None:
-        """See `Wire`."""
         self._buffer_write(chunks)
 
     def end_response(self) -> None:
-        """See `Wire`."""
         if self._chunked and not self._is_head_request:
             self._write_buffer += b"0\r\n\r\n"
         self._complete_response()
 
     def abort(self) -> None:
-        """See `Wire`."""
         self._connection.abort()
 
     def set_listener(self, listener: ClientListener | None) -> None:
-        """See `Wire`."""
         self._listener = listener
         if listener is not None and self.is_disconnected:
             asyncio.get_running_loop().call_soon(listener.on_disconnect)
 
-    # --- for its connection ----------------------------------------------------------------------
+    # --- For the connection ----------------------------------------------------------------------
 
     def on_body(self, body: bytes) -> None:
-        """A piece of the body."""
-        if self.response_complete:  # nobody wants it any more
+        """Buffer a part of the request body and pause reading above the limit."""
+        if self.response_complete:  # the handler needs no more of the body
             return
         self._body_buffer += body
         self._body_bytes += len(body)
-        there_is_room = self._connection.add_unread_bytes(len(body))
-        self._is_overloaded = not there_is_room and self._body_bytes > MAX_PREFETCHED_BODY_BYTES
+        within_limit = self._connection.add_unread_bytes(len(body))
+        self._is_overloaded = not within_limit and self._body_bytes > MAX_PREFETCHED_BODY_BYTES
         if self._body_bytes > self._max_buffered_bytes:
             self._connection.pause_reading()
         self._wake()
 
     def on_body_complete(self) -> None:
-        """That was all of it: what comes now may be that the client leaves."""
+        """Mark the body as complete and resume reading, so that a disconnect is noticed."""
         self.is_body_complete = True
         self._connection.resume_reading()
         self._wake()
 
     def discard_body(self) -> None:
-        """Nobody wants what came."""
+        """Drop the buffered request body."""
         self._take_body()
 
     def on_backpressure(self) -> None:
-        """What was sent piles up."""
+        """Report to the listener that the write buffer is full."""
         if self._listener is not None:
             self._listener.on_backpressure()
 
     def on_writable(self) -> None:
-        """It no longer does."""
+        """Report to the listener that the write buffer has drained."""
         self._wake()
         if self._listener is not None:
             self._listener.on_writable()
 
     def on_half_close(self) -> None:
-        """The client will send no more: what it is sent comes back if it has gone."""
+        """Send a probe to a client that has closed its sending side.
+
+        If the client has disconnected, its kernel answers the probe with a reset.
+        """
         if self.response_started:
             if self._listener is not None:
                 self._listener.on_half_close()
         elif self._http_version != "1.0":
             self._buffer_write(CONTINUE_RESPONSE)
-        elif self._prefix_bytes_sent < len(
-            STATUS_LINE_PREFIX
-        ):  # it knows no interim answers: it gets its own by bytes
+        # HTTP/1.0 has no interim responses. Send the status line ahead, one byte per probe.
+        elif self._prefix_bytes_sent < len(STATUS_LINE_PREFIX):
             self._buffer_write(
                 STATUS_LINE_PREFIX[self._prefix_bytes_sent : self._prefix_bytes_sent + 1]
             )
             self._prefix_bytes_sent += 1
 
     def on_disconnect(self) -> None:
-        """The connection was lost."""
+        """Mark the client as disconnected and report the disconnect to the listener."""
         self.is_disconnected = True
         self._wake()
         if self._listener is not None and not self.response_complete:
             self._listener.on_disconnect()
 
     async def run(self, app: AsgiApp, scope: Scope) -> None:
-        """Let `app` answer; what it leaves open is closed."""
+        """Call `app` and complete or abort the response if `app` has left it open."""
         try:
             await app(scope, self.receive, self.send)
         except Exception:
-            log.exception("the application failed")
+            log.exception("the ASGI application failed")
         finally:
             self.discard_body()
             if not (self.response_complete or self.is_disconnected):
@@ -275,7 +268,7 @@ class Http1Transport:
     # --- ASGI ------------------------------------------------------------------------------------
 
     async def receive(self) -> MutableMapping[str, Any]:
-        """A part of the body; after its end, that the client has gone or the answer is whole."""
+        """Return the next part of the body, and `http.disconnect` after a disconnect or a complete response."""
         while not (
             self.response_complete
             or self.is_disconnected
@@ -290,7 +283,7 @@ class Http1Transport:
         return {"type": "http.request", "body": body, "more_body": not self.is_body_complete}
 
     async def send(self, message: MutableMapping[str, Any]) -> None:
-        """A part of the answer, once the client has taken what was sent before."""
+        """Send a part of the response after the client has read the previous data."""
         await self.wait_writable()
         if self.is_disconnected:
             return
@@ -310,25 +303,24 @@ class Http1Transport:
         else:
             self.start_response(status, headers)
 
-    # --- within ----------------------------------------------------------------------------------
+    # --- Internal --------------------------------------------------------------------------------
 
     def _render_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> bytes:
         self.response_started = True
-        if (
-            self._expects_continue and not self.is_body_complete
-        ):  # its body was not called for, and may never come
+        # No 100 response was sent, so the body may never arrive and the connection cannot be reused.
+        if self._expects_continue and not self.is_body_complete:
             self.keep_alive = False
-        every = [*self._connection.default_headers, *headers]
+        all_headers = [*self._connection.default_headers, *headers]
         if not self.keep_alive:
-            every.append((b"connection", b"close"))
-        lines = b"\r\n".join(map(b": ".join, every))
-        if lines.count(b"\n") >= len(every) or lines.count(b"\r") >= len(every):
-            raise ValueError("a header holds a line break")
-        line = _STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
-        return line[self._prefix_bytes_sent :] + lines + b"\r\n\r\n"
+            all_headers.append((b"connection", b"close"))
+        lines = b"\r\n".join(map(b": ".join, all_headers))
+        if lines.count(b"\n") >= len(all_headers) or lines.count(b"\r") >= len(all_headers):
+            raise ValueError("a response header contains a line break")
+        status_line = _STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
+        return status_line[self._prefix_bytes_sent :] + lines + b"\r\n\r\n"
 
     def _buffer_write(self, data: bytes) -> None:
-        """Send it with what else is sent in this turn: each write is a system call, and wakes the client."""
+        """Write the data at the end of the event loop turn, since each write is a system call and wakes the client."""
         if not self._write_buffer:
             self._loop.call_soon(self._flush)
         self._write_buffer += data
@@ -336,9 +328,9 @@ class Http1Transport:
             self._flush()
 
     def _flush(self) -> None:
-        held, self._write_buffer = self._write_buffer, b""
-        if held and not self._transport.is_closing():
-            self._transport.write(held)
+        pending_data, self._write_buffer = self._write_buffer, b""
+        if pending_data and not self._transport.is_closing():
+            self._transport.write(pending_data)
 
     def _complete_response(self) -> None:
         self._flush()
@@ -353,7 +345,7 @@ class Http1Transport:
         return body
 
     async def _wait_for_change(self) -> None:
-        """Wait for anything to change, reading on meanwhile."""
+        """Wait for any change of the request's state, and read from the client meanwhile."""
         if self._expects_continue and not self.response_started:
             self._expects_continue = False
             self._buffer_write(CONTINUE_RESPONSE)

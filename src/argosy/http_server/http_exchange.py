@@ -1,4 +1,4 @@
-"""One HTTP request and its answer over ASGI: body in under limits, answer or stream out, a cut if it stalls."""
+"""Exchange of one HTTP request and its response over ASGI, with limits on body size, body time and slow readers."""
 
 from __future__ import annotations
 
@@ -20,119 +20,127 @@ AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 JSON_CONTENT_TYPE = b"application/json"
 SSE_PROBE_COMMENT = format_comment(b"")
-"""Says nothing, between events."""
-TRANSPORT_KEY = "argosy.wire"
-"""Key of the scope's state: the connection that the request came by, a `Wire`."""
+"""SSE comment without content, which clients ignore."""
+TRANSPORT_KEY = "argosy.transport"
+"""Key in the ASGI scope's state of the request's `ResponseTransport`."""
 EXCHANGE_KEY = "argosy.exchange"
-"""Key of the scope's state: the `Exchange`, for an application that it was handed to."""
+"""Key in the ASGI scope's state of the `HttpExchange`, for an application called by `delegate_to`."""
 
 MAX_PIECE_BYTES = 64 * 1024
-"""A whole answer that is larger is sent in pieces of so many, as the client takes them."""
+"""Size in bytes of the pieces in which a larger complete response is sent, at the speed of the client."""
 OPENAI_VERSION = b"2020-10-01"
-"""Of the API that is spoken; there is no other."""
+"""Version of the OpenAI API. OpenAI has published no other."""
 MAX_SDK_RETRY_S = 120
-"""Who has to wait for longer is told that SDKs are not to: some would do so in the middle of a call, for hours."""
+"""Longest delay in seconds for which SDKs may retry. Some SDKs would otherwise sleep for hours within a call."""
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class DisconnectedError(Exception):
-    """The client has gone; nobody waits for an answer."""
+    """The client has disconnected."""
 
 
 class SlowReaderError(Exception):
-    """The client takes nothing; its connection has been cut."""
+    """The client has read nothing for too long, and its connection has been closed."""
 
 
 class ClientListener(Protocol):
-    """Whoever pushes to a client is told how the client takes it."""
+    """Callbacks that report write progress: client behind, buffer drained, client half-closed, client disconnected."""
 
     def on_backpressure(self) -> None:
-        """It is behind: push nothing more for now."""
+        """Handle a client that reads too slowly: pause writing."""
 
     def on_writable(self) -> None:
-        """It has caught up."""
+        """Handle a drained write buffer: resume writing."""
 
     def on_half_close(self) -> None:
-        """It will send no more, and may have gone: whatever it is sent in the middle of an answer tells."""
+        """Handle a client that has closed its sending side.
+
+        The client may have disconnected. The listener writes data that is valid within the response as a probe.
+        """
 
     def on_disconnect(self) -> None:
-        """It has gone away."""
+        """Handle the disconnect of the client."""
 
 
 class ResponseTransport(Protocol):
-    """The connection under a request. What is sent after the client has gone is lost without an error."""
+    """Connection of one request. Data written after the client has disconnected is discarded without an error."""
 
     @property
     def is_body_complete(self) -> bool:
-        """Whether the body is all there."""
+        """Whether the whole request body has arrived."""
 
     @property
     def is_backpressured(self) -> bool:
-        """Whether the client is behind with what was sent to it."""
+        """Whether the client reads more slowly than data is written."""
 
     @property
     def unsent_bytes(self) -> int:
-        """Bytes that wait for the client to take others."""
+        """Bytes written and not yet sent to the client."""
 
     @property
     def is_disconnected(self) -> bool:
-        """Whether the client has gone."""
+        """Whether the client has disconnected."""
 
     async def read_body(self, max_bytes: int) -> bytes:
-        """The whole body, or more than `limit` bytes of it. Raises DisconnectedError, or ApiError 503."""
+        """Return the whole body, or more than `max_bytes` bytes of a larger body.
+
+        Raises:
+            DisconnectedError: The client has disconnected.
+            ApiError: 503 if the server buffers too many request bodies.
+        """
 
     async def wait_writable(self) -> None:
-        """Wait until the client is not behind, or has gone."""
+        """Wait until the client has caught up or has disconnected."""
 
     def send_response(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
-        """Send a whole answer; `headers` tell its length."""
+        """Send a complete response. `headers` contain its length."""
 
     def start_response(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        """Begin an answer of unknown length, which ends with the connection where HTTP is 1.0."""
+        """Start a response of unknown length. Under HTTP/1.0 the end of the connection ends the response."""
 
     def start_sized_response(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        """Begin one whose length `headers` tell."""
+        """Start a response whose length is in `headers`."""
 
     def write_nowait(self, data: bytes) -> None:
-        """Send a part of the answer that has begun."""
+        """Send a part of the response in progress."""
 
     def lend_socket(self) -> int | None:
-        """The socket's descriptor, for who sends the next parts instead, in chunks as HTTP has them.
+        """Return the socket's file descriptor for native code that sends HTTP chunks.
 
-        None: it cannot be, since it is TLS's, what was sent before waits still, or the answer does not come in chunks.
+        Returns None over TLS, while earlier data is unsent, or if the response is not chunked.
         """
 
     def write_raw_chunks(self, chunks: bytes) -> None:
-        """Send what who had the socket could not: it is in chunks already."""
+        """Send HTTP chunks that the borrower of the socket could not send."""
 
     def end_response(self) -> None:
-        """End it."""
+        """Complete the response."""
 
     def abort(self) -> None:
-        """Drop the connection at once, whatever waits to be sent."""
+        """Close the connection at once and discard unsent data."""
 
     def set_listener(self, listener: ClientListener | None) -> None:
-        """Tell `watcher`, and nobody else, how the client takes what is pushed."""
+        """Set the only listener for write progress, or remove it."""
 
 
 class ExchangeLimits(Protocol):
-    """What a client may send and how long it may take. Times are in seconds."""
+    """Limits on a request's size and duration."""
 
     @property
     def body_limit_bytes(self) -> int:
-        """Most bytes of a body."""
+        """Maximum size of a request body."""
 
     @property
     def body_timeout_s(self) -> float:
-        """A request whose body is not complete after this long is refused."""
+        """Time within which the body must arrive, or the request is rejected."""
 
     @property
     def slow_reader_timeout_s(self) -> float:
-        """A client that takes nothing for this long is cut off."""
+        """Time without read progress after which a client is disconnected."""
 
 
 class HttpExchange:
-    """One request and its answer. Every answer carries `x-request-id`, `openai-processing-ms` and `openai-version`."""
+    """HTTP request and response. Responses carry `x-request-id`, `openai-processing-ms` and `openai-version`."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, limits: ExchangeLimits) -> None:
         self._scope = scope
@@ -141,27 +149,27 @@ class HttpExchange:
         self._limits = limits
         self._transport: ResponseTransport = scope["state"][TRANSPORT_KEY]
         self.write_nowait = self._transport.write_nowait
-        """Send a part of a stream at once; `watch` tells when the client is behind."""
+        """Send a part of a stream without waiting. The listener reports backpressure."""
         self.arrived_at = time.monotonic()
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.query: bytes = scope.get("query_string", b"")
-        """What came after the path's `?`."""
+        """Query string, without the `?`."""
         self.headers = _merge_headers(scope["headers"])
         self.request_id = self._choose_request_id()
         self.extra_headers: list[tuple[bytes, bytes]] = []
-        """Headers of the answer, whatever it will be."""
+        """Headers to add to the response, also to an error response."""
         self.status: int | None = None
-        """The status that was sent, once it was."""
+        """Status of the response, once it has been sent."""
         self.response_complete = False
-        """Whether the whole answer was sent."""
+        """Whether the whole response has been sent."""
         self._observer: ResponseObserver | None = None
         self.error_code: str | None = None
-        """Code of the error that it ended with."""
+        """Code of the error that ended the request."""
 
     @property
     def peer_address(self) -> str:
-        """Address of the other end; "unix" over a Unix socket; empty when nobody can tell any more."""
+        """Address of the peer; "unix" over a Unix socket, and empty if unknown after a disconnect."""
         client, server = self._scope.get("client"), self._scope.get("server")
         if client is not None:
             return str(client[0])
@@ -169,44 +177,46 @@ class HttpExchange:
 
     @property
     def is_disconnected(self) -> bool:
-        """Whether the client has gone: nobody gets what is sent."""
+        """Whether the client has disconnected."""
         return self._transport.is_disconnected
 
     def _choose_request_id(self) -> str:
         if b"x-request-id" in self.headers:
-            given = self.get_header(b"x-request-id")
-            if _REQUEST_ID.fullmatch(given):
-                return given
+            client_id = self.get_header(b"x-request-id")
+            if _REQUEST_ID.fullmatch(client_id):
+                return client_id
         return f"req_{random.getrandbits(128):032x}"
 
     def get_header(self, name: bytes) -> str:
-        """A header's value; empty when it was not sent."""
+        """Return a header's value, or an empty string if the header is missing."""
         return self.headers.get(name, b"").decode("latin-1")
 
     def set_request_id(self, request_id: str) -> None:
-        """Take the id that the body gives, unless a header gave one or it cannot be a header."""
+        """Use a request id from the body, unless a header has set one or the id is no valid header value."""
         if b"x-request-id" not in self.headers and _REQUEST_ID.fullmatch(request_id):
             self.request_id = request_id
 
     async def read_body(self) -> bytes:
-        """The whole body. Raises ApiError 413 before reading too much, 408 when it does not come.
+        """Return the whole body.
 
-        503 when more bodies come than can be kept at a time.
+        Raises:
+            ApiError: 413 if the body is too large, before reading it. 408 if the body does not arrive in time.
+                415 if the body is compressed. 503 if the server buffers too many request bodies.
         """
-        limit, wire = self._limits.body_limit_bytes, self._transport
-        self._check_body_headers(limit)
-        if wire.is_body_complete:
-            body = await wire.read_body(limit)
+        max_bytes, transport = self._limits.body_limit_bytes, self._transport
+        self._check_body_headers(max_bytes)
+        if transport.is_body_complete:
+            body = await transport.read_body(max_bytes)
         else:
             try:
                 async with asyncio.timeout(self._limits.body_timeout_s):
-                    body = await wire.read_body(limit)
+                    body = await transport.read_body(max_bytes)
             except TimeoutError as error:
                 seconds = self._limits.body_timeout_s
                 message = f"The body was not complete after {seconds:g} s. Send it faster."
                 raise ApiError(408, "request_timeout", message) from error
-        if len(body) > limit:
-            raise _body_too_large_error(limit)
+        if len(body) > max_bytes:
+            raise _body_too_large_error(max_bytes)
         return body
 
     def _check_body_headers(self, max_bytes: int) -> None:
@@ -215,19 +225,19 @@ class HttpExchange:
             raise _body_too_large_error(max_bytes)
         encoding = self.headers.get(b"content-encoding", b"identity").lower()
         if encoding not in {b"identity", b""}:
-            message = "Compressed bodies are not read. Send the JSON as it is."
+            message = "Compressed bodies are not supported. Send uncompressed JSON."
             raise ApiError(415, "unsupported_encoding", message)
 
     def listen_for_disconnect(self, callback: Callable[[], object]) -> DisconnectListener:
-        """Call `gone` when the client goes away; cancel what is returned when that is over."""
-        leaving = DisconnectListener(self._transport, callback)
-        self._transport.set_listener(leaving)
-        return leaving
+        """Call `callback` when the client disconnects, until the returned listener is cancelled."""
+        listener = DisconnectListener(self._transport, callback)
+        self._transport.set_listener(listener)
+        return listener
 
     async def send_response(
         self, status: int, body: bytes, content_type: bytes = JSON_CONTENT_TYPE
     ) -> None:
-        """Send a whole answer."""
+        """Send a complete response."""
         headers = [(b"content-type", content_type), (b"content-length", b"%d" % len(body))]
         if self._transport.is_backpressured:
             await self._wait_writable()
@@ -243,19 +253,19 @@ class HttpExchange:
     async def _send_in_pieces(
         self, status: int, headers: list[tuple[bytes, bytes]], body: bytes
     ) -> None:
-        """No faster than the client takes them: for thousands who take nothing, all of it would be kept."""
+        """Send the body at the client's speed, since buffering it for thousands of slow clients costs memory."""
         self._transport.start_sized_response(status, headers)
         try:
             for start in range(0, len(body), MAX_PIECE_BYTES):
                 await self._wait_writable()
                 self._transport.write_nowait(body[start : start + MAX_PIECE_BYTES])
         except BaseException:
-            self.abort()  # nothing else can be said before the rest
+            self.abort()  # an error response cannot replace the rest of the body
             raise
         self._transport.end_response()
 
     async def send_error(self, error: ApiError) -> None:
-        """Send an error body, with the headers that tell clients when to try again."""
+        """Send an error response, with headers for the time to retry."""
         if error.retry_after_s is not None:
             seconds = str(max(1, math.ceil(error.retry_after_s))).encode()
             milliseconds = str(math.ceil(error.retry_after_s * 1000)).encode()
@@ -265,7 +275,7 @@ class HttpExchange:
         await self.send_response(error.status, error.encode_body(self.request_id))
 
     async def start_stream(self, content_type: bytes = SSE_CONTENT_TYPE) -> None:
-        """Begin a stream, by default one of events."""
+        """Start a stream, by default of server-sent events."""
         headers = [
             (b"content-type", content_type),
             (b"cache-control", b"no-cache"),
@@ -278,13 +288,13 @@ class HttpExchange:
         self._transport.start_response(200, self._build_headers(200, headers))
 
     async def write(self, data: bytes) -> None:
-        """Send a part of a stream, waiting while the client is behind."""
+        """Send a part of a stream after the client has caught up."""
         if self._transport.is_backpressured:
             await self._wait_writable()
         self.write_nowait(data)
 
     def observe_response(self, observer: ResponseObserver | None) -> None:
-        """Give `copy` too what is sent of the answer from now on: its socket must not be lent. None: nobody more."""
+        """Copy all further writes to `observer`, or stop copying if None. The socket must not be lent meanwhile."""
         self._observer = observer
         self.write_nowait = (
             self._transport.write_nowait
@@ -293,35 +303,35 @@ class HttpExchange:
         )
 
     def lend_socket(self) -> int | None:
-        """See `Wire`."""
+        """Return the socket's file descriptor if native code may write to it, as `ResponseTransport` does."""
         return self._transport.lend_socket()
 
     def write_raw_chunks(self, chunks: bytes) -> None:
-        """See `Wire`."""
+        """Send HTTP chunks that the borrower of the socket could not send."""
         self._transport.write_raw_chunks(chunks)
 
     def set_listener(self, listener: ClientListener | None) -> None:
-        """Tell `watcher` from now on how the client takes what is pushed."""
+        """Set the only listener for write progress, or remove it."""
         self._transport.set_listener(listener)
 
     async def end_stream(self) -> None:
-        """End it."""
+        """Complete the stream."""
         if self._transport.is_backpressured:
             await self._wait_writable()
         self._transport.end_response()
         self.response_complete = True
 
     def abort(self) -> None:
-        """Cut the connection at once, whatever waits to be sent; whoever watches learns of it."""
+        """Close the connection at once and discard unsent data. The listener is notified."""
         self._transport.abort()
 
     async def abort_and_yield(self) -> None:
-        """The same, for whoever answers."""
+        """Close the connection at once, and let the server handle the disconnect before this call returns."""
         self.abort()
-        await asyncio.sleep(0)  # the server learns of it before we return
+        await asyncio.sleep(0)
 
     async def delegate_to(self, app: AsgiApp) -> None:
-        """Let `app` answer: it finds this exchange in its scope's state, under `EXCHANGE`."""
+        """Let `app` answer. The scope's state contains this exchange under `EXCHANGE_KEY`."""
         state = self._scope["state"]
         state[EXCHANGE_KEY] = self
         try:
@@ -330,13 +340,13 @@ class HttpExchange:
             del state[EXCHANGE_KEY]
 
     def elapsed_ms(self) -> float:
-        """Milliseconds since the request came."""
+        """Return the time since the request arrived, in milliseconds."""
         return round((time.monotonic() - self.arrived_at) * 1000, 1)
 
     def _build_headers(
         self, status: int, headers: list[tuple[bytes, bytes]]
     ) -> list[tuple[bytes, bytes]]:
-        """The headers, with those that every answer has."""
+        """Return the headers with those of every response appended, and record the status."""
         self.status = status
         spent_ms = b"%d" % round((time.monotonic() - self.arrived_at) * 1000)
         headers += [
@@ -348,55 +358,59 @@ class HttpExchange:
         return headers
 
     async def _wait_writable(self) -> None:
-        """Wait while the client is behind; when it takes nothing, cut it and raise SlowReaderError."""
-        before = math.inf
-        while (unsent := self._transport.unsent_bytes) < before:
+        """Wait until the client has caught up.
+
+        Raises:
+            SlowReaderError: The client has read nothing for `slow_reader_timeout_s`, and its connection is closed.
+        """
+        last_unsent_bytes = math.inf
+        while (unsent := self._transport.unsent_bytes) < last_unsent_bytes:
             try:
                 async with asyncio.timeout(self._limits.slow_reader_timeout_s):
                     return await self._transport.wait_writable()
             except TimeoutError:
-                before = unsent
+                last_unsent_bytes = unsent
         await self.abort_and_yield()
         raise SlowReaderError
 
 
 class DisconnectListener:
-    """A `Watcher` of a stream of events that only wants to know when the client has gone."""
+    """Listener of an event stream that reports only the client's disconnect."""
 
     def __init__(self, transport: ResponseTransport, callback: Callable[[], object]) -> None:
         self._transport = transport
         self._callback = callback
 
     def cancel(self) -> None:
-        """It no longer wants to."""
+        """Stop listening."""
         self._transport.set_listener(None)
 
     def on_backpressure(self) -> None:
-        """See `Watcher`."""
+        """Ignore backpressure."""
 
     def on_writable(self) -> None:
-        """See `Watcher`."""
+        """Ignore the drained buffer."""
 
     def on_half_close(self) -> None:
-        """See `Watcher`."""
+        """Probe the client with an SSE comment."""
         self._transport.write_nowait(SSE_PROBE_COMMENT)
 
     def on_disconnect(self) -> None:
-        """See `Watcher`."""
+        """Call the callback."""
         self._callback()
 
 
 def _merge_headers(headers: Sequence[tuple[bytes, bytes]]) -> dict[bytes, bytes]:
-    """Headers by name; several lines of one are a list with commas (RFC 9110, 5.3), which proxies add to by lines."""
-    found = dict(headers)
-    if len(found) < len(headers):
-        lines: dict[bytes, list[bytes]] = {}
+    """Return headers by name, with repeated ones joined by commas (RFC 9110, section 5.3). Proxies repeat headers."""
+    merged = dict(headers)
+    if len(merged) < len(headers):
+        values_by_name: dict[bytes, list[bytes]] = {}
         for name, value in headers:
-            lines.setdefault(name, []).append(value)
-        found = {name: b", ".join(values) for name, values in lines.items()}
-    return found
+            values_by_name.setdefault(name, []).append(value)
+        merged = {name: b", ".join(values) for name, values in values_by_name.items()}
+    return merged
 
 
 def _body_too_large_error(max_bytes: int) -> ApiError:
-    message = f"The body is larger than {max_bytes} bytes. Send less in one request."
+    message = f"The body is larger than {max_bytes} bytes. Send a smaller request."
     return ApiError(413, "request_too_large", message)

@@ -1,4 +1,4 @@
-"""The head of a request: bounded as it comes, the scope that it becomes, and the template of those like it."""
+"""Request head parsing under a size limit, conversion to an ASGI scope, and templates for repeated heads."""
 
 from __future__ import annotations
 
@@ -12,20 +12,24 @@ import httptools
 from argosy.http_server.http_exchange import Scope
 
 MAX_HEAD_BYTES = 64 * 1024
-"""Most bytes of request line and headers together."""
+"""Maximum size of the request line and headers together, in bytes."""
 HEADER_OVERHEAD_BYTES = 32
-"""What a header counts for beside its name and value (as in RFC 9113, 6.5.2): tens of thousands of empty ones take
-megabytes, and tens of milliseconds."""
+"""Size counted per header in addition to its name and value (as in RFC 9113, section 6.5.2). Tens of thousands of empty
+headers would otherwise take megabytes and tens of milliseconds."""
 MAX_LENGTH_DIGITS = 9
-"""Of a body's length that comes with its head, in one piece."""
+"""Maximum number of digits of the content length of a request that matches a template."""
 _HEAD_END = b"\r\n\r\n"
 _CONTENT_LENGTH = re.compile(rb"\r\n[Cc]ontent-[Ll]ength: ?([0-9]{1,9})\r\n")
 _UNTEMPLATED_HEADERS = frozenset({b"expect", b"transfer-encoding", b"upgrade"})
-"""Headers that say more of how a request goes on than its length does."""
+"""Headers that change how the rest of the request is read, so that a request with one gets no template."""
 
 
 class RequestHead:
-    """Of one request after another on a connection. Raises ValueError for what cannot be answered."""
+    """Head of the request being parsed, reused for each request of a connection.
+
+    Raises:
+        ValueError: The head is invalid or too large.
+    """
 
     __slots__ = ("_headers", "_host_count", "_size_bytes", "_url", "expects_continue")
 
@@ -33,23 +37,23 @@ class RequestHead:
         self.reset()
 
     def reset(self) -> None:
-        """What comes now is of another request."""
+        """Clear the head for the next request."""
         self.expects_continue = False
-        """The client sends the body when it is told to."""
+        """Whether the client waits for a 100 response before sending the body."""
         self._url = b""
         self._headers: list[tuple[bytes, bytes]] = []
         self._host_count = 0
         self._size_bytes = 0
 
     def add_url(self, url: bytes) -> None:
-        """A part of the request line came."""
+        """Append a part of the URL."""
         self._url += url
         self._size_bytes += len(url)
         if self._size_bytes > MAX_HEAD_BYTES:
             raise _head_too_large_error()
 
     def add_header(self, name: bytes, value: bytes) -> None:
-        """A header came."""
+        """Append a header."""
         self._size_bytes += len(name) + len(value) + HEADER_OVERHEAD_BYTES
         if self._size_bytes > MAX_HEAD_BYTES:
             raise _head_too_large_error()
@@ -63,10 +67,15 @@ class RequestHead:
     def build_scope(
         self, parser: httptools.HttpRequestParser, connection_scope: Mapping[str, Any]
     ) -> Scope:
-        """The request, in ASGI's words; `place` is what its connection knows of it."""
+        """Build the ASGI scope of the request.
+
+        Args:
+            parser: Parser that holds the method and the HTTP version.
+            connection_scope: Scope entries of the connection: `server`, `client` and `scheme`.
+        """
         version = parser.get_http_version()
         if self._host_count != 1 and (self._host_count or version == "1.1"):
-            raise ValueError("whom a request is for is not clear")  # RFC 9112, 3.2
+            raise ValueError("a request needs exactly one Host header")  # RFC 9112, section 3.2
         url = httptools.parse_url(self._url)
         path = url.path.decode("ascii")
         return {
@@ -83,26 +92,38 @@ class RequestHead:
         }
 
     def render_without_upgrade(self, parser: httptools.HttpRequestParser) -> bytes:
-        """The head, but that it does not ask to speak something else than HTTP. Raises HttpParserError for a tunnel."""
+        """Return the head without its Upgrade header, as bytes to parse again.
+
+        Raises:
+            HttpParserError: The request asks for a tunnel (CONNECT).
+        """
         method, version = parser.get_method(), parser.get_http_version().encode()
         if method == b"CONNECT":
-            raise httptools.HttpParserError("there are no tunnels here")
+            raise httptools.HttpParserError("CONNECT tunnels are not supported")
         kept = (b": ".join(header) for header in self._headers if header[0] != b"upgrade")
         return b"\r\n".join((b"%b %b HTTP/%b" % (method, self._url, version), *kept, b"", b""))
 
 
 class HeadTemplate:
-    """A head that came: a client's next is mostly the same, but for the length of its body, and need not be parsed."""
+    """Head of an earlier request, which lets a request with an equal head skip the parser.
+
+    Successive heads of one client usually differ only in the body's length.
+
+    Args:
+        prefix: Bytes before the content length.
+        suffix: Bytes after the content length.
+        scope: ASGI scope of the earlier request.
+        length_index: Index of the Content-Length header.
+    """
 
     __slots__ = ("_headers", "_length_index", "_prefix", "_scope", "_suffix")
 
     def __init__(self, prefix: bytes, suffix: bytes, scope: Scope, length_index: int) -> None:
-        """It is what is before and after the length, which is the header at `place`; it became `scope`."""
         self._prefix, self._suffix = prefix, suffix
         self._scope, self._headers, self._length_index = dict(scope), scope["headers"], length_index
 
     def match_request(self, data: bytes) -> tuple[Scope, bytes] | None:
-        """Scope and body of a request that is all of `data`, if its head is the same."""
+        """Return scope and body if `data` is one complete request with this head, else None."""
         if not data.startswith(self._prefix):
             return None
         start, after = len(self._prefix), self._suffix
@@ -119,21 +140,25 @@ class HeadTemplate:
 
 
 def build_head_template(data: bytes, scope: Scope) -> HeadTemplate | None:
-    """Of heads like the one that `data` begins with, which became `scope`. None: others cannot be told by it.
+    """Build a template from the head at the start of `data`, or return None if the head is unsuitable.
 
-    To be asked of a request that leaves its connection open.
+    Use only requests after which the connection stays open.
+
+    Args:
+        data: Bytes that start with a request's head.
+        scope: ASGI scope that was built from this head.
     """
     headers: list[tuple[bytes, bytes]] = scope["headers"]
     names = [name for name, _ in headers]
     head = data[: data.find(_HEAD_END) + len(_HEAD_END)]
     length = _CONTENT_LENGTH.search(head)
-    lines = head.count(b"\n") - 2  # without the request line and the empty one
-    if length is None or lines != len(names) or names.count(b"content-length") != 1:
+    header_count = head.count(b"\n") - 2  # without the request line and the empty line
+    if length is None or header_count != len(names) or names.count(b"content-length") != 1:
         return None
     if not _UNTEMPLATED_HEADERS.isdisjoint(names):
         return None
-    place = names.index(b"content-length")
-    return HeadTemplate(head[: length.start(1)], head[length.end(1) :], scope, place)
+    length_index = names.index(b"content-length")
+    return HeadTemplate(head[: length.start(1)], head[length.end(1) :], scope, length_index)
 
 
 def _head_too_large_error() -> ValueError:

@@ -1,4 +1,4 @@
-"""What is sent of an answer, sent to somebody besides its client."""
+"""Observer that receives a copy of a response while the server sends the response to the client."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from typing import Protocol
 
 
 class ResponseObserver(Protocol):
-    """What an answer is sent to besides its client."""
+    """Second receiver of a response, besides the client."""
 
     def on_start(self, content_type: bytes) -> None:
-        """It begins, and is of this media type."""
+        """Handle the start of the response, which has this content type."""
 
     def on_body(self, data: bytes) -> None:
-        """A part of its body."""
+        """Handle a part of the response body."""
 
 
 def tee_writes(
     first: Callable[[bytes], None], second: Callable[[bytes], None]
 ) -> Callable[[bytes], None]:
-    """What gives them to both."""
+    """Return a function that passes its data to both functions, in this order."""
 
-    def push(data: bytes) -> None:
+    def write_both(data: bytes) -> None:
         first(data)
         second(data)
 
-    return push
+    return write_both

@@ -1,4 +1,4 @@
-"""Listening: a socket bound with the remedy in its errors, and uvicorn without its signal handlers."""
+"""HTTP server on uvicorn without its signal handlers, and functions that create listening sockets."""
 
 from __future__ import annotations
 
@@ -22,36 +22,42 @@ from argosy.http_server.tls import CertificateWatcher
 from argosy.process import max_clients
 
 BACKLOG = 2048
-"""Connections that wait to be accepted: who comes before anybody accepts waits too."""
+"""Connections that the kernel queues until the server accepts them."""
 NOTSENT_LOWAT_BYTES = 128 * 1024
-"""What the kernel keeps for a client that takes nothing, beside what is on its way.
+"""Unsent bytes that the kernel buffers per client, in addition to the bytes in flight.
 
-It would be megabytes for each, and one that takes less than a third of that would not be seen to take anything.
+The kernel's default is megabytes per client. The server would then see no progress of a client that reads less than a
+third of that.
 """
 IDLE_TIMEOUT_S = 75.0
-"""An idle connection is closed after this long; longer than most clients keep theirs."""
+"""Idle time after which a connection is closed, longer than most clients keep idle connections."""
 HEADER_TIMEOUT_S = 30
-"""A connection whose request line and headers take longer is dropped."""
+"""Time in seconds within which a request's head must be complete, or the connection is dropped."""
 HALF_CLOSE_CHECK_INTERVAL_S = 0.05
-"""How often it is looked whether a client that has closed its sending direction is there, while it waits."""
+"""Interval between checks whether a client that has closed its sending side is still connected."""
 DEAD_PEER_TIMEOUT_S = 60
-"""A client whose machine answers no packet for so long is gone."""
+"""Time in seconds after which a client whose machine acknowledges no packet is disconnected."""
 DRAIN_POLL_INTERVAL_S = 0.02
-"""How often it is looked whether connections are left."""
+"""Interval between checks whether connections are still open."""
 SHUTDOWN_GRACE_S = 5
-"""How long connections may take to close once everything has been answered,"""
+"""Time in seconds that connections get to close after all requests are answered."""
 FORCED_SHUTDOWN_GRACE_S = 0.1
-"""and where nobody waits for answers."""
+"""The same if the shutdown is forced and does not wait for responses."""
 DATE_HEADER_INTERVAL_S = 1
-"""How often the date that answers bear is renewed."""
+"""Interval in seconds between updates of the Date header."""
 _PORT_ERRNOS = frozenset({errno.EADDRINUSE, errno.EACCES})
-"""Errors of a port that others have, or that one may not have; others are those of an address."""
+"""Errors caused by the port: in use, or not permitted. Other errors are caused by the address."""
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn on our connections, without its signal handlers: what a signal means its owner decides.
+    """uvicorn server with `HttpConnection` and without signal handlers, so that its owner handles signals.
 
-    It ends by `stop`, and as soon as all have left, where uvicorn looks every 0.1 s.
+    `stop` ends the server as soon as all connections are closed; uvicorn polls every 0.1 s instead.
+
+    `descriptors_per_client` is the number of file descriptors that one client needs, which bounds the number of
+    clients. A connection older than `max_connection_age_s` closes with its next response. A connection without a
+    request closes after `idle_timeout_s`, and so does a client that reads nothing of a complete response for that time.
+    A client is disconnected if it acknowledges no packet, or reads nothing of a stream, for `dead_peer_timeout_s`.
     """
 
     def __init__(
@@ -64,59 +70,71 @@ class HttpServer(uvicorn.Server):
         idle_timeout_s: float = IDLE_TIMEOUT_S,
         dead_peer_timeout_s: float = DEAD_PEER_TIMEOUT_S,
     ) -> None:
-        """`descriptors`: how many a client takes; `age_s`: how long a connection may be kept for more requests.
-
-        One that gets no request for `idle_s` is closed, or whose client takes nothing of a whole answer for so long.
-        A client that answers no packet, or takes nothing of a stream, for `vanished_s` is gone.
-        """
         self._descriptors_per_client = descriptors_per_client
         self._idle_timeout_s = idle_timeout_s
         self._dead_peer_timeout_s = dead_peer_timeout_s
         self._stop_requested = asyncio.Event()
-        shown = None if certificates is None else certificates.context
+        ssl_context = None if certificates is None else certificates.context
         super().__init__(
             uvicorn.Config(
                 app,
-                http="httptools",  # what our connections parse with
+                http="httptools",  # the parser that HttpConnection uses
                 ws="none",
                 lifespan="off",
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                proxy_headers=False,  # whom to believe is a setting of ours
-                ssl_context_factory=None if shown is None else lambda *_: shown,
+                proxy_headers=False,  # the gateway has its own setting for trusted proxies
+                ssl_context_factory=None if ssl_context is None else lambda *_: ssl_context,
             )
         )
         self.server_state = self._state = HttpServerState(max_connection_age_s)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept on `sockets`, as many at a time as wait."""
-        heads = Deadlines(HEADER_TIMEOUT_S, HttpConnection.on_header_timeout)
-        idle = Deadlines(self._idle_timeout_s, HttpConnection.on_idle_timeout)
-        quiet = Deadlines(HALF_CLOSE_CHECK_INTERVAL_S, HttpConnection.probe_half_closed)
-        make = partial(HttpConnection, heads, idle, quiet, self.config.loaded_app, self._state)
-        clients, most = self._state.connections, max_clients(self._descriptors_per_client)
+        """Accept connections on `sockets`."""
+        header_deadlines = Deadlines(HEADER_TIMEOUT_S, HttpConnection.on_header_timeout)
+        idle_deadlines = Deadlines(self._idle_timeout_s, HttpConnection.on_idle_timeout)
+        half_close_checks = Deadlines(HALF_CLOSE_CHECK_INTERVAL_S, HttpConnection.probe_half_closed)
+        create_connection = partial(
+            HttpConnection,
+            header_deadlines,
+            idle_deadlines,
+            half_close_checks,
+            self.config.loaded_app,
+            self._state,
+        )
+        connections, max_connections = (
+            self._state.connections,
+            max_clients(self._descriptors_per_client),
+        )
         self.servers = [
-            Acceptor(each, make, self.config.ssl, clients, most, self._dead_peer_timeout_s)  # type: ignore[misc] # they do as asyncio's
-            for each in sockets or ()
+            Acceptor(  # type: ignore[misc] # same interface as asyncio's servers
+                listen_socket,
+                create_connection,
+                self.config.ssl,
+                connections,
+                max_connections,
+                self._dead_peer_timeout_s,
+            )
+            for listen_socket in sockets or ()
         ]
         self.started = True
 
     def stop(self) -> None:
-        """End: `serve` returns once all has been answered, or soon after where `force_exit` says not to wait."""
+        """Stop the server. `serve` returns when all requests are answered, or shortly after if `force_exit` is set."""
         self.should_exit = True
         self._stop_requested.set()
 
     async def main_loop(self) -> None:
-        """Let answers bear the date, until it is to end."""
+        """Update the Date header every second until the server stops."""
         while not await self.on_tick(0):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(DATE_HEADER_INTERVAL_S):
                     await self._stop_requested.wait()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept nobody any more; what has not been answered in time is cancelled, and has ended."""
-        del sockets  # the servers' own
+        """Stop accepting connections, wait for the requests, and cancel those that do not finish in time."""
+        del sockets  # closed by the acceptors
         for server in self.servers:
             server.close()
         for connection in list(self._state.connections):
@@ -126,10 +144,10 @@ class HttpServer(uvicorn.Server):
                 FORCED_SHUTDOWN_GRACE_S if self.force_exit else SHUTDOWN_GRACE_S
             ):
                 await self._wait_until_closed()
-        late = list(self._state.tasks)
-        for task in late:
+        unfinished = list(self._state.tasks)
+        for task in unfinished:
             task.cancel()
-        await asyncio.gather(*late, return_exceptions=True)
+        await asyncio.gather(*unfinished, return_exceptions=True)
 
     async def _wait_until_closed(self) -> None:
         for server in self.servers:
@@ -139,27 +157,39 @@ class HttpServer(uvicorn.Server):
             await asyncio.wait(self._state.tasks)
 
     async def drain(self, idle_timeout_s: float) -> None:
-        """Accept nobody any more, and let connections end with the next answer that can still say so.
+        """Stop accepting connections and close each connection with its next response.
 
-        Those that get no request for `idle_s` are closed: not at once, for one may be on its way.
+        A response whose head is already sent cannot announce the close, so the next one does.
+
+        Args:
+            idle_timeout_s: Time after which connections without a request are closed. They are not closed at once,
+                since a request may be in flight.
         """
-        leaving = self._state.drain_deadlines = Deadlines(idle_timeout_s, HttpConnection.shutdown)
+        drain_deadlines = self._state.drain_deadlines = Deadlines(
+            idle_timeout_s, HttpConnection.shutdown
+        )
         for server in self.servers:
             server.close()
         for connection in self._state.connections:
-            connection.retire()  # type: ignore[union-attr] # it is one of ours
-        while leaving or self._state.tasks:  # noqa: ASYNC110 - uvicorn's set tells nobody
+            connection.close_gracefully()  # type: ignore[union-attr] # always an HttpConnection
+        while drain_deadlines or self._state.tasks:  # noqa: ASYNC110 - uvicorn's set has no event
             await asyncio.sleep(DRAIN_POLL_INTERVAL_S)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave the signals alone."""
+        """Install no signal handlers."""
         yield
 
 
 @contextlib.contextmanager
 def listening_socket(host: str, port: int, uds: str | None) -> Iterator[socket.socket]:
-    """A socket at the path `uds`, which vanishes with it, else at host and port. Raises OSError, with the remedy."""
+    """Open a listening socket at the path `uds` if set, else at host and port, and close it on exit.
+
+    The file of a Unix socket is removed on exit.
+
+    Raises:
+        OSError: The socket cannot be bound; the message contains the remedy.
+    """
     bound = bind_tcp(host, port) if uds is None else bind_unix(Path(uds))
     try:
         yield bound
@@ -168,23 +198,31 @@ def listening_socket(host: str, port: int, uds: str | None) -> Iterator[socket.s
 
 
 def bind_tcp(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 takes a free one. Raises OSError (with the remedy) when it cannot be had."""
+    """Return a TCP listening socket. Port 0 selects a free port.
+
+    Raises:
+        OSError: The address cannot be bound; the message contains the remedy.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         bound = socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
-        reason = (error.strerror or str(error)).partition(" (")[0]  # the address is said there, too
-        other = "--port" if error.errno in _PORT_ERRNOS else "--host"
-        message = f"cannot listen on {host}:{port} ({reason}); choose another {other}"
+        reason = (error.strerror or str(error)).partition(" (")[0]  # the rest repeats the address
+        option = "--port" if error.errno in _PORT_ERRNOS else "--host"
+        message = f"cannot listen on {host}:{port} ({reason}); choose another {option}"
         raise OSError(error.errno, message) from error
-    # Not every system knows it. Clients' sockets have it of this one.
+    # Accepted sockets inherit the option. Not every system supports it.
     with contextlib.suppress(OSError):
         bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, NOTSENT_LOWAT_BYTES)
     return bound
 
 
 def bind_unix(path: Path) -> socket.socket:
-    """A socket at `path`, where one that nobody listens on any more is replaced. Raises OSError."""
+    """Return a Unix listening socket at `path`. A socket file there without a listener is replaced.
+
+    Raises:
+        OSError: The path cannot be bound; the message contains the remedy.
+    """
     try:
         if path.is_socket() and not _has_listener(path):
             path.unlink()
@@ -201,7 +239,7 @@ def bind_unix(path: Path) -> socket.socket:
 
 
 def listen_url(listen_socket: socket.socket, scheme: str = "http") -> str:
-    """Where it can be reached: `http://host:port`, or `unix:` and the path."""
+    """Return the socket's URL: `http://host:port`, or `unix:` and the path."""
     if listen_socket.family == socket.AF_UNIX:
         return f"unix:{listen_socket.getsockname()}"
     host, port = listen_socket.getsockname()[:2]

@@ -1,4 +1,4 @@
-"""What the connections of one server share."""
+"""State that all connections of one HTTP server share."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ if TYPE_CHECKING:
 
 
 class HttpServerState(ServerState):
-    """What uvicorn's server keeps of its connections."""
+    """uvicorn's server state, extended by connection age, draining, and the memory used by request bodies."""
 
     def __init__(self, max_connection_age_s: float) -> None:
         super().__init__()
         self.max_connection_age_s = max_connection_age_s
-        """About so long a connection is kept for more requests; then its next answer is its last."""
+        """Approximate age after which a connection closes with its next response."""
         self.drain_deadlines: Deadlines[HttpConnection] | None = None
-        """It is leaving: each connection's next answer is its last, and those without requests end here."""
+        """Set while the server drains. Each connection then closes with its next response or at its deadline here."""
         self.unread_body_bytes = 0
-        """Bytes of bodies that are kept until somebody takes them."""
+        """Bytes of request bodies that are buffered and not yet read by handlers, over all connections."""
         self.all_closed = asyncio.Event()
-        """There is no connection."""
+        """Set while no connection is open."""
         self.all_closed.set()
 
     def add_connection(self, connection: HttpConnection) -> None:
-        """A client has connected."""
+        """Register an open connection."""
         self.connections.add(connection)  # type: ignore[arg-type] # uvicorn names its own classes
         self.all_closed.clear()
 
     def remove_connection(self, connection: HttpConnection) -> None:
-        """It is gone."""
+        """Remove a closed connection."""
         self.connections.discard(connection)
         if not self.connections:
             self.all_closed.set()

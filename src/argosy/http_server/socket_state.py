@@ -1,4 +1,4 @@
-"""What the kernel knows of a connection, and its event loop was not told yet."""
+"""Poll a connection's socket for state that the event loop has not reported yet."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import select
 
 
 def is_peer_closed(transport: asyncio.Transport) -> bool:
-    """Whether the other end is known to be closed; over TCP only once it was sent something since."""
-    return _poll_event(transport, 0)  # an end is told unasked
+    """Return whether the kernel knows that the peer has closed the connection.
+
+    Over TCP the kernel learns this only after data was sent to the peer.
+    """
+    return _poll_event(transport, 0)  # poll() reports POLLHUP and POLLERR without a request
 
 
 def has_unread_data(transport: asyncio.Transport) -> bool:
-    """Whether there is something to read."""
+    """Return whether the socket has data to read."""
     return _poll_event(transport, select.POLLIN)
 
 

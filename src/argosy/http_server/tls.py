@@ -1,4 +1,4 @@
-"""TLS for whoever listens: certificate and key from files, taken in again when they change, or when told to."""
+"""TLS for listening sockets, with certificate and key files that are reloaded when they change or on SIGHUP."""
 
 from __future__ import annotations
 
@@ -10,25 +10,29 @@ import msgspec
 import structlog
 
 CERTIFICATE_CHECK_INTERVAL_S = 10.0
-"""How often the files are looked at."""
+"""Interval between two checks of the files' modification times."""
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.http_server")
 
 
 class TlsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Listening over TLS. The files are PEM; new connections get what they hold since they changed, or SIGHUP came."""
+    """TLS settings of a listening socket. All files are PEM. New connections use the files' current content.
+
+    The server reloads the files after they change, and on SIGHUP.
+    """
 
     certificate: str
-    """The certificate, and those between it and its authority."""
+    """Certificate file: the server's certificate and its intermediate certificates."""
     key: str
     client_ca: str | None = None
-    """Clients must show a certificate of this authority."""
+    """Certificate authority file. If set, clients must present a certificate of this authority."""
 
 
 class _ReloadableContext(ssl.SSLContext):
-    """Gives each connection to the latest context.
+    """SSL context that uses the latest loaded context for each new connection.
 
-    A context keeps sessions, which are resumed without a look at the client's certificate: they must not outlast it.
+    A context caches sessions, and a resumed session skips the check of the client's certificate. A new context drops
+    these sessions.
     """
 
     current: ssl.SSLContext
@@ -37,16 +41,20 @@ class _ReloadableContext(ssl.SSLContext):
         self,
         incoming: ssl.MemoryBIO,
         outgoing: ssl.MemoryBIO,
-        server_side: bool = False,  # noqa: FBT001, FBT002 - as the library has it
+        server_side: bool = False,  # noqa: FBT001, FBT002 - signature of the standard library
         server_hostname: str | bytes | None = None,
         session: ssl.SSLSession | None = None,
     ) -> ssl.SSLObject:
-        """What asyncio and uvloop call for each connection."""
+        """Wrap one connection. asyncio and uvloop call this method for each connection."""
         return self.current.wrap_bio(incoming, outgoing, server_side, server_hostname, session)
 
 
 class CertificateWatcher:
-    """What a server shows and asks for. Raises ValueError, naming the file to change, when it cannot be used."""
+    """Loads a server's certificates and reloads them when their files change.
+
+    Raises:
+        ValueError: The files cannot be used; the message names the file to change.
+    """
 
     def __init__(self, config: TlsConfig) -> None:
         self._config = config
@@ -56,11 +64,15 @@ class CertificateWatcher:
 
     @property
     def context(self) -> ssl.SSLContext:
-        """For asyncio's servers: for every connection from now on, whatever is taken in later."""
+        """SSL context for asyncio's servers, which uses the latest certificates for each new connection."""
         return self._context
 
     def reload(self) -> bool:
-        """Take in what the files hold now; whether it can be used: else what was taken before stays."""
+        """Load the files again, and keep the loaded certificates if the files cannot be used.
+
+        Returns:
+            Whether the new files are in use.
+        """
         self._loaded_mtimes = self._read_mtimes()
         try:
             self._context.current = _build_context(self._config)
@@ -71,11 +83,11 @@ class CertificateWatcher:
         return True
 
     def reload_if_changed(self) -> bool:
-        """Reload when the files have changed; whether there was something new."""
+        """Reload the files if their modification times have changed, and return whether new files are in use."""
         return self._read_mtimes() != self._loaded_mtimes and self.reload()
 
     async def watch(self) -> None:
-        """Refresh again and again, for as long as it is awaited."""
+        """Reload changed files periodically until cancelled."""
         while True:
             await asyncio.sleep(CERTIFICATE_CHECK_INTERVAL_S)
             self.reload_if_changed()
@@ -112,7 +124,7 @@ def _load_certificates(context: ssl.SSLContext, config: TlsConfig) -> None:
 
 
 def _mtime_ns(path: Path) -> int:
-    """0 while it cannot be looked at: it may just be being replaced."""
+    """Return the modification time, or 0 if the file cannot be read, for example while it is being replaced."""
     try:
         return path.stat().st_mtime_ns
     except OSError:
@@ -120,8 +132,8 @@ def _mtime_ns(path: Path) -> int:
 
 
 def _reject_encrypted_key() -> str:
-    """Instead of OpenSSL's question on the terminal."""
-    raise ValueError("the key is encrypted; give it in the clear, readable by this user only")
+    """Reject an encrypted key, for which OpenSSL would ask for a password on the terminal."""
+    raise ValueError("the key is encrypted; decrypt it and make it readable by this user only")
 
 
 def _error_reason(error: Exception) -> str:

@@ -1,4 +1,8 @@
-"""The small models that ship with Argosy, as folders in Hugging Face layout."""
+"""Paths of the small models that ship with Argosy, as folders in Hugging Face layout.
+
+`argosy-mini` is a chat model for trying out Argosy and for tests. `argosy-mini-draft` is a smaller model with the same
+tokenizer. The scripts in the repository's `models` folder train and evaluate both.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,9 @@ from pathlib import Path
 _HERE = Path(__file__).resolve().parent
 
 BUNDLED_MODEL: Path = _HERE / "argosy-mini"
-"""The chat model that `argosy serve` runs when no other is named."""
+"""Chat model that `argosy serve` runs by default."""
 
 DRAFT_MODEL: Path = _HERE / "argosy-mini-draft"
-"""A smaller model with the same tokenizer, for speculative decoding."""
+"""Smaller model with the same tokenizer, for speculative decoding."""
 
 __all__ = ["BUNDLED_MODEL", "DRAFT_MODEL"]

@@ -1,4 +1,13 @@
-"""Decisions, pure: no clock, no input or output, no torch."""
+"""Decision logic as pure code: no clock, no input or output, no torch; the current time is always an argument.
+
+A request first reserves its quotas (`reserve`), counted by a `QuotaMeter` or, for limits that gateways share, by a
+`LeasedQuota`. The load-shedding functions then decide whether it may join the `DispatchQueue` of its pool, which orders
+tenants by tier and fair share. When a slot is free, the breakers, slot shares and tier reservations determine the
+eligible replicas. A `RoutingPolicy` selects one of them with the help of a `PrefixCacheIndex`. The result of each
+attempt updates the replica's `Breaker`, `Backpressure` and `OutageTracker`, and further attempts are limited by
+`RetryBudget`, `Hedging` and `PoisonRequestTracker`. The supervisor of local replicas follows `SupervisionPolicy`, and
+the engine's scheduler uses `VirtualTokenCounters`.
+"""
 
 from argosy.policy.backpressure import Backpressure
 from argosy.policy.breaker import (

@@ -1,9 +1,11 @@
-"""What a replica gets that has said that it is full (429, 503): no more than it has, and slowly more from then on.
+"""Concurrency limit of a replica that answered 429 or 503 because it is full.
 
-How many requests a server takes it seldom says, and others may send it some too. So that number is found as TCP finds
-a rate, by going a little too far now and then; and the refusal tells it. Without one it grows by 2 in a second, by 30
-in five and by 240 in fifteen. What was refused waits for room like all that is new: it costs the replica nothing until
-there is some, so it needs no budget.
+Servers seldom report how many requests they accept, and other clients may use them too. The limit is therefore found
+as TCP finds its rate, by exceeding it now and then. A rejection sets the limit to the number of running requests.
+Without further rejections the limit grows by 2 after one second, by 30 after five and by 240 after fifteen.
+
+A rejected request waits in the queue like a new one. It costs the replica nothing until a slot is free, so it needs
+no retry budget.
 """
 
 from __future__ import annotations
@@ -11,49 +13,60 @@ from __future__ import annotations
 import math
 
 BASE_BACKOFF_S = 0.5
-"""How long it is left alone where nothing of ours runs there whose end makes room; each time in a row twice that,"""
+"""First backoff of a replica on which this gateway has no running request; doubled with each backoff in a row."""
 MAX_BACKOFF_S = 4.0
-"""and at most so long, unless it says more itself (Retry-After)."""
+"""Longest backoff unless the replica asks for a longer one with `Retry-After`."""
 MAX_RETRY_AFTER_S = 60.0
-"""How long at most, whatever it says: it is asked again, were it full for a day."""
+"""Longest backoff of all, so that a replica that reports to be full for a day is still tried."""
 MAX_REPORTED_WAIT_S = 86_400.0
 
 
 class Backpressure:
-    """One replica's. Pure: the time is an argument."""
+    """Backoff and concurrency limit of one replica."""
 
     __slots__ = ("_backoff_until", "_base_limit", "_consecutive_backoffs", "_reported_full_until")
 
     def __init__(self) -> None:
         self._consecutive_backoffs = 0
-        """Times in a row that it was left alone, without an answer between."""
+        """Backoffs since the replica last accepted a request."""
         self._base_limit = math.inf
-        """Requests that it gets at a time,"""
+        """Concurrent requests allowed when the backoff ends; the limit grows from there."""
         self._backoff_until = -math.inf
-        """from then on, slowly more; none before."""
         self._reported_full_until = -math.inf
-        """Until then it is full, as it says."""
+        """Time until which the replica is full according to its `Retry-After`."""
 
     def is_backing_off(self, now: float) -> bool:
-        """Whether it is left alone."""
+        """Whether the replica gets no requests at present."""
         return now < self._backoff_until
 
     def retry_after_s(self, now: float) -> float:
-        """For how long it is full, as it says; 0 where it has not said so, or will be asked again in any case."""
+        """Seconds for which the replica reports to be full.
+
+        Returns 0 if the replica gave no `Retry-After`, or if it gets requests again in any case.
+        """
         return max(0.0, self._reported_full_until - now) if self.is_backing_off(now) else 0.0
 
     def concurrency_limit(self, now: float) -> float:
-        """Requests that it gets at a time, as far as it has refused any; none while it is left alone."""
+        """Return how many requests the replica may run at a time.
+
+        The limit is infinite before the first rejection and 0 during a backoff.
+        """
         since_s = now - self._backoff_until
         return self._base_limit + since_s * (1.0 + since_s) if since_s >= 0 else 0.0
 
     def on_rejected(
         self, other_running: int, now: float, retry_after_s: float | None = None
     ) -> None:
-        """It did not take a request beside `running` others of ours; it may have said when to come back."""
+        """Record that the replica rejected a request as full.
+
+        Args:
+            other_running: Other requests of this gateway that run on the replica. Their ends make room.
+            now: Seconds on any monotonic clock.
+            retry_after_s: Value of the `Retry-After` header, if the response had one.
+        """
         wait = 0.0
         if retry_after_s is not None or not other_running:
-            if not self.is_backing_off(now):  # else it was asked before it said so
+            if not self.is_backing_off(now):  # otherwise the request was sent before the backoff
                 self._consecutive_backoffs += 1
             wait = min(BASE_BACKOFF_S * 2 ** min(self._consecutive_backoffs - 1, 30), MAX_BACKOFF_S)
             wait = min(max(wait, retry_after_s or 0.0), MAX_RETRY_AFTER_S)
@@ -63,5 +76,5 @@ class Backpressure:
         self._backoff_until = max(self._backoff_until, now + wait)
 
     def on_accepted(self) -> None:
-        """It took one."""
+        """Record that the replica accepted a request."""
         self._consecutive_backoffs = 0

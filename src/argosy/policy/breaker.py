@@ -1,4 +1,4 @@
-"""When a replica is left alone: outcomes in three classes, a breaker, and how many may be out at once."""
+"""Circuit breaker of a replica, and the limit on how many replicas of a pool may be ejected at a time."""
 
 from __future__ import annotations
 
@@ -9,43 +9,48 @@ from dataclasses import dataclass
 
 
 class AttemptOutcome(enum.Enum):
-    """What an attempt says about the replica that it went to."""
+    """Class of an attempt's result, by what it implies about the replica."""
 
     SUCCESS = "success"
-    """It answered: also with a refusal that is the request's own fault (4xx)."""
+    """The replica responded, possibly with a rejection that the request caused (4xx)."""
     BACKPRESSURE = "backpressure"
-    """It is alive and full (429, 503): see `backpressure`; nothing is held against it."""
+    """The replica is healthy and full (429, 503); see `Backpressure`. The breaker does not count this as a failure."""
     FAILURE = "failure"
-    """No connection, a stall, a cut stream, any other 5xx, what is neither answer nor refusal (a redirect). 401 and 402
-    too: our own key for it is wrong, or our account there empty; and 424: TGI's engine failed."""
+    """Connection error, stall, truncated stream, other 5xx, or a status that is neither success nor error (redirect).
+
+    Status 401 and 402 count too, because the gateway's own key for the replica is wrong or its account is empty.
+    Status 424 counts because TGI answers it when its engine failed.
+    """
 
 
 def classify_status(status: int) -> AttemptOutcome:
-    """The outcome for an HTTP status."""
+    """Return the outcome for an HTTP status."""
     if status in {429, 503}:
         return AttemptOutcome.BACKPRESSURE
-    refused = 400 <= status < 500 and status not in {401, 402, 424}
-    return AttemptOutcome.SUCCESS if refused or status in {200, 201} else AttemptOutcome.FAILURE
+    client_error = 400 <= status < 500 and status not in {401, 402, 424}
+    return (
+        AttemptOutcome.SUCCESS if client_error or status in {200, 201} else AttemptOutcome.FAILURE
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class BreakerLimits:
-    """When a breaker opens, and for how long."""
+    """Thresholds that open a breaker, and the times for which it stays open."""
 
     consecutive_failures: int = 3
-    """So many failures in a row open it."""
+    """Consecutive failures that open the breaker."""
     failure_ratio: float = 0.5
-    """So does this part of the last `sample` attempts, once there were that many."""
+    """Failed fraction of the last `sample_size` attempts that opens the breaker; needs that many attempts."""
     sample_size: int = 20
     base_open_s: float = 2.0
-    """How long it stays open the first time; each failed probe doubles that."""
+    """Seconds for which the breaker stays open the first time, doubled by each failed probe."""
     max_open_s: float = 10.0
     reset_after_s: float = 30.0
-    """One that opens again within so long of having closed was not well between: the doubling goes on."""
+    """Seconds closed after which the open time starts again at `base_open_s` instead of doubling."""
 
 
 class Breaker:
-    """One replica's: closed, open, or half-open while one probe is out."""
+    """Circuit breaker of one replica. States are closed, open, and half-open while one probe is in flight."""
 
     __slots__ = (
         "_closed_at",
@@ -62,36 +67,36 @@ class Breaker:
         self._recent_failures: deque[bool] = deque(maxlen=self._limits.sample_size)
         self._consecutive_failures = 0
         self._consecutive_openings = 0
-        """Times in a row that it opened without being well between."""
+        """Openings without `reset_after_s` closed seconds in between."""
         self._closed_at = float("-inf")
         self._probe_in_flight = False
         self.open_until: float | None = None
-        """None: closed."""
+        """Time until which the breaker is open; None while it is closed."""
 
     @property
     def is_closed(self) -> bool:
-        """Whether requests may go there as far as failures are concerned."""
+        """Whether the breaker permits requests."""
         return self.open_until is None
 
     def is_probe_due(self, now: float) -> bool:
-        """Whether it is time to try it; the caller that sends the probe says `probe_sent`."""
+        """Return whether to probe the replica; the caller that sends the probe calls `on_probe_sent`."""
         return self.open_until is not None and now >= self.open_until and not self._probe_in_flight
 
     def on_probe_sent(self) -> None:
-        """A probe is out: no second one until it has come back."""
+        """Record that a probe was sent, so that no second one is due before its outcome."""
         self._probe_in_flight = True
 
     def record_outcome(self, outcome: AttemptOutcome, now: float) -> None:
-        """Take in how an attempt went."""
+        """Record the outcome of an attempt; ignored while the breaker is open."""
         if not self.is_closed:
-            return  # attempts that began before it opened say nothing new
+            return  # the attempt began before the breaker opened, so its outcome is no news
         failed = outcome is AttemptOutcome.FAILURE
         self._recent_failures.append(failed)
         self._consecutive_failures = self._consecutive_failures + 1 if failed else 0
-        full = len(self._recent_failures) == self._limits.sample_size
+        sample_full = len(self._recent_failures) == self._limits.sample_size
         if self._consecutive_failures >= self._limits.consecutive_failures or (
             failed
-            and full
+            and sample_full
             and sum(self._recent_failures) >= self._limits.failure_ratio * self._limits.sample_size
         ):
             if now - self._closed_at > self._limits.reset_after_s:
@@ -99,7 +104,7 @@ class Breaker:
             self._open(now)
 
     def record_probe_outcome(self, outcome: AttemptOutcome, now: float) -> None:
-        """Take in how the probe went: it alone says whether requests may go there again."""
+        """Record the outcome of a probe, which alone can close an open breaker."""
         self._probe_in_flight = False
         if outcome is AttemptOutcome.FAILURE:
             self._open(now)
@@ -121,14 +126,18 @@ class Breaker:
 
 
 def eligible_replicas(breakers: Mapping[str, Breaker]) -> list[str]:
-    """Names of the replicas that requests may go to: the closed ones, and never fewer than half.
+    """Return the names of the replicas with a closed breaker, and never fewer than half of the pool.
 
-    When most of a pool seems broken it is more often the network, or the judge, than all replicas: then
-    those that are soonest to be tried again stay in use.
+    When most of a pool seems to fail, the fault is more often in the network or the gateway than in all replicas.
+    In that case the replicas whose breakers end their open time first stay eligible.
     """
     closed = [name for name, breaker in breakers.items() if breaker.is_closed]
-    short = len(breakers) - len(breakers) // 2 - len(closed)
-    if short <= 0:
+    missing = len(breakers) - len(breakers) // 2 - len(closed)
+    if missing <= 0:
         return closed
-    opened = {n: b.open_until for n, b in breakers.items() if b.open_until is not None}
-    return closed + sorted(opened, key=opened.__getitem__)[:short]
+    open_until = {
+        name: breaker.open_until
+        for name, breaker in breakers.items()
+        if breaker.open_until is not None
+    }
+    return closed + sorted(open_until, key=open_until.__getitem__)[:missing]

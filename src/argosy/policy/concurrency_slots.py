@@ -1,9 +1,13 @@
-"""How several gateways share the seats of one replica, each for itself, from what the replica says of the others.
+"""Share of a replica's concurrency slots that one of several gateways may use.
 
-Nobody hands seats out. A gateway takes what the others leave. One that has less than an even part of what those of its
-tier share may go over the seats by `OVER`, and whoever has more than its part then takes no more as its answers end:
-so all seats stay in use, and each gets its part within a few answers' length. Higher tiers of others go before: what
-they have is not shared. Lower ones only count in that they are there: it is they who make way.
+Gateways do not coordinate; each decides alone from the requests of other gateways that the replica reports. A gateway
+takes the slots that the others do not use. If that is less than an even share among the gateways with requests of its
+tier, it may exceed the total by one `OVERCOMMIT_DIVISOR`-th of the slots. Gateways above their even share then take no
+new slots when their responses end. All slots stay in use this way, and each gateway gets its share within a few
+responses.
+
+Requests of higher tiers at other gateways have precedence, and their slots are not shared. Requests of lower tiers only
+occupy slots, because gateways with lower tiers give way.
 """
 
 from __future__ import annotations
@@ -11,19 +15,31 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 OVERCOMMIT_DIVISOR = 4
-"""A part of one in so many of the seats may be taken twice, so that who has none need not wait for an answer to end."""
+"""The slots divided by this number may be taken twice, so that a gateway need not wait for a response to end."""
 
 
 def slot_share(slots: int, other_gateways: Sequence[Mapping[int, int]], tier: int) -> int:
-    """How many of a replica's seats a gateway may have when its next request is of this tier (0 is the highest).
+    """Return how many slots a gateway may use if its next request is of `tier` (0 is the highest).
 
-    `others` are the requests that each other gateway has there, by tier. No tier has fewer than a lower one.
+    No tier gets fewer slots than a lower tier.
+
+    Args:
+        slots: Concurrency slots of the replica.
+        other_gateways: Requests of each other gateway on the replica, by tier.
+        tier: Tier of the next request.
     """
-    there = sum(sum(other.values()) for other in other_gateways)
-    above = sum(count for other in other_gateways for rank, count in other.items() if rank < tier)
-    beside = [other[tier] for other in other_gateways if other.get(tier)]
-    left, sharing = max(0, slots - above), 1 + len(beside)
-    # What is odd keeps no higher tier out.
-    even = left // sharing if above else -(-left // sharing)
-    over = slots + max(1, slots // OVERCOMMIT_DIVISOR) - there
-    return max(min(max(left - sum(beside), even), over), 0 if above else 1)
+    used = sum(sum(by_tier.values()) for by_tier in other_gateways)
+    used_above = sum(
+        count for by_tier in other_gateways for rank, count in by_tier.items() if rank < tier
+    )
+    used_same_tier = [by_tier[tier] for by_tier in other_gateways if by_tier.get(tier)]
+    shared_slots, sharing_gateways = max(0, slots - used_above), 1 + len(used_same_tier)
+    # Round down below a higher tier, so that the remainder keeps no higher tier out.
+    even_share = (
+        shared_slots // sharing_gateways if used_above else -(-shared_slots // sharing_gateways)
+    )
+    overcommit = slots + max(1, slots // OVERCOMMIT_DIVISOR) - used
+    return max(
+        min(max(shared_slots - sum(used_same_tier), even_share), overcommit),
+        0 if used_above else 1,
+    )

@@ -1,8 +1,8 @@
-"""Names of KV blocks for engines that tell of their blocks by tokens, and by hashes that mean something only to them.
+"""Names of KV blocks for engines that publish their blocks as tokens and engine-specific hashes.
 
-Here a block's name covers the cache salt and all tokens up to its end. It is made twice: of what an engine tells that
-it has stored, and of the tokens that an answer says its prompt had. The engine's own hash only says which block comes
-before, and which one is gone.
+A block's name is a hash over the cache salt and all tokens up to the end of the block. Argosy computes names from two
+sources, namely the blocks that an engine reports as stored and the prompt tokens that a response reports. The engine's
+own hashes only identify a block's parent and the blocks that are removed.
 """
 
 from __future__ import annotations
@@ -14,38 +14,38 @@ from collections.abc import Sequence
 from argosy.protocol import BLOCK_NAME_BYTES
 
 MAX_NAMED_BLOCKS = 1 << 20
-"""Blocks of such an engine that can be followed: 16 million tokens in blocks of 16, some 200 MB."""
+"""Largest number of blocks tracked per engine, which is 16 million tokens in blocks of 16, in some 200 MB."""
 
 EngineBlockHash = int | bytes
-"""An engine's own."""
+"""Block hash as computed by an engine."""
 
 
 def compute_block_names(cache_salt: str, token_ids: array[int], block_size: int) -> array[int]:
-    """Of the whole blocks of a prompt; `ids` are its tokens, as an `array("I")`."""
+    """Return the names of the whole blocks of a prompt; `token_ids` is an `array("I")`."""
     return _chain_names(_root_hash(cache_salt), token_ids, block_size)
 
 
-def _root_hash(salt: str) -> bytes:
-    return hashlib.blake2b(salt.encode(), digest_size=BLOCK_NAME_BYTES).digest()
+def _root_hash(cache_salt: str) -> bytes:
+    return hashlib.blake2b(cache_salt.encode(), digest_size=BLOCK_NAME_BYTES).digest()
 
 
-def _chain_names(parent: bytes, ids: array[int], block_size: int) -> array[int]:
-    packed, step, names = ids.tobytes(), ids.itemsize * block_size, bytearray()
-    for start in range(0, len(packed) - step + 1, step):
-        block = packed[start : start + step]
+def _chain_names(parent: bytes, token_ids: array[int], block_size: int) -> array[int]:
+    packed, block_bytes, names = token_ids.tobytes(), token_ids.itemsize * block_size, bytearray()
+    for start in range(0, len(packed) - block_bytes + 1, block_bytes):
+        block = packed[start : start + block_bytes]
         parent = hashlib.blake2b(block, key=parent, digest_size=BLOCK_NAME_BYTES).digest()
         names += parent
     return array("Q", bytes(names))
 
 
 class EngineBlockNames:
-    """The blocks of one engine that can be named, by its own hashes."""
+    """Map from one engine's block hashes to block names."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
         self._name_by_hash: dict[EngineBlockHash, int] = {}
         self._extra_copies: dict[EngineBlockHash, int] = {}
-        """How many more than one there are: what was computed twice is kept twice."""
+        """Copies beyond the first, because an engine that computes a block twice keeps it twice."""
 
     def __len__(self) -> int:
         return len(self._name_by_hash)
@@ -57,30 +57,36 @@ class EngineBlockNames:
         token_ids: Sequence[int],
         cache_salt: str,
     ) -> array[int]:
-        """The names of the blocks that it stored after `parent`, None: at the beginning of a prompt with this salt.
+        """Add stored blocks and return their names.
 
-        None of them can be named where `parent` was stored before anybody followed. Raises ValueError or OverflowError
-        when `ids` are not the tokens of so many blocks.
+        The blocks follow `parent`, or begin a prompt with `cache_salt` if `parent` is None. Nothing is added and no
+        name is returned if `parent` is unknown because it was stored before the subscription began.
+
+        Raises:
+            ValueError: `token_ids` do not fill as many blocks as there are `hashes`.
+            OverflowError: A token id is out of range.
         """
-        before = None if parent is None else self._name_by_hash.get(parent)
-        if parent is not None and before is None:
+        parent_name = None if parent is None else self._name_by_hash.get(parent)
+        if parent is not None and parent_name is None:
             return array("Q")
-        start = _root_hash(cache_salt) if before is None else array("Q", [before]).tobytes()
+        start = (
+            _root_hash(cache_salt) if parent_name is None else array("Q", [parent_name]).tobytes()
+        )
         names = _chain_names(start, array("I", token_ids), self.block_size)
-        for block, name in zip(hashes, names, strict=True):
-            if block in self._name_by_hash:
-                self._extra_copies[block] = self._extra_copies.get(block, 0) + 1
+        for block_hash, name in zip(hashes, names, strict=True):
+            if block_hash in self._name_by_hash:
+                self._extra_copies[block_hash] = self._extra_copies.get(block_hash, 0) + 1
             else:
-                self._name_by_hash[block] = name
+                self._name_by_hash[block_hash] = name
         return names
 
     def remove_blocks(self, hashes: Sequence[EngineBlockHash]) -> list[int]:
-        """The names of those blocks that it has no copy of any more."""
-        gone = []
-        for block in hashes:
-            more = self._extra_copies.pop(block, 0)
-            if more > 1:
-                self._extra_copies[block] = more - 1
-            elif not more and block in self._name_by_hash:
-                gone.append(self._name_by_hash.pop(block))
-        return gone
+        """Remove one copy of each block and return the names of the blocks without a remaining copy."""
+        removed = []
+        for block_hash in hashes:
+            extra_copies = self._extra_copies.pop(block_hash, 0)
+            if extra_copies > 1:
+                self._extra_copies[block_hash] = extra_copies - 1
+            elif not extra_copies and block_hash in self._name_by_hash:
+                removed.append(self._name_by_hash.pop(block_hash))
+        return removed

@@ -1,16 +1,20 @@
-"""The order in which waiting requests are dispatched: tiers, fair shares in tokens, deadlines.
+"""Dispatch order of waiting requests by tier, fair token shares of tenants, and deadlines.
 
-Between tiers the higher goes first, but a tier whose oldest request has waited longer than the tier's
-`PROMOTE_S` takes every `PROMOTED_EACH`-th turn, so nobody starves and nobody's old backlog drowns the
-higher tiers. Inside a tier, deficit round robin over tenants (Shreedhar & Varghese 1995) with the
-deficit in weighted tokens (`fairness.service`): a tenant that has credit goes on until it has none, then waits
-until the rounds have given it some again (`QUANTUM`, by weight). A request is charged what it will likely
-cost as it leaves, so that a tenant does not take all room before its first token has come; what it costs in
-truth, its prompt too, some of which may be cached, is known only as its answer streams, so `charge` may put
-a tenant into debt, which later rounds pay off, or give back what was too much. What is served while no other
-tenant waits is no debt. Between two tenants that both wait all the while, service per weight then differs by
-at most two quanta, plus for each what it can have running in excess of what was expected. Inside a tenant: by
-deadline, then as they came; none is overtaken by one that comes `PATIENCE_S` later, whatever its deadline.
+**Tiers.** Higher tiers are dispatched first. A tier whose oldest request has waited longer than `PROMOTE_AFTER_S` gets
+every `PROMOTION_INTERVAL`-th turn. No tier starves this way, and no old backlog delays the higher tiers.
+
+**Tenants.** Within a tier, tenants share by deficit round robin (Shreedhar & Varghese 1995), with the deficit in
+weighted tokens (`weighted_tokens`). A tenant with credit is served until its credit is used up. Then it waits until
+the rounds have granted credit again, `QUANTUM_TOKENS` each, scaled by weight.
+
+A dispatched request is charged its expected cost at once, so that a tenant cannot take all slots before its first token
+has arrived. The actual cost, including the prompt and its cached part, is known only as the response streams.
+Therefore `charge_tenant` may put a tenant into debt, which later rounds pay off, or refund the excess. Service while no
+other tenant waits creates no debt. Between two tenants that wait all the time, service per weight differs by at most
+two quanta. The unexpected cost of each tenant's running requests adds to that.
+
+**Requests.** Within a tenant, requests are ordered by deadline and then by arrival. No request is overtaken by one that
+arrives `MAX_OVERTAKE_S` later, whatever its deadline.
 """
 
 from __future__ import annotations
@@ -25,63 +29,62 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 QUANTUM_TOKENS = 256.0
-"""Weighted tokens that the tenant of the largest weight gets in a round, each other one in proportion to its own.
+"""Weighted tokens per round for the tenant with the largest weight; others get credit in proportion to their weight.
 
-Of the largest weight of those that came since nobody waited.
+The largest weight is that of all requests pushed since the tier was last empty.
 """
 PROMOTION_INTERVAL = 4
 PROMOTE_AFTER_S = (math.inf, 5.0, 30.0)
-"""For premium, standard and free: how long the oldest may wait before its tier takes turns."""
+"""Wait of a tier's oldest request after which the tier gets extra turns, for premium, standard and free."""
 LOWEST_TIER = len(PROMOTE_AFTER_S) - 1
 MAX_OVERTAKE_S = 30.0
-"""Who has waited for so long goes before all deadlines to come: those in a hurry may never stop coming."""
+"""Wait after which a request precedes all later deadlines, since urgent requests may never stop arriving."""
 
 
 def start_deadline(tier: int, sent_at: float) -> float:
-    """When an engine that goes by such dates is to begin with a request, which it was sent at `sent_at`.
+    """Return the time by which an engine with deadline scheduling should start a request sent at `sent_at`.
 
-    Higher tiers go first, and a request that has waited for as long as a tier may before it takes turns goes before
-    what comes then: nobody starves there either.
+    Higher tiers get earlier deadlines. A request of a lower tier that has waited for `PROMOTE_AFTER_S` precedes later
+    requests, so no tier starves in the engine.
     """
     return sent_at + (PROMOTE_AFTER_S[tier] if tier else 0.0)
 
 
 @dataclass(slots=True)
 class QueuedRequest(Generic[T]):
-    """A request that waits to be dispatched."""
+    """Request that waits to be dispatched."""
 
     item: T
     tier: int
-    """0 is the highest."""
+    """Tier of the tenant; 0 is the highest."""
     tenant: str
     weight: float
     cost_tokens: float
-    """Weighted tokens that it will likely take, those of the prompt and of the answer."""
+    """Expected cost in weighted tokens of prompt and response."""
     arrived_at: float
     deadline: float = math.inf
     size_bytes: int = 0
-    """Bytes that it holds while it waits."""
+    """Bytes of memory that the request holds while it waits."""
     sequence_number: int = field(default=0, init=False)
-    """Its own, from when it is lined up."""
-    has_left: bool = field(default=False, init=False)
-    """Dispatched or removed."""
+    """Unique number, assigned by `DispatchQueue.push`."""
+    is_dequeued: bool = field(default=False, init=False)
+    """Whether the request was dispatched or removed."""
     is_charged: bool = field(default=False, init=False)
-    """Its cost was; not so when nobody else was kept waiting."""
+    """Whether the cost was charged to the tenant, which happens only if another tenant waited or had debt."""
 
 
 @dataclass(frozen=True, slots=True)
 class TenantBacklog:
-    """What one tenant has waiting in one tier."""
+    """Waiting requests of one tenant in one tier."""
 
     count: int = 0
     size_bytes: int = 0
-    """Bytes."""
     next_arrived_at: float = math.inf
-    """When the one of them whose turn is next had come."""
+    """Arrival time of the tenant's next request."""
 
 
 class _TenantQueue(Generic[T]):
-    """One tenant's requests in one tier."""
+    """Queue of one tenant's requests in one tier."""
 
     __slots__ = (
         "count",
@@ -97,63 +100,67 @@ class _TenantQueue(Generic[T]):
     def __init__(self, name: str, weight: float) -> None:
         self.name = name
         self.deadline_heap: list[tuple[float, int]] = []
-        """By when each has to go, and its number."""
+        """Deadline and sequence number of each request."""
         self.count = 0
         self.size_bytes = 0
         self.credit = 0.0
-        """What it has beside that of the rounds: its weight times the tier's level."""
+        """Credit besides that of the rounds, which is the weight times the round level of the tier."""
         self.weight = weight
         self.ring_position = 0
-        """In the ring: the lower, the sooner."""
+        """Position in the ring; the lowest is served first."""
         self.heap_entry: _HeapEntry[T] | None = None
-        """Its only one that is true in the tier's heaps."""
+        """Current entry in one of the tier's heaps; all other entries of this tenant are stale."""
 
     @property
     def break_even_level(self) -> float:
-        """The level at which it has neither credit nor debt."""
+        """Round level at which the tenant has neither credit nor debt."""
         return -self.credit / self.weight
 
     def set_weight(self, weight: float, level: float) -> None:
-        """Another weight from now on, which is a `level` of the rounds."""
+        """Change the weight at round level `level`, keeping the present credit."""
         self.credit += level * (self.weight - weight)
         self.weight = weight
 
     def peek(self, queued: Mapping[int, QueuedRequest[T]]) -> QueuedRequest[T]:
-        """The one of those that wait whose turn is next; there is one."""
+        """Return the next request. The tenant must have one in `queued`."""
         while self.deadline_heap[0][1] not in queued:
             heapq.heappop(self.deadline_heap)
         return queued[self.deadline_heap[0][1]]
 
 
 _HeapEntry = tuple[float, int, _TenantQueue[T]]
-"""Where a tenant stands in a heap: by its first number, the second being the entry's own."""
+"""Heap entry of a tenant, with the sort key and a unique number of the entry."""
 
 
 class _TierQueue(Generic[T]):
     """Deficit round robin over the tenants of one tier.
 
-    A round gives to everybody at once, by a level that rises, and who is next is found by heaps: thousands may wait.
+    A round grants credit to all tenants at once by raising the round level. Heaps find the next tenant, because
+    thousands may wait.
     """
 
     def __init__(self) -> None:
         self.ring: dict[str, _TenantQueue[T]] = {}
         """Tenants with waiting requests."""
         self.idle_debtors: dict[str, _TenantQueue[T]] = {}
-        """Tenants without, that are in debt."""
+        """Tenants without waiting requests that are in debt."""
         self.queued: dict[int, QueuedRequest[T]] = {}
-        """By number. The heaps have no more than that: they keep who has left for as long as an older one waits."""
+        """Waiting requests by sequence number.
+
+        The heaps hold numbers only. They keep the number of a dequeued request while an older request waits.
+        """
         self.arrival_heap: list[tuple[float, int]] = []
         self._round_level = 0.0
-        """Weighted tokens that the rounds have given so far, for a weight of 1."""
+        """Weighted tokens that all rounds so far have granted to a weight of 1."""
         self._max_weight = 0.0
-        """The largest weight since somebody waits."""
+        """Largest weight pushed since the tier was last empty."""
         self._numbers = itertools.count(1)
         self._credit_heap: list[_HeapEntry[T]] = []
-        """Those of the ring that have credit, by their places,"""
+        """Waiting tenants with credit, by position in the ring. This and the next two heaps may hold stale entries."""
         self._no_credit_heap: list[_HeapEntry[T]] = []
-        """those that have none, by the level that they wait for,"""
+        """Waiting tenants without credit, by their break-even level."""
         self._debtor_heap: list[_HeapEntry[T]] = []
-        """and those that rest, likewise. Entries stay until they are met that are no longer their tenants' own."""
+        """Idle tenants in debt, by their break-even level."""
 
     def push(self, request: QueuedRequest[T]) -> None:
         tenant = self.ring.get(request.tenant)
@@ -170,23 +177,23 @@ class _TierQueue(Generic[T]):
         tenant.count += 1
         tenant.size_bytes += request.size_bytes
         self.queued[request.sequence_number] = request
-        urgent = min(request.deadline, request.arrived_at + MAX_OVERTAKE_S)
-        heapq.heappush(tenant.deadline_heap, (urgent, request.sequence_number))
+        deadline = min(request.deadline, request.arrived_at + MAX_OVERTAKE_S)
+        heapq.heappush(tenant.deadline_heap, (deadline, request.sequence_number))
         heapq.heappush(self.arrival_heap, (request.arrived_at, request.sequence_number))
 
     def pop(self) -> QueuedRequest[T]:
         tenant = self._select_tenant()
-        waiting = tenant.peek(self.queued)
-        waiting.is_charged = len(self.ring) + len(self.idle_debtors) > 1
-        if waiting.is_charged:
-            tenant.credit -= waiting.cost_tokens
-        self.remove(waiting)
+        request = tenant.peek(self.queued)
+        request.is_charged = len(self.ring) + len(self.idle_debtors) > 1
+        if request.is_charged:
+            tenant.credit -= request.cost_tokens
+        self.remove(request)
         if tenant.name in self.ring and tenant.break_even_level >= self._round_level:
             self._move_to_end(tenant)
-        return waiting
+        return request
 
     def remove(self, request: QueuedRequest[T]) -> None:
-        request.has_left = True
+        request.is_dequeued = True
         del self.queued[request.sequence_number]
         tenant = self.ring[request.tenant]
         tenant.count -= 1
@@ -206,7 +213,7 @@ class _TierQueue(Generic[T]):
     def charge(self, name: str, weight: float, cost_tokens: float) -> None:
         tenant = self.ring.get(name)
         if len(self.ring) == (tenant is not None):
-            return  # nobody else waits, so nobody is kept waiting by it
+            return  # no other tenant waits, so the service delays no other tenant
         if tenant is None:
             tenant = self.idle_debtors.get(name) or self._create_tenant(name, weight)
             self.idle_debtors[name] = tenant
@@ -218,53 +225,55 @@ class _TierQueue(Generic[T]):
             self._reindex(tenant)
 
     def _create_tenant(self, name: str, weight: float) -> _TenantQueue[T]:
-        """One with neither credit nor debt."""
+        """Create a tenant with neither credit nor debt."""
         tenant = _TenantQueue[T](name, weight)
         tenant.credit = -self._round_level * weight
         return tenant
 
     def _select_tenant(self) -> _TenantQueue[T]:
-        """The first tenant with credit; when none has any, as many rounds pass as one of them needs."""
-        found = _peek_current(self._credit_heap)
-        if found is not None:
-            return found[-1]
-        short = _peek_current(self._no_credit_heap)
-        assert short is not None
-        quantum, due = QUANTUM_TOKENS / self._max_weight, short[0]
-        rounds = math.floor((due - self._round_level) / quantum) + 1
-        self._round_level = max(self._round_level + rounds * quantum, math.nextafter(due, math.inf))
-        while (short := _peek_current(self._no_credit_heap)) is not None and short[
+        """Return the first tenant with credit, after as many rounds as it takes until a tenant has credit."""
+        with_credit = _peek_current(self._credit_heap)
+        if with_credit is not None:
+            return with_credit[-1]
+        entry = _peek_current(self._no_credit_heap)
+        assert entry is not None
+        quantum, break_even = QUANTUM_TOKENS / self._max_weight, entry[0]
+        rounds = math.floor((break_even - self._round_level) / quantum) + 1
+        self._round_level = max(
+            self._round_level + rounds * quantum, math.nextafter(break_even, math.inf)
+        )
+        while (entry := _peek_current(self._no_credit_heap)) is not None and entry[
             0
         ] < self._round_level:
-            self._reindex(short[-1])
-        while (paid := _peek_current(self._debtor_heap)) is not None and paid[
+            self._reindex(entry[-1])
+        while (debtor := _peek_current(self._debtor_heap)) is not None and debtor[
             0
         ] <= self._round_level:
-            tenant = paid[-1]
+            tenant = debtor[-1]
             tenant.heap_entry = None
             del self.idle_debtors[tenant.name]
         return self._select_tenant()
 
     def _move_to_end(self, tenant: _TenantQueue[T]) -> None:
-        """It is the last of the ring."""
+        """Make the tenant the last of the ring."""
         tenant.ring_position = next(self._numbers)
         self._reindex(tenant)
 
     def _reindex(self, tenant: _TenantQueue[T]) -> None:
-        """Have it where it is looked for, as its credit is now."""
-        heap, by = self._credit_heap, float(tenant.ring_position)
+        """Put the tenant into the heap that matches its present credit."""
+        heap, sort_key = self._credit_heap, float(tenant.ring_position)
         if tenant.break_even_level >= self._round_level:
-            heap, by = self._no_credit_heap, tenant.break_even_level
+            heap, sort_key = self._no_credit_heap, tenant.break_even_level
         if tenant.name in self.idle_debtors:
             heap = self._debtor_heap
-        tenant.heap_entry = by, next(self._numbers), tenant
+        tenant.heap_entry = sort_key, next(self._numbers), tenant
         heapq.heappush(heap, tenant.heap_entry)
         if len(heap) > 2 * (len(self.ring) + len(self.idle_debtors)):
             heap[:] = filter(_is_current, heap)
             heapq.heapify(heap)
 
     def _reset(self) -> None:
-        """Nobody waits: whoever comes next owes nothing."""
+        """Cancel all debts, since no tenant waits."""
         self.idle_debtors.clear()
         for heap in (self._credit_heap, self._no_credit_heap, self._debtor_heap):
             heap.clear()
@@ -276,14 +285,14 @@ def _is_current(entry: _HeapEntry[T]) -> bool:
 
 
 def _peek_current(heap: list[_HeapEntry[T]]) -> _HeapEntry[T] | None:
-    """The first of those that are still true."""
+    """Drop stale entries and return the first current one; None if there is none."""
     while heap and not _is_current(heap[0]):
         heapq.heappop(heap)
     return heap[0] if heap else None
 
 
 class DispatchQueue(Generic[T]):
-    """All that wait for a replica of one pool. Pure: the time is an argument."""
+    """Queue of all requests that wait for a replica of one pool."""
 
     def __init__(self) -> None:
         self._tiers: tuple[_TierQueue[T], ...] = tuple(_TierQueue() for _ in PROMOTE_AFTER_S)
@@ -291,13 +300,13 @@ class DispatchQueue(Generic[T]):
         self._turn_count = 0
         self._count = 0
         self.size_bytes = 0
-        """Bytes held by those who wait."""
+        """Bytes of memory that the waiting requests hold."""
 
     def __len__(self) -> int:
         return self._count
 
     def push(self, request: QueuedRequest[T]) -> None:
-        """Line up a request."""
+        """Enqueue a request."""
         self._last_number += 1
         self._count += 1
         self.size_bytes += request.size_bytes
@@ -305,8 +314,8 @@ class DispatchQueue(Generic[T]):
         self._tiers[request.tier].push(request)
 
     def remove(self, request: QueuedRequest[T]) -> bool:
-        """Take a request out (cancelled, expired); False when it has left already."""
-        if request.has_left:
+        """Remove a cancelled or expired request; return False if it was dequeued before."""
+        if request.is_dequeued:
             return False
         self._count -= 1
         self.size_bytes -= request.size_bytes
@@ -316,10 +325,15 @@ class DispatchQueue(Generic[T]):
     def pop(
         self, now: float, lowest_tier: int = LOWEST_TIER, lowest_free_tier: int = LOWEST_TIER
     ) -> QueuedRequest[T] | None:
-        """The next request to dispatch, where `lowest` is the lowest tier that there is room for; None: none of these.
+        """Dequeue the next request to dispatch; return None if no request may be dispatched.
 
-        `reach` is the lowest that a seat is free for, were none kept. Room that is kept for a tier between is taken
-        by a higher one whenever that asks, so it is no reason for those below to be left out of their turns.
+        Slots that are reserved for a tier in between do not exclude lower tiers from their turns, because a higher tier
+        takes them whenever it sends a request.
+
+        Args:
+            now: Seconds on the clock of `QueuedRequest.arrived_at`.
+            lowest_tier: Lowest tier that may be dispatched.
+            lowest_free_tier: Lowest tier that could be dispatched if no slots were reserved.
         """
         busy = [
             number for number, tier in enumerate(self._tiers[: lowest_free_tier + 1]) if tier.queued
@@ -327,31 +341,33 @@ class DispatchQueue(Generic[T]):
         if not busy or busy[0] > lowest_tier:
             return None
         self._turn_count += 1
-        chosen = busy[0]
-        if self._turn_count % PROMOTION_INTERVAL == 0 and chosen < lowest_tier:
-            old = [n for n in busy[1:] if now - self._oldest_arrival(n) > PROMOTE_AFTER_S[n]]
-            chosen = min(old, key=self._oldest_arrival, default=chosen)
-        waiting = self._tiers[chosen].pop()
+        selected = busy[0]
+        if self._turn_count % PROMOTION_INTERVAL == 0 and selected < lowest_tier:
+            promoted = [n for n in busy[1:] if now - self._oldest_arrival(n) > PROMOTE_AFTER_S[n]]
+            selected = min(promoted, key=self._oldest_arrival, default=selected)
+        request = self._tiers[selected].pop()
         self._count -= 1
-        self.size_bytes -= waiting.size_bytes
-        return waiting
+        self.size_bytes -= request.size_bytes
+        return request
 
     def charge_tenant(self, tier: int, tenant: str, weight: float, cost_tokens: float) -> None:
-        """Count what a dispatched request of `tenant` cost beyond what was thought; negative: so much less."""
+        """Charge the actual cost of a dispatched request minus the expected one; negative amounts are a refund."""
         self._tiers[tier].charge(tenant, weight, cost_tokens)
 
     def count_ahead(self, request: QueuedRequest[T]) -> int:
-        """Requests of its own tier and above that wait too."""
+        """Return the number of other waiting requests in the same and higher tiers."""
         return sum(len(tier.queued) for tier in self._tiers[: request.tier + 1]) - (
-            not request.has_left
+            not request.is_dequeued
         )
 
     def tenant_backlog(self, tier: int, tenant: str) -> TenantBacklog:
-        """What a tenant has waiting."""
-        found, waiting = self._tiers[tier].ring.get(tenant), self._tiers[tier].queued
-        if found is None:
+        """Return the waiting requests of a tenant in a tier."""
+        tenant_queue, queued = self._tiers[tier].ring.get(tenant), self._tiers[tier].queued
+        if tenant_queue is None:
             return TenantBacklog()
-        return TenantBacklog(found.count, found.size_bytes, found.peek(waiting).arrived_at)
+        return TenantBacklog(
+            tenant_queue.count, tenant_queue.size_bytes, tenant_queue.peek(queued).arrived_at
+        )
 
     def _oldest_arrival(self, tier: int) -> float:
         return self._tiers[tier].arrival_heap[0][0]

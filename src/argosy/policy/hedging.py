@@ -1,7 +1,7 @@
-"""Whether a request whose replica is silent is sent to a second one: rarely, and only into room nobody else wants.
+"""Decision to send a second attempt of a request whose replica is silent, within a budget and only into spare slots.
 
-A few percent of second attempts cut most of the tail (Dean & Barroso, "The Tail at Scale", 2013); without a
-budget they would double the load of a pool that is slow because it is full.
+Hedging a few percent of requests removes most of the latency tail (Dean & Barroso, "The Tail at Scale", 2013). Without
+a budget, hedged requests would double the load of a pool that is slow because it is full.
 """
 
 from __future__ import annotations
@@ -9,35 +9,39 @@ from __future__ import annotations
 from argosy.policy.retry_budget import RetryBudget
 
 HEDGE_RATIO = 0.05
-"""Second attempts may be this part of the requests of the last while,"""
+"""Largest fraction of recent requests that may be hedged."""
 HEDGE_RESERVE = 2.0
-"""and so many more, for quiet times."""
+"""Hedged requests permitted beyond that fraction, for times with little traffic."""
 HALF_LIFE_S = 60.0
 MIN_FREE_FRACTION = 0.25
-"""So much of the seats has to be free."""
+"""Fraction of the concurrency slots that must be free."""
 
 
 class Hedging:
-    """One pool's."""
+    """Hedging policy and budget of one pool."""
 
     __slots__ = ("_budget", "after_s")
 
     def __init__(self, after_s: float) -> None:
-        """A request counts as stuck when nothing of its answer has come for `after_s`."""
+        """Create a policy that considers a request stuck after `after_s` seconds without output."""
         self.after_s = after_s
         self._budget = RetryBudget(HEDGE_RATIO, HEDGE_RESERVE, HALF_LIFE_S)
 
     def record_request(self, now: float) -> None:
-        """A request came."""
+        """Count a request, which increases the budget."""
         self._budget.record_request(now)
 
     def try_acquire(
         self, now: float, *, queued: int, free_slots: int, total_slots: int, saturation: float
     ) -> bool:
-        """Whether a second attempt may go out now; it is counted when it may.
+        """Return whether a second attempt may be sent now, and charge it to the budget if so.
 
-        `waiting` requests are in the queue, `free` of all `seats` are not taken, `saturated` is as
-        `shedding.saturation` has it.
+        Args:
+            now: Seconds on a monotonic clock.
+            queued: Requests in the queue.
+            free_slots: Free concurrency slots.
+            total_slots: All concurrency slots.
+            saturation: Saturation of the queue from 0 to 1.
         """
         if queued or saturation > 0.0 or not 0 < free_slots >= MIN_FREE_FRACTION * total_slots:
             return False

@@ -1,8 +1,9 @@
-"""How long requests wait for a replica that is away: while it may be back soon, and not longer.
+"""Grace period during which requests wait for a replica that is down.
 
-What is started again is back within seconds or, with a large model, minutes, so requests that come meanwhile wait for
-it as they would were it full. Nobody waits for what never was there, or has been away for longer. One that cannot be
-reached gets a request now and then, which finds out: more would fail too, and be retries then, out of their order.
+A restarted replica is back within seconds, or within minutes for a large model. Requests that arrive meanwhile wait for
+it as they would for a full replica. No request waits for a replica that was never up or has been down for longer.
+While a replica is unreachable, one request per `RETRY_INTERVAL_S` is sent to it as a probe. More requests would fail
+too, and would then be retried out of their order.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ from __future__ import annotations
 import math
 
 STARTING_GRACE_S = 300.0
-"""For one that says that it loads its model or restarts its engine; counted from when it was there, as ever."""
+"""Grace period of a replica that loads its model or restarts its engine, counted from when it was last up."""
 RETRY_INTERVAL_S = 0.5
-"""After how long one more request may find out whether a replica that was lost is back."""
+"""Seconds between the probing requests to a replica that is down."""
 
 
 class OutageTracker:
-    """One replica's, which is there until something else is known. Pure: the time is an argument."""
+    """Outage state of one replica, which counts as up until an observation says otherwise."""
 
     __slots__ = (
         "_current_grace_s",
@@ -30,39 +31,39 @@ class OutageTracker:
     def __init__(self, grace_s: float = 30.0) -> None:
         self.is_down = False
         self.was_ever_up = False
-        """Something was heard of it, ever."""
+        """Whether the replica has ever responded."""
         self._grace_s = grace_s
         self._current_grace_s = grace_s
         self._down_since = -math.inf
-        """When it was last there, or first said that it would be."""
+        """Time when the replica was last up, or first reported that it starts."""
         self._next_probe_at = -math.inf
 
     @property
     def grace_ends_at(self) -> float:
-        """When waiting for it ceases to make sense; infinity: it is there."""
+        """Time until which requests wait for the replica; infinite while it is up."""
         return self._down_since + self._current_grace_s if self.is_down else math.inf
 
     def probe_budget(self, now: float) -> int:
-        """Requests that it gets beside those that it has, while it is away."""
+        """Return how many more requests the replica gets while it is down (0 or 1)."""
         return int(now >= self._next_probe_at)
 
     def on_dispatched(self, now: float) -> None:
-        """It gets one."""
+        """Record that a request was sent to the replica."""
         self._next_probe_at = now + RETRY_INTERVAL_S
 
     def mark_up(self) -> None:
-        """It takes requests."""
+        """Record that the replica accepts requests."""
         self.is_down, self.was_ever_up = False, True
 
     def mark_down(self, now: float) -> None:
-        """It is not heard of, or says that it goes away."""
+        """Record that the replica is unreachable or reports that it shuts down."""
         if self.was_ever_up and not self.is_down:
             self._down_since = now
         self.is_down = True
         self._current_grace_s = self._grace_s
 
     def mark_starting(self, now: float) -> None:
-        """It says that it will take requests."""
+        """Record that the replica reports that it will accept requests later."""
         if not self.is_down or self._down_since == -math.inf:
             self._down_since = now
         self.is_down = self.was_ever_up = True

@@ -1,7 +1,7 @@
-"""Requests that replicas were lost with, remembered for a while: sent again, each would cost as many once more.
+"""Quarantine of requests that made replicas crash, because each retry would cost as many replicas again.
 
-Such a request may only have been there when another one killed them. So none is turned away for long: for `WAIT_S`
-it is, and until it is forgotten it is given up with the first replica that is lost with it.
+Such a request may only have been running when another one crashed the replica. Therefore it is rejected for
+`REJECTION_S` only. Afterwards it may be tried, but until `QUARANTINE_S` have passed the first crash ends it.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections import OrderedDict
 REJECTION_S = 5.0
 QUARANTINE_S = 60.0
 MAX_QUARANTINED = 1000
-"""Requests that are remembered, those that were given up last."""
+"""Largest number of quarantined requests; the oldest are dropped first."""
 
 
 class PoisonRequestTracker:
-    """One pool's, by what tells one request from another. Pure: the time is an argument."""
+    """Quarantined requests of one pool, by a key that identifies the request."""
 
     __slots__ = ("_quarantined_at",)
 
@@ -26,14 +26,14 @@ class PoisonRequestTracker:
         return len(self._quarantined_at)
 
     def quarantine(self, key: bytes, now: float) -> None:
-        """Too many replicas were lost with it."""
+        """Quarantine a request that crashed too many replicas."""
         self._quarantined_at[key] = now
         self._quarantined_at.move_to_end(key)
         if len(self._quarantined_at) > MAX_QUARANTINED:
             self._quarantined_at.popitem(last=False)
 
     def is_quarantined(self, key: bytes, now: float) -> bool:
-        """Whether that was not long ago."""
+        """Return whether the request was quarantined within the last `QUARANTINE_S`."""
         while (
             self._quarantined_at and next(iter(self._quarantined_at.values())) + QUARANTINE_S <= now
         ):
@@ -41,7 +41,7 @@ class PoisonRequestTracker:
         return key in self._quarantined_at
 
     def retry_after_s(self, key: bytes, now: float) -> float:
-        """Seconds for which it is turned away yet; 0: it may be tried."""
+        """Return the seconds for which the request is still rejected; 0 if it may be tried."""
         return (
             max(0.0, self._quarantined_at[key] + REJECTION_S - now)
             if self.is_quarantined(key, now)
@@ -49,5 +49,5 @@ class PoisonRequestTracker:
         )
 
     def clear(self, key: bytes) -> None:
-        """It was answered."""
+        """Release a request that was answered."""
         self._quarantined_at.pop(key, None)

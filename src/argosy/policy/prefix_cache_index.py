@@ -1,9 +1,8 @@
-"""How much of a prompt a replica probably has cached: a hash chain over blocks, the least recent forgotten.
+"""Index of the prompt prefixes that a replica probably has cached, as a hash chain over blocks with LRU eviction.
 
-Keys are chained, so the key of a block stands for everything before it. The salt comes from the authenticated
-tenant's domain, the model and its revision, so nothing is ever found across them. Memory is bounded by the
-replica's capacity in blocks, which is that of its real KV cache. Engines evict when they please and few tell, so
-what an answer says of its cached tokens corrects what was believed.
+The key of a block covers all blocks before it. The salt of the chain consists of the tenant's cache domain, the model
+and its revision, so prompts never match across them. The index is bounded by the capacity of the replica's KV cache in
+blocks. Few engines publish their evictions. The cached token count of each response therefore corrects the index.
 """
 
 from __future__ import annotations
@@ -16,17 +15,17 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 BLOCK_TOKENS = 64
-"""Tokens of a block, when the prompt is known as tokens."""
+"""Tokens per block of a prompt that is known as tokens."""
 BLOCK_BYTES = 256
-"""Bytes of a block when it is known as text: about as many tokens."""
+"""Bytes per block of a prompt that is known as text, which is about `BLOCK_TOKENS` tokens."""
 DEFAULT_CAPACITY_BLOCKS = 8192
-"""Blocks of a replica that has not told the size of its cache."""
+"""Capacity of a replica that has not reported the size of its KV cache."""
 MAX_CAPACITY_BLOCKS = 1 << 17
-"""Blocks that are remembered of any replica: 8 million tokens, some 25 MB."""
+"""Largest number of indexed blocks per replica, which is 8 million tokens, in some 25 MB."""
 
 
 def compute_prefix_keys(salt: bytes, prompt: bytes, block_size: int) -> list[bytes]:
-    """One 16-byte key for each whole block of `block` bytes, each covering all before it."""
+    """Return a 16-byte key for each whole block of `block_size` bytes; each key covers all bytes before it too."""
     keys, parent = [], hashlib.blake2b(salt, digest_size=16).digest()
     for start in range(0, len(prompt) - block_size + 1, block_size):
         parent = hashlib.blake2b(
@@ -37,125 +36,132 @@ def compute_prefix_keys(salt: bytes, prompt: bytes, block_size: int) -> list[byt
 
 
 class CacheHitReport(NamedTuple):
-    """What a replica has told of a prompt that it was sent."""
+    """Cache usage of a prompt, as reported in the response."""
 
     keys: Sequence[bytes]
-    """Of the prompt's whole blocks."""
+    """Keys of the prompt's whole blocks."""
     matched: Sequence[int]
-    """What `find` gave for them when it was sent."""
+    """Result of `match_prefix` for the keys when the prompt was sent."""
     prompt_blocks: float
-    """The prompt's length."""
+    """Length of the prompt in blocks."""
     prompt_tokens: int
     cached_tokens: int
     block_names: array[int]
-    """Of the token blocks that the prompt became; empty where that is not told."""
+    """Names of the prompt's token blocks; empty if the replica does not report them."""
 
 
 class PromptTokensReport(NamedTuple):
-    """A prompt that a replica was sent, and the tokens that it says it became."""
+    """Token ids of a prompt, as reported in the response."""
 
     keys: Sequence[bytes]
-    """Of the prompt's whole blocks."""
+    """Keys of the prompt's whole blocks."""
     prompt_blocks: float
-    """The prompt's length."""
+    """Length of the prompt in blocks."""
     cache_salt: str
-    """The cache salt that the replica was sent with it; empty: none."""
+    """Cache salt that was sent with the prompt; empty for none."""
     token_ids: array[int]
-    """The tokens, as an `array("I")`."""
+    """Token ids as an `array("I")`."""
 
 
 class PrefixCacheIndex(Protocol):
-    """What one replica has cached, as far as is known; prompts are given as keys of `chain`."""
+    """Index of the blocks that one replica has cached; prompts are sequences of keys from `compute_prefix_keys`."""
 
     def __len__(self) -> int:
-        """Blocks that are believed to be there."""
+        """Return the number of blocks that are estimated to be cached."""
 
     def resize(self, blocks: int) -> None:
-        """Its KV cache holds so many blocks."""
+        """Set the capacity of the replica's KV cache in blocks."""
 
     def clear(self) -> None:
-        """It may have lost its cache: believe nothing."""
+        """Forget all estimated blocks, since the replica may have lost its cache."""
 
     def match_prefix(self, keys: Sequence[bytes]) -> list[int]:
-        """For each block from the prompt's beginning that is held: which prompt had it last; 0: the replica says so."""
+        """Return the number of the last prompt that contained it for each leading cached block.
+
+        The number is 0 for a block that the replica itself reported.
+        """
         ...
 
     def on_prompt_sent(self, keys: Sequence[bytes]) -> None:
-        """A prompt with these blocks went there."""
+        """Record that a prompt with these blocks was sent to the replica."""
 
     def on_cache_hit_report(self, report: CacheHitReport) -> None:
-        """The answer to it has begun."""
+        """Record that a response began and reported its cached tokens."""
 
     def on_prompt_tokens_report(self, report: PromptTokensReport) -> None:
-        """The answer has begun, of a replica that tells the prompt's tokens instead."""
+        """Record that a response began and reported the prompt's tokens instead."""
 
 
 class EstimatedPrefixIndex:
-    """One replica's, from what was sent there; see `Prefixes`."""
+    """Index estimated from the prompts that were sent to the replica; implements `PrefixCacheIndex`."""
 
     def __init__(self, capacity_blocks: int = DEFAULT_CAPACITY_BLOCKS) -> None:
         self._capacity_blocks = capacity_blocks
         self._last_prompt_by_key: OrderedDict[bytes, int] = OrderedDict()
-        """Key -> number of the prompt that had it last, the least recent first."""
+        """Number of the last prompt with each key, least recently used first."""
         self._prompt_count = 0
 
     def __len__(self) -> int:
         return len(self._last_prompt_by_key)
 
     def resize(self, blocks: int) -> None:
-        """See `Prefixes`."""
         self._capacity_blocks = min(max(1, blocks), MAX_CAPACITY_BLOCKS)
         self._trim()
 
     def clear(self) -> None:
-        """See `Prefixes`."""
         self._last_prompt_by_key.clear()
 
     def match_prefix(self, keys: Sequence[bytes]) -> list[int]:
-        """See `Prefixes`."""
-        held, found = self._last_prompt_by_key, []
+        cached, matched = self._last_prompt_by_key, []
         for key in keys:
-            prompt = held.get(key)
+            prompt = cached.get(key)
             if prompt is None:
                 break
-            found.append(prompt)
-        return found
+            matched.append(prompt)
+        return matched
 
     def on_prompt_sent(self, keys: Sequence[bytes]) -> None:
-        """See `Prefixes`."""
-        held = self._last_prompt_by_key
+        cached = self._last_prompt_by_key
         self._prompt_count += 1
-        for key in reversed(keys):  # the beginning is the most recent: ends are evicted first
-            held[key] = self._prompt_count
-            held.move_to_end(key)
+        # The beginning becomes the most recent block, so that ends are evicted first.
+        for key in reversed(keys):
+            cached[key] = self._prompt_count
+            cached.move_to_end(key)
         self._trim()
 
     def on_cache_hit_report(self, report: CacheHitReport) -> None:
-        """See `Prefixes`: its cached tokens correct what was believed."""
-        # Rounded up, and one more: a template's tokens and the cache's own blocks make it inexact.
-        there = (
+        """Correct the estimate by the cached tokens of a response."""
+        # Round up and add one block, because template tokens and the cache's own block size make this inexact.
+        cached_blocks = (
             math.ceil(report.prompt_blocks * report.cached_tokens / max(1, report.prompt_tokens))
             + 1
         )
-        self.evict_missing(report.matched, there)
+        self.evict_missing(report.matched, cached_blocks)
 
     def on_prompt_tokens_report(self, report: PromptTokensReport) -> None:
-        """See `Prefixes`: tokens say nothing of what is cached."""
+        """Do nothing, because token ids do not show what is cached."""
 
     def remove(self, keys: Sequence[bytes]) -> None:
-        """What was believed of these is known now."""
+        """Remove keys whose state is known from KV events."""
         for key in keys:
             self._last_prompt_by_key.pop(key, None)
 
     def evict_missing(self, matched: Sequence[int], cached_blocks: int) -> None:
-        """Of a prompt for which `found` was found, only the first `blocks` were there.
+        """Correct the index after a prompt of which only the first `cached_blocks` were cached.
 
-        What was used less recently than the first block that was missing has been evicted with it.
+        Blocks used less recently than the first missing block are evicted too, because the replica evicted them before.
+
+        Args:
+            matched: Result of `match_prefix` when the prompt was sent.
+            cached_blocks: Leading blocks that were cached.
         """
         if cached_blocks >= len(matched):
             return
-        gone = matched[cached_blocks]
-        while self._last_prompt_by_key and next(iter(self._last_prompt_by_key.values())) < gone:
+        missing_since = matched[cached_blocks]
+        while (
+            self._last_prompt_by_key
+            and next(iter(self._last_prompt_by_key.values())) < missing_since
+        ):
             self._last_prompt_by_key.popitem(last=False)
 
     def _trim(self) -> None:
@@ -164,17 +170,17 @@ class EstimatedPrefixIndex:
 
 
 class RecentPlacements:
-    """Which replica prompts with a certain beginning went to last: found without asking each of very many."""
+    """Replica that last got a prompt with a given beginning, found without searching the index of every replica."""
 
     MAX_ENTRIES = 1 << 16
-    """Beginnings; some 10 MB."""
+    """Largest number of prompt beginnings, in some 10 MB."""
 
     def __init__(self) -> None:
         self._replica_by_key: OrderedDict[bytes, str] = OrderedDict()
-        """Key of a beginning -> name, the least recent first."""
+        """Replica name by key of the prompt's beginning, least recently used first."""
 
     def record_placement(self, keys: Sequence[bytes], replica: str) -> None:
-        """A prompt with these blocks went there."""
+        """Record that a prompt with these blocks was sent to `replica`."""
         for key in _power_of_two_prefixes(keys):
             self._replica_by_key[key] = replica
             self._replica_by_key.move_to_end(key)
@@ -182,7 +188,10 @@ class RecentPlacements:
             self._replica_by_key.popitem(last=False)
 
     def find_replica(self, keys: Sequence[bytes]) -> str | None:
-        """Where the last prompt went that had at least half of the blocks that any had in common with this one."""
+        """Return the replica of the last prompt that shares a long prefix with this one; None if no prompt does.
+
+        The shared prefix has at least half of the blocks of the longest known one.
+        """
         return next(
             (
                 self._replica_by_key[key]
@@ -194,5 +203,5 @@ class RecentPlacements:
 
 
 def _power_of_two_prefixes(keys: Sequence[bytes]) -> list[bytes]:
-    """The keys of the beginnings of 1, 2, 4 blocks and so on, the longest first."""
+    """Return the keys of the beginnings of 1, 2, 4, 8 and so on blocks, the longest first."""
     return [keys[(1 << depth) - 1] for depth in reversed(range(len(keys).bit_length()))]

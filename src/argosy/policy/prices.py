@@ -1,4 +1,4 @@
-"""What tokens cost, in whole nano-dollars, by model and tier."""
+"""Token prices by model and tier over time, in whole nano-dollars."""
 
 from __future__ import annotations
 
@@ -9,73 +9,76 @@ from typing import Protocol
 
 
 class PriceEntry(Protocol):
-    """A price as it is kept: what a model's tokens cost from a moment on."""
+    """Stored price of a model's tokens, valid from a point in time."""
 
     @property
     def model(self) -> str:
-        """Public name."""
+        """Public name of the model."""
 
     @property
     def tier(self) -> str | None:
-        """None: for every tier that has no price of its own."""
+        """Tier; None for every tier that has no price of its own."""
 
     @property
     def input(self) -> int:
-        """Nano-dollars for each token that was not cached."""
+        """Nano-dollars per input token that was not cached."""
 
     @property
     def cached_input(self) -> int:
-        """For each that was."""
+        """Nano-dollars per cached input token."""
 
     @property
     def output(self) -> int:
-        """For each token of the answer."""
+        """Nano-dollars per output token."""
 
     @property
     def since(self) -> float:
-        """Seconds since the epoch."""
+        """Start of validity in seconds since the epoch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Nano-dollars a token, as one request pays them: fixed when it begins."""
+    """Nano-dollars per token that one request pays; fixed when the request begins."""
 
     input: int
     cached_input: int
     output: int
 
     def cost_nano_dollars(self, input_tokens: int, cached_tokens: int, output_tokens: int) -> int:
-        """Nano-dollars; the cached tokens are among those of the input."""
+        """Return the cost in nano-dollars; `cached_tokens` is a part of `input_tokens`."""
         cached = min(cached_tokens, input_tokens)
-        fresh = input_tokens - cached
-        return fresh * self.input + cached * self.cached_input + output_tokens * self.output
+        uncached = input_tokens - cached
+        return uncached * self.input + cached * self.cached_input + output_tokens * self.output
 
 
 NO_CHARGE = Rates(0, 0, 0)
 
 RateHistory = tuple[list[float], list[Rates]]
-"""Moments, in order, and the rates before the first of them and from each on."""
+"""Times of change in ascending order, and the rates before the first change and after each."""
 NO_RATE_HISTORY: RateHistory = ([], [NO_CHARGE])
 
 
 class PriceList:
-    """All prices, past and to come."""
+    """All past, present and future prices."""
 
     def __init__(self, prices: Iterable[PriceEntry] = ()) -> None:
         self._rates: dict[tuple[str, str | None], RateHistory] = {}
         for price in sorted(prices, key=lambda price: (price.tier is not None, price.since)):
             key = price.model, price.tier
             if key not in self._rates:
-                # Before a tier's first price of its own, it pays what all tiers do.
+                # Before its own first price, a tier pays the price for all tiers.
                 times, rates = self._rates.get((price.model, None), NO_RATE_HISTORY)
-                before = bisect_left(times, price.since)
-                self._rates[key] = times[:before], rates[: before + 1]
+                count_before = bisect_left(times, price.since)
+                self._rates[key] = times[:count_before], rates[: count_before + 1]
             times, rates = self._rates[key]
             times.append(price.since)
             rates.append(Rates(price.input, price.cached_input, price.output))
 
     def rates_at(self, model: str, tier: str, now: float) -> Rates:
-        """The tier's own newest rates that hold by `now`, else those for all tiers; no price: no charge."""
+        """Return the newest rates of the tier that are valid at `now`.
+
+        A tier without own prices pays the rates for all tiers. Without any price the tokens are free.
+        """
         times, rates = self._rates.get((model, tier)) or self._rates.get(
             (model, None), NO_RATE_HISTORY
         )

@@ -1,8 +1,8 @@
-"""What counts against a limit: over a sliding window, in a period of the calendar, or at a time.
+"""Meters that count usage against a limit: in a sliding window, in a calendar period, or concurrently.
 
-A sliding window holds what was used in its last `seconds`, kept in `SLOTS` slots; a slot is forgotten only when all
-of it is past. So in no interval of that length is more used than the limit, and room that was used
-comes back at most `seconds / SLOTS` late.
+A sliding window counts the usage of its last `window_s` seconds in `WINDOW_SLOTS` slots. A slot expires only when all
+of it is older than the window. Therefore no interval of that length exceeds the limit, and used units become free at
+most `window_s / WINDOW_SLOTS` late.
 """
 
 from __future__ import annotations
@@ -15,54 +15,57 @@ from typing import Literal, Protocol
 WINDOW_SLOTS = 60
 DAY_S = 86_400
 MIN_SEEDED_WINDOW_S = 10.0
-"""A shorter window is past before anybody has read a ledger."""
-SEED_PARTS = 6
-"""What a ledger has of a sliding window is asked for in so many parts, so that it is forgotten as gradually."""
+"""Shorter windows are not seeded, because they are over before the ledger has been read."""
+SEED_INTERVALS = 6
+"""Intervals into which the past usage of a sliding window is divided, so that it expires gradually."""
 
 CalendarUnit = Literal["day", "month"]
 
 
 class QuotaMeter(Protocol):
-    """Units in use, and how many may be. Units are requests, tokens, nano-dollars or what else is counted.
+    """Counter of the units in use under one limit.
 
-    `now` is in seconds since the epoch, and should never go back; where it does, nothing is forgotten meanwhile.
+    Units are requests, tokens, nano-dollars or anything else that is counted. The argument `now` is in seconds since
+    the epoch. If the clock goes back, nothing expires until it has caught up.
     """
 
     limit: int
     needs_seed: bool
-    """Whether `recall` is still to tell what was used before it was there."""
+    """Whether `seed` still has to be called with the usage from before the meter existed."""
 
     @property
     def used(self) -> int:
-        """Units that count now, as of the last call that told the time."""
+        """Units in use as of the last call with a time."""
 
     def remaining(self, now: float) -> int:
-        """Units that may be used now; negative when the limit was lowered below what is used."""
+        """Return how many units are free; negative if the limit was lowered below the usage."""
 
     def add(self, units: int, now: float) -> int:
-        """Count `units` (whatever the room) and return the slot, for `correct`."""
+        """Count `units`, even beyond the limit, and return their slot for `adjust`."""
 
     def adjust(self, slot: int, units: int, now: float) -> bool:
-        """Change what was counted in `slot` by `units`; False when it no longer counts: nothing happens then."""
+        """Change the count of `slot` by `units`; return False without a change if the slot has expired."""
 
     def wait_s(self, units: int, now: float) -> float:
-        """Seconds until there is room for `units`: infinite when they exceed the limit, 0 when nobody knows."""
+        """Return the seconds until `units` are free: infinite if they exceed the limit, 0 if unknown."""
 
     def reset_s(self, now: float) -> float:
-        """Seconds until all of the limit is free again, if nothing more is used."""
+        """Return the seconds until the whole limit is free, if nothing more is used."""
 
     def seed_points(self, now: float) -> tuple[float, ...]:
-        """The moments, earliest first, since when sums of what was used are worth telling to `recall`."""
+        """Return the times, in ascending order, that begin the intervals whose past usage `seed` needs."""
 
     def seed(self, used: Iterable[tuple[float, int]], now: float) -> None:
-        """Count what was used before the counter was there: moments, in order, and what was used just before each.
+        """Count the usage from before the meter existed. Usage of a period that has ended is ignored.
 
-        What was used in a period that is over by now does not count.
+        Args:
+            used: Times in ascending order, each with the units used just before it.
+            now: Seconds since the epoch.
         """
 
 
 class SlidingWindow:
-    """At most `limit` units in any `seconds`."""
+    """Meter that allows `limit` units in any interval of `window_s` seconds."""
 
     __slots__ = (
         "_newest_slot",
@@ -82,20 +85,17 @@ class SlidingWindow:
         self.used = 0
         self._slot_s = window_s / WINDOW_SLOTS
         self._units_by_slot: dict[int, int] = {}
-        """Slot number -> units, oldest first; at most SLOTS + 1."""
+        """Units by slot number, in ascending order; at most WINDOW_SLOTS + 1 slots."""
         self._newest_slot = 0
-        """The last of them, where more is counted."""
+        """Slot that counts the present usage."""
         self._newest_slot_ends_at = -math.inf
-        """When another slot begins."""
 
     def remaining(self, now: float) -> int:
-        """See `Counter`."""
         if now >= self._newest_slot_ends_at:
             self._advance(now)
         return self.limit - self.used
 
     def add(self, units: int, now: float) -> int:
-        """See `Counter`."""
         if now >= self._newest_slot_ends_at:
             self._advance(now)
         self._units_by_slot[self._newest_slot] += units
@@ -103,7 +103,6 @@ class SlidingWindow:
         return self._newest_slot
 
     def adjust(self, slot: int, units: int, now: float) -> bool:
-        """See `Counter`."""
         if now >= self._newest_slot_ends_at:
             self._advance(now)
         if slot not in self._units_by_slot:
@@ -113,31 +112,30 @@ class SlidingWindow:
         return True
 
     def wait_s(self, units: int, now: float) -> float:
-        """See `Counter`."""
-        short = units - self.remaining(now)
-        if short <= 0:
+        missing = units - self.remaining(now)
+        if missing <= 0:
             return 0.0
         if units > self.limit:
             return math.inf
         for slot, used in self._units_by_slot.items():
-            short -= used
-            if short <= 0:
+            missing -= used
+            if missing <= 0:
                 return max(0.0, self._expires_at(slot) - now)
         return self.window_s
 
     def reset_s(self, now: float) -> float:
-        """See `Counter`."""
         for slot in reversed(self._units_by_slot):
             if self._units_by_slot[slot]:
                 return max(0.0, self._expires_at(slot) - now)
         return 0.0
 
     def seed_points(self, now: float) -> tuple[float, ...]:
-        """See `Counter`."""
-        return tuple(now - self.window_s * part / SEED_PARTS for part in range(SEED_PARTS, 0, -1))
+        return tuple(
+            now - self.window_s * interval / SEED_INTERVALS
+            for interval in range(SEED_INTERVALS, 0, -1)
+        )
 
-    def seed(self, used: Iterable[tuple[float, int]], now: float) -> None:  # noqa: ARG002 - see `Counter`
-        """See `Counter`."""
+    def seed(self, used: Iterable[tuple[float, int]], now: float) -> None:  # noqa: ARG002 - part of the protocol
         self.needs_seed = False
         for at, units in used:
             slot = int(at // self._slot_s)
@@ -146,11 +144,11 @@ class SlidingWindow:
         self._units_by_slot = dict(sorted(self._units_by_slot.items()))
 
     def _expires_at(self, slot: int) -> float:
-        """When the slot no longer counts."""
+        """Return the time from which the slot no longer counts."""
         return (slot + 1) * self._slot_s + self.window_s
 
     def _advance(self, now: float) -> None:
-        """Drop the slots whose last instant is a whole window ago, and begin the one that it is now."""
+        """Drop the slots that ended a whole window ago and open the slot of `now`."""
         current, slots = int(now // self._slot_s), self._units_by_slot
         while slots and (oldest := next(iter(slots))) < current - WINDOW_SLOTS:
             self.used -= slots.pop(oldest)
@@ -160,7 +158,7 @@ class SlidingWindow:
 
 
 class CalendarPeriod:
-    """At most `limit` units in each day or month of the calendar, in UTC."""
+    """Meter that allows `limit` units in each calendar day or month, in UTC."""
 
     __slots__ = ("_period_end", "_period_start", "calendar", "limit", "needs_seed", "used")
 
@@ -172,20 +170,18 @@ class CalendarPeriod:
         self._period_start = self._period_end = -math.inf
 
     def remaining(self, now: float) -> int:
-        """See `Counter`."""
         if now >= self._period_end:
             self._start_period(now)
         return self.limit - self.used
 
     def add(self, units: int, now: float) -> int:
-        """See `Counter`; the slot is the second when the period began."""
+        """Count `units` and return the period's start in seconds since the epoch as their slot."""
         if now >= self._period_end:
             self._start_period(now)
         self.used += units
         return int(self._period_start)
 
     def adjust(self, slot: int, units: int, now: float) -> bool:
-        """See `Counter`."""
         self.remaining(now)
         if slot != self._period_start:
             return False
@@ -193,23 +189,19 @@ class CalendarPeriod:
         return True
 
     def wait_s(self, units: int, now: float) -> float:
-        """See `Counter`."""
         if units <= self.remaining(now):
             return 0.0
         return math.inf if units > self.limit else self._period_end - now
 
     def reset_s(self, now: float) -> float:
-        """See `Counter`."""
         self.remaining(now)
         return self._period_end - now if self.used else 0.0
 
     def seed_points(self, now: float) -> tuple[float, ...]:
-        """See `Counter`."""
         self.remaining(now)
         return (self._period_start,)
 
-    def seed(self, used: Iterable[tuple[float, int]], now: float) -> None:  # noqa: ARG002 - see `Counter`
-        """See `Counter`."""
+    def seed(self, used: Iterable[tuple[float, int]], now: float) -> None:  # noqa: ARG002 - part of the protocol
         self.needs_seed = False
         self.used += sum(units for at, units in used if at > self._period_start)
 
@@ -219,7 +211,7 @@ class CalendarPeriod:
 
 
 class ConcurrencyMeter:
-    """At most `limit` at a time."""
+    """Meter that allows `limit` units at a time. Its single slot, 0, never expires."""
 
     __slots__ = ("limit", "needs_seed", "used")
 
@@ -228,38 +220,33 @@ class ConcurrencyMeter:
         self.needs_seed = False
         self.used = 0
 
-    def remaining(self, now: float) -> int:  # noqa: ARG002 - see `Counter`
-        """See `Counter`."""
+    def remaining(self, now: float) -> int:  # noqa: ARG002 - part of the protocol
         return self.limit - self.used
 
-    def add(self, units: int, now: float) -> int:  # noqa: ARG002 - see `Counter`
-        """See `Counter`; there is one slot, which always counts."""
+    def add(self, units: int, now: float) -> int:  # noqa: ARG002 - part of the protocol
         self.used += units
         return 0
 
-    def adjust(self, slot: int, units: int, now: float) -> bool:  # noqa: ARG002 - see `Counter`
-        """See `Counter`."""
+    def adjust(self, slot: int, units: int, now: float) -> bool:  # noqa: ARG002 - part of the protocol
         self.used += units
         return True
 
-    def wait_s(self, units: int, now: float) -> float:  # noqa: ARG002 - see `Counter`
-        """See `Counter`: nobody knows when others end."""
+    def wait_s(self, units: int, now: float) -> float:  # noqa: ARG002 - part of the protocol
+        """Return infinity if `units` exceed the limit, else 0, because the end of running requests is unknown."""
         return math.inf if units > self.limit else 0.0
 
-    def reset_s(self, now: float) -> float:  # noqa: ARG002 - see `Counter`
-        """See `Counter`."""
+    def reset_s(self, now: float) -> float:  # noqa: ARG002 - part of the protocol
         return 0.0
 
-    def seed_points(self, now: float) -> tuple[float, ...]:  # noqa: ARG002 - see `Counter`
-        """See `Counter`: what ran before has ended."""
+    def seed_points(self, now: float) -> tuple[float, ...]:  # noqa: ARG002 - part of the protocol
         return ()
 
     def seed(self, used: Iterable[tuple[float, int]], now: float) -> None:
-        """See `Counter`."""
+        """Do nothing, because earlier requests have ended."""
 
 
 def calendar_bounds(calendar: CalendarUnit, now: float) -> tuple[float, float]:
-    """When the day or month around `now` begins and ends, in UTC; seconds since the epoch."""
+    """Return the start and end of the UTC day or month that contains `now`, in seconds since the epoch."""
     day = now // DAY_S * DAY_S
     if calendar == "day":
         return day, day + DAY_S

@@ -1,4 +1,7 @@
-"""Limits on what an owner may use: hold before, hold more while streaming, settle at the end."""
+"""Reservation of a request's quotas: reserve an estimate, extend it while streaming, settle the actual usage.
+
+A reservation holds units of every limit that applies to the request, or of none.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,15 @@ from argosy.policy.prices import Rates
 from argosy.policy.quota_meters import QuotaMeter
 
 MAX_RELEASABLE_SLOTS = 8
-"""Of what a request was given in parts, the last few can be given back; it never holds much ahead."""
+"""Slots of a hold that can be released; older ones are not needed, because a request holds little in advance."""
 
 
 class QuotaUsage(msgspec.Struct, frozen=True, gc=False):
-    """What a request uses, or may use, of each unit that there are limits on."""
+    """Actual or expected usage of a request in every unit that can be limited."""
 
     requests: int = 0
     tokens: int = 0
-    """Input and output."""
+    """Sum of input and output tokens."""
     input_tokens: int = 0
     output_tokens: int = 0
     nano_dollars: int = 0
@@ -31,33 +34,33 @@ class QuotaUsage(msgspec.Struct, frozen=True, gc=False):
 def running_usage(
     rates: Rates, input_tokens: int, cached_tokens: int, output_tokens: int
 ) -> QuotaUsage:
-    """What a request uses that runs, and had so many tokens so far."""
+    """Return the usage of a running request with its tokens so far; it occupies one concurrency unit."""
     tokens = input_tokens + output_tokens
     nano_dollars = rates.cost_nano_dollars(input_tokens, cached_tokens, output_tokens)
     return QuotaUsage(1, tokens, input_tokens, output_tokens, nano_dollars, 1)
 
 
 def final_usage(input_tokens: int, output_tokens: int, nano_dollars: int) -> QuotaUsage:
-    """What a request used that has ended."""
+    """Return the usage of an ended request, which occupies no concurrency unit."""
     tokens = input_tokens + output_tokens
     return QuotaUsage(1, tokens, input_tokens, output_tokens, nano_dollars, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class QuotaLimit:
-    """One limit of one owner."""
+    """Limit of one owner, with its meter."""
 
     owner_kind: str
-    """What kind of owner: "organisation", "project", "user" or "key"."""
+    """Kind of owner, which is "organisation", "project", "user" or "key"."""
     unit: str
-    """A field of `Use`."""
+    """Name of a field of `QuotaUsage`."""
     window: str
-    """"second", "minute", "hour", "day" or "month"; empty for concurrency."""
+    """Window "second", "minute", "hour", "day" or "month"; empty for concurrency."""
     model: str | None
-    """Of which model only."""
+    """Model that the limit applies to; None for all models."""
     meter: QuotaMeter
     units_of: Callable[[QuotaUsage], int] = field(init=False, repr=False, compare=False)
-    """What a use has of the unit."""
+    """Function that returns the limited unit of a usage."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "units_of", attrgetter(self.unit))
@@ -65,28 +68,28 @@ class QuotaLimit:
 
 @dataclass(frozen=True, slots=True)
 class QuotaRejection:
-    """The limit that stands in the way."""
+    """Limit that rejects a request, with the numbers for the error message."""
 
     quota_limit: QuotaLimit
     limit: int
     used: int
     requested: int
     wait_s: float
-    """Until it may pass: infinite when it never will, 0 when that depends on others ending."""
+    """Seconds until the request may pass: infinite if never, 0 if that depends on the end of other requests."""
 
 
 class LimitHold(msgspec.Struct):
-    """What a request holds of one limit."""
+    """Units of one limit that a request holds."""
 
     quota_limit: QuotaLimit
     used_before: int
-    """Units that were in use when it came."""
+    """Units in use when the request arrived."""
     units: int
     units_by_slot: dict[int, int]
-    """Where they count, and how many in each slot; the latest last."""
+    """Held units by slot of the meter, latest slot last."""
 
     def extend(self, units: int, now: float) -> None:
-        """Hold `more` besides."""
+        """Hold `units` more."""
         self.units += units
         slot = self.quota_limit.meter.add(units, now)
         if slot in self.units_by_slot:
@@ -97,98 +100,110 @@ class LimitHold(msgspec.Struct):
             del self.units_by_slot[next(iter(self.units_by_slot))]
 
     def release(self, units: int, now: float) -> None:
-        """Hold so many less: the ones that were added last."""
+        """Release `units`, the ones added last first."""
         self.units -= units
         while units > 0 and self.units_by_slot:
-            slot, there = self.units_by_slot.popitem()
-            self.quota_limit.meter.adjust(slot, -min(units, there), now)
-            units -= there
+            slot, slot_units = self.units_by_slot.popitem()
+            self.quota_limit.meter.adjust(slot, -min(units, slot_units), now)
+            units -= slot_units
 
 
 class Reservation(msgspec.Struct, eq=False):
-    """What one request holds of its limits. `extend` or `count` as more is used; `settle` ends it."""
+    """Holds of one request on all of its limits.
+
+    Call `extend` or `force_extend` as the usage grows, and `settle` when the request ends.
+    """
 
     holds: list[LimitHold]
     covers_estimate: bool
-    """All that is likely is held."""
+    """Whether the whole expected usage is held."""
     is_settled: bool = False
 
     def extend(self, usage: QuotaUsage, now: float) -> QuotaRejection | None:
-        """Hold as much as `use` says in all, or nothing more if one of the limits has no room for that."""
-        lacking = self._shortfall_by_hold(usage)
-        for hold, more in lacking:
-            if more > hold.quota_limit.meter.remaining(now):
-                return _build_rejection(hold.quota_limit, more, now)
-        for hold, more in lacking:
-            hold.extend(more, now)
+        """Extend the holds to `usage` in total.
+
+        Returns a rejection, and holds nothing more, if one of the limits lacks room.
+        """
+        shortfalls = self._shortfall_by_hold(usage)
+        for hold, units in shortfalls:
+            if units > hold.quota_limit.meter.remaining(now):
+                return _build_rejection(hold.quota_limit, units, now)
+        for hold, units in shortfalls:
+            hold.extend(units, now)
         return None
 
     def force_extend(self, usage: QuotaUsage, now: float) -> None:
-        """Count what was used, whatever the room."""
-        for hold, more in self._shortfall_by_hold(usage):
-            hold.extend(more, now)
+        """Extend the holds to `usage` in total, even beyond the limits."""
+        for hold, units in self._shortfall_by_hold(usage):
+            hold.extend(units, now)
 
     def shortfall(self, usage: QuotaUsage) -> list[tuple[QuotaLimit, int]]:
-        """The limits of which `use` needs more than is held, and how much more."""
-        return [(hold.quota_limit, more) for hold, more in self._shortfall_by_hold(usage)]
+        """Return each limit of which `usage` exceeds the held units, with the missing units."""
+        return [(hold.quota_limit, units) for hold, units in self._shortfall_by_hold(usage)]
 
     def settle(self, usage: QuotaUsage, now: float) -> None:
-        """Replace what is held by what was used; called again, nothing happens.
+        """Replace the held units by the actual usage. Further calls have no effect.
 
-        A request for which nothing was done has used nothing: not even itself.
+        Pass an empty usage for a request that was never started; it then does not count as a request either.
         """
         if self.is_settled:
             return
         self.is_settled = True
         for hold in self.holds:
-            more = hold.quota_limit.units_of(usage) - hold.units
-            if more > 0:
-                hold.extend(more, now)
-            elif more < 0:
-                hold.release(-more, now)
+            difference = hold.quota_limit.units_of(usage) - hold.units
+            if difference > 0:
+                hold.extend(difference, now)
+            elif difference < 0:
+                hold.release(-difference, now)
 
-    def _shortfall_by_hold(self, use: QuotaUsage) -> list[tuple[LimitHold, int]]:
+    def _shortfall_by_hold(self, usage: QuotaUsage) -> list[tuple[LimitHold, int]]:
         return [
-            (hold, more)
+            (hold, units)
             for hold in self.holds
-            if (more := hold.quota_limit.units_of(use) - hold.units) > 0
+            if (units := hold.quota_limit.units_of(usage) - hold.units) > 0
         ]
 
 
 def reserve(
     limits: Sequence[QuotaLimit], expected: QuotaUsage, minimum: QuotaUsage, now: float
 ) -> Reservation | list[QuotaRejection]:
-    """Hold what a request will likely use of all limits, or of none of them: then all that stand in the way.
+    """Reserve a request's usage of all limits, or return every rejection and reserve nothing.
 
-    A limit smaller than what is likely, but not than what is needed at least, is asked for as a whole.
+    A limit below the expected usage but not below the minimum is reserved as a whole.
+
+    Args:
+        limits: Limits that apply to the request.
+        expected: Usage that the request probably has.
+        minimum: Usage that the request has at least.
+        now: Seconds since the epoch.
     """
-    refusals: list[QuotaRejection] = []
-    holds, whole = [], True
-    for meter in limits:
-        units, counter = meter.units_of(expected), meter.meter
-        if units > counter.limit:
-            units, whole = max(counter.limit, meter.units_of(minimum)), False
-        if units > counter.remaining(now) and units:
-            refusals.append(_build_rejection(meter, units, now))
-        holds.append(LimitHold(meter, counter.used, units, {}))
-    if refusals:
-        return refusals
+    rejections: list[QuotaRejection] = []
+    holds, covers_estimate = [], True
+    for quota_limit in limits:
+        units, meter = quota_limit.units_of(expected), quota_limit.meter
+        if units > meter.limit:
+            units, covers_estimate = max(meter.limit, quota_limit.units_of(minimum)), False
+        if units > meter.remaining(now) and units:
+            rejections.append(_build_rejection(quota_limit, units, now))
+        holds.append(LimitHold(quota_limit, meter.used, units, {}))
+    if rejections:
+        return rejections
     for hold in holds:
         hold.units_by_slot[hold.quota_limit.meter.add(hold.units, now)] = hold.units
-    return Reservation(holds, whole)
+    return Reservation(holds, covers_estimate)
 
 
 def longest_rejection(rejections: Sequence[QuotaRejection]) -> QuotaRejection:
-    """The one that lasts longest: there is no use in coming back before."""
-    return max(rejections, key=lambda refusal: refusal.wait_s)
+    """Return the rejection with the longest wait, before which a retry is useless."""
+    return max(rejections, key=lambda rejection: rejection.wait_s)
 
 
 def is_permanent(rejection: QuotaRejection) -> bool:
-    """Whether waiting does not help."""
+    """Return whether the request is rejected however long the client waits."""
     return math.isinf(rejection.wait_s)
 
 
-def _build_rejection(meter: QuotaLimit, units: int, now: float) -> QuotaRejection:
-    counter = meter.meter
-    wait_s = counter.wait_s(units, now)
-    return QuotaRejection(meter, counter.limit, counter.used, units, wait_s)
+def _build_rejection(quota_limit: QuotaLimit, units: int, now: float) -> QuotaRejection:
+    meter = quota_limit.meter
+    wait_s = meter.wait_s(units, now)
+    return QuotaRejection(quota_limit, meter.limit, meter.used, units, wait_s)

@@ -1,18 +1,18 @@
-"""When to try again: a budget that retries draw on, and waits with full jitter."""
+"""Budget that limits retries to a fraction of the requests, and backoff with full jitter."""
 
 from __future__ import annotations
 
 BASE_BACKOFF_S = 0.1
-"""The longest wait before the first retry."""
+"""Longest wait before the first retry."""
 
 
 class RetryBudget:
-    """Retries may be this share of the requests of the last while, plus a few for quiet times.
+    """Budget of retries as a fraction of the recent requests, plus a reserve for times with little traffic.
 
-    In its first `t` seconds they are at most `share` x requests + `reserve` x (1 + t x ln 2 / `half_life_s`).
+    In the first `t` seconds there are at most `ratio` x requests + `reserve` x (1 + t x ln 2 / `half_life_s`) retries.
 
-    Without a budget retries multiply the load of a pool that is already failing. The count of requests
-    fades with time (half of it each `half_life_s`), so no history is kept.
+    Without a budget, retries multiply the load of a pool that is already failing. The count of requests decays with
+    a half-life of `half_life_s` seconds, so no history is kept.
     """
 
     __slots__ = ("_decayed_at", "_half_life_s", "_ratio", "_requests", "_reserve", "_retries")
@@ -26,12 +26,12 @@ class RetryBudget:
         self._decayed_at = 0.0
 
     def record_request(self, now: float) -> None:
-        """A first attempt went out."""
+        """Count a first attempt."""
         self._decay(now)
         self._requests += 1
 
     def try_acquire(self, now: float) -> bool:
-        """Whether one retry may go out now; it is counted when it may."""
+        """Return whether a retry may be sent now, and charge it to the budget if so."""
         self._decay(now)
         if self._retries + 1 > self._reserve + self._ratio * self._requests:
             return False
@@ -40,15 +40,16 @@ class RetryBudget:
 
     def _decay(self, now: float) -> None:
         if now > self._decayed_at:
-            left = 0.5 ** ((now - self._decayed_at) / self._half_life_s)
-            self._requests *= left
-            self._retries *= left
+            decay = 0.5 ** ((now - self._decayed_at) / self._half_life_s)
+            self._requests *= decay
+            self._retries *= decay
             self._decayed_at = now
 
 
 def backoff_s(attempt: int, draw: float, *, max_s: float = 5.0) -> float:
-    """Seconds before retry number `attempt` (from 1); `draw` is uniform in [0, 1).
+    """Return the seconds to wait before retry number `attempt` (from 1); `draw` is uniform in [0, 1).
 
-    Full jitter (Brooker, "Exponential Backoff and Jitter", 2015): anything from nothing to the exponential.
+    With full jitter (Brooker, "Exponential Backoff and Jitter", 2015) the wait is uniform between 0 and the exponential
+    backoff.
     """
     return draw * min(max_s, BASE_BACKOFF_S * 2.0 ** min(attempt - 1, 60))

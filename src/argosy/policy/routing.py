@@ -1,13 +1,15 @@
-"""Which replica gets a request: its cost there in seconds, or one of the classic rules to compare with.
+"""Replica selection by estimated cost in seconds, and classic load-balancing policies to compare with.
 
-Cost of replica i, every term in seconds, so that there are no weights to tune:
+The cost of a replica is a sum of terms in seconds, so no weights need tuning:
 
-    (tokens queued there + tokens of this prompt that it has not cached) / its prefill rate
-    + its seconds between tokens x the expected output
-    + BARRIER_S x k / (1 - k), k the used part of its KV cache
+    (queued tokens + uncached tokens of this prompt) / prefill_tokens_per_s
+    + inter_token_s * expected output tokens
+    + MEMORY_BARRIER_S * k / (1 - k), where k is kv_usage_ratio
 
-Affinity is the cached term and nothing else: a warm replica wins until its queue costs more than recomputing
-elsewhere, judged for each request alone.
+A replica without a recent load report costs `STALE_PENALTY_S` more.
+
+Cache affinity enters only through the cached tokens. A replica with a warm cache wins until its queue costs more than
+recomputing the prompt elsewhere, and each request is judged on its own.
 """
 
 from __future__ import annotations
@@ -24,43 +26,47 @@ import msgspec
 from argosy.policy.smoothing import PeakEwma
 
 MEMORY_BARRIER_S = 0.15
-"""Cost of a half full KV cache: it grows without bound towards a full one."""
+"""Cost of a half full KV cache. The cost grows without bound as the cache fills."""
 MAX_KV_USAGE_RATIO = 0.999
 STALE_AFTER_S = 2.0
-"""After so long without a report a replica is judged by what was sent to it, at `STALE_PENALTY_S` more."""
+"""Age from which a load report is stale."""
 STALE_PENALTY_S = 0.25
+"""Cost added to a replica with a stale report, whose load is then known only from what was sent to it."""
 
 
 @dataclass(slots=True)
 class ReplicaLoad:
-    """What is known of a replica: its own last report, and what was sent there since."""
+    """Load of a replica: its last report, and the requests dispatched to it since."""
 
     name: str
     prefill_tokens_per_s: float = 2000.0
-    """Prompt tokens a second, measured."""
+    """Measured rate at which the replica computes prompts."""
     inter_token_s: float = 0.02
-    """Seconds between a sequence's tokens, were one more to run there."""
+    """Expected seconds between the tokens of a sequence if one more sequence runs there."""
     queued_tokens: int = 0
-    """Prompt tokens not computed yet, as reported."""
+    """Prompt tokens not computed yet, from the last report."""
     running: int = 0
     waiting: int = 0
     kv_usage_ratio: float = 0.0
-    """Part of the KV cache, 0 to 1."""
+    """Used fraction of the KV cache, 0 to 1."""
     reported_at: float = float("-inf")
     sent_tokens: int = 0
     """Uncached prompt tokens dispatched since the report."""
     in_flight: int = 0
-    """Requests dispatched by this gateway that have not ended."""
+    """Requests that this gateway dispatched and that still run."""
     oversubscribed: int = 0
-    """Requests more than it runs at once, all gateways' together, as reported: they had not heard of each other yet."""
+    """Reported requests of all gateways beyond the concurrency slots.
+
+    Gateways oversubscribe a replica until they learn of each other's requests.
+    """
     max_seqs: int = 0
-    """Sequences that it runs at once; 0: unknown."""
+    """Sequences that the replica runs at a time; 0 if unknown."""
     ttft: PeakEwma = field(default_factory=PeakEwma)
-    """Time to the first token, as this gateway saw it."""
+    """Time to first token as measured by this gateway."""
 
 
 class RoutingCost(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """The terms of one candidate, in seconds, for the explanation."""
+    """Cost terms of one candidate in seconds, kept to explain a routing decision."""
 
     replica: str
     queue_s: float
@@ -71,29 +77,33 @@ class RoutingCost(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
     @property
     def total_s(self) -> float:
-        """What is compared."""
+        """Sum of all terms, by which candidates are compared."""
         return self.queue_s + self.prefill_s + self.decode_s + self.memory_s + self.stale_s
 
 
 class RoutingCandidate(msgspec.Struct, frozen=True):
-    """A replica that could get a request, and what that would cost."""
+    """Replica that may get a request, with the estimated cost."""
 
     load: ReplicaLoad
     uncached_tokens: int
-    """Prompt tokens that it probably has to compute."""
+    """Prompt tokens that the replica probably has to compute."""
     cost: RoutingCost
 
 
 class RoutingPolicy(Protocol):
-    """A routing rule."""
+    """Policy that selects a replica among candidates."""
 
     def select(
         self, candidates: Sequence[RoutingCandidate], affinity_key: str, draw: float, now: float
     ) -> RoutingCandidate:
-        """One of `candidates` (at least one).
+        """Select a candidate.
 
-        `key` is what should stay together: a session, else the prompt's beginning; empty: nothing. `draw` is uniform
-        in [0, 1).
+        Args:
+            candidates: At least one candidate.
+            affinity_key: Requests with equal keys should share a replica. The key is the session, or else the
+                beginning of the prompt; empty for no affinity.
+            draw: Random number, uniform in [0, 1).
+            now: Seconds on the clock of `ReplicaLoad.reported_at`.
         """
         ...
 
@@ -101,7 +111,7 @@ class RoutingPolicy(Protocol):
 def estimate_cost(
     load: ReplicaLoad, uncached_tokens: int, output_tokens: int, now: float
 ) -> RoutingCost:
-    """What a request costs on this replica: prompt tokens that it has not cached, and expected output."""
+    """Estimate what a request with these uncached prompt tokens and expected output tokens costs on a replica."""
     rate = max(load.prefill_tokens_per_s, 1.0)
     used = min(max(load.kv_usage_ratio, 0.0), MAX_KV_USAGE_RATIO)
     stale = now - load.reported_at > STALE_AFTER_S
@@ -116,21 +126,24 @@ def estimate_cost(
 
 
 class LeastCost:
-    """The cheapest in seconds; `draw` decides between equals."""
+    """Policy that selects the lowest total cost; `draw` decides between equals."""
 
     def select(
         self, candidates: Sequence[RoutingCandidate], affinity_key: str, draw: float, now: float
     ) -> RoutingCandidate:
-        """See `Chooser`."""
         del affinity_key, now
         totals = [candidate.cost.total_s for candidate in candidates]
-        least = min(totals) + 1e-9
-        equal = [one for one, total in zip(candidates, totals, strict=True) if total <= least]
-        return equal[int(draw * len(equal))]
+        threshold = min(totals) + 1e-9
+        cheapest = [
+            candidate
+            for candidate, total in zip(candidates, totals, strict=True)
+            if total <= threshold
+        ]
+        return cheapest[int(draw * len(cheapest))]
 
 
 class RoundRobin:
-    """One after the other."""
+    """Policy that selects the replicas in turn, by name."""
 
     def __init__(self) -> None:
         self._last_replica = ""
@@ -138,21 +151,22 @@ class RoundRobin:
     def select(
         self, candidates: Sequence[RoutingCandidate], affinity_key: str, draw: float, now: float
     ) -> RoutingCandidate:
-        """See `Chooser`."""
         del affinity_key, draw, now
-        ordered = sorted(candidates, key=lambda one: one.load.name)
-        chosen = next((one for one in ordered if one.load.name > self._last_replica), ordered[0])
-        self._last_replica = chosen.load.name
-        return chosen
+        ordered = sorted(candidates, key=lambda candidate: candidate.load.name)
+        selected = next(
+            (candidate for candidate in ordered if candidate.load.name > self._last_replica),
+            ordered[0],
+        )
+        self._last_replica = selected.load.name
+        return selected
 
 
 class PowerOfTwo:
-    """The less loaded of two at random (Mitzenmacher 2001)."""
+    """Policy that selects the less loaded of two random candidates (Mitzenmacher 2001)."""
 
     def select(
         self, candidates: Sequence[RoutingCandidate], affinity_key: str, draw: float, now: float
     ) -> RoutingCandidate:
-        """See `Chooser`."""
         del affinity_key, now
         count = len(candidates)
         if count == 1:
@@ -164,30 +178,35 @@ class PowerOfTwo:
 
 
 class LatencyAware:
-    """The least smoothed time to the first token, times who is there already (as Finagle's balancer)."""
+    """Policy that selects the lowest product of smoothed time to first token and load (as Finagle's balancer).
+
+    A replica without a measurement gets one request. While that request runs, its latency counts as the slowest.
+    """
 
     def select(
         self, candidates: Sequence[RoutingCandidate], affinity_key: str, draw: float, now: float
     ) -> RoutingCandidate:
-        """See `Chooser`. Who is not known yet gets one request, then counts as the slowest."""
         del affinity_key, draw
-        slowest = max(one.load.ttft.value(now) for one in candidates)
+        slowest_s = max(candidate.load.ttft.value(now) for candidate in candidates)
 
-        def expected(one: RoutingCandidate) -> tuple[float, int]:
-            busy = one.load.in_flight
-            latency = one.load.ttft.value(now) or (slowest if busy else 0.0)
-            return latency * (busy + 1), busy
+        def rank(candidate: RoutingCandidate) -> tuple[float, int]:
+            in_flight = candidate.load.in_flight
+            latency_s = candidate.load.ttft.value(now) or (slowest_s if in_flight else 0.0)
+            return latency_s * (in_flight + 1), in_flight
 
-        return min(candidates, key=expected)
+        return min(candidates, key=rank)
 
 
 class BoundedHash:
-    """Consistent hashing with bounded loads (Mirrokni, Thorup & Zadimoghaddam 2018) on the key."""
+    """Policy that hashes the affinity key consistently, with bounded loads (Mirrokni, Thorup & Zadimoghaddam 2018).
+
+    Without an affinity key the position on the ring is random.
+    """
 
     VIRTUAL_NODES = 64
-    """Places of each replica on the ring."""
+    """Positions of each replica on the hash ring."""
     MAX_RING_REPLICAS = 1000
-    """Replicas, about: their names may change for ever."""
+    """Approximate number of replicas on the ring, which bounds it when replica names keep changing."""
 
     def __init__(self, load_factor: float = 1.25) -> None:
         self._load_factor = load_factor
@@ -197,20 +216,22 @@ class BoundedHash:
     def select(
         self, candidates: Sequence[RoutingCandidate], affinity_key: str, draw: float, now: float
     ) -> RoutingCandidate:
-        """See `Chooser`. Without a key the place is `draw`'s."""
         del now
-        named = {one.load.name: one for one in candidates}
-        self._rebuild_ring(frozenset(named))
-        busy = sum(map(_in_flight, candidates)) + 1
-        most = math.ceil(self._load_factor * busy / len(candidates))
-        place = _ring_position(affinity_key) if affinity_key else int(draw * 2**64)
-        start = bisect_left(self._ring, (place, ""))
-        around = (self._ring[(start + step) % len(self._ring)] for step in range(len(self._ring)))
-        there = (named[name] for _, name in around if name in named)
-        return next(one for one in there if one.load.in_flight < most)
+        by_name = {candidate.load.name: candidate for candidate in candidates}
+        self._rebuild_ring(frozenset(by_name))
+        total_in_flight = sum(map(_in_flight, candidates)) + 1
+        capacity = math.ceil(self._load_factor * total_in_flight / len(candidates))
+        position = _ring_position(affinity_key) if affinity_key else int(draw * 2**64)
+        start = bisect_left(self._ring, (position, ""))
+        nodes = (self._ring[(start + step) % len(self._ring)] for step in range(len(self._ring)))
+        clockwise = (by_name[name] for _, name in nodes if name in by_name)
+        return next(candidate for candidate in clockwise if candidate.load.in_flight < capacity)
 
     def _rebuild_ring(self, names: frozenset[str]) -> None:
-        """Who is full or away for a moment keeps its places: a thousand hashes for each request would be too many."""
+        """Add new replicas to the ring.
+
+        Replicas that are full or down keep their positions, because rebuilding costs a thousand hashes.
+        """
         if not names <= self._names:
             self._names = (
                 names if len(self._names) >= self.MAX_RING_REPLICAS else self._names | names
@@ -231,10 +252,10 @@ def _ring_position(key: str) -> int:
 
 
 RoutingPolicyName = Literal["least-cost", "round-robin", "power-of-two", "latency", "hash"]
-"""As a pool's setting names it."""
+"""Name of a policy in the settings of a pool."""
 
 FULL_SCAN_POLICIES: frozenset[RoutingPolicyName] = frozenset({"round-robin", "hash"})
-"""Rules that go by who is there; the others look for a good one, and need not see all of very many."""
+"""Policies that need all candidates. The others find a good replica in a sample of a large pool."""
 
 ROUTING_POLICIES: dict[RoutingPolicyName, Callable[[], RoutingPolicy]] = {
     "least-cost": LeastCost,

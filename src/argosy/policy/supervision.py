@@ -1,4 +1,4 @@
-"""When a replica is started, started again, ended because it hangs, or given up: decisions about time alone."""
+"""Policy that decides when a replica process is started, restarted, killed because it hangs, or given up."""
 
 from __future__ import annotations
 
@@ -7,50 +7,53 @@ from dataclasses import dataclass
 
 
 class SupervisionAction(enum.Enum):
-    """What to do about a replica now."""
+    """Action that the supervisor takes on a replica process."""
 
     NOTHING = "nothing"
     START = "start"
     KILL = "kill"
     GIVE_UP = "give up"
-    """It will not be started any more, or not soon; said each time."""
+    """Stop restarting the process, for good or until `give_up_retry_interval_s` has passed.
+
+    The policy returns this action once for each time that it gives up.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessRun:
-    """One life of a replica, as far as is known. Times are seconds on the clock that every `now` is read from."""
+    """State of one run of a replica process. Times are seconds on the clock of `now`."""
 
     started_at: float
     last_response_at: float | None = None
-    """When it last answered; None: it does not yet."""
+    """Time of the last response; None before the first."""
     ready_at: float | None = None
-    """When it began to take requests."""
+    """Time from which the replica accepts requests."""
     exited_at: float | None = None
     start_error: str = ""
-    """Why it could not start, in its own words."""
+    """Error message of a process that could not start."""
 
 
 @dataclass(frozen=True, slots=True)
 class RestartLimits:
-    """How patient to be. Times are in seconds."""
+    """Timeouts and limits of the supervision policy. Times are in seconds."""
 
     hang_timeout_s: float = 10.0
-    """A replica that has answered and then gives no answer for this long hangs."""
+    """Silence after a response from which a replica counts as hung."""
     start_timeout_s: float = 120.0
-    """So does one that gives no first answer for this long."""
+    """Silence after the start from which a replica counts as hung."""
     max_failed_starts: int = 5
-    """So many starts in a row that come to nothing, and it is given up."""
+    """Consecutive failed starts after which the replica is given up."""
     give_up_retry_interval_s: float = 60.0
-    """Then one that has served is tried once more after so long, again and again: what is in its way may pass."""
+    """Interval at which a given-up replica that was once ready is started again, since the cause may pass."""
     healthy_after_s: float = 10.0
-    """A life that was ready for this long ends the row of short ones."""
+    """Time ready after which a run counts as healthy and ends the series of short runs."""
     base_backoff_s: float = 0.25
-    """Wait after the second short life in a row (after the first there is none); doubled for each one more."""
+    """Wait after the second consecutive short run, doubled for each further one; there is none after the first."""
     max_backoff_s: float = 5.0
 
 
 class SupervisionPolicy:
-    """One replica's, over all its lives."""
+    """Supervision state of one replica over all runs of its process."""
 
     __slots__ = (
         "_failed_starts",
@@ -67,9 +70,9 @@ class SupervisionPolicy:
         self._limits = limits or RestartLimits()
         self._last_exited: ProcessRun | None = None
         self._failed_starts = 0
-        """Lives in a row that never became ready."""
+        """Consecutive runs that never became ready."""
         self._short_runs = 0
-        """Lives in a row that were not ready for long."""
+        """Consecutive runs that were not ready for `healthy_after_s`."""
         self._was_ever_ready = False
         self._has_given_up = False
         self._last_checked_at: float | None = None
@@ -77,11 +80,16 @@ class SupervisionPolicy:
 
     @property
     def has_given_up(self) -> bool:
-        """Whether it is not to be started, at least not soon."""
+        """Whether the process is not restarted, at least not soon."""
         return self._has_given_up
 
     def decide(self, run: ProcessRun | None, now: float) -> SupervisionAction:
-        """What to do, its latest life being `life` (None: it had none). Expects to be asked about once a second."""
+        """Decide what to do; call it about once per second.
+
+        Args:
+            run: Latest run of the process; None before the first.
+            now: Seconds on a monotonic clock.
+        """
         self._detect_suspension(now)
         if run is None:
             return SupervisionAction.START
@@ -100,12 +108,11 @@ class SupervisionPolicy:
             else SupervisionAction.NOTHING
         )
 
-    def _decide_after_give_up(self, life: ProcessRun, now: float) -> SupervisionAction:
-        """What to do about one that was given up."""
+    def _decide_after_give_up(self, run: ProcessRun, now: float) -> SupervisionAction:
         if (
             not self._was_ever_ready
-            or life.exited_at is None
-            or now < life.exited_at + self._limits.give_up_retry_interval_s
+            or run.exited_at is None
+            or now < run.exited_at + self._limits.give_up_retry_interval_s
         ):
             return SupervisionAction.NOTHING
         self._has_given_up = False
@@ -113,7 +120,10 @@ class SupervisionPolicy:
         return SupervisionAction.START
 
     def _detect_suspension(self, now: float) -> None:
-        """When it is we who were stopped or starved, silence says nothing about the replica."""
+        """Restart the hang timeouts if the supervisor itself was stopped or starved since the last check.
+
+        After such a gap, silence is no evidence against the replica.
+        """
         if (
             self._last_checked_at is not None
             and now - self._last_checked_at > self._limits.hang_timeout_s / 2
@@ -121,22 +131,22 @@ class SupervisionPolicy:
             self._resumed_at = now
         self._last_checked_at = now
 
-    def _is_hung(self, life: ProcessRun, now: float) -> bool:
-        if life.last_response_at is None:
-            return now - max(life.started_at, self._resumed_at) > self._limits.start_timeout_s
-        return now - max(life.last_response_at, self._resumed_at) > self._limits.hang_timeout_s
+    def _is_hung(self, run: ProcessRun, now: float) -> bool:
+        if run.last_response_at is None:
+            return now - max(run.started_at, self._resumed_at) > self._limits.start_timeout_s
+        return now - max(run.last_response_at, self._resumed_at) > self._limits.hang_timeout_s
 
-    def _record_exit(self, life: ProcessRun, ended_at: float) -> None:
-        """Take in a death, once."""
-        limits, self._last_exited = self._limits, life
-        if life.ready_at is None:
+    def _record_exit(self, run: ProcessRun, exited_at: float) -> None:
+        """Count the exit of a run; call it once per run."""
+        limits, self._last_exited = self._limits, run
+        if run.ready_at is None:
             self._failed_starts += 1
         else:
             self._failed_starts = 0
-        healthy = life.ready_at is not None and ended_at - life.ready_at >= limits.healthy_after_s
+        healthy = run.ready_at is not None and exited_at - run.ready_at >= limits.healthy_after_s
         self._short_runs = 0 if healthy else self._short_runs + 1
-        hopeless = bool(life.start_error) and not self._was_ever_ready
-        self._has_given_up = hopeless or self._failed_starts >= limits.max_failed_starts
+        cannot_start = bool(run.start_error) and not self._was_ever_ready
+        self._has_given_up = cannot_start or self._failed_starts >= limits.max_failed_starts
 
     def _backoff_s(self) -> float:
         if self._short_runs < 2:

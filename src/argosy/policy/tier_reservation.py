@@ -1,8 +1,8 @@
-"""Which tiers may take the room that replicas have: some of it is kept for a higher tier that has asked lately.
+"""Reservation of concurrency slots for higher tiers that sent a request recently.
 
-A request of a high tier that finds every seat taken waits until an answer ends, whoever goes first then. So a part of
-the seats stays free for it, until it has half of them itself: from there on it waits in the queue like all others,
-and they take turns with it.
+Without a reservation, a request of a high tier that finds every slot taken waits until a response ends, even though it
+is dispatched first then. Some slots therefore stay free for each higher tier until it uses half of all slots. Beyond
+that the tier waits in the queue and takes turns with the others.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import math
 from collections.abc import Sequence
 
 RESERVED_SLOT_DIVISOR = 8
-"""One seat in so many is kept free for each higher tier."""
+"""For each higher tier, the total slots divided by this number stay free."""
 RECENT_WINDOW_S = 60.0
-"""Nothing is kept for a tier that has not asked for so long."""
+"""Seconds after its last request for which a tier has a reservation."""
 
 
 def no_reservation_active(tier: int, last_request_at: Sequence[float], now: float) -> bool:
-    """Whether no higher tier has asked lately, so that any free seat is for this one."""
+    """Return whether no higher tier has sent a request recently, so that `tier` may take any free slot."""
     return now - max(last_request_at[:tier], default=-math.inf) >= RECENT_WINDOW_S
 
 
@@ -28,15 +28,23 @@ def lowest_admissible_tier(
     last_request_at: Sequence[float],
     now: float,
 ) -> int:
-    """The lowest tier that may have one of those of all `seats` that are `free` for it; -1: none.
+    """Return the lowest tier that may take a free slot; -1 if no tier may.
 
-    `running` are the requests that each tier has there, `asked` when it asked last. No tier has fewer free than a
-    lower one.
+    The sequences are indexed by tier. No tier has fewer `free_slots` than a lower tier.
+
+    Args:
+        free_slots: Slots that are free for each tier.
+        total_slots: All slots of the replicas.
+        running: Number of running requests.
+        last_request_at: Time of the last request.
+        now: Current time.
     """
-    kept = 0
-    for tier, (runs, at) in enumerate(zip(running, last_request_at, strict=True)):
-        if free_slots[tier] <= kept:
+    reserved = 0
+    for tier, (running_count, at) in enumerate(zip(running, last_request_at, strict=True)):
+        if free_slots[tier] <= reserved:
             return tier - 1
         if now - at < RECENT_WINDOW_S:
-            kept += max(0, min(total_slots // RESERVED_SLOT_DIVISOR, total_slots // 2 - runs))
+            reserved += max(
+                0, min(total_slots // RESERVED_SLOT_DIVISOR, total_slots // 2 - running_count)
+            )
     return len(running) - 1

@@ -1,26 +1,25 @@
-"""Weighted fair shares of service between tenants, by virtual token counters.
+"""Weighted fair sharing of service between tenants by virtual token counters (Sheng et al., OSDI 2024).
 
-Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024): the waiting tenant with the
-least service per weight goes first, and a tenant that comes back from idleness starts level with
-the others instead of cashing in its absence. Between two tenants that both have requests waiting,
-service per weight then differs by at most twice the larger of (input price x longest input) and
-(output price x tokens that can be in flight).
+In "Fairness in Serving Large Language Models", the waiting tenant with the least service per weight is served first.
+A tenant that returns from idleness starts level with the active tenants and gets no credit for its absence. Between two
+tenants with waiting requests, service per weight then differs by at most twice the larger of two products. The first is
+input token weight x longest input, the second is output token weight x tokens that can be in flight.
 """
 
 from __future__ import annotations
 
 INPUT_TOKEN_WEIGHT = 1.0
 OUTPUT_TOKEN_WEIGHT = 2.0
-"""An output token occupies a whole step's slot, an input token shares one: it weighs more."""
+"""Output tokens weigh more, because each occupies a batch slot for a whole step while input tokens share a step."""
 
 
 def weighted_tokens(input_tokens: float, output_tokens: float) -> float:
-    """What so many tokens count for: those of prompts that were not found in a cache, and those of answers."""
+    """Return the service in weighted tokens; `input_tokens` excludes tokens found in a cache."""
     return INPUT_TOKEN_WEIGHT * input_tokens + OUTPUT_TOKEN_WEIGHT * output_tokens
 
 
 class TenantCounter:
-    """What one tenant has been served, in weighted tokens."""
+    """Service that one tenant has received, in weighted tokens."""
 
     __slots__ = ("active_requests", "served_tokens", "tenant", "weight")
 
@@ -29,37 +28,37 @@ class TenantCounter:
         self.weight = weight
         self.served_tokens = served_tokens
         self.active_requests = 0
-        """Requests of this tenant that wait or run."""
+        """Waiting and running requests of the tenant."""
 
 
 class VirtualTokenCounters:
-    """The accounts of all tenants. A tenant is backlogged between `enter` and the matching `leave`."""
+    """Counters of all tenants. A tenant is backlogged between `add_request` and the matching `remove_request`."""
 
     def __init__(self, max_idle_tenants: int = 10_000) -> None:
         self._counters: dict[str, TenantCounter] = {}
         self._backlogged: dict[str, TenantCounter] = {}
         self._idle_level = 0.0
-        """What the tenant that was busy last had been served: where the next busy time begins."""
+        """Service of the tenant that became idle last, at which the next busy period starts."""
         self._max_idle_tenants = max_idle_tenants
 
     def add_request(self, tenant: str, weight: float) -> TenantCounter:
-        """One more request of `tenant`; its weight (> 0) is the one last given."""
-        account = self._counters.get(tenant)
-        if account is None:
-            account = self._counters[tenant] = TenantCounter(tenant, weight, 0.0)
-        if account.active_requests == 0:
+        """Add a request of `tenant`; the tenant's weight (> 0) becomes `weight`."""
+        counter = self._counters.get(tenant)
+        if counter is None:
+            counter = self._counters[tenant] = TenantCounter(tenant, weight, 0.0)
+        if counter.active_requests == 0:
             level = min(
-                (other.served_tokens for other in self._backlogged.values()),
+                (backlogged.served_tokens for backlogged in self._backlogged.values()),
                 default=self._idle_level,
             )
-            account.served_tokens = max(account.served_tokens, level)
-            self._backlogged[tenant] = account
-        account.weight = weight
-        account.active_requests += 1
-        return account
+            counter.served_tokens = max(counter.served_tokens, level)
+            self._backlogged[tenant] = counter
+        counter.weight = weight
+        counter.active_requests += 1
+        return counter
 
     def remove_request(self, counter: TenantCounter) -> None:
-        """A request of this tenant has ended."""
+        """Remove an ended request of a tenant."""
         counter.active_requests -= 1
         if counter.active_requests == 0:
             del self._backlogged[counter.tenant]
@@ -68,10 +67,10 @@ class VirtualTokenCounters:
             self._evict_idle()
 
     def _evict_idle(self) -> None:
-        """Keep the idle accounts that still carry debt, largest first; the others would be lifted anyway."""
+        """Drop the idle counters with the least service, which the next busy period would raise anyway."""
         idle = sorted(
-            (a for a in self._counters.values() if not a.active_requests),
-            key=lambda a: a.served_tokens,
+            (counter for counter in self._counters.values() if not counter.active_requests),
+            key=lambda counter: counter.served_tokens,
         )
-        for account in idle[: max(0, len(idle) - self._max_idle_tenants // 2)]:
-            del self._counters[account.tenant]
+        for counter in idle[: max(0, len(idle) - self._max_idle_tenants // 2)]:
+            del self._counters[counter.tenant]

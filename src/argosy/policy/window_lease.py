@@ -1,15 +1,15 @@
-"""A gateway's part of a limit that many gateways share: what it was granted for a while, and what it owes.
+"""Lease on a limit over a sliding window or calendar period that several gateways share.
 
-The authority (Redis) counts what it grants. A grant may be used for `lease_s`, so the authority counts it for the
-window and that time besides: in no interval of the window's length is more used than the limit. What
-was not used is given back. A gateway counts its grants from when it asked, by its own clock; nobody compares
-clocks. Of what a gateway says, all is said once: whoever carries an `Ask` repeats it until it is answered.
+The authority (Redis) counts the units that it grants. A grant is valid for `lease_s`. The authority therefore counts it
+for the window and that time besides, so no interval of the window's length exceeds the limit. Unused units are
+returned. A gateway measures the validity from the time of its request by its own clock, so clocks need no
+synchronization. Each unit is reported exactly once, because the caller repeats a `LeaseRequest` until it is answered.
 
-What is used without a grant (a stream goes on while more is asked for, as far as there was room lately; the authority
-is down and the caller's project goes on) is lent: counted here, and told as owed with the next ask. While the authority
-is down, a gateway lends until what it used itself is the limit divided by the gateways seen last, rounded up. So
-whatever happens, no window holds more than twice the limit (and those fractions), and one in which the authority was
-down throughout not more than the limit once.
+Units used without a grant are lent, which means that they are counted locally and reported as owed in the next request.
+There are two cases. A running stream continues while more units are requested, if there was room recently. While the
+authority is down, requests continue in the failure mode `open`. During an outage a gateway lends until its own usage
+reaches the limit divided by the number of gateways seen last, rounded up. As a result no window exceeds twice the
+limit (plus rounding), and a window in which the authority was down throughout does not exceed the limit.
 """
 
 from __future__ import annotations
@@ -29,30 +29,32 @@ from argosy.policy.quota_meters import (
 )
 
 MAX_LEASE_S = 2.0
-"""Most that a grant is good for; of a window, a tenth of it at most."""
+"""Longest validity of a grant; for a sliding window at most a tenth of the window."""
 MAX_OWED_SLOTS = 2 * WINDOW_SLOTS
 MAX_SEED_AGE_S = 10.0
-"""For so long the authority may be told what a ledger said: later that would lack what others have used since."""
+"""Age up to which ledger sums are reported; older sums would lack what other gateways have used since."""
 
 
 def _ignore() -> None:
-    """There is nobody to tell."""
+    """Do nothing; default callback."""
 
 
 @dataclass(slots=True)
 class _ActiveGrant:
+    """Granted units that this gateway has not used yet."""
+
     slot: int
     remaining: int
     expires_at: float
 
 
 class WindowLease(LeasedQuota):
-    """Of a limit over a window or a period of the calendar."""
+    """Leased meter for a limit over a sliding window or a calendar period."""
 
     def __init__(self, name: str, local_meter: SlidingWindow | CalendarPeriod) -> None:
         super().__init__(name, local_meter)
         self.on_report_due: Callable[[], None] = _ignore
-        """Called when there is something to tell that nobody waits for."""
+        """Called when there is usage to report, although no request waits for units."""
         self._window_s = local_meter.window_s if isinstance(local_meter, SlidingWindow) else 0.0
         self._lease_s = min(MAX_LEASE_S, self._window_s / 10 or MAX_LEASE_S)
         self._grants: deque[_ActiveGrant] = deque()
@@ -61,42 +63,40 @@ class WindowLease(LeasedQuota):
         self._overdraft, self._overdraft_at = 0, -math.inf
         self._spent_since_request = self._expected_spend = 0
         self._owed: dict[int, int] = {}
-        """Own slot -> units used without a grant."""
+        """Units used without a grant, by slot of the local meter."""
         self._earliest_grant_slots: dict[int, int] = {}
-        """Own slot -> the earliest slot of grants that were used in it."""
+        """Earliest slot at the authority whose grants were used, by slot of the local meter."""
         self._returned: dict[int, int] = {}
+        """Unused units to return, by slot at the authority."""
         self._seeds: list[tuple[float, int]] | None = None
         self._seeds_expire_at = -math.inf
         self._seeds_requested = False
-        """The authority has asked for them."""
+        """Whether the authority lacks the usage from before the limit was metered."""
         self._is_short = False
-        """There was not enough: what nobody here could use of it may be what somebody elsewhere waits for."""
+        """Whether the last grant was too small; its units are returned at once, as another gateway may need them."""
         self._renew_at = math.inf
         self._last_grant = LeaseGrant(0, 0, 0, 0.0, 0.0, known=True)
         self._last_grant_at = -math.inf
         self._units_in_transit = 0
-        """Given back, less what was owed, with an ask that was not answered yet."""
+        """Units returned minus units owed in the request that is not answered yet."""
 
     @property
     def name(self) -> str:
-        """See `Shared`."""
         return self._name if self._window_s else f"{self._name}:{self._period_start:.0f}"
 
     @property
     def used(self) -> int:
-        """See `Counter`: by all gateways, as far as is known."""
+        """Units in use by all gateways, as of the last grant."""
         return max(self._last_grant.used - self._granted_units, self._local_meter.used)
 
     @property
     def is_idle(self) -> bool:
-        """See `Shared`."""
-        news = self._returned or self._owed or self._has_requested_seeds
-        return not (self._grants or self._needed or self._spent_since_request or news)
+        unreported = self._returned or self._owed or self._has_requested_seeds
+        return not (self._grants or self._needed or self._spent_since_request or unreported)
 
     def remaining(self, now: float) -> int:
-        """See `Counter`."""
         self._expire_grants(now)
-        self._local_meter.remaining(now)  # so that `used` is as of now
+        self._local_meter.remaining(now)  # updates `used`
         return (
             self._granted_units + self._overdraft
             if now == self._overdraft_at
@@ -104,9 +104,9 @@ class WindowLease(LeasedQuota):
         )
 
     def add(self, units: int, now: float) -> int:
-        """See `Counter`; the slot is our own."""
+        """Count `units` and return their slot in the local meter."""
         self._expire_grants(now)
-        own = self._local_meter.add(units, now)
+        local_slot = self._local_meter.add(units, now)
         rest, slot = units, None
         while rest and self._grants:
             grant = self._grants[0]
@@ -119,36 +119,39 @@ class WindowLease(LeasedQuota):
         self._granted_units -= units - rest
         self._spent_since_request += units
         if rest:
-            self._owed[own] = self._owed.get(own, 0) + rest
+            self._owed[local_slot] = self._owed.get(local_slot, 0) + rest
             if len(self._owed) > MAX_OWED_SLOTS:
-                del self._owed[next(iter(self._owed))]  # longer ago than a window
+                del self._owed[next(iter(self._owed))]  # older than the window
             self._overdraft = max(0, self._overdraft - rest)
             self.on_report_due()
         if slot is not None:
-            self._earliest_grant_slots.setdefault(own, slot)
-        return own
+            self._earliest_grant_slots.setdefault(local_slot, slot)
+        return local_slot
 
     def adjust(self, slot: int, units: int, now: float) -> bool:
-        """See `Counter`. The authority is told the slot where it counts, or an earlier one: never a later one."""
+        """Change the count of a local slot.
+
+        Units are returned to the slot where the authority counts them or to an earlier one, never to a later one.
+        """
         self._expire_grants(now)
         if not self._local_meter.adjust(slot, units, now):
             return False
-        back, origin = -units, self._earliest_grant_slots.get(slot)
-        if origin is None:  # all of it was lent
-            untold = min(back, self._owed.get(slot, 0))
-            if untold:
-                self._owed[slot] -= untold
-                back -= untold
-            if not self._window_s:  # a period is one slot; of a window nobody knows where it counts
+        returned, origin = -units, self._earliest_grant_slots.get(slot)
+        if origin is None:  # all units of the slot were lent
+            unreported = min(returned, self._owed.get(slot, 0))
+            if unreported:
+                self._owed[slot] -= unreported
+                returned -= unreported
+            # A period has one slot, while the slot of a window at the authority is unknown.
+            if not self._window_s:
                 origin = slot
-        if back and origin is not None:
-            self._returned[origin] = self._returned.get(origin, 0) + back
-            self._exhausted_until = -math.inf  # there is this again
+        if returned and origin is not None:
+            self._returned[origin] = self._returned.get(origin, 0) + returned
+            self._exhausted_until = -math.inf  # these units are free again
             self.on_report_due()
         return True
 
     def wait_s(self, units: int, now: float) -> float:
-        """See `Counter`."""
         if units <= self.remaining(now):
             return 0.0
         if units > self.limit:
@@ -158,7 +161,6 @@ class WindowLease(LeasedQuota):
         return max(0.0, self._last_grant.wait_s - (now - self._last_grant_at))
 
     def reset_s(self, now: float) -> float:
-        """See `Counter`."""
         self._expire_grants(now)
         if not self._window_s:
             return self._period_end - now if self.used else 0.0
@@ -169,14 +171,14 @@ class WindowLease(LeasedQuota):
         )
 
     def seed_points(self, now: float) -> tuple[float, ...]:
-        """See `Counter`."""
         self._expire_grants(now)
         return self._local_meter.seed_points(now)
 
     def seed(self, used: Iterable[tuple[float, int]], now: float) -> None:
-        """See `Counter`: the authority is told with the next ask; it listens to the first that tells.
+        """Report the usage from before the limit was metered with the next request.
 
-        It is told no more when nothing was asked for long: it will say if nobody has told.
+        The authority uses the first report of any gateway. A report older than `MAX_SEED_AGE_S` is not sent; the
+        authority requests another one if it still has none.
         """
         self.needs_seed = False
         self._seeds = [(at, units) for at, units in used if at > self._period_start]
@@ -185,47 +187,49 @@ class WindowLease(LeasedQuota):
             self.on_report_due()
 
     def is_due(self, now: float) -> bool:
-        """See `Shared`."""
         self._expire_grants(now)
         return (
             now >= self._renew_at or self._has_requested_seeds or bool(self._returned or self._owed)
         )
 
     def can_overdraw(self, units: int, now: float) -> bool:
-        """See `Shared`. What streams were lent since counts too: slow ones would never end otherwise."""
+        """Return whether `units` are probably free according to the last grant and the units lent since.
+
+        Without the units lent since then, slow streams could continue without end.
+        """
         if now >= self._last_grant_at + self._lease_s:
             return True
-        since = self._units_in_transit + sum(self._returned.values()) - sum(self._owed.values())
-        return units <= self._granted_units + self.limit - self._last_grant.used + since
+        net_returned = (
+            self._units_in_transit + sum(self._returned.values()) - sum(self._owed.values())
+        )
+        return units <= self._granted_units + self.limit - self._last_grant.used + net_returned
 
     def overdraw(self, units: int, now: float) -> None:
-        """See `Shared`."""
         self._overdraft, self._overdraft_at = units, now
 
     def build_request(self, now: float) -> LeaseRequest:
-        """See `Shared`."""
         self._expire_grants(now)
         need = min(self._needed, MAX_UNITS)
-        # What was needed before it was time to renew was too little: twice as much, until it lasts.
-        pace = (
+        # Units that are needed before the renewal is due show that the last grant was too small, so double it.
+        expected_spend = (
             2 * max(self._spent_since_request, self._expected_spend)
             if need
             else max(self._spent_since_request, self._expected_spend // 2)
         )
-        self._expected_spend = min(pace, self.limit)
+        self._expected_spend = min(expected_spend, self.limit)
         idle = not self._spent_since_request and not need
         if idle or self._is_short:
             while self._grants:
                 self._return_grant(self._grants.popleft())
         ahead = 0 if idle else max(0, max(self._expected_spend, need) - self._granted_units)
         seeds = self._seeds if now < self._seeds_expire_at else None
-        width = self._window_s / WINDOW_SLOTS
-        ask = LeaseRequest(
+        slot_s = self._window_s / WINDOW_SLOTS
+        request = LeaseRequest(
             kind="window" if self._window_s else "period",
             limit=min(self.limit, MAX_UNITS),
             seconds=self._window_s,
             lease_s=self._lease_s,
-            keep_s=(self._window_s or self._period_end - now) + self._lease_s + width + 1.0,
+            keep_s=(self._window_s or self._period_end - now) + self._lease_s + slot_s + 1.0,
             slot=int(self._period_start),
             need=need,
             ahead=min(ahead, MAX_UNITS),
@@ -239,22 +243,23 @@ class WindowLease(LeasedQuota):
         self._owed, self._returned, self._seeds = {}, {}, None
         self._renew_at = now + self._lease_s / 2 if self._grants else math.inf
         if self._window_s:
-            oldest = int(now // width) - WINDOW_SLOTS
+            oldest = int(now // slot_s) - WINDOW_SLOTS
             self._earliest_grant_slots = {
-                own: at for own, at in self._earliest_grant_slots.items() if own >= oldest
+                local_slot: slot
+                for local_slot, slot in self._earliest_grant_slots.items()
+                if local_slot >= oldest
             }
-        return ask
+        return request
 
     def apply_grant(
         self, request: LeaseRequest, grant: LeaseGrant, requested_at: float, now: float
     ) -> None:
-        """See `Shared`."""
         self._expire_grants(now)
         if request.slot != int(self._period_start):
-            return  # of a period that is over
+            return  # the request belongs to a period that has ended
         if grant.granted:
-            until = min(requested_at + self._lease_s, self._period_end)
-            self._grants.append(_ActiveGrant(grant.slot, grant.granted, until))
+            expires_at = min(requested_at + self._lease_s, self._period_end)
+            self._grants.append(_ActiveGrant(grant.slot, grant.granted, expires_at))
             self._granted_units += grant.granted
             self._renew_at = min(self._renew_at, requested_at + self._lease_s / 2)
         self._last_grant, self._last_grant_at, self._units_in_transit = grant, now, 0
@@ -269,10 +274,13 @@ class WindowLease(LeasedQuota):
         return self._seeds_requested and self._seeds is not None
 
     def _owed_by_age(self, now: float) -> Iterator[tuple[float, int]]:
-        """What is owed, as used at the latest at the end of the slot in which it was."""
-        width = self._window_s / WINDOW_SLOTS
-        for own, units in self._owed.items():
-            yield max(0.0, now - (own + 1) * width) if width else 0.0, min(units, MAX_UNITS)
+        """Yield the age and units of each owed amount; the age is that of the end of its slot."""
+        slot_s = self._window_s / WINDOW_SLOTS
+        for local_slot, units in self._owed.items():
+            yield (
+                max(0.0, now - (local_slot + 1) * slot_s) if slot_s else 0.0,
+                min(units, MAX_UNITS),
+            )
 
     def _expire_grants(self, now: float) -> None:
         if now >= self._period_end:
@@ -285,15 +293,18 @@ class WindowLease(LeasedQuota):
         self._granted_units -= grant.remaining
 
     def _start_period(self, now: float) -> None:
-        """A new period: nothing of the old one matters. Whoever sees it begin knows that nothing was used before."""
-        seen = self._period_end > 0.0
+        """Start a new period and discard the state of the old one.
+
+        A gateway that was running at the start of the period knows that nothing was used before.
+        """
+        saw_start = self._period_end > 0.0
         if isinstance(self._local_meter, CalendarPeriod):
             self._period_start, self._period_end = calendar_bounds(self._local_meter.calendar, now)
-        seen = seen and now < self._period_start + self._lease_s
+        saw_start = saw_start and now < self._period_start + self._lease_s
         self._grants.clear()
         self._granted_units = self._spent_since_request = self._expected_spend = 0
         self._owed, self._earliest_grant_slots, self._returned = {}, {}, {}
-        self._seeds, self.needs_seed = ([], False) if seen else (None, True)
+        self._seeds, self.needs_seed = ([], False) if saw_start else (None, True)
         self._seeds_expire_at, self._seeds_requested = now + MAX_SEED_AGE_S, False
         self._units_in_transit = 0
         self._last_grant = LeaseGrant(0, 0, 0, 0.0, 0.0, known=True)

@@ -1,4 +1,10 @@
-"""What travels on the wire: OpenAI types, SSE framing, errors, sampling parameters."""
+"""Wire formats that gateway, replicas and clients share.
+
+Request bodies (`openai_requests`) are decoded by `parse_body`, which turns every mistake into an `ApiError`. Responses
+(`openai_responses`) and errors have the shapes of the OpenAI API with vLLM's extensions. Streams are framed with
+`format_event` and read with `EventParser`. Validated requests reach the engine with `SamplingParams`. A replica
+publishes the blocks of its prefix cache as `KvEvent`. Server addresses are parsed into an `Endpoint`.
+"""
 
 from argosy.protocol.endpoint import Endpoint, parse_endpoint
 from argosy.protocol.errors import ApiError, invalid_request

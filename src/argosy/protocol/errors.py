@@ -1,4 +1,4 @@
-"""Refusals and failures as the OpenAI API words them: one exception, one body."""
+"""Exception and JSON body of all errors that a client receives, in the shape of the OpenAI API."""
 
 from __future__ import annotations
 
@@ -20,7 +20,15 @@ _ERROR_TYPES = {
 
 
 class ApiError(Exception):
-    """A refusal with a stable `code`, the HTTP status, and a sentence that tells the reader what to change."""
+    """Error response to a client.
+
+    Args:
+        status: HTTP status.
+        code: Stable, machine-readable code.
+        message: What failed and what to change.
+        param: Request field that caused the error.
+        retry_after_s: Seconds for the `Retry-After` header.
+    """
 
     def __init__(
         self,
@@ -40,12 +48,12 @@ class ApiError(Exception):
 
     @property
     def type(self) -> str:
-        """OpenAI's word for the status."""
-        by_class = "server_error" if self.status >= 500 else "invalid_request_error"
-        return _ERROR_TYPES.get(self.status, by_class)
+        """OpenAI's error type for the status."""
+        default_type = "server_error" if self.status >= 500 else "invalid_request_error"
+        return _ERROR_TYPES.get(self.status, default_type)
 
     def encode_body(self, request_id: str) -> bytes:
-        """The JSON error body (OpenAI's shape, with the request id beside it)."""
+        """Return the JSON error body in OpenAI's shape, with the request id added."""
         return msgspec.json.encode(
             {
                 "error": {
@@ -62,5 +70,5 @@ class ApiError(Exception):
 def invalid_request(
     message: str, param: str | None = None, code: str = "invalid_value"
 ) -> ApiError:
-    """A 400 for the parameter `param`."""
+    """Return a 400 error for the request field `param`."""
     return ApiError(400, code, message, param=param)

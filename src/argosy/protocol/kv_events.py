@@ -1,7 +1,7 @@
-"""What a replica tells of the KV blocks that requests would find there: names, and events in which they come and go.
+"""KV events, by which a replica publishes the blocks in its prefix cache.
 
-A block's name is the first `NAME_BYTES` of the hash that it is published under. That hash covers the cache domain
-and every token before the block's end, so equal names mean equal prefixes of one domain.
+A block's name is the first `BLOCK_NAME_BYTES` of its published hash. The hash covers the cache domain and all tokens
+up to the end of the block, so equal names stand for equal prefixes in one domain.
 """
 
 from __future__ import annotations
@@ -14,35 +14,43 @@ import msgspec
 from msgspec import Meta
 
 BLOCK_NAME_BYTES = 8
-"""Two of 10 million blocks share a name once in 300,000 times; then some prompt goes to a second-best replica."""
+"""Bytes of a block name.
+
+In 10 million blocks, two share a name with a probability of 1 in 300,000. A prompt then goes to a second-best replica.
+"""
 
 
 class TokenizationKey(msgspec.Struct, frozen=True, kw_only=True):
-    """How texts become blocks. Replicas that read alike give the same text the same names."""
+    """Properties that determine which blocks a text becomes. Equal keys give the same text the same block names."""
 
     tokenizer: str
-    """Stands for the tokenizer and the chat template."""
+    """Identifier of the tokenizer and the chat template."""
     block_size: Annotated[int, Meta(ge=1)]
-    """Tokens of a block."""
+    """Tokens per block."""
 
 
 class KvEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What came and went in a replica's prefix cache."""
+    """Change of a replica's prefix cache."""
 
     reset: TokenizationKey | None = None
-    """Forget what was told before: from here on everything is told anew."""
+    """Present if the reader has to forget all earlier events, because all blocks are published again."""
     stored: bytes = b""
-    """Names, one after the other."""
+    """Packed names of the stored blocks."""
     removed: bytes = b""
+    """Packed names of the removed blocks."""
 
 
 def pack_block_names(names: Iterable[int]) -> bytes:
-    """Names as they travel."""
+    """Encode block names for a `KvEvent`."""
     return array("Q", names).tobytes()
 
 
 def unpack_block_names(packed: bytes) -> array[int]:
-    """The names, as numbers that mean nothing. Raises ValueError for what are none."""
+    """Decode the block names of a `KvEvent`.
+
+    Raises:
+        ValueError: The length is not a multiple of `BLOCK_NAME_BYTES`.
+    """
     names = array("Q")
     names.frombytes(packed)
     return names

@@ -1,9 +1,8 @@
-"""Request bodies of the OpenAI API, with vLLM's extras: what may be asked, and nothing else.
+"""Request bodies of the OpenAI API with vLLM's extensions.
 
-Every field a client may send has a name here, also those that are refused later (tools, audio ...),
-so that the refusal can say why. A field without a name here is refused by `parse`, never ignored.
-`None` always means "left out". Numbers are not range-checked here: `engine.serving.door.validate` knows
-the model and does that.
+Every field of the API is declared here, including unsupported ones (tools, audio and others), so that their rejection
+can explain the reason. The function `parse_body` rejects undeclared fields. The value `None` always means that the
+field is absent. Number ranges are checked later by `engine.serving.preprocessing`, which knows the model.
 """
 
 from __future__ import annotations
@@ -14,32 +13,32 @@ import msgspec
 from msgspec import Meta
 
 JsonObject = dict[str, Any]
-"""A JSON object whose inside is judged later, or only refused."""
+"""JSON object that is validated later, or rejected as a whole."""
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a stream carries besides the deltas."""
+    """Options for what a stream contains besides the deltas."""
 
     include_usage: bool | None = None
-    """One more chunk with the usage before `[DONE]`; the others carry `"usage": null`."""
+    """Whether a chunk with the usage precedes `[DONE]`; all other chunks then contain `"usage": null`."""
     continuous_usage_stats: bool | None = None
-    """With `include_usage`, every chunk carries the usage so far (vLLM)."""
+    """Whether, with `include_usage`, every chunk contains the usage so far (vLLM)."""
     include_obfuscation: bool | None = None
-    """Accepted; nothing is padded."""
+    """Accepted and ignored; nothing is padded."""
 
 
 class ResumeInput(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Tokens already generated elsewhere; the answer goes on after them, exactly.
+    """Tokens that another replica has generated; the response continues exactly after them.
 
-    `token_ids` is one list of ids, or one list for each choice (in index order). They count in
-    `max_tokens` and in the usage, and are not sent again.
+    The tokens count toward `max_tokens` and the usage, and are not sent again.
     """
 
     token_ids: list[int | list[int]]
+    """Token ids of the only choice, or one list of token ids for each choice in index order."""
 
 
 class ContentPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A piece of a message. Only `text` (and an assistant's `refusal`) can be served."""
+    """Part of a message. Only `text` and an assistant's `refusal` are supported."""
 
     type: str
     text: str | None = None
@@ -50,12 +49,12 @@ class ContentPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     audio_url: Any = None
     file: Any = None
     prompt_cache_breakpoint: Any = None
-    """With the next one: marks of what other APIs are to cache. Here all of it may be."""
+    """Cache marker of other APIs, as is `cache_control`. Argosy may cache all of a prompt."""
     cache_control: Any = None
 
 
 class ChatMessageParam(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One message of a conversation; the chat template says which roles there are."""
+    """Message of a conversation. The chat template defines the supported roles."""
 
     role: Annotated[str, Meta(min_length=1, max_length=64)]
     content: str | list[ContentPart] | None = None
@@ -69,7 +68,7 @@ class ChatMessageParam(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     audio: JsonObject | None = None
     cache_control: Any = None
     annotations: Any = None
-    """With the next four: what APIs and client libraries put beside an answer's text, and send back with it."""
+    """With the next four, fields that APIs and client libraries add to a response's text and send back with it."""
     parsed: Any = None
     provider_specific_fields: Any = None
     thinking_blocks: Any = None
@@ -77,7 +76,7 @@ class ChatMessageParam(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What `/v1/chat/completions` and `/v1/completions` have in common."""
+    """Fields common to `/v1/chat/completions` and `/v1/completions`."""
 
     model: str
     stream: bool | None = None
@@ -93,7 +92,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     stop: str | list[str] | None = None
     user: str | None = None
 
-    # vLLM's names
+    # Extensions of vLLM
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -113,9 +112,9 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     return_token_ids: bool | None = None
-    """Choices carry `token_ids`; the first of each carries `prompt_token_ids`."""
+    """Whether choices contain `token_ids`, and the first chunk of each choice `prompt_token_ids`."""
     return_tokens_as_token_ids: bool | None = None
-    """Logprobs name tokens as `token_id:123`."""
+    """Whether logprobs name tokens as `token_id:123`."""
     response_format: JsonObject | None = None
     structured_outputs: JsonObject | None = None
     priority: int | None = None
@@ -125,14 +124,14 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     kv_transfer_params: JsonObject | None = None
     stream_interval: int | None = None
 
-    # ours
+    # Extensions of Argosy
     timeout_s: float | None = None
-    """After so many seconds the request ends with what there is, `finish_reason` "timeout"."""
+    """Seconds after which the request ends with its output so far and `finish_reason` "timeout"."""
     resume: ResumeInput | None = None
 
 
 class ChatCompletionRequest(GenerationRequest, frozen=True, kw_only=True):
-    """Body of `POST /v1/chat/completions`: the 36 fields of the SDK, and the extras."""
+    """Body of `POST /v1/chat/completions`, with the 36 fields of the OpenAI SDK and the extensions."""
 
     messages: list[ChatMessageParam]
     max_completion_tokens: int | None = None
@@ -158,7 +157,7 @@ class ChatCompletionRequest(GenerationRequest, frozen=True, kw_only=True):
     verbosity: str | None = None
     web_search_options: JsonObject | None = None
 
-    # vLLM's names
+    # Extensions of vLLM
     echo: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -170,10 +169,10 @@ class ChatCompletionRequest(GenerationRequest, frozen=True, kw_only=True):
 
 
 class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
-    """Body of `POST /v1/completions`: the 17 fields of the SDK, and the extras."""
+    """Body of `POST /v1/completions`, with the 17 fields of the OpenAI SDK and the extensions."""
 
     prompt: str | list[str | int | list[int]]
-    """A text, several texts, one list of token ids, or several."""
+    """Text, list of texts, list of token ids, or list of such lists."""
     best_of: int | None = None
     echo: bool | None = None
     logprobs: int | None = None
@@ -181,7 +180,7 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Body of `POST /tokenize`: exactly one of `prompt` and `messages`."""
+    """Body of `POST /tokenize`, with exactly one of `prompt` and `messages`."""
 
     model: str | None = None
     prompt: str | None = None
@@ -203,7 +202,7 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 class DrainRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Body of `POST /drain` (may be left out)."""
+    """Optional body of `POST /drain`."""
 
     deadline_s: Annotated[float, Meta(ge=0, le=86_400)] | None = None
-    """Seconds after which requests that still run are ended with the error code `draining`."""
+    """Seconds after which running requests are ended with the error code `draining`."""

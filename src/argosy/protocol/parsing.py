@@ -1,4 +1,4 @@
-"""From the bytes of a request body to its type, or to a 400 that names the field to change."""
+"""Decoding of request bodies and queries into typed objects, with errors that name the field to change."""
 
 from __future__ import annotations
 
@@ -19,25 +19,28 @@ _ERROR_PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 _MAX_NAME_CHARS = 100
 _MAX_PROBLEM_CHARS = 300
 _get_decoder: Callable[[Any], msgspec.json.Decoder[Any]] = functools.cache(msgspec.json.Decoder)
-"""A type's, made once."""
-_MAX_MARKS = {
+"""Return the cached decoder of a type."""
+_MAX_DELIMITERS = {
     b'"': (1 << 20, "strings"),
     b"[": (1 << 19, "lists"),
     b"{": (1 << 19, "objects"),
     b",": (1 << 21, "values"),
 }
-"""Most that a body may have of each, and what there are too many of then.
+"""Largest number of each JSON delimiter in a body, with the noun for the error message.
 
-Millions of tiny values take seconds to decode, in which nothing else runs, and many times their bytes. Within a text
-each of these is about a token, so none is too long for it that a model could take.
+Decoding millions of tiny values takes seconds, during which the event loop stands still, and many times their bytes.
+Inside a string each of these characters is about one token, so a prompt that exceeds a limit is too long for any model.
 """
-_MIN_CHECKED_BYTES = min(most for most, _ in _MAX_MARKS.values())
+_MIN_CHECKED_BYTES = min(max_count for max_count, _ in _MAX_DELIMITERS.values())
 
 
 def parse_body(body_type: type[T], body: bytes) -> T:
-    """Decode the JSON `body`. Raises ApiError (400) for whatever is wrong with it, 413 for too many values.
+    """Decode a JSON body into `body_type`.
 
-    An unknown or missing field is named in `param`, a wrong type with its path (`messages[0].role`).
+    Raises:
+        ApiError(400): The body is invalid. The error's `param` is the unknown or missing field, or the path of the
+            value with a wrong type (`messages[0].role`).
+        ApiError(413): The body has too many values.
     """
     if len(body) > _MIN_CHECKED_BYTES:
         _check_value_counts(body)
@@ -59,14 +62,18 @@ def parse_body(body_type: type[T], body: bytes) -> T:
 
 
 def _check_value_counts(body: bytes) -> None:
-    for mark, (most, what) in _MAX_MARKS.items():
-        if body.count(mark) > most:
-            message = f"The body has too many {what}. Send less in one request."
+    for delimiter, (max_count, noun) in _MAX_DELIMITERS.items():
+        if body.count(delimiter) > max_count:
+            message = f"The body has too many {noun}. Send less in one request."
             raise ApiError(413, "request_too_large", message)
 
 
 def parse_query(query_type: type[T], parameters: Mapping[str, str]) -> T:
-    """The parameters of a URL as their type; numbers may be written as text. Raises ApiError (400) likewise."""
+    """Convert the query parameters of a URL into `query_type`; numbers may be written as text.
+
+    Raises:
+        ApiError(400): A parameter is invalid; see `parse_body`.
+    """
     try:
         return msgspec.convert(dict(parameters), type=query_type, strict=False)
     except msgspec.ValidationError as error:
@@ -74,8 +81,8 @@ def parse_query(query_type: type[T], parameters: Mapping[str, str]) -> T:
 
 
 def _to_api_error(problem: str) -> ApiError:
-    at = _ERROR_PATH.search(problem)
-    path = at[1] if at else ""
+    path_match = _ERROR_PATH.search(problem)
+    path = path_match[1] if path_match else ""
     if unknown := _UNKNOWN_FIELD.search(problem):
         name = _join_path(path, unknown[1])
         return invalid_request(f"Unknown parameter '{name}'. Remove it.", name, "unknown_parameter")
@@ -84,10 +91,11 @@ def _to_api_error(problem: str) -> ApiError:
         return invalid_request(
             f"Missing parameter '{name}'. Add it.", name, "missing_required_parameter"
         )
-    what = _truncate(_ERROR_PATH.sub("", problem), _MAX_PROBLEM_CHARS)  # it may quote what was sent
+    # Truncate the problem, because it may quote the client's input.
+    detail = _truncate(_ERROR_PATH.sub("", problem), _MAX_PROBLEM_CHARS)
     if not path:
-        return invalid_request(f"The body does not fit: {what}.", code="invalid_type")
-    return invalid_request(f"Invalid value for '{path}': {what}.", path, "invalid_type")
+        return invalid_request(f"The body does not fit: {detail}.", code="invalid_type")
+    return invalid_request(f"Invalid value for '{path}': {detail}.", path, "invalid_type")
 
 
 def _join_path(path: str, name: str) -> str:

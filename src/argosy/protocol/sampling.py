@@ -1,4 +1,4 @@
-"""How the next token is chosen: the sampling parameters of one sequence, as they travel on the wire."""
+"""Sampling parameters of one sequence, as they are sent to the engine."""
 
 from __future__ import annotations
 
@@ -6,39 +6,39 @@ import msgspec
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """Sampling parameters of one sequence; defaults are those of the OpenAI API.
+    """Sampling parameters of one sequence, with the defaults of the OpenAI API.
 
-    Every value has been checked at the door (`engine.serving.door.validate`) before the engine sees it.
+    The package `engine.serving.preprocessing` validates every value before the engine receives it.
     """
 
     max_tokens: int = 16
-    """Most output tokens, those of a resumed request included."""
+    """Largest number of output tokens, including those of a resumed request."""
     min_tokens: int = 0
-    """End-of-sequence and stop tokens are not sampled before this many output tokens."""
+    """Output tokens before which end-of-sequence and stop tokens are not sampled."""
     temperature: float = 1.0
-    """0 is greedy."""
+    """Temperature; 0 for greedy sampling."""
     top_k: int = 0
-    """0 is off."""
+    """Number of likeliest tokens to sample from; 0 for all."""
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    """Over prompt and output tokens (Keskar et al. 2019)."""
+    """Penalty over prompt and output tokens (Keskar et al. 2019)."""
     presence_penalty: float = 0.0
-    """Over output tokens."""
+    """Penalty over output tokens."""
     frequency_penalty: float = 0.0
-    """Over output tokens."""
+    """Penalty over output tokens."""
     logit_bias: dict[int, float] = {}
     allowed_token_ids: tuple[int, ...] = ()
-    """When not empty, only these tokens may be sampled."""
+    """Tokens that may be sampled; empty for all."""
     seed: int | None = None
-    """None asks the door to draw one; the engine always gets a number (0 <= seed < 2**63)."""
+    """Random seed, 0 <= seed < 2**63. The preprocessing draws one for None, so the engine always gets a number."""
     stop: tuple[str, ...] = ()
-    """Stop strings, matched on the detokenized text by the server, not by the core."""
+    """Stop strings. The replica server matches them on the detokenized text, not the engine core."""
     stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     logprobs: int | None = None
-    """None: off; k >= 0: the sampled token's log-probability and the k most likely tokens'."""
+    """Number of likeliest tokens whose log-probabilities are returned besides the sampled one; None for none at all."""
     prompt_logprobs: int | None = None
-    """As `logprobs`, for each token of the prompt but the first."""
+    """Same as `logprobs` for each prompt token except the first."""
     skip_special_tokens: bool = True

@@ -1,4 +1,4 @@
-"""Server-sent events: framing of data lines, and a parser for streams that arrive in any pieces.
+"""Server-sent events, with framing of data lines and an incremental parser for byte streams.
 
 WHATWG HTML standard, section 9.2 (https://html.spec.whatwg.org/multipage/server-sent-events.html).
 """
@@ -6,18 +6,18 @@ WHATWG HTML standard, section 9.2 (https://html.spec.whatwg.org/multipage/server
 from __future__ import annotations
 
 SSE_DONE = b"data: [DONE]\n\n"
-"""The OpenAI API's end of a stream that went well."""
+"""Last event of a successful stream in the OpenAI API."""
 
 SSE_CONTENT_TYPE = b"text/event-stream; charset=utf-8"
 
 
 def format_event(data: bytes) -> bytes:
-    """One event carrying `data`, which must be a single line (JSON never has a raw line break)."""
+    """Return an event with `data`, which must be a single line (JSON never has a raw line break)."""
     return b"data: " + data + b"\n\n"
 
 
 def format_comment(text: bytes) -> bytes:
-    """A line that every reader ignores; it keeps proxies from closing an idle stream."""
+    """Return a comment, which clients ignore and which keeps proxies from closing an idle stream."""
     return b": " + text + b"\n\n"
 
 
@@ -25,43 +25,47 @@ MAX_EVENT_BYTES = 64 * 1024 * 1024
 
 
 class LineBuffer:
-    """What has come of a stream and not to its end: pieces of a line that may be long are put together once."""
+    """Buffer for the incomplete last line of a stream, which joins the chunks of a long line only once."""
 
     def __init__(self) -> None:
-        self._pieces: list[bytes] = []
+        self._chunks: list[bytes] = []
         self._size = 0
 
     def __len__(self) -> int:
         return self._size
 
-    def feed(self, piece: bytes) -> bytes:
-        """All of it with `piece`, where that ends a line: then `keep` what is over. Nothing where it ends none."""
-        self._pieces.append(piece)
-        self._size += len(piece)
-        return b"".join(self._pieces) if b"\n" in piece else b""
+    def feed(self, chunk: bytes) -> bytes:
+        """Add a chunk and return the buffered bytes if the chunk ends a line, else `b""`.
 
-    def set_remainder(self, rest: bytes) -> None:
-        """Only this has not come to its end."""
-        self._pieces, self._size = [rest], len(rest)
+        After a non-empty result the caller passes the bytes after the last line to `set_remainder`.
+        """
+        self._chunks.append(chunk)
+        self._size += len(chunk)
+        return b"".join(self._chunks) if b"\n" in chunk else b""
+
+    def set_remainder(self, remainder: bytes) -> None:
+        """Set the bytes of the incomplete last line."""
+        self._chunks, self._size = [remainder], len(remainder)
 
 
 class EventParser:
-    """Collects the `data` of events from a byte stream, however it is cut."""
+    """Incremental parser that collects the `data` of events from a byte stream."""
 
     def __init__(self) -> None:
         self._line_buffer = LineBuffer()
         self._data: list[bytes] = []
         self._size = 0
-        """Bytes in `_data`."""
+        """Size of `_data` in bytes."""
 
     def feed(self, chunk: bytes) -> list[bytes]:
-        """The data of the events that `chunk` completes, in order. Comments and other fields are dropped.
+        """Return the data of the events that `chunk` completes, in order. Comments and other fields are dropped.
 
-        Raises ValueError when an event does not end.
+        Raises:
+            ValueError: An event is longer than `MAX_EVENT_BYTES`.
         """
-        *lines, rest = self._line_buffer.feed(chunk).split(b"\n")
+        *lines, remainder = self._line_buffer.feed(chunk).split(b"\n")
         if lines:
-            self._line_buffer.set_remainder(rest)
+            self._line_buffer.set_remainder(remainder)
         events = []
         for line in lines:
             text = line.removesuffix(b"\r")

@@ -1,4 +1,11 @@
-"""Durable state (SQLite or PostgreSQL) and fast state that gateways share (memory or Redis)."""
+"""Durable state in SQLite or PostgreSQL, and fast state that gateways share in memory or Redis.
+
+`Store` opens a database by URL. Its `accounts` and `limits_and_prices` change records in audited transactions, and
+`load_snapshot` reads all of them as one `AccountSnapshot` that gateways hold in memory. Its `ledger` adds, sums and
+rolls up usage records. A `UsageLog` holds usage on the gateway's disk until the ledger has it, so no request waits for
+the database. Separate from the store, a `QuotaBackend` counts limits across gateways and an `IdempotencyStore` holds
+the responses of repeatable requests.
+"""
 
 from argosy.store.accounts import Accounts
 from argosy.store.api_keys import hash_key

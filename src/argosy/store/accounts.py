@@ -1,4 +1,4 @@
-"""Accounts: organisations, projects, users and keys, and every way to change them."""
+"""Accounts: the operations that read and change organisations, projects, users and keys."""
 
 from __future__ import annotations
 
@@ -21,65 +21,70 @@ from argosy.store.records import (
 
 
 class Accounts(RecordTables):
-    """Reads and changes accounts. `actor` says who makes a change, for the audit log.
+    """Reads and changes accounts. `actor` names who makes a change, for the audit log.
 
-    What has been ended (archived, disabled, revoked) is kept, and listed, but cannot be changed any more.
-    Lists are oldest first, and can be had in parts; one goes on after what was the last of another part, whatever has
-    come or gone since, and raises ValueError where that is not in it. To end something twice does nothing.
+    Records that have ended (archived, disabled or revoked) stay in the store and in lists, but cannot be changed.
+    Ending a record twice has no effect. Lists are ordered oldest first and can be read in pages. A page continues after
+    the last record of the previous page, whatever was added or has ended since. A list raises ValueError if that record
+    is not in it. See `RecordTables` for the errors that changes raise.
     """
 
     def bootstrap(self, *, actor: str) -> tuple[Key, str] | None:
-        """An organisation and a project named "default" and an admin's key, if there is nothing yet; else None."""
-        with self._begin_transaction(actor) as change:
-            if change.find_records(Organisation):
+        """Create an organisation and a project named "default" and an admin key for the whole gateway.
+
+        Returns:
+            The stored key and the plain key, or None if the store already has an organisation.
+        """
+        with self._begin_transaction(actor) as transaction:
+            if transaction.find_records(Organisation):
                 return None
-            organisation = change.create_record(_new_organisation("default", change.now))
-            project = change.create_record(
+            organisation = transaction.create_record(_new_organisation("default", transaction.now))
+            project = transaction.create_record(
                 Project(
                     id=generate_id("proj"),
                     organisation=organisation.id,
                     name="default",
-                    created_at=change.now,
+                    created_at=transaction.now,
                 )
             )
             return create_key(
-                change, project=project.id, name="admin", role="admin", scope="gateway"
+                transaction, project=project.id, name="admin", role="admin", scope="gateway"
             )
 
     # --- organisations ---------------------------------------------------------------------------
 
     def create_organisation(self, name: str, *, actor: str) -> Organisation:
-        """A new organisation."""
-        with self._begin_transaction(actor) as change:
-            return change.create_record(_new_organisation(name, change.now))
+        """Create an organisation."""
+        with self._begin_transaction(actor) as transaction:
+            return transaction.create_record(_new_organisation(name, transaction.now))
 
     def get_organisation(self, organisation: str) -> Organisation:
-        """The one with this id."""
+        """Return the organisation with this id, or raise NotFoundError."""
         return self._get_record(Organisation, organisation)
 
     def list_organisations(self, page: PageRequest = ALL_RECORDS) -> list[Organisation]:
-        """All of them."""
+        """List all organisations."""
         return self._find_records(Organisation, page)
 
     def change_organisation(self, organisation: str, *, name: str, actor: str) -> Organisation:
-        """Give it another name."""
-        with self._begin_transaction(actor) as change:
-            return change.update_record(
-                change.get_active_record(Organisation, organisation), "change", name=name
+        """Rename an organisation."""
+        with self._begin_transaction(actor) as transaction:
+            return transaction.update_record(
+                transaction.get_active_record(Organisation, organisation), "change", name=name
             )
 
     def archive_organisation(self, organisation: str, *, actor: str) -> Organisation:
-        """End it, with all its projects and users."""
-        with self._begin_transaction(actor) as change:
-            for project in change.find_records(
+        """Archive an organisation, archive its projects and disable its users."""
+        with self._begin_transaction(actor) as transaction:
+            for project in transaction.find_records(
                 Project, organisation=organisation, archived_at=None
             ):
-                change.update_record(project, "archive", archived_at=change.now)
-            for user in change.find_records(User, organisation=organisation, disabled_at=None):
-                change.update_record(user, "disable", disabled_at=change.now)
-            ended = change.get_record(Organisation, organisation)
-            return change.update_record(
-                ended, "archive", archived_at=ended.archived_at or change.now
+                transaction.update_record(project, "archive", archived_at=transaction.now)
+            for user in transaction.find_records(User, organisation=organisation, disabled_at=None):
+                transaction.update_record(user, "disable", disabled_at=transaction.now)
+            current = transaction.get_record(Organisation, organisation)
+            return transaction.update_record(
+                current, "archive", archived_at=current.archived_at or transaction.now
             )
 
     # --- projects --------------------------------------------------------------------------------
@@ -92,36 +97,36 @@ class Accounts(RecordTables):
         tier: Tier = "standard",
         weight: float = 1.0,
         share_cache: bool = False,
-        when_unsure: QuotaFailureMode = "open",
+        quota_failure_mode: QuotaFailureMode = "open",
         networks: Sequence[str] = (),
         flags: Sequence[str] = (),
         actor: str,
     ) -> Project:
-        """A new project of the organisation with this id."""
-        with self._begin_transaction(actor) as change:
-            return change.create_record(
+        """Create a project of the organisation with this id."""
+        with self._begin_transaction(actor) as transaction:
+            return transaction.create_record(
                 Project(
                     id=generate_id("proj"),
-                    organisation=change.get_active_record(Organisation, organisation).id,
+                    organisation=transaction.get_active_record(Organisation, organisation).id,
                     name=name,
                     tier=tier,
                     weight=weight,
                     share_cache=share_cache,
-                    when_unsure=when_unsure,
+                    quota_failure_mode=quota_failure_mode,
                     networks=tuple(networks),
                     flags=tuple(flags),
-                    created_at=change.now,
+                    created_at=transaction.now,
                 )
             )
 
     def get_project(self, project: str) -> Project:
-        """The one with this id."""
+        """Return the project with this id, or raise NotFoundError."""
         return self._get_record(Project, project)
 
     def list_projects(
         self, organisation: str | None = None, page: PageRequest = ALL_RECORDS
     ) -> list[Project]:
-        """Those of the organisation with this id, or all."""
+        """List the projects of the organisation with this id, or of all."""
         return self._find_records(Project, page, organisation=organisation)
 
     def change_project(
@@ -132,31 +137,31 @@ class Accounts(RecordTables):
         tier: Tier | UnsetType = UNSET,
         weight: float | UnsetType = UNSET,
         share_cache: bool | UnsetType = UNSET,
-        when_unsure: QuotaFailureMode | UnsetType = UNSET,
+        quota_failure_mode: QuotaFailureMode | UnsetType = UNSET,
         networks: Sequence[str] | UnsetType = UNSET,
         flags: Sequence[str] | UnsetType = UNSET,
         actor: str,
     ) -> Project:
-        """Change what is given."""
-        with self._begin_transaction(actor) as change:
-            return change.update_record(
-                change.get_active_record(Project, project),
+        """Change the given fields of a project."""
+        with self._begin_transaction(actor) as transaction:
+            return transaction.update_record(
+                transaction.get_active_record(Project, project),
                 "change",
                 name=name,
                 tier=tier,
                 weight=weight,
                 share_cache=share_cache,
-                when_unsure=when_unsure,
+                quota_failure_mode=quota_failure_mode,
                 networks=networks if networks is UNSET else tuple(networks),
                 flags=flags if flags is UNSET else tuple(flags),
             )
 
     def archive_project(self, project: str, *, actor: str) -> Project:
-        """End it: its keys are refused from now on."""
-        with self._begin_transaction(actor) as change:
-            ended = change.get_record(Project, project)
-            return change.update_record(
-                ended, "archive", archived_at=ended.archived_at or change.now
+        """Archive a project. The gateway then rejects its keys."""
+        with self._begin_transaction(actor) as transaction:
+            current = transaction.get_record(Project, project)
+            return transaction.update_record(
+                current, "archive", archived_at=current.archived_at or transaction.now
             )
 
     # --- users -----------------------------------------------------------------------------------
@@ -166,16 +171,16 @@ class Accounts(RecordTables):
         organisation: str,
         email: str,
         *,
-        role: Role = "caller",
+        role: Role = "user",
         scope: RoleScope = "organisation",
         project: str | None = None,
         actor: str,
     ) -> User:
-        """A new user of the organisation with this id."""
-        with self._begin_transaction(actor) as change:
-            change.get_active_record(Organisation, organisation)
-            change.check_same_organisation(organisation, Project, project)
-            return change.create_record(
+        """Create a user of the organisation with this id."""
+        with self._begin_transaction(actor) as transaction:
+            transaction.get_active_record(Organisation, organisation)
+            transaction.check_same_organisation(organisation, Project, project)
+            return transaction.create_record(
                 User(
                     id=generate_id("user"),
                     organisation=organisation,
@@ -183,18 +188,18 @@ class Accounts(RecordTables):
                     role=role,
                     scope=scope,
                     project=project,
-                    created_at=change.now,
+                    created_at=transaction.now,
                 )
             )
 
     def get_user(self, user: str) -> User:
-        """The one with this id."""
+        """Return the user with this id, or raise NotFoundError."""
         return self._get_record(User, user)
 
     def list_users(
         self, organisation: str | None = None, page: PageRequest = ALL_RECORDS
     ) -> list[User]:
-        """Those of the organisation with this id, or all."""
+        """List the users of the organisation with this id, or of all."""
         return self._find_records(User, page, organisation=organisation)
 
     def change_user(
@@ -207,21 +212,21 @@ class Accounts(RecordTables):
         project: str | UnsetType | None = UNSET,
         actor: str,
     ) -> User:
-        """Change what is given."""
-        with self._begin_transaction(actor) as change:
-            before = change.get_active_record(User, user)
+        """Change the given fields of a user. A project must belong to the same organisation."""
+        with self._begin_transaction(actor) as transaction:
+            current = transaction.get_active_record(User, user)
             if project is not UNSET:
-                change.check_same_organisation(before.organisation, Project, project)
-            return change.update_record(
-                before, "change", email=email, role=role, scope=scope, project=project
+                transaction.check_same_organisation(current.organisation, Project, project)
+            return transaction.update_record(
+                current, "change", email=email, role=role, scope=scope, project=project
             )
 
     def disable_user(self, user: str, *, actor: str) -> User:
-        """End it: the user may not sign in any more, and their keys are refused."""
-        with self._begin_transaction(actor) as change:
-            ended = change.get_record(User, user)
-            return change.update_record(
-                ended, "disable", disabled_at=ended.disabled_at or change.now
+        """Disable a user. The user can no longer sign in, and the gateway rejects the user's keys."""
+        with self._begin_transaction(actor) as transaction:
+            current = transaction.get_record(User, user)
+            return transaction.update_record(
+                current, "disable", disabled_at=current.disabled_at or transaction.now
             )
 
     # --- keys ------------------------------------------------------------------------------------
@@ -232,7 +237,7 @@ class Accounts(RecordTables):
         name: str,
         *,
         user: str | None = None,
-        role: Role = "caller",
+        role: Role = "user",
         scope: RoleScope = "organisation",
         models: Sequence[str] = (),
         networks: Sequence[str] = (),
@@ -240,10 +245,14 @@ class Accounts(RecordTables):
         expires_at: float | None = None,
         actor: str,
     ) -> tuple[Key, str]:
-        """A new key of the project with this id, and the plain key, which cannot be told again."""
-        with self._begin_transaction(actor) as change:
+        """Create a key of the project with this id.
+
+        Returns:
+            The stored key and the plain key, which is not stored and cannot be shown again.
+        """
+        with self._begin_transaction(actor) as transaction:
             return create_key(
-                change,
+                transaction,
                 project=project,
                 name=name,
                 user=user,
@@ -256,28 +265,33 @@ class Accounts(RecordTables):
             )
 
     def get_key(self, key: str) -> Key:
-        """The one with this id."""
+        """Return the key with this id, or raise NotFoundError."""
         return self._get_record(Key, key)
 
     def list_keys(self, project: str | None = None, page: PageRequest = ALL_RECORDS) -> list[Key]:
-        """Those of the project with this id, or all."""
+        """List the keys of the project with this id, or of all projects."""
         return self._find_records(Key, page, project=project)
 
     def rotate_key(self, key: str, overlap_s: float, *, actor: str) -> tuple[Key, str]:
-        """A key in place of this one, and the plain key. The old one works for `overlap_s` more, at most.
+        """Replace a key. The old key stays valid for at most `overlap_s` seconds.
 
-        The new one lives as long as the old one was to live.
+        The new key has the same lifetime as the old one had.
+
+        Returns:
+            The new key and its plain key.
         """
         if not 0 <= overlap_s < float("inf"):
-            raise ValueError("An overlap takes 0 seconds or more.")
-        with self._begin_transaction(actor) as change:
-            return rotate_key(change, change.get_record(Key, key), overlap_s)
+            raise ValueError("overlap_s must be a finite number of seconds, 0 or more.")
+        with self._begin_transaction(actor) as transaction:
+            return rotate_key(transaction, transaction.get_record(Key, key), overlap_s)
 
     def revoke_key(self, key: str, *, actor: str) -> Key:
-        """End it at once."""
-        with self._begin_transaction(actor) as change:
-            ended = change.get_record(Key, key)
-            return change.update_record(ended, "revoke", revoked_at=ended.revoked_at or change.now)
+        """Revoke a key with immediate effect."""
+        with self._begin_transaction(actor) as transaction:
+            current = transaction.get_record(Key, key)
+            return transaction.update_record(
+                current, "revoke", revoked_at=current.revoked_at or transaction.now
+            )
 
 
 def _new_organisation(name: str, now: float) -> Organisation:

@@ -1,4 +1,4 @@
-"""The audit log: who changed what, when; each entry seals all before it, so nothing can be altered unseen."""
+"""The audit log of account changes. A hash chain over the entries makes later alterations detectable."""
 
 from __future__ import annotations
 
@@ -14,56 +14,62 @@ from argosy.store.database import Database
 from argosy.store.errors import StoreError
 
 GENESIS_HASH = bytes(32)
-"""What the first entry is sealed with in place of a hash before it."""
+"""Stands in for the previous hash in the first entry."""
 
 
 class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One change. Holds no secret."""
+    """Entry of the audit log, which describes one change of an account. Contains no secrets."""
 
     entry: int
-    """1, 2, 3, ..."""
+    """Number of the entry: 1, 2, 3, ..."""
     at: float
     """Seconds since the epoch."""
     actor: str
-    """Who did it, as whoever called the store named them."""
+    """Name of who made the change, as given by the caller of the store."""
     action: str
-    """As in `key.create`."""
+    """Record type and action, such as `key.create`."""
     subject: str
-    """Id of what was changed."""
+    """Id of the changed record."""
     organisation: str | None
-    """Id of the one that it belongs to; None: the whole gateway's."""
+    """Id of the organisation that the record belongs to. None for records of the whole gateway."""
     details: dict[str, Any]
-    """Of something new its fields; of a change each field's [old, new]."""
+    """Fields of a created or deleted record, or [old, new] of each changed field."""
     hash: str
-    """SHA-256 in hex, see `seal`."""
+    """SHA-256 in hex, see `hash_entry`."""
 
 
 class AuditVerification(msgspec.Struct, frozen=True, kw_only=True):
-    """What `verify` found."""
+    """Result of `AuditLog.verify`."""
 
     entries: int
-    """How many are as they were written."""
+    """Number of intact entries, up to the first broken one if any."""
     broken: int | None = None
-    """The first entry that is not."""
+    """Number of the first entry that is missing or altered."""
     problem: str | None = None
-    """What is wrong with it."""
+    """Description of what is wrong with that entry."""
 
 
 class AuditLog:
-    """Reads and checks the log. It is written by the changes themselves, in the same transaction."""
+    """Reads and verifies the audit log. Account changes write it in their own transaction."""
 
     def __init__(self, database: Database, organisation_id: str | None = None) -> None:
         self._database = database
         self._organisation_id = organisation_id
 
     def for_organisation(self, organisation_id: str | None) -> AuditLog:
-        """The log of what belongs to one organisation; None: all of it."""
+        """Return the log restricted to the records of one organisation, or the whole log for None."""
         return AuditLog(self._database, organisation_id)
 
     def list_entries(
         self, *, subject: str | None = None, before: int | None = None, limit: int = 100
     ) -> list[AuditEntry]:
-        """The newest entries first: those about `subject`, and with numbers less than `before`."""
+        """List entries, newest first.
+
+        Args:
+            subject: Id of a record, to list only entries about it.
+            before: Only entries with lower numbers.
+            limit: Maximum number of entries.
+        """
         query = select(schema.audit).order_by(schema.audit.c.entry.desc()).limit(limit)
         if self._organisation_id is not None:
             query = query.where(schema.audit.c.organisation == self._organisation_id)
@@ -75,7 +81,7 @@ class AuditLog:
             return [_decode_entry(row._asdict()) for row in connection.execute(query)]
 
     def verify(self) -> AuditVerification:
-        """Follow the chain from the first entry to the head that the last change left, whosever they are."""
+        """Verify the hash chain of all organisations from the first entry to the stored head."""
         query = (
             select(schema.audit).order_by(schema.audit.c.entry).execution_options(yield_per=1000)
         )
@@ -83,40 +89,43 @@ class AuditLog:
         with self._database.read_transaction() as connection:
             state = connection.execute(select(schema.state)).one()
             with connection.execute(query) as rows:
-                for entry in (row._asdict() for row in rows):
-                    if entry["entry"] != count + 1:
-                        return _failed_verification(count, "it is missing")
-                    if entry["hash"] != hash_entry(head, entry):
-                        return _failed_verification(count, "it is not what was written")
-                    count, head = count + 1, entry["hash"]
+                for fields in (row._asdict() for row in rows):
+                    if fields["entry"] != count + 1:
+                        return _failed_verification(count, "missing")
+                    if fields["hash"] != hash_entry(head, fields):
+                        return _failed_verification(count, "altered")
+                    count, head = count + 1, fields["hash"]
         if count < state.audit_entries:
-            return _failed_verification(count, "it is missing")
+            return _failed_verification(count, "missing")
         if count > state.audit_entries:
-            return _failed_verification(state.audit_entries, "it was added by hand")
+            return _failed_verification(state.audit_entries, "not written by Argosy")
         if head != state.audit_head:
-            return _failed_verification(count - 1, "it is not what was written")
+            return _failed_verification(count - 1, "altered")
         return AuditVerification(entries=count)
 
 
 def hash_entry(previous: bytes, entry: Mapping[str, Any]) -> bytes:
-    """SHA-256 of the hash before and of the entry as JSON: sorted keys, no spaces, `details` a string as stored.
+    """Compute SHA-256 over the previous hash and the entry as JSON.
 
-    Without `organisation` where it is None, as in entries that are older than the column.
+    The JSON has sorted keys and no spaces, and its `details` are the stored string. An `organisation` of None is left
+    out, as in entries that are older than the column.
     """
-    told = {name: entry[name] for name in ("entry", "at", "actor", "action", "subject", "details")}
+    hashed = {
+        name: entry[name] for name in ("entry", "at", "actor", "action", "subject", "details")
+    }
     if entry["organisation"] is not None:
-        told["organisation"] = entry["organisation"]
-    return hashlib.sha256(previous + msgspec.json.encode(told, order="sorted")).digest()
+        hashed["organisation"] = entry["organisation"]
+    return hashlib.sha256(previous + msgspec.json.encode(hashed, order="sorted")).digest()
 
 
 def _decode_entry(fields: dict[str, Any]) -> AuditEntry:
-    """Raises StoreError for what can no longer be read: it is not what was written."""
+    """Decode an entry. Raises StoreError if its stored form was altered and cannot be decoded."""
     try:
         details = msgspec.json.decode(fields["details"], type=dict[str, Any])
         return AuditEntry(**fields | {"details": details, "hash": bytes(fields["hash"]).hex()})
     except (ValueError, TypeError) as error:
         raise StoreError(
-            f"Entry {fields['entry']} of the audit log is not what was written: see `argosy audit verify`."
+            f"Entry {fields['entry']} of the audit log was altered and cannot be read. Run `argosy audit verify`."
         ) from error
 
 

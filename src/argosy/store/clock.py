@@ -1,4 +1,4 @@
-"""Clocks that never go back, whatever happens to the system's: limits are kept by one, and whatever has to wait."""
+"""Clocks that never go back when the system clock is set back. Limits and waits use them."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import time
 from collections.abc import Callable
 
 Clock = Callable[[], float]
-"""Seconds since the epoch."""
+"""Function that returns seconds since the epoch."""
 
 
 class SteadyClock:
-    """Seconds since the epoch that never go back: when the system is set back, they go on from where they are."""
+    """Monotonic seconds since the epoch. After the system clock is set back, time continues from the last reading."""
 
     def __init__(self, clock: Clock | None = None) -> None:
-        """`clock` is the system's."""
+        """Wrap `clock`, by default the system clock."""
         self._clock = clock or time.time
         self._offset_s = 0.0
         self._last_s = 0.0
 
     def __call__(self) -> float:
-        """Now."""
+        """Return the current time in seconds since the epoch."""
         now = self._clock() + self._offset_s
         if now < self._last_s:
             self._offset_s += self._last_s - now
@@ -29,4 +29,4 @@ class SteadyClock:
 
 
 steady_clock = SteadyClock()
-"""The one by which limits are kept, here and at whoever shares them."""
+"""Process-wide clock of the limits. The quota backend and the local meters share it."""

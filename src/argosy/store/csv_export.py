@@ -1,4 +1,4 @@
-"""CSV text of which a spreadsheet computes nothing."""
+"""CSV text in which spreadsheets find no formulas to evaluate."""
 
 from __future__ import annotations
 
@@ -9,22 +9,26 @@ from datetime import UTC, datetime
 
 
 def format_csv(rows: Iterable[Sequence[object]]) -> str:
-    """CSV text. An apostrophe comes before texts that a spreadsheet would compute: users choose some of them."""
+    """Format rows as CSV text.
+
+    Users choose some of the texts, so an apostrophe is put before each text that a spreadsheet would evaluate.
+    """
     file = io.StringIO()
-    safe = ([_escape_formula(cell) for cell in line] for line in rows)
-    csv.writer(file, lineterminator="\n").writerows(safe)
+    escaped = ([_escape_formula(cell) for cell in row] for row in rows)
+    csv.writer(file, lineterminator="\n").writerows(escaped)
     return file.getvalue()
 
 
 def format_csv_time(seconds: float) -> str:
-    """A moment, from seconds since the epoch: ISO 8601 in UTC, to the microsecond, as in logs."""
-    moment = datetime.fromtimestamp(seconds, UTC).replace(tzinfo=None)
-    return f"{moment.isoformat(timespec='microseconds')}Z"
+    """Format seconds since the epoch as ISO 8601 in UTC, to the microsecond, as in logs."""
+    time = datetime.fromtimestamp(seconds, UTC).replace(tzinfo=None)
+    return f"{time.isoformat(timespec='microseconds')}Z"
 
 
 def _escape_formula(cell: object) -> object:
     if not isinstance(cell, str):
         return cell
-    computed = cell.startswith(("=", "+", "-", "@", "\t"))
-    text = cell.replace("\r", " ")  # the writer does not quote it, and readers end the line there
-    return f"'{text}" if computed else text
+    is_formula = cell.startswith(("=", "+", "-", "@", "\t"))
+    # The writer does not quote a carriage return, and readers end the line there.
+    text = cell.replace("\r", " ")
+    return f"'{text}" if is_formula else text

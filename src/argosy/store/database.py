@@ -1,4 +1,4 @@
-"""The database: from a URL to an engine, and transactions that read or write."""
+"""Database access: an SQLAlchemy engine for a URL, read and write transactions, and errors with advice."""
 
 from __future__ import annotations
 
@@ -20,16 +20,22 @@ from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from argosy.store.errors import StoreError, StoreUnavailableError
 
 SQLITE_BUSY_TIMEOUT_S = 15.0
-"""How long a writer waits for other writers of an SQLite file."""
+"""Maximum time that a writer waits for other writers of an SQLite file."""
 POSTGRES_IDLE_TIMEOUT_S = 15
-"""How long a writer of PostgreSQL may do nothing: if its machine vanished, all others would wait for hours."""
+"""Idle time after which PostgreSQL ends a write transaction.
+
+Without it the transaction of a machine that vanished would block all other writers for hours.
+"""
 
 _SQLITE_BUSY_CODES = frozenset({SQLITE_BUSY, SQLITE_PROTOCOL})
-"""Errors of who comes while others use an SQLite file; its other ones do not pass by themselves."""
+"""Errors while other processes use an SQLite file. They are transient, unlike all other SQLite errors."""
 _SQLITE_WRITE_OPTIONS = {"begin": "BEGIN IMMEDIATE"}
 _POSTGRES_SNAPSHOT_OPTIONS = {"isolation_level": "REPEATABLE READ"}
-"""Reads too. Said to be read-only, they would have later writes of their connection insist on writing, whatever
-`default_transaction_read_only` says, and refused by a standby before they ask anything."""
+"""Options of reads and of snapshot writes.
+
+Reads are not declared read-only. That would make later writes on the same connection insist on a writable transaction
+despite `default_transaction_read_only`, and a standby would reject them before their first query.
+"""
 _POSTGRES_WRITE_OPTIONS = {"isolation_level": "READ COMMITTED"}
 _POSTGRES_TIMEOUTS = {
     "connect_timeout": 5,
@@ -38,22 +44,25 @@ _POSTGRES_TIMEOUTS = {
     "keepalives_count": 3,
     "tcp_user_timeout": 20_000,  # milliseconds
 }
-"""A server that has vanished is noticed in seconds, not when TCP gives up."""
+"""Connection settings that detect a vanished server in seconds instead of after the TCP timeout."""
 _POSTGRES_ENCODING = {"client_encoding": "utf8"}
-"""Else text is what the database's encoding makes of it: bytes, where that is SQL_ASCII."""
+"""Client encoding. By default it is that of the database, and with SQL_ASCII text would be returned as bytes."""
 _POSTGRES_POOLER_OPTIONS = {"prepare_threshold": None}
-"""Nothing is prepared: behind PgBouncer the next transaction may be another connection's, where a name that was given
-here is unknown, or stands for what somebody else has prepared."""
+"""Settings that disable prepared statements.
+
+Behind PgBouncer the next transaction may use another server connection, in which the name of a prepared statement is
+unknown or belongs to another client's statement.
+"""
 
 _READ_ONLY_ERRORS = ("read-only transaction", "during recovery")
-"""What PostgreSQL says where only the primary may do something."""
+"""Parts of PostgreSQL's messages for operations that only a writable primary can do."""
 _READ_ONLY_ADVICE = (
-    "It is a standby: give the address of the primary, or all with target_session_attrs=read-write."
-    " Or it was made read-only, as where its disk is full: see default_transaction_read_only."
+    "If it is a standby, give the address of the primary, or all addresses with target_session_attrs=read-write."
+    " If it was made read-only, for example because its disk is full, check default_transaction_read_only."
 )
 
 _DISK_FULL_ERRORS = ("disk is full", "No space left on device", "SQLITE_IOERR_SHMSIZE")
-_NO_TABLES_ADVICE = "It has no tables: put a backup back, or start a gateway, which makes them."
+_NO_TABLES_ADVICE = "It has no tables. Restore a backup, or start a gateway, which creates them."
 _RESTORING_ERROR = "no unique or exclusion constraint"
 _SERVER_FULL_ERRORS = ("connection slots", "too many clients")
 _POOLER_FULL_ERRORS = ("max_client_conn", "query_wait_timeout")
@@ -62,78 +71,97 @@ _ERROR_ADVICE = (
     *((words, _NO_TABLES_ADVICE) for words in ("no such table", "UndefinedTable")),
     (
         "No row was found",
-        "It is damaged: put it back from a backup, or move it away to begin anew.",
+        "It is damaged. Restore a backup, or move it away to start with an empty one.",
     ),
     *(
-        (words, "Somebody else did the same at this moment: try again.")
+        (words, "Another process made the same change at the same time. Try again.")
         for words in ("UniqueViolation", "SerializationFailure", "DeadlockDetected")
     ),
-    ("already exists", "It has tables that are not ours: give another database."),
+    ("already exists", "It contains tables of another program. Use another database."),
     ("not a database", "Move that file away, or give another path."),
-    ("locked", "Another process has been writing to it for long: try again."),
-    ("readonly", "Let this user write to the file and to its folder."),
+    ("locked", "Another process has been writing to it for too long. Try again."),
+    ("readonly", "Give this user write access to the file and its folder."),
     *((words, _READ_ONLY_ADVICE) for words in _READ_ONLY_ERRORS),
-    ("statement timeout", "Let what this user asks take longer: raise its statement_timeout."),
-    ("conflict with recovery", "A standby ends what takes long: ask the primary."),
-    *((words, "Make room on its disk.") for words in _DISK_FULL_ERRORS),
-    ("disk I/O error", "Look after its disk."),
-    ("malformed", "It is damaged: put it back from a backup, or move it away to begin anew."),
-    ("unable to open database file", "See that its folder is there, and descriptors are left."),
-    ("no equivalent in encoding", "Copy it (`argosy store copy`) into one with ENCODING 'UTF8'."),
-    ("permission denied", "Let this user make and change its tables: GRANT, or own its schema."),
-    *((words, "Let more connect: raise its max_connections.") for words in _SERVER_FULL_ERRORS),
+    ("statement timeout", "A query took too long. Raise the statement_timeout of this user."),
+    ("conflict with recovery", "A standby cancels long queries. Use the primary."),
+    *((words, "Free space on its disk.") for words in _DISK_FULL_ERRORS),
+    ("disk I/O error", "Check its disk for errors."),
+    ("malformed", "It is damaged. Restore a backup, or move it away to start with an empty one."),
+    (
+        "unable to open database file",
+        "Check that its folder exists and that file descriptors are available.",
+    ),
+    (
+        "no equivalent in encoding",
+        "Copy it with `argosy store copy` into a database with ENCODING 'UTF8'.",
+    ),
+    (
+        "permission denied",
+        "Let this user create and change its tables, by GRANT or by owning the schema.",
+    ),
     *(
-        (words, "Let PgBouncer have more: see its default_pool_size.")
+        (words, "It has too many connections. Raise its max_connections.")
+        for words in _SERVER_FULL_ERRORS
+    ),
+    *(
+        (words, "PgBouncer has too few connections. Raise its default_pool_size.")
         for words in _POOLER_FULL_ERRORS
     ),
-    ("statement pooling", "Have PgBouncer pool otherwise: pool_mode = transaction."),
-    ("unsupported startup parameter", "Leave it out of the URL: PgBouncer does not pass it on."),
+    ("statement pooling", "Set pool_mode = transaction in PgBouncer."),
+    (
+        "unsupported startup parameter",
+        "Remove the parameter from the URL, because PgBouncer does not forward it.",
+    ),
     ("authentication failed", "Check the user and the password in the URL."),
-    ("no password supplied", "Give its password, in the URL or as PGPASSWORD."),
-    ("no pg_hba.conf entry", "Let this user in: see its pg_hba.conf."),
+    ("no password supplied", "Give the password in the URL or in PGPASSWORD."),
+    ("no pg_hba.conf entry", "Allow this user in its pg_hba.conf."),
     (
         _RESTORING_ERROR,
-        "It is being restored, or was so half way: wait, or look what pg_restore said.",
+        "It is being restored, or a restore ended early. Wait, or check the output of pg_restore.",
     ),
     ("does not exist", "Check the user and the database in the URL."),
-    ("QueuePool", "Too many threads use it at a time: try again."),
-    ("", "Is it running, and can it be reached at this address?"),
+    ("QueuePool", "Too many threads use it at the same time. Try again."),
+    ("", "Check that it is running and reachable at this address."),
 )
-"""What to do about an error that has these words in it; the first that fits."""
+"""Parts of error messages with the advice for them. The first match is used."""
 _TRANSIENT_ERRORS = frozenset(
     {_RESTORING_ERROR, *_READ_ONLY_ERRORS, *_SERVER_FULL_ERRORS, *_POOLER_FULL_ERRORS, ""}
 )
-"""Those of them that a server of its own may get over by itself."""
+"""Errors among them from which a database server may recover without intervention."""
 
 
 class Database:
-    """One database, for any number of threads. Raises StoreError whenever it cannot be used.
+    """A database, usable from any number of threads. Methods raise StoreError if it cannot be used.
 
-    An SQLite file is in WAL mode: one writer at a time, readers never wait, and a commit survives the death
-    of the process (of the machine: all but the last ones).
+    An SQLite file is in WAL mode, so there is one writer at a time and readers never wait. A commit survives the death
+    of the process. The most recent commits may be lost if the machine crashes.
     """
 
     def __init__(self, url: str) -> None:
         parsed = parse_url(url)
         self.display_name = parsed.database or "?"
-        """For people; without user and password."""
+        """Name for messages, without user and password."""
         if parsed.get_backend_name() == "sqlite":
             self._engine = _create_sqlite_engine(parsed)
             self._read_options: dict[str, Any] = {}
             self._write_options: dict[str, Any] = _SQLITE_WRITE_OPTIONS
             self._snapshot_write_options = self._write_options
         else:
-            plain = URL.create(
+            public_url = URL.create(
                 "postgresql", host=parsed.host, port=parsed.port, database=parsed.database
             )
-            self.display_name = plain.render_as_string()
+            self.display_name = public_url.render_as_string()
             self._engine = _create_postgres_engine(parsed)
             self._read_options = self._snapshot_write_options = _POSTGRES_SNAPSHOT_OPTIONS
             self._write_options = _POSTGRES_WRITE_OPTIONS
 
     @classmethod
     def open_existing(cls, url: str) -> Database:
-        """The database at a URL, which has tables of ours. Raises StoreError where there is none, and makes none."""
+        """Open a database that already has Argosy's tables, without creating anything.
+
+        Raises:
+            StoreError: The database does not exist, has no such tables or cannot be used.
+        """
         path = parse_url(url).database or ""
         if url.startswith("sqlite"):
             try:
@@ -142,24 +170,24 @@ class Database:
                 raise _missing_store_error(f"{path} ({error.strerror})") from error
         database = cls(url)
         with database.read_transaction() as connection:
-            ours = inspect(connection).has_table("state")
-        if not ours:
+            has_tables = inspect(connection).has_table("state")
+        if not has_tables:
             database.close()
             raise _missing_store_error(database.display_name)
         return database
 
     @contextmanager
     def read_transaction(self) -> Iterator[Connection]:
-        """A transaction that sees one state of the database, whatever others write meanwhile."""
+        """Open a transaction that sees one state of the database, unaffected by concurrent writes."""
         with self.translate_errors(), self._engine.connect() as connection:
             connection.execution_options(**self._read_options)
             yield connection
 
     @contextmanager
     def write_transaction(self, *, is_snapshot: bool = False) -> Iterator[Connection]:
-        """A transaction, committed at the end, or rolled back when an exception comes out of it.
+        """Open a transaction that is committed at the end, or rolled back if the block raises.
 
-        A `steady` one sees one state of the database, that of its first query, and what it did itself.
+        With `is_snapshot` it sees only the state of the database at its first query and its own writes.
         """
         with self.translate_errors(), self._engine.connect() as connection:
             connection.execution_options(
@@ -167,46 +195,51 @@ class Database:
             )
             with connection.begin():
                 if connection.dialect.name == "postgresql":
-                    limit = f"SET LOCAL idle_in_transaction_session_timeout = '{POSTGRES_IDLE_TIMEOUT_S}s'"
-                    connection.exec_driver_sql(limit)
+                    statement = f"SET LOCAL idle_in_transaction_session_timeout = '{POSTGRES_IDLE_TIMEOUT_S}s'"
+                    connection.exec_driver_sql(statement)
                 yield connection
 
     def close(self) -> None:
-        """Close every connection. Used again, it opens new ones."""
+        """Close all connections. Later transactions open new ones."""
         self._engine.dispose()
 
     @contextmanager
     def translate_errors(self) -> Iterator[None]:
-        """Whatever its driver raises is told as a StoreError that names this database."""
+        """Raise driver errors as StoreError or StoreUnavailableError, with the name of this database and advice."""
         try:
             yield
         except NoResultFound as error:
             raise StoreError(
-                f"The database {self.display_name} lacks its row of state, which nobody should remove: restore a backup."
+                f"The database {self.display_name} lacks its row in the table 'state'. Restore a backup."
             ) from error
         except (DBAPIError, PoolTimeoutError) as error:
-            said = error.orig if isinstance(error, DBAPIError) else error
-            told = f"{type(said).__name__} {getattr(said, 'sqlite_errorname', '')}: {said}"
-            known, advice = next(known for known in _ERROR_ADVICE if known[0] in told)
-            first = str(said).strip().partition("\n")[0]
+            cause = error.orig if isinstance(error, DBAPIError) else error
+            text = f"{type(cause).__name__} {getattr(cause, 'sqlite_errorname', '')}: {cause}"
+            known, advice = next(known for known in _ERROR_ADVICE if known[0] in text)
+            first_line = str(cause).strip().partition("\n")[0]
             if known in _READ_ONLY_ERRORS:
-                self._engine.dispose()  # its name may be the primary's by now
-            away = known in _TRANSIENT_ERRORS and (known or isinstance(error, ServerError))
-            remote = self._engine.dialect.name == "postgresql"
-            kind = StoreUnavailableError if away and remote else StoreError
-            raise kind(
-                f"The database {self.display_name} cannot be used: {first}. {advice}"
+                self._engine.dispose()  # the host name may resolve to the primary by now
+            is_transient = known in _TRANSIENT_ERRORS and (known or isinstance(error, ServerError))
+            is_remote = self._engine.dialect.name == "postgresql"
+            error_type = StoreUnavailableError if is_transient and is_remote else StoreError
+            raise error_type(
+                f"The database {self.display_name} cannot be used: {first_line}. {advice}"
             ) from error
 
 
 def _missing_store_error(name: str) -> StoreError:
     return StoreError(
-        f"Argosy keeps nothing in {name}: check the URL, or begin there with `argosy keys create`."
+        f"There is no Argosy store in {name}. Check the URL, or create a store with `argosy keys create`."
     )
 
 
 def parse_url(url: str) -> URL:
-    """Raises StoreError, not showing it, when it is none of a database that there is a driver for."""
+    """Parse a database URL.
+
+    Raises:
+        StoreError: The URL is not valid or names an unsupported database. The message does not show the URL, which may
+            contain a password.
+    """
     try:
         parsed = make_url(url)
     except (ArgumentError, ValueError):
@@ -217,11 +250,11 @@ def parse_url(url: str) -> URL:
         if parsed.host is None and not parsed.query:
             return parsed
         raise StoreError(
-            "An SQLite URL has a path only: write sqlite:///relative or sqlite:////absolute."
+            "An SQLite URL has only a path. Write sqlite:///relative or sqlite:////absolute."
         )
     raise StoreError(
-        "This is no URL of a database (it may have a password, so it is not shown): "
-        "write sqlite:///path/to/argosy.db or postgresql://user:password@host/database."
+        "The database URL is not valid (it may contain a password, so it is not shown). "
+        "Write sqlite:///path/to/argosy.db or postgresql://user:password@host/database."
     )
 
 
@@ -232,23 +265,25 @@ def _create_sqlite_engine(url: URL) -> Engine:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
     except OSError as error:
         raise StoreError(
-            f"The database {path} cannot be opened ({error.strerror}): give a path that this user may write to."
+            f"The database {path} cannot be opened ({error.strerror}). Give a path that this user can write to."
         ) from error
     engine = create_engine(
         url, connect_args={"timeout": SQLITE_BUSY_TIMEOUT_S}, hide_parameters=True
     )
-    file = _FileGuard(path)
-    event.listen(engine, "do_connect", file.check_unchanged)
+    guard = _FileGuard(path)
+    event.listen(engine, "do_connect", guard.check_unchanged)
     event.listen(engine, "connect", _configure_sqlite)
-    event.listen(engine, "checkout", file.check_unchanged)
+    event.listen(engine, "checkout", guard.check_unchanged)
     event.listen(engine, "begin", _begin_sqlite_transaction)
     return engine
 
 
 def _create_postgres_engine(url: URL) -> Engine:
-    logging.getLogger("psycopg").setLevel(logging.ERROR)  # what it warns of besides is raised too
-    patience = {name: s for name, s in _POSTGRES_TIMEOUTS.items() if name not in url.query}
-    args = patience | _POSTGRES_ENCODING | _POSTGRES_POOLER_OPTIONS
+    logging.getLogger("psycopg").setLevel(
+        logging.ERROR
+    )  # psycopg also raises what it logs as warnings
+    timeouts = {name: value for name, value in _POSTGRES_TIMEOUTS.items() if name not in url.query}
+    args = timeouts | _POSTGRES_ENCODING | _POSTGRES_POOLER_OPTIONS
     try:
         return create_engine(url, connect_args=args, pool_pre_ping=True, hide_parameters=True)
     except ImportError as error:
@@ -256,7 +291,7 @@ def _create_postgres_engine(url: URL) -> Engine:
 
 
 def _configure_sqlite(connection: SqliteConnection, _: object) -> None:
-    """Settings of a new SQLite connection. `_begin` begins transactions, not the driver."""
+    """Configure a new SQLite connection. `_begin_sqlite_transaction` begins transactions instead of the driver."""
     connection.isolation_level = None
     _enable_wal(connection)
     for setting in ("synchronous=NORMAL", "foreign_keys=ON"):
@@ -264,9 +299,10 @@ def _configure_sqlite(connection: SqliteConnection, _: object) -> None:
 
 
 class _FileGuard:
-    """Whoever goes on with a file that was removed or replaced loses what they write.
+    """Detects that an SQLite file was removed or replaced while in use.
 
-    Whoever opens what is there instead gives it what the old one had in its write-ahead log.
+    Writes to a removed file would be lost. A connection to the replacement would apply the old file's write-ahead log
+    to it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -274,17 +310,20 @@ class _FileGuard:
         self._file_id = _get_file_id(path)
 
     def check_unchanged(self, *_: object) -> None:
-        """Raises StoreError once it is another one, and from then on: that may get the old one's number."""
+        """Raise StoreError if the file has been removed or replaced.
+
+        Once that happened every later call raises too, because a new file may reuse the inode number of the old one.
+        """
         if self._file_id is None or _get_file_id(self._path) != self._file_id:
             self._file_id = None
             raise StoreError(
-                f"The database {self._path} was replaced or removed while it was in use: end this process, move away"
-                f" what the old one left in {self._path}-wal and {self._path}-shm, and start it again."
+                f"The database {self._path} was replaced or removed while it was in use. Stop this process, move away"
+                f" the old files {self._path}-wal and {self._path}-shm, and start it again."
             )
 
 
 def _get_file_id(path: Path) -> tuple[int, int] | None:
-    """What tells a file from all others; None: there is none."""
+    """Return the device and inode number of a file, or None if it does not exist."""
     try:
         status = path.stat()
     except FileNotFoundError:
@@ -293,15 +332,18 @@ def _get_file_id(path: Path) -> tuple[int, int] | None:
 
 
 def _enable_wal(connection: SqliteConnection) -> None:
-    """WAL, which a file keeps; SQLite does not wait for others while a file changes over to it, so we do."""
-    patience = time.monotonic() + SQLITE_BUSY_TIMEOUT_S
+    """Switch the file to WAL mode, which is persistent.
+
+    SQLite's busy timeout does not cover the switch, so this function retries while other processes use the file.
+    """
+    deadline = time.monotonic() + SQLITE_BUSY_TIMEOUT_S
     while True:
         try:
             connection.execute("PRAGMA journal_mode=WAL").close()
         except OperationalError as error:
             if (
                 error.sqlite_errorcode & 0xFF not in _SQLITE_BUSY_CODES
-                or time.monotonic() > patience
+                or time.monotonic() > deadline
             ):
                 raise
             time.sleep(0.01)

@@ -1,48 +1,48 @@
--- Puts something under a name, unless somebody else holds it: then that is returned.
--- KEYS: the name; all answers, by when they were put there; how many bytes they have.
--- ARGV: the claim of who asks; what to put (the claim itself, an answer, or nothing: the name is free again);
--- how many ms it stays there; how many bytes all answers may have.
+-- Writes a value under an idempotency key, unless another claim holds the key. Then returns the existing value.
+-- KEYS: the key; sorted set of all responses by time of writing; counter of their bytes.
+-- ARGV: the caller's claim; the value (the claim itself, a response, or empty to free the key);
+-- its TTL in ms; the maximum number of bytes of all responses.
 
-local name, all, bytes = KEYS[1], KEYS[2], KEYS[3]
-local claim, put, ms, most = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
+local key, responses, bytes = KEYS[1], KEYS[2], KEYS[3]
+local claim, value, ttl_ms, max_bytes = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 
-local held = redis.call('GET', name)
-if held and held ~= claim then
-  return held
+local existing = redis.call('GET', key)
+if existing and existing ~= claim then
+  return existing
 end
-if put == '' then
-  redis.call('DEL', name)
+if value == '' then
+  redis.call('DEL', key)
   return false
 end
-redis.call('SET', name, put, 'PX', ms)
-if put == claim then
+redis.call('SET', key, value, 'PX', ttl_ms)
+if value == claim then
   return false
 end
 
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
-if redis.call('EXISTS', all) == 0 then
+if redis.call('EXISTS', responses) == 0 then
   redis.call('DEL', bytes)
 end
--- One of the same name and size that has expired may be there still: then it is counted already.
-local added = redis.call('ZADD', all, now, #put .. ' ' .. name)
-local sum = redis.call('INCRBY', bytes, added * #put)
+-- An expired response with the same key and size may still be in the set. Its bytes are counted already.
+local added = redis.call('ZADD', responses, now, #value .. ' ' .. key)
+local sum = redis.call('INCRBY', bytes, added * #value)
 while true do
-  local oldest = redis.call('ZRANGE', all, 0, 0, 'WITHSCORES')
+  local oldest = redis.call('ZRANGE', responses, 0, 0, 'WITHSCORES')
   if not oldest[1] then
     break
   end
-  local gone = tonumber(oldest[2]) <= now - ms
-  if sum <= most and not gone then
+  local expired = tonumber(oldest[2]) <= now - ttl_ms
+  if sum <= max_bytes and not expired then
     break
   end
-  local size, of = oldest[1]:match('^(%d+) (.*)$')
-  redis.call('ZREM', all, oldest[1])
-  if not gone then -- else it has expired, and the name may be somebody's again
-    redis.call('DEL', of)
+  local size, oldest_key = oldest[1]:match('^(%d+) (.*)$')
+  redis.call('ZREM', responses, oldest[1])
+  if not expired then -- after expiry another claim may hold the key
+    redis.call('DEL', oldest_key)
   end
   sum = redis.call('DECRBY', bytes, size)
 end
-redis.call('PEXPIRE', all, ms)
-redis.call('PEXPIRE', bytes, ms)
+redis.call('PEXPIRE', responses, ttl_ms)
+redis.call('PEXPIRE', bytes, ttl_ms)
 return false

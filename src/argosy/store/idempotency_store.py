@@ -1,4 +1,4 @@
-"""Answers that are kept under a key that the client chose: who asks the same again is given the same."""
+"""Responses stored by idempotency key, so that a repeated request gets the first response again."""
 
 from __future__ import annotations
 
@@ -11,58 +11,57 @@ import msgspec
 from msgspec import Meta
 
 RESPONSE_OVERHEAD_BYTES = 512
-"""Bytes that an answer takes beside its body, about."""
+"""Approximate size of a stored response without its body."""
 
 
 class IdempotencyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How much is kept, and for how long."""
+    """Settings of the idempotency store."""
 
     retention_s: Annotated[float, Meta(gt=0, le=86_400)] = 86_400.0
     max_bytes: Annotated[int, Meta(ge=0)] = 64 * 1024 * 1024
-    """Of all answers together, those that run included; the oldest are forgotten first."""
+    """Maximum size of all responses, including running ones. The oldest are evicted first."""
     max_response_bytes: Annotated[int, Meta(ge=0)] = 1024 * 1024
-    """Of one answer; a longer one is not kept."""
+    """Maximum size of one response. Longer responses are not stored."""
 
 
 class InFlightClaim(msgspec.Struct, frozen=True, array_like=True, tag="claim", gc=False):
-    """The first request with a key, while it is being answered."""
+    """First request with a key, while its response is running."""
 
     request_id: str
-    """Its id, which no other request has."""
+    """Unique id of the request."""
     request_digest: bytes
-    """Of what it asks."""
+    """Digest of the request, to detect another request with the same key."""
 
 
 class CachedResponse(msgspec.Struct, frozen=True, array_like=True, tag="answer", gc=False):
-    """What it was given."""
+    """Stored response of the first request with a key."""
 
     request_id: str
     request_digest: bytes
     media_type: bytes
-    """Media type."""
     body: bytes
 
 
 class IdempotencyStore(Protocol):
-    """The keys in use and the answers that are kept. Names are of keys: no two callers' are the same."""
+    """Idempotency keys in use and their stored responses. Callers make keys unique by principal."""
 
     async def claim(self, key: str, claim: InFlightClaim) -> InFlightClaim | CachedResponse | None:
-        """Take the name, until it is settled. What it holds already; None: it is the claim's now."""
+        """Claim a key until `settle_claim`. Returns the existing claim or response, or None if the claim succeeded."""
 
     def reserve_bytes(self, size_bytes: int) -> bool:
-        """Take so many bytes for an answer that comes; whether there are so many, if older ones are forgotten."""
+        """Reserve memory for a running response, evicting older ones. Returns whether there is enough."""
 
     def release_bytes(self, size_bytes: int) -> None:
-        """Give back bytes that were held."""
+        """Release reserved memory."""
 
     def settle_claim(self, key: str, claim: InFlightClaim, response: CachedResponse | None) -> None:
-        """Keep the answer that a claim got, if there is room for it; None: the name is free again."""
+        """End a claim. Stores the response if there is room, or frees the key for None."""
 
     async def start(self) -> None:
-        """Be ready, within seconds."""
+        """Connect, within seconds."""
 
     async def close(self) -> None:
-        """Bring what was settled to where it belongs."""
+        """Finish pending writes and disconnect."""
 
 
 class _StoredResponse(NamedTuple):
@@ -71,7 +70,7 @@ class _StoredResponse(NamedTuple):
 
 
 class MemoryIdempotencyStore:
-    """The `Answers` of one gateway."""
+    """Idempotency store in the memory of one gateway."""
 
     def __init__(
         self, config: IdempotencyConfig, clock: Callable[[], float] = time.monotonic
@@ -80,29 +79,27 @@ class MemoryIdempotencyStore:
         self._clock = clock
         self._claims: dict[str, InFlightClaim] = {}
         self._responses: OrderedDict[str, _StoredResponse] = OrderedDict()
-        """Oldest first."""
+        """Stored responses by key, oldest first."""
         self.used_bytes = 0
-        """Of what is kept, and held."""
+        """Size of stored and reserved responses."""
 
     @property
     def claims(self) -> Mapping[str, InFlightClaim]:
-        """The names that are claimed."""
+        """Running claims by key."""
         return self._claims
 
     def __len__(self) -> int:
         return len(self._responses)
 
     async def claim(self, key: str, claim: InFlightClaim) -> InFlightClaim | CachedResponse | None:
-        """See `Answers`."""
         self._evict_expired()
-        kept = self._responses.get(key)
-        if kept is not None:
-            return kept.response
+        stored = self._responses.get(key)
+        if stored is not None:
+            return stored.response
         holder = self._claims.setdefault(key, claim)
         return None if holder is claim else holder
 
     def reserve_bytes(self, size_bytes: int) -> bool:
-        """See `Answers`."""
         self._evict_expired()
         while self._responses and self.used_bytes + size_bytes > self._config.max_bytes:
             self._evict_oldest()
@@ -112,11 +109,9 @@ class MemoryIdempotencyStore:
         return True
 
     def release_bytes(self, size_bytes: int) -> None:
-        """See `Answers`."""
         self.used_bytes -= size_bytes
 
     def settle_claim(self, key: str, claim: InFlightClaim, response: CachedResponse | None) -> None:
-        """See `Answers`."""
         if self._claims.get(key) != claim:
             return
         del self._claims[key]
@@ -126,10 +121,10 @@ class MemoryIdempotencyStore:
             )
 
     async def start(self) -> None:
-        """See `Answers`."""
+        """Do nothing, because there is no connection."""
 
     async def close(self) -> None:
-        """See `Answers`."""
+        """Do nothing, because there is no connection."""
 
     def _evict_expired(self) -> None:
         now = self._clock()

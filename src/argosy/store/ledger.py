@@ -1,6 +1,6 @@
-"""The ledger: what every request used. Rows are added once, summed for reports and budgets, and forgotten by day.
+"""The ledger of usage: records are added once, summed for reports and limits, and rolled up by day.
 
-A row counts for the moment when its request ended; days are those of UTC.
+A record counts at the time when its request ended. Days are UTC days.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from argosy.store.records import OwnerKind, UsageRecord
 ReportGroup = Literal[
     "day", "organisation", "project", "key", "user", "model", "asked", "route", "replica"
 ]
-"""What a report may be by."""
+"""Field by which a usage report can be grouped."""
 
 DAY_S = 86_400
 INSERT_BATCH_ROWS = 500
 PAGE_ROWS = 1000
 MAX_TEXT_CHARS = 200
-"""Characters of a text."""
+"""Maximum number of characters stored of each text."""
 ROLL_UP_BATCH_ROWS = 5000
 ROLL_UP_PAUSE_S = 0.25
-"""After so many rows, others have so long to write: those who wait for an SQLite file look each 0.1 s."""
+"""Pause after each `ROLL_UP_BATCH_ROWS` rows, so that others can write. SQLite writers that wait poll every 0.1 s."""
 MAX_REPORT_ROWS = 10_000
-"""Of one report."""
+"""Maximum number of rows of one report."""
 MAX_OWNERS_PER_QUERY = 5000
-"""Who are asked for at a time."""
+"""Maximum number of owner ids in one query."""
 
 _REPORT_GROUPS: tuple[ReportGroup, ...] = get_args(ReportGroup)
 _SUMMED_COLUMNS = ("input_tokens", "cached_tokens", "output_tokens", "nano_dollars")
@@ -61,7 +61,7 @@ _INSERT_BY_DIALECT: dict[str, Callable[[Table], sqlite.Insert | postgresql.Inser
 _COLUMNS = (*UsageRecord.__struct_fields__, "day")
 _days = schema.usage_days.c
 RequestCount = tuple[ColumnElement[Any], ColumnElement[Any]]
-"""Which of them are counted as such: of rows, and of days that have been forgotten."""
+"""Aggregates that count requests: over single records, and over daily sums."""
 _ALL_REQUESTS: RequestCount = (func.count(), func.sum(_days.requests))
 _CHARGED_REQUESTS: RequestCount = (
     func.count().filter(
@@ -72,29 +72,33 @@ _CHARGED_REQUESTS: RequestCount = (
     ),
     func.sum(_days.requests - _days.unanswered),
 )
-"""Requests that count against limits: not those that got nothing because of us, or never went to a replica."""
+"""Requests that count against limits.
+
+Requests without output count only if they were sent to a replica and neither failed nor were refused.
+"""
 _COLUMN_NAMES = ", ".join(f'"{name}"' for name in _COLUMNS)
 _INSERT_SQL = {
     dialect: f"INSERT INTO usage ({_COLUMN_NAMES}) VALUES ({', '.join([mark] * len(_COLUMNS))}) "  # noqa: S608
     "ON CONFLICT (request) DO NOTHING"
     for dialect, mark in (("sqlite", "?"), ("postgresql", "%s"))
 }
-"""Written out: SQLAlchemy would take as long for the parameters of a row as SQLite for the row.
+"""Insert statements by dialect.
 
-Named, the conflict needs the primary key, which a table has not had back while a backup is put back: rows that came
-before those of the backup could be lost.
+They are plain SQL because SQLAlchemy would need as much time for the parameters of a row as SQLite for the row. The
+conflict target is named so that the insert fails while a restore has not yet created the primary key. Otherwise rows
+added before those of the backup could be lost.
 """
 
 
 class UsageFilter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which rows count: all, as far as nothing is given."""
+    """Filter of usage records. A field that is None matches all records."""
 
     since: float | None = None
-    """Ended at this moment or later; seconds since the epoch."""
+    """Only requests that ended at this time or later, in seconds since the epoch."""
     until: float | None = None
-    """Ended before."""
+    """Only requests that ended before this time."""
     organisation: str | None = None
-    """Ids, and below names, as in UsageRow."""
+    """Id of an organisation. The fields below are ids and names as in `UsageRecord`."""
     project: str | None = None
     key: str | None = None
     user: str | None = None
@@ -105,21 +109,21 @@ class UsageFilter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class UsageTotals(msgspec.Struct, frozen=True, kw_only=True):
-    """What some requests used together."""
+    """Total usage of a group of requests."""
 
     requests: int = 0
     input_tokens: int = 0
-    """Cached ones included."""
+    """Prompt tokens, including cached ones."""
     cached_tokens: int = 0
     output_tokens: int = 0
     nano_dollars: int = 0
 
 
 class UsageReportRow(UsageTotals, frozen=True, kw_only=True):
-    """The sum of one group. What the report is not by is None."""
+    """Total usage of one group of a report. Fields that the report is not grouped by are None."""
 
     day: str | None = None
-    """As in 2026-11-21."""
+    """ISO 8601 date, such as 2026-11-21."""
     organisation: str | None = None
     project: str | None = None
     key: str | None = None
@@ -134,54 +138,69 @@ ALL_USAGE = UsageFilter()
 
 
 def parse_report_groups(text: str) -> list[ReportGroup]:
-    """What a report is to be by, of names with commas between: each once. Raises ValueError for a name that is none."""
+    """Parse comma-separated names of report groups, dropping duplicates.
+
+    Raises:
+        ValueError: A name is not a `ReportGroup`.
+    """
     known: dict[str, ReportGroup] = {group: group for group in _REPORT_GROUPS}
     names = dict.fromkeys(name.strip() for name in text.split(",") if name.strip())
     unknown = names.keys() - known.keys()
     if unknown:
-        raise ValueError(f"A report is by {', '.join(_REPORT_GROUPS)}; not by {min(unknown)!r}.")
+        raise ValueError(
+            f"A report can be grouped by {', '.join(_REPORT_GROUPS)}, not by {min(unknown)!r}."
+        )
     return [known[name] for name in names]
 
 
 class Ledger:
-    """Adds, sums and forgets rows."""
+    """Usage records in the database. Adds, sums, exports and rolls up records."""
 
     def __init__(self, database: Database, organisation_id: str | None = None) -> None:
         self._database = database
         self._organisation_id = organisation_id
 
     def for_organisation(self, organisation_id: str | None) -> Ledger:
-        """The same, telling the rows of one organisation as if there were no others; None: all."""
+        """Return a ledger restricted to the records of one organisation, or to all for None."""
         return Ledger(self._database, organisation_id)
 
     def add_records(self, records: Sequence[UsageRecord]) -> int:
-        """Keep the rows whose request is not known yet, and return how many they were.
+        """Insert the records whose request is not in the ledger yet.
 
-        Rows may be offered again, by several processes at a time; each counts once, until its day is forgotten.
+        Records may be added repeatedly and by several processes at the same time. Each counts once until its day is
+        rolled up.
+
+        Returns:
+            The number of new records.
         """
-        new = 0
+        inserted = 0
         for start in range(0, len(records), INSERT_BATCH_ROWS):
-            # Sorted, so that two processes with the same rows wait for each other, not crosswise.
-            batch = sorted(records[start : start + INSERT_BATCH_ROWS], key=lambda row: row.request)
+            # Sorted, so that two processes that add the same records cannot deadlock.
+            batch = sorted(
+                records[start : start + INSERT_BATCH_ROWS], key=lambda record: record.request
+            )
             with self._database.write_transaction() as connection:
-                done = connection.exec_driver_sql(
+                result = connection.exec_driver_sql(
                     _INSERT_SQL[connection.dialect.name],
-                    [_to_insert_values(row) for row in batch],
+                    [_to_insert_values(record) for record in batch],
                     execution_options={"preserve_rowcount": True},
                 )
-                new += done.rowcount
-        return new
+                inserted += result.rowcount
+        return inserted
 
     def report(
         self, group_by: Sequence[ReportGroup] = (), where: UsageFilter = ALL_USAGE
     ) -> list[UsageReportRow]:
-        """Sums by group, in the order of the groups; without groups, one row. Raises ValueError for too many rows.
+        """Sum usage by group, sorted by the groups. Without groups the report has one row.
 
-        Of a day that has been forgotten only the whole is known: it counts if it begins in the time asked for.
+        Only the totals of rolled-up days are known. Such a day counts if it begins within the time range of `where`.
+
+        Raises:
+            ValueError: The report would have more than `MAX_REPORT_ROWS` rows.
         """
         rows = self._query_report(group_by, where, _ALL_REQUESTS)
         if len(rows) > MAX_REPORT_ROWS:
-            remedy = "Ask for less time, or by less; or for the ledger's own rows, as CSV."
+            remedy = "Choose a shorter time, fewer groups, or the CSV export of single records."
             raise ValueError(f"The report has more than {MAX_REPORT_ROWS} rows. {remedy}")
         return rows
 
@@ -192,13 +211,20 @@ class Ledger:
         request_count: RequestCount,
         owners: Sequence[str] | None = None,
     ) -> list[UsageReportRow]:
-        """The same, however many, of these of the first group; `requests` says which rows are counted as such."""
+        """Sum usage by group, without the limit on rows if `owners` are given.
+
+        Args:
+            groups: Fields to group by.
+            where: Filter of records.
+            request_count: Aggregates that count requests.
+            owners: Values to which the first group is restricted, or None.
+        """
 
         def owner_conditions(table: Table) -> list[ColumnElement[bool]]:
-            some = [] if owners is None else [table.c[groups[0]].in_(owners)]
-            return some + self._owner_conditions(table, where)
+            conditions = [] if owners is None else [table.c[groups[0]].in_(owners)]
+            return conditions + self._owner_conditions(table, where)
 
-        both = union_all(
+        combined = union_all(
             _select_sums(
                 schema.usage,
                 request_count[0],
@@ -212,9 +238,9 @@ class Ledger:
                 _day_conditions(where) + owner_conditions(schema.usage_days),
             ),
         ).subquery()
-        columns = [both.c[name] for name in groups]
+        columns = [combined.c[name] for name in groups]
         sums = [
-            cast(func.coalesce(func.sum(both.c[name]), 0), BigInteger).label(name)
+            cast(func.coalesce(func.sum(combined.c[name]), 0), BigInteger).label(name)
             for name in ("requests", *_SUMMED_COLUMNS)
         ]
         query = select(*columns, *sums).group_by(*columns).order_by(*columns)
@@ -226,54 +252,62 @@ class Ledger:
     def sum_by_owner(
         self, owner_kind: OwnerKind, owners: Collection[str], since: float
     ) -> dict[str, list[UsageReportRow]]:
-        """What each of the owners with these ids used since a moment, as limits count it: rows for each model.
+        """Sum the usage of owners since a time, by model, as limits count it.
 
-        Who used nothing is left out. A key used also what those did that it was rotated from. A request for which
-        nothing was done is none.
+        The usage of a key includes that of the keys that it replaced by rotation. Requests that are not charged are not
+        counted, see `_CHARGED_REQUESTS`.
+
+        Args:
+            owner_kind: Kind of the owners.
+            owners: Ids of the owners.
+            since: Start of the time range, in seconds since the epoch.
+
+        Returns:
+            Rows by model for each owner id. Owners without usage are left out.
         """
-        lines = (
+        lineages = (
             self._find_rotated_keys(owners, since)
             if owner_kind == "key"
-            else {one: [one] for one in owners}
+            else {owner: [owner] for owner in owners}
         )
-        heirs: dict[str, list[str]] = {}
-        for owner, line in lines.items():
-            for one in line:
-                heirs.setdefault(one, []).append(owner)
+        owners_by_id: dict[str, list[str]] = {}
+        for owner, lineage in lineages.items():
+            for ancestor in lineage:
+                owners_by_id.setdefault(ancestor, []).append(owner)
         found: dict[str, list[UsageReportRow]] = {}
-        ids, where = list(heirs), UsageFilter(since=since)
+        ids, where = list(owners_by_id), UsageFilter(since=since)
         for start in range(0, len(ids), MAX_OWNERS_PER_QUERY):
-            among = ids[start : start + MAX_OWNERS_PER_QUERY]
-            for row in self._query_report((owner_kind, "model"), where, _CHARGED_REQUESTS, among):
-                for owner in heirs[getattr(row, owner_kind)]:
+            batch = ids[start : start + MAX_OWNERS_PER_QUERY]
+            for row in self._query_report((owner_kind, "model"), where, _CHARGED_REQUESTS, batch):
+                for owner in owners_by_id[getattr(row, owner_kind)]:
                     found.setdefault(owner, []).append(row)
         return found
 
     def iter_records(self, where: UsageFilter = ALL_USAGE) -> Iterator[list[UsageRecord]]:
-        """The rows themselves, by the time they ended, page by page; no transaction is open in between."""
+        """Yield single records in pages, sorted by end time. No transaction is open between pages."""
         table = schema.usage
         columns = [table.c[name] for name in UsageRecord.__struct_fields__]
         query = select(*columns).where(*self._owner_conditions(table, where))
         query = query.order_by(table.c.ended_at, table.c.request).limit(PAGE_ROWS)
-        page, after = query.where(*_ended_at_conditions(where)), None
-        # Beside where a page begins, SQLite would go by this, over all rows since then for each page.
+        page_query, after = query.where(*_ended_at_conditions(where)), None
+        # With both conditions SQLite would use `since` instead of the page start and scan all rows for each page.
         where = msgspec.structs.replace(where, since=None)
         while True:
             with self._database.read_transaction() as connection:
-                rows = [UsageRecord(**row._asdict()) for row in connection.execute(page)]
-            if rows:
-                yield rows
-            if len(rows) < PAGE_ROWS:
+                records = [UsageRecord(**row._asdict()) for row in connection.execute(page_query)]
+            if records:
+                yield records
+            if len(records) < PAGE_ROWS:
                 return
-            after = (rows[-1].ended_at, rows[-1].request)
-            page = query.where(
+            after = (records[-1].ended_at, records[-1].request)
+            page_query = query.where(
                 *_ended_at_conditions(where), tuple_(table.c.ended_at, table.c.request) > after
             )
 
     def export_csv(self, where: UsageFilter = ALL_USAGE) -> Iterator[str]:
-        """The rows as CSV text, a piece at a time: a line of names, then the fields of each UsageRow.
+        """Yield single records as pieces of CSV text: a header, then the fields of each `UsageRecord`.
 
-        Moments are in ISO 8601.
+        Times are in ISO 8601.
         """
         yield format_csv([UsageRecord.__struct_fields__])
         for page in self.iter_records(where):
@@ -282,43 +316,50 @@ class Ledger:
     def export_report_csv(
         self, group_by: Sequence[ReportGroup], where: UsageFilter = ALL_USAGE
     ) -> str:
-        """A report as CSV text: a line of names, then one for each group. Raises ValueError as `report` does."""
+        """Format a report as CSV text: a header, then one line for each group. Raises ValueError like `report`."""
         names = (*group_by, *UsageTotals.__struct_fields__)
         rows = self.report(group_by, where)
         return format_csv([names, *([getattr(row, name) for name in names] for row in rows)])
 
     def roll_up(self, before: float) -> int:
-        """Keep of the days that ended before a moment only the sums, and return how many rows went.
+        """Replace the records of whole days that ended before a time by daily sums.
 
-        A row that is offered again after that counts twice: keep more days than a gateway may be cut off.
+        A record that is added again later counts twice. Therefore keep records for more days than a gateway may be
+        disconnected from the database.
+
+        Args:
+            before: Time in seconds since the epoch.
+
+        Returns:
+            The number of removed records.
         """
-        kept_from = before // DAY_S * DAY_S
-        gone = 0
-        while (oldest := self._find_oldest()) is not None and oldest < kept_from:
-            if gone:
+        midnight = before // DAY_S * DAY_S
+        removed = 0
+        while (oldest := self._find_oldest()) is not None and oldest < midnight:
+            if removed:
                 time.sleep(ROLL_UP_PAUSE_S)
-            gone += self._roll_up_batch(kept_from)
-        return gone
+            removed += self._roll_up_batch(midnight)
+        return removed
 
     def _find_rotated_keys(self, owners: Collection[str], since: float) -> dict[str, list[str]]:
-        """Each of the keys with these ids, and those it was rotated from that still worked at a moment or later."""
+        """Return for each key id itself and its predecessors by rotation that were valid at `since` or later."""
         keys = schema.keys.c
         query = select(keys.replaced_by, keys.id)
         query = query.where(keys.replaced_by.is_not(None), keys.expires_at >= since)
         with self._database.read_transaction() as connection:
-            before = {row.replaced_by: row.id for row in connection.execute(query)}
-        lines = {key: [key] for key in owners}
-        for line in lines.values():
-            while line[-1] in before:
-                line.append(before[line[-1]])
-        return lines
+            predecessors = {row.replaced_by: row.id for row in connection.execute(query)}
+        lineages = {key: [key] for key in owners}
+        for lineage in lineages.values():
+            while lineage[-1] in predecessors:
+                lineage.append(predecessors[lineage[-1]])
+        return lineages
 
     def _owner_conditions(self, table: Table, where: UsageFilter) -> list[ColumnElement[bool]]:
-        asked = {name: getattr(where, name) for name in _REPORT_GROUPS if name != "day"}
-        owned = [table.c[name] == value for name, value in asked.items() if value is not None]
+        values = {name: getattr(where, name) for name in _REPORT_GROUPS if name != "day"}
+        conditions = [table.c[name] == value for name, value in values.items() if value is not None]
         if self._organisation_id is not None:
-            owned.append(table.c.organisation == self._organisation_id)
-        return owned
+            conditions.append(table.c.organisation == self._organisation_id)
+        return conditions
 
     def _find_oldest(self) -> float | None:
         with self._database.read_transaction() as connection:
@@ -327,27 +368,26 @@ class Ledger:
             return ended_at
 
     def _roll_up_batch(self, midnight: float) -> int:
-        """Forget the first of what ended before; not all at a time, so that nobody has to wait long."""
+        """Roll up the oldest records that ended before midnight. Batches keep the lock times of other writers short."""
         rows, days = schema.usage, schema.usage_days
         past = rows.c.ended_at < midnight
-        with self._database.write_transaction(
-            is_snapshot=True
-        ) as connection:  # what comes meanwhile stays
+        # A snapshot, so that records added meanwhile are neither summed nor deleted.
+        with self._database.write_transaction(is_snapshot=True) as connection:
             if connection.dialect.name == "postgresql":
-                # Only who forgets waits here: a lock of `usage` would wait for its VACUUM, and who adds rows for both.
+                # This lock blocks only other roll-ups. A lock on `usage` would wait for its VACUUM and block inserts.
                 connection.execute(text("LOCK TABLE usage_days IN SHARE ROW EXCLUSIVE MODE"))
-            ended = select(rows.c.ended_at).where(past).order_by(rows.c.ended_at)
-            last = connection.execute(ended.offset(ROLL_UP_BATCH_ROWS - 1).limit(1)).scalar()
+            end_times = select(rows.c.ended_at).where(past).order_by(rows.c.ended_at)
+            last = connection.execute(end_times.offset(ROLL_UP_BATCH_ROWS - 1).limit(1)).scalar()
             if last is not None:
                 past = rows.c.ended_at <= last
             insert = _INSERT_BY_DIALECT[connection.dialect.name](days)
             sums = _select_sums(rows, func.count(), _REPORT_GROUPS, [past])
             sums = sums.add_columns(func.count() - _CHARGED_REQUESTS[0])
-            counted = ("requests", *_SUMMED_COLUMNS, "unanswered")
+            summed = ("requests", *_SUMMED_COLUMNS, "unanswered")
             connection.execute(
-                insert.from_select([*_REPORT_GROUPS, *counted], sums).on_conflict_do_update(
+                insert.from_select([*_REPORT_GROUPS, *summed], sums).on_conflict_do_update(
                     index_elements=list(_REPORT_GROUPS),
-                    set_={name: days.c[name] + insert.excluded[name] for name in counted},
+                    set_={name: days.c[name] + insert.excluded[name] for name in summed},
                 )
             )
             return connection.execute(delete(rows).where(past)).rowcount
@@ -360,9 +400,9 @@ def _select_sums(
     where: Sequence[ColumnElement[bool]],
 ) -> Select[Any]:
     columns = [table.c[name] for name in groups]
-    counted = [cast(func.sum(table.c[name]), BigInteger).label(name) for name in _SUMMED_COLUMNS]
-    asked = select(*columns, cast(request_count, BigInteger).label("requests"), *counted)
-    return asked.where(*where).group_by(*columns)
+    summed = [cast(func.sum(table.c[name]), BigInteger).label(name) for name in _SUMMED_COLUMNS]
+    query = select(*columns, cast(request_count, BigInteger).label("requests"), *summed)
+    return query.where(*where).group_by(*columns)
 
 
 def _ended_at_conditions(where: UsageFilter) -> list[ColumnElement[bool]]:
@@ -372,23 +412,23 @@ def _ended_at_conditions(where: UsageFilter) -> list[ColumnElement[bool]]:
 
 
 def _day_conditions(where: UsageFilter) -> list[ColumnElement[bool]]:
-    """The days that begin within the time asked for."""
+    """Conditions for days that begin within the time range."""
     day = schema.usage_days.c.day
     since = [] if where.since is None else [day >= math.ceil(where.since / DAY_S)]
     return since if where.until is None else [*since, day < math.ceil(where.until / DAY_S)]
 
 
-def _to_csv_row(row: UsageRecord) -> list[object]:
-    moments = {
-        "started_at": format_csv_time(row.started_at),
-        "ended_at": format_csv_time(row.ended_at),
+def _to_csv_row(record: UsageRecord) -> list[object]:
+    times = {
+        "started_at": format_csv_time(record.started_at),
+        "ended_at": format_csv_time(record.ended_at),
     }
-    return [*(msgspec.structs.asdict(row) | moments).values()]
+    return [*(msgspec.structs.asdict(record) | times).values()]
 
 
-def _to_insert_values(row: UsageRecord) -> tuple[Any, ...]:
-    """The row as `_ADD` takes it. One bad text must not keep the others of its batch out for ever."""
-    values = (*msgspec.structs.astuple(row), int(row.ended_at // DAY_S))
+def _to_insert_values(record: UsageRecord) -> tuple[Any, ...]:
+    """Return the parameters of `_INSERT_SQL`, sanitized so that one bad text does not block its batch for ever."""
+    values = (*msgspec.structs.astuple(record), int(record.ended_at // DAY_S))
     texts = [value for value in values if isinstance(value, str)]
     if "".join(texts).isprintable() and max(map(len, texts)) <= MAX_TEXT_CHARS:
         return values
@@ -396,7 +436,7 @@ def _to_insert_values(row: UsageRecord) -> tuple[Any, ...]:
 
 
 def _sanitize_text(value: str) -> str:
-    """Without what a database refuses: NUL, halves of surrogate pairs, and too much for an index."""
+    """Remove what databases reject: NUL, lone surrogates, and text that is too long for an index."""
     if value.isprintable() and len(value) <= MAX_TEXT_CHARS:
         return value
     return value.replace("\0", "").encode("utf-8", "replace").decode()[:MAX_TEXT_CHARS]

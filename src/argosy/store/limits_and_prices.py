@@ -1,4 +1,4 @@
-"""Terms: what accounts may use, and what it costs. Limits and prices, and every way to change them."""
+"""Limits and prices: the operations that read and change them."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _OWNER_TYPES: dict[OwnerKind, type[Organisation | Project | User | Key]] = {
 
 
 class LimitsAndPrices(RecordTables):
-    """Reads and changes limits and prices. `actor` says who makes a change.
+    """Reads and changes limits and prices. `actor` names who makes a change, for the audit log.
 
-    Limits are listed by their ids, and prices by when they begin; in parts as those of `Accounts` are.
+    Lists of limits are ordered by id and lists of prices by start time. They are paged like those of `Accounts`.
     """
 
     def set_limit(
@@ -44,13 +44,21 @@ class LimitsAndPrices(RecordTables):
         model: str | None = None,
         actor: str,
     ) -> Limit:
-        """A limit of the owner with this id, in place of the one it has for the same unit, window and model."""
+        """Set a limit, replacing the owner's limit for the same unit, window and model.
+
+        Raises:
+            ValueError: A field is invalid, or the window does not fit the unit.
+            NotFoundError: The owner does not exist.
+            ConflictError: The owner has ended, or its organisation has the maximum number of limits.
+        """
         if (window is None) != (unit == "concurrency"):
-            raise ValueError("A limit has a window, such as minute; only concurrency has none.")
+            raise ValueError(
+                "A limit needs a window, such as minute. Only a limit on concurrency has none."
+            )
         if owner_kind not in _OWNER_TYPES:
-            raise ValueError(f"The owner of a limit is one of {', '.join(_OWNER_TYPES)}.")
-        with self._begin_transaction(actor) as change:
-            change.get_active_record(_OWNER_TYPES[owner_kind], owner)
+            raise ValueError(f"The owner of a limit must be one of {', '.join(_OWNER_TYPES)}.")
+        with self._begin_transaction(actor) as transaction:
+            transaction.get_active_record(_OWNER_TYPES[owner_kind], owner)
             limit = validate_record(
                 Limit(
                     id=generate_id("limit"),
@@ -62,7 +70,7 @@ class LimitsAndPrices(RecordTables):
                     model=model,
                 )
             )
-            same = change.find_records(
+            existing = transaction.find_records(
                 Limit,
                 owner_kind=owner_kind,
                 owner=owner,
@@ -70,12 +78,12 @@ class LimitsAndPrices(RecordTables):
                 window=window,
                 model=limit.model,
             )
-            if same:
-                return change.update_record(same[0], "change", amount=amount)
-            return change.create_record(limit)
+            if existing:
+                return transaction.update_record(existing[0], "change", amount=amount)
+            return transaction.create_record(limit)
 
     def get_limit(self, limit: str) -> Limit:
-        """The one with this id."""
+        """Return the limit with this id, or raise NotFoundError."""
         return self._get_record(Limit, limit)
 
     def list_limits(
@@ -84,29 +92,31 @@ class LimitsAndPrices(RecordTables):
         owner: str | None = None,
         page: PageRequest = ALL_RECORDS,
     ) -> list[Limit]:
-        """Those of one owner, of one kind of owners, or all."""
+        """List the limits of one owner, of all owners of one kind, or of all owners."""
         return self._find_records(Limit, page, owner_kind=owner_kind, owner=owner)
 
     def delete_limit(self, limit: str, *, actor: str) -> None:
-        """Lift the limit with this id."""
-        with self._begin_transaction(actor) as change:
-            change.delete_record(change.get_record(Limit, limit))
+        """Delete the limit with this id, or raise NotFoundError."""
+        with self._begin_transaction(actor) as transaction:
+            transaction.delete_record(transaction.get_record(Limit, limit))
 
     def set_price(self, price: Price, *, actor: str) -> Price:
-        """A price, in place of the one for the same model, tier and moment, if there is one."""
+        """Set a price, replacing the price for the same model, tier and start time. The store sets the id."""
         price = validate_record(msgspec.structs.replace(price, id=generate_id("price")))
-        with self._begin_transaction(actor) as change:
-            same = change.find_records(Price, model=price.model, tier=price.tier, since=price.since)
-            if same:
-                return change.update_record(
-                    same[0],
+        with self._begin_transaction(actor) as transaction:
+            existing = transaction.find_records(
+                Price, model=price.model, tier=price.tier, since=price.since
+            )
+            if existing:
+                return transaction.update_record(
+                    existing[0],
                     "change",
                     input=price.input,
                     cached_input=price.cached_input,
                     output=price.output,
                 )
-            return change.create_record(price)
+            return transaction.create_record(price)
 
     def list_prices(self, model: str | None = None, page: PageRequest = ALL_RECORDS) -> list[Price]:
-        """Those of one model, or all, past and coming ones too."""
+        """List the prices of one model or of all, including past and future ones."""
         return self._find_records(Price, page, model=model)

@@ -1,4 +1,4 @@
-"""Which organisation a record belongs to: as an expression over its table's columns."""
+"""SQL expressions that find the organisation of a record and select the records that have not ended."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ ORGANISATION_COLUMNS: dict[type[AccountRecord], ColumnElement[Any]] = {
     Limit: schema.limits.c.organisation,
     Price: null(),
 }
-"""Id of the organisation that a record belongs to; NULL when it is the whole gateway's."""
+"""Id of the organisation that a record belongs to. NULL for records of the whole gateway."""
 
 
 def active_conditions(table: Table, now: float) -> list[ColumnElement[bool]]:
-    """Those that are neither archived, disabled, revoked nor expired."""
-    ended = ("archived_at", "disabled_at", "revoked_at")
-    still: list[ColumnElement[bool]] = [table.c[n].is_(None) for n in ended if n in table.c]
+    """Conditions for records that are neither archived, disabled, revoked nor expired at `now`."""
+    end_columns = ("archived_at", "disabled_at", "revoked_at")
+    conditions: list[ColumnElement[bool]] = [
+        table.c[name].is_(None) for name in end_columns if name in table.c
+    ]
     if table is schema.keys:
-        still.append(or_(table.c.expires_at.is_(None), table.c.expires_at > now))
-    return still
+        conditions.append(or_(table.c.expires_at.is_(None), table.c.expires_at > now))
+    return conditions

@@ -1,4 +1,7 @@
-"""What gateways share at once: how much of each limit is in use, and kept answers. One alone needs no Redis."""
+"""Interface to limit counters that gateways share, with a local implementation, and factories for shared state.
+
+A gateway that runs alone needs no Redis.
+"""
 
 from __future__ import annotations
 
@@ -13,77 +16,74 @@ from argosy.store.idempotency_store import (
 from argosy.store.quota_meters import QuotaDemand, create_local_meter
 from argosy.store.records import Limit
 
-NO_REDIS_CLIENT = "Redis needs a client. Install it: pip install 'argosy[redis]'."
+NO_REDIS_CLIENT = "Redis needs a client library. Install it with: pip install 'argosy[redis]'."
 
 
 class QuotaBackend(Protocol):
-    """Where the counters of limits come from, and where they get their room."""
+    """Source of quota meters, through which meters acquire units of shared limits."""
 
     @property
     def is_connected(self) -> bool | None:
-        """Whether somebody can say now how much is in use by all gateways; None: this one is alone."""
+        """Whether the shared counters are reachable. None if this gateway runs alone."""
 
     def create_meter(self, limit: Limit) -> QuotaMeter:
-        """A new counter for a limit; one for the same limit at other gateways counts with it.
+        """Create a meter for a limit, which shares its count with meters of the same limit at other gateways.
 
-        Raises ValueError when the limit has no window, and needs one.
+        Raises:
+            ValueError: The limit's window is missing or unknown.
         """
 
     async def acquire(self, demand: QuotaDemand) -> bool:
-        """Get as much room as there is for these. Returns soon; False when nobody could say how much there is."""
+        """Acquire available units for the demand. Returns promptly; False if the shared counters are unreachable."""
 
     def is_short(self, demand: QuotaDemand, now: float) -> bool:
-        """Whether there is not so much, as far as was heard just now: to ask again would not help."""
+        """Whether recent grants show that the demand exceeds what is available, so that acquiring would not help."""
 
     def overdraw(self, demand: QuotaDemand, now: float) -> bool:
-        """Give room to something that runs, at this very moment, while more is asked for; False: it must stop."""
+        """Charge a running request immediately and request the units afterwards. False if the request must stop."""
 
     def allow_degraded(self, demand: QuotaDemand, now: float) -> bool:
-        """Give room at this very moment although nobody can say how much there is; False: it would be too much."""
+        """Admit the demand while the shared counters are unreachable. False if it exceeds this gateway's share."""
 
     async def start(self) -> None:
-        """Be ready, or nearly so: a state that cannot be reached is looked for from now on."""
+        """Connect, or start reconnecting in the background if the shared counters are unreachable."""
 
     async def close(self) -> None:
-        """Give back what is held."""
+        """Return all units that are held but not used."""
 
 
 class LocalQuotaBackend:
-    """One gateway alone: its own counters know it all."""
+    """Quota backend of a gateway that runs alone, whose local meters are complete."""
 
     is_connected = None
 
     def create_meter(self, limit: Limit) -> QuotaMeter:
-        """See `SharedState`."""
         return create_local_meter(limit)
 
-    async def acquire(self, demand: QuotaDemand) -> bool:  # noqa: ARG002 - there is no more
-        """See `SharedState`."""
+    async def acquire(self, demand: QuotaDemand) -> bool:  # noqa: ARG002 - all units are local
         return True
 
-    def is_short(self, demand: QuotaDemand, now: float) -> bool:  # noqa: ARG002 - it knows it all
-        """See `SharedState`."""
+    def is_short(self, demand: QuotaDemand, now: float) -> bool:  # noqa: ARG002 - local meters are complete
         return True
 
-    def overdraw(self, demand: QuotaDemand, now: float) -> bool:  # noqa: ARG002 - there is no more
-        """See `SharedState`."""
+    def overdraw(self, demand: QuotaDemand, now: float) -> bool:  # noqa: ARG002 - all units are local
         return False
 
-    def allow_degraded(self, demand: QuotaDemand, now: float) -> bool:  # noqa: ARG002 - never needed
-        """See `SharedState`."""
+    def allow_degraded(self, demand: QuotaDemand, now: float) -> bool:  # noqa: ARG002 - never disconnected
         return False
 
     async def start(self) -> None:
-        """See `SharedState`."""
+        """Do nothing, because there is no shared state."""
 
     async def close(self) -> None:
-        """See `SharedState`."""
+        """Do nothing, because there is no shared state."""
 
 
 def create_quota_backend(url: str | None, password: str | None = None) -> QuotaBackend:
-    """The state at a URL of Redis (`redis://`, `rediss://`, `unix://`); None: this gateway is alone.
+    """Create the quota backend at a Redis URL (`redis://`, `rediss://`, `unix://`), or a local one for None.
 
-    Raises ValueError when it is no such URL, or redis-py is not installed.
+    Raises:
+        ValueError: The URL is not valid, or redis-py is not installed.
     """
     if url is None:
         return LocalQuotaBackend()
@@ -97,15 +97,16 @@ def create_quota_backend(url: str | None, password: str | None = None) -> QuotaB
 def create_idempotency_store(
     config: IdempotencyConfig, url: str | None, password: str | None
 ) -> IdempotencyStore:
-    """Those that gateways share at a URL of Redis, as `open_shared` takes it; None: this gateway's own.
+    """Create the idempotency store at a Redis URL as in `create_quota_backend`, or one in memory for None.
 
-    Raises ValueError when it is no such URL, or redis-py is not installed.
+    Raises:
+        ValueError: The URL is not valid, or redis-py is not installed.
     """
-    own = MemoryIdempotencyStore(config)
+    local = MemoryIdempotencyStore(config)
     if url is None:
-        return own
+        return local
     try:
         from argosy.store.redis_idempotency_store import RedisIdempotencyStore
     except ModuleNotFoundError as error:
         raise ValueError(NO_REDIS_CLIENT) from error
-    return RedisIdempotencyStore(url, password, config, own)
+    return RedisIdempotencyStore(url, password, config, local)

@@ -1,4 +1,4 @@
-"""Counters of limits: what one gateway counts with, alone or of its part."""
+"""Local meters of limits, which count usage in one gateway."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from argosy.store.records import Limit
 WINDOW_SECONDS = {"second": 1.0, "minute": 60.0, "hour": 3600.0}
 
 QuotaDemand = Sequence[tuple[QuotaMeter, int]]
-"""Counters, and how many units somebody needs of each."""
+"""Meters with the number of units that a request needs of each."""
 
 
 def create_local_meter(limit: Limit) -> SlidingWindow | CalendarPeriod | ConcurrencyMeter:
-    """What counts by itself. Raises ValueError when the limit needs a window, and has none that is known here."""
+    """Create a meter that counts in this gateway. Raises ValueError if the limit's window is missing or unknown."""
     if limit.unit == "concurrency":
         return ConcurrencyMeter(limit.amount)
     if limit.window is None:
@@ -23,6 +23,6 @@ def create_local_meter(limit: Limit) -> SlidingWindow | CalendarPeriod | Concurr
         return CalendarPeriod(limit.amount, limit.window)
     if limit.window not in WINDOW_SECONDS:
         raise ValueError(
-            f"The limit {limit.id} is by {limit.window!r}, which this version cannot count."
+            f"The limit {limit.id} has the window {limit.window!r}, which this version does not support."
         )
     return SlidingWindow(limit.amount, WINDOW_SECONDS[limit.window])

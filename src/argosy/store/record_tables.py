@@ -1,4 +1,4 @@
-"""Records in their tables: finding them, and changing them together with the audit log and the version."""
+"""Queries for account records, and transactions that change them together with the audit log and the version."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from argosy.store.validation import (
 
 
 class PageRequest(NamedTuple):
-    """Which part of a list."""
+    """Page of a list to read."""
 
     after: str | None = None
-    """Those that come after the one with this id; None: from the first on."""
+    """Id of the record before the page. None for the first page."""
     limit: int | None = None
-    """At most so many; None: all."""
+    """Maximum number of records. None for all."""
 
 
 _TABLES: dict[type[AccountRecord], Table] = {
@@ -59,8 +59,10 @@ ALL_RECORDS = PageRequest()
 
 
 def sort_fields(record_type: type[AccountRecord]) -> tuple[str, ...]:
-    """Fields that lists of such records go by: the oldest come first."""
-    return tuple(n for n in ("created_at", "since", "id") if n in record_type.__struct_fields__)
+    """Fields by which lists of a record type are sorted, oldest first."""
+    return tuple(
+        name for name in ("created_at", "since", "id") if name in record_type.__struct_fields__
+    )
 
 
 def find_records(
@@ -70,31 +72,43 @@ def find_records(
     page: PageRequest = ALL_RECORDS,
     **fields: object,
 ) -> list[RecordT]:
-    """The records whose fields have these values, or one of a set, in order; those of one organisation, or of all.
+    """Find records in sort order.
 
-    Prices are the whole gateway's, and everybody may know them.
+    Args:
+        connection: Connection with an open transaction.
+        record_type: Type of the records.
+        organisation_id: Id of the organisation to restrict the records to, or None for all. Prices belong to the whole
+            gateway and are visible to every organisation.
+        page: Page of the list to return.
+        fields: Field values to match. A set matches any of its values.
+
+    Raises:
+        ValueError: The record that the page continues after is not in the list.
     """
     table = _TABLES[record_type]
-    places = [table.c[name] for name in sort_fields(record_type)]
-    query = select(*(table.c[name] for name in record_type.__struct_fields__))
+    sort_columns = [table.c[name] for name in sort_fields(record_type)]
+    query = select(*(table.c[name].label(name) for name in record_type.__struct_fields__))
     if organisation_id is not None and record_type is not Price:
         query = query.where(ORGANISATION_COLUMNS[record_type] == organisation_id)
     for name, value in fields.items():
         column = table.c[name]
         query = query.where(column.in_(value) if isinstance(value, set) else column == value)
     if page.after is not None:
-        place = _find_sort_position(connection, record_type, query, page.after)
-        query = query.where(tuple_(*places) > place)
-    query = query.order_by(*places).limit(page.limit)
+        position = _find_sort_position(connection, record_type, query, page.after)
+        query = query.where(tuple_(*sort_columns) > position)
+    query = query.order_by(*sort_columns).limit(page.limit)
     return [record_type(**row._asdict()) for row in connection.execute(query)]
 
 
 def _find_sort_position(
     connection: Connection, record_type: type[AccountRecord], query: Select[Any], record_id: str
 ) -> tuple[object, ...]:
-    """Where the record with this id stands in the list that `query` gives. Raises ValueError when it is not in it.
+    """Return the sort key of the record with this id in the list that `query` selects.
 
-    What has been deleted, as limits are, is missed by nobody: their list is in the order of ids.
+    Lists in the order of ids, such as those of limits, can also continue after a deleted record.
+
+    Raises:
+        ValueError: The record is not in the list.
     """
     table, names = _TABLES[record_type], sort_fields(record_type)
     if (
@@ -104,19 +118,22 @@ def _find_sort_position(
     ):
         return (record_id,)
     columns = [table.c[name] for name in names]
-    place = query.with_only_columns(*columns).where(table.c.id == record_id)
-    found = connection.execute(place).first() if record_id.isprintable() else None
+    sort_key = query.with_only_columns(*columns).where(table.c.id == record_id)
+    found = connection.execute(sort_key).first() if record_id.isprintable() else None
     if found is None:
-        raise ValueError(f"There is no {record_id!r} in this list: take 'last_id' of a part.")
+        raise ValueError(f"There is no {record_id!r} in this list. Use 'last_id' of a page.")
     return tuple(found)
 
 
 def get_record(
     connection: Connection, record_type: type[RecordT], organisation_id: str | None, record_id: str
 ) -> RecordT:
-    """The record with this id, in one organisation or in any. Raises NotFoundError.
+    """Return the record with this id, in one organisation or in any.
 
-    What cannot be written down is no id, and nothing to ask a database for: PostgreSQL takes no NUL.
+    Ids that are not printable are not looked up, because PostgreSQL rejects NUL characters.
+
+    Raises:
+        NotFoundError: No record has this id.
     """
     found = (
         find_records(connection, record_type, organisation_id, id=record_id)
@@ -129,7 +146,10 @@ def get_record(
 
 
 class AccountTransaction:
-    """What one transaction does to the accounts, or to those of the organisation `within`. Made by `changing`."""
+    """Changes of accounts in one transaction, optionally restricted to one organisation.
+
+    `begin_transaction` creates instances.
+    """
 
     def __init__(
         self,
@@ -149,20 +169,20 @@ class AccountTransaction:
         self.now = clock()
 
     def get_record(self, record_type: type[RecordT], record_id: str) -> RecordT:
-        """The record with this id. Raises NotFoundError."""
+        """Return the record with this id, or raise NotFoundError."""
         return get_record(self.connection, record_type, self._organisation_id, record_id)
 
     def get_active_record(self, record_type: type[RecordT], record_id: str) -> RecordT:
-        """The record with this id. Raises NotFoundError, or ConflictError when it has been ended."""
+        """Return the record with this id. Raises NotFoundError, or ConflictError if it has ended."""
         found = self.get_record(record_type, record_id)
         if not is_active(found, self.now):
             raise ConflictError(
-                f"The {record_noun(record_type)} {record_id} has been ended: take another one."
+                f"The {record_noun(record_type)} {record_id} has ended. Use an active one."
             )
         return found
 
     def find_records(self, record_type: type[RecordT], **fields: object) -> list[RecordT]:
-        """The records whose fields have these values, oldest first."""
+        """Find records whose fields have these values, oldest first."""
         return find_records(
             self.connection, record_type, self._organisation_id, ALL_RECORDS, **fields
         )
@@ -170,16 +190,21 @@ class AccountTransaction:
     def check_same_organisation(
         self, organisation: str, record_type: type[Project | User], record_id: str | None
     ) -> None:
-        """Raises ConflictError for a project or a user of another organisation; None passes."""
+        """Raise ConflictError if a project or user belongs to another organisation. None is accepted."""
         if (
             record_id is not None
             and self.get_active_record(record_type, record_id).organisation != organisation
         ):
-            theirs = f"{record_id} belongs to another organisation than {organisation}"
-            raise ConflictError(f"{theirs}: name one of its own.")
+            problem = f"{record_id} does not belong to the organisation {organisation}"
+            raise ConflictError(f"{problem}. Choose a {record_noun(record_type)} of it.")
 
     def create_record(self, record: RecordT) -> RecordT:
-        """Keep something new. Raises ValueError, naming the field that is wrong, or ConflictError."""
+        """Insert a record.
+
+        Raises:
+            ValueError: A field is invalid. The message names it.
+            ConflictError: The name is taken, the organisation has too many records, or the record is out of reach.
+        """
         record = validate_record(record)
         self._check_unique(record)
         values = msgspec.structs.asdict(record)
@@ -189,7 +214,16 @@ class AccountTransaction:
         return record
 
     def update_record(self, record: RecordT, action: str, **fields: object) -> RecordT:
-        """The record with other values in the fields that are not UNSET. Raises as `create` does."""
+        """Set the fields that are not UNSET. Raises like `create_record`.
+
+        Args:
+            record: Record as stored.
+            action: Verb for the audit log, such as `change`.
+            fields: New values by field name.
+
+        Returns:
+            The updated record.
+        """
         given = {name: value for name, value in fields.items() if value is not UNSET}
         after = validate_record(msgspec.structs.replace(record, **given))
         changed = {name for name in given if getattr(record, name) != getattr(after, name)}
@@ -207,13 +241,13 @@ class AccountTransaction:
         return after
 
     def delete_record(self, record: AccountRecord) -> None:
-        """Keep it no longer; what it was stays in the audit log."""
+        """Delete a record. The audit log keeps its fields."""
         table = _TABLES[type(record)]
         self._append_audit_entry("delete", record, _to_audit_fields(record))
         self.connection.execute(delete(table).where(table.c.id == record.id))
 
     def save_version(self) -> None:
-        """Raise the version and move the head of the audit log, if anything was changed."""
+        """Increment the version and store the head of the audit log, if this transaction changed anything."""
         if self._audit_entries > self._initial_audit_entries:
             self.connection.execute(
                 update(schema.state).values(
@@ -233,23 +267,25 @@ class AccountTransaction:
             if other.id != record.id and is_active(other, self.now):
                 taken = list(fields.values())[-1]
                 raise ConflictError(
-                    f"Another {record_noun(type(record))} is called {taken!r}, {other.id}: give another name."
+                    f"Another {record_noun(type(record))} is called {taken!r}, {other.id}. Choose another name."
                 )
 
     def _check_record_count(self, record: AccountRecord) -> None:
-        kind = type(record)
-        if kind not in MAX_RECORDS_PER_ORGANISATION:
+        record_type = type(record)
+        if record_type not in MAX_RECORDS_PER_ORGANISATION:
             return
-        most, organisation, table = (
-            MAX_RECORDS_PER_ORGANISATION[kind],
+        max_records, organisation, table = (
+            MAX_RECORDS_PER_ORGANISATION[record_type],
             self._find_organisation_id(record),
-            _TABLES[kind],
+            _TABLES[record_type],
         )
         query = select(func.count()).select_from(table).where(*active_conditions(table, self.now))
-        query = query.where(ORGANISATION_COLUMNS[kind] == organisation)
-        if self.connection.execute(query).scalar_one() > most:
-            has = f"{organisation} has {most} {record_noun(kind)}s, the most that it may have"
-            raise ConflictError(f"{has}: end some that are not needed.")
+        query = query.where(ORGANISATION_COLUMNS[record_type] == organisation)
+        if self.connection.execute(query).scalar_one() > max_records:
+            problem = (
+                f"{organisation} has {max_records} {record_noun(record_type)}s, the maximum number"
+            )
+            raise ConflictError(f"{problem}. End some that are no longer needed.")
 
     def _append_audit_entry(
         self, action: str, record: AccountRecord, details: dict[str, Any]
@@ -268,12 +304,16 @@ class AccountTransaction:
         self.connection.execute(insert(schema.audit).values(**entry, hash=self._audit_head))
 
     def _find_organisation_id(self, record: AccountRecord) -> str | None:
-        """Of a record that is in its table. Raises ConflictError when it is out of reach."""
-        kind = type(record)
-        query = select(ORGANISATION_COLUMNS[kind]).where(_TABLES[kind].c.id == record.id)
+        """Return the organisation's id of a stored record. Raises ConflictError if the record is out of reach."""
+        record_type = type(record)
+        query = select(ORGANISATION_COLUMNS[record_type]).where(
+            _TABLES[record_type].c.id == record.id
+        )
         organisation: str | None = self.connection.execute(query).scalar_one()
         if self._organisation_id is not None and organisation != self._organisation_id:
-            raise ConflictError(f"This {record_noun(kind)} is not one of {self._organisation_id}.")
+            raise ConflictError(
+                f"This {record_noun(record_type)} does not belong to {self._organisation_id}."
+            )
         return organisation
 
 
@@ -281,24 +321,28 @@ class AccountTransaction:
 def begin_transaction(
     database: Database, actor: str, clock: Callable[[], float], organisation_id: str | None = None
 ) -> Iterator[AccountTransaction]:
-    """A transaction that changes accounts in the name of `actor`; only one runs at a time, in all processes.
+    """Open a transaction that changes accounts. Across all processes only one runs at a time.
 
-    With `within` it finds and changes nothing but what belongs to that organisation.
+    `actor` names who makes the change, for the audit log. With `organisation_id` only records of that organisation are
+    visible and can be changed.
+
+    Raises:
+        ValueError: `actor` is empty.
     """
     if not actor:
-        raise ValueError("A change needs an actor: say who makes it.")
+        raise ValueError("An account change needs an actor. Give the name of who makes it.")
     with database.write_transaction() as connection:
-        change = AccountTransaction(connection, actor, clock, organisation_id)
-        yield change
-        change.save_version()
+        transaction = AccountTransaction(connection, actor, clock, organisation_id)
+        yield transaction
+        transaction.save_version()
 
 
 class RecordTables:
-    """Records of every organisation, or `within` one: what `Accounts` and `Terms` have in common.
+    """Common base of `Accounts` and `LimitsAndPrices`, for the records of all organisations or of one.
 
-    Each change is one transaction, with its entries in the audit log and a new version of the directory. A
-    NotFoundError says that an id is unknown, a ConflictError that what there is stands in the way, and any other
-    ValueError which field is wrong.
+    Each change is one transaction, which also adds entries to the audit log and a new version of the account snapshot.
+    Changes raise NotFoundError for an unknown id, ConflictError for a conflict with an existing record, and another
+    ValueError for an invalid field.
     """
 
     def __init__(
@@ -309,9 +353,9 @@ class RecordTables:
         self._organisation_id = organisation_id
 
     def for_organisation(self, organisation_id: str | None) -> Self:
-        """Those of one organisation, as if there were no others; None: all.
+        """Return a view restricted to one organisation, or to all for None.
 
-        Prices are there to be read, and nothing that is not the organisation's can be made or changed.
+        In a restricted view prices can be read, and only records of the organisation can be created or changed.
         """
         return type(self)(self._database, self._clock, organisation_id)
 
@@ -325,13 +369,13 @@ class RecordTables:
     def _find_records(
         self, record_type: type[RecordT], page: PageRequest = ALL_RECORDS, **fields: object
     ) -> list[RecordT]:
-        """Those whose fields have the values that are given."""
+        """Find records whose fields have the given values. A value of None matches any."""
         given = {name: value for name, value in fields.items() if value is not None}
         with self._database.read_transaction() as connection:
             return find_records(connection, record_type, self._organisation_id, page, **given)
 
 
 def _to_audit_fields(record: AccountRecord) -> dict[str, Any]:
-    """Its fields for the audit log. A digest is no secret, but of no use there either."""
+    """Return the record's fields for the audit log, without the id and the key digest, which has no use there."""
     fields: dict[str, Any] = msgspec.to_builtins(record)
     return {name: value for name, value in fields.items() if name not in {"id", "digest"}}

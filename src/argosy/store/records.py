@@ -1,4 +1,4 @@
-"""What the store keeps, as values. Times are seconds since the epoch; money is in nano-dollars."""
+"""Records of the store as immutable values. Times are seconds since the epoch and money is in nano-dollars."""
 
 from __future__ import annotations
 
@@ -7,22 +7,33 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-Role = Literal["admin", "operator", "viewer", "caller"]
-"""What a key or a token may do, the most first: everything; run the fleet; look; ask models. Each may do what the later
-ones may, but only callers and admins ask models."""
+Role = Literal["admin", "operator", "viewer", "user"]
+"""Permission level of a key, token or user, highest first.
+
+`admin` may do everything, `operator` runs the fleet, `viewer` reads, `user` sends requests to models. Each role
+includes the later ones, except that only `user` and `admin` may send requests to models.
+"""
 
 RoleScope = Literal["organisation", "gateway"]
-"""Where a role is held: in the organisation of its key or user, or for the whole gateway. For the role caller they are
-the same."""
+"""Where a role is held: in the organisation of the key or user, or for the whole gateway.
+
+For the role `user` both mean the same.
+"""
 
 Tier = Literal["premium", "standard", "free"]
-"""The first is served first."""
+"""Priority class of a project, in the order of service."""
 
 UsageStatus = Literal["completed", "cancelled", "failed", "stopped", "interrupted", "refused"]
-"""How a request ended: as it should; the client left; it could not be answered; a limit or its deadline ended it; the
-gateway died; it was not to be answered, as it was or then.
+"""How a request ended.
 
-`slots.py` keeps their places: only ever add at the end.
+- `completed`: the response was sent in full.
+- `cancelled`: the client disconnected.
+- `failed`: no replica could answer.
+- `stopped`: a limit or the deadline ended the response.
+- `interrupted`: the gateway died.
+- `refused`: the request was rejected, either as invalid or at that moment.
+
+`usage_slots.py` stores the index of a status on disk, so new values go at the end only.
 """
 
 LimitUnit = Literal[
@@ -34,104 +45,104 @@ OwnerKind = Literal["organisation", "project", "user", "key"]
 QuotaFailureMode = Literal["open", "closed"]
 
 LimitWindow = Literal["second", "minute", "hour", "day", "month"]
-"""Day and month are the calendar's, in UTC; the others slide."""
+"""Window of a limit. `day` and `month` are calendar periods in UTC; the others are sliding windows."""
 
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
 Names = Annotated[tuple[Annotated[str, Meta(max_length=200)], ...], Meta(max_length=1000)]
 Networks = Annotated[tuple[Annotated[str, Meta(max_length=64)], ...], Meta(max_length=100)]
-"""In CIDR notation. Every request of whom they fence in is compared with each."""
+"""Networks in CIDR notation. The client address of each request is compared with every one of them."""
 LimitAmount = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 TokenPrice = Annotated[int, Meta(ge=0, le=10**9)]
-"""Nano-dollars for a token: a dollar at most, so that what a ledger sums up stays within 64 bits."""
+"""Nano-dollars for a token. The maximum of one dollar keeps sums of the ledger within 64 bits."""
 Weight = Annotated[float, Meta(ge=1e-6, le=1e6)]
 Timestamp = Annotated[float, Meta(ge=0, le=253_402_300_799)]
-"""Seconds since the epoch, until the year 9999."""
+"""Seconds since the epoch, up to the year 9999."""
 
 
 class AccountRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What accounts are made of."""
+    """Base of the records that accounts consist of."""
 
     id: str
 
 
 class Organisation(AccountRecord, frozen=True, kw_only=True):
-    """Who pays. Owns projects and users."""
+    """An organisation, which pays for usage. Projects and users belong to it."""
 
     name: Name
-    """Unique among those that are not archived."""
+    """Unique among organisations that are not archived."""
     created_at: float
     archived_at: float | None = None
-    """Then all of its projects are archived and its users disabled as well."""
+    """Time of archiving, which also archives all projects and disables all users of the organisation."""
 
 
 class Project(AccountRecord, frozen=True, kw_only=True):
-    """A tenant: what fairness, limits and isolation are about."""
+    """A project. Projects are the tenants to which fairness, limits and isolation apply."""
 
     organisation: str
-    """Id of its organisation."""
+    """Id of the organisation."""
     name: Name
-    """Unique in its organisation, among those that are not archived."""
+    """Unique in the organisation among projects that are not archived."""
     tier: Tier = "standard"
     weight: Weight = 1.0
-    """Its share, beside others of its tier."""
+    """Relative share of service among the projects of the same tier."""
     share_cache: bool = False
-    """Whether it shares cached prompts with its organisation's other projects that share."""
-    when_unsure: QuotaFailureMode = "open"
-    """What its limits do while the state that gateways share is down: go on locally, or refuse."""
+    """Whether the project shares cached prompts with other sharing projects of its organisation."""
+    quota_failure_mode: QuotaFailureMode = "open"
+    """Behaviour of limits while the quota backend is unreachable: `open` counts locally, `closed` rejects."""
     networks: Networks = ()
-    """Those that its callers may come from; none: from anywhere."""
+    """Networks from which clients may connect. If empty, clients may connect from any address."""
     flags: Names = ()
-    """What a gateway's routes may go by."""
+    """Flags that the gateway's route rules can match."""
     created_at: float
     archived_at: float | None = None
 
 
 class User(AccountRecord, frozen=True, kw_only=True):
-    """A person, for sign-in by JWT and for usage by user."""
+    """A person, who may sign in by JWT and by whom usage is reported."""
 
     organisation: str
     email: Name
-    """In lower case; unique in its organisation, among those that are not disabled."""
-    role: Role = "caller"
+    """Email address in lower case, unique in the organisation among users that are not disabled."""
+    role: Role = "user"
     scope: RoleScope = "organisation"
     project: str | None = None
-    """The project that their requests count for when the token names none."""
+    """Id of the project that the user's requests are charged to if the token names none."""
     created_at: float
     disabled_at: float | None = None
 
 
 class KeyInfo(AccountRecord, frozen=True, kw_only=True):
-    """What may be told of an API key."""
+    """Public fields of an API key."""
 
     project: str
     user: str | None = None
     name: Name
-    """Unique in its project, among the keys that still work and have not been rotated."""
+    """Unique in the project among keys that are valid and have not been rotated."""
     prefix: str
-    """The beginning of the key, by which people know it; not secret."""
-    role: Role = "caller"
+    """First characters of the key, for people to recognise it. Not secret."""
+    role: Role = "user"
     scope: RoleScope = "organisation"
     models: Names = ()
-    """Public model names it may use; none: all."""
+    """Public names of the models that the key may use. If empty, it may use all."""
     networks: Networks = ()
     flags: Names = ()
-    """Beside those of its project."""
+    """Route flags in addition to those of the project."""
     created_at: float
     expires_at: Timestamp | None = None
     revoked_at: float | None = None
     replaced_by: str | None = None
-    """Id of the key that it was rotated into; both work until it expires."""
+    """Id of the key that replaced this one by rotation. Both are valid until this one expires."""
 
 
 class Key(KeyInfo, frozen=True, kw_only=True):
-    """An API key. The key itself is shown once; only its digest is kept."""
+    """An API key as stored. The plain key is shown once at creation, and only its digest is stored."""
 
     digest: bytes
-    """SHA-256 of the whole key."""
+    """SHA-256 of the plain key."""
 
 
 class Limit(AccountRecord, frozen=True, kw_only=True):
-    """At most `amount` units of `unit` in each window (or at a time) for one owner."""
+    """A limit: at most `amount` units of `unit` for one owner in each window, or concurrently."""
 
     owner_kind: OwnerKind
     owner: str
@@ -139,84 +150,87 @@ class Limit(AccountRecord, frozen=True, kw_only=True):
     unit: LimitUnit
     amount: LimitAmount
     window: LimitWindow | None = None
-    """None: concurrency has no window."""
+    """None for a limit on concurrency, which has no window."""
     model: Name | None = None
-    """Public model name; None: all models together."""
+    """Public name of a model. None for all models together."""
 
 
 class Price(AccountRecord, frozen=True, kw_only=True):
-    """What a model's tokens cost from a moment on."""
+    """Token prices of a model, valid from the time `since`."""
 
     id: str = ""
-    """Given by the store."""
+    """Set by the store."""
     model: Name
-    """Public name."""
+    """Public name of the model."""
     tier: Tier | None = None
-    """None: for every tier that has no price of its own."""
+    """None for every tier without a price of its own."""
     input: TokenPrice
-    """For each token that was not cached."""
+    """Price of a prompt token that was not cached."""
     cached_input: TokenPrice
     output: TokenPrice
     since: Timestamp = 0.0
 
 
 class UsageRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One row of the ledger: how one admitted request ended, and what it used. Written once."""
+    """Row of the ledger: how an admitted request ended and what it used. Written once."""
 
     request: str
-    """By which it counts once. Never an id that the client chose: two requests with one id would count as one."""
+    """Id of the request, which identifies the record so that it counts once.
+
+    Never an id chosen by the client, because two requests with one id would count as one.
+    """
     organisation: str = ""
     project: str = ""
     key: str = ""
     user: str = ""
     model: str = ""
-    """Public name of the one that answered."""
+    """Public name of the model that answered."""
     asked: str = ""
-    """What the client called it; empty: it began before this was kept."""
+    """Model name in the client's request. Empty for requests from before this field existed."""
     route: str = ""
-    """Name of the one that decided which model answers; empty: none did."""
+    """Name of the route that chose the model. Empty if no route matched."""
     replica: str = ""
-    """The one that ended it."""
+    """Name of the replica that ended the request."""
     started_at: float
     ended_at: float
     status: UsageStatus
     input_tokens: int = 0
-    """Of the prompt, cached ones included."""
+    """Prompt tokens, including cached ones."""
     cached_tokens: int = 0
     output_tokens: int = 0
-    """Delivered."""
+    """Tokens delivered to the client."""
     nano_dollars: int = 0
 
 
 class AccountSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a gateway must know to let requests in, as of one version. Small enough to be held in memory.
+    """All accounts that a gateway needs to admit requests, as of one version. Small enough to be held in memory.
 
-    Revoked keys have left it. What is archived, disabled, or has expired in the last 30 days is there and marked,
-    so that whoever comes with it can be told why they are refused.
+    Revoked keys are excluded. Archived, disabled, and in the last 30 days expired records are included, so that the
+    gateway can explain why it rejects a request.
     """
 
     version: int = 0
-    """Raised by each change."""
+    """Number that each change increments."""
     audit_entries: int = 0
-    """Those of the audit log."""
+    """Number of entries in the audit log."""
     audit_head: bytes = b""
-    """Of the last change, as in the audit log."""
+    """Hash of the last entry of the audit log."""
     organisations: tuple[Organisation, ...] = ()
     projects: tuple[Project, ...] = ()
     users: tuple[User, ...] = ()
     renamed_at: dict[str, float] = {}
-    """Ids of projects and users that were given another name or email, and when they were given the one they have."""
+    """Ids of renamed projects and users, with the time when the current name or email was set."""
     keys: tuple[Key, ...] = ()
     limits: tuple[Limit, ...] = ()
     prices: tuple[Price, ...] = ()
     successors: dict[str, str] = {}
-    """Ids of all keys that were ever rotated, and of those that took their places."""
+    """Ids of all keys that were ever rotated, with the ids of the keys that replaced them."""
     has_had_keys: bool = False
-    """Whether a key was ever made, one that is revoked by now too."""
+    """Whether any key was ever created, including keys that are revoked now."""
     read_at: float = 0.0
-    """When its reading began, on the monotonic clock."""
+    """Time when reading began, on the monotonic clock."""
 
     @property
     def requires_keys(self) -> bool:
-        """Whether callers need keys: revoking the last one opens nothing."""
+        """Whether clients need keys. Revoking the last key does not open the gateway."""
         return self.has_had_keys or bool(self.keys)

@@ -1,4 +1,4 @@
-"""Redis, as all that is shared there is reached: what does not come soon is given up, and nothing is tried again."""
+"""Redis client for shared state, with short timeouts and without retries, and helpers for its users."""
 
 from __future__ import annotations
 
@@ -11,17 +11,20 @@ from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError
 
 CONNECT_TIMEOUT_S = 0.5
-"""Longest that a connection may take where an answer may take less."""
+"""Minimum connect timeout, used if the reply timeout is shorter."""
 MAX_CONNECTIONS = 8
 CANCEL_RETRY_INTERVAL_S = 0.05
 KEY_PREFIX = "{argosy}:"
-"""Of all keys; the braces keep them on one node of a cluster."""
+"""Prefix of all keys. The braces are a hash tag that keeps them on one node of a cluster."""
 
 
 def create_redis_client(url: str, password: str | None, timeout_s: float) -> Redis:
-    """A client that waits so long for each answer, and for a connection to be free: there are few.
+    """Create a client with at most `MAX_CONNECTIONS` connections.
 
-    Raises ValueError when it is no URL of a Redis.
+    `timeout_s` limits the wait for each reply and for a free connection.
+
+    Raises:
+        ValueError: The URL is not a Redis URL.
     """
     try:
         pool = BlockingConnectionPool.from_url(
@@ -35,25 +38,25 @@ def create_redis_client(url: str, password: str | None, timeout_s: float) -> Red
         )
     except ValueError as error:
         message = (
-            "This is no URL of a Redis (it may have a password, so it is not shown): "
-            "write redis://HOST:PORT/0, rediss://HOST:PORT/0 or unix:///PATH."
+            "The Redis URL is not valid (it may contain a password, so it is not shown). "
+            "Write redis://HOST:PORT/0, rediss://HOST:PORT/0 or unix:///PATH."
         )
         raise ValueError(message) from error
     return Redis.from_pool(pool)
 
 
 def describe_error(error: Exception) -> str:
-    """Why Redis could not be asked, for the log, and what to change where that is plain."""
+    """Describe a Redis error for the log, with what to change for a wrong password."""
     if AuthenticationError in (type(error), type(error.__cause__)):
-        return "it takes no such password: limits.password_env names the variable that has it"
+        return "Redis rejects the password. Check the variable that limits.password_env names."
     return f"{type(error).__name__}: {error}"
 
 
 async def cancel_task(task: asyncio.Task[Any]) -> None:
-    """End a task that asks Redis.
+    """Cancel a task that uses Redis and wait for its end.
 
-    It is told until it has ended: redis-py sends by `wait_for`, which before Python 3.12 loses it when what it waits
-    for is done at that moment.
+    The cancellation is repeated until the task ends. redis-py sends with `asyncio.wait_for`, which before Python 3.12
+    loses a cancellation if the awaited operation completes at the same moment.
     """
     while not task.done():
         task.cancel()

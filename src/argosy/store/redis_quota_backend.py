@@ -1,4 +1,4 @@
-"""Limits that many gateways share through Redis: one exchange at a time, repeated until it is answered."""
+"""Quota backend in Redis. A gateway runs one exchange at a time and repeats it until it is answered."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from argosy.store.redis_client import KEY_PREFIX, cancel_task, create_redis_clie
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.store")
 
 EXCHANGE_TIMEOUT_S = 0.05
-"""Longest that an exchange may take; who comes while one is under way waits for the next one too."""
+"""Maximum duration of an exchange. A request that arrives during an exchange waits for the next one as well."""
 GATEWAY_TTL_S = 5.0
-"""A gateway that was silent for so long has died: what it ran at a time is free."""
+"""Silence after which a gateway counts as dead and its concurrency slots become free."""
 EXCHANGE_INTERVAL_S = 0.05
 STARTUP_TIMEOUT_S = 2.0
 MAX_REQUESTS_PER_EXCHANGE = 500
-"""Asks in one exchange."""
+"""Maximum number of lease requests in one exchange."""
 
 
 class _ExchangeReply(msgspec.Struct, frozen=True):
@@ -55,18 +55,18 @@ class _ExchangeMessage:
     requests: list[tuple[LeasedQuota, LeaseRequest]]
     sent_at: float
     completion: asyncio.Future[None]
-    """Done when it was answered, or Redis was given up on."""
+    """Resolved when the message was answered or Redis became unavailable."""
 
 
 _decode = msgspec.msgpack.Decoder(_ExchangeReply).decode
 
 
 class RedisQuotaBackend:
-    """A `SharedState` in Redis 6 or later, or Valkey. Belongs to one event loop.
+    """Quota backend in Redis 6 or later, or Valkey. Not thread-safe: use it from one event loop.
 
-    Counts are exact while Redis is up and keeps its memory. A Redis that comes back empty learns what was used from the
-    ledger, within seconds. A gateway that dies takes with it what it was granted and had not used: for a lease's time,
-    or of a day's or month's limit until that is over.
+    Counts are exact while Redis runs and keeps its memory. A Redis that restarts empty is seeded from the ledger within
+    seconds. Units that a dead gateway was granted and had not used stay charged. For a sliding window they return after
+    the lease time, for a daily or monthly limit at the end of the period.
     """
 
     def __init__(
@@ -87,31 +87,31 @@ class RedisQuotaBackend:
         self._message_number = 0
         self._gateway_count = 1
         self.is_connected = False
-        """See `SharedState`: as of the last exchange, at most a second ago."""
+        """Whether the last exchange, at most a second ago, succeeded."""
         self._pending_leases: dict[LeasedQuota, None] = {}
-        """Leases to ask for with the next message, in order."""
+        """Leases of the next message, in order."""
         self._active_leases: dict[LeasedQuota, None] = {}
-        """Those that hold or owe something."""
+        """Leases that hold units or must report usage."""
         self._unanswered_message: _ExchangeMessage | None = None
         self._last_exchange_at = -math.inf
         self._next_exchange: asyncio.Future[None] | None = None
-        """Done when the next message was answered."""
+        """Resolved when the next message was answered."""
         self._wake_event = asyncio.Event()
         self._startup_done = asyncio.Event()
         self._exchange_task: asyncio.Task[None] | None = None
 
     def create_meter(self, limit: Limit) -> QuotaMeter:
-        """See `SharedState`. One for the same limit and another model (its alias moved) counts by itself."""
-        own = create_local_meter(limit)
+        """Create a meter. Meters of one limit for different models, as after an alias moved, count separately."""
+        meter = create_local_meter(limit)
         name = f"{KEY_PREFIX}limit:{limit.id}" + (f":{limit.model}" if limit.model else "")
-        if isinstance(own, ConcurrencyMeter):
-            return ConcurrencyLease(name, own, self._gateway_ttl_s)
-        lease = WindowLease(name, own)
+        if isinstance(meter, ConcurrencyMeter):
+            return ConcurrencyLease(name, meter, self._gateway_ttl_s)
+        lease = WindowLease(name, meter)
         lease.on_report_due = partial(self._active_leases.__setitem__, lease, None)
         return lease
 
     async def acquire(self, demand: QuotaDemand) -> bool:
-        """See `SharedState`: within two exchanges."""
+        """Acquire available units within two exchanges."""
         if not self.is_connected:
             return False
         if self.is_short(demand, self._clock()):
@@ -124,11 +124,10 @@ class RedisQuotaBackend:
         return self.is_connected
 
     def is_short(self, demand: QuotaDemand, now: float) -> bool:
-        """See `SharedState`."""
         return any(lease.is_exhausted(units, now) for lease, units in _to_leases(demand))
 
     def overdraw(self, demand: QuotaDemand, now: float) -> bool:
-        """See `SharedState`: until Redis has said that there is not so much."""
+        """Charge a running request immediately, until a grant shows that the units are not available."""
         if not self.is_connected:
             return False
         leases = _to_leases(demand)
@@ -140,7 +139,7 @@ class RedisQuotaBackend:
         return True
 
     def allow_degraded(self, demand: QuotaDemand, now: float) -> bool:
-        """See `SharedState`: up to this gateway's even share."""
+        """Admit demand up to this gateway's even share of the limit."""
         leases = _to_leases(demand)
         if self.is_connected or not all(
             lease.is_within_even_share(units, self._gateway_count, now) for lease, units in leases
@@ -152,19 +151,19 @@ class RedisQuotaBackend:
         return True
 
     async def start(self) -> None:
-        """See `SharedState`."""
+        """Start the exchanges and wait at most `STARTUP_TIMEOUT_S` for the first one."""
         self._exchange_task = asyncio.create_task(self._run_exchanges())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STARTUP_TIMEOUT_S):
                 await self._startup_done.wait()
 
     async def close(self) -> None:
-        """See `SharedState`."""
+        """Stop the exchanges, return unused units and deregister this gateway."""
         if self._exchange_task is not None:
             await cancel_task(self._exchange_task)
         with contextlib.suppress(RedisError, OSError):
             if self.is_connected:
-                for _ in range(2):  # with the second all are seen to be idle
+                for _ in range(2):  # the second round confirms that all leases are idle
                     self._pending_leases |= self._active_leases
                     while self._pending_leases or self._unanswered_message:
                         await self._run_exchange()
@@ -184,24 +183,24 @@ class RedisQuotaBackend:
         while True:
             try:
                 if not self.is_connected:
-                    # What is asked of a Redis that hangs would be done much later.
+                    # A hanging Redis would run the script much later.
                     await self._redis.ping()
                 await self._run_exchange()
-            except Exception as error:  # noqa: BLE001 - whatever it is, nobody may wait for it
+            except Exception as error:  # noqa: BLE001 - after any error, waiters must be released
                 self._on_disconnected(error)
                 failures += 1
-                # Who answers that it must not be written to, is no primary any more: its name may be another's.
+                # A server that rejects writes is no longer the primary. Reconnect, as the host name may have moved.
                 with contextlib.suppress(RedisError, OSError):
                     await self._redis.connection_pool.disconnect()
-                draw = random.random()  # noqa: S311 - jitter
-                await asyncio.sleep(backoff_s(failures, draw, max_s=2.0))
+                jitter = random.random()  # noqa: S311 - not for security
+                await asyncio.sleep(backoff_s(failures, jitter, max_s=2.0))
             else:
                 self._on_connected()
                 failures = 0
                 await self._wait_for_next()
 
     async def _wait_for_next(self) -> None:
-        """Until somebody wants something, or it is time to be heard of."""
+        """Wait until leases are pending or the next heartbeat is due."""
         while not self._pending_leases:
             self._wake_event.clear()
             with contextlib.suppress(TimeoutError):
@@ -217,15 +216,15 @@ class RedisQuotaBackend:
                 return
 
     async def _run_exchange(self) -> None:
-        """Say what is to be said, or what was not answered yet. Raises what redis-py raises."""
+        """Send the next message, or the unanswered one again, and apply the grants. Raises redis-py's errors."""
         message = self._unanswered_message = self._unanswered_message or self._compose_message()
-        packed = await self._script(keys=message.keys, args=[message.body])
-        answer = _decode(packed)
+        encoded = await self._script(keys=message.keys, args=[message.body])
+        reply = _decode(encoded)
         self._unanswered_message = None
-        self._gateway_count = answer.gateways
+        self._gateway_count = reply.gateways
         self._last_exchange_at = now = self._clock()
-        for (lease, ask), grant in zip(message.requests, answer.grants, strict=True):
-            lease.apply_grant(ask, grant, message.sent_at, now)
+        for (lease, request), grant in zip(message.requests, reply.grants, strict=True):
+            lease.apply_grant(request, grant, message.sent_at, now)
             if lease.is_idle:
                 self._active_leases.pop(lease, None)
         _resolve_future(message.completion)
@@ -235,21 +234,21 @@ class RedisQuotaBackend:
         leases = list(self._pending_leases)[:MAX_REQUESTS_PER_EXCHANGE]
         for lease in leases:
             del self._pending_leases[lease]
-        asked = [(lease, lease.build_request(now)) for lease in leases]
+        requests = [(lease, lease.build_request(now)) for lease in leases]
         self._message_number += 1
         message = {
             "gateway": self._gateway_id,
             "number": self._message_number,
             "alive_s": self._gateway_ttl_s,
-            "asks": [ask for _, ask in asked],
+            "asks": [request for _, request in requests],
         }
         body = msgspec.msgpack.encode(message)
-        own = f"{KEY_PREFIX}gateway:{self._gateway_id}"
-        keys = [own, f"{KEY_PREFIX}gateways", *(lease.name for lease, _ in asked)]
-        heard: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        if not self._pending_leases:  # else those who wait wait for the next one
-            heard, self._next_exchange = self._next_exchange or heard, None
-        return _ExchangeMessage(keys, body, asked, now, heard)
+        gateway_key = f"{KEY_PREFIX}gateway:{self._gateway_id}"
+        keys = [gateway_key, f"{KEY_PREFIX}gateways", *(lease.name for lease, _ in requests)]
+        completion: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if not self._pending_leases:  # otherwise waiters need the next message as well
+            completion, self._next_exchange = self._next_exchange or completion, None
+        return _ExchangeMessage(keys, body, requests, now, completion)
 
     def _on_disconnected(self, error: Exception) -> None:
         if self.is_connected or not self._startup_done.is_set():
@@ -258,7 +257,7 @@ class RedisQuotaBackend:
         self._release_waiters()
 
     def _release_waiters(self) -> None:
-        """Nobody waits any longer."""
+        """Mark Redis as disconnected and release all callers that wait for an exchange."""
         self.is_connected = False
         if self._unanswered_message is not None:
             _resolve_future(self._unanswered_message.completion)
@@ -279,5 +278,5 @@ def _resolve_future(future: asyncio.Future[None]) -> None:
 
 
 def _to_leases(demand: QuotaDemand) -> list[tuple[LeasedQuota, int]]:
-    """All counters of this state are leases."""
-    return [(cast("LeasedQuota", counter), units) for counter, units in demand]
+    """Cast the meters, because all meters of this backend are leases."""
+    return [(cast("LeasedQuota", meter), units) for meter, units in demand]

@@ -1,6 +1,6 @@
-"""The tables, as the newest migration leaves them; a test compares the two.
+"""SQLAlchemy tables of the store, as the newest migration creates them. A test compares the two.
 
-Columns have the names and types of the fields in `records.py`; what no record has is said here.
+Columns have the names and types of the fields in `records.py`. Columns without such a field are documented here.
 """
 
 from __future__ import annotations
@@ -29,54 +29,69 @@ if TYPE_CHECKING:
 
 
 class StringTuple(TypeDecorator[tuple[str, ...]]):
-    """A tuple of strings, kept as a JSON array."""
+    """Column type for a tuple of strings, stored as a JSON array."""
 
     impl = Text
     cache_ok = True
 
     def process_bind_param(self, value: tuple[str, ...] | None, dialect: Dialect) -> str | None:  # noqa: ARG002 - SQLAlchemy's signature
-        """To the database."""
+        """Encode a value for the database."""
         return None if value is None else msgspec.json.encode(value).decode()
 
     def process_result_value(self, value: str | None, dialect: Dialect) -> tuple[str, ...] | None:  # noqa: ARG002 - SQLAlchemy's signature
-        """From the database."""
+        """Decode a stored value."""
         if value is None or value == "[]":
             return ()
         return msgspec.json.decode(value, type=tuple[str, ...])
+
+
+class RoleText(TypeDecorator[str]):
+    """Column type for a role. The role `user` is stored as `caller`, its name in earlier versions."""
+
+    impl = Text
+    cache_ok = True
+
+    def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:  # noqa: ARG002 - SQLAlchemy's signature
+        """Encode a value for the database."""
+        return "caller" if value == "user" else value
+
+    def process_result_value(self, value: str | None, dialect: Dialect) -> str | None:  # noqa: ARG002 - SQLAlchemy's signature
+        """Decode a stored value."""
+        return "user" if value == "caller" else value
 
 
 metadata = MetaData()
 
 
 def _unique_name_index(table: str, *columns: str, ended_column: str) -> Index:
-    """Names that are unique among what has not been ended."""
-    still = text(f"{ended_column} IS NULL")
+    """Index that makes names unique among the records that have not ended."""
+    is_active = text(f"{ended_column} IS NULL")
     name = f"{table}_{columns[-1]}"
-    return Index(name, *columns, unique=True, sqlite_where=still, postgresql_where=still)
+    return Index(name, *columns, unique=True, sqlite_where=is_active, postgresql_where=is_active)
 
 
 def _scope_column() -> Column[str]:
-    """A gateway that knows no scopes writes rows without one, and means the whole gateway."""
+    """Where a role is held. Gateways from before this column write no value, which means the whole gateway."""
     return Column("scope", Text, nullable=False, server_default="gateway")
 
 
 def _flags_column() -> Column[tuple[str, ...]]:
-    """A gateway that knows no flags writes rows without them."""
+    """Route flags. Gateways from before this column write no value, which means none."""
     return Column("flags", StringTuple, nullable=False, server_default="[]")
 
 
 def _list_index(table: str, *columns: str) -> Index:
-    """By which a part of a list is found where the one before ended: of all, or of what one has."""
+    """Index for keyset pagination of a list, of all records or of those with the same values in `columns`."""
     return Index("_".join([table, "listed", *columns]), *columns, "created_at", "id")
 
 
 def _organisation_column() -> Column[str]:
-    """Id of its organisation, by which lists of an organisation's are found. A trigger writes it: no record has it."""
+    """Id of the record's organisation, for the lists of one organisation. A trigger writes it; no record has it."""
     return Column("organisation", Text)
 
 
 def _named_at_column() -> Column[float]:
-    """When it was given the name or email that it has; NULL: it has had it since it was made. No record has it."""
+    """Time when the current name or email was set; NULL if it is unchanged since creation. No record has it."""
     return Column("named_at", Double)
 
 
@@ -88,7 +103,7 @@ state = Table(
     Column("audit_entries", BigInteger, nullable=False),
     Column("audit_head", LargeBinary, nullable=False),
 )
-"""One row. Whoever changes accounts locks it first, so changes and audit entries come one after the other."""
+"""Table of one row. Each account change locks it first, so changes and their audit entries are serialised."""
 
 organisations = Table(
     "organisations",
@@ -110,7 +125,7 @@ projects = Table(
     Column("tier", Text, nullable=False),
     Column("weight", Double, nullable=False),
     Column("share_cache", Boolean, nullable=False),
-    Column("when_unsure", Text, nullable=False),
+    Column("when_unsure", Text, key="quota_failure_mode", nullable=False),
     Column("networks", StringTuple, nullable=False),
     Column("created_at", Double, nullable=False),
     Column("archived_at", Double),
@@ -127,7 +142,7 @@ users = Table(
     Column("id", Text, primary_key=True),
     Column("organisation", Text, ForeignKey("organisations.id"), nullable=False),
     Column("email", Text, nullable=False),
-    Column("role", Text, nullable=False),
+    Column("role", RoleText, nullable=False),
     Column("project", Text, ForeignKey("projects.id")),
     Column("created_at", Double, nullable=False),
     Column("disabled_at", Double),
@@ -147,7 +162,7 @@ keys = Table(
     Column("name", Text, nullable=False),
     Column("prefix", Text, nullable=False),
     Column("digest", LargeBinary, nullable=False, unique=True),
-    Column("role", Text, nullable=False),
+    Column("role", RoleText, nullable=False),
     Column("models", StringTuple, nullable=False),
     Column("networks", StringTuple, nullable=False),
     Column("created_at", Double, nullable=False),
@@ -204,7 +219,7 @@ audit = Table(
     Index("audit_subject", "subject"),
     Index("audit_organisation", "organisation", "entry"),
 )
-"""Triggers refuse to change or delete its rows."""
+"""Append-only table. Triggers reject updates and deletions."""
 
 usage = Table(
     "usage",
@@ -229,10 +244,10 @@ usage = Table(
         for owner in ("organisation", "project", "key", "user")
     ),
 )
-"""`day` is that of `ended_at`: days since the epoch, in UTC.
+"""Usage records of single requests. `day` is the day of `ended_at`, in days since the epoch (UTC).
 
-A gateway that knows no `replica` writes its name as `route`. In PostgreSQL a trigger puts it where it belongs; in
-SQLite such rows are refused, and wait on the disk for the next version.
+Gateways from before the column `replica` write the replica's name as `route`. In PostgreSQL a trigger moves it to
+`replica`. SQLite rejects such rows, which then stay in the usage log on disk until a newer version drains it.
 """
 
 usage_days = Table(
@@ -251,4 +266,4 @@ usage_days = Table(
     Column("nano_dollars", BigInteger, nullable=False),
     Column("unanswered", BigInteger, nullable=False, server_default="0"),
 )
-"""What is left of the rows that were forgotten. The `unanswered` of their requests count against no limit."""
+"""Daily sums of the usage records that were rolled up. Limits do not count the `unanswered` requests among them."""

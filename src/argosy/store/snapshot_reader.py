@@ -1,4 +1,4 @@
-"""The directory: read as a whole once, and after that what was changed since, as the audit log tells."""
+"""Reads account snapshots: all records at first, then only those that changed according to the audit log."""
 
 from __future__ import annotations
 
@@ -25,16 +25,17 @@ from argosy.store.records import (
 from argosy.store.validation import RecordT, record_noun
 
 MAX_INCREMENTAL_CHANGES = 1000
-"""After more of them all is read again."""
+"""Number of changes since the previous snapshot above which all records are read again."""
 
 _TABLES_WITHOUT_PRIMARY_KEY = text(
     """SELECT name, to_regclass(name) IS NOT NULL AS is_there FROM unnest(CAST(:names AS text[])) AS name
     WHERE NOT EXISTS (SELECT FROM pg_index WHERE indrelid = to_regclass(name) AND indisprimary)"""
 )
-"""Which of these tables of PostgreSQL lack their primary key, or are not there at all."""
+"""Names of the PostgreSQL tables that lack their primary key or do not exist."""
 
 _RECORD_TYPES = {
-    record_noun(kind): kind for kind in (Organisation, Project, User, Key, Limit, Price)
+    record_noun(record_type): record_type
+    for record_type in (Organisation, Project, User, Key, Limit, Price)
 }
 
 
@@ -45,22 +46,28 @@ def read_snapshot(
     read_at: float,
     expired_before: float,
 ) -> AccountSnapshot:
-    """All accounts, as of one version; `known` is what was read before.
+    """Read all accounts as of one version.
 
-    Revoked keys, and those that have expired before that moment, are left out. Raises StoreAwayError while a backup
-    is put back.
+    Args:
+        connection: Connection in a read transaction.
+        previous: Snapshot to update, or None.
+        read_at: Time when reading began, on the monotonic clock.
+        expired_before: Time in seconds since the epoch. Revoked keys and keys that expired before it are left out.
+
+    Raises:
+        StoreUnavailableError: A backup is being restored into the database.
     """
     _check_not_restoring(connection)
     state = connection.execute(select(schema.state)).one()
-    accounts = _read_incrementally(connection, previous, state) or _read_all(connection)
+    snapshot = _read_incrementally(connection, previous, state) or _read_all(connection)
     return msgspec.structs.replace(
-        accounts,
+        snapshot,
         version=state.version,
         audit_entries=state.audit_entries,
         audit_head=bytes(state.audit_head),
         keys=tuple(
             key
-            for key in accounts.keys
+            for key in snapshot.keys
             if key.revoked_at is None
             and (key.expires_at is None or key.expires_at > expired_before)
         ),
@@ -69,20 +76,20 @@ def read_snapshot(
 
 
 def _check_not_restoring(connection: Connection) -> None:
-    """Raises StoreAwayError while a backup is put back into PostgreSQL, or once that has ended half way.
+    """Raise StoreUnavailableError while a backup is restored into PostgreSQL, or if the restore ended early.
 
-    `pg_restore` commits the rows of one table after the other, the state's before the users', and the primary keys
-    after all rows. A database without any of the tables is not its doing.
+    `pg_restore` commits rows table by table, `state` before `users`, and creates primary keys after all rows. A
+    database without any of the tables is not being restored.
     """
     if connection.dialect.name == "postgresql":
         names = list(schema.metadata.tables)
         unfinished = connection.execute(_TABLES_WITHOUT_PRIMARY_KEY, {"names": names}).all()
-        some_are_there = len(unfinished) < len(names) or any(one.is_there for one in unfinished)
-        if unfinished and some_are_there:
+        has_tables = len(unfinished) < len(names) or any(table.is_there for table in unfinished)
+        if unfinished and has_tables:
             raise StoreUnavailableError(
-                f"The database {connection.engine.url.database} is being restored, or was restored half way"
-                f" ({', '.join(one.name for one in unfinished)} without primary key): wait for pg_restore, or look"
-                " what it said."
+                f"The database {connection.engine.url.database} is being restored, or a restore ended early"
+                f" (no primary key yet: {', '.join(table.name for table in unfinished)}). Wait for pg_restore, or"
+                " check its output."
             )
 
 
@@ -105,26 +112,26 @@ def _read_all(connection: Connection) -> AccountSnapshot:
 def _read_incrementally(
     connection: Connection, previous: AccountSnapshot | None, state: Row[Any]
 ) -> AccountSnapshot | None:
-    """What is `known`, with what has changed since; None where that is not told, or too much."""
-    changed = None if previous is None else _read_changed_ids(connection, previous, state)
-    if previous is None or changed is None:
+    """Update `previous` with the changes since then. None if they are too many or the audit log does not list them."""
+    changed_ids = None if previous is None else _read_changed_ids(connection, previous, state)
+    if previous is None or changed_ids is None:
         return None
 
     def merge_changes(
         record_type: type[RecordT], before: tuple[RecordT, ...]
     ) -> tuple[RecordT, ...]:
-        if record_type not in changed:
+        if record_type not in changed_ids:
             return before
-        kept = [record for record in before if record.id not in changed[record_type]]
-        found = find_records(connection, record_type, id=changed[record_type])
-        return tuple(sorted([*kept, *found], key=attrgetter(*sort_fields(record_type))))
+        unchanged = [record for record in before if record.id not in changed_ids[record_type]]
+        changed = find_records(connection, record_type, id=changed_ids[record_type])
+        return tuple(sorted([*unchanged, *changed], key=attrgetter(*sort_fields(record_type))))
 
     keys = merge_changes(Key, previous.keys)
     return AccountSnapshot(
         organisations=merge_changes(Organisation, previous.organisations),
         projects=merge_changes(Project, previous.projects),
         users=merge_changes(User, previous.users),
-        renamed_at=previous.renamed_at | _read_rename_times(connection, changed),
+        renamed_at=previous.renamed_at | _read_rename_times(connection, changed_ids),
         keys=keys,
         limits=merge_changes(Limit, previous.limits),
         prices=merge_changes(Price, previous.prices),
@@ -137,20 +144,23 @@ def _read_incrementally(
 def _read_rename_times(
     connection: Connection, changed_ids: Mapping[type[AccountRecord], Collection[str]] | None = None
 ) -> dict[str, float]:
-    """When those that have changed, or all, were given other names or emails."""
-    named: dict[str, float] = {}
-    for kind, table in ((Project, schema.projects), (User, schema.users)):
+    """Return when projects and users, all or those in `changed_ids`, got their current name or email."""
+    renamed_at: dict[str, float] = {}
+    for record_type, table in ((Project, schema.projects), (User, schema.users)):
         query = select(table.c.id, table.c.named_at).where(table.c.named_at.is_not(None))
         if changed_ids is not None:
-            query = query.where(table.c.id.in_(changed_ids.get(kind, ())))
-        named.update((row.id, row.named_at) for row in connection.execute(query))
-    return named
+            query = query.where(table.c.id.in_(changed_ids.get(record_type, ())))
+        renamed_at.update((row.id, row.named_at) for row in connection.execute(query))
+    return renamed_at
 
 
 def _read_changed_ids(
     connection: Connection, previous: AccountSnapshot, state: Row[Any]
 ) -> Mapping[type[AccountRecord], Collection[str]] | None:
-    """Ids of what has changed, by kind; None: it is too much, or the log does not go on from there."""
+    """Return ids of changed records by type.
+
+    None if there are too many changes, or if the audit log does not continue from the previous snapshot.
+    """
     if (
         not previous.audit_entries
         <= state.audit_entries
@@ -164,10 +174,10 @@ def _read_changed_ids(
         return None
     if (entries[0].hash, entries[-1].hash) != (previous.audit_head, state.audit_head):
         return None
-    changed: dict[type[AccountRecord], set[str]] = {}
+    changed_ids: dict[type[AccountRecord], set[str]] = {}
     for entry in entries[1:]:
-        kind = _RECORD_TYPES.get(entry.action.partition(".")[0])
-        if kind is None:
+        record_type = _RECORD_TYPES.get(entry.action.partition(".")[0])
+        if record_type is None:
             return None
-        changed.setdefault(kind, set()).add(entry.subject)
-    return changed
+        changed_ids.setdefault(record_type, set()).add(entry.subject)
+    return changed_ids

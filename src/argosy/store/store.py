@@ -1,4 +1,4 @@
-"""The store as a whole: opened by its URL, migrated, and read as one directory."""
+"""The store as a whole: opened by URL, migrated, copied, and read as one account snapshot."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from argosy.store.snapshot_reader import read_snapshot
 from argosy.store.store_copy import copy_database
 
 EXPIRED_KEY_RETENTION_S = 30 * 86_400
-"""How long an expired key stays in the directory."""
+"""How long an expired key stays in account snapshots."""
 _POSTGRES_LOCATION_VARIABLES = {
     "host": "PGHOST",
     "port": "PGPORT",
@@ -34,23 +34,26 @@ _POSTGRES_LOCATION_VARIABLES = {
     "service": "PGSERVICE",
     "options": "PGOPTIONS",
 }
-"""What says which database of PostgreSQL is meant, in a URL or in the environment: tables may be in several schemas."""
+"""URL parameters and environment variables that select a PostgreSQL database.
+
+`options` is one of them because tables may be in several schemas.
+"""
 
 
 class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where durable state is kept."""
+    """Settings of durable state."""
 
     url: str | None = None
-    """`sqlite:///path` or `postgresql://user:password@host/database`; by default `default_url()`."""
+    """`sqlite:///path` or `postgresql://user:password@host/database`. By default `default_store_url()`."""
     keep_usage_days: Annotated[int, msgspec.Meta(ge=1, le=36_500)] | None = None
-    """Days that rows of the ledger are kept; older ones are summed by day. None: for ever."""
+    """Number of days to keep single usage records. Older ones are summed by day. None keeps them for ever."""
 
 
 class Store:
     """Durable state, for any number of threads and processes.
 
-    Every call may wait for the database, so none is for an event loop. Raises StoreError, saying what to
-    change, whenever the database cannot be used.
+    Every call may block on the database, so none may run on an event loop. Methods raise StoreError, with a message
+    that says what to change, if the database cannot be used.
     """
 
     def __init__(self, database: Database, clock: Callable[[], float]) -> None:
@@ -63,79 +66,94 @@ class Store:
         self.ledger = Ledger(database)
 
     def migrate(self) -> None:
-        """Bring the tables up to date. Any number of processes may do this at a time."""
+        """Migrate the tables to the newest version. Any number of processes may call this at the same time."""
         from argosy.store.migrations import migrate  # Alembic takes long to import
 
         migrate(self._database)
 
     def copy_to(self, other: Store) -> int:
-        """Copy all that is kept into a store that keeps nothing yet; how many rows.
+        """Copy all rows, as of one moment, into an empty store.
 
-        They are as of one moment, whoever writes meanwhile. Raises ConflictError when the other is not empty.
+        Returns:
+            The number of copied rows.
+
+        Raises:
+            ConflictError: The other store is not empty.
         """
         return copy_database(self._database, other._database)
 
     def close(self) -> None:
-        """Close its connections."""
+        """Close all connections."""
         self._database.close()
 
     def is_current(self, snapshot: AccountSnapshot) -> bool:
-        """Whether these are the accounts as they are now; one small query.
+        """Return whether the snapshot is up to date, with one small query.
 
-        The seal of the last change tells: a backup that was put back may come to the same version by other changes.
+        The query compares the hash of the last audit entry. A version number would not suffice, because a restored
+        backup may reach the same version by other changes.
         """
         with self._database.read_transaction() as connection:
             head = connection.execute(select(schema.state.c.audit_head)).scalar_one()
         return bytes(head) == snapshot.audit_head
 
     def load_snapshot(self) -> AccountSnapshot:
-        """All accounts, as of one version. What has not changed since this was last asked is not read again."""
-        read_at, expired = time.monotonic(), self._clock() - EXPIRED_KEY_RETENTION_S
+        """Read all accounts as of one version. Records unchanged since the previous call are not read again."""
+        read_at, expired_before = time.monotonic(), self._clock() - EXPIRED_KEY_RETENTION_S
         with self._database.read_transaction() as connection:
-            self._last_snapshot = found = read_snapshot(
-                connection, self._last_snapshot, read_at=read_at, expired_before=expired
+            self._last_snapshot = snapshot = read_snapshot(
+                connection, self._last_snapshot, read_at=read_at, expired_before=expired_before
             )
-        return found
+        return snapshot
 
 
 def open_store(url: str, *, clock: Callable[[], float] = time.time) -> Store:
-    """The store at a URL, made if it is an SQLite file that does not exist; call `migrate` before anything else.
+    """Open the store at a URL. Creates an SQLite file that does not exist. Call `migrate` before anything else.
 
-    `sqlite:///path` or `postgresql://user:password@host:port/database`. Raises StoreError.
+    Args:
+        url: `sqlite:///path` or `postgresql://user:password@host:port/database`.
+        clock: Source of seconds since the epoch.
+
+    Raises:
+        StoreError: The URL is not valid or the database cannot be used.
     """
     return Store(Database(url), clock)
 
 
 def open_existing_store(url: str) -> Store:
-    """The store at a URL, where there is one: a mistyped URL makes none. Raises StoreError; else as `open_store`."""
+    """Open the store at a URL like `open_store`, but raise StoreError instead of creating one that does not exist."""
     return Store(Database.open_existing(url), time.time)
 
 
 def default_store_url() -> str:
-    """SQLite in the user's state folder. Raises StoreError for a user without a home."""
+    """Return the URL of an SQLite file in the user's state folder. Raises StoreError for a user without a home."""
     try:
         return f"sqlite:///{state_folder() / 'argosy.db'}"
     except FileNotFoundError as error:
-        raise StoreError(f"There is no place for a store: {error}, or name a database.") from error
+        raise StoreError(
+            f"There is no folder for a store: {error}, or give the URL of a database."
+        ) from error
 
 
 def usage_log_folder(url: str) -> Path:
-    """Where usage waits for the store: beside its file, or in the user's state folder, one folder for each database.
+    """Return the folder of the usage log for the store at a URL.
 
-    Raises StoreError as `default_url` does, and for what is no URL.
+    The folder is next to an SQLite file. For PostgreSQL it is in the user's state folder, one for each database.
+
+    Raises:
+        StoreError: The URL is not valid, or the user has no home.
     """
     parsed = parse_url(url)
     if parsed.get_backend_name() == "sqlite":
         return Path(f"{parsed.database}.usage")
-    written = {"host": parsed.host, "port": parsed.port, "dbname": parsed.database}
-    host, port, database, *others = (
-        written.get(name) or parsed.query.get(name) or os.environ.get(variable)
+    url_fields = {"host": parsed.host, "port": parsed.port, "dbname": parsed.database}
+    host, port, database, *other_fields = (
+        url_fields.get(name) or parsed.query.get(name) or os.environ.get(variable)
         for name, variable in _POSTGRES_LOCATION_VARIABLES.items()
     )
-    place = f"postgresql://{host}:{port}/{database or parsed.username}"
-    place = " ".join([place, *(str(other) for other in others if other)])
-    name = hashlib.sha256(place.encode()).hexdigest()[:16]
+    location = f"postgresql://{host}:{port}/{database or parsed.username}"
+    location = " ".join([location, *(str(field) for field in other_fields if field)])
+    name = hashlib.sha256(location.encode()).hexdigest()[:16]
     try:
         return state_folder() / "usage" / name
     except FileNotFoundError as error:
-        raise StoreError(f"There is no place for usage: {error}.") from error
+        raise StoreError(f"There is no folder for the usage log: {error}.") from error

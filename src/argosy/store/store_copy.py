@@ -1,4 +1,4 @@
-"""All that a store keeps, copied into an empty one: a backup, its return, or a move to another database."""
+"""Copies a whole store into an empty one, for backups, restores and moves to another database."""
 
 from __future__ import annotations
 
@@ -15,35 +15,46 @@ COPY_BATCH_ROWS = 1000
 
 
 def copy_database(source: Database, target: Database) -> int:
-    """Copy every row, as of one moment, whoever writes meanwhile; how many. Both have the newest tables.
+    """Copy all rows in one transaction. Both databases must have the newest tables.
 
-    All of them are copied or none. Raises ConflictError when the target keeps something already.
+    Reads see one state of the source, unaffected by concurrent writes.
+
+    Returns:
+        The number of copied rows.
+
+    Raises:
+        ConflictError: The target is not empty.
     """
-    with source.read_transaction() as here, target.write_transaction() as there:
-        if not _is_empty(there):
+    with (
+        source.read_transaction() as source_connection,
+        target.write_transaction() as target_connection,
+    ):
+        if not _is_empty(target_connection):
             raise ConflictError(
-                f"{target.display_name} keeps something already: name a database that is new, or empty."
+                f"{target.display_name} is not empty. Give a new or empty database."
             )
-        there.execute(delete(schema.state))  # the row that every store begins with
+        target_connection.execute(delete(schema.state))  # migrations insert the first row
         copied = 0
         for table in schema.metadata.sorted_tables:
-            for batch in _read_batches(source, here, table):
-                there.execute(insert(table), batch)
+            for batch in _read_batches(source, source_connection, table):
+                target_connection.execute(insert(table), batch)
                 copied += len(batch)
         return copied
 
 
 def _read_batches(
-    source: Database, here: Connection, table: Table
+    source: Database, connection: Connection, table: Table
 ) -> Iterator[list[dict[str, Any]]]:
-    """All of a table, batch by batch. What the source raises is not told as if the target had."""
-    query = select(table).execution_options(yield_per=COPY_BATCH_ROWS)
-    with source.translate_errors(), here.execute(query) as rows:
+    """Yield all rows of a table in batches. Errors name the source database, not the target."""
+    columns = (column.label(column.key) for column in table.columns)
+    query = select(*columns).execution_options(yield_per=COPY_BATCH_ROWS)
+    with source.translate_errors(), connection.execute(query) as rows:
         for batch in rows.mappings().partitions():
             yield [dict(row) for row in batch]
 
 
 def _is_empty(connection: Connection) -> bool:
-    kept = (schema.audit, schema.usage, schema.usage_days)  # no account is without its entry
-    counts = (select(func.count()).select_from(table) for table in kept)
+    # Each account has an audit entry, so these tables suffice.
+    tables = (schema.audit, schema.usage, schema.usage_days)
+    counts = (select(func.count()).select_from(table) for table in tables)
     return not any(connection.execute(count).scalar_one() for count in counts)

@@ -1,21 +1,21 @@
-"""The journal of usage on this machine: each request's row in a mapped file, until the store has it.
+"""Write-ahead log of usage on the gateway's disk. Records of requests stay in mapped files until the store has them.
 
-Requests never wait for the database. A request takes a slot when it begins, counts into it in place while it
-is answered, and ends it; a worker thread brings what ended to the store and frees the slots. The pages belong
-to the kernel, so a process that is killed at any instant leaves every slot as it was: free, running or ended,
-and no request has two rows or none. Whoever finds a dead owner's file finishes its work. What ended is
-offered to the store (again, perhaps: the store knows its rows by their request); what ran becomes a row
-"interrupted" with what it had counted.
+Requests never wait for the database. A request allocates a slot when it begins, updates the counts in place while it is
+answered, and finishes the slot at its end. A worker thread writes finished records to the store and frees their slots.
 
-Each file is locked by its owner. So all gateways of a machine may share a folder, and any of them takes over
-what another left.
+The kernel owns the mapped pages, so every slot of a killed process keeps its state: free, running or ended. Each
+request therefore has exactly one record. The next process that finds the file of a dead owner completes the work. It
+writes ended records to the store, which ignores records of requests that it already has. A running slot becomes a
+record with the status `interrupted` and the counts so far.
 
-Power failures are another matter. Rows that the store has are as safe as the store; while it takes none, what
-ended is synced to the disk at each try. What runs at that moment is as old there as the kernel's last
-write-back.
+Each owner locks its files. All gateways of a machine may therefore share a folder, and any of them can adopt the files
+of a dead one.
 
-When the disk is full, requests go on, and memory takes the place of files: up to `MEMORY_TABLES`, and told in
-the log. So are rows that are lost there, when neither the store nor the disk has had room for them until the end.
+After a power failure the guarantees are weaker. Records in the store are as durable as the store. While the store is
+unavailable, ended records are synced to disk at each attempt. Running slots are as old as the kernel's last write-back.
+
+When the disk is full, requests continue, and up to `MAX_MEMORY_TABLES` tables in memory replace files. An error is
+logged then. Another error is logged at exit if neither the store nor the disk had room for the records in memory.
 """
 
 from __future__ import annotations
@@ -48,74 +48,87 @@ from argosy.store.usage_slots import (
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.store")
 
 SLOTS_PER_TABLE = 4096
-"""Of a new table."""
+"""Number of slots of a new table, including the header."""
 MIN_SPARE_SLOTS = 1024
-"""With fewer free slots than this, another table is made before it is needed."""
+"""Number of free slots in files below which another table is created in advance."""
 MAX_MEMORY_TABLES = 16
 DRAIN_BATCH_RECORDS = 500
-"""Rows that the store is given at a time."""
+"""Maximum number of records written to the store in one call."""
 MAGIC = int.from_bytes(b"argosy\x00\x02")
 PREVIOUS_MAGIC = int.from_bytes(b"argosy\x00\x01")
-"""Of a file whose texts may be fewer: see `Slot.row`."""
+"""Magic number of the previous version, whose slots may have fewer texts. See `UsageSlot.read_record`."""
 
 
 class UsageLogError(ValueError):
-    """The journal cannot be kept where it should be; the message says what to change."""
+    """The usage log cannot use its folder or a file in it. The message says what to change."""
 
 
 class UsageLogFullError(Exception):
-    """Neither the disk nor memory has room for one more row."""
+    """Neither the disk nor memory has room for another record."""
 
 
 class UsageLog:
-    """The tables of one process. Requests begin and end on one thread; one other may recover and drain."""
+    """Usage log of one process.
+
+    Slots are allocated and finished on one thread. One other thread may recover and drain.
+    """
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
-        """Keep tables in `folder`. Raises SpoolError when it cannot be used."""
+        """Create a table in `folder`. Raises UsageLogError if the folder cannot be used."""
         self._folder = folder
         self._clock = clock
         self._ended_slots: deque[UsageSlot] = deque()
         self._lock = threading.Lock()
-        """Over the tables and their free slots."""
+        """Protects the tables and their free slots."""
         self._tables: list[UsageSlotTable] = []
-        """The newest file first; what is in memory comes last."""
+        """Tables in files, newest first, then tables in memory."""
         self._is_disk_full = False
-        """The disk was, when it was last asked for more."""
+        """Whether the last attempt to create a file failed."""
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with self._lock_folder():
                 pass
         except OSError as error:
-            message = f"Usage cannot be kept in {folder} ({error.strerror}). Name a folder that can be written."
+            message = f"The usage log cannot be written to {folder} ({error.strerror}). Choose a writable folder."
             raise UsageLogError(message) from error
         self._attach_table(self._create_table())
 
     @property
     def pending_records(self) -> int:
-        """Rows that the store does not have yet."""
+        """Number of ended records that the store does not have yet."""
         return len(self._ended_slots)
 
     @property
     def unpersisted_records(self) -> int:
-        """Rows, of running requests too, that would not survive this process, since the disk was full."""
+        """Number of records in memory, including running ones, that would be lost if the process died."""
         with self._lock:
             return sum(
                 table.slot_count - len(table.free_slots) for table in self._find_memory_tables()
             )
 
     def allocate_slot(self, record: UsageRecord, rates: Rates = NO_CHARGE) -> UsageSlot:
-        """A request that was let in: of `row` whose it is and since when, to be paid at `rates`.
+        """Allocate a slot for an admitted request and mark it running.
 
-        Raises SpoolFullError.
+        Args:
+            record: Owners, model, route and start time of the request.
+            rates: Prices to charge.
+
+        Raises:
+            UsageLogFullError: Neither the disk nor memory has room.
         """
         slot = self._take_free_slot()
         slot.begin(record, rates)
         return slot
 
     def recover(self) -> list[UsageRecord]:
-        """Take over the files of dead owners; the rows of the requests that they were killed in.
+        """Adopt the files of dead owners. The next `drain` writes their records.
 
-        These rows, and all that had ended, are drained like any others. Raises SpoolError or OSError.
+        Returns:
+            The records of requests that were running when their owners died.
+
+        Raises:
+            UsageLogError: A file has an unknown format.
+            OSError: A file cannot be read.
         """
         interrupted: list[UsageRecord] = []
         with self._lock_folder():
@@ -130,16 +143,22 @@ class UsageLog:
         return interrupted
 
     def drain(self, write_records: Callable[[list[UsageRecord]], object]) -> int:
-        """Give what has ended to `into`, which knows the rows that it has by their request; how many were given.
+        """Write ended records in batches and free their slots.
 
-        What `into` raises is passed on, and the rows are kept for the next time.
+        If `write_records` raises, the exception propagates and the records stay for the next call.
+
+        Args:
+            write_records: Function that stores records and ignores those whose request it already has.
+
+        Returns:
+            The number of written records.
         """
         self._maintain_tables()
-        given, waiting = 0, len(self._ended_slots)
-        while given < waiting:
+        written, pending = 0, len(self._ended_slots)
+        while written < pending:
             slots = [
                 self._ended_slots.popleft()
-                for _ in range(min(DRAIN_BATCH_RECORDS, waiting - given))
+                for _ in range(min(DRAIN_BATCH_RECORDS, pending - written))
             ]
             try:
                 write_records([slot.read_record() for slot in slots])
@@ -152,14 +171,16 @@ class UsageLog:
                 for slot in slots:
                     slot.release()
                     slot.table.free_slots.append(slot)
-            given += len(slots)
-        return given
+            written += len(slots)
+        return written
 
     def close(self) -> None:
-        """Let go of everything. Files that still hold rows are for whoever recovers them; rows in memory are lost."""
-        lost = self.unpersisted_records
-        if lost:
-            log.error("usage_lost", rows=lost, folder=str(self._folder), reason="the disk is full")
+        """Close all tables. Files with records stay for a later `recover`. Records in memory are lost and logged."""
+        lost_records = self.unpersisted_records
+        if lost_records:
+            log.error(
+                "usage_lost", rows=lost_records, folder=str(self._folder), reason="the disk is full"
+            )
         with self._lock:
             tables, self._tables = self._tables, []
         for table in tables:
@@ -180,7 +201,7 @@ class UsageLog:
             self._tables.insert(0 if table.path is not None else len(self._tables), table)
 
     def _create_table(self) -> UsageSlotTable:
-        """An empty table, in memory if need be. Raises SpoolFullError."""
+        """Create an empty table, in memory if the disk is full. Raises UsageLogFullError."""
         table = self._create_file_table()
         if table is not None:
             return table
@@ -189,7 +210,7 @@ class UsageLog:
         return self._initialize_table(UsageSlotTable(mmap.mmap(-1, SLOTS_PER_TABLE * SLOT_BYTES)))
 
     def _create_file_table(self) -> UsageSlotTable | None:
-        """An empty table in a file; None when the disk is full."""
+        """Create an empty table in a file. Returns None if the disk is full."""
         path = self._folder / f"{uuid.uuid4().hex}.usage"
         try:
             with self._lock_folder():
@@ -197,7 +218,7 @@ class UsageLog:
         except OSError as error:
             if not self._is_disk_full:
                 reason = error.strerror
-                log.error("usage_log_disk_full", folder=str(self._folder), reason=reason)  # noqa: TRY400 - the reason says it
+                log.error("usage_log_disk_full", folder=str(self._folder), reason=reason)  # noqa: TRY400 - the reason suffices
             self._is_disk_full = True
             return None
         if self._is_disk_full:
@@ -214,8 +235,8 @@ class UsageLog:
         return table
 
     def _adopt_table(self, table: UsageSlotTable) -> list[UsageRecord]:
-        """Finish what a dead owner left; the rows that were running."""
-        table.words[0] = MAGIC  # what begins in it from now on is for no older version
+        """Adopt the table of a dead owner. Returns the records of slots that were running."""
+        table.words[0] = MAGIC  # older versions cannot read the slots that begin now
         interrupted = []
         died_at = table.owner_alive_at if is_valid_time(table.owner_alive_at) else self._clock()
         for number in range(table.slot_count, 0, -1):
@@ -234,43 +255,43 @@ class UsageLog:
         return interrupted
 
     def _maintain_tables(self) -> None:
-        """Show that the owner lives, and keep as many tables as are needed."""
-        now, spare, unused = self._clock(), 0, []
+        """Update the heartbeat of all tables, remove idle ones and create one if few slots are free."""
+        now, spare_slots, unused = self._clock(), 0, []
         with self._lock:
             for table in self._tables:
                 table.owner_alive_at = now
-                if table.is_idle and spare >= MIN_SPARE_SLOTS:
+                if table.is_idle and spare_slots >= MIN_SPARE_SLOTS:
                     unused.append(table)
                 elif table.path is not None:
-                    spare += len(table.free_slots)
+                    spare_slots += len(table.free_slots)
             self._tables = [table for table in self._tables if table not in unused]
         for table in unused:
             self._remove_table(table)
-        if spare < MIN_SPARE_SLOTS:
-            made = self._create_file_table()
-            if made is not None:
-                self._attach_table(made)
+        if spare_slots < MIN_SPARE_SLOTS:
+            created = self._create_file_table()
+            if created is not None:
+                self._attach_table(created)
 
     def _remove_table(self, table: UsageSlotTable) -> None:
         try:
             with self._lock_folder():
                 table.remove()
         except FileNotFoundError:
-            table.close()  # somebody has removed the folder
+            table.close()  # the folder was removed
 
     def _find_memory_tables(self) -> list[UsageSlotTable]:
         return [table for table in self._tables if table.path is None]
 
     @contextlib.contextmanager
     def _lock_folder(self) -> Iterator[None]:
-        """Meanwhile nobody else makes files in the folder, takes them over or removes them."""
+        """Hold the folder's lock, so that no other process creates, adopts or removes files meanwhile."""
         with (self._folder / "lock").open("wb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
 
 def _create_file(path: Path) -> UsageSlotTable:
-    """A table in a new file, whose blocks are on the disk: writing to it cannot fail. Raises OSError."""
+    """Create a table in a new file with allocated disk blocks, so that writes cannot fail. Raises OSError."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -283,13 +304,17 @@ def _create_file(path: Path) -> UsageSlotTable:
 
 
 def _open_abandoned_file(path: Path) -> UsageSlotTable | None:
-    """The table in a dead process's file. None: its owner lives, or died before there was anything in it.
+    """Open the table in the file of a dead process.
 
-    Raises SpoolError when the file is none of ours.
+    Returns:
+        The table, or None if the owner is alive or died before the table was initialized.
+
+    Raises:
+        UsageLogError: The file has an unknown format.
     """
-    with contextlib.ExitStack() as failing:
+    with contextlib.ExitStack() as cleanup:
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        failing.callback(os.close, file)
+        cleanup.callback(os.close, file)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -298,12 +323,12 @@ def _open_abandoned_file(path: Path) -> UsageSlotTable | None:
         size = os.fstat(file).st_size
         if magic in {MAGIC, PREVIOUS_MAGIC} and size > SLOT_BYTES and size % SLOT_BYTES == 0:
             table = UsageSlotTable(mmap.mmap(file, size), path, file)
-            failing.pop_all()
+            cleanup.pop_all()
             return table
     if magic:
         raise UsageLogError(
-            f"{path} holds usage that this version of Argosy cannot read. Start the version that wrote"
-            " it once more, or move the file away."
+            f"{path} holds usage that this version of Argosy cannot read. Run the version that wrote it once"
+            " more, or move the file away."
         )
     path.unlink()
     return None

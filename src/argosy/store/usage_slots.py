@@ -1,8 +1,7 @@
-"""Rows of usage as they lie in memory that the kernel keeps: tables of slots, each one request's.
+"""Slots of the usage log: usage records in kernel-owned memory, in tables with one slot for each request.
 
-A slot is 128 words. The first says whether it is free, running or how it ended, and is written last, so whoever
-finds the table of a process that was killed at any instant reads whole rows. Counts are words too, each
-written at once.
+A slot has 128 words. The first word holds the state (free, running, or ended with a status) and is written last, so a
+reader of a killed process's table finds complete records. Counts are words too, each written in one store.
 """
 
 from __future__ import annotations
@@ -19,37 +18,37 @@ from argosy.policy import Rates
 from argosy.store.records import UsageRecord, UsageStatus
 
 USAGE_STATUSES: tuple[UsageStatus, ...] = get_args(UsageStatus)
-"""The state of a slot that ended is `ENDED` plus the index here."""
+"""Statuses in the order of their encoding. The state of an ended slot is `ENDED` plus the index."""
 FREE, RUNNING, ENDED = 0, 1, 2
 
 MAX_NANO_DOLLARS = 2**63 - 1
-"""What a database can hold; only a price that is a mistake leads there."""
+"""Maximum integer of a database column. Only a wrong price leads to a larger cost."""
 MAX_TIME_S = 253_402_300_800.0
-"""The year 10000: later than any moment that a row may tell of, in seconds since the epoch."""
+"""Start of the year 10000 in seconds since the epoch, an upper bound of valid times."""
 MAX_COUNT = 2**40
-"""No count of tokens is more, and no rate: the sums of what a failing disk leaves may be more than a database holds."""
+"""Maximum of a valid token count or rate. Larger values come from disk errors and could overflow database sums."""
 
 SLOT_BYTES = 1024
 SLOT_WORDS = SLOT_BYTES // 8
 
-# The words of a slot. Behind them are texts: whose request it is and for what and, when it has ended, the replica.
+# Word offsets in a slot. Texts follow the words: ids and names of the request and, after its end, the replica.
 STATE_WORD, INPUT_WORD, CACHED_WORD, OUTPUT_WORD = 0, 1, 2, 3
 INPUT_RATE_WORD, CACHED_RATE_WORD, OUTPUT_RATE_WORD = 4, 5, 6
 STARTED_AT_WORD, ENDED_AT_WORD = 7, 8
 CHECKSUM_WORD, TEXT_SIZE_WORD, REPLICA_SIZE_WORD = 9, 10, 11
 TEXT_OFFSET, REPLICA_OFFSET = 96, 896
-"""Where they are in the slot, in bytes."""
+"""Byte offsets of the texts in the slot."""
 MAX_REQUEST_ID_BYTES, MAX_TEXT_BYTES = 160, 90
-"""Bytes that are kept of the request's id and of each other text, where all of them would not fit."""
+"""Bytes kept of the request id and of each other text if the texts together do not fit."""
 
 
 def is_valid_time(seconds: float) -> bool:
-    """Whether it can be seconds since the epoch."""
+    """Return whether the value is a plausible time in seconds since the epoch."""
     return 0 <= seconds < MAX_TIME_S
 
 
 class UsageSlot:
-    """The row of one request, from its beginning until the store has it."""
+    """Storage of one request's usage record from its start until the store has it."""
 
     __slots__ = ("_ended_slots", "_first_word", "_words", "table")
 
@@ -60,81 +59,83 @@ class UsageSlot:
         self._ended_slots = ended_slots
 
     def begin(self, record: UsageRecord, rates: Rates) -> None:
-        """The request that `row` describes begins; it is to pay these rates."""
-        words, at = self._words, self._first_word
+        """Write the descriptive fields of `record` and the rates, and mark the slot running."""
+        words, base = self._words, self._first_word
         text = _encode_texts(record)
         self._write_text(TEXT_OFFSET, text)
-        words[at + TEXT_SIZE_WORD] = len(text)
-        words[at + CHECKSUM_WORD] = zlib.crc32(text)
-        words[at + INPUT_RATE_WORD] = rates.input
-        words[at + CACHED_RATE_WORD] = rates.cached_input
-        words[at + OUTPUT_RATE_WORD] = rates.output
-        self.table.times[at + STARTED_AT_WORD] = record.started_at
+        words[base + TEXT_SIZE_WORD] = len(text)
+        words[base + CHECKSUM_WORD] = zlib.crc32(text)
+        words[base + INPUT_RATE_WORD] = rates.input
+        words[base + CACHED_RATE_WORD] = rates.cached_input
+        words[base + OUTPUT_RATE_WORD] = rates.output
+        self.table.times[base + STARTED_AT_WORD] = record.started_at
         self.set_counts(0, 0, 0)
-        words[at + STATE_WORD] = RUNNING
+        words[base + STATE_WORD] = RUNNING
 
     def set_counts(self, input_tokens: int, cached_tokens: int, output_tokens: int) -> None:
-        """So much was delivered so far, in all."""
-        words, at = self._words, self._first_word
-        words[at + INPUT_WORD] = input_tokens
-        words[at + CACHED_WORD] = cached_tokens
-        words[at + OUTPUT_WORD] = output_tokens
+        """Set the token counts so far: prompt, cached prompt and delivered output tokens."""
+        words, base = self._words, self._first_word
+        words[base + INPUT_WORD] = input_tokens
+        words[base + CACHED_WORD] = cached_tokens
+        words[base + OUTPUT_WORD] = output_tokens
 
     @property
     def output_counter_address(self) -> int:
-        """Address of the word that counts output tokens."""
+        """Memory address of the word that counts output tokens, for native code."""
         return self.table.address + (self._first_word + OUTPUT_WORD) * 8
 
     def finish(self, status: UsageStatus, replica: str, ended_at: float) -> None:
-        """The request is over, and the slot no longer its own: the row waits for the store."""
-        words, at = self._words, self._first_word
+        """Mark the request ended and queue the record for the store. The request must not use the slot afterwards."""
+        words, base = self._words, self._first_word
         text = replica.encode("utf-8", "replace")[: SLOT_BYTES - REPLICA_OFFSET]
         self._write_text(REPLICA_OFFSET, text)
-        words[at + REPLICA_SIZE_WORD] = len(text)
-        self.table.times[at + ENDED_AT_WORD] = ended_at
-        words[at + STATE_WORD] = ENDED + USAGE_STATUSES.index(status)
+        words[base + REPLICA_SIZE_WORD] = len(text)
+        self.table.times[base + ENDED_AT_WORD] = ended_at
+        words[base + STATE_WORD] = ENDED + USAGE_STATUSES.index(status)
         self._ended_slots.append(self)
 
     def release(self) -> None:
-        """The store has the row."""
+        """Free the slot after the store has the record."""
         self._words[self._first_word + STATE_WORD] = FREE
 
     @property
     def state(self) -> int:
-        """`FREE`, `RUNNING`, or `ENDED` and how."""
+        """`FREE`, `RUNNING`, or `ENDED` plus the index of the status."""
         return self._words[self._first_word + STATE_WORD]
 
     @property
     def is_intact(self) -> bool:
-        """Whether it can be read whose it is, how it ended, when, and what it counted.
+        """Whether the state, times, counts and texts are plausible and the checksum of the texts matches.
 
-        Only a failing disk, or power, leaves others.
+        Only a failing disk or a power failure damages slots.
         """
-        words, at = self._words, self._first_word
+        words, base = self._words, self._first_word
         return (
-            FREE <= words[at + STATE_WORD] < ENDED + len(USAGE_STATUSES)
+            FREE <= words[base + STATE_WORD] < ENDED + len(USAGE_STATUSES)
             and all(
-                is_valid_time(self.table.times[at + word])
+                is_valid_time(self.table.times[base + word])
                 for word in (STARTED_AT_WORD, ENDED_AT_WORD)
             )
             and all(
-                0 <= words[at + word] <= MAX_COUNT
+                0 <= words[base + word] <= MAX_COUNT
                 for word in range(INPUT_WORD, OUTPUT_RATE_WORD + 1)
             )
-            and words[at + TEXT_SIZE_WORD] > 0
+            and words[base + TEXT_SIZE_WORD] > 0
             and zlib.crc32(self._read_text(TEXT_OFFSET, TEXT_SIZE_WORD))
-            == words[at + CHECKSUM_WORD]
+            == words[base + CHECKSUM_WORD]
         )
 
     def read_record(self) -> UsageRecord:
-        """The row, of a request that has ended."""
-        words, times, at = self._words, self.table.times, self._first_word
+        """Decode the record of an ended request."""
+        words, times, base = self._words, self.table.times, self._first_word
         texts = self._read_text(TEXT_OFFSET, TEXT_SIZE_WORD).decode("utf-8", "replace").split("\0")
-        request, organisation, project, key, user, model, *way = texts
-        asked, route = way or ("", "")  # the version before kept neither
-        counts = words[at + INPUT_WORD], words[at + CACHED_WORD], words[at + OUTPUT_WORD]
+        request, organisation, project, key, user, model, *model_names = texts
+        asked, route = model_names or ("", "")  # the previous version wrote neither
+        counts = words[base + INPUT_WORD], words[base + CACHED_WORD], words[base + OUTPUT_WORD]
         rates = Rates(
-            words[at + INPUT_RATE_WORD], words[at + CACHED_RATE_WORD], words[at + OUTPUT_RATE_WORD]
+            words[base + INPUT_RATE_WORD],
+            words[base + CACHED_RATE_WORD],
+            words[base + OUTPUT_RATE_WORD],
         )
         return UsageRecord(
             request=request,
@@ -146,9 +147,9 @@ class UsageSlot:
             asked=asked,
             route=route,
             replica=self._read_text(REPLICA_OFFSET, REPLICA_SIZE_WORD).decode("utf-8", "replace"),
-            started_at=times[at + STARTED_AT_WORD],
-            ended_at=times[at + ENDED_AT_WORD],
-            status=USAGE_STATUSES[words[at + STATE_WORD] - ENDED],
+            started_at=times[base + STARTED_AT_WORD],
+            ended_at=times[base + ENDED_AT_WORD],
+            status=USAGE_STATUSES[words[base + STATE_WORD] - ENDED],
             input_tokens=counts[0],
             cached_tokens=counts[1],
             output_tokens=counts[2],
@@ -165,28 +166,28 @@ class UsageSlot:
 
 
 class UsageSlotTable:
-    """Slots in a row, the first of them the table's head. In a file that is locked, or in plain memory."""
+    """Array of slots, the first of which is the header. Stored in a locked file or in anonymous memory."""
 
     def __init__(self, memory: mmap.mmap, path: Path | None = None, descriptor: int = -1) -> None:
-        """Owns `memory` and the file that is mapped there: its path and its descriptor."""
+        """Take ownership of `memory` and of the mapped file's path and descriptor."""
         self.memory = memory
         self.path = path
         self._descriptor = descriptor
         self.words = memoryview(memory).cast("q")
         self.times = memoryview(memory).cast("d")
-        """The same words, as floats."""
+        """The same words as floats."""
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         self.slot_count = len(memory) // SLOT_BYTES - 1
         self.free_slots: list[UsageSlot] = []
 
     @property
     def is_idle(self) -> bool:
-        """Whether none of its slots is in use."""
+        """Whether no slot is in use."""
         return len(self.free_slots) == self.slot_count
 
     @property
     def owner_alive_at(self) -> float:
-        """When its owner was last known to live, in seconds since the epoch."""
+        """Time of the owner's last heartbeat, in seconds since the epoch."""
         return self.times[1]
 
     @owner_alive_at.setter
@@ -194,12 +195,12 @@ class UsageSlotTable:
         self.times[1] = now
 
     def sync(self) -> None:
-        """Wait until it is on the disk."""
+        """Flush the file to disk."""
         if self.path is not None:
             os.fdatasync(self._descriptor)
 
     def close(self) -> None:
-        """Let go of it. A file stays as it is, and is nobody's."""
+        """Release the memory and unlock the file, which stays on disk."""
         self.words.release()
         self.times.release()
         self.memory.close()
@@ -207,23 +208,23 @@ class UsageSlotTable:
             os.close(self._descriptor)
 
     def remove(self) -> None:
-        """Let go of it, and of its file."""
+        """Release the memory and delete the file."""
         if self.path is not None:
             self.path.unlink(missing_ok=True)
         self.close()
 
 
-def _encode_texts(row: UsageRecord) -> bytes:
-    """Whose request it is and for what, in as many bytes as a slot has for it."""
-    whose = (row.request, row.organisation, row.project, row.key, row.user)
-    texts = (*whose, row.model, row.asked, row.route)
-    whole = "\0".join(texts)
+def _encode_texts(record: UsageRecord) -> bytes:
+    """Encode ids and names of the request, shortened to the space in a slot."""
+    ids = (record.request, record.organisation, record.project, record.key, record.user)
+    texts = (*ids, record.model, record.asked, record.route)
+    joined = "\0".join(texts)
     if (
-        whole.isascii()
-        and len(whole) <= REPLICA_OFFSET - TEXT_OFFSET
-        and whole.count("\0") == len(texts) - 1
+        joined.isascii()
+        and len(joined) <= REPLICA_OFFSET - TEXT_OFFSET
+        and joined.count("\0") == len(texts) - 1
     ):
-        return whole.encode()
+        return joined.encode()
     parts = [text.replace("\0", "").encode("utf-8", "replace") for text in texts]
     if sum(map(len, parts)) + len(parts) - 1 > REPLICA_OFFSET - TEXT_OFFSET:
         first, *others = parts

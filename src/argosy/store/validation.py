@@ -1,4 +1,4 @@
-"""What a record of an account may hold, and when two of them are in each other's way."""
+"""Validation of account records: field values, unique names, record counts, and which records are active."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ UNIQUE_FIELDS: dict[type[AccountRecord], tuple[str, ...]] = {
     User: ("organisation", "email"),
     Key: ("project", "name"),
 }
-"""Fields whose values no two living records share."""
+"""Fields whose combined values are unique among active records."""
 
 MAX_RECORDS_PER_ORGANISATION: dict[type[AccountRecord], int] = {
     Project: 2_000,
@@ -26,16 +26,16 @@ MAX_RECORDS_PER_ORGANISATION: dict[type[AccountRecord], int] = {
     Key: 20_000,
     Limit: 20_000,
 }
-"""How many that have not ended one organisation may have: every gateway keeps those of all in memory."""
+"""Maximum number of active records of one organisation. Every gateway holds those of all organisations in memory."""
 
 
 def record_noun(record_type: type[AccountRecord]) -> str:
-    """What people call such a record."""
+    """Name of a record type in messages, ids and audit actions, such as `key`."""
     return record_type.__name__.lower()
 
 
 def is_active(record: AccountRecord, now: float) -> bool:
-    """Whether it is neither archived, disabled, revoked, expired nor rotated."""
+    """Return whether the record is neither archived, disabled, revoked, expired nor rotated."""
     match record:
         case Organisation() | Project():
             return record.archived_at is None
@@ -48,27 +48,31 @@ def is_active(record: AccountRecord, now: float) -> bool:
 
 
 def is_key_valid(key: Key, now: float) -> bool:
-    """Whether a key is still accepted, which a rotated one is until it expires."""
+    """Return whether a key is accepted. A rotated key is accepted until it expires."""
     return key.revoked_at is None and (key.expires_at is None or key.expires_at > now)
 
 
 def validate_record(record: RecordT) -> RecordT:
-    """The record with its fields checked and tidied. Raises ValueError, naming the field that is wrong."""
-    kind = type(record)
+    """Return the record with validated and normalized fields.
+
+    Raises:
+        ValueError: A field is invalid. The message names it.
+    """
+    record_type = type(record)
     try:
-        typed = msgspec.convert(msgspec.to_builtins(record, builtin_types=(bytes,)), kind)
+        valid = msgspec.convert(msgspec.to_builtins(record, builtin_types=(bytes,)), record_type)
     except msgspec.ValidationError as error:
-        raise ValueError(f"This {record_noun(kind)} cannot be kept: {error}.") from error
-    tidied = {}
-    for name, tidy in _NORMALIZERS.items():
-        if name in kind.__struct_fields__:
+        raise ValueError(f"This {record_noun(record_type)} is not valid: {error}.") from error
+    normalized = {}
+    for name, normalize in _NORMALIZERS.items():
+        if name in record_type.__struct_fields__:
             try:
-                tidied[name] = tidy(getattr(typed, name))
+                normalized[name] = normalize(getattr(valid, name))
             except ValueError as error:
                 raise ValueError(
-                    f"This {record_noun(kind)} cannot be kept: {name}: {error}."
+                    f"This {record_noun(record_type)} is not valid: {name}: {error}."
                 ) from error
-    return msgspec.structs.replace(typed, **tidied)
+    return msgspec.structs.replace(valid, **normalized)
 
 
 def _normalize_text(text: str) -> str:

@@ -1,4 +1,10 @@
-"""The instruments: metrics and logs."""
+"""Metrics and structured logs of gateways and replicas.
+
+`GatewayMetrics` and `ReplicaMetrics` count events with the classes of `instruments` on one event loop. A scrape renders
+the counts in the Prometheus text format, together with gauges that are read at that moment (`GatewayGauges`,
+`EngineStats`). Concurrent scrapes share one rendering (`CoalescedScrape`). Replicas offer the same numbers under vLLM's
+metric names. Logging is set up once with `configure_logging`, and `bind_request` adds the request id to each event.
+"""
 
 from argosy.telemetry.coalesced_scrape import CoalescedScrape
 from argosy.telemetry.engine_stats import EngineStats

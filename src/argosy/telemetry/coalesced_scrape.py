@@ -1,4 +1,4 @@
-"""Metrics as text for many who ask at once: it is made once for all who come meanwhile."""
+"""Rendering of metrics that concurrent scrapes share."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ from collections.abc import Callable, Coroutine
 
 
 class CoalescedScrape:
-    """What `make` gives, which takes a while. Belongs to one event loop."""
+    """Result of `render`, computed once for all concurrent callers. Not thread-safe: use it from one event loop."""
 
     def __init__(self, render: Callable[[], Coroutine[None, None, bytes]]) -> None:
         self._render = render
         self._task: asyncio.Task[bytes] | None = None
 
     async def get_text(self) -> bytes:
-        """What is being made, or is from now on; whoever leaves spoils it for nobody. Raises what `make` raises."""
+        """Return the result of the running `render` call, or of a new one if none is running.
+
+        A cancelled caller does not cancel the rendering for the others. Exceptions of `render` propagate.
+        """
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._render())
         return await asyncio.shield(self._task)

@@ -1,4 +1,4 @@
-"""What a replica's metrics read of its engine core."""
+"""Interface through which a replica's metrics read the statistics of its engine core."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Protocol
 
 
 class EngineStats(Protocol):
-    """What the metrics read of the engine core's `Stats`; `*_total` restart from 0 with the core."""
+    """Statistics of the engine core. Totals (`*_total`) restart from 0 with the core's process."""
 
     @property
     def running(self) -> int:
-        """Sequences in the batch."""
+        """Sequences in the running batch."""
 
     @property
     def waiting(self) -> int:
@@ -19,7 +19,7 @@ class EngineStats(Protocol):
 
     @property
     def blocks_total(self) -> int:
-        """KV blocks there are."""
+        """All KV blocks."""
 
     @property
     def blocks_used(self) -> int:
@@ -27,11 +27,11 @@ class EngineStats(Protocol):
 
     @property
     def blocks_cached(self) -> int:
-        """KV blocks kept for reuse."""
+        """KV blocks that the prefix cache keeps for reuse."""
 
     @property
     def queued_tokens(self) -> int:
-        """Prompt tokens waiting to be computed."""
+        """Prompt tokens not computed yet."""
 
     @property
     def step_tokens(self) -> int:
@@ -39,19 +39,19 @@ class EngineStats(Protocol):
 
     @property
     def step_s(self) -> float:
-        """Seconds it took."""
+        """Duration of the latest step in seconds."""
 
     @property
     def schedule_s(self) -> float:
-        """Seconds of it that scheduling took."""
+        """Seconds of the latest step spent on scheduling."""
 
     @property
     def prompt_tokens_total(self) -> int:
-        """Prompt tokens computed or found."""
+        """Prompt tokens computed or found in the prefix cache."""
 
     @property
     def generated_tokens_total(self) -> int:
-        """Tokens generated."""
+        """Generated tokens."""
 
     @property
     def prefix_query_tokens_total(self) -> int:
@@ -59,20 +59,20 @@ class EngineStats(Protocol):
 
     @property
     def prefix_hit_tokens_total(self) -> int:
-        """Prompt tokens found there."""
+        """Prompt tokens found in the prefix cache."""
 
     @property
     def host_hit_tokens_total(self) -> int:
-        """Prompt tokens found in the host tier."""
+        """Prompt tokens found in the host tier of the cache."""
 
     @property
     def preemptions_total(self) -> int:
-        """Sequences put back."""
+        """Preempted sequences."""
 
     @property
     def corrupt_blocks_total(self) -> int:
-        """Host blocks dropped for a wrong checksum."""
+        """Host blocks dropped because of a wrong checksum."""
 
     @property
     def phase_s_total(self) -> Mapping[str, float]:
-        """Seconds that steps have spent, by phase."""
+        """Seconds spent in steps, by phase."""

@@ -1,4 +1,4 @@
-"""What a gateway's metrics show that is counted elsewhere, read when somebody asks for them."""
+"""Values that a gateway's metrics expose as gauges, read at each scrape."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from argosy.policy import ReplicaStatus
 
 @dataclass(frozen=True, slots=True)
 class ReplicaGauges:
-    """One replica, as it is now."""
+    """Current state of one replica."""
 
     model: str
     replica: str
@@ -20,32 +20,32 @@ class ReplicaGauges:
 
 @dataclass(frozen=True, slots=True)
 class QuotaBackendGauges:
-    """How it stands with limits that are shared with other gateways."""
+    """State of the quota backend that gateways share."""
 
     is_connected: bool
-    """Whether it can be told now how much of them is in use."""
+    """Whether the quota backend is reachable."""
     degraded_allowed: int
-    """Requests and running streams that went on while it could not be told, since the gateway started."""
+    """Requests and running streams permitted while the backend was unreachable, since the gateway started."""
     degraded_rejected: int
-    """Those that did not."""
+    """Requests and running streams rejected while the backend was unreachable, since the gateway started."""
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayGauges:
-    """What is counted nowhere, but can be read at any time."""
+    """Current values of a gateway that are read rather than counted."""
 
     in_flight: int = 0
-    """Requests being answered."""
+    """Running HTTP requests."""
     fast_path_streams: int = 0
-    """Streams that are passed on by native code just now."""
+    """Streams on the fast path."""
     queue_depths: Mapping[str, int] = field(default_factory=dict)
-    """Requests that wait for a replica, by model."""
+    """Queued requests by model."""
     replicas: Sequence[ReplicaGauges] = ()
     usage_pending_records: int = 0
-    """Rows of the ledger that the store does not have yet."""
+    """Usage records that are not in the store yet."""
     usage_unpersisted_records: int = 0
-    """Rows of the ledger that would not survive the gateway, since the disk was full."""
+    """Usage records that are only in memory because the disk is full, and would be lost with the gateway."""
     store_up: bool | None = None
-    """Whether accounts are as the store has them; None where there is none."""
+    """Whether the account snapshot is current; None without a store."""
     quota_backend: QuotaBackendGauges | None = None
-    """None where the gateway shares none."""
+    """State of the quota backend; None if the gateway shares no limits."""

@@ -1,7 +1,7 @@
-"""The gateway's metrics.
+"""Prometheus metrics of a gateway.
 
-Labels are bounded: models and replicas are those of the configuration, tenants beyond `MOST_TENANTS` are counted
-together as "other".
+The number of label values is bounded. Models and replicas are those of the configuration. Tenants beyond
+`MAX_TENANT_LABELS` and error codes beyond `MAX_CODE_LABELS` are counted as `OTHER_LABEL`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ QUEUE_BUCKETS = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 3
 
 
 class _BoundedLabel:
-    """Label values from outside: so many different ones, the others together."""
+    """Label with at most `max_values` values from outside; further values become `OTHER_LABEL`."""
 
     def __init__(self, max_values: int) -> None:
         self._max_values = max_values
@@ -52,10 +52,10 @@ class _BoundedLabel:
 
 
 class _UsageCounters(NamedTuple):
-    """What a tenant used of a model."""
+    """Counters of one tenant's usage of a model."""
 
     tenant: str
-    """As it is shown."""
+    """Label value of the tenant."""
     input_tokens: CounterChild
     cached_tokens: CounterChild
     output_tokens: CounterChild
@@ -63,7 +63,7 @@ class _UsageCounters(NamedTuple):
 
 
 class GatewayMetrics(Collector):
-    """Every number that a gateway shows. One event loop counts; `exposition` may run in any thread."""
+    """Metrics of a gateway. Record from one event loop; `exposition` may run in any thread."""
 
     def __init__(self) -> None:
         self._gauge_values = GatewayGauges()
@@ -71,32 +71,32 @@ class GatewayMetrics(Collector):
         self._code_label = _BoundedLabel(MAX_CODE_LABELS)
         self._usage_counters: dict[tuple[str, str], _UsageCounters] = {}
         self._instruments: list[Counter | Histogram] = []
-        """In the order in which they are shown."""
+        """Instruments in the order of the exposition."""
         self._create_request_counters()
         self._create_latency_histograms()
 
     def _create_request_counters(self) -> None:
-        self._http = self._add_counter(
-            "argosy_gateway_http_requests", "HTTP requests answered.", "route", "status"
+        self._http_requests = self._add_counter(
+            "argosy_gateway_http_requests", "HTTP responses sent.", "route", "status"
         )
-        self._ended = self._add_counter(
+        self._requests = self._add_counter(
             "argosy_gateway_requests",
-            "Generation requests ended, by how.",
+            "Ended generation requests by status.",
             *("model", "tenant", "status"),
         )
-        self._refused = self._add_counter(
+        self._errors = self._add_counter(
             "argosy_gateway_request_errors",
-            "Generation requests refused or failed, by the error's code.",
+            "Rejected and failed generation requests by error code.",
             *("model", "code"),
         )
-        self._limited = self._add_counter(
+        self._limit_rejections = self._add_counter(
             "argosy_gateway_limit_rejections",
-            "Limits that stood in a request's way, by what they limit.",
+            "Rejections by a limit, by the limited unit.",
             *("model", "unit"),
         )
         self._tokens = self._add_counter(
             "argosy_gateway_tokens",
-            "Tokens of prompts (input: computed; cached: found) and of answers (output: delivered).",
+            "Tokens by kind: input (computed), cached (found in a prefix cache) and output (delivered).",
             *("model", "tenant", "kind"),
         )
         self._cost = self._add_counter(
@@ -107,76 +107,78 @@ class GatewayMetrics(Collector):
         )
         self._retries = self._add_counter(
             "argosy_gateway_retries",
-            "Attempts after the first, but for hedges and those that carried an answer on.",
+            "Attempts after the first, without hedged attempts and failovers of a started response.",
             "model",
         )
         self._failovers = self._add_counter(
-            "argosy_gateway_failovers", "Answers carried on by another replica.", "model"
+            "argosy_gateway_failovers", "Responses resumed on another replica.", "model"
         )
         self._hedges = self._add_counter(
             "argosy_gateway_hedges",
-            "Second attempts beside one that was silent, by whether theirs was the answer.",
+            "Hedged attempts, by whether the second attempt delivered the response.",
             *("model", "won"),
         )
 
     def _create_latency_histograms(self) -> None:
         self._ttft = self._add_histogram(
             "argosy_gateway_time_to_first_token_seconds",
-            "From the arrival of a request for a stream to its first token.",
+            "Time from the arrival of a streaming request to its first token.",
             TTFT_BUCKETS,
         )
         self._itl = self._add_histogram(
             "argosy_gateway_inter_token_latency_seconds",
-            "Between two pieces of a stream that brought tokens.",
+            "Time between two chunks of a stream that contain tokens.",
             ITL_BUCKETS,
         )
         self._e2e = self._add_histogram(
             "argosy_gateway_request_duration_seconds",
-            "From a generation request's arrival to its end.",
+            "Time from the arrival of a generation request to its end.",
             PHASE_BUCKETS,
         )
         self._queue = self._add_histogram(
-            "argosy_gateway_queue_seconds", "Waiting for a replica, in vain too.", QUEUE_BUCKETS
+            "argosy_gateway_queue_seconds",
+            "Time spent in the queue, including requests that were never dispatched.",
+            QUEUE_BUCKETS,
         )
 
-    # --- what happens ---------------------------------------------------------------------------
+    # --- events ---------------------------------------------------------------------------------
 
     def record_http_response(self, route: str, status: int) -> None:
-        """An HTTP request on `route` (one of a fixed few) was answered."""
-        self._http.add((route, str(status)))
+        """Count an HTTP response. `route` is one of a few route templates."""
+        self._http_requests.add((route, str(status)))
 
     def record_first_token(self, model: str, ttft_s: float) -> None:
-        """A request got its first token."""
+        """Record the time to first token of a request."""
         self._ttft.observe((model,), ttft_s)
 
     def record_inter_token_gaps(self, model: str, gaps_s: Sequence[float]) -> None:
-        """It got more, so often, each so long after the one before."""
+        """Record the times between successive chunks with tokens."""
         if gaps_s:
             self._itl.observe_many((model,), gaps_s)
 
     def record_queue_wait(self, model: str, queued_s: float) -> None:
-        """It was given to a replica, or waited for one in vain."""
+        """Record the time that a request was queued, whether it was dispatched or not."""
         self._queue.observe((model,), queued_s)
 
     def record_retry(self, model: str) -> None:
-        """It was tried once more."""
+        """Count a retry."""
         self._retries.add((model,))
 
     def record_failover(self, model: str) -> None:
-        """It was carried on elsewhere."""
+        """Count a response resumed on another replica."""
         self._failovers.add((model,))
 
     def record_hedge(self, model: str, *, won: bool) -> None:
-        """A second replica was asked while the first was silent."""
+        """Count a hedged attempt; `won` is whether it delivered the response."""
         self._hedges.add((model, "true" if won else "false"))
 
     def record_error(self, model: str, code: str) -> None:
-        """It was refused, or failed, with the error `code`."""
-        self._refused.add((model, self._code_label(code)))
+        """Count a rejected or failed request."""
+        self._errors.add((model, self._code_label(code)))
 
     def record_limit_rejection(self, model: str, unit: str) -> None:
-        """A limit of `unit`s, one of a fixed few, stood in its way."""
-        self._limited.add((model, unit))
+        """Count a rejection by a limit. `unit` is one of a few limited units."""
+        self._limit_rejections.add((model, unit))
 
     def record_request_end(
         self,
@@ -190,115 +192,121 @@ class GatewayMetrics(Collector):
         output_tokens: int,
         nano_dollars: int,
     ) -> None:
-        """It has ended; `status` is one of a fixed few, `input_tokens` are those that were not cached."""
-        used = self._usage_counters.get((model, tenant)) or self._bind_usage_counters(
+        """Record the end of a request.
+
+        The label `status` has a few values. Cached prompt tokens are not part of `input_tokens`.
+        """
+        counters = self._usage_counters.get((model, tenant)) or self._bind_usage_counters(
             model, self._tenant_label(tenant)
         )
-        self._ended.add((model, used.tenant, status))
+        self._requests.add((model, counters.tenant, status))
         self._e2e.observe((model,), duration_s)
-        used.input_tokens.value += input_tokens
-        used.cached_tokens.value += cached_tokens
-        used.output_tokens.value += output_tokens
-        used.cost.value += nano_dollars
+        counters.input_tokens.value += input_tokens
+        counters.cached_tokens.value += cached_tokens
+        counters.output_tokens.value += output_tokens
+        counters.cost.value += nano_dollars
 
     def _bind_usage_counters(self, model: str, tenant: str) -> _UsageCounters:
-        used = self._usage_counters[model, tenant] = _UsageCounters(
+        counters = self._usage_counters[model, tenant] = _UsageCounters(
             tenant,
             self._tokens.child((model, tenant, "input")),
             self._tokens.child((model, tenant, "cached")),
             self._tokens.child((model, tenant, "output")),
             self._cost.child((model, tenant)),
         )
-        return used
+        return counters
 
-    # --- what is shown --------------------------------------------------------------------------
+    # --- exposition -----------------------------------------------------------------------------
 
     def exposition(self, gauges: GatewayGauges) -> bytes:
-        """The Prometheus text format."""
+        """Return all metrics in the Prometheus text format."""
         self._gauge_values = gauges
         return generate_latest(self)
 
     def collect(self) -> Iterator[Metric]:
-        """See prometheus_client's `Collector`."""
-        for counted in self._instruments:
-            yield counted.metric_family()
+        for instrument in self._instruments:
+            yield instrument.metric_family()
         yield from self._gauge_families(self._gauge_values)
 
-    def _gauge_families(self, reading: GatewayGauges) -> Iterator[Metric]:
-        for name, text, value in (
-            ("requests_in_flight", "HTTP requests being answered.", reading.in_flight),
-            ("fast_path_streams", "Streams that native code passes on.", reading.fast_path_streams),
+    def _gauge_families(self, gauges: GatewayGauges) -> Iterator[Metric]:
+        for name, help_text, value in (
+            ("requests_in_flight", "Running HTTP requests.", gauges.in_flight),
+            (
+                "fast_path_streams",
+                "Streams on the fast path, which native code forwards.",
+                gauges.fast_path_streams,
+            ),
             (
                 "usage_pending_records",
-                "Rows of usage that the store does not have yet.",
-                reading.usage_pending_records,
+                "Usage records that are not in the store yet.",
+                gauges.usage_pending_records,
             ),
             (
                 "usage_unpersisted_records",
-                "Rows of usage, of running requests too, that are in memory only: the disk is full.",
-                reading.usage_unpersisted_records,
+                "Usage records, including running requests, that are only in memory because the disk is full.",
+                gauges.usage_unpersisted_records,
             ),
         ):
-            yield gauge_family(f"argosy_gateway_{name}", text, {(): value})
+            yield gauge_family(f"argosy_gateway_{name}", help_text, {(): value})
         yield gauge_family(
             "argosy_gateway_queue_depth",
-            "Requests that wait for a replica.",
-            {(model,): waiting for model, waiting in reading.queue_depths.items()},
+            "Requests in the queue.",
+            {(model,): depth for model, depth in gauges.queue_depths.items()},
             "model",
         )
         yield gauge_family(
             "argosy_gateway_replica_requests_in_flight",
-            "Requests of this gateway at a replica.",
-            {(one.model, one.replica): one.in_flight for one in reading.replicas},
+            "Running requests of this gateway on a replica.",
+            {(replica.model, replica.replica): replica.in_flight for replica in gauges.replicas},
             *("model", "replica"),
         )
         yield gauge_family(
             "argosy_gateway_replica_status",
-            "1 for the status of a replica: ready, starting, draining, backoff, ejected, unreachable.",
+            "1 for the status of a replica: ready, starting, draining, backoff, ejected or unreachable.",
             {
-                (one.model, one.replica, status.value): one.status is status
-                for one in reading.replicas
+                (replica.model, replica.replica, status.value): replica.status is status
+                for replica in gauges.replicas
                 for status in ReplicaStatus
             },
             *("model", "replica", "status"),
         )
-        if reading.store_up is not None:
+        if gauges.store_up is not None:
             yield gauge_family(
                 "argosy_gateway_store_up",
-                "1 while accounts are as the store has them; 0: as they were when it was last read.",
-                {(): reading.store_up},
+                "1 while the store is readable, 0 while the gateway uses the last account snapshot.",
+                {(): gauges.store_up},
             )
-        if reading.quota_backend is not None:
-            yield from _quota_backend_families(reading.quota_backend)
+        if gauges.quota_backend is not None:
+            yield from _quota_backend_families(gauges.quota_backend)
         yield gauge_family(
             "argosy_gateway_build_info",
-            "The running version.",
+            "Version of the running program.",
             {(version("argosy"),): 1},
             "version",
         )
 
-    def _add_counter(self, name: str, text: str, *labels: str, divisor: int = 1) -> Counter:
-        made = Counter(name, text, *labels, divisor=divisor)
-        self._instruments.append(made)
-        return made
+    def _add_counter(self, name: str, help_text: str, *labels: str, divisor: int = 1) -> Counter:
+        counter = Counter(name, help_text, *labels, divisor=divisor)
+        self._instruments.append(counter)
+        return counter
 
-    def _add_histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
-        made = Histogram(name, text, buckets, "model")
-        self._instruments.append(made)
-        return made
+    def _add_histogram(self, name: str, help_text: str, buckets: Sequence[float]) -> Histogram:
+        histogram = Histogram(name, help_text, buckets, "model")
+        self._instruments.append(histogram)
+        return histogram
 
 
-def _quota_backend_families(reading: QuotaBackendGauges) -> Iterator[Metric]:
+def _quota_backend_families(gauges: QuotaBackendGauges) -> Iterator[Metric]:
     yield gauge_family(
         "argosy_gateway_quota_store_up",
-        "1 while Redis, where the limits are shared, can be reached.",
-        {(): reading.is_connected},
+        "1 while the quota backend (Redis) is reachable.",
+        {(): gauges.is_connected},
     )
-    unsure = Counter(
+    degraded = Counter(
         "argosy_gateway_quota_degraded_decisions",
-        "Requests let in or refused, and streams carried on or ended, while Redis could not be reached.",
+        "Requests and running streams allowed or rejected while the quota backend was unreachable.",
         "outcome",
     )
-    unsure.add(("allowed",), reading.degraded_allowed)
-    unsure.add(("rejected",), reading.degraded_rejected)
-    yield unsure.metric_family()
+    degraded.add(("allowed",), gauges.degraded_allowed)
+    degraded.add(("rejected",), gauges.degraded_rejected)
+    yield degraded.metric_family()

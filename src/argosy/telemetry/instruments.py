@@ -1,8 +1,8 @@
-"""Numbers that are counted with one addition each, and made into Prometheus' families when somebody asks.
+"""Counters and histograms with cheap recording, converted to Prometheus metric families at each scrape.
 
-A token passes here, so there are no locks and no objects for each label: one thread counts, and whoever reads, in any
-thread, takes what is there. What is not counted is a gauge of the moment. Names follow the Prometheus guidelines, so
-that `promtool check metrics` is content.
+Recording happens for every token, so it uses no locks and no label objects. One thread records, and a scrape in any
+thread reads the current values. Gauges are built at the scrape. Names follow the Prometheus guidelines, so that
+`promtool check metrics` passes.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ PHASE_BUCKETS = (
 )
 
 LabelValues = tuple[str, ...]
-"""Values, in the order of the names that a family was made with."""
+"""Label values in the order of the family's label names."""
 
 
 class CounterChild:
-    """That of one set of label values."""
+    """Counter of one set of label values."""
 
     __slots__ = ("value",)
 
@@ -47,13 +47,13 @@ class CounterChild:
 
 
 class Counter:
-    """A sum for each set of label values.
+    """Sum for each set of label values.
 
     Args:
-        name: The family's name, without the suffix `_total`.
+        name: Family name without `_total`.
         help_text: Text of the HELP line.
-        labels: Label names, in the order of the label values.
-        divisor: How many counted units make one exposed unit. Counting stays in integers.
+        labels: Names in the order of the label values.
+        divisor: Counted units per exposed unit. Counting stays in integers.
     """
 
     def __init__(self, name: str, help_text: str, *labels: str, divisor: int = 1) -> None:
@@ -62,23 +62,23 @@ class Counter:
         self._children: defaultdict[LabelValues, CounterChild] = defaultdict(CounterChild)
 
     def child(self, label_values: LabelValues) -> CounterChild:
-        """Where these are counted, for who counts them often; they are shown from now on, be it 0."""
+        """Return the child of the label values for frequent use; the exposition contains it even at 0."""
         return self._children[label_values]
 
     def add(self, label_values: LabelValues, amount: float = 1) -> None:
-        """Count; what was counted once is shown, be it 0."""
+        """Add `amount`; the exposition then contains the label values even at 0."""
         self._children[label_values].value += amount
 
     def metric_family(self) -> Metric:
-        """As Prometheus has it."""
-        shown = CounterMetricFamily(self._name, self._help_text, labels=self._label_names)
-        for labels, counted in list(self._children.items()):
-            shown.add_metric(labels, counted.value / self._divisor)
-        return shown
+        """Return the Prometheus metric family."""
+        family = CounterMetricFamily(self._name, self._help_text, labels=self._label_names)
+        for label_values, child in list(self._children.items()):
+            family.add_metric(label_values, child.value / self._divisor)
+        return family
 
 
 class Histogram:
-    """How values are spread over buckets, for each set of label values."""
+    """Distribution of values over buckets, for each set of label values."""
 
     def __init__(self, name: str, help_text: str, buckets: Sequence[float], *labels: str) -> None:
         self._name, self._help_text, self._label_names = name, help_text, labels
@@ -90,36 +90,39 @@ class Histogram:
         self._sums: defaultdict[LabelValues, float] = defaultdict(float)
 
     def observe(self, label_values: LabelValues, value: float) -> None:
-        """Count a value."""
+        """Record a value."""
         self._counts[label_values][bisect_left(self._buckets, value)] += 1
         self._sums[label_values] += value
 
     def observe_many(self, label_values: LabelValues, values: Sequence[float]) -> None:
-        """Count values, of which there may be none: most of many are in the same few buckets."""
+        """Record any number of values, including none.
+
+        Sorting them first is fast, because many values fall into few buckets.
+        """
         counts, buckets, ordered = self._counts[label_values], self._buckets, sorted(values)
-        counted = 0
-        while counted < len(ordered):
-            bucket = bisect_left(buckets, ordered[counted])
+        start = 0
+        while start < len(ordered):
+            bucket = bisect_left(buckets, ordered[start])
             bound = buckets[bucket] if bucket < len(buckets) else math.inf
-            upto = bisect_right(ordered, bound, counted)
-            counts[bucket] += upto - counted
-            counted = upto
+            end = bisect_right(ordered, bound, start)
+            counts[bucket] += end - start
+            start = end
         self._sums[label_values] += sum(values)
 
     def metric_family(self) -> Metric:
-        """As Prometheus has it."""
-        shown = HistogramMetricFamily(self._name, self._help_text, labels=self._label_names)
-        for labels, counts in list(self._counts.items()):
-            below = zip(self._bounds, accumulate(counts), strict=True)
-            shown.add_metric(labels, list(below), self._sums[labels])
-        return shown
+        """Return the Prometheus metric family."""
+        family = HistogramMetricFamily(self._name, self._help_text, labels=self._label_names)
+        for label_values, counts in list(self._counts.items()):
+            cumulative = zip(self._bounds, accumulate(counts), strict=True)
+            family.add_metric(label_values, list(cumulative), self._sums[label_values])
+        return family
 
 
 def gauge_family(
     name: str, help_text: str, values: Mapping[LabelValues, float], *labels: str
 ) -> Metric:
-    """Numbers of the moment, one for each set of label values."""
-    shown = GaugeMetricFamily(name, help_text, labels=labels)
-    for each, value in values.items():
-        shown.add_metric(each, value)
-    return shown
+    """Return a gauge family with one current value for each set of label values."""
+    family = GaugeMetricFamily(name, help_text, labels=labels)
+    for label_values, value in values.items():
+        family.add_metric(label_values, value)
+    return family

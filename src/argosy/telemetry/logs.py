@@ -1,4 +1,4 @@
-"""Logs: structured events as JSON lines or for the eye, with the request's id in each of its events."""
+"""Structured logs as JSON lines or as text for a console, with the request id in each event of a request."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from structlog.typing import EventDict, Processor, WrappedLogger
 
 LogFormat = Literal["json", "console"]
 FLUSH_INTERVAL_S = 0.05
-"""Lines that tell of nothing wrong wait so long for others, at most."""
+"""Longest time for which lines of level info are buffered."""
 
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}.*")
 _request_context: ContextVar[dict[str, str] | None] = ContextVar("argosy_request", default=None)
 
 
 def _add_request_context(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
-    known = _request_context.get()
-    if known is not None:
-        event.update(known)
+    context = _request_context.get()
+    if context is not None:
+        event.update(context)
     return event
 
 
@@ -40,23 +40,23 @@ _SHARED_PROCESSORS: list[Processor] = [
     structlog.processors.TimeStamper(fmt="iso", utc=True),
 ]
 _WRITE_ERRORS = (OSError, ValueError, AttributeError)
-"""Raised by standard error that nobody reads any more: a closed pipe, a full disk, or none at all."""
+"""Errors of an unusable standard error, such as a closed pipe, a full disk, or none at all."""
 _MULTILINE_FIELDS = frozenset({"event", "exception", "stack"})
-"""Fields that we write, and that may have several lines."""
+"""Fields written by Argosy itself, which may have several lines."""
 _encode_json = msgspec.json.Encoder(enc_hook=repr).encode
 
 
 def _encode_event(event: EventDict) -> bytes:
     try:
         return _encode_json(event)
-    except UnicodeEncodeError:  # a file's name, which may be any bytes
+    except UnicodeEncodeError:  # a file name may contain any bytes
         return json.dumps(event, default=repr).encode()
 
 
 def _make_json_processor(replica: str) -> Processor:
-    """All that `_SHARED` does, and the JSON, in one call: a request writes a line."""
+    """Return a processor that does the work of `_SHARED_PROCESSORS` and encodes the JSON in one call, for speed."""
 
-    def line(logger: _StderrLogger, method: str, event: EventDict) -> bytes:
+    def encode_line(logger: _StderrLogger, method: str, event: EventDict) -> bytes:
         event.update(_request_context.get() or {})
         event["level"] = method
         event["logger"] = logger.name
@@ -67,13 +67,13 @@ def _make_json_processor(replica: str) -> Processor:
             event = structlog.processors.format_exc_info(logger, method, event)
         return _encode_event(event)
 
-    return line
+    return encode_line
 
 
 def _format_timestamp(now_ns: int) -> str:
-    """ISO 8601 in UTC, to the microsecond."""
-    second, rest = divmod(now_ns, 1_000_000_000)
-    return f"{_format_second(second)}.{rest // 1000:06d}Z"
+    """Return an ISO 8601 time in UTC with microseconds."""
+    second, nanosecond = divmod(now_ns, 1_000_000_000)
+    return f"{_format_second(second)}.{nanosecond // 1000:06d}Z"
 
 
 @lru_cache(maxsize=2)
@@ -82,7 +82,7 @@ def _format_second(second: int) -> str:
 
 
 def _escape_unprintable(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
-    """What clients sent must neither steer a terminal nor look like a line of its own."""
+    """Escape client input, so that it can neither control a terminal nor imitate a log line."""
     for name, value in event.items():
         if isinstance(value, str) and not value.isprintable() and name not in _MULTILINE_FIELDS:
             event[name] = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in value)
@@ -98,20 +98,18 @@ def _encode_line(_logger: WrappedLogger, _method: str, line: EventDict | str) ->
 
 
 class _StderrLogger:
-    """Writes lines to standard error, whatever that is at the moment.
-
-    When nobody reads it any more, lines are lost, and nothing else is.
-    """
+    """Logger that writes lines to the current `sys.stderr` and drops them if that fails."""
 
     def __init__(self, name: str = "") -> None:
         self.name = name
         self._flush_due_at = 0.0
-        """When lines that were not written at once are, on the monotonic clock."""
+        """Time on the monotonic clock at which buffered lines are flushed."""
 
     def write(self, method: str, line: bytes) -> None:
-        """Write the line of a call of `method`, at once or, of `info`, together with others under an event loop.
+        """Write a line of level `method`.
 
-        Each write of its own is a system call.
+        Lines of level info are buffered while an event loop runs, because each flush is a system call. All other lines
+        are flushed at once.
         """
         try:
             sys.stderr.buffer.write(line + b"\n")
@@ -125,55 +123,59 @@ class _StderrLogger:
     def _flush_soon(self) -> None:
         try:
             asyncio.get_running_loop().call_later(FLUSH_INTERVAL_S, self._flush)
-        except RuntimeError:  # there is none
+        except RuntimeError:  # no event loop is running
             self._flush()
         else:
             self._flush_due_at = time.monotonic() + FLUSH_INTERVAL_S
 
     def _flush(self) -> None:
-        # A loop's timer may be early: whatever comes after this asks for another.
+        # Timers of an event loop may fire early, so the next line always schedules another one.
         self._flush_due_at = 0.0
         with contextlib.suppress(*_WRITE_ERRORS):
             sys.stderr.buffer.flush()
 
 
 class _DirectBoundLogger(structlog.BoundLoggerBase):
-    """What structlog does between the call of a logger's method and the line, in one step instead of four."""
+    """Bound logger that runs the processors and writes the line in one step instead of structlog's four."""
 
     def _proxy_to_logger(
         self, method_name: str, event: str | None = None, **event_kw: object
     ) -> None:
-        told: Any = {**self._context, **event_kw, "event": event}
+        result: Any = {**self._context, **event_kw, "event": event}
         try:
             for process in self._processors:
-                told = process(self._logger, method_name, told)
+                result = process(self._logger, method_name, result)
         except structlog.DropEvent:
             return
-        self._logger.write(method_name, told)
+        self._logger.write(method_name, result)
 
 
 def configure_logging(log_format: LogFormat, level: str = "info", replica: str = "") -> None:
-    """Send every log event of the process, the libraries' too, to standard error. Call once.
+    """Send all log events of the process, including those of libraries, to standard error. Call it once.
 
-    Each event carries the name of the `replica` that the process works for, if any. Our own events do not
-    pass the standard library's logging, which would make each ten times as dear.
+    Argosy's own events bypass the standard library's logging, which would cost ten times as much per event.
+
+    Args:
+        log_format: JSON lines or text for a console.
+        level: Lowest level that is logged.
+        replica: Name of the process's replica, added to each event; empty for none.
     """
     shared = [*_SHARED_PROCESSORS, _add_replica_name(replica)] if replica else _SHARED_PROCESSORS
     if log_format == "json":
-        ours: list[Processor] = [_make_json_processor(replica)]
-        theirs: list[Processor] = [structlog.processors.format_exc_info, _render_json]
+        own_processors: list[Processor] = [_make_json_processor(replica)]
+        library_processors: list[Processor] = [structlog.processors.format_exc_info, _render_json]
     else:
-        # Plain tracebacks: the pretty ones print local variables, and those hold what users wrote.
+        # Pretty tracebacks would print local variables, which contain what users wrote.
         render: Processor = structlog.dev.ConsoleRenderer(
             colors=sys.stderr.isatty() and not os.environ.get("NO_COLOR"),
             exception_formatter=structlog.dev.plain_traceback,
         )
-        ours, theirs = (
+        own_processors, library_processors = (
             [*shared, _escape_unprintable, render, _encode_line],
             [_escape_unprintable, render],
         )
     structlog.configure(
-        processors=ours,
+        processors=own_processors,
         wrapper_class=type(
             "Logger", (_DirectBoundLogger, structlog.make_filtering_bound_logger(level)), {}
         ),
@@ -184,27 +186,30 @@ def configure_logging(log_format: LogFormat, level: str = "info", replica: str =
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=shared,
-            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *theirs],
+            processors=[
+                structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+                *library_processors,
+            ],
         )
     )
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(level.upper())
-    for talkative in ("alembic", "uvicorn"):
-        logging.getLogger(talkative).setLevel(logging.WARNING)
+    for verbose_library in ("alembic", "uvicorn"):
+        logging.getLogger(verbose_library).setLevel(logging.WARNING)
 
 
 def _add_replica_name(replica: str) -> Processor:
-    def name(_logger: object, _method: str, event: EventDict) -> EventDict:
+    def add_name(_logger: object, _method: str, event: EventDict) -> EventDict:
         event["replica"] = replica
         return event
 
-    return name
+    return add_name
 
 
 def bind_request(request_id: str, traceparent: str = "") -> None:
-    """Have the events of this task carry `request_id` from now on, and the trace id of a W3C `traceparent` header."""
-    known = {"request_id": request_id}
+    """Add `request_id`, and the trace id of a W3C `traceparent` header, to all further events of this task."""
+    context = {"request_id": request_id}
     if traceparent and (trace := _TRACEPARENT.fullmatch(traceparent)):
-        known["trace_id"] = trace[1]
-    _request_context.set(known)
+        context["trace_id"] = trace[1]
+    _request_context.set(context)

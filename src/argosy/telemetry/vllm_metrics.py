@@ -1,7 +1,7 @@
-"""vLLM 0.33's metric names over our own observations, for the tools that know only those.
+"""Collector that exposes a replica's metrics under the names of vLLM 0.33, for tools that expect them.
 
-Renaming is all that happens: types, units and buckets are chosen the same, with finer buckets where a fast
-engine needs them.
+Only names and labels differ. Types, units and buckets are those of vLLM, with finer buckets where a fast engine needs
+them.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ _VLLM_FINISH_REASONS = {"cancelled": "abort"}
 
 
 class VllmMetricsCollector(Collector):
-    """Shows what another collector has under vLLM's names, with label `engine="0"`."""
+    """Collector that renames the metrics of another one to vLLM's names and adds the label `engine="0"`."""
 
     def __init__(self, source: Collector) -> None:
         self._source = source
 
     def collect(self) -> Iterator[Metric]:
-        """The metrics that vLLM has too, renamed."""
+        """Yield the metrics that vLLM has too, renamed."""
         for family in self._source.collect():
             if family.name in _VLLM_NAMES:
                 yield _rename_family(family, "vllm:" + _VLLM_NAMES[family.name])
 
 
 def _rename_family(family: Metric, name: str) -> Metric:
-    shown = Metric(name, family.documentation, family.type)
-    shown.samples = [
+    renamed = Metric(name, family.documentation, family.type)
+    renamed.samples = [
         Sample(
             name + sample.name.removeprefix(family.name),
             _rename_labels(sample.labels),
@@ -70,12 +70,12 @@ def _rename_family(family: Metric, name: str) -> Metric:
         )
         for sample in family.samples
     ]
-    return shown
+    return renamed
 
 
 def _rename_labels(labels: dict[str, str]) -> dict[str, str]:
-    shown = {_VLLM_LABELS.get(label, label): value for label, value in labels.items()}
-    if "finished_reason" in shown:
-        reason = shown["finished_reason"]
-        shown["finished_reason"] = _VLLM_FINISH_REASONS.get(reason, reason)
-    return shown | {"engine": "0"}
+    renamed = {_VLLM_LABELS.get(label, label): value for label, value in labels.items()}
+    if "finished_reason" in renamed:
+        reason = renamed["finished_reason"]
+        renamed["finished_reason"] = _VLLM_FINISH_REASONS.get(reason, reason)
+    return renamed | {"engine": "0"}

@@ -92,7 +92,7 @@ def alone(model: Path, **options: object) -> dict[str, Answer]:
     """The reference: one after the other, one step at a time, without graphs (these never get idle)."""
     found: dict[str, Answer] = {}
     for request in requests():
-        core = core_on(model, inflight=0, prefix_cache=False, **options)
+        core = core_on(model, max_steps_in_flight=0, prefix_cache=False, **options)
         core.add(request)
         answer = found[request.id] = Answer()
         while core.scheduler.has_work:

@@ -78,7 +78,7 @@ def directory(
 ) -> AccountSnapshot:
     """With one project."""
     project = Project(
-        id="shop", organisation="org", name="shop", when_unsure=unsure, created_at=0.0
+        id="shop", organisation="org", name="shop", quota_failure_mode=unsure, created_at=0.0
     )
     return AccountSnapshot(projects=(project,), limits=limits, prices=tuple(prices))
 

@@ -142,7 +142,7 @@ async def test_what_only_a_replica_can_tell_is_not_told_while_it_is_away() -> No
     async with lost(BRIEF) as (running, _):
         first = await finds_out(running)
         for path, of in (
-            ("/openapi.json", "Nothing serves"),
+            ("/openapi.json", "No replica is available"),
             ("/replicas/a/metrics", "The replica 'a'"),
         ):
             told = await running.client.get(path)

@@ -310,7 +310,7 @@ async def test_there_is_room_for_small_bodies_whoever_sends_large_ones(
         return keeps(self, count)
 
     keeps = connections.HttpConnection.add_unread_bytes
-    monkeypatch.setattr(connections.HttpConnection, "keep", keep)
+    monkeypatch.setattr(connections.HttpConnection, "add_unread_bytes", keep)
     monkeypatch.setattr(connections, "MAX_UNREAD_BODY_BYTES", 1 << 20)
     large, small = (
         post("/hold/", bytes(1 << 21)),
@@ -466,7 +466,7 @@ async def test_nonsense_after_a_request_is_refused_after_its_answer() -> None:
     [
         (b"PROXY TCP4 10.0.0.1 10.0.0.2 5000 80\r\n" + LAST, "X-Forwarded-For"),
         (b"\r\n\r\n\x00\r\nQUIT\n\x20\x00\x00\x00" + LAST, "X-Forwarded-For"),
-        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", "speak HTTP/1.1"),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", "use HTTP/1.1"),
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", "http://"),
     ],
     ids=["proxy-1", "proxy-2", "http-2", "tls"],
@@ -478,7 +478,7 @@ async def test_what_proxies_may_speak_instead_is_told_and_logged(came: bytes, re
     assert answer.count(b"HTTP/1.1 400 ") == 1
     assert remedy.encode() in answer
     (told,) = [line for line in logs if line["event"] == "bad_protocol"]
-    assert remedy in told["why"]
+    assert remedy in told["reason"]
     assert told["address"] == "127.0.0.1"
 
 

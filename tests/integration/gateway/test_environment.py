@@ -327,7 +327,7 @@ async def test_streams_on_the_fast_path_have_the_descriptors_that_they_take(
                 assert process.poll() is None
                 await asyncio.sleep(0.05)
             streams += [asyncio.create_task(completed(tmp_path, stream=True)) for _ in range(40)]
-            await until(lambda: "no connection can be accepted" in log.read_text())
+            await until(lambda: "connections cannot be accepted" in log.read_text())
             engine.go_on.set()
             assert await asyncio.gather(*streams) == [200] * 59
     assert "attempt_failed" not in log.read_text()

@@ -27,7 +27,8 @@ from tests.waiting import until
 
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.gateway import GatewayConfig, GatewayServer, ModelConfig, ReplicaConfig
-from argosy.gateway.backends.native_stream_parser import DeliveredOutput, NativeStreamParser
+from argosy.gateway.backends.delivered_output import DeliveredOutput
+from argosy.gateway.backends.native_stream_parser import NativeStreamParser
 from argosy.gateway.proxy.fast_path import FastPath, SplicedStream, SpliceProgress, load_fast_path
 from argosy.gateway.proxy.response_relay import ResponseRelay
 from argosy.gateway.proxy.response_writers import StreamingWriter

@@ -351,20 +351,20 @@ async def test_what_the_gateway_itself_refuses(body: bytes, status: int, param: 
 @pytest.mark.parametrize(
     ("path", "remedy"),
     [
-        ("/chat/completions", "but at '/v1/chat/completions'"),
-        ("/v1/v1/models/big", "but at '/v1/models/big'"),
-        ("/v1/models/", "but at '/v1/models': without a slash at its end"),
+        ("/chat/completions", "Use '/v1/chat/completions'"),
+        ("/v1/v1/models/big", "Use '/v1/models/big'"),
+        ("/v1/models/", "Use '/v1/models', without a slash at its end"),
         (
             "/v1/responses",
-            "Have the client speak chat completions, which are at '/v1/chat/completions'",
+            "Configure the client to use chat completions at '/v1/chat/completions'",
         ),
-        ("/responses", "Have the client speak chat completions"),
-        ("/v1/responses/resp_1", "Have the client speak chat completions"),
-        ("/v1/messages", "Have the client speak chat completions"),
-        ("/v1/messages/count_tokens", "Have the client speak chat completions"),
-        ("/v1/", "see /openapi.json"),
-        ("/v1/embeddings", "see /openapi.json"),
-        ("/nowhere", "see /openapi.json"),
+        ("/responses", "Configure the client to use chat completions"),
+        ("/v1/responses/resp_1", "Configure the client to use chat completions"),
+        ("/v1/messages", "Configure the client to use chat completions"),
+        ("/v1/messages/count_tokens", "Configure the client to use chat completions"),
+        ("/v1/", "See /openapi.json"),
+        ("/v1/embeddings", "See /openapi.json"),
+        ("/nowhere", "See /openapi.json"),
     ],
 )
 async def test_a_wrong_path_is_told_what_is_right(path: str, remedy: str) -> None:
@@ -525,7 +525,7 @@ async def test_what_cannot_be_looked_after_is_told_and_tried_again(
     with capture_logs() as logs:
         async with rough_server(whole) as replica, gateway(replica) as client:
             assert (await client.post("/v1/completions", json=BODY)).status_code == 200
-    (told,) = (line for line in logs if line["event"] == "background_task_restarted")
+    (told,) = (line for line in logs if line["event"] == "background_task_failed")
     assert told["log_level"] == "error"
 
 

@@ -66,7 +66,7 @@ def test_a_key_says_for_whom_it_is_in_full() -> None:
         project="proj_chat",
         key="key_a",
         user="user_ann",
-        role="caller",
+        role="user",
         tier=0,
         weight=2.0,
         cache_domain="proj_chat",
@@ -159,7 +159,7 @@ def test_a_key_and_its_project_both_limit_where_it_may_be_used() -> None:
 
 
 def test_the_gateways_own_networks_come_first() -> None:
-    who = identity(key("a"), networks=("192.0.2.0/24",))
+    who = identity(key("a"), allowed_networks=("192.0.2.0/24",))
     assert who.authenticate(bearer(plain("a"), "192.0.2.7")).key == "key_a"
     assert refusal(who, bearer(plain("x"), "192.0.3.7")) == (403, "address_not_allowed")
 
@@ -287,7 +287,7 @@ def test_modes_that_are_asked_for_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("host", "required", "mode", "refused"),
+    ("host", "keys", "mode", "refused"),
     [
         ("127.0.0.1", (), "auto", False),
         ("localhost", (), "auto", False),
@@ -297,8 +297,8 @@ def test_modes_that_are_asked_for_by_name() -> None:
         ("", (), "auto", True),
         ("example.test", (), "auto", True),
         ("0.0.0.0", (key("a"),), "auto", False),  # noqa: S104 - with a key
-        ("0.0.0.0", (), "off", False),  # noqa: S104 - asked for
-        ("0.0.0.0", (), "keys", False),  # noqa: S104 - nobody gets in
+        ("0.0.0.0", (), "disabled", False),  # noqa: S104 - asked for
+        ("0.0.0.0", (), "required", False),  # noqa: S104 - nobody gets in
     ],
 )
 def test_listening_to_others_without_keys_is_refused(
@@ -312,7 +312,7 @@ def test_listening_to_others_without_keys_is_refused(
         check_exposure(host, settings, directory(*keys))
 
 
-@pytest.mark.parametrize("field", ["networks", "trusted_proxies"])
+@pytest.mark.parametrize("field", ["allowed_networks", "trusted_proxies"])
 def test_a_bad_network_in_the_settings_is_named(field: str) -> None:
     with pytest.raises(ValueError, match=r"10\.0\.0\.0/99"):
         Authenticator(directory(), AuthConfig(**{field: ("10.0.0.0/99",)}))  # type: ignore[arg-type]
@@ -365,14 +365,14 @@ def test_callers_whose_address_nobody_knows_count_as_one() -> None:
 
 
 def test_roles_are_ranked() -> None:
-    roles: tuple[Role, ...] = ("caller", "viewer", "operator", "admin")
+    roles: tuple[Role, ...] = ("user", "viewer", "operator", "admin")
     for rank, role in enumerate(roles):
         for least, wanted in enumerate(roles):
             if rank >= least:
                 check_role(Principal(role=role), wanted)
                 check_role(Principal(role=role, role_scope="gateway"), wanted, "gateway")
             else:
-                with pytest.raises(ApiError, match="takes the role"):
+                with pytest.raises(ApiError, match="needs the role"):
                     check_role(Principal(role=role, role_scope="gateway"), wanted)
 
 
@@ -381,7 +381,7 @@ def test_a_role_in_an_organisation_is_none_in_the_whole_gateway() -> None:
         ApiError, match="role viewer of the whole gateway; yours is admin of your organisation only"
     ):
         check_role(Principal(role="admin"), "viewer", "gateway")
-    check_role(Principal(), "caller", "gateway")
+    check_role(Principal(), "user", "gateway")
 
 
 def test_a_key_asks_only_the_models_it_names() -> None:
@@ -397,7 +397,7 @@ def test_a_key_asks_only_the_models_it_names() -> None:
 
 @pytest.mark.parametrize("role", ["viewer", "operator"])
 def test_who_only_runs_the_fleet_asks_no_models(role: str) -> None:
-    with pytest.raises(ApiError, match="ask no models"):
+    with pytest.raises(ApiError, match="cannot call models"):
         check_model_access(Principal(role=role), "big")  # type: ignore[arg-type]
 
 

@@ -84,7 +84,7 @@ async def test_a_refusal_names_the_limit_and_tells_when_to_come_back(clock: Cloc
     assert refused is not None
     assert (refused.status, refused.code) == (429, "rate_limit_exceeded")
     assert "the key's limit of 100 tokens per minute" in refused.message
-    assert "85 tokens are used, and this request asks for 20 tokens" in refused.message
+    assert "Used: 85 tokens. Needed: 20 tokens." in refused.message
     assert refused.retry_after_s is not None
     assert 60.0 < refused.retry_after_s <= 61.0
     [line] = second.trace.limits
@@ -101,16 +101,16 @@ async def test_what_never_fits_is_told_so(clock: Clock) -> None:
     refused = await refusal(in_force(clock, limit("tokens", 100)), request(prompt=100))
     assert refused is not None
     assert (refused.status, refused.code) == (413, "request_too_large")
-    assert "This request needs 101 tokens, and never fits into" in refused.message
+    assert "This request needs 101 tokens and can never fit" in refused.message
 
 
 @pytest.mark.parametrize(
     ("limited", "said"),
     [
-        (limit("requests", 0), "the key's limit of 0 requests per minute. Have it raised."),
-        (limit("concurrency", 0), "0 requests at a time. Have it raised."),
-        (limit("tokens", 0), "0 tokens per minute. Have it raised."),
-        (limit("input_tokens", 5), "5 input tokens per minute. Send a shorter prompt, or have it"),
+        (limit("requests", 0), "the key's limit of 0 requests per minute. Have the limit raised."),
+        (limit("concurrency", 0), "0 requests at a time. Have the limit raised."),
+        (limit("tokens", 0), "0 tokens per minute. Have the limit raised."),
+        (limit("input_tokens", 5), "5 input tokens per minute. Send a shorter prompt or have the"),
     ],
 )
 async def test_a_remedy_is_one(clock: Clock, limited: Limit, said: str) -> None:
@@ -183,7 +183,7 @@ async def test_a_stream_goes_on_past_what_was_expected_until_the_limit_ends_it(
     leave(limits, context, "stopped")
     refused = await refusal(limits, request())
     assert refused is not None
-    assert "402 tokens are used" in refused.message
+    assert "Used: 402 tokens." in refused.message
 
 
 async def test_a_budget_ends_a_stream_as_a_budget_and_is_renewed_at_midnight(clock: Clock) -> None:
@@ -200,8 +200,8 @@ async def test_a_budget_ends_a_stream_as_a_budget_and_is_renewed_at_midnight(clo
     refused = await refusal(limits, request(prompt=10, most=1))
     assert refused is not None
     assert (refused.status, refused.code) == (429, "insufficient_quota")
-    assert "the project's budget of $0.00021 per day: $0.00022 is used" in refused.message
-    assert "may cost $0.00002." in refused.message
+    assert "the project's budget of $0.00021 per day. Used: $0.00022." in refused.message
+    assert "Possible cost of this request: $0.00002." in refused.message
     assert refused.retry_after_s == 12 * 3600
     clock.now += 12 * 3600
     assert await refusal(limits, request(prompt=10, most=1)) is None
@@ -236,7 +236,7 @@ async def test_a_prompt_that_is_longer_than_estimated_holds_no_more_of_the_answe
     assert deliver(limits, context, 1, prompt=20) is None
     refused = await refusal(limits, request(prompt=85))
     assert refused is not None
-    assert "25 tokens are used" in refused.message
+    assert "Used: 25 tokens." in refused.message
 
 
 async def test_a_request_that_got_nothing_because_of_us_costs_nothing(clock: Clock) -> None:
@@ -269,7 +269,7 @@ async def test_who_leaves_or_is_out_of_time_before_the_first_token_has_used_the_
         leave(limits, context, status)
     refused = await refusal(limits, request(prompt=15, most=1))
     assert refused is not None
-    assert "30 input tokens are used" in refused.message
+    assert "Used: 30 input tokens." in refused.message
     clock.now += 62
     assert await refusal(limits, request(prompt=30, most=1)) is None, "nobody pays for that"
 
@@ -285,7 +285,7 @@ async def test_who_leaves_before_a_whole_answer_has_used_what_was_made_of_it(clo
     leave(limits, context, "cancelled")
     refused = await refusal(limits, request(most=20))
     assert refused is not None
-    assert "19 output tokens are used" in refused.message
+    assert "Used: 19 output tokens." in refused.message
 
 
 async def test_places_come_back_when_requests_end(clock: Clock) -> None:
@@ -296,7 +296,7 @@ async def test_places_come_back_when_requests_end(clock: Clock) -> None:
     refused = await refusal(limits, request())
     assert refused is not None
     assert (refused.status, refused.retry_after_s) == (429, 1.0)
-    assert "the key's limit of 2 requests at a time: 2 requests run" in refused.message
+    assert "the key's limit of 2 requests at a time. Running: 2 requests." in refused.message
     leave(limits, running.pop())
     assert await refusal(limits, request()) is None
 
@@ -487,7 +487,7 @@ def test_a_system_clock_that_is_set_back_does_not_stop_ours(
 def test_settings_say_where_the_shared_state_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(open_quota_backend(LimitsConfig()), LocalQuotaBackend)
     for wrong in ("http://nowhere", "redis://nowhere:66000/0", "redis://user:sec/ret@nowhere"):
-        with pytest.raises(ValueError, match=r"no URL of a Redis .*: write redis://") as caught:
+        with pytest.raises(ValueError, match=r"Redis URL is not valid .*Write redis://") as caught:
             open_quota_backend(LimitsConfig(redis=wrong))
         assert "sec" not in str(caught.value)
     with pytest.raises(ValueError, match="set the environment variable NOT_THERE"):

@@ -128,7 +128,7 @@ async def test_who_waits_in_vain_has_waited(tmp_path: Path) -> None:
     async with rough_server(script) as rough, books(tmp_path, rough.url, queue=queue) as here:
         first = asyncio.create_task(here.ask(**STREAM))
         await until(lambda: bool(rough.asked))
-        assert "no room within" in await here.ask(**STREAM)
+        assert "no free slot within" in await here.ask(**STREAM)
         assert await here.count("queue_seconds_count") == 1
         assert await here.count("queue_seconds_sum") > 0.1
         go_on.set()

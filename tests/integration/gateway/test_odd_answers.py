@@ -224,7 +224,7 @@ async def test_the_log_says_what_a_server_says_and_nobody_else_is_told(status: i
     async with rough_server(bad) as one, gateway(one) as client:
         with capture_logs() as logs:
             answer = await client.post("/v1/completions", json=BODY)
-        assert {line.get("said") for line in logs if line["event"] == "attempt_failed"} == {told}
+        assert {line.get("upstream_message") for line in logs if line["event"] == "attempt_failed"} == {told}
         name = answer.headers["x-argosy-request"]
         explanation = (await client.get(f"/admin/requests/{name}")).text
         assert f"status {status}" in explanation

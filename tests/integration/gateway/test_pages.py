@@ -93,5 +93,5 @@ async def test_who_asks_for_options_and_is_no_page_is_told_what_there_is() -> No
 def test_what_is_no_origin_is_refused(wrong: str) -> None:
     models = [ModelConfig(name="big", replicas=[ReplicaConfig(url="http://127.0.0.1:1")])]
     config = GatewayConfig(models=models, auth=AuthConfig(allowed_origins=(wrong,)))
-    with pytest.raises(ValueError, match=r"allowed origins: '.*' is no page's origin; write"):
+    with pytest.raises(ValueError, match=r"allowed origins: '.*' is not an origin\. Write"):
         GatewayServer(config, print)

@@ -182,14 +182,14 @@ async def test_what_has_not_changed_stays_what_it_is(file: File) -> None:
         (on({"url": "a"}), "is no URL of a server"),
         (on({"url": "http://a", "api_key_env": "NO_SUCH"}), "NO_SUCH"),
         (on({"url": "https://a", "tls": {"ca": "/no/such"}}), "/no/such"),
-        (on({"url": "unix:/a", "discover": "dns"}), "discover looks up a host's name"),
+        (on({"url": "unix:/a", "discover": "dns"}), "discover needs a URL with a host name"),
         (
             on({"url": "http://a", "discover": "dns", "kv_events": {"endpoint": "tcp://a:1"}}),
             "several",
         ),
         (
             on({"url": "http://a", "discover": "dns"}, {"url": "http://b", "name": "http://a@::1"}),
-            "differently",
+            "Rename this one",
         ),
     ],
 )
@@ -364,7 +364,7 @@ async def test_routes_are_taken_in_with_the_models_that_they_lead_to(
             assert (len(old.asked), len(new.asked)) == (1, 1)
             file.write(models[0], routes=[route], store={"url": url})
             (line,) = await file.taken(behind, "config_reload_failed")
-            assert "'new' is not served here" in line["reason"]
+            assert "no model has the name 'new'" in line["reason"]
             file.write(models[0], store={"url": url})
             await file.taken(behind)
             assert await behind.ask() == 200

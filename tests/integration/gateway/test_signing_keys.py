@@ -130,7 +130,7 @@ def test_a_key_is_good_for_the_algorithm_that_it_was_published_for() -> None:
         identify(who, bearer(issuing.token(project="chat", algorithm="RS512")))
         status, message = refusal(who, issuing.token(project="chat", algorithm="RS256"))
         assert status == 401
-        assert "its key is of another kind" in message
+        assert "its key is for another algorithm" in message
 
 
 def _status(who: Authenticator, token: str) -> int:

@@ -138,7 +138,7 @@ async def test_clients_reach_the_gateway_over_tls(authority: Authority, server_p
     ("command", "expected"),
     [
         (("chat", "Tell me"), WHOLE),
-        (("explain", "some-id"), "Nothing is known"),
+        (("explain", "some-id"), "has no record of the request"),
         (("bench", "--requests", "1"), "Serving Benchmark Result"),
     ],
 )

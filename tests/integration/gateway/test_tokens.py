@@ -107,7 +107,10 @@ def test_a_user_is_found_by_subject_and_may_choose_a_project_of_their_own(issuin
     token = issuing.token(sub="user_ann", project="shared")
     assert identify(who, bearer(token)).project == "proj_shared"
     elsewhere = issuing.token(sub="user_ann", project="office")
-    assert refusal(who, elsewhere) == (403, "The token's project 'office' is not known here.")
+    assert refusal(who, elsewhere) == (
+        403,
+        "The token's project 'office' is unknown. Check the token.",
+    )
 
 
 def test_whoever_is_no_user_is_placed_by_the_claims(issuing: Issuer) -> None:
@@ -171,7 +174,7 @@ def test_nobody_takes_a_project_from_tokens_by_giving_another_its_name(issuing: 
 
 def test_roles_are_not_believed_unless_a_claim_is_named(issuing: Issuer) -> None:
     token = issuing.token(project="chat", role="admin", roles=["admin"])
-    assert identify(trusting(issuing), bearer(token)).role == "caller"
+    assert identify(trusting(issuing), bearer(token)).role == "user"
 
 
 @pytest.mark.parametrize(
@@ -182,15 +185,15 @@ def test_roles_are_not_believed_unless_a_claim_is_named(issuing: Issuer) -> None
         ({"email": "ann@acme.test", "email_verified": False}, 403, "names no project"),
         ({"email": "eve@zeta.test", "organisation": "acme"}, 403, "names no project"),
         ({}, 403, "names no project"),
-        ({"project": "nowhere"}, 403, "not known here"),
-        ({"project": "chat", "organisation": "nobody"}, 403, "not known here"),
-        ({"project": "chat", "organisation": "zeta"}, 403, "not known here"),
+        ({"project": "nowhere"}, 403, "is unknown"),
+        ({"project": "chat", "organisation": "nobody"}, 403, "is unknown"),
+        ({"project": "chat", "organisation": "zeta"}, 403, "is unknown"),
         ({"project": "old"}, 401, "archived"),
         ({"project": ["chat"]}, 403, "names no project"),
         ({"project": "office"}, 403, "may not be used from"),
         ({"project": "chat", "groups": ["admin"]}, 403, "names no organisation to hold it in"),
-        ({"organisation": "gone", "groups": ["admin"]}, 403, "not known here"),
-        ({"organisation": "elsewhere", "email": "ann@acme.test"}, 403, "not known here"),
+        ({"organisation": "gone", "groups": ["admin"]}, 403, "is unknown"),
+        ({"organisation": "elsewhere", "email": "ann@acme.test"}, 403, "is unknown"),
     ],
 )
 def test_who_has_no_place_here(
@@ -235,7 +238,7 @@ def test_tokens_are_taken_with_no_keys_at_all_and_then_nobody_is_anyone(issuing:
         ({"nbf": 10_000_000_000}, "not valid yet"),
         ({"aud": "another"}, "another service"),
         ({"aud": None}, "lacks the claim 'aud'"),
-        ({"iss": "https://elsewhere.test"}, "not trusted"),
+        ({"iss": "https://elsewhere.test"}, "does not trust"),
         ({"iss": None}, "lacks the claim 'iss'"),
     ],
 )
@@ -461,8 +464,8 @@ def test_a_file_of_keys_that_has_changed_is_taken_in_soon(issuing: Issuer, tmp_p
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{}", "no JSON Web Key Set"),
-        ("nonsense", "no JSON Web Key Set"),
+        ("{}", "not a JSON Web Key Set"),
+        ("nonsense", "not a JSON Web Key Set"),
         ('{"keys": []}', "no public key"),
         ('{"keys": [{"kty": ["RSA"]}]}', "no public key"),
         ('{"keys": [{"kty": "oct", "k": "c2VjcmV0", "kid": "x"}]}', "no public key"),
@@ -479,8 +482,8 @@ def test_a_file_without_keys_is_refused_at_the_start(tmp_path: Path, text: str, 
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({}, "give the URL of an issuer"),
-        ({"issuer": "acme"}, "give the URL of an issuer"),
+        ({}, "set issuer to the issuer's URL"),
+        ({"issuer": "acme"}, "set issuer to the issuer's URL"),
         ({"issuer": "acme", "jwks": "/no/such/file"}, "/no/such/file cannot be read"),
     ],
 )

@@ -148,7 +148,7 @@ async def test_a_name_that_is_found_too_late_is_a_failure_and_no_more() -> None:
             await late.connect()
     with pytest.raises(OSError, match=r"[Nn]ame"):
         await resolve_addresses("nowhere.invalid")
-    await until(lambda: not any(thread.name == "aside" for thread in threading.enumerate()))
+    await until(lambda: not any(thread.name == "blocking-call" for thread in threading.enumerate()))
     gc.collect()
     assert not reported
 
@@ -203,7 +203,7 @@ async def test_a_name_is_asked_for_once_at_a_time(monkeypatch: pytest.MonkeyPatc
                     await named.connect()
             assert names.asked == ["hangs.test"]
             names.answers.set()
-            await until(lambda: not any(one.name == "aside" for one in threading.enumerate()))
+            await until(lambda: not any(one.name == "blocking-call" for one in threading.enumerate()))
             named = Upstream(endpoint)
             (await named.connect()).abort()
     finally:

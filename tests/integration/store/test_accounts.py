@@ -53,7 +53,7 @@ def test_what_is_created_is_found_again(store: Store, organisation: Organisation
         tier="premium",
         weight=2,
         share_cache=True,
-        when_unsure="closed",
+        quota_failure_mode="closed",
         networks=["10.0.0.7", "2001:db8::1/32"],
         flags=["new", " old", "new"],
         actor=ME,
@@ -65,7 +65,7 @@ def test_what_is_created_is_found_again(store: Store, organisation: Organisation
         tier="premium",
         weight=2.0,
         share_cache=True,
-        when_unsure="closed",
+        quota_failure_mode="closed",
         networks=("10.0.0.7/32", "2001:db8::/32"),
         flags=("new", "old"),
         created_at=START,
@@ -144,7 +144,7 @@ def test_names_are_unique_where_people_expect_it(
     other = accounts.create_organisation("Other", actor=ME)
     with pytest.raises(ConflictError, match=f"organisation is called 'Acme', {organisation.id}"):
         accounts.create_organisation(" Acme", actor=ME)
-    with pytest.raises(ConflictError, match="give another name"):
+    with pytest.raises(ConflictError, match="Choose another name"):
         accounts.change_organisation(other.id, name="Acme", actor=ME)
     with pytest.raises(ConflictError, match="project is called 'search',"):
         accounts.create_project(organisation.id, "search", actor=ME)
@@ -246,22 +246,24 @@ def test_wrong_values_are_refused_by_name(store: Store, project: Project) -> Non
         ),
         r"\$.role": lambda: accounts.create_key(project.id, "k", role="root", actor=ME),  # type: ignore[arg-type]
         "models: ": lambda: accounts.create_key(project.id, "k", models=[""], actor=ME),
-        "later expires_at": lambda: accounts.create_key(
+        "expires_at in the future": lambda: accounts.create_key(
             project.id, "k", expires_at=START, actor=ME
         ),
         r"\$.expires_at": lambda: accounts.create_key(project.id, "k", expires_at=1e15, actor=ME),
         "an actor": lambda: accounts.create_organisation("x", actor=""),
-        "0 seconds or more": lambda: accounts.rotate_key("k", float("nan"), actor=ME),
+        "overlap_s must be a finite number": lambda: accounts.rotate_key(
+            "k", float("nan"), actor=ME
+        ),
         r"\$.amount": lambda: store.limits_and_prices.set_limit(
             "project", project.id, "tokens", -1, window="day", actor=ME
         ),
         r"\$.amount ": lambda: store.limits_and_prices.set_limit(
             "project", project.id, "tokens", 2**63, window="day", actor=ME
         ),
-        "has a window": lambda: store.limits_and_prices.set_limit(
+        "needs a window": lambda: store.limits_and_prices.set_limit(
             "project", project.id, "tokens", 1, actor=ME
         ),
-        "only concurrency has none": lambda: store.limits_and_prices.set_limit(
+        "Only a limit on concurrency has none": lambda: store.limits_and_prices.set_limit(
             "project", project.id, "concurrency", 1, window="day", actor=ME
         ),
         "The owner of a limit": lambda: store.limits_and_prices.set_limit(
@@ -295,7 +297,7 @@ def test_organisations_do_not_mix(store: Store, project: Project, user: User) ->
         lambda: accounts.create_key(theirs.id, "k", user=user.id, actor=ME),
     ]
     for refusal in mixed:
-        with pytest.raises(ConflictError, match="another organisation"):
+        with pytest.raises(ConflictError, match="does not belong to the organisation"):
             refusal()
 
 
@@ -337,12 +339,12 @@ def test_a_rotated_key_works_until_the_overlap_ends(
     (limit,) = store.limits_and_prices.list_limits("key", new.id)
     assert (limit.unit, limit.amount, limit.window) == ("requests", 5, "second")
     assert store.limits_and_prices.list_limits("key", old.id) == [], "both are under the new one's"
-    with pytest.raises(ConflictError, match=f"rotate {new.id}"):
+    with pytest.raises(ConflictError, match=f"Rotate {new.id}"):
         accounts.rotate_key(old.id, 10, actor=ME)
     assert accounts.rotate_key(new.id, 1000, actor=ME)[0].expires_at == START + 140
     assert accounts.get_key(new.id).expires_at == START + 140
     clock.now = START + 140
-    with pytest.raises(ConflictError, match="works no longer"):
+    with pytest.raises(ConflictError, match="no longer valid"):
         accounts.rotate_key(new.id, 10, actor=ME)
 
 
@@ -503,9 +505,9 @@ def test_within_an_organisation_nothing_else_is_changed(
         with pytest.raises(NotFoundError):
             change()
     price = Price(model="m", input=1, cached_input=1, output=1)
-    with pytest.raises(ConflictError, match="This price is not one of"):
+    with pytest.raises(ConflictError, match="This price does not belong to"):
         terms.set_price(price, actor=ME)
-    with pytest.raises(ConflictError, match="This organisation is not one of"):
+    with pytest.raises(ConflictError, match="This organisation does not belong to"):
         accounts.create_organisation("Third", actor=ME)
     assert store.load_snapshot().version == version
     store.limits_and_prices.set_price(price, actor=ME)
@@ -534,7 +536,7 @@ def test_an_organisation_has_no_more_than_it_may(
 
     for number in range(3 - (kind is Project)):
         make(number)
-    with pytest.raises(ConflictError, match=r"3 .*, the most .* end some"):
+    with pytest.raises(ConflictError, match=r"3 .*, the maximum number.* End some"):
         make(9)
     assert len(accounts.list_projects(organisation)) <= 3
     accounts.create_key(accounts.create_project(other, "theirs", actor=ME).id, "k", actor=ME)

@@ -115,19 +115,19 @@ def test_the_database_refuses_to_alter_it(store: Store, database: Database, stat
 @pytest.mark.parametrize(
     ("statement", "broken", "problem"),
     [
-        ("UPDATE audit SET actor = 'x' WHERE entry = 3", 3, "it is not what was written"),
-        ("UPDATE audit SET at = at + 1 WHERE entry = 2", 2, "it is not what was written"),
-        ("UPDATE audit SET details = '{}' WHERE entry = 5", 5, "it is not what was written"),
-        ("UPDATE audit SET organisation = 'x' WHERE entry = 3", 3, "it is not what was written"),
-        ("UPDATE audit SET organisation = NULL WHERE entry = 3", 3, "it is not what was written"),
-        ("DELETE FROM audit WHERE entry = 1", 1, "it is missing"),
-        ("DELETE FROM audit WHERE entry = 4", 4, "it is missing"),
-        ("DELETE FROM audit WHERE entry = 5", 5, "it is missing"),
-        ("DELETE FROM audit", 1, "it is missing"),
+        ("UPDATE audit SET actor = 'x' WHERE entry = 3", 3, "altered"),
+        ("UPDATE audit SET at = at + 1 WHERE entry = 2", 2, "altered"),
+        ("UPDATE audit SET details = '{}' WHERE entry = 5", 5, "altered"),
+        ("UPDATE audit SET organisation = 'x' WHERE entry = 3", 3, "altered"),
+        ("UPDATE audit SET organisation = NULL WHERE entry = 3", 3, "altered"),
+        ("DELETE FROM audit WHERE entry = 1", 1, "missing"),
+        ("DELETE FROM audit WHERE entry = 4", 4, "missing"),
+        ("DELETE FROM audit WHERE entry = 5", 5, "missing"),
+        ("DELETE FROM audit", 1, "missing"),
         (
             "INSERT INTO audit SELECT 6, at, actor, action, subject, details, hash, NULL FROM audit WHERE entry = 5",
             6,
-            "it is not what was written",
+            "altered",
         ),
     ],
 )
@@ -150,12 +150,12 @@ def test_an_entry_that_cannot_be_read_says_what_to_ask(
     with database.write_transaction() as connection:
         update = sa.text("UPDATE audit SET details = :details WHERE entry = 3")
         connection.execute(update, {"details": details})
-    with pytest.raises(StoreError, match=r"Entry 3 .*is not what was written: see `argosy audit"):
+    with pytest.raises(StoreError, match=r"Entry 3 .*was altered.* `argosy audit"):
         store.audit_log.list_entries()
     known = store.load_snapshot()
     run(database, "DELETE FROM state")
     for used in (store.audit_log.verify, lambda: store.is_current(known), store.load_snapshot):
-        with pytest.raises(StoreError, match="lacks its row of state"):
+        with pytest.raises(StoreError, match="lacks its row in the table 'state'"):
             used()
 
 
@@ -181,7 +181,7 @@ def test_a_chain_that_was_written_anew_shows(store: Store, database: Database, k
         connection.execute(INSERT, more)
     database.close()
     assert store.audit_log.verify() == AuditVerification(
-        entries=5, broken=6, problem="it was added by hand"
+        entries=5, broken=6, problem="not written by Argosy"
     )
 
 

@@ -56,7 +56,7 @@ from argosy.store.schema import metadata
     ],
 )
 def test_a_bad_url_is_refused_without_showing_it(url: str) -> None:
-    with pytest.raises(StoreError, match="write sqlite:///") as refused:
+    with pytest.raises(StoreError, match="Write sqlite:///") as refused:
         open_store(url)
     assert "hidden" not in str(refused.value)
     assert refused.value.__cause__ is None
@@ -66,7 +66,7 @@ def test_a_bad_url_is_refused_without_showing_it(url: str) -> None:
 def test_a_server_that_is_not_there(scheme: str, tmp_path: Path) -> None:
     store = open_store(f"{scheme}://user:hidden@/db?host={tmp_path}&password=hidden")
     with pytest.raises(
-        StoreError, match=r"postgresql:///db cannot be used: .*Is it running"
+        StoreError, match=r"postgresql:///db cannot be used: .*Check that it is running"
     ) as refused:
         store.load_snapshot()
     assert "hidden" not in str(refused.value)
@@ -79,8 +79,8 @@ HBA = b"SFATAL\0C28000\0Mno pg_hba.conf entry for host\0\0"
 @pytest.mark.parametrize(
     ("answer", "advice"),
     [
-        (b"R" + struct.pack("!II", 8, 3), "Give its password, in the URL or as PGPASSWORD."),
-        (b"E" + struct.pack("!I", 4 + len(HBA)) + HBA, "Let this user in: see its pg_hba.conf."),
+        (b"R" + struct.pack("!II", 8, 3), "Give the password in the URL or in PGPASSWORD."),
+        (b"E" + struct.pack("!I", 4 + len(HBA)) + HBA, "Allow this user in its pg_hba.conf."),
     ],
 )
 def test_a_server_that_lets_nobody_in(
@@ -108,9 +108,9 @@ def test_a_server_that_lets_nobody_in(
 
 def test_a_file_that_cannot_be_opened(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(StoreError, match="give a path that this user may write to"):
+    with pytest.raises(StoreError, match="Give a path that this user can write to"):
         open_store(f"sqlite:///{tmp_path}/file/store.db")
-    with pytest.raises(StoreError, match="give a path"):
+    with pytest.raises(StoreError, match="Give a path"):
         open_store(f"sqlite:///{tmp_path}")
 
 
@@ -179,7 +179,7 @@ def test_a_full_disk_is_named_as_that_and_nobody_waits_for_it(
     store = open_store(f"sqlite:///{tmp_path}/store.db")
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, most))
     try:
-        with pytest.raises(StoreError, match="Make room on its disk"):
+        with pytest.raises(StoreError, match="Free space on its disk"):
             store.load_snapshot()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
@@ -208,7 +208,7 @@ def test_a_file_that_is_damaged(migrated_file: Path, tmp_path: Path) -> None:
     content[4096:] = b"\xff" * (len(content) - 4096)
     (tmp_path / "store.db").write_bytes(content)
     store = open_store(f"sqlite:///{tmp_path}/store.db")
-    with pytest.raises(StoreError, match=r"malformed\. .*from a backup"):
+    with pytest.raises(StoreError, match=r"malformed\. .*Restore a backup"):
         store.load_snapshot()
     store.close()
 
@@ -219,7 +219,7 @@ def test_tables_that_are_not_ours(empty_url: str) -> None:
         connection.execute(sa.text("CREATE TABLE organisations (name TEXT)"))
     database.close()
     store = open_store(empty_url)
-    with pytest.raises(StoreError, match="not ours: give another database"):
+    with pytest.raises(StoreError, match=r"of another program\. Use another database"):
         store.migrate()
     store.close()
 
@@ -234,14 +234,14 @@ def test_a_file_whose_folder_has_gone(tmp_path: Path) -> None:
 
 def test_tables_that_are_not_there_yet(empty_url: str) -> None:
     store = open_store(empty_url)
-    with pytest.raises(StoreError, match="put a backup back, or start a gateway"):
+    with pytest.raises(StoreError, match="Restore a backup, or start a gateway"):
         store.load_snapshot()
     store.close()
 
 
 def test_who_only_looks_makes_nothing(empty_url: str) -> None:
     for _ in range(2):
-        with pytest.raises(StoreError, match=r"keeps nothing in .*check the URL"):
+        with pytest.raises(StoreError, match=r"no Argosy store in .*Check the URL"):
             open_existing_store(empty_url)
     store = open_store(empty_url)
     store.migrate()
@@ -256,7 +256,7 @@ def test_tables_of_a_newer_version(store: Store, url: str) -> None:
     with database.write_transaction() as connection:
         connection.execute(sa.text("UPDATE alembic_version SET version_num = '9999'"))
     database.close()
-    with pytest.raises(StoreError, match=r"newer Argosy \(9999\): update this one"):
+    with pytest.raises(StoreError, match=r"newer Argosy \(9999\)\. Update this one"):
         store.migrate()
 
 
@@ -363,6 +363,32 @@ BEFORE_SCOPES = (
     ('key_a', 'proj_p', 'a', 'a', 'a', 'admin', '[]', '[]', 1),
     ('key_c', 'proj_p', 'c', 'c', 'c', 'caller', '[]', '[]', 1)""",
 )
+
+
+def test_stores_role_and_quota_failure_mode_as_earlier_versions_do(store: Store, url: str) -> None:
+    accounts = store.accounts
+    organisation = accounts.create_organisation("o", actor="me")
+    project = accounts.create_project(organisation.id, "p", quota_failure_mode="closed", actor="me")
+    user = accounts.create_user(organisation.id, "u@x.y", actor="me")
+    keys = [
+        accounts.create_key(project.id, role, role=role, actor="me")[0]
+        for role in ("user", "viewer")
+    ]
+    database = Database(url)
+    with database.read_transaction() as connection:
+        assert connection.execute(sa.text("SELECT when_unsure FROM projects")).scalar_one() == (
+            "closed"
+        )
+        assert connection.execute(sa.text("SELECT role FROM users")).scalar_one() == "caller"
+        stored = connection.execute(sa.text("SELECT name, role FROM keys ORDER BY name")).all()
+    database.close()
+    assert [tuple(row) for row in stored] == [("user", "caller"), ("viewer", "viewer")]
+    assert (user.role, accounts.get_user(user.id).role) == ("user", "user")
+    assert {key.role for key in accounts.list_keys()} == {key.role for key in keys}
+    changed = accounts.change_project(project.id, quota_failure_mode="open", actor="me")
+    assert accounts.get_project(project.id) == changed
+    assert accounts.change_user(user.id, role="viewer", actor="me").role == "viewer"
+    assert accounts.change_user(user.id, role="user", actor="me") == user
 
 
 def test_the_ledger_is_kept_when_a_route_becomes_a_replica_and_older_gateways_go_on(

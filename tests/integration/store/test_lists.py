@@ -97,7 +97,7 @@ def test_a_part_goes_on_in_its_own_list_only(store: Store) -> None:
     keys = [store.accounts.create_key(p.id, "k", actor=ME)[0] for p in (home, foreign)]
     own = store.accounts.for_organisation(one.id)
     for after in (keys[1].id, home.id, "nobody", "", "\0", "\ud800"):
-        with pytest.raises(ValueError, match="in this list: take 'last_id' of a part") as refused:
+        with pytest.raises(ValueError, match=r"in this list\. Use 'last_id' of a page") as refused:
             own.list_keys(None, PageRequest(after, 1))
         assert type(refused.value) is ValueError
         with pytest.raises(ValueError, match="in this list"):

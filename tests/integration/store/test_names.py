@@ -35,8 +35,7 @@ def found(store: Store) -> set[str]:
     book = CredentialIndex(store.load_snapshot())
     said = {"project": "web", "email": ""}, {"project": "", "email": EMAIL}
     claims = (
-        TokenClaims(subject="s", organisation="", role="caller", expires_at=0, **one)
-        for one in said
+        TokenClaims(subject="s", organisation="", role="user", expires_at=0, **one) for one in said
     )
     return {book.find_by_claims(one).principal.project for one in claims}
 

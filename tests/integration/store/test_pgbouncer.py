@@ -62,7 +62,7 @@ def test_one_that_pools_statements_is_refused(postgres: PostgresServer) -> None:
 
 def test_one_that_does_not_take_what_the_url_says_is_refused(pooled: PostgresServer) -> None:
     store = open_store(f"{pooled.url('postgres')}&options=-cwork_mem%3D8MB")
-    with pytest.raises(StoreError, match="Leave it out of the URL") as refused:
+    with pytest.raises(StoreError, match="Remove the parameter from the URL") as refused:
         store.migrate()
     assert not isinstance(refused.value, StoreUnavailableError)
     store.close()

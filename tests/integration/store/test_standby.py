@@ -26,7 +26,7 @@ def test_a_name_that_moves_from_a_standby_to_the_primary_is_followed(
         store = open_store(f"postgresql://postgres@/{name}?host={place}")
         until_copied(store)
         for _ in range(2):
-            with pytest.raises(StoreError, match="a standby: give the address of the primary"):
+            with pytest.raises(StoreError, match="a standby, give the address of the primary"):
                 store.accounts.create_organisation("acme", actor="test")
         place.unlink()
         place.symlink_to(postgres.folder)
@@ -68,9 +68,9 @@ def test_who_is_not_to_write_for_a_while_does_not(
     polite = open_store(f"{url}&options=-c%20default_transaction_read_only%3Don")
     assert polite.load_snapshot().version == 1
     for _ in range(2):
-        with pytest.raises(StoreError, match="see default_transaction_read_only"):
+        with pytest.raises(StoreError, match="check default_transaction_read_only"):
             polite.accounts.create_organisation("acme", actor="test")
-        with pytest.raises(StoreError, match="see default_transaction_read_only"):
+        with pytest.raises(StoreError, match="check default_transaction_read_only"):
             polite.ledger.add_records([usage_row(str(number)) for number in range(50)])
         assert polite.ledger.report()[0].requests == 0
     polite.close()
@@ -83,7 +83,7 @@ def test_who_has_too_little_time_is_told(store: Store, url: str) -> None:
     hurried = open_store(f"{url}&options=-c%20statement_timeout%3D100")
     with psycopg.connect(url) as locking:
         locking.execute("LOCK TABLE usage IN ACCESS EXCLUSIVE MODE")
-        with pytest.raises(StoreError, match="raise its statement_timeout"):
+        with pytest.raises(StoreError, match="Raise the statement_timeout"):
             hurried.ledger.report()
     assert hurried.ledger.report() == store.ledger.report()
     hurried.close()

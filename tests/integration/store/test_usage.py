@@ -294,7 +294,7 @@ def test_no_cell_of_a_csv_is_a_formula_or_ends_the_line(store: Store, user: str,
 
 def test_reports_say_what_they_can_be_by() -> None:
     assert parse_report_groups(" model,day, model,") == ["model", "day"]
-    with pytest.raises(ValueError, match=r"A report is by day, .*not by 'week'"):
+    with pytest.raises(ValueError, match=r"A report can be grouped by day, .*not by 'week'"):
         parse_report_groups("day,week")
 
 

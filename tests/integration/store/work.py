@@ -16,8 +16,8 @@ def fill(url: str, accounts: int) -> None:
     """So many organisations, projects, users, keys, limits and prices, all of the first two organisations."""
     numbers = range(accounts)
     named = [{"name": f"n{n}", "created_at": float(n)} for n in numbers]
-    role = {"role": "caller", "scope": "organisation"}
-    share = {"tier": "free", "weight": 1.0, "share_cache": False, "when_unsure": "open"}
+    role = {"role": "user", "scope": "organisation"}
+    share = {"tier": "free", "weight": 1.0, "share_cache": False, "quota_failure_mode": "open"}
     few: dict[str, tuple[str, ...]] = {"networks": (), "flags": ()}
     rows: dict[sa.Table, list[dict[str, Any]]] = {
         schema.organisations: [one | {"id": f"org_{n:06}"} for n, one in enumerate(named)],

@@ -10,7 +10,7 @@ from argosy.gateway.auth.token_verifier import TokenClaims
 from argosy.store import AccountSnapshot, Project, User
 
 EMAIL = "ann@x.test"
-SAID = TokenClaims(subject="s", email="", organisation="", project="", role="caller", expires_at=0)
+SAID = TokenClaims(subject="s", email="", organisation="", project="", role="user", expires_at=0)
 
 
 def directory(named: dict[str, float], **made: float) -> AccountSnapshot:

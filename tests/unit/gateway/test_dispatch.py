@@ -230,14 +230,14 @@ async def test_what_can_be_served_soon_is_for_higher_tiers() -> None:
     now = 29.0
     assert not await refused(queue, request(free))
     now = 31.0
-    assert "is for higher tiers" in await refused(queue, request(free))
+    assert "capacity is for higher tiers" in await refused(queue, request(free))
     assert not await refused(queue, request(Principal(tier=2, project="another")))
     assert not await refused(queue, request(paid))
     now = 46.0
-    assert "is for higher tiers" in await refused(queue, request(paid))
+    assert "capacity is for higher tiers" in await refused(queue, request(paid))
     for replica in world.pool.replicas.values():
         replica.load.max_seqs, replica.load.waiting = 10, 9
-    assert "is for higher tiers" in await refused(queue, request(Principal(tier=1, project="new")))
+    assert "capacity is for higher tiers" in await refused(queue, request(Principal(tier=1, project="new")))
     assert not await refused(queue, request(Principal(tier=0, project="new")))
 
 

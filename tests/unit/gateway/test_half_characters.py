@@ -28,7 +28,7 @@ from tests.integration.gateway.doubles.server import (
 from tests.unit.gateway.test_continuation import ask_for, pieces, seen_in
 
 from argosy.gateway.backends import BackendKind, ResumeMode, StreamContinuation, get_adapter
-from argosy.gateway.backends.native_stream_parser import DeliveredOutput
+from argosy.gateway.backends.delivered_output import DeliveredOutput
 
 SAID = ("Once", " upon", "", "", " 🦊", " a time", ",", "", " ä", "", "", "", "🐈", " said", ".")
 TEXT = "".join(SAID)

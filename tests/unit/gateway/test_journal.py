@@ -8,11 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from argosy.gateway.backends.native_stream_parser import (
-    MAX_HELD_BYTES,
-    DeliveredOutput,
-    NativeStreamParser,
-)
+from argosy.gateway.backends.delivered_output import DeliveredOutput
+from argosy.gateway.backends.native_stream_parser import MAX_HELD_BYTES, NativeStreamParser
 
 EVENT = b'data: {"choices": [{"index": %d, "delta": {"content": "word %d"}}]}\n\n'
 DONE = b"data: [DONE]\n\n"

@@ -12,7 +12,8 @@ import pytest
 from tests.unit.gateway.test_pass_reader import reading
 
 from argosy.gateway.backends import CHAT_PATH, StreamContinuation, get_adapter
-from argosy.gateway.backends.native_stream_parser import DeliveredOutput, NativeStreamParser
+from argosy.gateway.backends.delivered_output import DeliveredOutput
+from argosy.gateway.backends.native_stream_parser import NativeStreamParser
 from argosy.gateway.request_fields import parse_request_fields
 from argosy.protocol import EventParser
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from argosy.gateway.backends import CHAT_PATH, StreamContinuation, get_adapter
-from argosy.gateway.backends.native_stream_parser import DeliveredOutput
+from argosy.gateway.backends.delivered_output import DeliveredOutput
 from argosy.gateway.backends.stream_parser import StreamParser
 from argosy.gateway.request_fields import parse_request_fields
 

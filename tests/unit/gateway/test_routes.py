@@ -217,7 +217,7 @@ def test_the_log_tells_what_was_asked_for_and_of_tenants_that_are_not_there() ->
     }
     told = {
         "event": "request_routed",
-        "asked": "default",
+        "requested_model": "default",
         "model": "next",
         "route": "beta",
         "log_level": "info",
@@ -242,25 +242,25 @@ def test_the_log_tells_of_tenants_that_are_not_there_once_and_from_the_beginning
     [
         (
             "[{target_model: qwne}]",
-            "route 'routes[0]': target_model: 'qwne' is not served here; name one of",
+            "route 'routes[0]': target_model: no model has the name 'qwne'. Use one of",
         ),
-        ("[{model: old, target_model: next}]", "model: 'old' is not served here"),
+        ("[{model: old, target_model: next}]", "model: no model has the name 'old'"),
         (
             "[{target_model: next}, {name: a, model: x, target_model: next}]",
-            "route 'a': model: 'x' is not",
+            "route 'a': model: no model has the name 'x'",
         ),
         (
             "[{name: a, target_model: next}, {name: a, target_model: next}]",
-            "the route 'a' is there twice",
+            "route 'a' is defined twice",
         ),
         (
             "[{name: 'routes[1]', target_model: next}, {target_model: next}]",
-            "the route 'routes[1]' is there twice",
+            "route 'routes[1]' is defined twice",
         ),
         ("[{model: qwen}]", "missing required field `target_model` - at `$.routes[0]`"),
         (
             "[{target_model: next, headers: {x-a: '1', X-A: '2'}}]",
-            "'x-a' is there twice (case does not",
+            "'x-a' is defined twice (names are case-ins",
         ),
         ("[{target_model: next, headers: {x-a: 1}}]", "Expected `str`, got `int`"),
         ("[{target_model: next, headers: {'x a': '1'}}]", "regex"),
@@ -291,7 +291,7 @@ def test_routes_by_accounts_need_a_store(tmp_path: Path, of_accounts: str) -> No
     path.write_text(FILE + route)
     assert load_config(path).routes[0].target_model == "next"
     path.write_text(FILE.replace("store: {}", "") + route)
-    with pytest.raises(ValueError, match="add a store"):
+    with pytest.raises(ValueError, match="Add `store`"):
         load_config(path)
 
 

@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from argosy.gateway.backends import StreamContinuation
-from argosy.gateway.backends.native_stream_parser import DeliveredOutput, NativeStreamParser
+from argosy.gateway.backends.delivered_output import DeliveredOutput
+from argosy.gateway.backends.native_stream_parser import NativeStreamParser
 from argosy.gateway.pool.pool import Pool
 from argosy.gateway.pool.replica_endpoint import ReplicaEndpoint
 from argosy.gateway.principal import ANONYMOUS
@@ -208,7 +209,7 @@ async def test_a_replica_that_only_says_that_it_is_there_stalls() -> None:
     assert not attempt.end_of_body.done()
     now = 61.0
     stream.check_timeouts(now, LIMITS)
-    with pytest.raises(UpstreamError, match="nothing came for 60 s"):
+    with pytest.raises(UpstreamError, match="no data for 60 s"):
         await attempt.end_of_body
     assert context.delivered.output_tokens == 0
 

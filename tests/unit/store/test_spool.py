@@ -494,5 +494,5 @@ def test_files_that_nobody_came_to_write_are_removed_and_strange_ones_are_named(
 
 def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UsageLogError, match="Name a folder that can be written"):
+    with pytest.raises(UsageLogError, match="Choose a writable folder"):
         UsageLog(tmp_path / "file" / "usage")

@@ -101,7 +101,7 @@ def test_to_look_for_what_others_left_costs_nothing(tmp_path: Path) -> None:
     strange = tmp_path / "usage" / "0.usage"
     strange.write_bytes(b"argosy\0\3".rjust(8, b"\0") + bytes(2 * SLOT_BYTES - 8))
     for _ in range(3):
-        with pytest.raises(UsageLogError, match="Start the version that wrote it"):
+        with pytest.raises(UsageLogError, match="Run the version that wrote it"):
             spool.recover()
     assert open_files() == before
     strange.unlink()

@@ -1,4 +1,4 @@
-"""From a checkpoint's config.json to the ModelSpec that its family's row makes of it."""
+"""Reader that converts a checkpoint's config.json to a `ModelArchitecture`, by the entry of its model family."""
 
 from __future__ import annotations
 
@@ -32,14 +32,15 @@ _TOP_LEVEL_KEYS = (
     "quantization_config",
     "tie_word_embeddings",
 )
-"""What a model of text and images may state beside its `text_config`."""
+"""Keys that a multimodal model may have next to its `text_config`."""
 _DTYPES = {"float32", "float16", "bfloat16"}
 
 
 def read_architecture(path: Path) -> ModelArchitecture:
     """Read config.json and generation_config.json in the directory `path`.
 
-    Raises ValueError, with what to do, for a model that we cannot compute exactly as it was meant.
+    Raises:
+        ValueError: Argosy cannot compute the model exactly as intended. The message says what to do.
     """
     file = path / "config.json"
     if not file.is_file():
@@ -63,25 +64,27 @@ def _find_family(file: Path, values: dict[str, object]) -> tuple[str, ModelFamil
 
 
 def _reject_unsupported(config: CheckpointConfig, family: ModelFamily) -> None:
-    """Raise ValueError for settings that change the numbers in a way that we do not have."""
+    """Raise ValueError for settings that change the results in an unsupported way."""
     if config.get("quantization_config") is not None:
         raise ValueError(
             f"{config.path}: the checkpoint is quantized; "
-            "take the float16, bfloat16 or float32 one of the same model"
+            "use the float16, bfloat16 or float32 checkpoint of the same model"
         )
     if config.flag("use_bidirectional_attention"):
-        raise ValueError(f"{config.path}: the model attends to later tokens; it cannot generate")
+        raise ValueError(
+            f"{config.path}: the model attends to later tokens and cannot generate; use a causal model"
+        )
     if family.qk_norm and config.get("attn_logit_softcapping") is not None:
         raise config.error("attn_logit_softcapping", "null for this architecture")
 
 
 def _eos_token_ids(path: Path, config: CheckpointConfig) -> tuple[int, ...]:
-    """The ids that end an answer: generation_config.json's, else config.json's."""
+    """Return the end-of-sequence token ids of generation_config.json, or else of config.json."""
     file = path / "generation_config.json"
     if file.is_file():
-        stated = CheckpointConfig(file, read_json(file), {}).token_ids("eos_token_id")
-        if stated:
-            return stated
+        token_ids = CheckpointConfig(file, read_json(file), {}).token_ids("eos_token_id")
+        if token_ids:
+            return token_ids
     return config.token_ids("eos_token_id")
 
 
@@ -95,14 +98,14 @@ def _build_architecture(
     head_dim = config.optional_integer("head_dim") or hidden // heads
     ropes = parse_ropes(config, head_dim)
     moe = _build_moe(family, config)
-    layer_specs = _build_layers(family, config, ropes, moe)
-    biased = family.attention_bias == "stated" and config.flag("attention_bias")
+    layer_architectures = _build_layers(family, config, ropes, moe)
+    has_attention_bias = family.attention_bias == "stated" and config.flag("attention_bias")
     scale = config.number("query_pre_attn_scalar") if family.is_gemma else head_dim
     dtype = config.string("dtype") or config.string("torch_dtype") or "float32"
     return ModelArchitecture(
         family=architecture.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration"),
         architecture=architecture,
-        num_layers=len(layer_specs),
+        num_layers=len(layer_architectures),
         hidden_size=hidden,
         intermediate_size=config.integer("intermediate_size"),
         num_heads=heads,
@@ -118,8 +121,8 @@ def _build_architecture(
         norm_eps=config.number("rms_norm_eps"),
         norm_positions=family.norm_positions,
         qk_norm=family.qk_norm,
-        qkv_bias=biased or family.attention_bias == "qkv",
-        o_bias=biased,
+        qkv_bias=has_attention_bias or family.attention_bias == "qkv",
+        o_bias=has_attention_bias,
         mlp_bias=config.flag("mlp_bias"),
         attention_scale=float(scale) ** -0.5,
         attention_softcap=config.optional_number("attn_logit_softcapping")
@@ -131,7 +134,7 @@ def _build_architecture(
         embedding_scale=float(hidden) ** 0.5 if family.is_gemma else None,
         tied_embeddings=config.flag("tie_word_embeddings"),
         ropes=ropes,
-        layer_architectures=layer_specs,
+        layer_architectures=layer_architectures,
         moe=moe,
     )
 
@@ -144,7 +147,7 @@ def _activation(family: ModelFamily, config: CheckpointConfig) -> Activation:
     )
     if name not in _ACTIVATIONS:
         raise ValueError(
-            f"{config.path}: activation {name!r} is unknown; Argosy has {', '.join(_ACTIVATIONS)}"
+            f"{config.path}: activation {name!r} is unknown; Argosy supports {', '.join(_ACTIVATIONS)}"
         )
     return _ACTIVATIONS[name]
 
@@ -152,14 +155,16 @@ def _activation(family: ModelFamily, config: CheckpointConfig) -> Activation:
 def _build_moe(family: ModelFamily, config: CheckpointConfig) -> MoeArchitecture | None:
     if family.moe_style is None:
         return None
-    qwen = family.moe_style == "qwen"
-    stated = config.optional_integer("num_local_experts")
+    is_qwen = family.moe_style == "qwen"
+    num_experts = config.optional_integer("num_local_experts")
     return MoeArchitecture(
-        num_experts=stated or config.integer("num_experts"),
+        num_experts=num_experts or config.integer("num_experts"),
         num_experts_per_token=config.integer("num_experts_per_tok"),
-        intermediate_size=config.integer("moe_intermediate_size" if qwen else "intermediate_size"),
-        normalize_weights=config.flag("norm_topk_prob") if qwen else True,
-        round_weights=qwen,
+        intermediate_size=config.integer(
+            "moe_intermediate_size" if is_qwen else "intermediate_size"
+        ),
+        normalize_weights=config.flag("norm_topk_prob") if is_qwen else True,
+        round_weights=is_qwen,
     )
 
 
@@ -179,13 +184,13 @@ def _build_layers(
         raise config.error(
             "sliding_window", "a number of tokens, as layer_types has sliding layers"
         )
-    step = config.optional_integer("decoder_sparse_step") or 1
-    dense = {int(index) for index in config.numbers("mlp_only_layers")}
+    sparse_step = config.optional_integer("decoder_sparse_step") or 1
+    dense_layers = {int(index) for index in config.numbers("mlp_only_layers")}
     return tuple(
         LayerArchitecture(
             sliding_window=window if kind == "sliding_attention" else None,
             rope_index=len(ropes) - 1 if kind == "sliding_attention" else 0,
-            is_moe=moe is not None and index not in dense and (index + 1) % step == 0,
+            is_moe=moe is not None and index not in dense_layers and (index + 1) % sparse_step == 0,
         )
         for index, kind in enumerate(types)
     )
@@ -200,18 +205,18 @@ def _sliding_window(family: ModelFamily, config: CheckpointConfig) -> int | None
 def _layer_types(
     family: ModelFamily, config: CheckpointConfig, count: int, window: int | None
 ) -> tuple[str, ...]:
-    """Which layers slide, by the family's habit."""
-    first = count
+    """Derive each layer's attention type from the family's rule, for a config without `layer_types`."""
+    first_sliding = count
     period = count + 1
     if window is not None and family.sliding_windows != "none":
-        upper = family.sliding_windows == "upper" and family.moe_style is None
-        first = config.integer("max_window_layers") if upper else 0
+        is_upper = family.sliding_windows == "upper" and family.moe_style is None
+        first_sliding = config.integer("max_window_layers") if is_upper else 0
         period = (
             config.integer("sliding_window_pattern")
             if family.sliding_windows == "pattern"
             else period
         )
     return tuple(
-        "sliding_attention" if i >= first and (i + 1) % period else "full_attention"
+        "sliding_attention" if i >= first_sliding and (i + 1) % period else "full_attention"
         for i in range(count)
     )

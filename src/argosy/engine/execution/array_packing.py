@@ -1,4 +1,4 @@
-"""Many small arrays of integers as one buffer: a step goes from host to device in one copy."""
+"""Packing of small integer arrays into one buffer, so that a step's inputs reach the device in one copy."""
 
 from __future__ import annotations
 
@@ -14,52 +14,52 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ARRAY_ALIGNMENT_BYTES = 16
-"""Bytes that every array begins at a multiple of: kernels are compiled for the alignment they see."""
+"""Alignment of every array, in bytes. Triton compiles kernels for the alignment of their arguments."""
 
 
 class ArrayLayout(NamedTuple):
-    """How many 64-bit and then 32-bit integers each array has; equal layouts have equal addresses."""
+    """Lengths of the 64-bit and then the 32-bit arrays of a buffer. Equal layouts have equal offsets."""
 
     int64_lengths: tuple[int, ...]
     int32_lengths: tuple[int, ...]
 
     def word_offsets(self) -> list[int]:
-        """Where each array begins, and the end of the last, in 64-bit words."""
+        """Return the offset of each array, and the end of the last one, in 64-bit words."""
         words = ARRAY_ALIGNMENT_BYTES // 8
-        at, found = 0, [0]
+        offset, offsets = 0, [0]
         for length in self.int64_lengths:
-            at += (length + words - 1) // words * words
-            found.append(at)
+            offset += (length + words - 1) // words * words
+            offsets.append(offset)
         for length in self.int32_lengths:
-            at += (length + 2 * words - 1) // (2 * words) * words
-            found.append(at)
-        return found
+            offset += (length + 2 * words - 1) // (2 * words) * words
+            offsets.append(offset)
+        return offsets
 
 
 def pack_arrays(
     longs: Sequence[NDArray[Any]], ints: Sequence[NDArray[Any]]
 ) -> tuple[NDArray[np.int64], ArrayLayout]:
-    """One buffer with these arrays, the first as 64-bit and the second as 32-bit integers."""
+    """Pack `longs` as 64-bit and `ints` as 32-bit integers into one buffer, and return it with its layout."""
     layout = ArrayLayout(tuple(map(len, longs)), tuple(map(len, ints)))
-    starts = layout.word_offsets()
-    buffer = np.zeros(starts[-1], dtype=np.int64)
-    for at, array in zip(starts, longs, strict=False):
+    offsets = layout.word_offsets()
+    buffer = np.zeros(offsets[-1], dtype=np.int64)
+    for offset, array in zip(offsets, longs, strict=False):
         if len(array):
-            buffer[at : at + len(array)] = array
-    halves = buffer.view(np.int32)
-    for at, array in zip(starts[len(longs) :], ints, strict=False):
-        halves[2 * at : 2 * at + len(array)] = array
+            buffer[offset : offset + len(array)] = array
+    int32_view = buffer.view(np.int32)
+    for offset, array in zip(offsets[len(longs) :], ints, strict=False):
+        int32_view[2 * offset : 2 * offset + len(array)] = array
     return buffer, layout
 
 
 def unpack_arrays(buffer: Tensor, layout: ArrayLayout) -> tuple[list[Tensor], list[Tensor]]:
-    """The arrays again, as views of the buffer (int64, and int32)."""
-    starts = layout.word_offsets()
-    halves = buffer.view(torch.int32)
-    nothing = buffer[:0]
+    """Return the int64 arrays and the int32 arrays of a packed buffer, as views of it."""
+    offsets = layout.word_offsets()
+    int32_view = buffer.view(torch.int32)
+    empty = buffer[:0]
     longs = [
-        buffer[at : at + n] if n else nothing
-        for at, n in zip(starts, layout.int64_lengths, strict=False)
+        buffer[offset : offset + length] if length else empty
+        for offset, length in zip(offsets, layout.int64_lengths, strict=False)
     ]
-    rest = zip(starts[len(layout.int64_lengths) :], layout.int32_lengths, strict=False)
-    return longs, [halves[2 * at : 2 * at + n] for at, n in rest]
+    int32_arrays = zip(offsets[len(layout.int64_lengths) :], layout.int32_lengths, strict=False)
+    return longs, [int32_view[2 * offset : 2 * offset + length] for offset, length in int32_arrays]

@@ -1,4 +1,4 @@
-"""Paged attention on the CPU: the native kernel where it builds, plain torch elsewhere."""
+"""Paged attention on the CPU, by the native kernel if it builds and else in plain torch."""
 
 from __future__ import annotations
 
@@ -35,37 +35,44 @@ def create_cpu_attention(
     backend: AttentionBackend = "auto",
     kernels: Callable[[], Kernels] = load_kernels,
 ) -> Attention:
-    """Allocate a paged KV cache and choose the attention over it; the log says which.
+    """Allocate a paged KV cache and select, create and log the attention over it.
 
-    path: "auto" takes the native kernel if it can, "native" insists on it (NativeUnavailable).
+    Args:
+        shape: Sizes of the KV cache.
+        threads: CPU threads.
+        backend: "auto" falls back to torch if the native kernel cannot be used.
+        kernels: Loader of the kernels.
+
+    Raises:
+        NativeUnavailableError: `backend` is "native" and the native kernel cannot be used.
     """
     if backend != "torch":
         try:
             native = NativeAttention(shape, threads, kernels())
-        except NativeUnavailableError as unavailable:
+        except NativeUnavailableError as error:
             if backend == "native":
                 raise
-            log.warning("attention_backend_selected", path="torch", reason=str(unavailable))
+            log.warning("attention_backend_selected", backend="torch", reason=str(error))
         else:
-            log.info("attention_backend_selected", path="native", threads=threads)
+            log.info("attention_backend_selected", backend="native", threads=threads)
             return native
     return TorchAttention(shape)
 
 
 class NativeAttention(KvCacheTensor):
-    """Paged attention by csrc/attention.cpp, which also fixes the layout inside a block.
+    """Paged attention by csrc/attention.cpp, which also defines the layout inside a block.
 
-    Its call is kept and refilled, so it serves one thread at a time.
+    Not thread-safe, because all calls share one argument structure.
     """
 
     ROW_ALIGNMENT_BYTES = 64
-    """A head's keys are padded to a multiple of it, as the kernel's vectors want."""
+    """Alignment of a head's keys, which are padded for the kernel's vector loads."""
 
     def __init__(self, shape: KvCacheShape, threads: int, kernels: Kernels) -> None:
         block_size, dtype = shape.block_size, shape.dtype
         if block_size % 8:
             raise NativeUnavailableError(
-                f"block_size {block_size} is no multiple of 8; choose 16 or 32"
+                f"block_size {block_size} is not a multiple of 8; choose 16 or 32"
             )
         if dtype == torch.bfloat16:
             self._run = kernels.attention_bfloat16
@@ -93,7 +100,7 @@ class NativeAttention(KvCacheTensor):
 
     @property
     def name(self) -> str:
-        """What is in use, for the log."""
+        """Name of the backend, for the log."""
         return "native"
 
     def __call__(
@@ -105,7 +112,6 @@ class NativeAttention(KvCacheTensor):
         params: AttentionParams,
         rope: RopeRotation | None,
     ) -> Tensor:
-        """See `Attention`."""
         call, dtype = self._call, self._dtype
         if batch is not self._batch:
             self._bind_batch(batch)
@@ -134,7 +140,7 @@ class NativeAttention(KvCacheTensor):
         return out if q.dtype == dtype else out.to(q.dtype)
 
     def _bind_batch(self, batch: Batch) -> None:
-        """Note what all layers have in common."""
+        """Fill in the arguments that all layers share."""
         self._batch = batch
         pages = batch.block_table
         self._block_table = pages if pages.stride(1) == 1 else pages.contiguous()
@@ -146,8 +152,8 @@ class NativeAttention(KvCacheTensor):
 
 
 def _contiguous_heads(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """[T, heads, D] in `dtype` with each token's heads side by side; tokens may lie apart."""
+    """Return rows [T, heads, D] in `dtype` with each token's heads contiguous. The token stride may be larger."""
     if rows.dtype != dtype:
         rows = rows.to(dtype)
-    _, between, within = rows.stride()
-    return rows if within == 1 and between == rows.shape[2] else rows.contiguous()
+    _, head_stride, element_stride = rows.stride()
+    return rows if element_stride == 1 and head_stride == rows.shape[2] else rows.contiguous()

@@ -1,4 +1,4 @@
-"""The inputs of one forward pass: one kind of batch for prefill, decode and every mixture."""
+"""Inputs of one forward pass, in one format for prefill, decode and any mixture, and the attention interface."""
 
 from __future__ import annotations
 
@@ -14,40 +14,44 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """S chunks of S different sequences, T tokens in all, flattened one after the other."""
+    """Flat concatenation of S chunks of S different sequences, T tokens in all."""
 
     token_ids: Tensor
     """[T] int64."""
     positions: Tensor
-    """[T] int64: absolute position of each token in its sequence."""
+    """[T] int64, absolute position of each token in its sequence."""
     query_start_loc: Tensor
-    """[S + 1] int32: chunk i holds flat tokens cu_q[i] .. cu_q[i + 1]."""
+    """[S + 1] int32. Chunk i consists of flat tokens `query_start_loc[i] .. query_start_loc[i + 1]`."""
     seq_lens: Tensor
-    """[S] int32: tokens of sequence i with KV once this step is done (start + count)."""
+    """[S] int32, number of tokens of each sequence with KV after this step (start + count)."""
     block_table: Tensor
-    """[S, P] int32: KV blocks of each sequence in order; entries past its length are not read."""
+    """[S, P] int32, KV blocks of each sequence in order. Entries past its length are not read."""
     slot_mapping: Tensor
-    """[T] int64: where each token's KV goes: block * block_size + offset."""
+    """[T] int64, KV cache slot of each token, which is block * block_size + offset."""
     rows: Tensor
-    """[S] int64: the sequence's permanent row."""
+    """[S] int64, row of each sequence in the persistent batch."""
     logit_index: Tensor
-    """[L] int64: flat tokens whose logits are wanted."""
+    """[L] int64, indices of the flat tokens whose logits are computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvCacheShape:
-    """The sizes of a paged KV cache, and how many heads ask it. ValueError: heads that do not divide."""
+    """Sizes of a paged KV cache, and the number of query heads.
+
+    Raises:
+        ValueError: `num_heads` is not a multiple of `num_kv_heads`.
+    """
 
     num_layers: int
     num_heads: int
-    """Of queries; each KV head serves as many of them."""
+    """Number of query heads. Each KV head serves an equal number of them."""
     num_kv_heads: int
     head_dim: int
     num_blocks: int
     block_size: int
-    """Tokens of a block."""
+    """Tokens per block."""
     dtype: torch.dtype
-    """Of the keys and values that are kept."""
+    """Dtype of the cached keys and values."""
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -59,22 +63,22 @@ class KvCacheShape:
 
 @dataclass(frozen=True, slots=True)
 class AttentionParams:
-    """The attention of one layer."""
+    """Attention parameters of one layer."""
 
     layer: int
     scale: float
     sliding_window: int | None = None
-    """A token sees itself and the `window - 1` tokens before it; None: all before it."""
+    """Number of tokens that a token attends to, including itself. None is all tokens before it."""
     softcap: float | None = None
-    """Scores become softcap * tanh(scores / softcap)."""
+    """Soft cap of the scores, which become softcap * tanh(scores / softcap)."""
 
 
 class Attention(Protocol):
-    """Paged attention over a KV cache whose layout is the backend's own affair."""
+    """Paged attention over a KV cache, whose layout each implementation defines."""
 
     @property
     def name(self) -> str:
-        """What is in use, for the log."""
+        """Name of the backend, for the log."""
         ...
 
     def __call__(
@@ -86,28 +90,37 @@ class Attention(Protocol):
         params: AttentionParams,
         rope: RopeRotation | None,
     ) -> Tensor:
-        """Rotate q and k, write k and v into the cache at `batch.slots`, then attend causally.
+        """Rotate q and k, write k and v into the cache at `batch.slot_mapping`, then attend causally.
 
-        q: [T, heads, head_dim]; k, v: [T, kv_heads, head_dim], none of them changed; returns
-        [T, heads, head_dim], contiguous, in q's dtype. A token sees its own sequence's cache.
-        rope: how each token's q and k are rotated, as `rope.rotated` does it; None: not at all.
-        The result for a token depends on its own sequence only, bit for bit: not on the other
-        chunks of the batch nor on how its sequence was cut into chunks.
+        A token attends to its own sequence's cache. The result for a token depends only on its own sequence, bit for
+        bit. The other chunks of the batch, and the division of its sequence into chunks, do not change it. The
+        arguments are not modified.
+
+        Args:
+            q: Queries [T, heads, head_dim].
+            k: Keys [T, kv_heads, head_dim].
+            v: Values, shaped like k.
+            batch: The batch.
+            params: Parameters of the layer.
+            rope: Rotation, see `rope.apply_rope`. None rotates nothing.
+
+        Returns:
+            Tensor [T, heads, head_dim], contiguous, in q's dtype.
         """
         ...
 
     def ensure_block(self, block: int) -> None:
-        """Blocks up to this one are used from now on."""
+        """Prepare memory for the use of all blocks up to `block`."""
         ...
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy whole blocks, all layers: (source, destination)."""
+        """Copy whole blocks of all layers, given as (source, destination) pairs."""
         ...
 
     def read_block(self, block: int) -> Tensor:
-        """All layers' keys and values of a block as one flat uint8 tensor in host memory (a copy)."""
+        """Return a copy of a block's keys and values of all layers, as one flat uint8 tensor in host memory."""
         ...
 
     def write_block(self, block: int, data: Tensor) -> None:
-        """Put back what `read_block` gave."""
+        """Write the data that `read_block` returned into a block."""
         ...

@@ -1,4 +1,4 @@
-"""What this process may use of the machine: its CPUs and memory, within the limits of its cgroup (v2)."""
+"""CPUs and memory that this process may use, within the limits of its cgroup (v2)."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 
 def usable_cpus() -> int:
-    """CPUs of this process's affinity mask, within the cgroup's quota (at least 1)."""
+    """Return the number of CPUs in the process's affinity mask, limited by the cgroup's quota (at least 1)."""
     cpus = len(os.sched_getaffinity(0))
-    for folder in _folders():
-        words = _read(folder / "cpu.max").split()
-        if len(words) == 2 and words[0] != "max":
-            cpus = min(cpus, max(1, int(words[0]) // int(words[1])))
+    for folder in _cgroup_folders():
+        fields = _read_text(folder / "cpu.max").split()
+        if len(fields) == 2 and fields[0] != "max":
+            cpus = min(cpus, max(1, int(fields[0]) // int(fields[1])))
     return cpus
 
 
 def free_bytes() -> int:
-    """Bytes that may still be allocated; page cache that can go counts as free."""
-    rooms = [psutil.virtual_memory().available]
-    for folder in _folders():
-        limit, used = _read(folder / "memory.max"), _read(folder / "memory.current")
+    """Return the bytes that may still be allocated. Inactive page cache counts as free."""
+    free_by_limit = [psutil.virtual_memory().available]
+    for folder in _cgroup_folders():
+        limit, used = _read_text(folder / "memory.max"), _read_text(folder / "memory.current")
         if limit.isdigit() and used.isdigit():
-            stat = dict(line.split() for line in _read(folder / "memory.stat").splitlines())
-            rooms.append(int(limit) - int(used) + int(stat.get("inactive_file", 0)))
-    return max(0, min(rooms))
+            stat = dict(line.split() for line in _read_text(folder / "memory.stat").splitlines())
+            free_by_limit.append(int(limit) - int(used) + int(stat.get("inactive_file", 0)))
+    return max(0, min(free_by_limit))
 
 
-def _folders() -> list[Path]:
-    """Folders of this process's cgroup, innermost first; empty where there is none."""
-    for line in _read(Path("/proc/self/cgroup")).splitlines():
+def _cgroup_folders() -> list[Path]:
+    """Return the folders of this process's cgroup, innermost first, or an empty list without cgroup v2."""
+    for line in _read_text(Path("/proc/self/cgroup")).splitlines():
         hierarchy, _, path = line.split(":", 2)
         if hierarchy == "0":
-            inner = CGROUP_ROOT / path.lstrip("/")
-            return [inner, *(p for p in inner.parents if p.is_relative_to(CGROUP_ROOT))]
+            folder = CGROUP_ROOT / path.lstrip("/")
+            return [folder, *(p for p in folder.parents if p.is_relative_to(CGROUP_ROOT))]
     return []
 
 
-def _read(path: Path) -> str:
-    """The stripped text of a file of the kernel's; empty where it is not there."""
+def _read_text(path: Path) -> str:
+    """Return the stripped text of a kernel file, or an empty string if it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:

@@ -1,4 +1,4 @@
-"""Where a model's files are: a directory as given, or a snapshot of a repository on the hub."""
+"""Files of a checkpoint, which is a local directory or a downloaded snapshot of a hub repository."""
 
 from __future__ import annotations
 
@@ -12,20 +12,22 @@ from argosy.engine.execution.checkpoint_config import read_json
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 DOWNLOAD_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken")
-"""What is fetched from the hub: configuration, weights, templates, tokenizer files."""
+"""Patterns of files to download, which are configuration, weights, templates and tokenizer files."""
 IGNORED_PATTERNS = ("consolidated*", "*/*")
-"""What is not: weights in other layouts, and folders of them."""
+"""Patterns of files not to download, which are weights in other layouts and folders of them."""
 _MAX_HEADER_BYTES = 100 << 20
 _DIGEST_SAMPLE_BYTES = 16 * 1024
 _MAX_DIGEST_SAMPLES = 1024
-"""Of a file, evenly spread: all of a small one, and some of every matrix of a large one."""
+"""Maximum number of samples per file, evenly spread. They cover a small file, and every matrix of a large one."""
 
 
 def resolve_model_path(model: str, revision: str | None) -> Path:
-    """The directory that holds `model`: a path as it is, a hub name as a local snapshot of it.
+    """Return the directory of `model`, downloading a snapshot if `model` is a hub name.
 
-    A name is looked up with huggingface_hub, which honours HF_HOME, HF_TOKEN and HF_HUB_OFFLINE.
-    Raises ValueError, with the remedy, when there is no such model or it cannot be fetched.
+    Downloads use huggingface_hub, which honours HF_HOME, HF_TOKEN and HF_HUB_OFFLINE.
+
+    Raises:
+        ValueError: The model does not exist or cannot be downloaded. The message says what to do.
     """
     path = Path(model).expanduser()
     if path.is_dir():
@@ -33,7 +35,7 @@ def resolve_model_path(model: str, revision: str | None) -> Path:
             raise ValueError(f"{path} has no config.json; give a directory in Hugging Face layout")
         return path
     if path.exists():
-        raise ValueError(f"{path} is a file; give the directory that it lies in")
+        raise ValueError(f"{path} is a file; give the directory that contains it")
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
         raise ValueError(f"there is no directory {path}; check the path")
     return _download(model, revision)
@@ -58,7 +60,7 @@ def _download(model: str, revision: str | None) -> Path:
         )
     except GatedRepoError as error:
         remedy = "accept its terms on the hub and set HF_TOKEN to your token"
-        raise ValueError(f"the hub does not let us fetch {model}: {remedy}") from error
+        raise ValueError(f"the hub denies access to {model}: {remedy}") from error
     except RepositoryNotFoundError as error:
         remedy = "check the name, or set HF_TOKEN if it is private"
         raise ValueError(f"the hub has no model {model}: {remedy}") from error
@@ -67,7 +69,7 @@ def _download(model: str, revision: str | None) -> Path:
         raise ValueError(f"{model} has no revision {revision}: {remedy}") from error
     except HFValidationError as error:
         remedy = "give a directory, or a name like owner/model"
-        raise ValueError(f"{model!r} is neither: {remedy}") from error
+        raise ValueError(f"{model!r} is neither a directory nor a hub name: {remedy}") from error
     except (LocalEntryNotFoundError, OSError) as error:
         remedy = "give a local directory, or allow access to the hub (HF_HUB_OFFLINE, network)"
         raise ValueError(f"cannot fetch {model} ({error}): {remedy}") from error
@@ -75,10 +77,10 @@ def _download(model: str, revision: str | None) -> Path:
 
 
 def checkpoint_fingerprint(path: Path) -> str:
-    """Tells one state of a checkpoint's files on this machine from another, and from other checkpoints.
+    """Return a hash that identifies the current state of a checkpoint's files on this machine.
 
-    Names, sizes and modification times are alike in files unpacked from archives; no two files share an inode, and
-    none changes without its change time.
+    The hash covers inodes and change times. Names, sizes and modification times alone are not enough, because files
+    unpacked from archives may agree in all of them.
     """
     files = sorted(file for pattern in ("*.json", "*.safetensors") for file in path.glob(pattern))
     states = [(file.name, file.stat()) for file in files]
@@ -90,25 +92,27 @@ def checkpoint_fingerprint(path: Path) -> str:
 
 
 def checkpoint_digest(path: Path) -> str:
-    """Tells a checkpoint from others by what is in its files, wherever they lie: names, sizes, and a part of each.
+    """Return a hash that identifies a checkpoint by its content, on any machine.
 
-    Training, or merging an adapter, changes all of the matrices that it touches.
+    The hash covers names, sizes and samples of each file. Samples suffice, because training or merging an adapter
+    changes all elements of the matrices that it updates.
     """
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for file in sorted({file for pattern in DOWNLOAD_PATTERNS for file in path.glob(pattern)}):
         with file.open("rb") as stream:
             size = stream.seek(0, os.SEEK_END)
-            found.update(f"{file.name} {size}\n".encode())
+            digest.update(f"{file.name} {size}\n".encode())
             for start in range(0, size, max(_DIGEST_SAMPLE_BYTES, -(-size // _MAX_DIGEST_SAMPLES))):
                 stream.seek(start)
-                found.update(stream.read(_DIGEST_SAMPLE_BYTES))
-    return found.hexdigest()[:32]
+                digest.update(stream.read(_DIGEST_SAMPLE_BYTES))
+    return digest.hexdigest()[:32]
 
 
 def tensor_files(path: Path) -> dict[str, Path]:
-    """The file of each tensor in a checkpoint of one safetensors file or of indexed shards.
+    """Return the file of each tensor in a checkpoint of one safetensors file or of indexed shards.
 
-    Raises ValueError when there are none, the index is unreadable, or a shard that it names is gone.
+    Raises:
+        ValueError: The checkpoint has no safetensors files, its index is unreadable, or a shard is missing.
     """
     index = path / INDEX_FILE
     if not index.is_file():
@@ -129,10 +133,10 @@ def _single_file(path: Path) -> Path:
     single = path / SINGLE_FILE
     if single.is_file():
         return single
-    others = sorted(file.name for file in path.glob("*.bin"))
-    if others:
+    bin_files = sorted(file.name for file in path.glob("*.bin"))
+    if bin_files:
         raise ValueError(
-            f"{path} holds {others[0]} but no {SINGLE_FILE}; convert it with transformers' save_pretrained"
+            f"{path} holds {bin_files[0]} but no {SINGLE_FILE}; convert it with transformers' save_pretrained"
         )
     raise ValueError(
         f"{path} has neither {SINGLE_FILE} nor {INDEX_FILE}; fetch the model's weights"
@@ -140,12 +144,15 @@ def _single_file(path: Path) -> Path:
 
 
 def _read_tensor_names(file: Path) -> list[str]:
-    """Tensor names of a safetensors file: a 64-bit little-endian length, then that much JSON."""
+    """Return the tensor names of a safetensors file.
+
+    The file starts with the 64-bit little-endian length of a JSON header.
+    """
     try:
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
             if not 0 < length <= _MAX_HEADER_BYTES:
-                raise ValueError(f"its header is said to have {length} bytes")  # noqa: TRY301
+                raise ValueError(f"its header length is {length} bytes")  # noqa: TRY301
             names = json.loads(stream.read(length))
     except (OSError, ValueError) as error:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""config.json as typed answers: a missing or impossible value is an error that names the file and key."""
+"""Typed access to a checkpoint's config.json, with errors that name the file and the key."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ if TYPE_CHECKING:
 
 
 def read_json(path: Path) -> dict[str, object]:
-    """The JSON object in a file. Raises ValueError when it cannot be read or is something else."""
+    """Read the JSON object in a file.
+
+    Raises:
+        ValueError: The file cannot be read or does not contain a JSON object.
+    """
     try:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
@@ -24,9 +28,9 @@ def read_json(path: Path) -> dict[str, object]:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointConfig:
-    """The values of a config.json over its family's defaults; null counts as absent.
+    """Values of a config.json, with the defaults of its model family. Typed methods treat null as absent.
 
-    Every method raises ValueError, naming the file and the key, when the value has another type.
+    Every typed method raises a `ValueError` that names the file and the key if the value has another type.
     """
 
     path: Path
@@ -34,11 +38,11 @@ class CheckpointConfig:
     defaults: Mapping[str, object]
 
     def get(self, key: str) -> object:
-        """The value, the default, or None; an explicit null overrides the default."""
+        """Return the value, the default, or None. An explicit null overrides the default."""
         return self.values[key] if key in self.values else self.defaults.get(key)
 
     def section(self, key: str) -> dict[str, object]:
-        """An object; empty when absent."""
+        """Return an object, empty if absent."""
         value = self.get(key)
         if value is None:
             return {}
@@ -47,14 +51,14 @@ class CheckpointConfig:
         return dict(value)
 
     def integer(self, key: str) -> int:
-        """A whole number that must be there."""
+        """Return a required integer."""
         value = self.optional_integer(key)
         if value is None:
             raise self.error(key, "a whole number")
         return value
 
     def optional_integer(self, key: str) -> int | None:
-        """A whole number or None."""
+        """Return an integer, or None if absent."""
         value = self.get(key)
         if value is None:
             return None
@@ -63,14 +67,14 @@ class CheckpointConfig:
         return value
 
     def number(self, key: str) -> float:
-        """A number that must be there."""
+        """Return a required number."""
         value = self.optional_number(key)
         if value is None:
             raise self.error(key, "a number")
         return value
 
     def optional_number(self, key: str) -> float | None:
-        """A number or None."""
+        """Return a number, or None if absent."""
         value = self.get(key)
         if value is None:
             return None
@@ -79,7 +83,7 @@ class CheckpointConfig:
         return float(value)
 
     def numbers(self, key: str) -> tuple[float, ...]:
-        """A list of numbers; empty when absent."""
+        """Return a list of numbers, empty if absent."""
         value = self.get(key)
         items = [] if value is None else value
         if not isinstance(items, list) or not all(isinstance(i, int | float) for i in items):
@@ -87,7 +91,7 @@ class CheckpointConfig:
         return tuple(float(item) for item in items)
 
     def strings(self, key: str) -> tuple[str, ...]:
-        """A list of strings; empty when absent."""
+        """Return a list of strings, empty if absent."""
         value = self.get(key)
         items = [] if value is None else value
         if not isinstance(items, list) or not all(isinstance(i, str) for i in items):
@@ -95,7 +99,7 @@ class CheckpointConfig:
         return tuple(items)
 
     def token_ids(self, key: str) -> tuple[int, ...]:
-        """A token id or a list of them; empty when absent."""
+        """Return one token id or a list of them as a tuple, empty if absent."""
         value = self.get(key)
         items = [] if value is None else value if isinstance(value, list) else [value]
         if not all(isinstance(item, int) for item in items):
@@ -103,24 +107,24 @@ class CheckpointConfig:
         return tuple(items)
 
     def string(self, key: str) -> str | None:
-        """A string or None."""
+        """Return a string, or None if absent."""
         value = self.get(key)
         if value is not None and not isinstance(value, str):
             raise self.error(key, "a string")
         return value
 
     def flag(self, key: str) -> bool:
-        """True or false; absent is false."""
+        """Return a boolean, False if absent."""
         value = self.get(key)
         if value is not None and not isinstance(value, bool):
             raise self.error(key, "true or false")
         return bool(value)
 
     def with_values(self, values: Mapping[str, object]) -> CheckpointConfig:
-        """The same file, but the values of one of its sections, without defaults."""
+        """Return a view of the same file with the values of one of its sections, without defaults."""
         return CheckpointConfig(self.path, values, {})
 
     def error(self, key: str, expected: str) -> ValueError:
-        """The error for a value that is not what it must be."""
+        """Build the error for a missing or invalid value."""
         found = "is missing" if self.get(key) is None else f"is {self.get(key)!r}"
         return ValueError(f"{self.path}: {key} {found}; it must be {expected}")

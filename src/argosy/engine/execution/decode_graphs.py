@@ -1,4 +1,4 @@
-"""Decode steps recorded once and launched as one: a dozen batch sizes, the largest first."""
+"""Device graphs of decode steps, captured once per batch size and replayed with one launch."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ if TYPE_CHECKING:
     from argosy.engine.execution.persistent_batch import PackedStep, PersistentBatch
 
 GRAPH_BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""A step of another size is filled up to the next one."""
+"""Captured batch sizes. A step of another size is padded to the next larger one."""
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class CapturedStep:
-    """A recorded step: what it reads stays where it is, and so does what it writes."""
+    """Captured decode step, whose inputs and outputs stay at fixed addresses."""
 
     size: int
     inputs: DeviceInputs
     input_buffer: Tensor
-    """The buffer that `inputs` are views of."""
+    """Buffer that `inputs` are views of."""
     logits: Tensor
     graph: CapturedGraph
 
 
 class DecodeGraphs:
-    """The recordings of one executor: made one at a time, while steps without one run as they are."""
+    """Captured graphs of one executor. Graphs are captured one at a time, and steps without a graph run eagerly."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class DecodeGraphs:
         self._model = model
         self._captured: dict[int, CapturedStep] = {}
         self._logits: Tensor | None = None
-        """[largest size, V]: what every recording writes; its own would stay allocated for each."""
+        """[largest size, V], output shared by all graphs, since separate outputs would stay allocated."""
         sizes = [size for size in GRAPH_BATCH_SIZES if size < max_seqs]
         self._pending_sizes = (
             [] if graph_capturer is None else [*sizes, min(max_seqs, GRAPH_BATCH_SIZES[-1])]
@@ -63,11 +63,11 @@ class DecodeGraphs:
 
     @property
     def num_pending(self) -> int:
-        """How many are still to be recorded."""
+        """Number of graphs still to be captured."""
         return len(self._pending_sizes)
 
     def capture_next(self) -> None:
-        """Record the next one. A device that cannot is left without: steps need no graphs."""
+        """Capture the next graph, largest batch size first. If the device fails, disable further captures."""
         if (
             self._graph_capturer is None
             or not self._pending_sizes
@@ -77,34 +77,33 @@ class DecodeGraphs:
         size = self._pending_sizes.pop()
         try:
             self._captured[size] = self._capture(self._graph_capturer, size)
-        except Exception as error:  # noqa: BLE001 - whatever it is, there is a way without
+        except Exception as error:  # noqa: BLE001 - steps run without graphs too
             log.warning("graph_capture_disabled", size=size, error=str(error))
             self._pending_sizes = []
 
     def find_captured(self, plan: StepPlan) -> CapturedStep | None:
-        """The smallest recording that holds `plan`, if it can be one."""
+        """Return the smallest captured step that fits `plan`, or None."""
         sizes = [size for size in self._captured if size >= len(plan.rows)]
         if not sizes or not self._persistent_batch.is_uniform_decode(plan):
             return None
         return self._captured[min(sizes)]
 
     def replay(self, captured: CapturedStep, packed: PackedStep) -> Tensor:
-        """Hand over the step and launch it: logits [size, V], overwritten by the next launch."""
+        """Copy the inputs and launch the graph. The next replay overwrites the returned logits [size, V]."""
         self._device.to_device(packed.buffer, captured.input_buffer)
         captured.graph.replay()
         return captured.logits
 
-    def _capture(self, recorder: GraphCapturer, size: int) -> CapturedStep:
+    def _capture(self, graph_capturer: GraphCapturer, size: int) -> CapturedStep:
         packed = self._persistent_batch.pack_padded_step(StepPlan(0), size)
-        data = self._device.to_device(packed.buffer)
-        inputs = DeviceInputs(data, packed.shape)
-        first = self._model(
-            self._persistent_batch.gather_batch(inputs)
-        )  # compiles kernels: that cannot be recorded
+        input_buffer = self._device.to_device(packed.buffer)
+        inputs = DeviceInputs(input_buffer, packed.shape)
+        # Kernels are compiled in this first run, because a capture cannot include compilation.
+        first_logits = self._model(self._persistent_batch.gather_batch(inputs))
         if self._logits is None:
-            self._logits = torch.empty_like(first)
+            self._logits = torch.empty_like(first_logits)
         logits = self._logits[:size]
-        graph = recorder.capture(
+        graph = graph_capturer.capture(
             lambda: logits.copy_(self._model(self._persistent_batch.gather_batch(inputs)))
         )
-        return CapturedStep(size, inputs, data, logits, graph)
+        return CapturedStep(size, inputs, input_buffer, logits, graph)

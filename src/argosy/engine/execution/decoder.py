@@ -1,4 +1,4 @@
-"""The decoder: one transformer for every family, its differences given by the ModelSpec."""
+"""Decoder-only transformer for all model families, configured by a `ModelArchitecture`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Embedding(LoadableModule):
-    """A row for each token, times `scale` where the family scales."""
+    """Token embedding, multiplied by `embedding_scale` in families that have one."""
 
     def __init__(self, architecture: ModelArchitecture) -> None:
         super().__init__()
@@ -31,19 +31,19 @@ class Embedding(LoadableModule):
         self._scale = architecture.embedding_scale
 
     def process_weights_after_loading(self, device: Device) -> None:
-        """Round the scale as the weights are."""
+        """Round the scale to the dtype of the weights."""
         del device
         if self._scale is not None:
             self._scale = float(torch.tensor(self._scale, dtype=self.weight.dtype))
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        """[T] to [T, hidden]."""
+        """Map token ids [T] to rows [T, hidden]."""
         rows = F.embedding(token_ids, self.weight)
         return rows if self._scale is None else rows.mul_(self._scale)
 
 
 class Decoder(nn.Module):
-    """Token ids in, logits out; built with parameters on `meta`, which `load_decoder` assigns."""
+    """Decoder, which maps token ids to logits. Its parameters are on `meta` until `load_decoder` assigns them."""
 
     def __init__(
         self,
@@ -66,9 +66,9 @@ class Decoder(nn.Module):
                 architecture.hidden_size, architecture.norm_kind, architecture.norm_eps
             )
             self.head = Projection(architecture.hidden_size, architecture.vocab_size, bias=False)
-        for place, module in self.named_modules():
+        for name, module in self.named_modules():
             if isinstance(module, Projection):
-                module.weight_format = weight_format_for(place, quantize)
+                module.weight_format = weight_format_for(name, quantize)
         self._rope_tables = [
             build_rope_table(rope, architecture.max_model_len).to(device.torch_device)
             for rope in architecture.ropes
@@ -80,7 +80,7 @@ class Decoder(nn.Module):
     def create_attention(
         self, num_blocks: int, block_size: int, dtype: torch.dtype | None = None
     ) -> Attention:
-        """Allocate a KV cache for this model, in its own dtype or another, and the attention over it."""
+        """Allocate a KV cache in `dtype` (the model's by default), and create the attention over it."""
         shape = KvCacheShape(
             num_layers=self.architecture.num_layers,
             num_heads=self.architecture.num_heads,
@@ -94,34 +94,40 @@ class Decoder(nn.Module):
 
     @torch.inference_mode()
     def forward(self, batch: Batch, attention: Attention) -> Tensor:
-        """Logits of the flat tokens `batch.logit_index`: [L, vocab_size] float32, L may be 0.
+        """Return the logits of the flat tokens `batch.logit_index`, [L, vocab_size] float32. L may be 0.
 
-        Writes the keys and values of every token of the batch through `attention`.
+        `attention` writes the keys and values of every token of the batch.
         """
         x = self.embed.forward(batch.token_ids)
-        rows = [gather_rope_rotation(table, batch.positions) for table in self._rope_tables]
+        rotations = [gather_rope_rotation(table, batch.positions) for table in self._rope_tables]
         for layer in self._layers:
-            layer.forward(x, rows[layer.rope_index], batch, attention)
+            layer.forward(x, rotations[layer.rope_index], batch, attention)
         if not batch.logit_index.numel():
             return torch.empty(0, self.architecture.vocab_size, device=x.device)
         last = self.norm.forward(x.index_select(0, batch.logit_index))
         logits = self.head.forward(last).float()
-        cap = self.architecture.logit_softcap
-        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+        softcap = self.architecture.logit_softcap
+        return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
 
 
 def weight_format_for(module_name: str, quantize: WeightFormat | None) -> WeightFormat | None:
-    """The format of the projection at `place` (its module's name) in a model quantized so.
+    """Return the weight format of the projection `module_name` in a model quantized to `quantize`.
 
-    The head keeps 8 bits, since each of its errors is an error of a logit. Routers stay as they are: they are
-    small, and choose. So does the embedding, of which a token reads one row, mapped from the checkpoint.
+    The head keeps 8 bits, since each of its errors is an error of a logit. Routers are not quantized, because they are
+    small and select the experts. The embedding is not quantized either, because a token reads only one of its rows,
+    which are mapped from the checkpoint.
     """
     if module_name.endswith("router"):
         return None
     return "int8" if module_name == "head" and quantize == "int4" else quantize
 
 
-def _build_mlp(spec: ModelArchitecture, layer: LayerArchitecture) -> nn.Module:
-    if layer.is_moe and spec.moe is not None:
-        return MixtureOfExperts(spec.hidden_size, spec.moe, spec.activation)
-    return Mlp(spec.hidden_size, spec.intermediate_size, spec.mlp_bias, spec.activation)
+def _build_mlp(architecture: ModelArchitecture, layer: LayerArchitecture) -> nn.Module:
+    if layer.is_moe and architecture.moe is not None:
+        return MixtureOfExperts(architecture.hidden_size, architecture.moe, architecture.activation)
+    return Mlp(
+        architecture.hidden_size,
+        architecture.intermediate_size,
+        architecture.mlp_bias,
+        architecture.activation,
+    )

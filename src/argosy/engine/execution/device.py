@@ -1,4 +1,4 @@
-"""The device as a value: where tensors live, how linears are packed, which attention runs."""
+"""Interface to the hardware (`Device`), and its implementation for the CPU."""
 
 from __future__ import annotations
 
@@ -29,94 +29,100 @@ if TYPE_CHECKING:
     from argosy.engine.execution.pack_cache import PackedWeightProvider
 
 WARMUP_SIZES = (1, 16)
-"""Prefills at start: a step of one row and one of several go through all code that has a first time."""
+"""Token numbers of the warm-up prefills. One row and several rows take different code paths."""
 RIDGE_TOKENS = 24
-"""A step on one core takes 1.35 ms and 0.053 ms for each prompt token (the bundled model, AMX)."""
+"""Ridge of the CPU. A step of the bundled model on one core (AMX) takes 1.35 ms plus 0.053 ms per prompt token."""
 
 
 class DeviceEvent(Protocol):
-    """A point in the device's stream of work."""
+    """Event in the device's stream of work."""
 
     def synchronize(self) -> None:
-        """Return once all work launched before the event is done."""
+        """Wait until all work launched before the event is done."""
         ...
 
     def seconds_since(self, earlier: Self) -> float:
-        """Seconds of the device's time between two events that are done."""
+        """Return the seconds of device time between two completed events."""
         ...
 
 
 class CapturedGraph(Protocol):
-    """Work of the device, recorded once: launched again, it computes from what its inputs hold then."""
+    """Captured device work, which can be launched again with the current content of its inputs."""
 
     def replay(self) -> None:
-        """Launch it."""
+        """Launch the captured work."""
         ...
 
 
 class GraphCapturer(Protocol):
-    """Makes graphs. All graphs of a recorder share one pool of memory: the largest comes first."""
+    """Captures graphs, which share one memory pool. The largest graph must be captured first."""
 
     def capture(self, work: Callable[[], object]) -> CapturedGraph:
-        """Record what `work` launches, which was done before; what it reads and writes must stay in place."""
+        """Capture what `work` launches.
+
+        `work` must have run once before. Its inputs and outputs must stay at their addresses.
+        """
         ...
 
 
 class Device(Protocol):
-    """What the engine needs of the hardware. Immutable; its methods have no hidden state."""
+    """Hardware interface of the engine. Immutable, with methods that have no hidden state."""
 
     @property
     def name(self) -> str:
-        """What is in use, for the log and for `Ready`."""
+        """Description of the hardware in use, for the log and for `CoreReady`."""
         ...
 
     @property
     def torch_device(self) -> torch.device:
-        """Where model tensors live."""
+        """Torch device of the model's tensors."""
         ...
 
     @property
     def default_dtype(self) -> torch.dtype:
-        """The dtype to compute in when the settings say "auto"."""
+        """Dtype of weights and activations if the settings say "auto"."""
         ...
 
     @property
     def max_steps_in_flight(self) -> int:
-        """How many steps are best under way while the next one is planned."""
+        """Best number of steps in flight while the next one is planned."""
         ...
 
     @property
     def ridge_tokens(self) -> int:
-        """In a step of more tokens, computing takes longer than reading the weights (the roofline's ridge)."""
+        """Number of tokens above which computing a step takes longer than reading the weights (roofline ridge)."""
         ...
 
     @property
     def graph_capturer(self) -> GraphCapturer | None:
-        """Makes graphs, where launching costs enough to need them."""
+        """Graph capturer, or None if the device's launch cost does not require graphs."""
         ...
 
     @property
     def warmup_sizes(self) -> tuple[int, ...]:
-        """Numbers of tokens whose steps take code paths of their own: run once before serving."""
+        """Step sizes in tokens with separate code paths, each of which runs once before serving."""
         ...
 
     @property
-    def kv_share(self) -> float:
-        """Part of the free memory that the KV cache takes unless told otherwise."""
+    def kv_memory_fraction(self) -> float:
+        """Default fraction of the free memory for the KV cache."""
         ...
 
     def free_bytes(self) -> int:
-        """Bytes that may still be allocated here, now."""
+        """Return the bytes that may still be allocated on this device."""
         ...
 
     def weight_layout_id(self, dtype: torch.dtype) -> str:
-        """What `linear` packs a weight to depends on this and the weight alone; "" where it keeps nothing."""
+        """Return an id of the packed layout that `create_linear` makes, or "" if packed weights are not cached.
+
+        The packed bytes depend only on this id and the weight.
+        """
         ...
 
     def working_bytes(self, key: str, run_largest_step: Callable[[], object]) -> int:
-        """Bytes to keep free for computing. `largest_step` may be run to find out.
+        """Return the bytes to keep free for activations. May call `run_largest_step` to measure them.
 
-        key: what the answer depends on besides the device: model, format and limits.
+        `key` names model, format and limits, on which the result depends besides the device.
         """
         ...
 
@@ -127,52 +133,58 @@ class Device(Protocol):
         weight_format: WeightFormat | None = None,
         get_packed: PackedWeightProvider = pack_in_memory,
     ) -> Callable[[Tensor], Tensor]:
-        """Pack weight [N, K] and bias [N] once; the result maps [T, K] to [T, N] in their dtype.
+        """Pack weight [N, K] and bias [N] once, and return a function that maps [T, K] to [T, N] in their dtype.
 
-        form: what to round the weight to. ValueError: this device cannot compute with it.
-        Weights that `keep` has already are on meta: only their shape and dtype count.
+        The weight is rounded to `weight_format` first. A weight on `meta` has only shape and dtype, and requires that
+        `get_packed` has its packed form already.
+
+        Raises:
+            ValueError: The device does not support `weight_format`.
         """
         ...
 
     @property
     def elementwise_ops(self) -> ElementwiseOps:
-        """Norms and gates."""
+        """Norms and gated activations."""
         ...
 
     def create_attention(self, shape: KvCacheShape) -> Attention:
-        """Allocate a paged KV cache and the attention over it. ValueError: what it cannot do."""
+        """Allocate a paged KV cache and create the attention over it.
+
+        Raises:
+            ValueError: The device does not support `shape`.
+        """
         ...
 
     def to_device(self, tensor: Tensor, out: Tensor | None = None) -> Tensor:
-        """Launch a copy of a host tensor, over `into` if given; the tensor itself where that will do."""
+        """Launch a copy of a host tensor to the device, into `out` if given. May return the tensor itself."""
         ...
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """Launch a copy to the host, there once an event marked after it is done."""
+        """Launch a copy to the host. The copy is complete when an event recorded after it is done."""
         ...
 
     def record_event(self) -> DeviceEvent:
-        """Mark the work launched so far; on CPU it is already done."""
+        """Record an event after the work launched so far, which is already done on a CPU."""
         ...
 
 
 class HostEvent:
-    """The event of a device that finishes work before it returns."""
+    """Event of a device whose launches return only when their work is done."""
 
     def __init__(self) -> None:
         self._time_s = time.perf_counter()
 
     def synchronize(self) -> None:
-        """See `Event`."""
+        """Return at once."""
 
     def seconds_since(self, earlier: Self) -> float:
-        """See `Event`."""
         return self._time_s - earlier._time_s
 
 
 @dataclass(frozen=True, slots=True)
 class _CpuDevice:
-    """The processor that this process runs on."""
+    """CPU of this machine."""
 
     threads: int
     default_dtype: torch.dtype
@@ -203,12 +215,12 @@ class _CpuDevice:
         return WARMUP_SIZES
 
     @property
-    def kv_share(self) -> float:
+    def kv_memory_fraction(self) -> float:
         return DEFAULT_KV_MEMORY_FRACTION
 
     def working_bytes(self, key: str, run_largest_step: Callable[[], object]) -> int:
         del key, run_largest_step
-        return 0  # the share leaves enough
+        return 0  # `kv_memory_fraction` leaves enough
 
     def free_bytes(self) -> int:
         return cgroup.free_bytes()
@@ -230,14 +242,14 @@ class _CpuDevice:
             return create_cpu_linear(weight, bias, self.threads, get_packed)
         if weight_format == "fp8":
             raise ValueError(
-                "the CPU has no fp8 weights; set quantize to int8 or int4, or take a CUDA device"
+                "the CPU has no fp8 weights; set quantize to int8 or int4, or use a CUDA device"
             )
         return create_int_linear(weight, bias, weight_format, self.threads, get_packed)
 
     def create_attention(self, shape: KvCacheShape) -> Attention:
         if shape.dtype.itemsize == 1:
             raise ValueError(
-                "the CPU has no fp8 KV cache; leave kv_dtype at auto, or take a CUDA device"
+                "the CPU has no fp8 KV cache; leave kv_dtype at auto, or use a CUDA device"
             )
         return create_cpu_attention(shape, threads=self.threads)
 
@@ -252,13 +264,16 @@ class _CpuDevice:
 
 
 def create_cpu_device(threads: int | None, colocated_replicas: int = 0) -> Device:
-    """Build the CPU device; None takes every CPU that this process may use, or its part beside neighbours.
+    """Create the CPU device, and set torch's intra-op threads for the calling thread.
 
-    Sets torch's intra-op threads for the calling thread, so call it from the thread that computes.
-    Raises ValueError for fewer than one thread.
+    Call it from the thread that computes. If `threads` is None, the usable CPUs are divided by the number of replicas
+    on this machine.
+
+    Raises:
+        ValueError: `threads` is less than 1.
     """
     if threads is not None and threads < 1:
-        raise ValueError(f"threads is {threads}; set it to 1 or more, or leave it out")
+        raise ValueError(f"threads is {threads}; set it to 1 or more, or remove it")
     count = threads or max(1, cgroup.usable_cpus() // (1 + colocated_replicas))
     torch.set_num_threads(count)
     return _CpuDevice(
@@ -269,6 +284,6 @@ def create_cpu_device(threads: int | None, colocated_replicas: int = 0) -> Devic
 
 
 def _native_dtype() -> torch.dtype:
-    """bfloat16 where the CPU multiplies it natively; emulated it is slower than float32."""
+    """Return bfloat16 if the CPU multiplies it natively, else float32, which is faster than emulated bfloat16."""
     native = cpu_features() & {"avx512_bf16", "amx_bf16", "bf16"}
     return torch.bfloat16 if native else torch.float32

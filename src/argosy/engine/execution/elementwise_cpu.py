@@ -1,8 +1,8 @@
-"""What a layer does to rows between its matrices, on the CPU: norms and gates, native or torch.
+"""Norms and gated activations on the CPU, by native kernels or in torch.
 
-Every result depends on its own token's row only, bit for bit, whatever else is in the batch. Fused
-activations of torch compute the last elements of an array with other instructions than the rest, so
-the torch gates here are made of operations that do not.
+Every result depends only on its own token's row, bit for bit, whatever else is in the batch. Torch's fused activations
+use other instructions for the last elements of an array than for the rest. The torch gates here therefore combine
+operations that treat all elements alike.
 """
 
 from __future__ import annotations
@@ -27,64 +27,62 @@ if TYPE_CHECKING:
     from argosy.engine.execution.model_architecture import Activation, NormKind
 
 GATE_CHUNK_ROWS = 32
-"""Rows that a torch gate handles at a time, so that its float32 intermediates stay in the cache."""
+"""Number of rows that a torch gate computes at a time, so that its float32 intermediates stay in the CPU cache."""
 
 
 class Norm(Protocol):
     """RMS norm (Zhang & Sennrich 2019) over the last dimension, in float32."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[T, size] or [T, heads, size], its last two dimensions contiguous, to the same shape."""
+        """Normalize x, [T, size] or [T, heads, size] with its last two dimensions contiguous."""
         ...
 
     def add_and_norm(self, x: Tensor, delta: Tensor) -> Tensor:
-        """Add mixed to x [T, size], in place and rounded, and norm that."""
+        """Add delta to x [T, size] in place, rounded to x's dtype, and return the normalized sum."""
         ...
 
 
 class ElementwiseOps(Protocol):
-    """The operations on rows that a device offers."""
+    """Factory of a device's row operations."""
 
     def create_norm(self, kind: NormKind, weight: Tensor, eps: float) -> Norm:
-        """The norm with weight [size], which says the dtype."""
+        """Create the norm with weight [size], in the weight's dtype."""
         ...
 
     def create_gated_activation(self, activation: Activation) -> Callable[[Tensor], Tensor]:
-        """[T, 2 * size] to activation(first half) * second half, [T, size]."""
+        """Create a function that maps [T, 2 * size] to activation(first half) * second half, [T, size]."""
         ...
 
 
 def create_cpu_elementwise_ops(
     threads: int, kernels: Callable[[], Kernels] = load_kernels
 ) -> ElementwiseOps:
-    """The native operations where they can be had, else torch's."""
+    """Create the native operations if the kernels are available, else torch's."""
     try:
         return NativeElementwiseOps(kernels(), threads)
     except NativeUnavailableError:
-        return TorchElementwiseOps()  # the attention's log line says why
+        return TorchElementwiseOps()  # `create_cpu_attention` logs the reason
 
 
 def norm_scale(kind: NormKind, weight: Tensor) -> Tensor:
-    """What a norm multiplies by, float32: the weight, or 1 + weight where it is stored so."""
-    wide = weight.detach().float()
-    return wide + 1.0 if kind == "offset" else wide.contiguous()
+    """Return the float32 factor of a norm, which is the weight, or 1 + weight for kind "offset"."""
+    scale = weight.detach().float()
+    return scale + 1.0 if kind == "offset" else scale.contiguous()
 
 
 @dataclass(frozen=True, slots=True)
 class NativeElementwiseOps:
-    """csrc/rows.cpp for bfloat16 and float32, torch for other dtypes; for one thread at a time."""
+    """Row operations by csrc/elementwise.cpp for bfloat16 and float32, else by torch. Not thread-safe."""
 
     kernels: Kernels
     threads: int
 
     def create_norm(self, kind: NormKind, weight: Tensor, eps: float) -> Norm:
-        """See `RowOps`."""
         if weight.dtype not in self.kernels.norm:
             return TorchNorm(kind, weight, eps)
         return _NativeNorm(self, kind, weight, eps)
 
     def create_gated_activation(self, activation: Activation) -> Callable[[Tensor], Tensor]:
-        """See `RowOps`."""
         functions = self.kernels.gated_activation[activation]
         call = GatedActivationCall(threads=self.threads)
 
@@ -102,7 +100,7 @@ class NativeElementwiseOps:
 
 
 class _NativeNorm:
-    """A norm by csrc/rows.cpp; its call is kept and refilled, so it serves one thread at a time."""
+    """Norm by csrc/elementwise.cpp. Not thread-safe, because all calls share one argument structure."""
 
     def __init__(
         self, ops: NativeElementwiseOps, kind: NormKind, weight: Tensor, eps: float
@@ -123,30 +121,28 @@ class _NativeNorm:
     def add_and_norm(self, x: Tensor, delta: Tensor) -> Tensor:
         return self._compute(x, delta.contiguous().data_ptr())
 
-    def _compute(self, x: Tensor, added: int | None) -> Tensor:
+    def _compute(self, x: Tensor, delta_pointer: int | None) -> Tensor:
         call = self._call
-        *outer, between, within = x.stride()
-        if within != 1 or (outer and between != call.size):
+        *outer_strides, row_stride, element_stride = x.stride()
+        if element_stride != 1 or (outer_strides and row_stride != call.size):
             x = x.contiguous()
-            *outer, between, _ = x.stride()
+            *outer_strides, row_stride, _ = x.stride()
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        call.x, call.add, call.out = x.data_ptr(), added, out.data_ptr()
-        call.outer, call.x_stride = len(x), outer[0] if outer else between
-        call.inner = x.shape[1] if outer else 1
+        call.x, call.add, call.out = x.data_ptr(), delta_pointer, out.data_ptr()
+        call.outer, call.x_stride = len(x), outer_strides[0] if outer_strides else row_stride
+        call.inner = x.shape[1] if outer_strides else 1
         self._run(ctypes.addressof(call))
         return out
 
 
 @dataclass(frozen=True, slots=True)
 class TorchElementwiseOps:
-    """The same in plain torch."""
+    """Row operations in plain torch."""
 
     def create_norm(self, kind: NormKind, weight: Tensor, eps: float) -> Norm:
-        """See `RowOps`."""
         return TorchNorm(kind, weight, eps)
 
     def create_gated_activation(self, activation: Activation) -> Callable[[Tensor], Tensor]:
-        """See `RowOps`."""
         activate = _ACTIVATIONS[activation]
 
         def compute(x: Tensor) -> Tensor:
@@ -160,7 +156,7 @@ class TorchElementwiseOps:
 
 
 class TorchNorm:
-    """A norm in plain torch."""
+    """Norm in plain torch."""
 
     def __init__(self, kind: NormKind, weight: Tensor, eps: float) -> None:
         self._rounded_weight = weight.detach() if kind == "narrow" else None
@@ -168,24 +164,22 @@ class TorchNorm:
         self._eps = eps
 
     def __call__(self, x: Tensor) -> Tensor:
-        """See `Norm`."""
         shape = (x.shape[-1],)
         if self._rounded_weight is not None:
             return F.rms_norm(x, shape, None, self._eps).mul_(self._rounded_weight)
         return F.rms_norm(x.float(), shape, None, self._eps).mul_(self._scale).to(x.dtype)
 
     def add_and_norm(self, x: Tensor, delta: Tensor) -> Tensor:
-        """See `Norm`."""
         return self(x.add_(delta))
 
 
 def _silu(x: Tensor) -> Tensor:
-    """SiLU, x * sigmoid(x) (Elfwing et al. 2017), float32."""
+    """Compute SiLU, x * sigmoid(x) (Elfwing et al. 2017), in float32."""
     return x.div(x.neg().exp_().add_(1.0))
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
-    """GELU in its tanh approximation (Hendrycks & Gimpel 2016), float32."""
+    """Compute the tanh approximation of GELU (Hendrycks & Gimpel 2016), in float32."""
     inner = (x * x).mul_(0.044715).add_(1.0).mul_(x).mul_(math.sqrt(2 / math.pi))
     return inner.tanh_().add_(1.0).mul_(x).mul_(0.5)
 

@@ -1,4 +1,4 @@
-"""Runs plans: moves blocks, launches model and sampler, and tells later what they gave."""
+"""Executor of step plans, which moves KV blocks, launches the model and the sampler, and returns results later."""
 
 from __future__ import annotations
 
@@ -27,44 +27,51 @@ if TYPE_CHECKING:
     from argosy.engine.execution.device import Device, DeviceEvent, GraphCapturer
     from argosy.engine.execution.persistent_batch import PackedStep
 
-NON_FINITE_LOGITS = "the model gave numbers that are not finite"
+NON_FINITE_LOGITS = "the model produced logits that are not finite"
 PromptSpans = dict[int, tuple[int, int, int]]
-"""Chunk -> (first flat token, its position, how many): logits that predict prompt tokens."""
+"""Chunk -> (first flat token, its position, count) of the logits that predict prompt tokens."""
 
 
 class StepHandle(Protocol):
-    """A step that was launched."""
+    """Handle of a launched step."""
 
     def result(self) -> StepResult:
-        """Wait until it is done; an exception means that nothing of it counts. Called once."""
+        """Wait for the step and return its result. May be called once.
+
+        If it raises, all results of the step are invalid.
+        """
         ...
 
 
 class Executor(Protocol):
-    """Does what plans say, in the order they are launched. The twin's prices them instead."""
+    """Executor of step plans, in the order of submission."""
 
     def submit(self, plan: StepPlan) -> StepHandle:
-        """Begin a step, be the one before done or not; an exception means that nothing of it counts."""
+        """Launch a step, which may happen before the previous one is done.
+
+        If it raises, all results of the step are invalid.
+        """
         ...
 
     def reset(self) -> None:
-        """Forget all rows and steps: every running sequence will be admitted again."""
+        """Discard all rows and steps. The scheduler admits every running sequence again."""
         ...
 
     @property
     def pending_preparations(self) -> int:
-        """How often `prepare` has still something to do."""
+        """Number of `prepare_next` calls that still have work to do."""
         ...
 
     def prepare_next(self) -> None:
-        """Do a piece of what makes later steps faster; called between two steps."""
+        """Do one optional piece of work that makes later steps faster. Called between two steps."""
         ...
 
 
 class TorchExecutor:
-    """The executor that computes. `model(batch, attention)` gives logits [L, V].
+    """Executor that computes with torch.
 
-    recorder: makes graphs of decode steps; None where the device, or the model, does without.
+    `model(batch, attention)` returns logits [L, V]. `graph_capturer` captures decode steps. Without it, all steps run
+    eagerly.
     """
 
     def __init__(
@@ -86,7 +93,7 @@ class TorchExecutor:
         self._device = device
         self.host_store = HostBlockStore()
         self._prompt_logprob_counts: dict[int, int] = {}
-        """Row -> how many of the likeliest tokens to tell for each prompt position."""
+        """Row -> number of likeliest tokens to return for each prompt position."""
         self._persistent_batch = PersistentBatch(
             limits.max_seqs,
             limits.max_model_len,
@@ -99,7 +106,7 @@ class TorchExecutor:
         self.reset()
 
     def reset(self) -> None:
-        """Free rows; KV blocks stay as they are. Raises what the device still has to complain of."""
+        """Free all rows and keep the KV blocks. Raises pending errors of the device."""
         self._device.record_event().synchronize()
         self._persistent_batch.clear()
         self._sampler = Sampler(self._limits.max_seqs, self._vocab_size, self._device.torch_device)
@@ -107,29 +114,30 @@ class TorchExecutor:
 
     @property
     def attention_name(self) -> str:
-        """Which attention is in use, for the log."""
+        """Name of the attention backend, for the log."""
         return self._attention.name
 
     @property
     def pending_preparations(self) -> int:
-        """See `Executor`."""
         return self._graphs.num_pending
 
     @torch.inference_mode()
     def prepare_next(self) -> None:
-        """See `Executor`."""
         self._graphs.capture_next()
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> StepHandle:
-        """Apply the plan and launch what it computes."""
-        begin = time.perf_counter()
+        """Move blocks, admit sequences, and launch the model and the sampler."""
+        started_at = time.perf_counter()
         corrupt = self._move_blocks(plan)
         for admission in plan.admissions:
             self._persistent_batch.admit(admission)
             params = admission.params
-            ends = [*params.stop_token_ids, *([] if params.ignore_eos else self._eos_token_ids)]
-            self._sampler.admit(admission, ends)
+            end_token_ids = [
+                *params.stop_token_ids,
+                *([] if params.ignore_eos else self._eos_token_ids),
+            ]
+            self._sampler.admit(admission, end_token_ids)
             self._prompt_logprob_counts.pop(admission.row, None)
             if params.prompt_logprobs is not None:
                 self._prompt_logprob_counts[admission.row] = params.prompt_logprobs
@@ -139,20 +147,20 @@ class TorchExecutor:
         if not plan.rows:
             return CompletedStep(StepResult([], corrupt_blocks=corrupt))
         spans = self._prompt_spans(plan)
-        recorded = None if spans else self._graphs.find_captured(plan)
-        if recorded is None:
+        captured = None if spans else self._graphs.find_captured(plan)
+        if captured is None:
             packed = self._persistent_batch.pack_step(plan, _flat_tokens(spans))
             inputs = DeviceInputs(self._device.to_device(packed.buffer), packed.shape)
             batch = self._persistent_batch.gather_batch(inputs)
-            launched, ready = time.perf_counter(), self._device.record_event()
+            launched_at, ready = time.perf_counter(), self._device.record_event()
             logits = self._compute(batch)
         else:
             packed, inputs = (
-                self._persistent_batch.pack_padded_step(plan, recorded.size),
-                recorded.inputs,
+                self._persistent_batch.pack_padded_step(plan, captured.size),
+                captured.inputs,
             )
-            launched, ready = time.perf_counter(), self._device.record_event()
-            logits = self._graphs.replay(recorded, packed)
+            launched_at, ready = time.perf_counter(), self._device.record_event()
+            logits = self._graphs.replay(captured, packed)
         computed = self._device.record_event()
         prompt_logprobs = self._prompt_logprobs(plan, packed, logits, spans)
         sampled = self._sample(packed, inputs, logits)
@@ -164,14 +172,14 @@ class TorchExecutor:
             prompt_logprobs=prompt_logprobs,
             corrupt=corrupt,
             events=(ready, computed, self._device.record_event()),
-            launch_s=launched - begin,
+            launch_s=launched_at - started_at,
         )
 
     def _compute(self, batch: Batch) -> Tensor:
         return self._model(batch, self._attention)
 
     def _move_blocks(self, plan: StepPlan) -> list[int]:
-        """Offloads, copies, restores; returns the blocks that could not be restored intact."""
+        """Offload, copy and restore blocks, and return the blocks whose restored data is corrupt."""
         for block, slot in plan.block_offloads:
             self.host_store.save(slot, self._attention.read_block(block))
         if plan.block_copies:
@@ -188,13 +196,13 @@ class TorchExecutor:
     def _sample(
         self, packed: PackedStep, inputs: DeviceInputs, logits: Tensor
     ) -> SamplerOutput | None:
-        """Tokens for the chunks that sample; the next batch finds them in the table."""
+        """Sample tokens for the chunks that need one, and append them to the persistent batch."""
         count = len(packed.sample_index)
         if not count:
             return None
         if count != len(packed.logit_index):
-            picked = torch.from_numpy(np.searchsorted(packed.logit_index, packed.sample_index))
-            logits = logits[self._device.to_device(picked)]
+            selected = torch.from_numpy(np.searchsorted(packed.logit_index, packed.sample_index))
+            logits = logits[self._device.to_device(selected)]
         rows, positions = map(torch.from_numpy, (packed.sample_rows, packed.sample_positions))
         sampled = self._sampler(logits[:count], rows, positions)
         self._persistent_batch.append_tokens(inputs, sampled.tokens)
@@ -216,20 +224,20 @@ class TorchExecutor:
     def _prompt_logprobs(
         self, plan: StepPlan, packed: PackedStep, logits: Tensor, spans: PromptSpans
     ) -> dict[int, list[Logprob]]:
-        """For each span, the log-probabilities of the tokens that follow its positions."""
-        found: dict[int, list[Logprob]] = {}
+        """Compute for each span the log-probabilities of the tokens that follow its positions."""
+        logprobs: dict[int, list[Logprob]] = {}
         for chunk, (flat, start, count) in spans.items():
             row = plan.rows[chunk]
             first = int(np.searchsorted(packed.logit_index, flat))
-            following = self._persistent_batch.tokens[row, start + 1 : start + 1 + count]
-            found[chunk] = self._sampler.compute_logprobs(
-                logits[first : first + count], following, self._prompt_logprob_counts[row]
+            next_tokens = self._persistent_batch.tokens[row, start + 1 : start + 1 + count]
+            logprobs[chunk] = self._sampler.compute_logprobs(
+                logits[first : first + count], next_tokens, self._prompt_logprob_counts[row]
             )
-        return found
+        return logprobs
 
 
 def _flat_tokens(spans: PromptSpans) -> NDArray[np.int64] | None:
-    """The flat tokens of all spans."""
+    """Return the indices of the flat tokens of all spans."""
     if not spans:
         return None
     return np.concatenate([np.arange(first, first + count) for first, _, count in spans.values()])
@@ -237,47 +245,45 @@ def _flat_tokens(spans: PromptSpans) -> NDArray[np.int64] | None:
 
 @dataclass(frozen=True, slots=True)
 class CompletedStep:
-    """A step that is done already."""
+    """Handle of a step that is already done."""
 
     step_result: StepResult
 
     def result(self) -> StepResult:
-        """See `Flight`."""
         return self.step_result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PendingStep:
-    """A step whose tokens are on their way to the host."""
+    """Handle of a step whose tokens are being copied to the host."""
 
     plan: StepPlan
     tokens: Tensor | None
-    """[C] int64, in host memory: complete after the last event; below 0 where logits were not finite."""
+    """[C] int64, in host memory, complete after the last event. Negative where logits were not finite."""
     logprobs: dict[int, Logprob]
-    """By index into `tokens`."""
+    """Index into `tokens` -> log-probabilities."""
     prompt_logprobs: dict[int, list[Logprob]]
     corrupt: list[int]
     events: tuple[DeviceEvent, DeviceEvent, DeviceEvent]
-    """Inputs there, logits computed, tokens sampled and copied."""
+    """Events after the input copy, after the logits, and after sampling and the token copy."""
     launch_s: float
 
     def result(self) -> StepResult:
-        """See `Flight`."""
         ready, computed, done = self.events
         done.synchronize()
-        drawn = [] if self.tokens is None else self.tokens.tolist()
-        samples = self.plan.sample_flags
-        chunks: Sequence[int] = range(len(samples))
-        tokens = drawn
-        if len(drawn) < len(samples):
-            chunks = [chunk for chunk in chunks if samples[chunk]]
-            found = dict(zip(chunks, drawn, strict=True))
-            tokens = [found.get(chunk, -1) for chunk in range(len(samples))]
+        sampled = [] if self.tokens is None else self.tokens.tolist()
+        sample_flags = self.plan.sample_flags
+        chunks: Sequence[int] = range(len(sample_flags))
+        tokens = sampled
+        if len(sampled) < len(sample_flags):
+            chunks = [chunk for chunk in chunks if sample_flags[chunk]]
+            token_by_chunk = dict(zip(chunks, sampled, strict=True))
+            tokens = [token_by_chunk.get(chunk, -1) for chunk in range(len(sample_flags))]
         failed = {}
-        if drawn and min(drawn) < 0:
+        if sampled and min(sampled) < 0:
             failed = {
                 chunk: NON_FINITE_LOGITS
-                for chunk, token in zip(chunks, drawn, strict=True)
+                for chunk, token in zip(chunks, sampled, strict=True)
                 if token < 0
             }
         return StepResult(
@@ -293,6 +299,6 @@ class _PendingStep:
 
 
 def _highest_block(plan: StepPlan) -> int:
-    """Of those that rows get in this step."""
-    admitted = (block for one in plan.admissions for block in one.blocks)
+    """Return the highest KV block that rows get in this step."""
+    admitted = (block for admission in plan.admissions for block in admission.blocks)
     return max(chain(admitted, (block for _, _, block in plan.block_appends)), default=0)

@@ -1,4 +1,4 @@
-"""From settings to an executor that is loaded, sized and warm."""
+"""Loader that turns engine settings into a loaded, sized and warmed-up executor."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ COSTLIEST_PARAMS = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9, logp
 
 @dataclass(frozen=True, slots=True)
 class LoadedExecutor:
-    """A loaded model and what it turned out to be."""
+    """Loaded executor, with the properties of its model and device."""
 
     executor: Executor
     architecture: ModelArchitecture
@@ -42,58 +42,71 @@ class LoadedExecutor:
     fingerprint: str
     digest: str
     max_steps_in_flight: int
-    """Steps under way while the next one is planned."""
+    """Number of steps in flight while the next one is planned."""
     ridge_tokens: int
-    """See `Device`."""
+    """Number of tokens whose computation takes as long as reading the weights."""
 
 
 def load_executor(config: EngineConfig, progress: Callable[[str, float], None]) -> LoadedExecutor:
-    """Load the model and size its KV cache. Raises ValueError or OSError with the remedy."""
-    begin = time.monotonic()
+    """Load the model, size its KV cache and warm it up.
+
+    Args:
+        config: The settings.
+        progress: Called with a phase and the fraction of it that is done, 0 to 1.
+
+    Raises:
+        ValueError: The settings or the checkpoint cannot be used. The message says what to do.
+        OSError: A file cannot be read. The message says what to do.
+    """
+    started_at = time.monotonic()
     path = resolve_model_path(config.model, config.revision)
-    state = checkpoint_fingerprint(path)
-    spec = _limit_context(read_architecture(path), config)
-    progress("preparing the kernels", 0.0)  # which are compiled at the first start
+    checkpoint_state = checkpoint_fingerprint(path)
+    architecture = _limit_context(read_architecture(path), config)
+    progress("preparing the kernels", 0.0)  # compiled at the first start
     device = choose_device(config)
     dtype = device.default_dtype if config.dtype == "auto" else DTYPES[config.dtype]
-    held = " ".join([_dtype_name(dtype), *([config.quantize] if config.quantize else [])])
-    with _open_pack_cache(config, spec, (state, held, device.weight_layout_id(dtype))) as packs:
+    format_name = " ".join([_dtype_name(dtype), *([config.quantize] if config.quantize else [])])
+    with _open_pack_cache(
+        config, architecture, (checkpoint_state, format_name, device.weight_layout_id(dtype))
+    ) as pack_cache:
         decoder = load_decoder(
             path,
-            spec,
+            architecture,
             device,
             dtype,
             lambda done: progress("loading weights", done),
             quantize=config.quantize,
-            pack_cache=packs,
+            pack_cache=pack_cache,
         )
     kv_dtype = torch.float8_e4m3fn if config.kv_dtype == "fp8" else dtype
-    parts = _ExecutorFactory(decoder, kv_dtype, device)
+    factory = _ExecutorFactory(decoder, kv_dtype, device)
     if kv_dtype != dtype:
-        held += f", KV {_dtype_name(kv_dtype)}"
-    limits = _resolve_limits(config, parts, f"{state} {held}", packs.mapped_bytes)
-    executor = parts.create_executor(limits)
+        format_name += f", KV {_dtype_name(kv_dtype)}"
+    limits = _resolve_limits(
+        config, factory, f"{checkpoint_state} {format_name}", pack_cache.mapped_bytes
+    )
+    executor = factory.create_executor(limits)
     if config.warmup:
         _warm_up(executor, limits, device.warmup_sizes, progress)
     return LoadedExecutor(
         executor=executor,
-        architecture=spec,
+        architecture=architecture,
         limits=limits,
-        kv_bytes_per_token=parts.kv_bytes_per_token,
-        load_s=time.monotonic() - begin,
-        fingerprint=f"{state} {held}",
+        kv_bytes_per_token=factory.kv_bytes_per_token,
+        load_s=time.monotonic() - started_at,
+        fingerprint=f"{checkpoint_state} {format_name}",
         digest=checkpoint_digest(path),
         max_steps_in_flight=device.max_steps_in_flight
         if config.max_steps_in_flight is None
         else config.max_steps_in_flight,
         ridge_tokens=device.ridge_tokens,
-        backend=f"{device.name} {held} {executor.attention_name}",
+        backend=f"{device.name} {format_name} {executor.attention_name}",
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _ExecutorFactory:
-    """What executors of one model are made of."""
+    """Factory of executors for one loaded model."""
 
     decoder: Decoder
     kv_dtype: torch.dtype
@@ -101,31 +114,33 @@ class _ExecutorFactory:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Keys and values of all layers."""
+        """Bytes of keys and values of one token, all layers together."""
         return self.decoder.architecture.kv_bytes_per_token(self.kv_dtype.itemsize)
 
     def create_executor(self, limits: EngineLimits) -> TorchExecutor:
-        """An executor with a KV cache of its own."""
-        spec = self.decoder.architecture
+        """Create an executor with its own KV cache."""
+        architecture = self.decoder.architecture
         return TorchExecutor(
             self.decoder,
             self.decoder.create_attention(limits.num_blocks, limits.block_size, self.kv_dtype),
             limits=limits,
-            vocab_size=spec.vocab_size,
-            eos_token_ids=list(spec.eos_token_ids),
+            vocab_size=architecture.vocab_size,
+            eos_token_ids=list(architecture.eos_token_ids),
             device=self.device,
-            graph_capturer=None
-            if spec.moe
-            else self.device.graph_capturer,  # experts are counted on the host
+            # A mixture of experts counts tokens per expert on the host, which a graph cannot include.
+            graph_capturer=None if architecture.moe else self.device.graph_capturer,
         )
 
 
 def _resolve_limits(
     config: EngineConfig, factory: _ExecutorFactory, key: str, mapped_bytes: int
 ) -> EngineLimits:
-    """What fits beside the largest step and the packed weights that are mapped. ValueError: nothing does.
+    """Compute the limits that fit next to the activations of the largest step and the mapped packed weights.
 
-    key: tells the model and its formats apart, see `Device.working_bytes`.
+    `key` identifies the model and its formats, see `Device.working_bytes`.
+
+    Raises:
+        ValueError: No KV block fits.
     """
     device, model_max_len = factory.device, factory.decoder.architecture.max_model_len
     probe = EngineLimits(
@@ -144,7 +159,7 @@ def _resolve_limits(
         model_max_len=model_max_len,
         kv_bytes_per_token=factory.kv_bytes_per_token,
         free_bytes=max(0, device.free_bytes() - mapped_bytes - working_bytes),
-        kv_memory_fraction=device.kv_share / (1 + config.colocated_replicas),
+        kv_memory_fraction=device.kv_memory_fraction / (1 + config.colocated_replicas),
     )
 
 
@@ -154,7 +169,7 @@ def _warm_up(
     sizes: tuple[int, ...],
     progress: Callable[[str, float], None],
 ) -> None:
-    """Take every code path that has a first time: a prefill of each of these sizes that fits."""
+    """Run one prefill of each size that fits, so that compilation and first-use costs do not delay requests."""
     fitting = [size for size in sizes if size <= _max_prefill_tokens(limits)]
     for number, size in enumerate(fitting):
         _run_prefill(executor, limits, [size], WARMUP_PARAMS)
@@ -162,16 +177,16 @@ def _warm_up(
     executor.reset()
 
 
-def _limit_context(spec: ModelArchitecture, config: EngineConfig) -> ModelArchitecture:
-    """The model limited to the length asked for; its rope tables are built for that length."""
-    asked = config.max_model_len
-    if asked is None or asked >= spec.max_model_len:
-        return spec
-    return replace(spec, max_model_len=asked)
+def _limit_context(architecture: ModelArchitecture, config: EngineConfig) -> ModelArchitecture:
+    """Limit the model's context to `config.max_model_len`, for which the rope tables are built."""
+    max_model_len = config.max_model_len
+    if max_model_len is None or max_model_len >= architecture.max_model_len:
+        return architecture
+    return replace(architecture, max_model_len=max_model_len)
 
 
 def choose_device(config: EngineConfig) -> Device:
-    """The device that the settings name; "auto" takes a GPU where torch sees one."""
+    """Create the device that the settings name. "auto" selects a GPU if torch finds one."""
     if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
         return create_cpu_device(config.threads, config.colocated_replicas)
     from argosy.engine.execution.gpu.cuda_runtime import create_cuda_device
@@ -180,13 +195,15 @@ def choose_device(config: EngineConfig) -> Device:
 
 
 def _open_pack_cache(
-    config: EngineConfig, spec: ModelArchitecture, identity: tuple[str, str, str]
+    config: EngineConfig, architecture: ModelArchitecture, identity: tuple[str, str, str]
 ) -> PackCache:
-    """The packed weights of this checkpoint, dtype and packing."""
+    """Open the pack cache for this checkpoint, format and packed layout."""
     if not identity[-1]:
         return PackCache()
     return open_pack_cache(
-        identity, required_bytes=spec.num_parameters * 2, limit_bytes=config.pack_cache_bytes
+        identity,
+        required_bytes=architecture.num_parameters * 2,
+        limit_bytes=config.pack_cache_bytes,
     )
 
 
@@ -195,23 +212,23 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def _max_prefill_tokens(limits: EngineLimits) -> int:
-    """The longest prefill that one step can do."""
+    """Return the length of the longest prefill that fits into one step."""
     return min(limits.max_model_len - 1, limits.max_step_tokens)
 
 
 def _run_largest_step(executor: TorchExecutor, limits: EngineLimits) -> None:
-    """Fill the token budget with as many sequences as may run, each sampled in the costliest way."""
-    left, counts = limits.max_step_tokens, []
-    for others in reversed(range(limits.max_seqs)):
-        counts.append(min(_max_prefill_tokens(limits), left - others))
-        left -= counts[-1]
+    """Fill the token budget with the maximum number of sequences, sampled with the most expensive parameters."""
+    remaining, counts = limits.max_step_tokens, []
+    for sequences_left in reversed(range(limits.max_seqs)):
+        counts.append(min(_max_prefill_tokens(limits), remaining - sequences_left))
+        remaining -= counts[-1]
     _run_prefill(executor, limits, counts, COSTLIEST_PARAMS)
 
 
 def _run_prefill(
     executor: TorchExecutor, limits: EngineLimits, counts: list[int], params: SamplingParams
 ) -> None:
-    """Compute sequences of so many tokens in one step, all in block 0: what it gives means nothing."""
+    """Compute sequences of `counts` tokens in one step. All use block 0, so the results are meaningless."""
     rows = list(range(len(counts)))
     blocks = [[0] * -(-count // limits.block_size) for count in counts]
     plan = StepPlan(
@@ -221,8 +238,8 @@ def _run_prefill(
         counts=counts,
         sample_flags=[True] * len(rows),
         admissions=[
-            AdmittedSequence(row, [0] * count, count, params, pages)
-            for row, count, pages in zip(rows, counts, blocks, strict=True)
+            AdmittedSequence(row, [0] * count, count, params, block_ids)
+            for row, count, block_ids in zip(rows, counts, blocks, strict=True)
         ],
     )
     executor.submit(plan).result()

@@ -1,4 +1,4 @@
-"""Evicted KV blocks in host memory, each with a checksum that is verified when it comes back."""
+"""Store of evicted KV blocks in host memory, with checksums that are verified on restore."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ if TYPE_CHECKING:
 
 
 class HostBlockStore:
-    """Slot -> the bytes of one KV block of all layers."""
+    """Store that maps a host slot to the bytes of one KV block, all layers together."""
 
     def __init__(self) -> None:
         self.blocks: dict[int, Tensor] = {}
         self._checksums: dict[int, int] = {}
 
     def save(self, slot: int, data: Tensor) -> None:
-        """Keep a block (flat uint8, owned by the store from now on); replaces what the slot held."""
+        """Save a block (flat uint8) and take ownership of it. The slot's previous content is replaced."""
         self.blocks[slot] = data
         self._checksums[slot] = _checksum(data)
 
     def pop(self, slot: int) -> Tensor | None:
-        """The slot's block, given up by the store; None when it is missing or not what was saved."""
+        """Remove and return the slot's block, or None if it is missing or its checksum is wrong."""
         data = self.blocks.pop(slot, None)
         if data is None or _checksum(data) != self._checksums.pop(slot):
             return None

@@ -1,4 +1,4 @@
-"""Which instructions the CPU kernels are compiled for: what this CPU has, unless the user says otherwise."""
+"""Instruction sets for which the CPU kernels are compiled, chosen by CPU features or by `$ARGOSY_CPU_ISA`."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from functools import cache
 from pathlib import Path
 
 ISA_VARIABLE = "ARGOSY_CPU_ISA"
-"""The environment variable that names the instruction set, for tests and for doubtful machines."""
-TORCH_PATH = "torch"
-"""The name that asks for torch's operations instead of the native kernels."""
+"""Environment variable that selects the instruction set, for tests and to rule out faulty hardware."""
+TORCH_ISA_NAME = "torch"
+"""Value of the environment variable that selects torch's operations instead of the native kernels."""
 
 
 @dataclass(frozen=True, slots=True)
 class Isa:
-    """One way to compile the kernels."""
+    """Instruction set for which the kernels can be compiled."""
 
     name: str
     required_features: frozenset[str]
-    """Features of /proc/cpuinfo."""
+    """Required CPU features, as named in /proc/cpuinfo."""
     compiler_flags: tuple[str, ...]
-    """For the compiler."""
+    """Compiler options that enable the instruction set."""
 
 
 _AVX2 = frozenset(("avx2", "fma", "f16c", "bmi1", "bmi2", "movbe", "abm"))
@@ -39,48 +39,63 @@ ISAS = (
     Isa("avx2", _AVX2, ("-march=x86-64-v3",)),
     Isa("generic", frozenset(), () if platform.machine() == "x86_64" else ("-march=native",)),
 )
-"""The fastest first."""
+"""All instruction sets, fastest first."""
 EMULATED_AMX = Isa("amx_emulated", _AVX2, ("-march=x86-64-v3", "-DARGOSY_AMX_EMULATED"))
-"""The code of "amx" with the matrix unit in software: to test it on any machine, not to serve."""
+"""Instruction set "amx" with the matrix unit emulated in software, for tests on machines without AMX."""
 
 _CPUINFO_KEYS = ("flags", "Features")
-"""How /proc/cpuinfo calls the list of features, on x86 and on ARM."""
+"""Names of the feature list in /proc/cpuinfo, on x86 and on ARM."""
 
 
 def available_isas() -> list[Isa]:
-    """What this CPU can run, the fastest first."""
+    """Return the instruction sets that this CPU supports, fastest first."""
     return [isa for isa in ISAS if isa.required_features <= cpu_features()]
 
 
 def candidate_isas(name: str | None) -> list[Isa]:
-    """What to try in order: the one of that name, or of $ARGOSY_CPU_ISA, else all that can run.
+    """Return the instruction sets to try in order.
 
-    Empty where torch is asked for. Raises ValueError for a name that this CPU cannot run.
+    Args:
+        name: Instruction set to use. None reads $ARGOSY_CPU_ISA, and without it returns all supported ones.
+
+    Returns:
+        Instruction sets, fastest first. Empty if the name is "torch".
+
+    Raises:
+        ValueError: This CPU does not support the named instruction set.
     """
     name = name or os.environ.get(ISA_VARIABLE)
     if not name:
         return available_isas()
-    if name == TORCH_PATH:
+    if name == TORCH_ISA_NAME:
         return []
-    runnable = {
+    usable = {
         isa.name: isa
         for isa in (*available_isas(), EMULATED_AMX)
         if isa.required_features <= cpu_features()
     }
-    if name not in runnable:
-        known = {isa.name: isa for isa in (*ISAS, EMULATED_AMX)}
-        lacking = sorted(known[name].required_features - cpu_features()) if name in known else []
-        why = f"this CPU lacks {', '.join(lacking)}" if lacking else "there is no such path"
-        choices = ", ".join((*runnable, TORCH_PATH))
-        raise ValueError(
-            f"{ISA_VARIABLE} is {name!r}, but {why}; unset it or choose one of {choices}"
+    if name not in usable:
+        isa_by_name = {isa.name: isa for isa in (*ISAS, EMULATED_AMX)}
+        missing = (
+            sorted(isa_by_name[name].required_features - cpu_features())
+            if name in isa_by_name
+            else []
         )
-    return [runnable[name]]
+        reason = (
+            f"this CPU lacks {', '.join(missing)}"
+            if missing
+            else "no instruction set has this name"
+        )
+        choices = ", ".join((*usable, TORCH_ISA_NAME))
+        raise ValueError(
+            f"{ISA_VARIABLE} is {name!r}, but {reason}; unset it or choose one of {choices}"
+        )
+    return [usable[name]]
 
 
 @cache
 def cpu_features() -> frozenset[str]:
-    """The features of the first CPU, without the matrix unit where the system refuses it."""
+    """Return the features of the first CPU, without AMX if the system denies its use."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -95,6 +110,6 @@ def cpu_features() -> frozenset[str]:
 
 
 def _request_amx_permission() -> bool:
-    """Ask the kernel for the use of AMX's tiles in this process (arch_prctl(2), since Linux 5.16)."""
+    """Request the use of AMX tiles in this process (arch_prctl(2), since Linux 5.16), and return the success."""
     arch_prctl, request_permission, tile_data = 158, 0x1023, 18
     return int(ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data)) == 0

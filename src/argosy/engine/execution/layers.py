@@ -1,6 +1,6 @@
-"""The parts of a decoder layer: projections, norms, gated MLP and attention, over flat tokens.
+"""Modules of a decoder layer over flat tokens, which are projections, norms, gated MLP and attention.
 
-Every result depends on its own token's row only, bit for bit, whatever else is in the batch.
+Every result depends only on its own token's row, bit for bit, whatever else is in the batch.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ if TYPE_CHECKING:
 
 
 class LoadableModule(nn.Module):
-    """A module whose own parameters are declared on `meta` and assigned by the loader.
+    """Module whose own parameters are declared on `meta` and assigned by the loader.
 
-    Parts are called by their `forward`: hooks, which a plain call looks for, have no use here.
+    Callers call `forward` directly, which saves the lookup of hooks, since no module has hooks.
     """
 
     def process_weights_after_loading(self, device: Device) -> None:
-        """Turn the assigned parameters into what computing wants; called once."""
+        """Convert the assigned parameters to the form that `forward` needs. Called once."""
 
 
 class Projection(LoadableModule):
-    """x @ weight.T + bias, in the packing that the device likes, the weight rounded to `form`."""
+    """Linear layer x @ weight.T + bias, packed by the device, with the weight rounded to `weight_format`."""
 
     def __init__(self, cols: int, rows: int, bias: bool) -> None:  # noqa: FBT001 - data of a spec
         super().__init__()
@@ -56,19 +56,19 @@ class Projection(LoadableModule):
     def process_weights_after_loading(
         self, device: Device, get_packed: PackedWeightProvider = pack_in_memory
     ) -> None:
-        """Pack the weight, or take from `keep` what it packs to, and let go of the plain one."""
+        """Pack the weight, or get its packed form from `get_packed`, and release the unpacked weight."""
         if self.weight is None:
-            raise RuntimeError("settle was called twice")
+            raise RuntimeError("process_weights_after_loading was called twice")
         self._linear = device.create_linear(self.weight, self.bias, self.weight_format, get_packed)
         self.weight = self.bias = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[T, cols] to [T, rows]."""
+        """Map x [T, cols] to [T, rows]."""
         return self._linear(x)
 
 
 class RmsNorm(LoadableModule):
-    """RMS norm over the last dimension, of the kind that the family has."""
+    """RMS norm over the last dimension, of the model family's kind."""
 
     def __init__(self, size: int, kind: NormKind, eps: float) -> None:
         super().__init__()
@@ -78,23 +78,23 @@ class RmsNorm(LoadableModule):
         self._norm: Norm
 
     def process_weights_after_loading(self, device: Device) -> None:
-        """Hand the weight to the device."""
+        """Create the device's norm with the weight."""
         if self.weight is None:
-            raise RuntimeError("settle was called twice")
+            raise RuntimeError("process_weights_after_loading was called twice")
         self._norm = device.elementwise_ops.create_norm(self._kind, self.weight, self._eps)
         self.weight = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Norm over the last dimension, which has `size` elements."""
+        """Normalize over the last dimension, which has `size` elements."""
         return self._norm(x)
 
     def add_and_norm(self, x: Tensor, delta: Tensor) -> Tensor:
-        """Add mixed to x [T, size], in place, and norm that."""
+        """Add delta to x [T, size] in place, and return the normalized sum."""
         return self._norm.add_and_norm(x, delta)
 
 
 class GatedActivation(LoadableModule):
-    """activation(first half) * second half of each row."""
+    """Gated activation, which maps each row to activation(first half) * second half."""
 
     def __init__(self, activation: Activation) -> None:
         super().__init__()
@@ -102,16 +102,16 @@ class GatedActivation(LoadableModule):
         self._compute: Callable[[Tensor], Tensor]
 
     def process_weights_after_loading(self, device: Device) -> None:
-        """Take the device's."""
+        """Create the device's gated activation."""
         self._compute = device.elementwise_ops.create_gated_activation(self._activation)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[T, 2 * size] to [T, size]."""
+        """Map x [T, 2 * size] to [T, size]."""
         return self._compute(x)
 
 
 class Mlp(nn.Module):
-    """down(activation(gate(x)) * up(x)) (Shazeer 2020), gate and up as one matrix."""
+    """Gated MLP, down(activation(gate(x)) * up(x)) (Shazeer 2020), with gate and up as one matrix."""
 
     def __init__(
         self,
@@ -126,24 +126,24 @@ class Mlp(nn.Module):
         self.gate = GatedActivation(activation)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[T, hidden] to [T, hidden]."""
+        """Map x [T, hidden] to [T, hidden]."""
         return self.down.forward(self.gate.forward(self.gate_up.forward(x)))
 
 
 class NoQkNorm(nn.Module):
-    """Queries and keys as they come out of their projection."""
+    """Identity, for families without a norm of queries and keys."""
 
     def __init__(self, architecture: ModelArchitecture) -> None:
         super().__init__()
         del architecture
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries [T, heads, head_dim] and keys [T, kv_heads, head_dim] to the same shapes."""
+        """Map queries [T, heads, head_dim] and keys [T, kv_heads, head_dim] to the same shapes."""
         return q, k
 
 
 class PerHeadQkNorm(nn.Module):
-    """Queries and keys normalised over each head."""
+    """Norm of queries and keys over each head."""
 
     def __init__(self, architecture: ModelArchitecture) -> None:
         super().__init__()
@@ -151,12 +151,12 @@ class PerHeadQkNorm(nn.Module):
         self.k_norm = RmsNorm(architecture.head_dim, architecture.norm_kind, architecture.norm_eps)
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries [T, heads, head_dim] and keys [T, kv_heads, head_dim] to the same shapes."""
+        """Map queries [T, heads, head_dim] and keys [T, kv_heads, head_dim] to the same shapes."""
         return self.q_norm.forward(q), self.k_norm.forward(k)
 
 
 class FullQkNorm(nn.Module):
-    """Queries normalised over all their heads together, and so keys."""
+    """Norm of queries over all query heads together, and of keys over all KV heads together."""
 
     def __init__(self, architecture: ModelArchitecture) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ class FullQkNorm(nn.Module):
         )
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries [T, heads, head_dim] and keys [T, kv_heads, head_dim] to the same shapes."""
+        """Map queries [T, heads, head_dim] and keys [T, kv_heads, head_dim] to the same shapes."""
         flat_q, flat_k = self.q_norm.forward(q.flatten(1)), self.k_norm.forward(k.flatten(1))
         return flat_q.view(q.shape), flat_k.view(k.shape)
 
@@ -185,19 +185,19 @@ QK_NORMS: dict[str | None, type[NoQkNorm | PerHeadQkNorm | FullQkNorm]] = {
 
 
 class IdentityNorm(LoadableModule):
-    """Where a family has no norm."""
+    """Identity, for positions without a norm."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Give x back."""
+        """Return x."""
         return x
 
     def add_and_norm(self, x: Tensor, delta: Tensor) -> Tensor:
-        """Add mixed to x, in place."""
+        """Add delta to x in place, and return x."""
         return x.add_(delta)
 
 
 class DecoderLayer(nn.Module):
-    """One decoder layer: attention and MLP, each between the norms that the family has."""
+    """Decoder layer of attention and MLP, with norms at the family's positions before and after each."""
 
     def __init__(
         self, architecture: ModelArchitecture, layer: LayerArchitecture, index: int, mlp: nn.Module
@@ -234,23 +234,23 @@ class DecoderLayer(nn.Module):
         )
 
     def forward(self, x: Tensor, rope: RopeRotation, batch: Batch, attention: Attention) -> Tensor:
-        """Add the layer to the residual stream x [T, hidden], in place; returns x."""
-        mixed = self._attend(self.attention_in.forward(x), rope, batch, attention)
-        normed = self.mlp_in.add_and_norm(x, self.attention_out.forward(mixed))
-        mixed = self.mlp.forward(normed)
-        return x.add_(self.mlp_out.forward(mixed))
+        """Add the layer's output to the residual stream x [T, hidden] in place, and return x."""
+        output = self._attend(self.attention_in.forward(x), rope, batch, attention)
+        normed = self.mlp_in.add_and_norm(x, self.attention_out.forward(output))
+        output = self.mlp.forward(normed)
+        return x.add_(self.mlp_out.forward(output))
 
     def _attend(self, x: Tensor, rope: RopeRotation, batch: Batch, attention: Attention) -> Tensor:
         heads = self.qkv.forward(x).view(len(x), -1, self._head_dim)
         q, k, v = heads.split_with_sizes(self._head_counts, 1)
         q, k = self.qk.forward(q, k)
-        mixed = attention(q, k, v, batch, self._attention_params, rope)
-        return self.o.forward(mixed.flatten(1))
+        output = attention(q, k, v, batch, self._attention_params, rope)
+        return self.o.forward(output.flatten(1))
 
 
-def _build_norm(spec: ModelArchitecture, position: NormPosition) -> RmsNorm | IdentityNorm:
+def _build_norm(architecture: ModelArchitecture, position: NormPosition) -> RmsNorm | IdentityNorm:
     return (
-        RmsNorm(spec.hidden_size, spec.norm_kind, spec.norm_eps)
-        if position in spec.norm_positions
+        RmsNorm(architecture.hidden_size, architecture.norm_kind, architecture.norm_eps)
+        if position in architecture.norm_positions
         else IdentityNorm()
     )

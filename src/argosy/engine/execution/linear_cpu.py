@@ -1,4 +1,4 @@
-"""Linear layers on the CPU: packed once, and each token's result its own, whoever shares the batch."""
+"""Linear layers on the CPU, with weights packed once and results that do not depend on the rest of the batch."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ def create_cpu_linear(
     threads: int,
     get_packed: PackedWeightProvider = pack_in_memory,
 ) -> Callable[[Tensor], Tensor]:
-    """Pack weight [N, K] and bias [N]; the result maps [T, K] to [T, N] in their dtype.
+    """Pack weight [N, K] and bias [N], and return a function that maps [T, K] to [T, N] in their dtype.
 
-    bfloat16 takes the native kernel where it can be had, else tiles of rows; those and float32 take
-    oneDNN, but for bfloat16 on a CPU without AVX-512, where it has none.
+    bfloat16 uses the native kernel if available, and else products of tiles with a fixed number of rows. These
+    products and float32 use oneDNN. bfloat16 on a CPU without AVX-512 uses torch, because oneDNN does not support it.
     """
     if weight.dtype == torch.bfloat16:
         try:
             return NativeLinear(load_kernels(), weight, bias, threads, get_packed)
         except NativeUnavailableError:
-            pass  # the attention's log line says why
-    product = (
+            pass  # `create_cpu_attention` logs the reason
+    linear = (
         OnednnLinear(weight, bias) if _onednn_packs(weight.dtype) else _DenseLinear(weight, bias)
     )
-    return _TiledLinear(product) if weight.dtype == torch.bfloat16 else product
+    return _TiledLinear(linear) if weight.dtype == torch.bfloat16 else linear
 
 
 def _onednn_packs(dtype: torch.dtype) -> bool:
-    """Whether oneDNN packs weights of it on this CPU."""
+    """Return whether oneDNN packs weights of this dtype on this CPU."""
     if not torch.backends.mkldnn.is_available():
         return False
     if dtype == torch.bfloat16:
@@ -53,7 +53,7 @@ def _onednn_packs(dtype: torch.dtype) -> bool:
 
 
 class NativeLinear:
-    """csrc/linear.cpp: bfloat16 in and out, float32 sums in one order for every batch size."""
+    """Linear layer by csrc/linear.cpp, in bfloat16 with float32 sums in the same order for every batch size."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class NativeLinear:
         threads: int,
         get_packed: PackedWeightProvider = pack_in_memory,
     ) -> None:
-        """`weight` may be on meta where `keep` has what it packs to."""
+        """Pack the weight, which may be on `meta` if `get_packed` has its packed form."""
         outs, cols = weight.shape
         self._compute = kernels.linear
 
@@ -75,15 +75,15 @@ class NativeLinear:
         self._matmul = NativeMatmul(packed, outs, bias, threads)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[T, K] to [T, N]."""
+        """Map x [T, K] to [T, N]."""
         return self._matmul(self._compute, x)
 
 
 class NativeMatmul:
-    """A weight that a kernel has packed for itself, and the bias."""
+    """Matrix multiplication by a native kernel, with a packed weight and a bias."""
 
     OUTPUT_BLOCK = 32
-    """Outputs that kernels compute together: the bias is padded to a multiple of it."""
+    """Number of outputs that kernels compute together. The bias is padded to a multiple of it."""
 
     def __init__(self, packed: Tensor, num_outputs: int, bias: Tensor | None, threads: int) -> None:
         self._packed = packed
@@ -93,7 +93,7 @@ class NativeMatmul:
         self._bias = None if bias is None else F.pad(bias.detach().float(), padding)
 
     def __call__(self, compute: Callable[[int], int], x: Tensor) -> Tensor:
-        """[T, K] to [T, N] in x's dtype; `compute` is that kernel, and takes the address of a LinearCall."""
+        """Map x [T, K] to [T, N] in x's dtype with the kernel `compute`, which takes the address of a `LinearCall`."""
         if x.stride(1) != 1:
             x = x.contiguous()
         rows, cols = x.shape
@@ -114,12 +114,12 @@ class NativeMatmul:
 
 
 class OnednnLinear:
-    """x @ weight.T + bias, with the weight in oneDNN's own blocked layout."""
+    """Linear layer x @ weight.T + bias, with the weight in oneDNN's blocked layout."""
 
     ROWS_HINT = 64
-    """The batch for which oneDNN picks the layout; any batch runs."""
+    """Batch size for which oneDNN chooses the layout. Other batch sizes work too."""
     MAX_STABLE_COLS = 1024
-    """Above this K a single row takes another kernel than two: it is computed twice."""
+    """Largest K for which oneDNN uses the same kernel for one row as for two. Above it, a single row is duplicated."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight = torch.ops.mkldnn._reorder_linear_weight(  # noqa: SLF001 - the only entry
@@ -129,7 +129,7 @@ class OnednnLinear:
         self._duplicates_single_row = weight.shape[1] > self.MAX_STABLE_COLS
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[T, K] to [T, N]."""
+        """Map x [T, K] to [T, N]."""
         if self._duplicates_single_row and len(x) == 1:
             return self(x.expand(2, -1).contiguous())[:1]
         out: Tensor = torch.ops.mkldnn._linear_pointwise(  # noqa: SLF001 - the only entry
@@ -139,26 +139,27 @@ class OnednnLinear:
 
 
 class _TiledLinear:
-    """A linear whose products all have the same number of rows.
+    """Linear layer whose matrix products all have the same number of rows.
 
-    oneDNN chooses how it splits a long bfloat16 sum by the number of rows. A lone row costs 1.7
-    times its own product, a long batch 1.9 times: between tiles of 8 and 32, the least of both.
+    oneDNN splits a long bfloat16 sum depending on the number of rows, so results would depend on the batch. With tiles
+    of 16 rows, a single row costs 1.7 times a plain product, and a long batch 1.9 times. Tiles of 8 or 32 rows cost
+    more in one of the two cases.
     """
 
     TILE_ROWS = 16
 
-    def __init__(self, product: Callable[[Tensor], Tensor]) -> None:
-        self._linear = product
+    def __init__(self, linear: Callable[[Tensor], Tensor]) -> None:
+        self._linear = linear
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[T, K] to [T, N]."""
+        """Map x [T, K] to [T, N]."""
         rows = len(x)
         tiles = F.pad(x, (0, 0, 0, -rows % self.TILE_ROWS)).split(self.TILE_ROWS)
         return torch.cat([self._linear(tile) for tile in tiles])[:rows]
 
 
 class _DenseLinear:
-    """x @ weight.T + bias, with the weight as it came."""
+    """Linear layer x @ weight.T + bias, with the weight unpacked."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight = weight

@@ -1,4 +1,4 @@
-"""Linears with weights of 8 or 4 bits on the CPU: native where a compiler is, else torch, bit for bit the same."""
+"""Linear layers with int8 or int4 weights on the CPU, with bit-identical native and torch implementations."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ def create_int_linear(
     threads: int,
     get_packed: PackedWeightProvider = pack_in_memory,
 ) -> Callable[[Tensor], Tensor]:
-    """Round weight [N, K] and pack it; the result maps [T, K] to [T, N] in their dtype."""
+    """Quantize and pack weight [N, K], and return a function that maps [T, K] to [T, N] in its dtype."""
     try:
         return NativeIntLinear(load_kernels(), weight, bias, weight_format, threads, get_packed)
     except NativeUnavailableError:
-        return TorchIntLinear(weight, bias, weight_format)  # the attention's log line says why
+        return TorchIntLinear(weight, bias, weight_format)  # `create_cpu_attention` logs the reason
 
 
 class NativeIntLinear:
-    """csrc/linear_int.cpp: integer products by the best unit of this CPU."""
+    """Linear layer by csrc/linear_int.cpp, with integer products on the fastest unit of this CPU."""
 
     def __init__(
         self,
@@ -51,33 +51,33 @@ class NativeIntLinear:
         threads: int,
         get_packed: PackedWeightProvider = pack_in_memory,
     ) -> None:
-        """`weight` may be on meta where `keep` has what it packs to."""
+        """Quantize and pack the weight, which may be on `meta` if `get_packed` has its packed form."""
         outs, cols = weight.shape
-        native = kernels.linear_int[weight_format]
-        self._compute = native.linear_by_dtype
+        int_kernels = kernels.linear_int[weight_format]
+        self._compute = int_kernels.linear_by_dtype
 
         def pack(packed: Tensor) -> None:
             dense = weight.detach().contiguous()
-            if dense.dtype not in native.pack_by_dtype:
+            if dense.dtype not in int_kernels.pack_by_dtype:
                 dense = dense.float()
-            finite = native.pack_by_dtype[dense.dtype](
+            is_finite = int_kernels.pack_by_dtype[dense.dtype](
                 dense.data_ptr(), outs, cols, packed.data_ptr(), threads
             )
-            if not finite:
+            if not is_finite:
                 raise ValueError(NON_FINITE_WEIGHT)
 
-        packed = get_packed(native.packed_bytes(outs, cols), pack)
+        packed = get_packed(int_kernels.packed_bytes(outs, cols), pack)
         self._matmul = NativeMatmul(packed, outs, bias, threads)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[T, K] to [T, N]."""
+        """Map x [T, K] to [T, N]."""
         if x.dtype not in self._compute:
             return self(x.float()).to(x.dtype)
         return self._matmul(self._compute[x.dtype], x)
 
 
 class TorchIntLinear:
-    """The same in plain torch, the weight as whole numbers of 8 bits in both formats."""
+    """Linear layer in plain torch, with the weight as 8-bit integers in both formats."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, weight_format: IntFormat) -> None:
         self._integers = torch.empty(weight.shape, dtype=torch.int8)
@@ -91,5 +91,5 @@ class TorchIntLinear:
         self._bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[T, K] to [T, N]."""
+        """Map x [T, K] to [T, N]."""
         return quantized_linear(x, self._integers, self._scales, self._bias)

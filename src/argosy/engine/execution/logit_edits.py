@@ -1,4 +1,4 @@
-"""Changes of a few logits in place, and back: what a row asks for costs no copy of its row."""
+"""Reversible in-place edits of single logits, which avoid a copy of whole rows."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ INFINITY = float("inf")
 
 
 class LogitEdits:
-    """Changes of `logits` [S, V] float32, one over the other, until `undo`."""
+    """Sequence of edits of `logits` [S, V] float32, which `undo` reverts."""
 
     def __init__(self, logits: Tensor) -> None:
         self.logits = logits
         self._saved: list[tuple[tuple[Tensor, ...], Tensor]] = []
 
     def set_values(self, index: tuple[Tensor, ...], values: Tensor) -> None:
-        """Set `logits[where]`; a place that is named twice is given one value."""
+        """Set `logits[index]`. An index that occurs twice must have the same value twice."""
         self._saved.append((index, self.logits[index]))
         self.logits[index] = values
 
     def mask_out(self, index: tuple[Tensor, ...]) -> None:
-        """Let `logits[where]` never be drawn; NaN and infinity stay, for the draw to find."""
+        """Set `logits[index]` to -infinity, except for NaN and infinity, which sampling must detect."""
         values = self.logits[index]
         self.set_values(index, values.masked_fill(values < INFINITY, -INFINITY))
 
     def undo(self) -> None:
-        """Give the logits back, bit for bit."""
-        for where, values in reversed(self._saved):
-            self.logits[where] = values
+        """Restore the original logits, bit for bit."""
+        for index, values in reversed(self._saved):
+            self.logits[index] = values
         self._saved.clear()

@@ -1,4 +1,4 @@
-"""What a decoder is made of, as plain numbers: read from config.json, used by loader and planner."""
+"""Architecture of a decoder as plain values, read from config.json and used by the loader and by `argosy models`."""
 
 from __future__ import annotations
 
@@ -6,72 +6,75 @@ from dataclasses import dataclass
 from typing import Literal
 
 Activation = Literal["silu", "gelu_tanh"]
-"""The gate of the MLP: x * sigmoid(x), or the tanh approximation of GELU."""
+"""Activation of the MLP's gate, x * sigmoid(x) or the tanh approximation of GELU."""
 NormKind = Literal["narrow", "wide", "offset"]
-"""RMS norm in float32 and then: round and multiply by w; multiply by w and round; the same by 1 + w."""
+"""Kind of RMS norm, which is computed in float32.
+
+"narrow" rounds and then multiplies by w, "wide" multiplies by w and then rounds, and "offset" multiplies by 1 + w and
+then rounds."""
 QkNorm = Literal["head", "full"]
-"""Norm of queries and keys over each head, or over all heads together."""
+"""Scope of the norm of queries and keys, which is each head or all heads together."""
 NormPosition = Literal["attention_in", "attention_out", "mlp_in", "mlp_out"]
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 
 
 @dataclass(frozen=True, slots=True)
 class RopeParams:
-    """One rotary position embedding (Su et al. 2021) with its scaling."""
+    """Parameters of a rotary position embedding (Su et al. 2021) and its scaling."""
 
     kind: RopeKind
     theta: float
     rotary_dim: int
-    """How many of a head's leading elements are rotated."""
+    """Number of a head's leading elements that are rotated."""
     original_max_len: int
-    """The context the model was first trained for."""
+    """Context length of the model's first training, in tokens."""
     factor: float = 1.0
     attention_factor: float = 1.0
-    """Multiplies cosines and sines."""
+    """Factor of cosines and sines."""
     low_freq_factor: float = 1.0
     high_freq_factor: float = 1.0
-    """llama3: wavelengths between original_max_len / high and / low are blended."""
+    """llama3: wavelengths from original_max_len / high_freq_factor to / low_freq_factor are blended."""
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     round_bounds: bool = True
-    """yarn (Peng et al. 2023): rotations that bound the blend, and whether its ends are whole."""
+    """yarn (Peng et al. 2023): rotations that bound the blend, and whether the bounds are rounded to integers."""
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
-    """longrope (Ding et al. 2024): a divisor for each frequency, up to and beyond original_max_len."""
+    """longrope (Ding et al. 2024): a divisor per frequency, for contexts up to and beyond original_max_len."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerArchitecture:
-    """What differs from layer to layer."""
+    """Properties that differ between layers."""
 
     sliding_window: int | None
-    """A token sees itself and the `window - 1` tokens before it; None: all before it."""
+    """Number of tokens that a token attends to, including itself. None is all tokens before it."""
     rope_index: int
-    """Index into `ModelSpec.ropes`."""
+    """Index into `ModelArchitecture.ropes`."""
     is_moe: bool
     """Whether the MLP is a mixture of experts."""
 
 
 @dataclass(frozen=True, slots=True)
 class MoeArchitecture:
-    """A mixture of experts (Shazeer et al. 2017) in place of the MLP."""
+    """Architecture of a mixture of experts (Shazeer et al. 2017) in place of the MLP."""
 
     num_experts: int
     num_experts_per_token: int
-    """Experts that a token visits."""
+    """Number of experts that compute each token."""
     intermediate_size: int
     normalize_weights: bool
-    """Whether the chosen experts' weights are scaled to sum to 1."""
+    """Whether the selected experts' weights are scaled to sum to 1."""
     round_weights: bool
     """Whether those weights are rounded to the model's dtype."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelArchitecture:
-    """A decoder-only transformer: everything that the loader, the decoder and the planner need.
+    """Architecture of a decoder-only transformer, with all that the loader and the decoder need.
 
-    `dataclasses.replace(spec, max_model_len=n)` serves a shorter context: the rope tables, and the
-    choice between longrope's factors, follow `max_model_len`.
+    `dataclasses.replace(architecture, max_model_len=n)` limits the context. The rope tables, and the choice between
+    longrope's factors, depend on `max_model_len`.
     """
 
     family: str
@@ -79,22 +82,22 @@ class ModelArchitecture:
     num_layers: int
     hidden_size: int
     intermediate_size: int
-    """Width of a dense layer's MLP."""
+    """Hidden width of a dense layer's MLP."""
     num_heads: int
     num_kv_heads: int
     head_dim: int
     vocab_size: int
     max_model_len: int
-    """Most tokens of one sequence."""
+    """Maximum tokens of one sequence."""
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     dtype: str
-    """The dtype that the checkpoint names; float32 where it names none."""
+    """Dtype that the checkpoint names, or float32 if it names none."""
     activation: Activation
     norm_kind: NormKind
     norm_eps: float
     norm_positions: frozenset[NormPosition]
-    """Where a layer has norms."""
+    """Positions of the norms in a layer."""
     qk_norm: QkNorm | None
     qkv_bias: bool
     o_bias: bool
@@ -111,38 +114,39 @@ class ModelArchitecture:
 
     @property
     def num_parameters(self) -> int:
-        """Weights of the checkpoint, a tied output matrix counted once."""
+        """Number of weights in the checkpoint. A tied output matrix counts once."""
         embedding = self.vocab_size * self.hidden_size
-        ends = embedding if self.tied_embeddings else 2 * embedding
+        embeddings = embedding if self.tied_embeddings else 2 * embedding
         return (
-            ends
+            embeddings
             + self.hidden_size
-            + sum(self._num_layer_parameters(spec) for spec in self.layer_architectures)
+            + sum(self._num_layer_parameters(layer) for layer in self.layer_architectures)
         )
 
     @property
     def num_active_parameters(self) -> int:
-        """Weights that one token passes through; fewer than `parameters` with experts."""
+        """Number of weights that compute one token, which is less than `num_parameters` with experts."""
         if self.moe is None:
             return self.num_parameters
-        idle = self.moe.num_experts - self.moe.num_experts_per_token
-        sparse = sum(spec.is_moe for spec in self.layer_architectures)
+        num_idle_experts = self.moe.num_experts - self.moe.num_experts_per_token
+        num_moe_layers = sum(layer.is_moe for layer in self.layer_architectures)
         return (
-            self.num_parameters - sparse * idle * 3 * self.hidden_size * self.moe.intermediate_size
+            self.num_parameters
+            - num_moe_layers * num_idle_experts * 3 * self.hidden_size * self.moe.intermediate_size
         )
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
-        """Bytes of keys and values that one token leaves in the cache, all layers together."""
+        """Return the bytes of keys and values of one token, all layers together."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype_bytes
 
-    def _num_layer_parameters(self, spec: LayerArchitecture) -> int:
+    def _num_layer_parameters(self, layer: LayerArchitecture) -> int:
         query, key = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         attention = self.hidden_size * (2 * query + 2 * key)
         attention += self.qkv_bias * (query + 2 * key) + self.o_bias * self.hidden_size
         if self.qk_norm is not None:
             attention += query + key if self.qk_norm == "full" else 2 * self.head_dim
         norms = len(self.norm_positions) * self.hidden_size
-        if spec.is_moe and self.moe is not None:
+        if layer.is_moe and self.moe is not None:
             expert = 3 * self.hidden_size * self.moe.intermediate_size
             return attention + norms + self.moe.num_experts * (expert + self.hidden_size)
         biases = self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
@@ -151,7 +155,7 @@ class ModelArchitecture:
 
 @dataclass(frozen=True, slots=True)
 class ModelSummary:
-    """The figures that `argosy models` shows."""
+    """Model sizes that `argosy models` shows."""
 
     architecture: str
     num_parameters: int
@@ -162,7 +166,7 @@ class ModelSummary:
 
 
 def summarize_model(architecture: ModelArchitecture, dtype_bytes: int) -> ModelSummary:
-    """The model's size when weights and KV cache are held in elements of `dtype_bytes`."""
+    """Compute a model's sizes with `dtype_bytes` bytes per element of weights and KV cache."""
     return ModelSummary(
         architecture=architecture.architecture,
         num_parameters=architecture.num_parameters,

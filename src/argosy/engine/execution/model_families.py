@@ -1,4 +1,4 @@
-"""The table of model families: a row of switches and a map of tensor names for each."""
+"""Table of the supported model families, with switches and a map of tensor names for each."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ if TYPE_CHECKING:
     )
 
 WeightNames = dict[str, tuple[tuple[str, ...], ...]]
-"""Our name for a matrix or a norm -> the ways checkpoints store it; each way names the parts that
-are concatenated, rows after rows. `[{e}]` takes entry e of a tensor that holds all experts."""
+"""Parameter name in the decoder -> alternatives in which checkpoints store it.
+
+Each alternative names the parts whose rows are concatenated. `[{e}]` selects entry e of a tensor that holds all
+experts."""
 
 _ATTENTION: WeightNames = {
     "qkv": (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),),
@@ -67,23 +69,24 @@ _POST_NORM_POSITIONS: frozenset[NormPosition] = frozenset({"attention_out", "mlp
 
 @dataclass(frozen=True, slots=True)
 class ModelFamily:
-    """How one family departs from Llama."""
+    """Differences between one model family and Llama."""
 
     weight_names: WeightNames = field(default_factory=lambda: _DENSE)
     prefixes: tuple[str, ...] = ("model.",)
-    """Where a checkpoint keeps the decoder; the first that is there counts."""
+    """Prefixes of the decoder's tensor names. The first one found in the checkpoint is used."""
     defaults: Mapping[str, object] = field(default_factory=dict)
-    """What an absent key of config.json stands for."""
+    """Default values of absent keys in config.json."""
     attention_bias: Literal["stated", "qkv", "none"] = "stated"
-    """Attention biases: on all four matrices if `attention_bias` says so, on q, k, v, or none."""
+    """Attention biases, on all four matrices if config.json's `attention_bias` is set, on q, k and v, or none."""
     sliding_windows: Literal["none", "all", "upper", "pattern"] = "none"
-    """Which layers slide when `layer_types` does not say: all, those from `max_window_layers` up,
-    or all but each n-th."""
+    """Layers with a sliding window if config.json has no `layer_types`.
+
+    "upper" is the layers from `max_window_layers` on. "pattern" is all layers except every n-th."""
     norm_kind: NormKind = "narrow"
     norm_positions: frozenset[NormPosition] = _PRE_NORM_POSITIONS
     qk_norm: QkNorm | None = None
     is_gemma: bool = False
-    """Embedding times sqrt(hidden), softcaps, and queries scaled by `query_pre_attn_scalar`."""
+    """Whether the family has an embedding scale of sqrt(hidden), softcaps and `query_pre_attn_scalar`."""
     moe_style: Literal["mixtral", "qwen"] | None = None
 
 
@@ -170,35 +173,39 @@ FAMILIES: dict[str, ModelFamily] = {
     "Gemma3ForCausalLM": _GEMMA_3,
     "Gemma3ForConditionalGeneration": _GEMMA_3,
 }
-"""By the name in `architectures`. A new family is a row here."""
+"""Model families by the name in `architectures`. To support a new family, add an entry."""
 
 
-def checkpoint_tensor_names(spec: ModelArchitecture, parameter: str) -> tuple[tuple[str, ...], ...]:
-    """The ways a checkpoint may store a parameter of the decoder, most usual first.
+def checkpoint_tensor_names(
+    architecture: ModelArchitecture, parameter: str
+) -> tuple[tuple[str, ...], ...]:
+    """Return the alternatives in which a checkpoint may store a parameter of the decoder, most common first.
 
-    A way is the tensors whose rows, one after the other, make the parameter; `name[i]` is entry i
-    of the tensor `name`.
+    An alternative names the tensors whose concatenated rows are the parameter. `name[i]` is entry i of the tensor
+    `name`.
     """
-    family = FAMILIES[spec.architecture]
-    place, _, kind = parameter.rpartition(".")
-    if place in ("embed", "head", "norm"):
-        stored = {"embed": "embed_tokens", "head": "lm_head", "norm": "norm"}[place]
-        if place == "head":
-            return tuple((f"{p.removesuffix('model.')}lm_head.{kind}",) for p in family.prefixes)
+    family = FAMILIES[architecture.architecture]
+    module, _, kind = parameter.rpartition(".")
+    if module in ("embed", "head", "norm"):
+        stored = {"embed": "embed_tokens", "head": "lm_head", "norm": "norm"}[module]
+        if module == "head":
+            return tuple(
+                (f"{prefix.removesuffix('model.')}lm_head.{kind}",) for prefix in family.prefixes
+            )
         return tuple((f"{prefix}{stored}.{kind}",) for prefix in family.prefixes)
-    _, layer, inner = place.split(".", 2)
+    _, layer, weight_name = module.split(".", 2)
     expert = ""
-    if inner.startswith("mlp.experts."):
-        _, _, expert, inner = inner.split(".", 3)
-        inner = f"mlp.experts.{inner}"
+    if weight_name.startswith("mlp.experts."):
+        _, _, expert, weight_name = weight_name.split(".", 3)
+        weight_name = f"mlp.experts.{weight_name}"
     return tuple(
-        tuple(_tensor_name(f"{prefix}layers.{layer}.{part}", expert, kind) for part in way)
+        tuple(_tensor_name(f"{prefix}layers.{layer}.{part}", expert, kind) for part in parts)
         for prefix in family.prefixes
-        for way in family.weight_names[inner]
+        for parts in family.weight_names[weight_name]
     )
 
 
 def _tensor_name(part: str, expert: str, kind: str) -> str:
-    """A part's full name; a tensor that holds all experts carries no `.weight`."""
+    """Return a part's full tensor name. A tensor that holds all experts has no `.weight` suffix."""
     name = part.replace("{e}", expert)
     return name if name.endswith("]") else f"{name}.{kind}"

@@ -1,4 +1,4 @@
-"""A mixture of experts over flat tokens: sorted by expert, each token summed in its own order."""
+"""Mixture of experts over flat tokens, which are sorted by expert and summed per token in a fixed order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 
 class MixtureOfExperts(nn.Module):
-    """Each token visits its `active` likeliest experts (Shazeer et al. 2017; Jiang et al. 2024)."""
+    """Mixture of experts, in which the `num_experts_per_token` likeliest experts compute each token.
+
+    The method follows Shazeer et al. 2017 and Jiang et al. 2024.
+    """
 
     def __init__(self, hidden: int, architecture: MoeArchitecture, activation: Activation) -> None:
         super().__init__()
@@ -28,32 +31,32 @@ class MixtureOfExperts(nn.Module):
         self._architecture = architecture
 
     def forward(self, x: Tensor) -> Tensor:
-        """[T, hidden] to [T, hidden]; a token's experts are added likeliest first, in float32."""
-        weights, chosen = self._route(x)
-        active = self._architecture.num_experts_per_token
-        # order[i] is the (token, slot) pair, flattened, that comes i-th when sorted by expert
-        order = chosen.flatten().argsort(stable=True)
-        counts = chosen.flatten().bincount(minlength=self._architecture.num_experts).tolist()
-        inputs = x.index_select(0, order // active).split(counts)
+        """Map x [T, hidden] to [T, hidden]. A token's experts are added likeliest first, in float32."""
+        weights, expert_ids = self._route(x)
+        num_active = self._architecture.num_experts_per_token
+        # order[i] is the flat index of the i-th (token, choice) pair when sorted by expert
+        order = expert_ids.flatten().argsort(stable=True)
+        counts = expert_ids.flatten().bincount(minlength=self._architecture.num_experts).tolist()
+        inputs = x.index_select(0, order // num_active).split(counts)
         outputs = [
             expert.forward(rows)
             for expert, rows in zip(self.experts, inputs, strict=True)
             if len(rows)
         ]
-        pairs = torch.empty(order.numel(), x.shape[1], dtype=x.dtype, device=x.device)
-        pairs.index_copy_(0, order, torch.cat(outputs))
-        slots = pairs.view(len(x), active, -1)
-        total = slots[:, 0] * weights[:, :1]
-        for slot in range(1, active):
-            total.add_(slots[:, slot] * weights[:, slot : slot + 1])
+        pair_outputs = torch.empty(order.numel(), x.shape[1], dtype=x.dtype, device=x.device)
+        pair_outputs.index_copy_(0, order, torch.cat(outputs))
+        choices = pair_outputs.view(len(x), num_active, -1)
+        total = choices[:, 0] * weights[:, :1]
+        for choice in range(1, num_active):
+            total.add_(choices[:, choice] * weights[:, choice : choice + 1])
         return total.to(x.dtype)
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights (float32) and ids of each token's experts, [T, active], likeliest first."""
+        """Return float32 weights and ids of each token's experts, [T, num_experts_per_token], likeliest first."""
         scores = self.router.forward(x).float().softmax(-1)
-        weights, chosen = scores.topk(self._architecture.num_experts_per_token, dim=-1)
+        weights, expert_ids = scores.topk(self._architecture.num_experts_per_token, dim=-1)
         if self._architecture.normalize_weights:
             weights = weights / weights.sum(-1, keepdim=True)
         if self._architecture.round_weights:
             weights = weights.to(x.dtype).float()
-        return weights, chosen
+        return weights, expert_ids

@@ -1,4 +1,4 @@
-"""What the C++ kernels of csrc/ are called with: their structures, field by field."""
+"""Argument structures of the C++ kernels in csrc/, with the same fields as in C++."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ctypes
 
 
 class AttentionCall(ctypes.Structure):
-    """`ArgosyAttention` of attention.cpp, field by field; pointers are addresses, sizes elements."""
+    """Arguments of an attention call (`ArgosyAttention` in attention_call.h), with sizes in elements."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "cos", "sin")),
@@ -21,7 +21,7 @@ class AttentionCall(ctypes.Structure):
 
 
 class LinearCall(ctypes.Structure):
-    """`ArgosyLinear` of linear.cpp, field by field; pointers are addresses, sizes elements."""
+    """Arguments of a linear call (`ArgosyLinear` in linear.cpp), with sizes in elements."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "packed", "bias", "out")),
@@ -30,7 +30,7 @@ class LinearCall(ctypes.Structure):
 
 
 class NormCall(ctypes.Structure):
-    """`ArgosyNorm` of rows.cpp, field by field."""
+    """Arguments of a norm call (`ArgosyNorm` in elementwise.cpp)."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "add", "weight", "out")),
@@ -41,7 +41,7 @@ class NormCall(ctypes.Structure):
 
 
 class GatedActivationCall(ctypes.Structure):
-    """`ArgosyGate` of rows.cpp, field by field."""
+    """Arguments of a gated activation call (`ArgosyGate` in elementwise.cpp)."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "out")),
@@ -50,7 +50,7 @@ class GatedActivationCall(ctypes.Structure):
 
 
 class SampleCall(ctypes.Structure):
-    """`ArgosyDraw` of sampling.cpp, field by field."""
+    """Arguments of a sampling call (`ArgosyDraw` in sampling.cpp)."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("logits", "scale", "top_k", "top_p")),
@@ -60,7 +60,7 @@ class SampleCall(ctypes.Structure):
 
 
 class LogprobCall(ctypes.Structure):
-    """`ArgosyTelling` of sampling.cpp, field by field."""
+    """Arguments of a log-probability call (`ArgosyTelling` in sampling.cpp)."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("logits", "which", "tokens", "counts", "ranks")),

@@ -1,4 +1,4 @@
-"""Builds the C++ kernels of csrc/ with the system's compiler on first use, and loads them."""
+"""Loader of the C++ kernels in csrc/, which are built with the system's compiler on first use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import structlog
 import torch
 
-from argosy.engine.execution.isa import TORCH_PATH, Isa, candidate_isas
+from argosy.engine.execution.isa import TORCH_ISA_NAME, Isa, candidate_isas
 from argosy.native import LOAD_FAILURE_REMEDY, CompilerError, NativeUnavailableError, build_library
 
 if TYPE_CHECKING:
@@ -24,18 +24,19 @@ COMPILER_FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-Wno-psabi")
 log = structlog.get_logger(__name__)
 
 _DTYPE_SUFFIXES = ((torch.float32, "float32"), (torch.bfloat16, "bfloat16"))
-"""The dtypes that functions come in, by the ends of their names."""
+"""Dtypes of the kernel variants, and the suffixes of their function names."""
 
 
 class Kernels:
-    """The loaded library. Its functions trust their arguments and run without the GIL.
+    """Loaded kernel library. Its functions do not check their arguments and run without the GIL.
 
-    attention_*, linear: take the address of an AttentionCall or LinearCall.
-    norm: by dtype, takes the address of a NormCall.
-    gate: by activation, then dtype; take the address of a GateCall.
-    linear_bytes: (outs, cols) to the size of a packed weight.
-    linear_pack: (weight's address, outs, cols, address of that many bytes, threads).
-    linear_int: by format, what its integer weights need.
+    - `attention_float32`, `attention_bfloat16`: take the address of an `AttentionCall`.
+    - `linear`: takes the address of a `LinearCall`.
+    - `norm`, `sample`, `logprobs`: by dtype, take the address of a `NormCall`, `SampleCall` or `LogprobCall`.
+    - `gated_activation`: by activation and dtype, take the address of a `GatedActivationCall`.
+    - `linear_packed_bytes`: maps (outs, cols) to the bytes of a packed weight.
+    - `linear_pack`: takes (address of the weight, outs, cols, address of the packed weight, threads).
+    - `linear_int`: kernels of quantized weights by format.
     """
 
     def __init__(self, path: Path, isa: str) -> None:
@@ -61,11 +62,12 @@ class Kernels:
 
 
 class IntKernels:
-    """The functions of linear_int.cpp for one format.
+    """Functions of linear_int.cpp for one format.
 
-    size: (outs, cols) to the bytes of a packed weight.
-    pack: by dtype: (weight's address, outs, cols, address to pack to, threads) to whether all is finite.
-    compute: by dtype, takes the address of a LinearCall.
+    - `packed_bytes`: maps (outs, cols) to the bytes of a packed weight.
+    - `pack_by_dtype`: take (address of the weight, outs, cols, address of the packed weight, threads), and return
+      whether all weights are finite.
+    - `linear_by_dtype`: take the address of a `LinearCall`.
     """
 
     def __init__(self, library: ctypes.CDLL, name: str) -> None:
@@ -86,7 +88,7 @@ class IntKernels:
 def _function(
     library: ctypes.CDLL, name: str, result: type[ctypes.c_int64] | None, *arguments: type
 ) -> Callable[..., int]:
-    """A C function with its types declared; one without a result returns nothing of use."""
+    """Return a C function with declared types. If `result` is None, its return value is meaningless."""
     function = library[name]
     function.restype = result
     function.argtypes = arguments
@@ -94,7 +96,7 @@ def _function(
 
 
 def _by_dtype(library: ctypes.CDLL, name: str) -> dict[torch.dtype, Callable[..., int]]:
-    """The variants of a function that takes the address of its call."""
+    """Return the variants by dtype of a function that takes the address of its argument structure."""
     return {
         dtype: _function(library, f"argosy_{name}_{suffix}", None, ctypes.c_void_p)
         for dtype, suffix in _DTYPE_SUFFIXES
@@ -104,34 +106,37 @@ def _by_dtype(library: ctypes.CDLL, name: str) -> dict[torch.dtype, Callable[...
 def load_kernels(
     compiler: str | None = None, folder: Path | None = None, isa: str | None = None
 ) -> Kernels:
-    """Load the kernels for this CPU, building them when no earlier process has.
+    """Load the kernels for this CPU, and build them if no earlier process has. Safe for concurrent processes.
 
-    compiler: name or path; None takes $CXX, else c++, g++ or clang++.
-    folder: where builds are kept; None takes argosy/native in the user's cache directory.
-    isa: see isa.py; None takes $ARGOSY_CPU_ISA, else the fastest that CPU and compiler know.
-    Safe with several processes at once. Raises NativeUnavailable, and ValueError for an `isa` that
-    this CPU cannot run.
+    Args:
+        compiler: Name or path. None tries $CXX, or c++, g++ and clang++ without it.
+        folder: Folder of the builds. None is argosy/native in the user's cache directory.
+        isa: Instruction set. None reads $ARGOSY_CPU_ISA, or takes the fastest one that CPU and compiler support.
+
+    Raises:
+        NativeUnavailableError: The kernels cannot be built or loaded.
+        ValueError: This CPU does not support `isa`.
     """
-    found = _load_or_reason(compiler, folder, tuple(candidate_isas(isa)))
-    if isinstance(found, str):
-        raise NativeUnavailableError(found)
-    return found
+    kernels = _load_or_reason(compiler, folder, tuple(candidate_isas(isa)))
+    if isinstance(kernels, str):
+        raise NativeUnavailableError(kernels)
+    return kernels
 
 
 def active_kernels_name() -> str:
-    """The instruction set of the kernels that this process computes with, or "torch"."""
+    """Return the instruction set of the kernels in use, or "torch" without native kernels."""
     try:
         return load_kernels().isa
     except NativeUnavailableError:
-        return TORCH_PATH
+        return TORCH_ISA_NAME
 
 
 @cache
 def _load_or_reason(
     compiler: str | None, folder: Path | None, isas: tuple[Isa, ...]
 ) -> Kernels | str:
-    """The kernels, or why there are none: asked once, since every layer asks."""
-    reason = "torch's operations were asked for; unset ARGOSY_CPU_ISA to use the native kernels"
+    """Return the kernels, or the reason why they are unavailable. Cached, because every layer calls it."""
+    reason = "ARGOSY_CPU_ISA selects torch's operations; unset it to use the native kernels"
     for isa in isas:
         try:
             return _build_and_load(isa, compiler, folder)
@@ -144,7 +149,7 @@ def _load_or_reason(
 
 
 def _build_and_load(isa: Isa, compiler: str | None, folder: Path | None) -> Kernels:
-    """Build where needed, and load."""
+    """Build the kernels if needed, and load them."""
     path = build_library(
         KERNEL_SOURCES,
         (*COMPILER_FLAGS, *isa.compiler_flags),

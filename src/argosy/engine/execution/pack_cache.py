@@ -1,4 +1,4 @@
-"""Packed weights kept on disk: made once, then mapped, so that replicas start fast and share their memory."""
+"""Disk cache of packed weights, which replicas map, so that they start fast and share the memory."""
 
 from __future__ import annotations
 
@@ -28,47 +28,50 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     PackFunction = Callable[[Tensor], None]
-    """Fills a uint8 tensor with what a weight packs to."""
+    """Function that writes a packed weight into a uint8 tensor."""
     PackedWeightProvider = Callable[[int, PackFunction], Tensor]
-    """`keep(nbytes, pack)`: what `pack` fills in, now or when this checkpoint was first loaded."""
+    """Function of (nbytes, pack) that returns a packed weight, from the cache or by calling `pack`."""
 
 PACK_SUFFIX = ".packed"
 PARTIAL_SUFFIX = ".partial"
-"""A file that is being packed, locked by the process that does it."""
+"""Suffix of an incomplete file, which the process that writes it has locked."""
 MAX_FREE_DISK_FRACTION = 0.5
-"""Most of the free disk that a new file may take."""
+"""Maximum fraction of the free disk space for a new file."""
 LOCK_TIMEOUT_S = 60.0
-"""How long to wait for another process that packs the same checkpoint."""
+"""Maximum time to wait for another process that packs the same checkpoint."""
 LOCK_POLL_INTERVAL_S = 0.02
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger(__name__)
 
 
 def pack_in_memory(nbytes: int, pack: PackFunction) -> Tensor:
-    """Packed now, in memory of this process."""
+    """Pack a weight into memory of this process."""
     packed = torch.empty(nbytes, dtype=torch.uint8)
     pack(packed)
     return packed
 
 
 class PackCache:
-    """The packed weights of one checkpoint. Use it as a context: what was packed is kept when that ends well."""
+    """Packed weights of one checkpoint. Use it as a context manager, which saves new weights on a normal exit."""
 
     def __init__(
         self, stored: PackFile | None = None, pending_file: _PendingPackFile | None = None
     ) -> None:
-        """From a file, into a file, or (neither) in memory; see `open_packs`."""
+        """Create a cache that reads a file, writes a file, or (with neither) packs in memory. See `open_pack_cache`."""
         self._stored = stored
         self._pending_file = pending_file
         self.mapped_bytes = 0
-        """Bytes in use that the system counts as available, as they lie in its page cache."""
+        """Bytes of mapped weights, which the system counts as available because they are page cache."""
 
     def __contains__(self, key: str) -> bool:
-        """Whether `get` will have no need to pack."""
+        """Return whether `get` finds `key` without packing."""
         return self._stored is not None and key in self._stored.index
 
     def get(self, key: str, nbytes: int, pack: PackFunction) -> Tensor:
-        """What `pack` fills `nbytes` with, as uint8 that nobody may write to; each key is got once."""
+        """Return the packed weight of `key` as a read-only uint8 tensor. Call it once per key.
+
+        `pack` writes the `nbytes` bytes if the cache does not have them.
+        """
         if self._stored is not None and key in self._stored.index:
             payload = self._stored.payload(key, nbytes)
         elif self._pending_file is not None:
@@ -86,31 +89,35 @@ class PackCache:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        growing, self._pending_file = self._pending_file, None
-        if growing is None:
+        pending_file, self._pending_file = self._pending_file, None
+        if pending_file is None:
             return
-        if kind is not None or not growing.writer.index:
-            growing.abandon()
+        if kind is not None or not pending_file.writer.index:
+            pending_file.abandon()
             return
         try:
-            growing.finish()
+            pending_file.finish()
         except OSError as error:
-            self._disable(growing, error)
+            self._disable(pending_file, error)
 
-    def _disable(self, growing: _PendingPackFile, error: OSError) -> None:
-        """Go on without a file; what was mapped from it stays valid."""
+    def _disable(self, pending_file: _PendingPackFile, error: OSError) -> None:
+        """Stop writing the file and remove it. Existing mappings of it stay valid."""
         self._pending_file = None
-        growing.abandon()
+        pending_file.abandon()
         _log_disabled(error)
 
 
 def open_pack_cache(
     identity: tuple[str, ...], *, required_bytes: int, limit_bytes: int
 ) -> PackCache:
-    """The packs of what `identity` tells apart: checkpoint, dtype, and whatever the layout depends on.
+    """Open the cache of one checkpoint, waiting while another process packs the same one.
 
-    need_bytes: about what they take. limit_bytes: for all files together; those used longest ago give way.
-    Waits while another process packs the same. Never fails: without a usable disk it packs in memory.
+    Does not fail. Without a usable disk, weights are packed in memory.
+
+    Args:
+        identity: Strings that identify checkpoint, dtype and packed layout.
+        required_bytes: Approximate size of all packed weights.
+        limit_bytes: Maximum size of all files together. The least recently used files are removed.
     """
     if limit_bytes <= 0:
         return PackCache()
@@ -120,29 +127,37 @@ def open_pack_cache(
         with contextlib.suppress(FileNotFoundError, DamagedPackFileError):
             return PackCache(read_pack_file(path))
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        growing = _PendingPackFile(path, limit_bytes)
+        pending_file = _PendingPackFile(path, limit_bytes)
     except OSError as error:
         _log_disabled(error)
         return PackCache()
     try:
-        made_meanwhile = growing.begin(required_bytes)
+        stored = pending_file.begin(required_bytes)
     except OSError as error:
-        growing.abandon()
+        pending_file.abandon()
         _log_disabled(error)
         return PackCache()
-    return PackCache(pending_file=growing) if made_meanwhile is None else PackCache(made_meanwhile)
+    return PackCache(pending_file=pending_file) if stored is None else PackCache(stored)
 
 
 def pack_cache_folder() -> Path:
-    """Where packed weights are kept. Raises FileNotFoundError for a user without a home."""
+    """Return the folder of the pack cache.
+
+    Raises:
+        FileNotFoundError: The user has no home directory.
+    """
     return cache_folder() / "packed"
 
 
 class _PendingPackFile:
-    """A file that is ours to make: it grows under another name, and is renamed when it is whole."""
+    """File that this process writes under a temporary name and renames when it is complete."""
 
     def __init__(self, path: Path, limit_bytes: int) -> None:
-        """Waits for the lock. Raises OSError when it cannot be had."""
+        """Wait for the lock.
+
+        Raises:
+            OSError: The lock is not available in time.
+        """
         self._path = path
         self._partial = path.with_suffix(PARTIAL_SUFFIX)
         self._limit_bytes = limit_bytes
@@ -150,41 +165,49 @@ class _PendingPackFile:
         self.writer: PackWriter
 
     def begin(self, required_bytes: int) -> PackFile | None:
-        """Ready to add; or what another process has made meanwhile. Raises OSError without room for that much."""
+        """Prepare to write, or return the file that another process has completed meanwhile.
+
+        Raises:
+            OSError: `required_bytes` do not fit.
+        """
         try:
-            made = read_pack_file(self._path)
+            stored = read_pack_file(self._path)
         except FileNotFoundError:
             pass
         except DamagedPackFileError as error:
             log.warning("pack_cache_file_damaged", file=str(self._path), reason=str(error))
         else:
             self.abandon()
-            return made
+            return stored
         free_bytes = shutil.disk_usage(self._path.parent).free
-        room_bytes = min(self._limit_bytes, int(free_bytes * MAX_FREE_DISK_FRACTION))
-        self.writer = PackWriter(self._file, required_bytes, room_bytes)
+        max_bytes = min(self._limit_bytes, int(free_bytes * MAX_FREE_DISK_FRACTION))
+        self.writer = PackWriter(self._file, required_bytes, max_bytes)
         return None
 
     def finish(self) -> None:
-        """Make the file known; then older ones give way."""
+        """Complete and rename the file, and evict older files beyond the limit."""
         self.writer.finish()
         self._partial.replace(self._path)
         self._release()
         _evict_old_files(self._path, self._limit_bytes)
 
     def abandon(self) -> None:
-        """Leave nothing on disk."""
+        """Remove the incomplete file."""
         if not self._file.closed:
             self._partial.unlink(missing_ok=True)
             self._release()
 
     def _release(self) -> None:
-        fcntl.flock(self._file, fcntl.LOCK_UN)  # a mapping of the file would keep the lock
+        fcntl.flock(self._file, fcntl.LOCK_UN)  # a mapping would keep the lock after close
         self._file.close()
 
 
 def _lock_partial_file(partial: Path) -> BinaryIO:
-    """The file at `partial`, made when there is none, locked. Raises TimeoutError when another process keeps it."""
+    """Open or create the file at `partial`, and lock it.
+
+    Raises:
+        TimeoutError: Another process has the lock for `LOCK_TIMEOUT_S`.
+    """
     deadline = time.monotonic() + LOCK_TIMEOUT_S
     while True:
         file = os.fdopen(os.open(partial, os.O_RDWR | os.O_CREAT, 0o600), "r+b")
@@ -196,11 +219,11 @@ def _lock_partial_file(partial: Path) -> BinaryIO:
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(partial.stat(), os.fstat(file.fileno())):
                 return file
-        file.close()  # it was renamed or removed while we waited
+        file.close()  # renamed or removed by the other process meanwhile
 
 
 def _try_lock(file: BinaryIO) -> bool:
-    """Try to lock it."""
+    """Try to lock a file, and return the success."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -209,9 +232,9 @@ def _try_lock(file: BinaryIO) -> bool:
 
 
 def _evict_old_files(new_file: Path, limit_bytes: int) -> None:
-    """Remove files until all together fit, those used longest ago first, and what dead processes left.
+    """Remove incomplete files of dead processes, and the least recently used files beyond the limit.
 
-    Whoever has a removed file mapped keeps it.
+    Existing mappings of removed files stay valid.
     """
     for partial in new_file.parent.glob(f"*{PARTIAL_SUFFIX}"):
         with contextlib.suppress(FileNotFoundError), partial.open("rb") as file:

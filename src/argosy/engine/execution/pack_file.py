@@ -1,11 +1,11 @@
-"""The file of one checkpoint's packed weights: written payload by payload, checked and mapped as a whole.
+"""File format of one checkpoint's packed weights, written payload by payload and mapped as a whole.
 
-Payloads lie at multiples of `ALIGNMENT`, padded with zeros:
+Payloads start at multiples of `PAYLOAD_ALIGNMENT_BYTES` and are padded with zeros:
 
-    header (magic, place and size of the index, CRC-32 of the index) | payloads | index
+    header (magic, offset and size of the index, CRC-32 of the index) | payloads | index
 
-Only a crash of the machine could leave a known file half-written. The sums over the payloads tell: they are checked
-before anything of the file is used, and cost less than waiting for the disk after writing would.
+Only a crash of the machine can leave a complete-looking file with missing data. Checksums of the payloads detect this
+when the file is opened. They cost less time than flushing the file to the disk after writing.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ PAYLOAD_ALIGNMENT_BYTES = max(4096, mmap.ALLOCATIONGRANULARITY)
 
 
 class DamagedPackFileError(Exception):
-    """A file that is not what was written."""
+    """Content of a pack file differs from what was written."""
 
 
 class PayloadSpan(NamedTuple):
-    """Where a payload lies in the file, in bytes, and the sum of its 64-bit words."""
+    """Position of a payload in the file, in bytes, and the sum of its 64-bit words."""
 
     offset: int
     nbytes: int
@@ -47,25 +47,34 @@ class PayloadSpan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PackFile:
-    """A whole file, mapped and checked."""
+    """Complete pack file, mapped and verified."""
 
     path: Path
     data: Tensor
     index: dict[str, PayloadSpan]
 
     def payload(self, key: str, nbytes: int) -> Tensor:
-        """Raises RuntimeError, so that loading is tried anew without the file, when the size is another."""
+        """Return a payload.
+
+        Raises:
+            RuntimeError: The payload has another size than `nbytes`. The file is removed, so that a retry packs anew.
+        """
         span = self.index[key]
         if span.nbytes != nbytes:
             self.path.unlink(missing_ok=True)
             raise RuntimeError(
-                f"{self.path} has {span.nbytes} bytes of {key}, not {nbytes}; it was removed"
+                f"{self.path} has {span.nbytes} bytes of {key}, not {nbytes}; it was removed, load the model again"
             )
         return self.data[span.offset : span.offset + nbytes]
 
 
 def read_pack_file(path: Path) -> PackFile:
-    """The file's contents, checked. Raises FileNotFoundError, or DamagedError."""
+    """Map a pack file and verify its checksums.
+
+    Raises:
+        FileNotFoundError: The file does not exist.
+        DamagedPackFileError: The header, the index or a checksum is wrong.
+    """
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -73,24 +82,28 @@ def read_pack_file(path: Path) -> PackFile:
             file.seek(offset)
             index = file.read(length)
             if magic != PACK_FILE_MAGIC or offset + length != size or zlib.crc32(index) != crc:
-                raise DamagedPackFileError("its header and its index do not agree")
+                raise DamagedPackFileError("the header and the index do not match")
             spans = msgspec.msgpack.decode(index, type=dict[str, PayloadSpan])
             data = _map_file(file, size)
     except (ValueError, OverflowError, struct.error) as error:
         raise DamagedPackFileError(str(error)) from error
     for key, span in spans.items():
         if _checksum(data[span.offset : span.offset + _align_up(span.nbytes)]) != span.checksum:
-            raise DamagedPackFileError(f"the sum of {key} is wrong")
+            raise DamagedPackFileError(f"the checksum of {key} is wrong")
     with contextlib.suppress(OSError):
-        os.utime(path)  # used now: files give way in this order
+        os.utime(path)  # modification time orders the eviction
     return PackFile(path, data, spans)
 
 
 class PackWriter:
-    """A file that payloads are added to. What was added is read through a mapping from then on."""
+    """Writer of a pack file, which returns each added payload as a mapping of the file."""
 
     def __init__(self, file: BinaryIO, required_bytes: int, max_bytes: int) -> None:
-        """Begin `file` anew. Raises OSError when `need_bytes` do not fit into `room_bytes`."""
+        """Truncate `file` and start writing.
+
+        Raises:
+            OSError: `required_bytes` exceed `max_bytes`.
+        """
         self.index: dict[str, PayloadSpan] = {}
         self._file = file
         self._max_bytes = max_bytes
@@ -98,13 +111,13 @@ class PackWriter:
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._check_space(required_bytes)
         file.truncate(0)
-        file.truncate(max_bytes)  # takes no space, and all of it can be mapped
+        file.truncate(max_bytes)  # sparse, so that all of it can be mapped
         self._data = _map_file(file, max_bytes)
 
     def add_payload(self, key: str, nbytes: int, pack: Callable[[Tensor], None]) -> Tensor:
-        """Pack into a buffer, write that, and give back the mapping of what was written.
+        """Pack into a buffer, write the buffer, and return the mapping of the written bytes.
 
-        Writing to the mapping itself would save a copy, and a full disk would kill the process.
+        Packing directly into the mapping would save a copy, but a full disk would then kill the process.
         """
         padded, offset = _align_up(nbytes), self._end_offset
         self._check_space(offset + padded)
@@ -119,7 +132,7 @@ class PackWriter:
         return self._data[offset : offset + nbytes]
 
     def finish(self) -> None:
-        """Make the file whole."""
+        """Write the index and the header, and truncate the file to its final size."""
         self._scratch = torch.empty(0, dtype=torch.uint8)
         index = msgspec.msgpack.encode(self.index)
         self._write(memoryview(index), self._end_offset)
@@ -141,11 +154,11 @@ class PackWriter:
 
 
 def _map_file(file: BinaryIO, nbytes: int) -> Tensor:
-    """The first `nbytes` of a file, shared with whoever maps it too."""
+    """Map the first `nbytes` of a file, sharing the memory with other processes that map it."""
     mapped = mmap.mmap(file.fileno(), nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-    mapped.madvise(mmap.MADV_WILLNEED)  # from disk in large pieces, not page by page
+    mapped.madvise(mmap.MADV_WILLNEED)  # reads from disk in large pieces instead of single pages
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it cannot be written to is the point
+        warnings.simplefilter("ignore")  # torch warns that the tensor is read-only
         return torch.frombuffer(mapped, dtype=torch.uint8)
 
 
@@ -154,5 +167,5 @@ def _align_up(nbytes: int) -> int:
 
 
 def _checksum(payload: Tensor) -> int:
-    """Modulo 2**64; at the speed of memory, unlike a CRC."""
+    """Return the sum of the 64-bit words modulo 2**64, which is faster than a CRC."""
     return int(payload.view(torch.int64).sum())

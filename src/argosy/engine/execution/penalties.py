@@ -1,4 +1,4 @@
-"""Repetition, presence and frequency penalties: a row pays for the tokens that it has, not for the vocabulary."""
+"""Repetition, presence and frequency penalties, whose cost depends on a row's tokens and not on the vocabulary."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from argosy.engine.scheduling import AdmittedSequence
 
 MIN_TOKEN_CAPACITY = 1024
-"""Room for the tokens of a row at first; doubled when a longer sequence comes."""
+"""Initial token capacity of a row, which doubles when a longer sequence arrives."""
 
 
 class Penalties:
-    """The penalties of R rows, and the tokens that they are for."""
+    """Penalties of R rows, and the tokens to which they apply."""
 
     def __init__(self, rows: int, vocab_size: int, device: torch.device) -> None:
         self.active_rows = np.zeros(rows, bool)
@@ -30,12 +30,12 @@ class Penalties:
         self._frequency = np.zeros(rows, np.float32)
         self._lengths = np.zeros(rows, np.int64)
         self._output_counts = torch.empty(0)
-        """[R, V] int32: how often each token was output; allocated when a penalty is first used."""
+        """[R, V] int32, output count of each token. Allocated when a penalty is first used."""
         self._tokens = torch.empty(0)
-        """[R, room] int64: prompt and output; beyond a row's length its first token, again and again."""
+        """[R, capacity] int64, prompt and output tokens, padded with the row's first token."""
 
     def admit(self, admission: AdmittedSequence) -> None:
-        """Take over a row."""
+        """Fill a row for a sequence that joins the batch."""
         row, params = admission.row, admission.params
         self._repetition[row] = params.repetition_penalty
         self._presence[row] = params.presence_penalty
@@ -55,45 +55,47 @@ class Penalties:
             self._lengths[row] = len(tokens)
 
     def apply(self, edits: LogitEdits, batch_rows: NDArray[np.int64]) -> None:
-        """Change the i-th row of logits as row `which[i]` asks; inactive rows stay as they are."""
-        some = np.flatnonzero(self.active_rows[batch_rows])
-        if not some.size:
+        """Apply the penalties of row `batch_rows[i]` to the i-th row of logits. Rows without penalties are skipped."""
+        active = np.flatnonzero(self.active_rows[batch_rows])
+        if not active.size:
             return
-        rows = batch_rows[some]
-        index, places = self._tensor(some)[:, None], self._tensor(rows)[:, None]
-        ids = self._tokens[places[:, 0], : int(self._lengths[rows].max())]
-        counts, old = self._output_counts[places, ids], edits.logits[index, ids]
+        rows = batch_rows[active]
+        index, row_index = self._tensor(active)[:, None], self._tensor(rows)[:, None]
+        ids = self._tokens[row_index[:, 0], : int(self._lengths[rows].max())]
+        counts, old_logits = self._output_counts[row_index, ids], edits.logits[index, ids]
         repetition = self._tensor(self._repetition[rows])[:, None]
-        new = torch.where(old > 0, old / repetition, old * repetition)
-        new -= self._tensor(self._frequency[rows])[:, None] * counts
-        new -= self._tensor(self._presence[rows])[:, None] * (counts > 0)
-        edits.set_values(
-            (index, ids), new
-        )  # a token that a row has twice is given the same value twice
+        new_logits = torch.where(old_logits > 0, old_logits / repetition, old_logits * repetition)
+        new_logits -= self._tensor(self._frequency[rows])[:, None] * counts
+        new_logits -= self._tensor(self._presence[rows])[:, None] * (counts > 0)
+        # A token that occurs twice in a row gets the same value twice.
+        edits.set_values((index, ids), new_logits)
 
     def record_output(self, batch_rows: NDArray[np.int64], tokens: Tensor) -> None:
-        """Count `tokens[i]` ([N], on the device; below 0: any) as output of row `which[i]`."""
-        some = np.flatnonzero(self.active_rows[batch_rows])
-        if not some.size:
+        """Count `tokens[i]` as output of row `batch_rows[i]`.
+
+        `tokens` is [N], on the device. A negative token belongs to a failed row, whose counts no longer matter.
+        """
+        active = np.flatnonzero(self.active_rows[batch_rows])
+        if not active.size:
             return
-        rows = batch_rows[some]
+        rows = batch_rows[active]
         self._reserve(int(self._lengths[rows].max()) + 1)
-        places, drawn = self._tensor(rows), tokens[self._tensor(some)].clamp_(min=0)
-        self._output_counts[places, drawn] += 1
-        self._tokens[places, self._tensor(self._lengths[rows])] = drawn
+        row_index, sampled = self._tensor(rows), tokens[self._tensor(active)].clamp_(min=0)
+        self._output_counts[row_index, sampled] += 1
+        self._tokens[row_index, self._tensor(self._lengths[rows])] = sampled
         self._lengths[rows] += 1
 
     def _reserve(self, length: int) -> None:
-        """Make room for `length` tokens in every row."""
+        """Grow the capacity of every row to at least `length` tokens."""
         rows = len(self.active_rows)
         if not self._output_counts.numel():
             shape = (rows, self._vocab_size)
             self._output_counts = torch.zeros(shape, dtype=torch.int32, device=self._device)
             self._tokens = torch.zeros(rows, 1, dtype=torch.int64, device=self._device)
-        room = self._tokens.shape[1]
-        if length > room:
-            more = max(MIN_TOKEN_CAPACITY, 2 * room, length) - room
-            self._tokens = torch.cat((self._tokens, self._tokens[:, :1].expand(rows, more)), 1)
+        capacity = self._tokens.shape[1]
+        if length > capacity:
+            added = max(MIN_TOKEN_CAPACITY, 2 * capacity, length) - capacity
+            self._tokens = torch.cat((self._tokens, self._tokens[:, :1].expand(rows, added)), 1)
 
     def _tensor(self, values: NDArray[np.int64] | NDArray[np.float32]) -> Tensor:
         return torch.from_numpy(values).to(self._device, non_blocking=True)

@@ -1,7 +1,8 @@
-"""Permanent rows: what is known of each running sequence, gathered into one batch each step.
+"""Persistent batch, which keeps a row of tokens and KV blocks per running sequence on the device between steps.
 
-The host packs what a step needs into one buffer. The device, which holds the tokens (those sampled a
-moment ago, too) and the pages of every row, takes its news from the buffer and gathers the batch.
+The host packs a step's inputs into one buffer. They contain only the tokens and blocks that the device does not have
+yet. The device updates its rows from the buffer and gathers the batch. Its rows also hold the tokens that it sampled
+itself, which the host may not know yet.
 """
 
 from __future__ import annotations
@@ -26,32 +27,32 @@ NO_BLOCK = -1
 
 
 class StepShape(NamedTuple):
-    """What all steps have in common that one recording of the device's work can serve."""
+    """Shape of a packed step. All steps with the same shape can replay the same captured graph."""
 
     layout: ArrayLayout
     max_blocks: int
-    """Pages of the longest sequence."""
+    """Number of KV blocks of the longest sequence."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedStep:
-    """A step as the host hands it over."""
+    """Inputs of one step, packed by the host."""
 
     buffer: Tensor
     """[words] int64, in host memory."""
     shape: StepShape
     logit_index: NDArray[np.int64]
-    """[L]: flat tokens whose logits are wanted, in rising order."""
+    """[L], ascending indices of the flat tokens whose logits are computed."""
     sample_index: NDArray[np.int64]
-    """[C]: those of them that a token is sampled from."""
+    """[C], those flat tokens of `logit_index` from which a token is sampled."""
     sample_rows: NDArray[np.int64]
-    """[C]: the rows that it is sampled for."""
+    """[C], rows of the sampled tokens."""
     sample_positions: NDArray[np.int64]
-    """[C]: the positions of these tokens."""
+    """[C], positions of the sampled tokens."""
 
 
 class DeviceInputs:
-    """A step as the device reads it: views of the buffer that was handed over."""
+    """Inputs of one step on the device, as views of the packed buffer."""
 
     def __init__(self, data: Tensor, shape: StepShape) -> None:
         (
@@ -73,25 +74,25 @@ class DeviceInputs:
 
 
 class PersistentBatch:
-    """Tokens and KV pages of R rows of at most `max_len` tokens, and of one row more, for padding.
+    """Tokens and KV blocks of R rows of up to `max_len` tokens, and of one padding row.
 
-    The padding row has no blocks: its token goes to a negative slot, and its sequence's length is 0.
+    The padding row has no blocks. Its token has a negative KV slot, and its sequence has length 0.
     """
 
     def __init__(self, rows: int, max_len: int, block_size: int, device: torch.device) -> None:
         self.prompt_lens = np.zeros(rows + 1, dtype=np.int64)
         self._block_size = block_size
         self._padding = rows
-        # One token more than a sequence may have: the last one sampled is recorded, never computed.
+        # One token more than `max_len`, because the last sampled token is recorded but not computed.
         self._stride = max_len + 1
         self._blocks_per_row = -(-max_len // block_size)
         self._blocks = np.zeros((rows + 1, self._blocks_per_row), dtype=np.int64)
         self._blocks[rows] = NO_BLOCK
         self._arange = np.arange(rows + 1)
         self._unsent_tokens: dict[int, list[int]] = {}
-        """Row -> its tokens, where the device does not know them yet."""
+        """Row -> its tokens, if they are not on the device yet."""
         self._unsent_blocks: dict[int, int] = {}
-        """Place among all rows' pages -> the block that is there now."""
+        """Flat index into the block table -> block that is not on the device yet."""
         self.tokens = torch.zeros(rows + 1, self._stride, dtype=torch.int64, device=device)
         self._block_table = torch.from_numpy(self._blocks.astype(np.int32)).to(device)
         self._flat_tokens, self._flat_block_table = self.tokens.view(-1), self._block_table.view(-1)
@@ -105,17 +106,20 @@ class PersistentBatch:
         self.prompt_lens[row] = admission.prompt_len
 
     def append_blocks(self, new_blocks: list[tuple[int, int, int]]) -> None:
-        """Append blocks: (row, index, block)."""
+        """Append blocks to rows, given as (row, index, block)."""
         for row, index, block in new_blocks:
             self._unsent_blocks[row * self._blocks_per_row + index] = block
             self._blocks[row, index] = block
 
     def clear(self) -> None:
-        """All rows are free again; news that the device was not told are dropped."""
+        """Free all rows, and discard updates that are not on the device yet."""
         self._unsent_tokens, self._unsent_blocks = {}, {}
 
     def is_uniform_decode(self, plan: StepPlan) -> bool:
-        """Whether `pack_padded` can do it: a single token for each, and at most a page for each."""
+        """Return whether `pack_padded_step` supports the plan.
+
+        Each sequence must compute and sample one token. The step may add at most one block per sequence in total.
+        """
         sequences = len(plan.rows)
         return (
             plan.total_tokens == sequences
@@ -127,7 +131,7 @@ class PersistentBatch:
     def pack_step(
         self, plan: StepPlan, extra_logit_index: NDArray[np.int64] | None = None
     ) -> PackedStep:
-        """What the device needs for `plan`; logits are wanted where it samples, and at `wanted`."""
+        """Pack the inputs of `plan`. Logits are computed where it samples and at `extra_logit_index`."""
         size = len(plan.rows)
         rows = np.fromiter(plan.rows, np.int64, size)
         starts = np.fromiter(plan.starts, np.int64, size)
@@ -137,41 +141,48 @@ class PersistentBatch:
                 rows, starts, seq_lens, size, self._max_blocks(seq_lens)
             )
         counts = np.fromiter(plan.counts, np.int64, size)
-        samples = np.fromiter(plan.sample_flags, np.bool_, size)
+        sample_flags = np.fromiter(plan.sample_flags, np.bool_, size)
         ends, seq_lens = counts.cumsum(), starts + counts
         row_of = rows.repeat(counts)
         positions = np.arange(len(row_of)) + (seq_lens - ends).repeat(counts)
-        sampled = ends[samples] - 1
+        sample_index = ends[sample_flags] - 1
         logit_index = (
-            sampled if extra_logit_index is None else np.union1d(sampled, extra_logit_index)
+            sample_index
+            if extra_logit_index is None
+            else np.union1d(sample_index, extra_logit_index)
         )
-        data, layout = pack_arrays(
+        buffer, layout = pack_arrays(
             (
                 *self._locate_tokens(row_of, positions),
                 rows,
                 logit_index,
-                (rows * self._stride + seq_lens)[samples],
+                (rows * self._stride + seq_lens)[sample_flags],
                 *self._take_unsent(),
             ),
             (np.concatenate(((0,), ends)), seq_lens),
         )
         shape = StepShape(layout, self._max_blocks(seq_lens))
         return PackedStep(
-            torch.from_numpy(data), shape, logit_index, sampled, rows[samples], seq_lens[samples]
+            torch.from_numpy(buffer),
+            shape,
+            logit_index,
+            sample_index,
+            rows[sample_flags],
+            seq_lens[sample_flags],
         )
 
     def pack_padded_step(self, plan: StepPlan, size: int) -> PackedStep:
-        """The same for a `uniform` plan, filled up with the padding row to `size` sequences.
+        """Pack the inputs of a uniform decode plan, padded with the padding row to `size` sequences.
 
-        The shape depends on `size` alone.
+        The shape depends only on `size`.
         """
-        used = len(plan.rows)
+        num_used = len(plan.rows)
         rows, starts = np.full(size, self._padding), np.zeros(size, dtype=np.int64)
-        rows[:used], starts[:used] = plan.rows, plan.starts
+        rows[:num_used], starts[:num_used] = plan.rows, plan.starts
         seq_lens = starts + 1
-        seq_lens[used:] = 0
+        seq_lens[num_used:] = 0
         return self._pack_single_tokens(
-            rows, starts, seq_lens, used, self._blocks_per_row, min_blocks=size
+            rows, starts, seq_lens, num_used, self._blocks_per_row, min_blocks=size
         )
 
     def _pack_single_tokens(
@@ -179,60 +190,64 @@ class PersistentBatch:
         rows: NDArray[np.int64],
         positions: NDArray[np.int64],
         seq_lens: NDArray[np.int64],
-        used: int,
-        width: int,
+        num_used: int,
+        max_blocks: int,
         min_blocks: int = 0,
     ) -> PackedStep:
-        """One token for each of these rows, of which the first `used` are sampled.
+        """Pack one token per row, with samples for the first `used` rows.
 
-        At least `pages` pages are told.
+        The packed block updates are padded to at least `min_blocks`.
         """
-        at, _, slots = self._locate_tokens(rows, positions)
+        token_index, _, slots = self._locate_tokens(rows, positions)
         order = self._arange[: len(rows)]
-        news = self._take_unsent(min_blocks)
-        data, layout = pack_arrays(
-            (at, positions, slots, rows, order, at + 1, *news),
+        updates = self._take_unsent(min_blocks)
+        buffer, layout = pack_arrays(
+            (token_index, positions, slots, rows, order, token_index + 1, *updates),
             (self._arange[: len(rows) + 1], seq_lens),
         )
-        shape, order = StepShape(layout, width), order[:used]
-        return PackedStep(torch.from_numpy(data), shape, order, order, rows[:used], seq_lens[:used])
+        shape, order = StepShape(layout, max_blocks), order[:num_used]
+        return PackedStep(
+            torch.from_numpy(buffer), shape, order, order, rows[:num_used], seq_lens[:num_used]
+        )
 
     def _locate_tokens(
         self, row_of: NDArray[np.int64], positions: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Of each flat token: its place in `tokens`, its position, its slot in the KV cache."""
+        """Return each flat token's index into `tokens`, its position, and its KV cache slot."""
         size = self._block_size
         index = positions // size
         slots = (self._blocks[row_of, index] - index) * size + positions
         return row_of * self._stride + positions, positions, slots
 
     def _max_blocks(self, seq_lens: NDArray[np.int64]) -> int:
-        """Pages of the longest."""
+        """Return the number of KV blocks of the longest sequence."""
         return -(-int(seq_lens.max()) // self._block_size)
 
     def _take_unsent(self, min_blocks: int = 0) -> tuple[NDArray[np.int64], ...]:
-        """Places and values of the tokens, then of the pages, that the device does not know yet."""
-        tokens, pages = self._unsent_tokens, self._unsent_blocks
+        """Return and clear the updates for the device, as indices and values of tokens and then of blocks."""
+        tokens, blocks = self._unsent_tokens, self._unsent_blocks
         self.clear()
-        token_at = token = page_at = page = np.empty(0, dtype=np.int64)
+        token_index = token_ids = block_index = block_ids = np.empty(0, dtype=np.int64)
         if tokens:
             starts = [(row * self._stride, len(ids)) for row, ids in tokens.items()]
-            token_at = np.concatenate([np.arange(at, at + count) for at, count in starts])
-            token = np.concatenate([np.array(ids) for ids in tokens.values()])
-        known = max(0, min_blocks - len(pages))
-        if pages or known:
-            place = self._padding * self._blocks_per_row
-            page_at = np.array([*pages, *[place] * known])
-            page = np.array([*pages.values(), *[NO_BLOCK] * known])
-        return token_at, token, page_at, page
+            token_index = np.concatenate(
+                [np.arange(start, start + count) for start, count in starts]
+            )
+            token_ids = np.concatenate([np.array(ids) for ids in tokens.values()])
+        num_padding = max(0, min_blocks - len(blocks))
+        if blocks or num_padding:
+            padding_index = self._padding * self._blocks_per_row
+            block_index = np.array([*blocks, *[padding_index] * num_padding])
+            block_ids = np.array([*blocks.values(), *[NO_BLOCK] * num_padding])
+        return token_index, token_ids, block_index, block_ids
 
     def gather_batch(self, inputs: DeviceInputs) -> Batch:
-        """Take the news and gather the batch; work of the device alone."""
-        tokens, pages = self._flat_tokens, self._flat_block_table
+        """Update the rows from the inputs and gather the batch, with device operations only."""
+        tokens, block_table = self._flat_tokens, self._flat_block_table
         if len(inputs.new_tokens):
             tokens.index_copy_(0, inputs.new_token_index, inputs.new_tokens)
         if len(inputs.new_blocks):
-            pages.index_copy_(0, inputs.new_block_index, inputs.new_blocks.to(torch.int32))
+            block_table.index_copy_(0, inputs.new_block_index, inputs.new_blocks.to(torch.int32))
         return Batch(
             token_ids=tokens.index_select(0, inputs.token_index),
             positions=inputs.positions,
@@ -245,15 +260,15 @@ class PersistentBatch:
         )
 
     def append_tokens(self, inputs: DeviceInputs, tokens: Tensor) -> None:
-        """Record sampled tokens, in the order in which they were packed; padding gets none.
+        """Append sampled tokens to their rows, in the order in which the rows were packed, without padding rows.
 
-        One below 0, of a row that failed while its next token may be under way, becomes token 0.
+        A negative token belongs to a failed row, whose next step may be in flight already. It is stored as token 0.
         """
         self._flat_tokens.index_copy_(0, inputs.sample_index[: len(tokens)], tokens.clamp(min=0))
 
 
 class RaggedTable:
-    """For each row any number of (token id, value) pairs, picked out for a batch without a loop."""
+    """Table of any number of (token id, value) pairs per row, with vectorized selection for a batch."""
 
     def __init__(self, rows: int, device: torch.device) -> None:
         self._lists: dict[int, tuple[list[int], list[float]]] = {}
@@ -262,7 +277,7 @@ class RaggedTable:
         self._pack()
 
     def set(self, row: int, ids: list[int], values: list[float]) -> None:
-        """Replace the row's pairs; none at all when `ids` is empty."""
+        """Replace the row's pairs. Empty `ids` remove them."""
         if ids:
             self._lists[row] = (ids, values)
         elif self._lists.pop(row, None) is None:
@@ -270,12 +285,16 @@ class RaggedTable:
         self._pack()
 
     def select_rows(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """For a batch of rows [S]: (index into the batch [N], token ids [N], values [N])."""
+        """Select the pairs of a batch of rows [S].
+
+        Returns:
+            Indices into the batch [N], token ids [N] and values [N].
+        """
         self._index[rows] = torch.arange(len(rows), device=self._device)
         index = self._index[self._rows]
         self._index[rows] = -1
-        here = index >= 0
-        return index[here], self._ids[here], self._values[here]
+        selected = index >= 0
+        return index[selected], self._ids[selected], self._values[selected]
 
     def _pack(self) -> None:
         rows = [row for row, (ids, _) in self._lists.items() for _ in ids]

@@ -1,4 +1,4 @@
-"""Random numbers that depend on (seed, position) alone: resumed or re-batched, a request draws the same."""
+"""Random numbers that depend only on (seed, position), so that a resumed request draws the same tokens."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def uniform_random(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
-    """One number in [0, 1) for each (seed, position), by the SplitMix64 finaliser (Steele et al. 2014).
+    """Return a number in [0, 1) for each (seed, position), by the SplitMix64 finaliser (Steele et al. 2014).
 
-    The seed is mixed before the position is added, so neighbouring seeds share no stream.
+    The seed is mixed before the position is added, so that streams of neighbouring seeds do not overlap.
     """
     with np.errstate(over="ignore"):
         state = _mix(seeds + _GOLDEN) + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN

@@ -1,4 +1,4 @@
-"""Rotary embeddings as config.json writes them: transformers 4 and 5 keys, one reading."""
+"""Parser of the rotary embedding settings in config.json, with the keys of transformers 4 and 5."""
 
 from __future__ import annotations
 
@@ -15,26 +15,28 @@ _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 def parse_ropes(config: CheckpointConfig, head_dim: int) -> tuple[RopeParams, ...]:
-    """The rope of full-attention layers, and after it that of sliding ones where it is another.
+    """Return the rope of full-attention layers, followed by that of sliding-window layers if it differs.
 
-    transformers 5 writes `rope_parameters`, per layer type in Gemma 3; older checkpoints have
-    `rope_theta`, `rope_scaling`, `partial_rotary_factor` and `rope_local_base_freq`.
-    Raises ValueError for a rope that we do not have.
+    transformers 5 writes `rope_parameters`, per layer type in Gemma 3. Older checkpoints have `rope_theta`,
+    `rope_scaling`, `partial_rotary_factor` and `rope_local_base_freq`.
+
+    Raises:
+        ValueError: The rope is unsupported or inconsistent.
     """
-    written = config.section("rope_parameters")
-    local = config.optional_number("rope_local_base_freq")
-    if any(name in written for name in _LAYER_TYPES):
-        full, sliding = (config.with_values(written).section(name) for name in _LAYER_TYPES)
-        sections = [full, {"rope_theta": local} | sliding]
+    rope_parameters = config.section("rope_parameters")
+    local_theta = config.optional_number("rope_local_base_freq")
+    if any(name in rope_parameters for name in _LAYER_TYPES):
+        full, sliding = (config.with_values(rope_parameters).section(name) for name in _LAYER_TYPES)
+        sections = [full, {"rope_theta": local_theta} | sliding]
     else:
-        sections = [written | config.section("rope_scaling")]
-        if local is not None:
-            sections.append({"rope_theta": local})
+        sections = [rope_parameters | config.section("rope_scaling")]
+        if local_theta is not None:
+            sections.append({"rope_theta": local_theta})
     return tuple(_parse_rope(config, section, head_dim) for section in sections)
 
 
 def max_supported_len(config: CheckpointConfig, ropes: tuple[RopeParams, ...]) -> int:
-    """Most tokens that the positions allow; yarn extends what the configuration states."""
+    """Return the maximum context length in tokens. yarn extends the stated length."""
     stated = config.integer("max_position_embeddings")
     extended = [int(rope.original_max_len * rope.factor) for rope in ropes if rope.kind == "yarn"]
     return max([stated, *extended])
@@ -44,25 +46,25 @@ def _parse_rope(config: CheckpointConfig, section: dict[str, object], head_dim: 
     rope = config.with_values(section)
     kind = _rope_kind(config, rope)
     theta = rope.optional_number("rope_theta") or config.number("rope_theta")
-    stated = config.integer("max_position_embeddings")
-    original = (
+    stated_max_len = config.integer("max_position_embeddings")
+    original_max_len = (
         config.optional_integer("original_max_position_embeddings")
         or rope.optional_integer("original_max_position_embeddings")
-        or stated
+        or stated_max_len
     )
     factor = rope.optional_number("factor")
     if factor is None:
         if kind in ("linear", "dynamic", "llama3"):
             raise rope.error("factor", f"a number, for rope type {kind}")
-        factor = stated / original if kind in ("yarn", "longrope") else 1.0
+        factor = stated_max_len / original_max_len if kind in ("yarn", "longrope") else 1.0
     rotary_dim = _rotary_dim(config, rope, head_dim)
-    spec = RopeParams(
+    params = RopeParams(
         kind=kind,
         theta=theta,
         rotary_dim=rotary_dim,
-        original_max_len=original,
+        original_max_len=original_max_len,
         factor=factor,
-        attention_factor=_attention_factor(rope, kind, factor, original),
+        attention_factor=_attention_factor(rope, kind, factor, original_max_len),
         low_freq_factor=rope.optional_number("low_freq_factor") or 1.0,
         high_freq_factor=rope.optional_number("high_freq_factor") or 4.0,
         beta_fast=rope.optional_number("beta_fast") or 32.0,
@@ -72,44 +74,44 @@ def _parse_rope(config: CheckpointConfig, section: dict[str, object], head_dim: 
         long_factors=rope.numbers("long_factor"),
     )
     if kind == "longrope":
-        for key, factors in (("short", spec.short_factors), ("long", spec.long_factors)):
+        for key, factors in (("short", params.short_factors), ("long", params.long_factors)):
             if len(factors) != rotary_dim // 2:
                 raise rope.error(f"{key}_factor", f"a list of {rotary_dim // 2} numbers")
-    return spec
+    return params
 
 
 def _rope_kind(config: CheckpointConfig, rope: CheckpointConfig) -> RopeKind:
     name = rope.string("rope_type") or rope.string("type") or "default"
     if name == "su" or (name == "yarn" and rope.get("short_factor") is not None):
-        name = "longrope"  # what the first Phi-3 checkpoints called it
+        name = "longrope"  # the name in the first Phi-3 checkpoints
     if name not in _KINDS or rope.get("mrope_section") is not None:
         raise ValueError(
-            f"{config.path}: rope type {name!r} of several axes or unknown; "
-            f"Argosy has {', '.join(_KINDS)}"
+            f"{config.path}: rope type {name!r} is unknown or has several axes; "
+            f"Argosy supports {', '.join(_KINDS)}"
         )
     return _KINDS[name]
 
 
 def _rotary_dim(config: CheckpointConfig, rope: CheckpointConfig, head_dim: int) -> int:
-    share = rope.optional_number("partial_rotary_factor")
-    share = share or config.optional_number("partial_rotary_factor") or 1.0
-    rotary_dim = int(head_dim * share)
+    fraction = rope.optional_number("partial_rotary_factor")
+    fraction = fraction or config.optional_number("partial_rotary_factor") or 1.0
+    rotary_dim = int(head_dim * fraction)
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise config.error("partial_rotary_factor", f"such that {head_dim} of it is even")
     return rotary_dim
 
 
 def _attention_factor(
-    rope: CheckpointConfig, kind: RopeKind, factor: float, original: int
+    rope: CheckpointConfig, kind: RopeKind, factor: float, original_max_len: int
 ) -> float:
-    """What yarn and longrope multiply cosines and sines by."""
-    stated = rope.optional_number("attention_factor")
-    if kind not in ("yarn", "longrope") or stated is not None:
-        return 1.0 if stated is None else stated
+    """Return the factor of cosines and sines, which differs from 1 only for yarn and longrope."""
+    stated_factor = rope.optional_number("attention_factor")
+    if kind not in ("yarn", "longrope") or stated_factor is not None:
+        return 1.0 if stated_factor is None else stated_factor
     if factor <= 1.0:
         return 1.0
     if kind == "longrope":
-        return math.sqrt(1 + math.log(factor) / math.log(original))
+        return math.sqrt(1 + math.log(factor) / math.log(original_max_len))
     mscale = rope.optional_number("mscale")
     mscale_all = rope.optional_number("mscale_all_dim")
     if mscale and mscale_all:

@@ -1,4 +1,4 @@
-"""From logits to the next tokens, for all rows at once; each row's result depends on that row alone."""
+"""Sampler of the next tokens for all rows at once. Each row's result depends only on that row."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ MAX_LOGIT_SCALE = float(np.finfo(np.float32).max)
 
 @dataclass(frozen=True, slots=True)
 class SamplerOutput:
-    """What `Sampler` drew for S rows."""
+    """Sampled tokens of S rows."""
 
     tokens: Tensor
-    """[S] int64, on the device; -1 for rows whose logits were not finite."""
+    """[S] int64, on the device, -1 for rows whose logits were not finite."""
     logprobs: dict[int, Logprob]
-    """By batch index, for the valid rows that asked; of the logits as the model gave them."""
+    """Batch index -> log-probabilities under the unmodified logits, for valid rows that requested them."""
 
     @property
     def invalid_rows(self) -> list[int]:
-        """Batch indices whose logits were not finite; waits for the device."""
+        """Batch indices whose logits were not finite. Waits for the device."""
         found: list[int] = torch.nonzero(self.tokens < 0).flatten().tolist()
         return found
 
 
 class Sampler:
-    """The sampling parameters of R rows, and the counts that penalties need."""
+    """Sampling parameters of R rows, and the token counts for their penalties."""
 
     def __init__(
         self, rows: int, vocab_size: int, device: torch.device, ops: SamplingOps | None = None
@@ -60,18 +60,20 @@ class Sampler:
         self._min_positions = np.zeros(rows, np.int64)
         self._top_logprobs = np.full(rows, -1, np.int64)
         self._has_token_limits = np.zeros(rows, bool)
-        """Rows with a logit bias or allowed tokens."""
+        """Whether each row has a logit bias or allowed tokens."""
         self._penalties = Penalties(rows, vocab_size, device)
         self._bias = RaggedTable(rows, device)
         self._allowed = RaggedTable(rows, device)
         self._early_stop_tokens = RaggedTable(rows, device)
-        """Tokens that may not come before `min_tokens`."""
+        """Tokens that are masked out before `min_tokens`."""
 
     def admit(self, admission: AdmittedSequence, end_token_ids: list[int]) -> None:
-        """Take over a row; `ends` are the tokens that may not be sampled before `min_tokens`."""
+        """Fill a row for a sequence that joins the batch. `end_token_ids` are masked out before `min_tokens`."""
         row, params = admission.row, admission.params
-        heat = params.temperature
-        self._logit_scale[row] = min(LOG2E / heat, MAX_LOGIT_SCALE) if heat > 0 else 0.0
+        temperature = params.temperature
+        self._logit_scale[row] = (
+            min(LOG2E / temperature, MAX_LOGIT_SCALE) if temperature > 0 else 0.0
+        )
         self._top_k[row] = (
             min(params.top_k, self._vocab_size) if params.top_k > 0 else self._vocab_size
         )
@@ -81,61 +83,60 @@ class Sampler:
         self._min_positions[row] = admission.prompt_len + params.min_tokens
         self._top_logprobs[row] = -1 if params.logprobs is None else params.logprobs
         self._bias.set(row, list(params.logit_bias), list(params.logit_bias.values()))
-        allowed = list(params.allowed_token_ids)
-        self._allowed.set(row, allowed, [0.0] * len(allowed))
-        self._has_token_limits[row] = bool(params.logit_bias) or bool(allowed)
-        barred = end_token_ids if params.min_tokens > 0 else []
-        self._early_stop_tokens.set(row, barred, [0.0] * len(barred))
+        allowed_ids = list(params.allowed_token_ids)
+        self._allowed.set(row, allowed_ids, [0.0] * len(allowed_ids))
+        self._has_token_limits[row] = bool(params.logit_bias) or bool(allowed_ids)
+        early_stop_ids = end_token_ids if params.min_tokens > 0 else []
+        self._early_stop_tokens.set(row, early_stop_ids, [0.0] * len(early_stop_ids))
         self._penalties.admit(admission)
 
     def __call__(self, logits: Tensor, rows: Tensor, positions: Tensor) -> SamplerOutput:
-        """Draw the token at `positions[i]` for `rows[i]` from `logits[i]`.
+        """Sample the token at `positions[i]` for `rows[i]` from `logits[i]`.
 
-        logits: [S, V] float32, changed where rows ask for it and given back as they came: copies of
-        them would cost more than the draw.
-        rows, positions: [S] int64, in host memory, so that nobody waits for the device to tell them.
+        Logits [S, V] float32 are edited in place and restored, because a copy would cost more than sampling. Rows and
+        positions are [S] int64 in host memory, which avoids waiting for the device.
         """
-        where, places = rows.numpy(), positions.numpy()
+        batch_rows, batch_positions = rows.numpy(), positions.numpy()
         edits = LogitEdits(logits)
-        self._apply_edits(edits, where, places)
-        tokens = self._ops.sample(logits, self._build_metadata(where, places))
+        self._apply_edits(edits, batch_rows, batch_positions)
+        tokens = self._ops.sample(logits, self._build_metadata(batch_rows, batch_positions))
         edits.undo()
-        self._penalties.record_output(where, tokens)
-        return SamplerOutput(tokens, self._sampled_logprobs(logits, where, tokens))
+        self._penalties.record_output(batch_rows, tokens)
+        return SamplerOutput(tokens, self._sampled_logprobs(logits, batch_rows, tokens))
 
     def compute_logprobs(self, logits: Tensor, tokens: Tensor, num_top: int) -> list[Logprob]:
-        """Log-probability and rank of `tokens[i]` under `logits[i]` ([N, V]), and the `top` likeliest."""
-        which = np.arange(len(tokens))
+        """Compute log-probability and rank of `tokens[i]` under `logits[i]` ([N, V]), and the `num_top` likeliest."""
+        logit_rows = np.arange(len(tokens))
         return compute_logprobs(
-            self._ops, logits, which, tokens, np.full(len(which), num_top, np.int64)
+            self._ops, logits, logit_rows, tokens, np.full(len(logit_rows), num_top, np.int64)
         )
 
     def _build_metadata(
-        self, where: NDArray[np.int64], positions: NDArray[np.int64]
+        self, batch_rows: NDArray[np.int64], positions: NDArray[np.int64]
     ) -> SamplingMetadata:
         return SamplingMetadata(
-            self._logit_scale[where],
-            self._top_k[where],
-            self._top_p[where],
-            self._log2_min_p[where],
-            uniform_random(self._seeds[where], positions),
+            self._logit_scale[batch_rows],
+            self._top_k[batch_rows],
+            self._top_p[batch_rows],
+            self._log2_min_p[batch_rows],
+            uniform_random(self._seeds[batch_rows], positions),
         )
 
     def _apply_edits(
-        self, edits: LogitEdits, where: NDArray[np.int64], places: NDArray[np.int64]
+        self, edits: LogitEdits, batch_rows: NDArray[np.int64], positions: NDArray[np.int64]
     ) -> None:
-        """Bias, allowed tokens, no end before `min_tokens`, penalties; for row `where[i]` at `places[i]`."""
-        if self._has_token_limits[where].any():
-            self._apply_token_limits(edits, self._to_device(where))
-        early = places < self._min_positions[where]
-        if early.any():
-            index, ids, _ = self._early_stop_tokens.select_rows(self._to_device(where))
-            still = self._to_device(early)[index]
-            edits.mask_out((index[still], ids[still]))
-        self._penalties.apply(edits, where)
+        """Apply bias, allowed tokens, `min_tokens` and penalties of row `batch_rows[i]` at `positions[i]`."""
+        if self._has_token_limits[batch_rows].any():
+            self._apply_token_limits(edits, self._to_device(batch_rows))
+        is_early = positions < self._min_positions[batch_rows]
+        if is_early.any():
+            index, ids, _ = self._early_stop_tokens.select_rows(self._to_device(batch_rows))
+            early_pairs = self._to_device(is_early)[index]
+            edits.mask_out((index[early_pairs], ids[early_pairs]))
+        self._penalties.apply(edits, batch_rows)
 
     def _apply_token_limits(self, edits: LogitEdits, rows: Tensor) -> None:
-        """Logit bias and allowed tokens."""
+        """Apply the logit bias and the allowed tokens."""
         index, ids, values = self._bias.select_rows(rows)
         edits.set_values((index, ids), edits.logits[index, ids] + values)
         index, ids, _ = self._allowed.select_rows(rows)
@@ -145,24 +146,26 @@ class Sampler:
             edits.set_values((index, ids), kept)
 
     def _sampled_logprobs(
-        self, logits: Tensor, where: NDArray[np.int64], tokens: Tensor
+        self, logits: Tensor, batch_rows: NDArray[np.int64], tokens: Tensor
     ) -> dict[int, Logprob]:
-        """The log-probabilities of the valid rows that asked."""
-        asked = np.flatnonzero(self._top_logprobs[where] >= 0)
-        if asked.size:  # only now it is worth waiting for the device
-            asked = asked[tokens.cpu().numpy()[asked] >= 0]
-        if not asked.size:
+        """Compute the log-probabilities of the valid rows that requested them."""
+        requested = np.flatnonzero(self._top_logprobs[batch_rows] >= 0)
+        if requested.size:  # waits for the device, so only if requested
+            requested = requested[tokens.cpu().numpy()[requested] >= 0]
+        if not requested.size:
             return {}
-        tops = self._top_logprobs[where[asked]]
-        found = compute_logprobs(self._ops, logits, asked, tokens[self._to_device(asked)], tops)
-        return dict(zip(asked.tolist(), found, strict=True))
+        top_counts = self._top_logprobs[batch_rows[requested]]
+        logprobs = compute_logprobs(
+            self._ops, logits, requested, tokens[self._to_device(requested)], top_counts
+        )
+        return dict(zip(requested.tolist(), logprobs, strict=True))
 
-    def _to_device(self, some: NDArray[np.int64] | NDArray[np.bool_]) -> Tensor:
-        return torch.from_numpy(some).to(self._device, non_blocking=True)
+    def _to_device(self, values: NDArray[np.int64] | NDArray[np.bool_]) -> Tensor:
+        return torch.from_numpy(values).to(self._device, non_blocking=True)
 
 
 def create_sampling_ops(device: torch.device) -> SamplingOps:
-    """The operations for a device; on the CPU with the calling thread's number of torch threads."""
+    """Create the sampling operations of a device. On the CPU, they use the calling thread's torch thread count."""
     if device.type == "cpu":
         return create_cpu_sampling_ops(torch.get_num_threads())
     from argosy.engine.execution.gpu.sampling import TritonSamplingOps
@@ -177,18 +180,21 @@ def compute_logprobs(
     tokens: Tensor,
     top_counts: NDArray[np.int64],
 ) -> list[Logprob]:
-    """Log-probability and rank of `tokens[i]` under `logits[which[i]]`, and the `tops[i]` likeliest."""
-    told = ops.compute_logprobs(logits, logit_rows, tokens, top_counts)
+    """Compute the log-probability and rank of `tokens[i]` under `logits[logit_rows[i]]`.
+
+    Each result also has the `top_counts[i]` likeliest tokens.
+    """
+    result = ops.compute_logprobs(logits, logit_rows, tokens, top_counts)
     rows = zip(
         tokens.tolist(),
-        told.token_logprobs.tolist(),
-        told.ranks.tolist(),
-        told.top_ids.tolist(),
-        told.top_logprobs.tolist(),
+        result.token_logprobs.tolist(),
+        result.ranks.tolist(),
+        result.top_ids.tolist(),
+        result.top_logprobs.tolist(),
         top_counts.tolist(),
         strict=True,
     )
     return [
-        Logprob(token, lp, rank, list(zip(likeliest[:k], theirs[:k], strict=True)))
-        for token, lp, rank, likeliest, theirs, k in rows
+        Logprob(token, logprob, rank, list(zip(top_ids[:count], top_logprobs[:count], strict=True)))
+        for token, logprob, rank, top_ids, top_logprobs, count in rows
     ]

@@ -1,8 +1,8 @@
-"""How a token is drawn from a row of logits and how likely it was: the definition, in plain torch.
+"""Interface of sampling and log-probabilities, and its reference implementation in torch.
 
-A token's weight is 2^((logit - largest) * scale) as an integer of 40 fractional bits. Integers add up to
-the same sum in any order, and every weight is made of operations that IEEE 754 rounds in one way, so that
-each kernel that draws, on any device and whatever the batch, draws the same tokens.
+A token's weight is 2^((logit - largest) * scale), as an integer with 40 fractional bits. Integer sums do not depend on
+the order, and each weight is computed by operations whose rounding IEEE 754 defines. Therefore every kernel samples
+the same tokens, on any device and in any batch.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 LOG2E = 1.4426950408889634
 FRACTION_BITS = 40
-"""The largest token of a row weighs 2^40: a vocabulary of 2^22 tokens cannot overflow 63 bits."""
+"""Fractional bits of a weight. The largest weight is 2^40, so 2^22 tokens cannot overflow 63 bits."""
 MIN_EXPONENT = -float(FRACTION_BITS + 1)
-"""Weights of this exponent and below are zero."""
+"""Largest exponent whose weight is zero."""
 EXP2_COEFFICIENTS = (
     1.5403530e-4,
     1.3333558e-3,
@@ -31,30 +31,30 @@ EXP2_COEFFICIENTS = (
     6.9314718e-1,
     1.0,
 )
-"""2^x on [-1/2, 1/2] to about 2e-7, highest power first; the kernels have the same numbers."""
+"""Polynomial of 2^x on [-1/2, 1/2] to about 2e-7, highest power first. The kernels use the same numbers."""
 MAX_CHUNK_ROWS = 64
-"""Rows that torch handles together: the integers of a row are four times its bfloat16 logits."""
+"""Number of rows that torch samples at a time, since a row's integers take four times its bfloat16 logits."""
 INITIAL_NUCLEUS_TOKENS = 256
-"""Tokens that are ordered first in search of a nucleus; eight times as many each time it is larger."""
+"""Initial number of sorted tokens in the search for a nucleus, multiplied by 8 until it is large enough."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingMetadata:
-    """How to draw for S rows; arrays of the host."""
+    """Sampling parameters of S rows, as host arrays."""
 
     logit_scale: NDArray[np.float32]
-    """[S]: log2(e) / temperature; 0 is greedy."""
+    """[S], log2(e) / temperature, or 0 for greedy sampling."""
     top_k: NDArray[np.int64]
-    """[S]: 1 to the size of the vocabulary, which is off."""
+    """[S], from 1 to the vocabulary size, which disables top-k."""
     top_p: NDArray[np.float32]
-    """[S]: of what top-k leaves; 1 is off."""
+    """[S], nucleus mass after top-k. 1 disables top-p."""
     log2_min_p: NDArray[np.float32]
-    """[S]: log2(min_p), at most 0; -infinity is off."""
+    """[S], log2(min_p), at most 0. -infinity disables min-p."""
     random_values: NDArray[np.float64]
-    """[S]: the random number, in [0, 1)."""
+    """[S], random numbers in [0, 1)."""
 
     def select_rows(self, rows: NDArray[np.int64]) -> SamplingMetadata:
-        """The draws of some of the rows."""
+        """Return the parameters of some rows."""
         return SamplingMetadata(
             self.logit_scale[rows],
             self.top_k[rows],
@@ -66,28 +66,31 @@ class SamplingMetadata:
 
 @dataclass(frozen=True, slots=True)
 class LogprobResult:
-    """What a row's logits say of one token, for N rows; arrays of the host. Rows that are not sound have NaN."""
+    """Log-probabilities of one token in each of N rows, as host arrays. Rows with invalid logits have NaN."""
 
     token_logprobs: NDArray[np.float64]
-    """[N]: the token's log-probability."""
+    """[N], log-probability of the token."""
     ranks: NDArray[np.int64]
-    """[N]: 1 + how many tokens are likelier."""
+    """[N], 1 + the number of likelier tokens."""
     top_ids: NDArray[np.int64]
-    """[N, most]: the likeliest tokens; of equals the lower id comes first."""
+    """[N, max count], the likeliest tokens, with lower ids first among equals."""
     top_logprobs: NDArray[np.float64]
-    """[N, most]: their log-probabilities."""
+    """[N, max count], log-probabilities of `top_ids`."""
 
 
 class SamplingOps(Protocol):
-    """What a device offers for sampling. Logits are [L, V], float32 or bfloat16, and never written to."""
+    """Sampling operations of a device. Logits are [L, V], float32 or bfloat16, and are not modified."""
 
     def sample(self, logits: Tensor, metadata: SamplingMetadata) -> Tensor:
-        """For each i the token that `draws` takes from `logits[i]`: [S] int64, on the logits' device.
+        """Sample a token from each row of logits.
 
-        The largest logit (of equals the lowest id) where greedy. Else weights are cut by top-k, by top-p of
-        what is left (a token stays if the sum before it in falling order is below that part; the first
-        always stays) and by min-p; the token is the first by id at which their sum exceeds chance times
-        their total. -1 where logits hold NaN or infinity or nothing but -infinity.
+        Greedy rows take the largest logit, and the lowest id among equals. For other rows, top-k, top-p and min-p set
+        the weights of excluded tokens to zero. Top-p applies to the tokens that top-k leaves. A token stays if the sum
+        of the larger weights is below the nucleus mass, and the first token always stays. The sampled token is the
+        first by id at which the cumulative weight exceeds random value * total weight.
+
+        Returns:
+            Tensor [S] int64 on the logits' device. -1 where logits contain NaN or infinity, or only -infinity.
         """
         ...
 
@@ -98,20 +101,24 @@ class SamplingOps(Protocol):
         tokens: Tensor,
         top_counts: NDArray[np.int64],
     ) -> LogprobResult:
-        """How likely `tokens[i]` is under `logits[which[i]]`, and the `counts[i]` likeliest (others: any)."""
+        """Compute the log-probability and rank of `tokens[i]` under `logits[logit_rows[i]]`.
+
+        The first `top_counts[i]` columns of a row's top arrays hold the likeliest tokens. Later columns are undefined.
+        """
         ...
 
 
 class TorchSamplingOps:
-    """The operations on any device that torch knows."""
+    """Sampling operations in plain torch, on any device."""
 
     def sample(self, logits: Tensor, metadata: SamplingMetadata) -> Tensor:
-        """See `DrawOps`."""
         parts = [torch.empty(0, dtype=torch.int64, device=logits.device)]
-        for at in range(0, len(logits), MAX_CHUNK_ROWS):
-            some = np.arange(at, min(at + MAX_CHUNK_ROWS, len(logits)))
+        for start in range(0, len(logits), MAX_CHUNK_ROWS):
+            chunk = np.arange(start, min(start + MAX_CHUNK_ROWS, len(logits)))
             parts.append(
-                _sample_rows(logits[at : at + MAX_CHUNK_ROWS].float(), metadata.select_rows(some))
+                _sample_rows(
+                    logits[start : start + MAX_CHUNK_ROWS].float(), metadata.select_rows(chunk)
+                )
             )
         return torch.cat(parts)
 
@@ -122,33 +129,35 @@ class TorchSamplingOps:
         tokens: Tensor,
         top_counts: NDArray[np.int64],
     ) -> LogprobResult:
-        """See `DrawOps`."""
         rows = logits[torch.from_numpy(logit_rows).to(logits.device)].float()
-        own = rows.gather(1, tokens[:, None])
+        token_logits = rows.gather(1, tokens[:, None])
         largest = rows.amax(-1, keepdim=True)
-        masses = compute_weights((rows - largest) * LOG2E).sum(-1, keepdim=True)
-        ids = _sort_keys(rows).topk(int(top_counts.max(initial=0)), -1).indices
-        peaks, sums = largest.cpu().numpy(), masses.cpu().numpy()
+        total_weights = compute_weights((rows - largest) * LOG2E).sum(-1, keepdim=True)
+        top_ids = _sort_keys(rows).topk(int(top_counts.max(initial=0)), -1).indices
+        host_largest, host_totals = largest.cpu().numpy(), total_weights.cpu().numpy()
         return LogprobResult(
-            log_probability(own.cpu().numpy(), peaks, sums)[:, 0],
-            (rows > own).sum(-1).add_(1).cpu().numpy(),
-            ids.cpu().numpy(),
-            log_probability(rows.gather(1, ids).cpu().numpy(), peaks, sums),
+            log_probability(token_logits.cpu().numpy(), host_largest, host_totals)[:, 0],
+            (rows > token_logits).sum(-1).add_(1).cpu().numpy(),
+            top_ids.cpu().numpy(),
+            log_probability(rows.gather(1, top_ids).cpu().numpy(), host_largest, host_totals),
         )
 
 
 def log_probability(
-    logits: NDArray[np.float32], largest: NDArray[np.float32], masses: NDArray[np.int64]
+    logits: NDArray[np.float32], largest: NDArray[np.float32], total_weights: NDArray[np.int64]
 ) -> NDArray[np.float64]:
-    """Natural logarithm of the probability of `logits`, given their row's largest logit and sum of weights."""
+    """Return the natural-log probability of `logits`, given their row's largest logit and sum of weights."""
     with np.errstate(invalid="ignore", divide="ignore"):
-        total = np.log(np.maximum(masses, 1)) - FRACTION_BITS * np.log(2.0)
-        result: NDArray[np.float64] = np.subtract(logits, largest, dtype=np.float64) - total
+        log_total = np.log(np.maximum(total_weights, 1)) - FRACTION_BITS * np.log(2.0)
+        result: NDArray[np.float64] = np.subtract(logits, largest, dtype=np.float64) - log_total
         return result
 
 
 def compute_weights(exponents: Tensor) -> Tensor:
-    """2^exponent, float32 up to 0, as int64 in units of 2^-40, rounded down; exactly 2^40 at 0."""
+    """Compute 2^exponent in units of 2^-40, rounded down to int64. Exponents are float32 and at most 0.
+
+    The weight of exponent 0 is exactly 2^40.
+    """
     y = exponents.clamp(min=MIN_EXPONENT)
     whole = y.round()
     y -= whole
@@ -160,62 +169,64 @@ def compute_weights(exponents: Tensor) -> Tensor:
     return power.to(torch.int64)
 
 
-def _sample_rows(logits: Tensor, draws: SamplingMetadata) -> Tensor:
-    """See `DrawOps.draw`, for all of `logits` [S, V] float32."""
+def _sample_rows(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
+    """Sample from all rows of `logits` [S, V] float32, as `SamplingOps.sample` defines."""
     largest, tokens = logits.max(-1, keepdim=True)
-    sampled = np.flatnonzero(draws.logit_scale > 0)
+    sampled = np.flatnonzero(metadata.logit_scale > 0)
     if sampled.size:
         index = torch.from_numpy(sampled).to(logits.device, non_blocking=True)
-        chosen = _select_tokens(logits[index], largest[index], draws.select_rows(sampled))
-        tokens[index] = chosen
+        selected = _select_tokens(logits[index], largest[index], metadata.select_rows(sampled))
+        tokens[index] = selected
     return tokens.masked_fill_(~largest.isfinite(), -1)[:, 0]
 
 
-def _select_tokens(logits: Tensor, largest: Tensor, draws: SamplingMetadata) -> Tensor:
-    """The token of each row at which the sum of the kept weights, by id, exceeds its part: [S, 1]."""
-    exponents = (logits - largest).mul_(_column(draws.logit_scale, logits))
+def _select_tokens(logits: Tensor, largest: Tensor, metadata: SamplingMetadata) -> Tensor:
+    """Return [S, 1], the token of each row at which the cumulative weight by id exceeds its target."""
+    exponents = (logits - largest).mul_(_column(metadata.logit_scale, logits))
     weights = compute_weights(exponents)
-    weights.masked_fill_(exponents < _column(draws.log2_min_p, logits), 0)
-    cut = np.flatnonzero((draws.top_k < logits.shape[-1]) | (draws.top_p < 1.0))
-    if cut.size:
-        index = torch.from_numpy(cut).to(logits.device, non_blocking=True)
-        last, order = _nucleus_threshold(logits[index], largest[index], draws.select_rows(cut))
-        weights[index] = weights[index].masked_fill_(order < last, 0)
+    weights.masked_fill_(exponents < _column(metadata.log2_min_p, logits), 0)
+    limited = np.flatnonzero((metadata.top_k < logits.shape[-1]) | (metadata.top_p < 1.0))
+    if limited.size:
+        index = torch.from_numpy(limited).to(logits.device, non_blocking=True)
+        threshold, sort_keys = _nucleus_threshold(
+            logits[index], largest[index], metadata.select_rows(limited)
+        )
+        weights[index] = weights[index].masked_fill_(sort_keys < threshold, 0)
     sums = weights.cumsum_(-1)
     total = sums[:, -1:]
-    target = (_column(draws.random_values, logits) * total.double()).to(torch.int64)
+    target = (_column(metadata.random_values, logits) * total.double()).to(torch.int64)
     found = torch.searchsorted(sums, torch.minimum(target, total - 1), right=True)
     return found.clamp_(max=logits.shape[-1] - 1)
 
 
 def _nucleus_threshold(
-    logits: Tensor, largest: Tensor, draws: SamplingMetadata
+    logits: Tensor, largest: Tensor, metadata: SamplingMetadata
 ) -> tuple[Tensor, Tensor]:
-    """The order [S, 1] of the last token that top-k and top-p keep, and the order of all, [S, V]."""
+    """Return the sort key [S, 1] of the last token that top-k and top-p keep, and all sort keys [S, V]."""
     vocab = logits.shape[-1]
-    scale, top_k = _column(draws.logit_scale, logits), _column(draws.top_k, logits)
-    order = _sort_keys(logits)
-    limited = draws.top_k < vocab
-    size = min(vocab, max(INITIAL_NUCLEUS_TOKENS, int(draws.top_k[limited].max(initial=0))))
-    whole = compute_weights((logits - largest) * scale).sum(-1, keepdim=True)
+    scale, top_k = _column(metadata.logit_scale, logits), _column(metadata.top_k, logits)
+    sort_keys = _sort_keys(logits)
+    has_top_k = metadata.top_k < vocab
+    size = min(vocab, max(INITIAL_NUCLEUS_TOKENS, int(metadata.top_k[has_top_k].max(initial=0))))
+    total_weight = compute_weights((logits - largest) * scale).sum(-1, keepdim=True)
     while True:
-        falling, ids = order.topk(size, -1)
+        top_keys, ids = sort_keys.topk(size, -1)
         weights = compute_weights((logits.gather(1, ids) - largest) * scale)
         weights.masked_fill_(torch.arange(size, device=logits.device) >= top_k, 0)
         sums = weights.cumsum(-1)
-        mass = torch.where(top_k < vocab, sums[:, -1:], whole)
-        limit = (_column(draws.top_p, logits).double() * mass.double()).to(torch.int64)
-        kept = (sums - weights < limit).sum(-1, keepdim=True)
-        kept = torch.minimum(kept, top_k).clamp_(min=1)
-        if size == vocab or bool(((kept < size) | (top_k <= size)).all()):
-            return falling.gather(1, kept.clamp_(max=size) - 1), order
+        total = torch.where(top_k < vocab, sums[:, -1:], total_weight)
+        target = (_column(metadata.top_p, logits).double() * total.double()).to(torch.int64)
+        num_kept = (sums - weights < target).sum(-1, keepdim=True)
+        num_kept = torch.minimum(num_kept, top_k).clamp_(min=1)
+        if size == vocab or bool(((num_kept < size) | (top_k <= size)).all()):
+            return top_keys.gather(1, num_kept.clamp_(max=size) - 1), sort_keys
         size = min(size * 8, vocab)
 
 
 def _sort_keys(logits: Tensor) -> Tensor:
-    """Integers that rise with the logits and, for equal logits, fall with the id: [S, V] int64."""
+    """Return integers [S, V] int64 that rise with the logits and, for equal logits, fall with the id."""
     vocab = logits.shape[-1]
-    bits = logits.add(0.0).view(torch.int32)  # adding makes -0 the 0 that it equals
+    bits = logits.add(0.0).view(torch.int32)  # adding 0 turns -0 into 0, because they are equal
     rising = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(torch.int64)
     return rising.mul_(vocab).sub_(torch.arange(vocab, device=logits.device))
 

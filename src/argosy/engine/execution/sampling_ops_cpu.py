@@ -1,4 +1,4 @@
-"""Draws on the CPU: csrc/sampling.cpp where it can be had, else torch, with the same tokens."""
+"""Sampling operations on the CPU, by csrc/sampling.cpp if available and else by torch, with the same tokens."""
 
 from __future__ import annotations
 
@@ -30,22 +30,21 @@ if TYPE_CHECKING:
 def create_cpu_sampling_ops(
     threads: int, kernels: Callable[[], Kernels] = load_kernels
 ) -> SamplingOps:
-    """The native operations where they can be had, else torch's."""
+    """Create the native operations if the kernels are available, else torch's."""
     try:
         return NativeSamplingOps(kernels(), threads)
     except NativeUnavailableError:
-        return TorchSamplingOps()  # the attention's log line says why
+        return TorchSamplingOps()  # `create_cpu_attention` logs the reason
 
 
 @dataclass(frozen=True, slots=True)
 class NativeSamplingOps:
-    """csrc/sampling.cpp for bfloat16 and float32, torch for other dtypes."""
+    """Sampling operations by csrc/sampling.cpp for bfloat16 and float32, and by torch for other dtypes."""
 
     kernels: Kernels
     threads: int
 
     def sample(self, logits: Tensor, metadata: SamplingMetadata) -> Tensor:
-        """See `DrawOps`."""
         if logits.dtype not in self.kernels.sample:
             return TorchSamplingOps().sample(logits, metadata)
         logits = _contiguous_rows(logits)
@@ -72,25 +71,24 @@ class NativeSamplingOps:
         tokens: Tensor,
         top_counts: NDArray[np.int64],
     ) -> LogprobResult:
-        """See `DrawOps`."""
         if logits.dtype not in self.kernels.logprobs:
             return TorchSamplingOps().compute_logprobs(logits, logit_rows, tokens, top_counts)
         logits, tokens = _contiguous_rows(logits), tokens.contiguous()
         shape = (len(logit_rows), int(top_counts.max(initial=0)))
-        ranks, masses = np.zeros((2, len(logit_rows)), np.int64)
-        own, largest = np.full((2, len(logit_rows)), np.nan, np.float32)
-        ids, likeliest = np.zeros(shape, np.int64), np.full(shape, np.nan, np.float32)
+        ranks, total_weights = np.zeros((2, len(logit_rows)), np.int64)
+        token_logits, largest = np.full((2, len(logit_rows)), np.nan, np.float32)
+        top_ids, top_logits = np.zeros(shape, np.int64), np.full(shape, np.nan, np.float32)
         call = LogprobCall(
             logits.data_ptr(),
             logit_rows.ctypes.data,
             tokens.data_ptr(),
             top_counts.ctypes.data,
             ranks.ctypes.data,
-            masses.ctypes.data,
-            own.ctypes.data,
+            total_weights.ctypes.data,
+            token_logits.ctypes.data,
             largest.ctypes.data,
-            ids.ctypes.data,
-            likeliest.ctypes.data,
+            top_ids.ctypes.data,
+            top_logits.ctypes.data,
             len(logit_rows),
             logits.shape[1],
             logits.stride(0),
@@ -99,10 +97,10 @@ class NativeSamplingOps:
         )
         self.kernels.logprobs[logits.dtype](ctypes.addressof(call))
         return LogprobResult(
-            log_probability(own, largest, masses),
+            log_probability(token_logits, largest, total_weights),
             ranks,
-            ids,
-            log_probability(likeliest, largest[:, None], masses[:, None]),
+            top_ids,
+            log_probability(top_logits, largest[:, None], total_weights[:, None]),
         )
 
 

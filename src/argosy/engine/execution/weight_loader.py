@@ -1,4 +1,4 @@
-"""Weights from safetensors into a decoder: mapped from the file, fused, checked and packed."""
+"""Loader of safetensors weights into a decoder, which maps, fuses, checks and packs them."""
 
 from __future__ import annotations
 
@@ -40,50 +40,67 @@ def load_decoder(
     quantize: WeightFormat | None = None,
     pack_cache: PackCache | None = None,
 ) -> Decoder:
-    """Build the decoder of `spec` with the weights in the directory `path`, ready to compute.
+    """Build the decoder of `architecture` with the weights in the directory `path`.
 
-    `progress` is told the part done, 0 to 1. Weights that `packs` has are not read. Memory stays at the packed
-    weights plus one matrix; the embedding stays mapped from the file when its dtype is `dtype`.
-    Raises ValueError naming file and tensor when one is missing, damaged or of the wrong shape, and
-    when the device has no weights in the format `quantize`.
+    Weights that the pack cache has are not read. Peak memory is the packed weights plus one matrix. The embedding stays
+    mapped from the file if it is stored in `dtype`.
+
+    Args:
+        path: Directory of the checkpoint.
+        architecture: Architecture of the model.
+        device: Compute device.
+        dtype: Dtype of weights and activations.
+        progress: Called with the finished fraction, 0 to 1.
+        quantize: Weight format. None keeps `dtype`.
+        pack_cache: Cache of packed weights. None packs in memory.
+
+    Raises:
+        ValueError: A tensor is missing, damaged or of the wrong shape. The message names file and tensor. Also raised
+            if the device does not support the format `quantize`.
     """
     pack_cache = pack_cache or PackCache()
     decoder = Decoder(architecture, device, dtype, quantize)
     checkpoint = CheckpointReader(path)
-    total = sum(parameter.numel() for parameter in decoder.parameters())
-    done = 0
+    num_total = sum(parameter.numel() for parameter in decoder.parameters())
+    num_done = 0
     progress(0.0)
-    for place, module in decoder.named_modules():
+    for module_name, module in decoder.named_modules():
         if not isinstance(module, LoadableModule):
             continue
         for name, declared in list(module.named_parameters(recurse=False)):
-            done += declared.numel()
-            if f"{place}.{name}" in pack_cache:
+            num_done += declared.numel()
+            if f"{module_name}.{name}" in pack_cache:
                 tensor = declared.to(dtype)
             else:
-                stored = (
+                stored_name = (
                     "embed.weight"
-                    if architecture.tied_embeddings and place == "head"
-                    else f"{place}.{name}"
+                    if architecture.tied_embeddings and module_name == "head"
+                    else f"{module_name}.{name}"
                 )
                 tensor = checkpoint.read_tensor(
-                    checkpoint_tensor_names(architecture, stored), tuple(declared.shape)
+                    checkpoint_tensor_names(architecture, stored_name), tuple(declared.shape)
                 )
                 tensor = tensor.to(device=device.torch_device, dtype=dtype, copy=tensor.dim() == 1)
             setattr(module, name, nn.Parameter(tensor, requires_grad=False))
         if isinstance(module, Projection):
-            module.process_weights_after_loading(device, partial(pack_cache.get, f"{place}.weight"))
+            module.process_weights_after_loading(
+                device, partial(pack_cache.get, f"{module_name}.weight")
+            )
         else:
             module.process_weights_after_loading(device)
-        progress(done / total)
+        progress(num_done / num_total)
     return decoder
 
 
 class CheckpointReader:
-    """The tensors of a directory's safetensors files, mapped, not read, until they are used."""
+    """Reader of a directory's safetensors files, which are memory-mapped and read on use."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ValueError when the directory lacks files that its index names."""
+        """Find the tensor files.
+
+        Raises:
+            ValueError: The directory has no safetensors files, or lacks files that its index names.
+        """
         self._path = path
         self._files = tensor_files(path)
         self._open_files: dict[Path, safe_open] = {}
@@ -91,33 +108,39 @@ class CheckpointReader:
     def read_tensor(
         self, alternatives: tuple[tuple[str, ...], ...], shape: tuple[int, ...]
     ) -> Tensor:
-        """The tensor of `shape` stored in the first of `ways` that the checkpoint has.
+        """Read a tensor of `shape`, stored as the first alternative that the checkpoint has.
 
-        The parts of a way are concatenated by rows. Raises ValueError naming the tensor at fault.
+        The parts of an alternative are concatenated by rows.
+
+        Raises:
+            ValueError: The tensor is missing, damaged or of the wrong shape. The message names it.
         """
-        for way in alternatives:
-            if all(_tensor_name(part) in self._files for part in way):
-                return self._concatenate(way, shape)
-        wanted = " or ".join(" + ".join(way) for way in alternatives)
+        for parts in alternatives:
+            if all(_tensor_name(part) in self._files for part in parts):
+                return self._concatenate(parts, shape)
+        expected = " or ".join(" + ".join(parts) for parts in alternatives)
         raise ValueError(
-            f"{self._path} has no tensor {wanted}; "
+            f"{self._path} has no tensor {expected}; "
             "the download is incomplete or config.json belongs to another model"
         )
 
-    def _concatenate(self, way: tuple[str, ...], shape: tuple[int, ...]) -> Tensor:
-        parts = [self._read_part(part) for part in way]
-        rows = sum(part.shape[0] for part in parts if part.dim())
-        fits = all(part.dim() == len(shape) and part.shape[1:] == shape[1:] for part in parts)
+    def _concatenate(self, part_names: tuple[str, ...], shape: tuple[int, ...]) -> Tensor:
+        tensors = [self._read_part(name) for name in part_names]
+        rows = sum(tensor.shape[0] for tensor in tensors if tensor.dim())
+        fits = all(
+            tensor.dim() == len(shape) and tensor.shape[1:] == shape[1:] for tensor in tensors
+        )
         if not fits or rows != shape[0]:
-            found = " + ".join(
-                f"{name} {list(part.shape)}" for name, part in zip(way, parts, strict=True)
+            stored = " + ".join(
+                f"{name} {list(tensor.shape)}"
+                for name, tensor in zip(part_names, tensors, strict=True)
             )
-            files = ", ".join(sorted({self._files[_tensor_name(part)].name for part in way}))
+            files = ", ".join(sorted({self._files[_tensor_name(name)].name for name in part_names}))
             raise ValueError(
-                f"{self._path}: {found} in {files} should make {list(shape)}; "
+                f"{self._path}: {stored} in {files} should have shape {list(shape)}; "
                 "config.json and the weights belong to different models"
             )
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
     def _read_part(self, part: str) -> Tensor:
         name = _tensor_name(part)
@@ -139,12 +162,12 @@ class CheckpointReader:
         if tensor.dtype not in _FLOAT_DTYPES:
             raise ValueError(
                 f"{file}: {name} is stored as {tensor.dtype}; "
-                "take a checkpoint in float16, bfloat16 or float32"
+                "use a checkpoint in float16, bfloat16 or float32"
             )
         return tensor
 
 
 def _tensor_name(part: str) -> str:
-    """The tensor that a part lies in."""
+    """Return the name of the tensor that contains a part."""
     entry = _EXPERT_ENTRY.fullmatch(part)
     return part if entry is None else entry["name"]

@@ -1,4 +1,11 @@
-"""Which tokens are computed next: pure Python, no torch, no clock, no randomness of its own."""
+"""Continuous-batching scheduler, in pure Python without torch, clock or randomness.
+
+A `Sequence` enters the `RequestRegistry` and the `WaitingQueue`, and joins the `RunningBatch` when the batching policy
+and the free KV blocks allow it. The `KvCacheManager` allocates its blocks from the `BlockPool`. Sequences of one cache
+domain share the blocks of a common prefix. With `PendingBlocks`, a sequence waits for a prefix that is being computed.
+The `TtftGuard` keeps lower tiers out of some steps, so that a higher tier's first token is not delayed. For each step,
+the `Scheduler` makes a `StepPlan` for the executor and commits the `StepResult`.
+"""
 
 from argosy.engine.scheduling.block_pool import BlockPool, HostCacheIndex
 from argosy.engine.scheduling.scheduler import Scheduler, SchedulerLimits, SequenceUpdate

@@ -1,4 +1,4 @@
-"""Who holds which KV block: reference counts, the prefix index, and the host-memory tier's index."""
+"""Ownership of KV blocks, with reference counts, the prefix index, and the index of the host-memory tier."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from collections import OrderedDict
 
 
 class BlockPool:
-    """`num_blocks` blocks, each free, used (referenced) or cached (published, unreferenced, evictable).
+    """Pool of `num_blocks` KV blocks.
 
-    A block is published under the hash of its content's whole history; equal hashes mean equal KV,
-    so a published block can be shared by any number of sequences of its cache domain.
+    Each block is free, used (referenced) or cached (published, unreferenced, evictable). A block is published under
+    the hash of all tokens up to its end. Equal hashes mean equal KV, so any number of sequences of a cache domain can
+    share a published block.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -19,37 +20,38 @@ class BlockPool:
         self._published: dict[bytes, int] = {}
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
-        """Least recently used first."""
+        """Cached blocks, least recently used first."""
         self.changed_keys: set[bytes] = set()
-        """Keys that were published or evicted; whoever tells of them empties it."""
+        """Keys published or evicted since the KV cache manager last cleared the set."""
 
     @property
     def available_blocks(self) -> int:
-        """Blocks that can be taken now: free ones and cached ones."""
+        """Number of free and cached blocks, all of which can be taken now."""
         return len(self._free) + len(self._cached)
 
     @property
     def used_blocks(self) -> int:
-        """Blocks that some sequence holds."""
+        """Number of blocks that sequences reference."""
         return self.num_blocks - self.available_blocks
 
     @property
     def cached_blocks(self) -> int:
-        """Blocks kept for later prefix hits."""
+        """Number of blocks kept for later prefix hits."""
         return len(self._cached)
 
     def find(self, key: bytes) -> int | None:
-        """The block published under `key`."""
+        """Return the block published under `key`, or None."""
         return self._published.get(key)
 
     def is_cached(self, block: int) -> bool:
-        """Whether nobody holds this published block."""
+        """Return whether this published block has no references."""
         return block in self._cached
 
     def take_block(self) -> tuple[int, bytes | None]:
-        """A block for new content, and the key whose content it loses (evicted), if any.
+        """Take a block for new content and return it with the key evicted from it, or None.
 
-        Raises IndexError when none is available.
+        Raises:
+            IndexError: No block is available.
         """
         if self._free:
             block, key = self._free.pop(), None
@@ -58,19 +60,19 @@ class BlockPool:
             key = self._hash[block]
             self._unpublish(block)
         else:
-            msg = "no KV block is available; check `available` first"
+            msg = "no KV block is available; check `available_blocks` first"
             raise IndexError(msg)
         self._refs[block] = 1
         return block, key
 
     def share(self, block: int) -> None:
-        """One more holder of a used or cached block."""
+        """Add a reference to a used or cached block."""
         if self._refs[block] == 0:
             del self._cached[block]
         self._refs[block] += 1
 
     def release(self, blocks: list[int]) -> None:
-        """One holder fewer of each; the last of a chain becomes evictable first."""
+        """Remove a reference from each block. The last block of a chain becomes evictable first."""
         for block in reversed(blocks):
             self._refs[block] -= 1
             if self._refs[block] == 0:
@@ -80,7 +82,7 @@ class BlockPool:
                     self._cached[block] = None
 
     def publish(self, block: int, key: bytes) -> None:
-        """Let others find this full, computed block. The first publisher of a key stays the one found."""
+        """Make a full, computed block available for sharing. `find` returns the first block published under a key."""
         if key not in self._published and self._hash[block] is None:
             self._published[key] = block
             self._hash[block] = key
@@ -94,7 +96,7 @@ class BlockPool:
             self.changed_keys.add(key)
 
     def check_invariants(self, block_lists: list[list[int]]) -> None:
-        """Assert the invariants, given the block lists of all sequences. Raises AssertionError."""
+        """Raise AssertionError if an invariant is broken, given the block lists of all sequences."""
         refs = [0] * self.num_blocks
         for blocks in block_lists:
             for block in blocks:
@@ -113,9 +115,9 @@ class BlockPool:
 
 
 class HostCacheIndex:
-    """Which evicted blocks live on in host memory, and in which slot; least recently used goes first.
+    """Index of evicted blocks in host memory, with least-recently-used eviction.
 
-    A slot being read by a step in flight is pinned: it belongs to nobody until `free`.
+    A host slot that a step in flight reads is pinned. It is neither free nor indexed until `release_slot`.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -124,18 +126,18 @@ class HostCacheIndex:
         self._by_key: OrderedDict[bytes, int] = OrderedDict()
         self._pinned: set[int] = set()
         self.changed_keys: set[bytes] = set()
-        """Keys that came or went; whoever tells of them empties it."""
+        """Keys added or evicted since the KV cache manager last cleared the set."""
 
     def assign_slot(self, key: bytes) -> int | None:
-        """A slot to save `key`'s block in; None when it is there already or every slot is pinned."""
+        """Return a host slot for `key`'s block, or None if the block is in host memory or every slot is pinned."""
         if key in self._by_key:
             self._by_key.move_to_end(key)
             return None
         if self._free:
             slot = self._free.pop()
         elif self._by_key:
-            lost, slot = self._by_key.popitem(last=False)
-            self.changed_keys.add(lost)
+            evicted_key, slot = self._by_key.popitem(last=False)
+            self.changed_keys.add(evicted_key)
         else:
             return None
         self._by_key[key] = slot
@@ -146,18 +148,18 @@ class HostCacheIndex:
         return key in self._by_key
 
     def pin_slot(self, key: bytes) -> int:
-        """Take `key`'s slot for reading: the block moves back to the device."""
+        """Pin and return `key`'s host slot, because a step moves the block back to the device."""
         slot = self._by_key.pop(key)
         self.changed_keys.add(key)
         self._pinned.add(slot)
         return slot
 
     def release_slot(self, slot: int) -> None:
-        """The step that read the pinned slot is done."""
+        """Free a pinned host slot after the step that read it is done."""
         self._pinned.remove(slot)
         self._free.append(slot)
 
     def check_invariants(self) -> None:
-        """Assert the invariants. Raises AssertionError."""
+        """Raise AssertionError if an invariant is broken."""
         live = [*self._free, *self._by_key.values(), *self._pinned]
         assert sorted(live) == list(range(self.num_slots)), "a host slot leaked or is in two states"

@@ -1,4 +1,4 @@
-"""The blocks of sequences: prefix hits, forks, growth, and blocks that come back from host memory."""
+"""Assignment of KV blocks to sequences, with prefix hits, forks, growth, and restores from host memory."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from argosy.engine.scheduling.step_plan import StepPlan
 
 MAX_ANNOUNCED_BLOCKS = 512
-"""Blocks of one prompt that others may wait for; the rest are hashed only when they are computed."""
+"""Maximum blocks of one prompt announced as pending. Later blocks are hashed only when they are computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class _PendingRestore:
-    """A block on its way back from the host, until the step that brings it has committed."""
+    """Block that a step in flight restores from host memory."""
 
     seq: Sequence
     index: int
@@ -29,7 +29,7 @@ class _PendingRestore:
 
 
 class KvCacheManager:
-    """Gives sequences their blocks and takes them back; counts what the prefix cache saved."""
+    """Manager of the KV blocks of all sequences, and counters of the prefix cache's hits."""
 
     def __init__(
         self, *, num_blocks: int, host_blocks: int, block_size: int, prefix_cache: bool
@@ -44,66 +44,68 @@ class KvCacheManager:
         self.host_hit_tokens = 0
         self.corrupt_blocks = 0
         self._pending_restores: dict[int, list[_PendingRestore]] = {}
-        """By the step that brings them back."""
+        """Pending restores by the number of their step."""
 
     @property
     def available_blocks(self) -> int:
-        """Blocks that can be taken now."""
+        """Number of blocks that can be taken now."""
         return self.pool.available_blocks
 
     def has_block(self, key: bytes) -> bool:
-        """Whether a sequence would find this block, on the device or the host."""
+        """Return whether this block is cached on the device or in host memory."""
         return self.pool.find(key) is not None or key in self.host_cache
 
     @property
     def has_changes(self) -> bool:
-        """Whether `changes` has anything to tell."""
+        """Whether `drain_changes` has keys to return."""
         return bool(self.pool.changed_keys or self.host_cache.changed_keys)
 
     def drain_changes(self) -> tuple[list[bytes], list[bytes]]:
-        """Of the blocks that came or went since the last call: those that are held now, and those that are not."""
-        touched = self.pool.changed_keys | self.host_cache.changed_keys
+        """Return the keys changed since the last call, split into cached and no longer cached ones."""
+        changed = self.pool.changed_keys | self.host_cache.changed_keys
         self.pool.changed_keys.clear()
         self.host_cache.changed_keys.clear()
-        held = [key for key in touched if self.has_block(key)]
-        return held, list(touched.difference(held))
+        cached = [key for key in changed if self.has_block(key)]
+        return cached, list(changed.difference(cached))
 
     def blocks_needed(self, seq: Sequence) -> int:
-        """How many available blocks `place` would use up for this waiting sequence."""
-        source = self._fork_source(seq)
-        total = -(-seq.length // self.block_size)
-        if source is not None:
-            return total - _forkable_tokens(seq) // self.block_size
+        """Return how many available blocks `allocate` would use for this waiting sequence."""
+        lead = self._fork_source(seq)
+        num_blocks = -(-seq.length // self.block_size)
+        if lead is not None:
+            return num_blocks - _forkable_tokens(seq) // self.block_size
         shared = 0
         for index in range(self._count_hits(seq)):
             block = self.pool.find(seq.block_hash(index, self.block_size))
             shared += block is not None and not self.pool.is_cached(block)
-        return total - shared
+        return num_blocks - shared
 
     def tokens_to_compute(self, seq: Sequence) -> int:
-        """How many tokens `place` would leave to be computed for this waiting sequence."""
+        """Return how many tokens of this waiting sequence would remain to be computed after `allocate`."""
         if self._fork_source(seq) is not None:
             return seq.length - _forkable_tokens(seq)
         return seq.length - self._count_hits(seq) * self.block_size
 
     def allocate(self, seq: Sequence, plan: StepPlan) -> None:
-        """Give a waiting sequence blocks for all its tokens; `computed` is set to what was found."""
+        """Allocate blocks for all tokens of a waiting sequence, and set its `computed_len` to the tokens found."""
         size = self.block_size
-        source = self._fork_source(seq)
-        if source is not None:
+        lead = self._fork_source(seq)
+        if lead is not None:
             seq.computed_len = _forkable_tokens(seq)
-            full = seq.computed_len // size
-            seq.blocks = source.blocks[:full]
+            num_full_blocks = seq.computed_len // size
+            seq.blocks = lead.blocks[:num_full_blocks]
             for block in seq.blocks:
                 self.pool.share(block)
             if seq.computed_len % size:
                 self._append_block(seq, plan)
-                plan.block_copies.append((source.blocks[full], seq.blocks[full]))
+                plan.block_copies.append(
+                    (lead.blocks[num_full_blocks], seq.blocks[num_full_blocks])
+                )
         else:
-            hits = self._count_hits(seq)
-            self._share_hits(seq, hits, plan)
-            seq.computed_len = hits * size
-            self._announce_pending(seq, hits)
+            num_hits = self._count_hits(seq)
+            self._share_hits(seq, num_hits, plan)
+            seq.computed_len = num_hits * size
+            self._announce_pending(seq, num_hits)
         if seq.scheduled_at is not None and seq.preemptions == 0:
             self.query_tokens += seq.prompt_len
             self.hit_tokens += seq.computed_len
@@ -116,28 +118,28 @@ class KvCacheManager:
         seq.capacity = len(seq.blocks) * size
 
     def pending_prefix_key(self, seq: Sequence) -> bytes | None:
-        """The last of the blocks that it lacks and that running sequences are computing right now."""
+        """Return the key of the last missing prefix block that running sequences compute now, or None."""
         if self._fork_source(seq) is not None or not self._can_use_prefix_cache(seq):
             return None
-        last = None
+        last_key = None
         for index in range(self._count_hits(seq), (seq.length - 1) // self.block_size):
             key = seq.block_hash(index, self.block_size)
             if key not in self.pending:
                 break
-            last = key
-        return last
+            last_key = key
+        return last_key
 
     def take_block(self, plan: StepPlan) -> int:
-        """A block for new content; what it evicts moves to the host tier when there is room."""
-        block, lost = self.pool.take_block()
-        if lost is not None:
-            slot = self.host_cache.assign_slot(lost)
+        """Take a block for new content. Its evicted content moves to the host tier if a host slot is available."""
+        block, evicted_key = self.pool.take_block()
+        if evicted_key is not None:
+            slot = self.host_cache.assign_slot(evicted_key)
             if slot is not None:
                 plan.block_offloads.append((block, slot))
         return block
 
     def publish_blocks(self, seq: Sequence, end: int) -> None:
-        """The sequence's tokens before `end` are computed: let others find the full blocks among them."""
+        """Publish the sequence's full blocks among its computed tokens, which are those before `end`."""
         while seq.next_publish_length <= end:
             index = seq.next_publish_length // self.block_size - 1
             key = seq.block_hash(index, self.block_size)
@@ -146,7 +148,7 @@ class KvCacheManager:
             seq.next_publish_length += self.block_size
 
     def release_blocks(self, seq: Sequence) -> None:
-        """Take all blocks back."""
+        """Release all blocks of a sequence."""
         self.pending.remove_sequence(seq)
         self.pool.release(seq.blocks)
         seq.blocks = []
@@ -154,28 +156,29 @@ class KvCacheManager:
         seq.computed_len = 0
 
     def complete_restores(self, step: int, corrupt_blocks: list[int]) -> list[Sequence]:
-        """Step `step` has brought its blocks back from the host, all but the `corrupt` ones.
+        """Publish the blocks that step `step` restored from host memory, except the corrupt ones.
 
-        Returns the sequences that were computed on a corrupt block.
+        Returns:
+            The sequences that were computed on a corrupt block.
         """
-        bad = set(corrupt_blocks)
-        self.corrupt_blocks += len(bad)
-        victims: list[Sequence] = []
-        for item in self._pending_restores.pop(step, ()):
-            self.host_cache.release_slot(item.slot)
-            if item.block in bad and item.seq not in victims:
-                victims.append(item.seq)
-            elif item.seq.stale_until_step < step and item.seq not in victims:
-                self.pool.publish(item.block, item.key)
-                self.pending.resolve(item.key)
-        return victims
+        corrupt = set(corrupt_blocks)
+        self.corrupt_blocks += len(corrupt)
+        affected: list[Sequence] = []
+        for restore in self._pending_restores.pop(step, ()):
+            self.host_cache.release_slot(restore.slot)
+            if restore.block in corrupt and restore.seq not in affected:
+                affected.append(restore.seq)
+            elif restore.seq.stale_until_step < step and restore.seq not in affected:
+                self.pool.publish(restore.block, restore.key)
+                self.pending.resolve(restore.key)
+        return affected
 
-    def check_invariants(self, holders: list[Sequence]) -> None:
-        """Assert the invariants of blocks and host slots. Raises AssertionError."""
-        self.pool.check_invariants([seq.blocks for seq in holders])
+    def check_invariants(self, running: list[Sequence]) -> None:
+        """Raise AssertionError if an invariant of blocks or host slots is broken."""
+        self.pool.check_invariants([seq.blocks for seq in running])
         self.host_cache.check_invariants()
-        for block, count in _count_holders(holders).items():
-            assert count == 1 or len({s.cache_salt for s in holders if block in s.blocks}) == 1, (
+        for block, count in _count_references(running).items():
+            assert count == 1 or len({s.cache_salt for s in running if block in s.blocks}) == 1, (
                 "a block is shared between cache domains"
             )
 
@@ -183,65 +186,65 @@ class KvCacheManager:
         seq.blocks.append(self.take_block(plan))
 
     def _fork_source(self, seq: Sequence) -> Sequence | None:
-        """The lead, when its computed prompt can be taken over."""
+        """Return the sequence's lead if the blocks of its computed prompt can be shared, else None."""
         lead = seq.parent
         if lead is None or not lead.is_prefilled or lead.cache_salt != seq.cache_salt:
             return None
         return lead if lead.tokens[: lead.prompt_len] == seq.tokens[: seq.prompt_len] else None
 
     def _can_use_prefix_cache(self, seq: Sequence) -> bool:
-        """Whether cached blocks are of use: log-probabilities of the prompt need all of it computed."""
+        """Return whether cached blocks may be used. Prompt log-probabilities need the whole prompt computed."""
         return self.prefix_cache and seq.params.prompt_logprobs is None
 
-    def _announce_pending(self, seq: Sequence, hits: int) -> None:
-        """Tell which blocks will come of it: those it computes, as far as is worth hashing ahead."""
+    def _announce_pending(self, seq: Sequence, num_hits: int) -> None:
+        """Announce the blocks that the sequence will compute, up to `MAX_ANNOUNCED_BLOCKS`."""
         if self.prefix_cache:
-            last = min(seq.length // self.block_size, hits + MAX_ANNOUNCED_BLOCKS)
-            keys = [seq.block_hash(index, self.block_size) for index in range(hits, last)]
+            end = min(seq.length // self.block_size, num_hits + MAX_ANNOUNCED_BLOCKS)
+            keys = [seq.block_hash(index, self.block_size) for index in range(num_hits, end)]
             self.pending.add(seq, keys)
 
     def _count_hits(self, seq: Sequence) -> int:
-        """Leading full blocks found on the device or the host; one token at least stays to be computed."""
+        """Count leading full blocks cached on the device or host. At least one token remains to be computed."""
         if not self._can_use_prefix_cache(seq):
             return 0
-        most = (seq.length - 1) // self.block_size
-        for index in range(most):
+        max_hits = (seq.length - 1) // self.block_size
+        for index in range(max_hits):
             key = seq.block_hash(index, self.block_size)
             if not self.has_block(key):
                 return index
-        return most
+        return max_hits
 
-    def _share_hits(self, seq: Sequence, hits: int, plan: StepPlan) -> None:
-        """Hold every hit before anything new is taken, so that taking cannot evict one."""
+    def _share_hits(self, seq: Sequence, num_hits: int, plan: StepPlan) -> None:
+        """Reference every hit before taking a new block, so that taking one cannot evict a hit."""
         size = self.block_size
-        coming: list[tuple[int, bytes, int]] = []
-        for index in range(hits):
+        restores: list[tuple[int, bytes, int]] = []
+        for index in range(num_hits):
             key = seq.block_hash(index, size)
             block = self.pool.find(key)
             if block is not None:
                 self.pool.share(block)
                 seq.blocks.append(block)
             else:
-                coming.append((index, key, self.host_cache.pin_slot(key)))
+                restores.append((index, key, self.host_cache.pin_slot(key)))
                 seq.blocks.append(-1)
-        for index, key, slot in coming:
+        for index, key, slot in restores:
             block = seq.blocks[index] = self.take_block(plan)
             plan.block_restores.append(BlockRestore(slot, block))
             self.pending.add(seq, [key])
             self._pending_restores.setdefault(plan.step, []).append(
                 _PendingRestore(seq, index, key, slot, block)
             )
-        self.host_hit_tokens += len(coming) * size
+        self.host_hit_tokens += len(restores) * size
 
 
 def _forkable_tokens(seq: Sequence) -> int:
-    """Tokens whose KV a sibling takes over from its lead; the last one it always computes itself."""
+    """Count the tokens whose KV a sibling shares with its lead. A sibling always computes its last token."""
     return min(seq.prompt_len, seq.length - 1)
 
 
-def _count_holders(holders: list[Sequence]) -> dict[int, int]:
+def _count_references(seqs: list[Sequence]) -> dict[int, int]:
     counts: dict[int, int] = {}
-    for seq in holders:
+    for seq in seqs:
         for block in seq.blocks:
             counts[block] = counts.get(block, 0) + 1
     return counts

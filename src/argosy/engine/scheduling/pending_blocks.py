@@ -1,4 +1,4 @@
-"""Blocks that are being computed right now: whoever needs the same ones can wait for them."""
+"""Index of KV blocks that are being computed, so that sequences with the same prefix can wait for them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class PendingBlocks:
-    """The keys that running sequences will publish. Each is settled once: published, or given up."""
+    """Keys that running sequences will publish. Each key is resolved once, when it is published or abandoned."""
 
     def __init__(self) -> None:
         self._keys: set[bytes] = set()
@@ -20,22 +20,22 @@ class PendingBlocks:
         return key in self._keys
 
     def add(self, seq: Sequence, keys: list[bytes]) -> None:
-        """The sequence is going to compute, or bring back, the blocks of these keys."""
+        """Add the keys of blocks that the sequence will compute or restore."""
         self._keys.update(keys)
         self._by_sequence.setdefault(seq, []).extend(keys)
 
     def resolve(self, key: bytes) -> None:
-        """The block is there for all."""
+        """Record that the block is published or abandoned."""
         if key in self._keys:
             self._keys.remove(key)
             self._resolved.append(key)
 
     def remove_sequence(self, seq: Sequence) -> None:
-        """The sequence stops running; what it had not published will not come from it."""
+        """Resolve the unpublished keys of a sequence that stops running."""
         for key in self._by_sequence.pop(seq, ()):
             self.resolve(key)
 
     def drain_resolved(self) -> list[bytes]:
-        """The keys settled since the last call."""
+        """Return the keys resolved since the last call."""
         keys, self._resolved = self._resolved, []
         return keys

@@ -1,4 +1,4 @@
-"""The sequences that run: who may join them, who gets a block, and who has to leave for whom."""
+"""Batch of running sequences, with admission, block growth and preemption."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from argosy.engine.scheduling.request_registry import RequestRegistry
     from argosy.engine.scheduling.waiting_queue import WaitingQueue
 
-_order = attrgetter("priority_order")
-_tier = attrgetter("tier")
+_priority_key = attrgetter("priority_order")
+_tier_key = attrgetter("tier")
 
 
 class RunningBatch:
-    """Gives sequences their rows, and takes them back."""
+    """Running sequences and their rows in the executor's persistent batch."""
 
     def __init__(
         self,
@@ -34,11 +34,11 @@ class RunningBatch:
         requests: RequestRegistry,
     ) -> None:
         self.sequences: list[Sequence] = []
-        """Most important first."""
+        """Running sequences by tier, then by admission."""
         self.output_estimator = OutputFractionEstimator()
         self.preemptions = 0
         self.last_planned_step = 0
-        """The last step planned: its results, and earlier ones, do not concern who leaves now."""
+        """Number of the last planned step. A sequence that is preempted now ignores results up to this step."""
         self._max_seqs = max_seqs
         self._watermark = watermark
         self._batching_policy = batching_policy
@@ -49,46 +49,51 @@ class RunningBatch:
         self._admission_count = 0
 
     def sequences_from_tier(self, lowest_tier: int) -> tuple[Sequence, ...]:
-        """Those of this tier and higher ones."""
+        """Return the running sequences of tier `lowest_tier` and higher tiers."""
         if lowest_tier == NEVER:
             return tuple(self.sequences)
-        return tuple(self.sequences[: bisect_right(self.sequences, lowest_tier, key=_tier)])
+        return tuple(self.sequences[: bisect_right(self.sequences, lowest_tier, key=_tier_key)])
 
     def make_room(self, now: float) -> AdmissionCandidate | None:
-        """Make room for the head of the queue at the cost of lower tiers, if that is what it takes.
+        """Preempt sequences of lower tiers where the head of the queue needs their rows or blocks.
 
-        Returns it when there is room now, and somebody of a lower tier runs.
+        Returns:
+            The head of the queue, if it has room now and sequences of lower tiers still run. Otherwise None.
         """
         head = self._queue.peek()
         if head is None or not self.sequences or self.sequences[-1].tier <= head.tier:
             return None
         if self._kv_cache.pending_prefix_key(head) is not None:
             return None
-        lower = [seq for seq in self.sequences if seq.tier > head.tier]
-        gain = sum(len(seq.blocks) for seq in lower)
+        lower_seqs = [seq for seq in self.sequences if seq.tier > head.tier]
+        lower_blocks = sum(len(seq.blocks) for seq in lower_seqs)
         if (
             not self._can_join(head, now)
-            or self._kv_cache.blocks_needed(head) > self._kv_cache.available_blocks + gain
+            or self._kv_cache.blocks_needed(head) > self._kv_cache.available_blocks + lower_blocks
         ):
             return None
-        while not (room := bool(self._free_rows) and self._has_room_for(head)) and lower:
-            self.preempt(lower.pop())
+        while not (has_room := bool(self._free_rows) and self._has_room_for(head)) and lower_seqs:
+            self.preempt(lower_seqs.pop())
         return (
             AdmissionCandidate(head.tier, self._kv_cache.tokens_to_compute(head))
-            if room and lower
+            if has_room and lower_seqs
             else None
         )
 
     def admit_next(self, plan: StepPlan, now: float, lowest_tier: int) -> Sequence | None:
-        """Let the head of the queue join, if it is of tier `lowest` or above; None when it cannot."""
+        """Admit and return the head of the queue.
+
+        Returns None if the head cannot join or is of a lower tier than `lowest_tier`. Heads whose prefix is being
+        computed are blocked, and the next one is tried.
+        """
         while (seq := self._queue.peek()) is not None:
             if seq.tier > lowest_tier or not self._free_rows or not self._can_join(seq, now):
                 return None
-            block = self._kv_cache.pending_prefix_key(seq)
-            if block is None:
+            pending_key = self._kv_cache.pending_prefix_key(seq)
+            if pending_key is None:
                 break
             self._queue.remove(seq)
-            self._requests.block(seq, block)
+            self._requests.block(seq, pending_key)
         if seq is None or not self._has_room_for(seq):
             return None
         self._queue.remove(seq)
@@ -103,13 +108,16 @@ class RunningBatch:
                 seq.row, list(seq.tokens), seq.prompt_len, seq.params, list(seq.blocks)
             )
         )
-        insort(self.sequences, seq, key=_order)
+        insort(self.sequences, seq, key=_priority_key)
         return seq
 
     def append_block(self, seq: Sequence, plan: StepPlan) -> bool:
-        """Give a running sequence its next block, taken from the least important one if need be."""
+        """Append a block to a running sequence, preempting the least important sequences if none is available.
+
+        Returns whether the sequence got a block. Otherwise it was preempted itself.
+        """
         if seq.row < 0:
-            return False  # preempted a moment ago, for a more important one
+            return False  # preempted for a more important sequence in the same step
         while not self._kv_cache.available_blocks:
             victim = self.sequences[-1]
             self.preempt(victim)
@@ -123,7 +131,7 @@ class RunningBatch:
         return True
 
     def preempt(self, seq: Sequence) -> None:
-        """Finish and resubmit: it keeps its tokens and its place, and gives back all else."""
+        """Move a running sequence to the queue. It keeps its tokens and its priority, and releases row and blocks."""
         self.remove(seq)
         seq.length = len(seq.tokens)
         seq.stale_until_step = self.last_planned_step
@@ -132,7 +140,7 @@ class RunningBatch:
         self._queue.push(seq)
 
     def remove(self, seq: Sequence) -> None:
-        """It gives its row and its blocks back."""
+        """Remove a sequence from the batch and release its row and blocks."""
         self.sequences.remove(seq)
         self._free_rows.append(seq.row)
         seq.row = -1
@@ -141,21 +149,23 @@ class RunningBatch:
         self.requeue_unblocked()
 
     def requeue_unblocked(self) -> None:
-        """Those who waited for a block that is there now, or will not come, queue up again."""
-        for block in self._kv_cache.pending.drain_resolved():
-            for seq in self._requests.unblock(block):
+        """Move the sequences to the queue whose pending block was published or abandoned."""
+        for key in self._kv_cache.pending.drain_resolved():
+            for seq in self._requests.unblock(key):
                 self._queue.push(seq)
 
     def check_invariants(self) -> None:
-        """Assert the invariants between steps. Raises AssertionError."""
+        """Raise AssertionError if an invariant that holds between steps is broken."""
         rows = [seq.row for seq in self.sequences]
         assert sorted(rows + self._free_rows) == list(range(self._max_seqs)), "a row leaked"
-        assert self.sequences == sorted(self.sequences, key=_order), "they are out of order"
+        assert self.sequences == sorted(self.sequences, key=_priority_key), (
+            "running sequences are out of order"
+        )
         for seq in self.sequences:
             assert 0 <= seq.computed_len <= seq.capacity, "computed tokens without a block"
 
     def _can_join(self, seq: Sequence, now: float) -> bool:
-        """Whether the batching mode, and the isolation of suspects, let it join now."""
+        """Return whether the batching policy, and the isolation of suspect sequences, allow `seq` to join now."""
         running = self.sequences
         if seq.is_suspect or (running and running[0].is_suspect):
             return not running
@@ -167,12 +177,14 @@ class RunningBatch:
         )
 
     def _has_room_for(self, seq: Sequence) -> bool:
-        """Whether there are blocks for it and for what running sequences will probably still need."""
-        spare = self._kv_cache.available_blocks - self._kv_cache.blocks_needed(seq)
+        """Return whether blocks suffice for `seq` and for the expected growth of running sequences."""
+        spare_blocks = self._kv_cache.available_blocks - self._kv_cache.blocks_needed(seq)
         if not self.sequences:
-            return spare >= 0
-        promised = (
+            return spare_blocks >= 0
+        promised_tokens = (
             seq.max_length - seq.length + sum(s.max_length - s.length for s in self.sequences)
         )
-        growth = self.output_estimator.fraction * promised / self._kv_cache.block_size
-        return spare >= growth + self._watermark * self._kv_cache.pool.num_blocks
+        expected_growth = (
+            self.output_estimator.fraction * promised_tokens / self._kv_cache.block_size
+        )
+        return spare_blocks >= expected_growth + self._watermark * self._kv_cache.pool.num_blocks

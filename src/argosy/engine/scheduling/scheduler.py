@@ -1,7 +1,7 @@
-"""Continuous batching: each step gives some sequences some new tokens, under one token budget.
+"""Scheduler with continuous batching, which divides one token budget per step among sequences.
 
-`schedule` says what the next step computes, `commit` takes in what it gave. Steps may overlap:
-`schedule` can be called again before `commit`, and results are committed in the order planned.
+`schedule` plans the next step, and `commit` applies its results. Steps may overlap. `schedule` can be called again
+before `commit`, and results are committed in the order in which their steps were planned.
 """
 
 from __future__ import annotations
@@ -26,42 +26,42 @@ if TYPE_CHECKING:
 
 SequenceFinishReason = Literal["stop", "length", "timeout", "cancelled", "error"]
 AGEING_TOKENS_PER_S = 256.0
-"""A waiting prefill counts as this much shorter for each second since it arrived, so none starves."""
+"""Tokens by which a prefill counts as shorter for each second since its arrival, which prevents starvation."""
 TIER_PENALTY_TOKENS = 4096.0
-"""And as this much longer for each tier below the highest."""
+"""Tokens by which a prefill counts as longer for each tier below the highest."""
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """The sizes the scheduler keeps to."""
+    """Limits of one scheduler."""
 
     max_seqs: int
     max_step_tokens: int
     block_size: int
     num_blocks: int
     max_prefill_fraction: float
-    """Most of the step's tokens that prefills may take while decodes run."""
+    """Maximum fraction of the token budget for prefills while decodes run."""
     watermark: float
-    """Part of the blocks kept free for running sequences to grow into."""
+    """Fraction of the blocks that stays free for the growth of running sequences."""
     prefix_cache: bool
     ridge_tokens: int
-    """Computing so many takes as long as reading the weights."""
+    """Number of tokens whose computation takes as long as reading the weights."""
     host_blocks: int = 0
 
 
 class SequenceUpdate(NamedTuple):
-    """What a committed step means for one sequence of it."""
+    """Effect of a committed step on one of its sequences."""
 
     seq: Sequence
     chunk_index: int
-    """Index into the plan."""
+    """Index of the sequence's chunk in the plan."""
     token: int
-    """The new token; -1 when there is none."""
+    """New token, or -1 if the step sampled none for this sequence."""
     finish_reason: SequenceFinishReason | None
 
 
 class Scheduler:
-    """Decides, step by step. Pure: the time is an argument, equal calls give equal plans."""
+    """Scheduler of one engine. Deterministic, because the time is an argument, so equal calls give equal plans."""
 
     def __init__(
         self, limits: SchedulerLimits, batching_policy: BatchingPolicy | None = None
@@ -77,7 +77,7 @@ class Scheduler:
         )
         self.queue = WaitingQueue()
         self.requests = RequestRegistry()
-        """All that have not ended: running, waiting, held."""
+        """All unfinished requests, whether they run, wait or are blocked."""
         self._batch = RunningBatch(
             max_seqs=limits.max_seqs,
             watermark=limits.watermark,
@@ -87,15 +87,15 @@ class Scheduler:
             requests=self.requests,
         )
         self.running = self._batch.sequences
-        """Most important first."""
+        """Running sequences by tier, then by admission."""
         self.output_estimator = self._batch.output_estimator
         self.token_budget = limits.max_step_tokens
-        """The token budget in force; `shrink` lowers it."""
+        """Current token budget, which `halve_token_budget` lowers."""
         self._max_partial_prefills = batching_policy.max_partial_prefills
         self._ttft_guard = TtftGuard(limits.ridge_tokens)
         self._steps_in_flight: deque[tuple[StepPlan, list[Sequence]]] = deque()
 
-    # -- requests come and go ---------------------------------------------------------------
+    # -- requests ---------------------------------------------------------------------------
 
     def add(
         self,
@@ -113,7 +113,12 @@ class Scheduler:
         timeout_s: float = float("inf"),
         parent_id: str | None = None,
     ) -> Sequence:
-        """Line up a sequence. It must fit the pool by itself, and its id must not be in use."""
+        """Add a request and queue its sequence.
+
+        The sequence must fit into the block pool by itself. Its id must not be in use. `output` holds the tokens that a
+        resumed request has already. A sequence with a `parent_id` is a sibling of that lead, whose computed
+        prompt it shares.
+        """
         seq = Sequence(
             id=id,
             prompt=prompt,
@@ -132,14 +137,14 @@ class Scheduler:
         return seq
 
     def cancel(self, request_id: str) -> Sequence | None:
-        """End a request wherever it is; None when it has ended already."""
+        """End a running, waiting or blocked request. Returns None if it has already ended."""
         seq = self.requests.get(request_id)
         if seq is not None:
             self._end_request(seq)
         return seq
 
     def expire(self, now: float) -> list[Sequence]:
-        """End the requests whose deadline has passed."""
+        """End and return the requests whose deadline has passed."""
         expired = self.requests.pop_expired(now)
         for seq in expired:
             self._end_request(seq)
@@ -147,45 +152,49 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request has not ended."""
+        """Whether an unfinished request exists."""
         return len(self.requests) > 0
 
     @property
     def waiting(self) -> int:
-        """Requests that have not ended and do not run."""
+        """Number of unfinished requests that do not run."""
         return len(self.requests) - len(self.running)
 
     @property
     def preemptions(self) -> int:
-        """How often a running sequence was put back."""
+        """Number of preemptions so far."""
         return self._batch.preemptions
 
     @property
     def queued_tokens(self) -> int:
-        """Prompt tokens that are still to be computed: of those who queue, and of running prefills."""
-        left = (seq.length - seq.computed_len for seq in self.running)
-        return sum(seq.length for seq in self.queue) + sum(count for count in left if count > 1)
+        """Tokens that queued sequences and running prefills still have to compute."""
+        remaining = (seq.length - seq.computed_len for seq in self.running)
+        return sum(seq.length for seq in self.queue) + sum(
+            count for count in remaining if count > 1
+        )
 
-    # -- the step ---------------------------------------------------------------------------
+    # -- steps ------------------------------------------------------------------------------
 
     def schedule(self, now: float) -> StepPlan:
-        """Plan a step: running decodes first, then running prefills, then the queue."""
-        running = self._batch
-        plan = StepPlan(running.last_planned_step + 1)
+        """Plan the next step. The token budget serves running decodes first, then running prefills, then the queue."""
+        batch = self._batch
+        plan = StepPlan(batch.last_planned_step + 1)
         rows, starts = plan.rows, plan.starts
         seqs: list[Sequence] = []
         prefills: list[Sequence] = []
-        most = 1 + int(self.token_budget * self.limits.max_prefill_fraction)
-        newcomer = running.make_room(now)
-        lowest = self._ttft_guard.lowest_admitted_tier(self.running, newcomer, most)
-        for seq in running.sequences_from_tier(lowest):
+        max_prefill_tokens = 1 + int(self.token_budget * self.limits.max_prefill_fraction)
+        candidate = batch.make_room(now)
+        lowest_tier = self._ttft_guard.lowest_admitted_tier(
+            self.running, candidate, max_prefill_tokens
+        )
+        for seq in batch.sequences_from_tier(lowest_tier):
             start, length = seq.computed_len, seq.length
             if length - start != 1:
                 prefills.append(seq)
                 continue
             if length >= seq.max_length and length > len(seq.tokens):
                 continue  # its last token is being sampled by a step in flight
-            if start == seq.capacity and not running.append_block(seq, plan):
+            if start == seq.capacity and not batch.append_block(seq, plan):
                 continue
             rows.append(seq.row)
             starts.append(start)
@@ -193,40 +202,40 @@ class Scheduler:
             seq.computed_len = length
             seq.length = length + 1
             seq.tenant_counter.served_tokens += seq.decode_cost
-        decodes = len(seqs)
-        plan.counts.extend([1] * decodes)
-        plan.sample_flags.extend([True] * decodes)
-        budget = self.token_budget - decodes
-        if decodes or lowest != NEVER:
-            budget = min(budget, most)
+        num_decodes = len(seqs)
+        plan.counts.extend([1] * num_decodes)
+        plan.sample_flags.extend([True] * num_decodes)
+        budget = self.token_budget - num_decodes
+        if num_decodes or lowest_tier != NEVER:
+            budget = min(budget, max_prefill_tokens)
         prefills = [seq for seq in prefills if seq.row >= 0 and seq.length > seq.computed_len]
-        backlog = sum(seq.length - seq.computed_len for seq in prefills)
-        while backlog < budget or len(prefills) < self._max_partial_prefills:
-            admitted = running.admit_next(plan, now, lowest)
+        prefill_tokens = sum(seq.length - seq.computed_len for seq in prefills)
+        while prefill_tokens < budget or len(prefills) < self._max_partial_prefills:
+            admitted = batch.admit_next(plan, now, lowest_tier)
             if admitted is None:
                 break
             prefills.append(admitted)
-            backlog += admitted.length - admitted.computed_len
-        for seq in sorted(prefills, key=partial(_prefill_order, now=now)):
+            prefill_tokens += admitted.length - admitted.computed_len
+        for seq in sorted(prefills, key=partial(_prefill_priority, now=now)):
             budget -= self._plan_prefill(seq, budget, plan, seqs)
         self._steps_in_flight.append((plan, seqs))
-        running.last_planned_step = plan.step
+        batch.last_planned_step = plan.step
         return plan
 
     def commit(self, result: StepResult) -> list[SequenceUpdate]:
-        """Take in the oldest step in flight. Sequences that ended meanwhile are passed over."""
+        """Apply the results of the oldest step in flight. Sequences that ended meanwhile are skipped."""
         plan, seqs = self._steps_in_flight.popleft()
         step, tokens, samples, starts = plan.step, result.tokens, plan.sample_flags, plan.starts
         for seq in self.kv_cache.complete_restores(step, result.corrupt_blocks):
             if seq.stale_until_step < step:
                 self._batch.preempt(seq)
-        progress: list[SequenceUpdate] = []
+        updates: list[SequenceUpdate] = []
         for chunk, seq in enumerate(seqs):
             if step <= seq.stale_until_step:
                 continue
             if chunk in result.failures:
                 self._end_request(seq)
-                progress.append(SequenceUpdate(seq, chunk, -1, "error"))
+                updates.append(SequenceUpdate(seq, chunk, -1, "error"))
                 continue
             end = starts[chunk] + plan.counts[chunk]
             if end >= seq.next_publish_length:
@@ -242,27 +251,28 @@ class Scheduler:
                 elif len(seq.tokens) >= seq.max_length:
                     finish = "length"
                 if finish is not None:
-                    if (
-                        len(seq.tokens) > seq.max_length
-                    ):  # nothing was to be generated (max_tokens 0)
+                    if len(seq.tokens) > seq.max_length:  # max_tokens is 0
                         seq.tokens.pop()
                         token = -1
                     self.output_estimator.record_end(seq.output_len, seq.params.max_tokens)
                     self._end_request(seq)
-            progress.append(SequenceUpdate(seq, chunk, token, finish))
+            updates.append(SequenceUpdate(seq, chunk, token, finish))
         self._batch.requeue_unblocked()
-        return progress
+        return updates
 
     def recover_failed_step(self) -> list[Sequence]:
-        """A step raised. Everything that ran starts over; a sequence that was alone in its step ends.
+        """Roll back all steps in flight after the oldest of them raised, and preempt every running sequence.
 
-        The others of that step are suspects: each runs alone until it has shown itself innocent.
-        Returns the sequences that ended.
+        A sequence that was alone in the failed step ends. Otherwise every sequence of that step is a suspect. A
+        suspect runs alone until it has produced one token, which isolates the sequence that causes the failure.
+
+        Returns:
+            The sequences that ended.
         """
-        culprits = [seq for seq in self._steps_in_flight[0][1] if seq.row >= 0]
-        for seq in culprits:
+        suspects = [seq for seq in self._steps_in_flight[0][1] if seq.row >= 0]
+        for seq in suspects:
             seq.is_suspect = True
-        ended = culprits if len(culprits) == 1 else []
+        ended = suspects if len(suspects) == 1 else []
         for seq in ended:
             self._end_request(seq)
         for seq in tuple(self.running):
@@ -273,24 +283,26 @@ class Scheduler:
         return ended
 
     def halve_token_budget(self) -> None:
-        """Memory ran out in a step: halve the token budget (never below one token a sequence)."""
+        """Halve the token budget after a step ran out of memory, but keep one token per sequence."""
         self.token_budget = max(self.limits.max_seqs, self.token_budget // 2)
 
     def check_invariants(self) -> None:
-        """Assert the invariants between steps. Raises AssertionError."""
-        holders = self.running
-        self.kv_cache.check_invariants(holders)
+        """Raise AssertionError if an invariant that holds between steps is broken."""
+        running = self.running
+        self.kv_cache.check_invariants(running)
         self._batch.check_invariants()
-        at_rest = [*self.queue, *self.requests.blocked_requests]
-        everyone = [*holders, *at_rest]
-        assert len(everyone) == len(self.requests), "a request is in two places or in none"
-        assert set(everyone) == set(self.requests), "a request was lost"
-        assert all(not seq.blocks and seq.row < 0 for seq in at_rest), "blocks at rest"
+        idle = [*self.queue, *self.requests.blocked_requests]
+        all_seqs = [*running, *idle]
+        assert len(all_seqs) == len(self.requests), "a request is in two states or in none"
+        assert set(all_seqs) == set(self.requests), "a request was lost"
+        assert all(not seq.blocks and seq.row < 0 for seq in idle), (
+            "an idle sequence has blocks or a row"
+        )
 
     def _plan_prefill(
         self, seq: Sequence, budget: int, plan: StepPlan, seqs: list[Sequence]
     ) -> int:
-        """Give `seq` up to `budget` of its remaining tokens; returns how many."""
+        """Plan up to `budget` of the sequence's remaining tokens, and return their number."""
         count = min(seq.length - seq.computed_len, budget)
         if count <= 0:
             return 0
@@ -299,21 +311,21 @@ class Scheduler:
         plan.counts.append(count)
         seqs.append(seq)
         seq.computed_len += count
-        complete = seq.computed_len == seq.length
-        plan.sample_flags.append(complete)
-        seq.length += complete
+        is_complete = seq.computed_len == seq.length
+        plan.sample_flags.append(is_complete)
+        seq.length += is_complete
         seq.tenant_counter.served_tokens += count * seq.prefill_cost
         return count
 
     def _on_first_token(self, seq: Sequence) -> None:
-        """Its first token since it joined: siblings may fork, and it is no suspect any more."""
+        """Handle the first token since the sequence joined. Siblings may fork, and a suspect is cleared."""
         seq.is_prefilled = True
         seq.is_suspect = False
         for sibling in self.requests.unblock(seq):
             self.queue.push(sibling)
 
     def _end_request(self, seq: Sequence) -> None:
-        """The request is over, wherever it was."""
+        """End a running, waiting or blocked request and release what it holds."""
         if seq.row >= 0:
             self._batch.remove(seq)
         elif seq.blocked_on is None:
@@ -325,7 +337,7 @@ class Scheduler:
             self.queue.push(sibling)
 
 
-def _prefill_order(seq: Sequence, now: float) -> float:
-    """Higher tiers first, then the shortest remaining prefill, each second of waiting making one seem shorter."""
-    lacking = seq.length - seq.computed_len + TIER_PENALTY_TOKENS * seq.tier
-    return lacking - AGEING_TOKENS_PER_S * (now - seq.arrived_at)
+def _prefill_priority(seq: Sequence, now: float) -> float:
+    """Return the sort key of a prefill, its remaining tokens plus the tier penalty minus the ageing bonus."""
+    remaining = seq.length - seq.computed_len + TIER_PENALTY_TOKENS * seq.tier
+    return remaining - AGEING_TOKENS_PER_S * (now - seq.arrived_at)

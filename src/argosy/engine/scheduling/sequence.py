@@ -1,4 +1,4 @@
-"""One sequence on its way: `tokens` it has, `computed` it has KV for, and the blocks that hold it."""
+"""State of one sequence, with its tokens, the number of tokens that have KV, and the blocks that hold it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ NEVER = 1 << 62
 
 
 class Sequence:
-    """A request for one sequence, and its state. The scheduler alone changes it.
+    """State of one choice of a request. Only the scheduler changes it.
 
-    One number chases another: a step computes some of `computed .. length`, and when it reaches
-    `length` one more token is sampled, so `length` grows. Prefill, decode, prefix hits, resume and
-    recomputation after preemption are all this.
+    A step computes some of the tokens `computed_len .. length`. When it reaches `length`, it samples one more token,
+    and `length` grows by 1. This covers prefill, decode, prefix hits, resume, and recomputation after preemption.
     """
 
     __slots__ = (
@@ -85,33 +84,36 @@ class Sequence:
         self.prefill_cost = INPUT_TOKEN_WEIGHT / tenant_counter.weight
         self.decode_cost = OUTPUT_TOKEN_WEIGHT / tenant_counter.weight
         self.length = len(self.tokens)
-        """Tokens known or being sampled right now."""
+        """Number of tokens that are known or being sampled now."""
         self.computed_len = 0
-        """Tokens whose KV exists, or will once the steps in flight are done."""
+        """Number of tokens that have KV once the steps in flight are done."""
         self.blocks: list[int] = []
         self.capacity = 0
-        """Tokens that `blocks` can hold."""
+        """Number of tokens that `blocks` can hold."""
         self.block_hashes: list[bytes] = []
         self.next_publish_length = 0
-        """The next block is full once this many tokens are computed."""
+        """Number of computed tokens at which the next block is full and published."""
         self.row = -1
-        """Permanent row while running, else -1."""
+        """Row in the persistent batch while running, else -1."""
         self.priority_order = (tier, NEVER)
-        """(tier, admission number): running sequences in order of importance."""
+        """(tier, admission number), by which running sequences are sorted, most important first."""
         self.hit_tokens = 0
         self.scheduled_at: float | None = None
         self.is_prefilled = False
-        """It has been given a token since it joined the batch, so all before that is computed."""
+        """Whether a token was sampled since the sequence joined the batch, so all earlier tokens are computed."""
         self.preemptions = 0
         self.is_suspect = False
-        """It was part of a step that failed: it runs alone until it has shown itself innocent."""
+        """Whether the sequence was part of a failed step. A suspect runs alone until it has produced a token."""
         self.blocked_on: Sequence | bytes | None = None
-        """The lead, or the key of the block, that it is held for."""
+        """Lead, or key of the pending block, that the sequence waits for."""
         self.stale_until_step = -1
-        """Results of steps up to this one no longer concern it."""
+        """Number of the last step whose results the sequence ignores."""
 
     def block_hash(self, index: int, block_size: int) -> bytes:
-        """Identity of the full block `index`: sha256 over the chain of tokens before it and the domain's salt."""
+        """Return the key of the full block `index`.
+
+        The key is the SHA-256 hash of the block's tokens and the previous block's key, or the cache domain's salt.
+        """
         hashes = self.block_hashes
         while len(hashes) <= index:
             start = len(hashes) * block_size
@@ -122,5 +124,5 @@ class Sequence:
 
     @property
     def output_len(self) -> int:
-        """Output tokens so far, those of a resumed request included."""
+        """Number of output tokens so far, including those that a resumed request started with."""
         return len(self.tokens) - self.prompt_len

@@ -1,4 +1,4 @@
-"""What one step is to do, and what it gave: the only words between scheduler and executor."""
+"""Interface between scheduler and executor, which is the plan of one step and its result."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ if TYPE_CHECKING:
 
 
 class AdmittedSequence(NamedTuple):
-    """A sequence that takes a row in this step: everything the executor must know of it."""
+    """Sequence that joins the batch in this step, with all that the executor needs to compute it."""
 
     row: int
     tokens: list[int]
-    """Prompt and output so far."""
+    """Prompt and output tokens so far."""
     prompt_len: int
     params: SamplingParams
     blocks: list[int]
 
 
 class BlockRestore(NamedTuple):
-    """Fill `block` from host slot `slot` before the step."""
+    """Copy of host slot `slot` into `block` before the step."""
 
     slot: int
     block: int
@@ -29,9 +29,10 @@ class BlockRestore(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step: for chunk i, tokens `starts[i] .. starts[i] + counts[i]` of row `rows[i]` are computed.
+    """Plan of one step, which computes tokens `starts[i] .. starts[i] + counts[i]` of row `rows[i]` for each chunk i.
 
-    The executor applies, in this order: `offloads`, `copies`, `restores`, `admitted`, `placed`; then it computes.
+    Before it computes, the executor applies `block_offloads`, `block_copies`, `block_restores`, `admissions` and
+    `block_appends`, in this order.
     """
 
     step: int
@@ -39,24 +40,24 @@ class StepPlan:
     starts: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     sample_flags: list[bool] = field(default_factory=list)
-    """Whether chunk i reaches its sequence's last token, so that a token is sampled from it."""
+    """Whether chunk i reaches its sequence's last token, so that the step samples a token for it."""
     admissions: list[AdmittedSequence] = field(default_factory=list)
     block_appends: list[tuple[int, int, int]] = field(default_factory=list)
-    """(row, index, block): block becomes the row's index-th."""
+    """(row, index, block), which makes `block` the row's block number `index`."""
     block_copies: list[tuple[int, int]] = field(default_factory=list)
     """(source block, destination block)."""
     block_offloads: list[tuple[int, int]] = field(default_factory=list)
-    """(block, host slot): save the block in host memory, with a checksum."""
+    """(block, host slot), which saves the block in host memory with a checksum."""
     block_restores: list[BlockRestore] = field(default_factory=list)
 
     @property
     def total_tokens(self) -> int:
-        """Tokens computed by this step."""
+        """Number of tokens that this step computes."""
         return sum(self.counts)
 
 
 class Logprob(NamedTuple):
-    """A token's natural-log probability under the unmodified logits, its rank from 1, and the likeliest tokens."""
+    """Natural-log probability of a token under the unmodified logits, its rank from 1, and the likeliest tokens."""
 
     token: int
     logprob: float
@@ -65,14 +66,14 @@ class Logprob(NamedTuple):
 
 
 class StepDurations(NamedTuple):
-    """Where an executor's part of a step went, in seconds."""
+    """Durations of the executor's phases of a step, in seconds."""
 
     launch_s: float = 0.0
-    """Blocks moved and inputs built, on the host."""
+    """Time on the host to move blocks and build inputs."""
     compute_s: float = 0.0
-    """The model, on the device."""
+    """Time on the device to run the model."""
     sample_s: float = 0.0
-    """From logits to tokens, on the device."""
+    """Time on the device to sample tokens from logits."""
 
 
 ZERO_DURATIONS = StepDurations()
@@ -80,15 +81,15 @@ ZERO_DURATIONS = StepDurations()
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What the step gave, by chunk index of its plan."""
+    """Result of one step, by chunk index of its plan."""
 
     tokens: list[int]
-    """The sampled token of each chunk; -1 where none was sampled."""
+    """Sampled token of each chunk, or -1 where none was sampled."""
     logprobs: dict[int, Logprob] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[Logprob]] = field(default_factory=dict)
-    """By chunk, for prompt positions start + 1 .. start + count in order: the token at each, as predicted."""
+    """Chunk -> log-probabilities of the prompt tokens at positions start + 1 .. start + count, in order."""
     failures: dict[int, str] = field(default_factory=dict)
-    """Chunks whose row gave no valid numbers, and why; only those sequences end."""
+    """Chunk -> reason, for chunks without finite logits. Only the sequences of these chunks end."""
     corrupt_blocks: list[int] = field(default_factory=list)
-    """Blocks of `restores` whose checksum did not hold; what was computed on them is void."""
+    """Blocks of `block_restores` with a wrong checksum. Results computed on them are invalid."""
     durations: StepDurations = ZERO_DURATIONS

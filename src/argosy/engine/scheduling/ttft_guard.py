@@ -1,9 +1,9 @@
-"""When lower tiers stand back: a higher tier's first token is due, and their work would make it come late.
+"""Guard of the time to first token (TTFT), which keeps lower tiers out of steps that would delay a higher tier.
 
-A step takes as long as all that is in it. So a step that computes what a first token still lacks is left to its
-tier and those above, if the others would add much. They lose that step and no other: what they would have
-computed in it is computed in the next one, at the price of one more pass over the weights. So they stand back only
-where their own work takes longer than such a pass, and seldom: in any n steps at most `BURST + n / EACH` times.
+The duration of a step grows with all its tokens. If a step computes the remaining prompt of a higher tier's sequence,
+and lower tiers would lengthen it much, the lower tiers yield that step. Their work moves to the next step, at the cost
+of one more pass over the weights. They therefore yield only if their own work takes longer than such a pass. In any n
+steps they yield at most `MAX_BURST_YIELDS + n / YIELD_INTERVAL_STEPS` times.
 """
 
 from __future__ import annotations
@@ -19,38 +19,38 @@ if TYPE_CHECKING:
     from argosy.engine.scheduling.sequence import Sequence
 
 YIELD_INTERVAL_STEPS = 8
-"""In the long run, lower tiers stand back in one step of so many."""
+"""Number of steps per yield. In the long run, lower tiers yield at most one step in this many."""
 MAX_BURST_YIELDS = 4
-"""So many times can be saved up; they may then stand back so often in a row."""
+"""Maximum number of yields that can be saved, and thus of successive yields."""
 MAX_ADDED_FRACTION = 0.25
-"""They do so where they would make the step longer by more than this part."""
+"""Fraction by which lower tiers may lengthen a step without having to yield."""
 
-_tier = attrgetter("tier")
+_tier_key = attrgetter("tier")
 
 
 class AdmissionCandidate(NamedTuple):
-    """Of a sequence that can join in this step, while somebody of a lower tier runs."""
+    """Sequence that can join in this step while sequences of lower tiers run."""
 
     tier: int
     tokens: int
-    """That have to be computed for its first one."""
+    """Number of tokens to compute before its first output token."""
 
 
 class TtftGuard:
-    """Which tiers take part in each step. Pure: equal calls give equal answers."""
+    """Selects the tiers that take part in each step. Deterministic."""
 
     def __init__(self, ridge_tokens: int) -> None:
-        """`ridge_tokens`: computing so many takes as long as a pass over the weights."""
+        """Create a guard. Computing `ridge_tokens` tokens takes as long as one pass over the weights."""
         self._ridge_tokens = ridge_tokens
         self._credit_steps = MAX_BURST_YIELDS * YIELD_INTERVAL_STEPS
-        """Steps made, less `EACH` for each in which somebody stood back."""
+        """Steps made, minus `YIELD_INTERVAL_STEPS` for each yield."""
 
     def lowest_admitted_tier(
         self, running: list[Sequence], candidate: AdmissionCandidate | None, max_prefill_tokens: int
     ) -> int:
-        """The lowest tier that takes part in the next step; NEVER: all do.
+        """Return the lowest tier that takes part in the next step, or `NEVER` if all tiers do.
 
-        `running` is sorted by tier; a step has at most `most` tokens of prefills.
+        `running` is sorted by tier. A step has at most `max_prefill_tokens` prefill tokens.
         """
         self._credit_steps = min(self._credit_steps + 1, MAX_BURST_YIELDS * YIELD_INTERVAL_STEPS)
         if self._credit_steps < YIELD_INTERVAL_STEPS:
@@ -61,10 +61,10 @@ class TtftGuard:
             tier, tokens = candidate
         if tier == NEVER:
             return NEVER
-        cut = bisect_right(running, tier, key=_tier)
-        due = _step_cost(running[:cut], max_prefill_tokens) + min(tokens, max_prefill_tokens)
-        if _step_cost(running[cut:], max_prefill_tokens) <= max(
-            self._ridge_tokens, MAX_ADDED_FRACTION * due
+        split = bisect_right(running, tier, key=_tier_key)
+        due_cost = _step_cost(running[:split], max_prefill_tokens) + min(tokens, max_prefill_tokens)
+        if _step_cost(running[split:], max_prefill_tokens) <= max(
+            self._ridge_tokens, MAX_ADDED_FRACTION * due_cost
         ):
             return NEVER
         self._credit_steps -= YIELD_INTERVAL_STEPS
@@ -72,12 +72,12 @@ class TtftGuard:
 
 
 def _highest_due_tier(running: list[Sequence]) -> int:
-    """The highest tier with a first token that no step computes yet; NEVER when nobody is of a lower one."""
+    """Return the highest tier with a first token that no step computes yet, or `NEVER` if no lower tier runs."""
     if not running or running[0].tier == running[-1].tier:
         return NEVER
-    last = running[-1].tier
+    lowest_tier = running[-1].tier
     for seq in running:
-        if seq.tier == last:
+        if seq.tier == lowest_tier:
             break
         if not seq.is_prefilled and seq.computed_len < len(seq.tokens):
             return seq.tier
@@ -85,7 +85,7 @@ def _highest_due_tier(running: list[Sequence]) -> int:
 
 
 def _step_cost(seqs: list[Sequence], max_prefill_tokens: int) -> float:
-    """What these add to a step, in prompt tokens."""
-    lacking = [seq.length - seq.computed_len for seq in seqs]
-    decodes = lacking.count(1)
-    return OUTPUT_TOKEN_WEIGHT * decodes + min(max_prefill_tokens, sum(lacking) - decodes)
+    """Return the cost that these sequences add to a step, in prompt tokens."""
+    remaining = [seq.length - seq.computed_len for seq in seqs]
+    num_decodes = remaining.count(1)
+    return OUTPUT_TOKEN_WEIGHT * num_decodes + min(max_prefill_tokens, sum(remaining) - num_decodes)

@@ -1,4 +1,4 @@
-"""Who is next: the only place where order among waiting requests is decided."""
+"""Queue of waiting sequences, which alone defines the order among them."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
 
     from argosy.engine.scheduling.sequence import Sequence
 
-_arrival = attrgetter("arrived_at")
+_arrival_key = attrgetter("arrived_at")
 
 
 class WaitingQueue:
-    """Waiting sequences by (tier, tenant's service per weight, arrival).
+    """Queue of waiting sequences by (tier, tenant's service per weight, arrival).
 
-    Those that ran before (preempted) keep their place at the head of their tier, by seniority.
+    Preempted sequences go to the head of their tier, in the order of their first admission.
     """
 
     def __init__(self) -> None:
         self._preempted: dict[int, list[Sequence]] = {}
-        """Tier -> preempted sequences, most important last."""
+        """Tier -> preempted sequences, first admitted last."""
         self._by_tenant: dict[int, dict[str, deque[Sequence]]] = {}
         """Tier -> tenant -> sequences by arrival."""
         self._size = 0
@@ -34,48 +34,49 @@ class WaitingQueue:
         return self._size
 
     def __iter__(self) -> Iterator[Sequence]:
-        for returned in self._preempted.values():
-            yield from returned
+        for preempted in self._preempted.values():
+            yield from preempted
         for tenants in self._by_tenant.values():
-            for line in tenants.values():
-                yield from line
+            for tenant_queue in tenants.values():
+                yield from tenant_queue
 
     def push(self, seq: Sequence) -> None:
-        """Line up a sequence by its arrival, or where it was when it has run before (preempted)."""
+        """Queue a sequence by its arrival, or by its first admission if it was preempted."""
         self._size += 1
         if seq.priority_order[1] != NEVER:
             insort(self._preempted.setdefault(seq.tier, []), seq, key=_preempted_key)
             return
-        line = self._by_tenant.setdefault(seq.tier, {}).setdefault(
+        tenant_queue = self._by_tenant.setdefault(seq.tier, {}).setdefault(
             seq.tenant_counter.tenant, deque()
         )
-        if line and line[-1].arrived_at > seq.arrived_at:  # it was held for a while
-            insort(line, seq, key=_arrival)
+        # A sequence that was blocked for a while belongs before later arrivals.
+        if tenant_queue and tenant_queue[-1].arrived_at > seq.arrived_at:
+            insort(tenant_queue, seq, key=_arrival_key)
         else:
-            line.append(seq)
+            tenant_queue.append(seq)
 
     def peek(self) -> Sequence | None:
-        """The sequence whose turn it is; it stays in the queue."""
+        """Return the head of the queue without removing it."""
         for tier in sorted(self._preempted.keys() | self._by_tenant.keys()):
-            if returned := self._preempted.get(tier):
-                return returned[-1]
+            if preempted := self._preempted.get(tier):
+                return preempted[-1]
             if tenants := self._by_tenant.get(tier):
-                line = min(tenants.values(), key=_fairness_key)
-                return line[0]
+                tenant_queue = min(tenants.values(), key=_fairness_key)
+                return tenant_queue[0]
         return None
 
     def remove(self, seq: Sequence) -> None:
-        """Take a waiting sequence out."""
-        returned = self._preempted.get(seq.tier)
-        if returned and seq in returned:
-            returned.remove(seq)
-            if not returned:
+        """Remove a waiting sequence from the queue."""
+        preempted = self._preempted.get(seq.tier)
+        if preempted and seq in preempted:
+            preempted.remove(seq)
+            if not preempted:
                 del self._preempted[seq.tier]
         else:
             tenants = self._by_tenant[seq.tier]
-            line = tenants[seq.tenant_counter.tenant]
-            line.remove(seq)
-            if not line:
+            tenant_queue = tenants[seq.tenant_counter.tenant]
+            tenant_queue.remove(seq)
+            if not tenant_queue:
                 del tenants[seq.tenant_counter.tenant]
             if not tenants:
                 del self._by_tenant[seq.tier]
@@ -83,10 +84,10 @@ class WaitingQueue:
 
 
 def _preempted_key(seq: Sequence) -> int:
-    """The first admitted comes last, where it is cheap to take."""
+    """Return the sort key that puts the first admitted sequence last, where removal is cheap."""
     return -seq.priority_order[1]
 
 
-def _fairness_key(line: deque[Sequence]) -> tuple[float, float]:
-    """Least served first, then first come."""
-    return line[0].tenant_counter.served_tokens, line[0].arrived_at
+def _fairness_key(tenant_queue: deque[Sequence]) -> tuple[float, float]:
+    """Return the sort key of a tenant's queue, by tokens served and then by arrival."""
+    return tenant_queue[0].tenant_counter.served_tokens, tenant_queue[0].arrived_at

@@ -1,4 +1,4 @@
-"""What the replica server and the engine core say to each other over ZeroMQ (msgpack)."""
+"""Messages between the replica server and the engine core (msgpack over ZeroMQ)."""
 
 from __future__ import annotations
 
@@ -12,37 +12,40 @@ EngineFinishReason = Literal["stop", "length", "timeout", "cancelled", "error"]
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="request"):
-    """One sequence to generate. `n > 1` travels as n of these: a lead and siblings naming it."""
+    """Sequence to generate.
+
+    A request with `n` > 1 is sent as `n` messages. The first is the parent, and its siblings name it in `parent_id`.
+    """
 
     id: str
     prompt: list[int]
     resumed_tokens: list[int] = []
-    """Tokens already generated elsewhere (resume); the core goes on from there, exactly."""
+    """Output tokens that another replica generated already (resume). Generation continues exactly after them."""
     params: SamplingParams
     parent_id: str | None = None
-    """Id of the request whose prompt this one shares; it forks from there when that is prefilled."""
+    """Id of the request that has the same prompt. This request forks from it once that prompt is prefilled."""
     cache_domain: str = ""
-    """Cache domain: KV blocks are never shared between domains."""
+    """Cache domain. KV blocks are never shared between domains."""
     tenant: str = ""
     tier: int = 1
-    """0 is the most urgent."""
+    """Priority class. 0 is the most urgent."""
     weight: float = 1.0
     timeout_s: float | None = None
-    """Seconds after arrival at which the request ends with what there is (`timeout`)."""
+    """Seconds after arrival at which the request ends with the tokens it has (finish reason `timeout`)."""
 
 
 class AbortRequests(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
-    """Forget these requests; each still running is answered with a final `cancelled` delta."""
+    """Abort requests. Each request that still runs gets a final delta with finish reason `cancelled`."""
 
     request_ids: list[str]
 
 
 class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag="shutdown"):
-    """Leave the loop and exit with status 0."""
+    """Stop the core loop and exit with status 0."""
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
-    """Natural-log probability of a token, its rank (1 is the likeliest), and the likeliest tokens."""
+    """Natural-log probability of a token, its rank (1 is the most likely), and the most likely tokens."""
 
     token: int
     logprob: float
@@ -51,29 +54,35 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """What one step gave one request. The delta with `finish` set is its last, sent exactly once."""
+    """Output of one step for one request.
+
+    The delta with `finish_reason` set is the last one of its request and is sent exactly once.
+    """
 
     id: str
     tokens: list[int] = []
-    """New tokens; an end-of-sequence or stop token that ended it is included (last)."""
+    """New tokens. If an end-of-sequence or stop token ended the request, that token is included as the last one."""
     logprobs: list[TokenLogprob] = []
-    """One for each of `tokens` when asked for, else empty."""
+    """Log-probability of each of `tokens` if the request wants them, else empty."""
     prompt_logprobs: list[TokenLogprob] = []
-    """For prompt positions 1.. as their chunks are computed, in order."""
+    """Log-probabilities of prompt positions 1, 2, ..., in order, sent as their chunks are computed."""
     finish_reason: EngineFinishReason | None = None
     stop_token: int | None = None
-    """The end-of-sequence or stop token that ended it (finish == "stop")."""
+    """End-of-sequence or stop token that ended the request (only with finish reason `stop`)."""
     error: str | None = None
     cached_tokens: int | None = None
-    """Prompt tokens found in the prefix cache; set on the first delta."""
+    """Prompt tokens found in the prefix cache. Set on the first delta."""
     queue_s: float | None = None
-    """Seconds from arrival at the core to the first step it was part of; set on the first delta."""
+    """Seconds from arrival at the core to the first step that includes the request. Set on the first delta."""
     prompt_block_names: bytes = b""
-    """Names of the prompt's first full KV blocks (`protocol.kv`), where they are cached; set on the first delta."""
+    """Names of the prompt's first full KV blocks (`protocol.kv`), if they are cached. Set on the first delta."""
 
 
 class CoreStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """The core's state after a step. `*_total` only grow (they restart from 0 with the core)."""
+    """State of the core after a step.
+
+    Fields named `*_total` are counters. They restart from 0 with the core process.
+    """
 
     step: int = 0
     running: int = 0
@@ -82,7 +91,7 @@ class CoreStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     blocks_used: int = 0
     blocks_cached: int = 0
     queued_tokens: int = 0
-    """Prompt tokens waiting to be computed, those of running prefills too."""
+    """Prompt tokens that wait to be computed, including those of running prefills."""
     step_tokens: int = 0
     step_s: float = 0.0
     schedule_s: float = 0.0
@@ -96,20 +105,23 @@ class CoreStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     phase_s_total: dict[str, float] = {}
     """Seconds by phase of the step: plan, launch, compute, sample, commit."""
     prefill_tokens_per_s: float = 0.0
-    """Measured; 0: not yet."""
+    """Measured prefill rate in tokens per second. 0 means not measured yet."""
     inter_token_s: float = 0.0
-    """Seconds between a sequence's tokens, were one more to run; measured, 0: not yet."""
+    """Measured seconds between tokens of a sequence if one more sequence were running. 0 means not measured yet."""
 
 
 class LoadProgress(msgspec.Struct, frozen=True, array_like=True, tag="loading"):
-    """Progress of start-up: what is being done and how much of it (0 to 1) is done."""
+    """Start-up progress: the current activity and its completed fraction (0 to 1)."""
 
     activity: str
     fraction: float
 
 
 class CoreReady(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="ready"):
-    """The core serves. What the door needs to know to refuse what cannot be served."""
+    """Model limits and properties that the core reports when it is ready to serve.
+
+    The replica server uses them to reject requests that cannot be served.
+    """
 
     max_model_len: int
     vocab_size: int
@@ -121,38 +133,44 @@ class CoreReady(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=
     parameters: int
     load_s: float
     backend: str
-    """Which compute path is in use, for people, e.g. "cpu (avx512_bf16, 2 threads) bfloat16 native"."""
+    """Human-readable name of the compute path, e.g. "cpu (avx512_bf16, 2 threads) bfloat16 native"."""
     fingerprint: str
-    """Which state of the model's files was loaded. Requests never go on with another one."""
+    """Fingerprint of the loaded model files. A request never continues on a core with a different fingerprint."""
     model_digest: str = ""
-    """Tells the model from others, on any machine; empty: nobody knows."""
+    """Identifies the model on any machine. Empty if unknown."""
 
 
 class KvChange(msgspec.Struct, frozen=True, array_like=True):
-    """KV blocks that requests find from now on, or no longer: names (`protocol.kv`), one after the other."""
+    """KV blocks added to and removed from the prefix cache since the last report.
+
+    Each field holds concatenated block names (`protocol.kv`).
+    """
 
     stored_names: bytes
     removed_names: bytes
 
 
 class StepOutputs(msgspec.Struct, frozen=True, array_like=True, tag="outputs"):
-    """What one step gave, and the core's state after it."""
+    """Output of one step and the core's state after it."""
 
     deltas: list[Delta]
     stats: CoreStats
     kv_change: KvChange | None = None
-    """What has changed since it was told last; it is told with each prompt that was computed, and now and then."""
+    """Prefix cache changes since the last report. Sent after prompts are computed, and periodically while decoding."""
 
 
 class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):
-    """Sent each second by a thread of its own: `busy` with an unchanged `step` means stalled."""
+    """Liveness signal that a separate thread of the core sends every second.
+
+    `busy` with an unchanged `step` means that the core is stalled.
+    """
 
     step: int
     busy: bool
 
 
 class CoreFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
-    """The core cannot start or go on; it exits after this."""
+    """The core cannot start or cannot continue. It exits after this message."""
 
     message: str
 

@@ -1,4 +1,4 @@
-"""The admin API as an ASGI application: who may, what was sent, the operation in a worker thread, its answer."""
+"""ASGI application of the admin API: authenticates, parses the request, runs the endpoint, sends the response."""
 
 from __future__ import annotations
 
@@ -48,25 +48,33 @@ def build_admin_app(
     explain: Callable[[str, str | None], dict[str, Any] | None],
     on_accounts_changed: Callable[[], None],
 ) -> AsgiApp:
-    """The application for /admin, to which requests are handed by `Exchange.hand_to`.
+    """Build the application for /admin, which serves requests that `HttpExchange` forwards.
 
-    `cards` tells what became of a request, by its id and the organisation that asks (None: the whole gateway).
-    `changed` is called when accounts were changed; `identity` knows by then. Both are called on the event loop's
-    thread. Refusals are raised as ApiError, for whoever handed over the exchange to answer.
+    Rejections are raised as ApiError, to be answered by the code that forwarded the exchange.
+
+    Args:
+        store: Accounts, ledger and audit log. Without it most endpoints answer 404.
+        authenticator: Identifies callers. Account changes are applied to it before they are answered.
+        explain: Returns the explanation of a request by its id and the caller's organisation (None for the whole
+            gateway). Called on the event loop's thread.
+        on_accounts_changed: Called on the event loop's thread after accounts changed and the authenticator is updated.
     """
-    desk, turns = AdminScope(store, explain), OrganisationLimiter()
+    admin_scope, limiter = AdminScope(store, explain), OrganisationLimiter()
     by_path: dict[str, dict[str, AdminEndpoint]] = {}
-    for operation in ENDPOINTS:
-        by_path.setdefault(operation.path, {})[operation.method] = operation
+    for endpoint in ENDPOINTS:
+        by_path.setdefault(endpoint.path, {})[endpoint.method] = endpoint
     routes = [
-        Route(path, _PathHandler(methods, desk, turns, authenticator, on_accounts_changed))
-        for path, methods in by_path.items()
+        Route(
+            path,
+            _PathHandler(endpoints, admin_scope, limiter, authenticator, on_accounts_changed),
+        )
+        for path, endpoints in by_path.items()
     ]
     return Router(routes, redirect_slashes=False, default=_not_found)
 
 
 class _PathHandler:
-    """The operations at one path."""
+    """ASGI handler of the endpoints at one path."""
 
     def __init__(
         self,
@@ -85,49 +93,54 @@ class _PathHandler:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI's
         exchange: HttpExchange = scope["state"][EXCHANGE_KEY]
         principal = self._authenticator.authenticate(exchange)
-        operation = self._endpoints[check_method(exchange, self._endpoints)]
-        check_role(principal, operation.role, operation.scope)
-        body = operation.body_type
-        call = AdminRequest(
+        endpoint = self._endpoints[check_method(exchange, self._endpoints)]
+        check_role(principal, endpoint.role, endpoint.scope)
+        body_type = endpoint.body_type
+        request = AdminRequest(
             principal,
             _get_resource_id(scope),
-            parse_query(operation.query_type, _parse_parameters(exchange.query)),
-            None if body is None else parse_body(body, await exchange.read_body() or b"{}"),
+            parse_query(endpoint.query_type, _parse_parameters(exchange.query)),
+            None
+            if body_type is None
+            else parse_body(body_type, await exchange.read_body() or b"{}"),
         )
-        answer = await self._run_endpoint(operation, call)
-        if operation.method != "GET":
+        response = await self._run_endpoint(endpoint, request)
+        if endpoint.method != "GET":
             await run_in_daemon_thread(self._refresh_accounts)
             self._on_accounts_changed()
-        if isinstance(answer, Iterator):
+        if isinstance(response, Iterator):
             await self._stream_response(
-                exchange, principal.organisation, answer, operation.media_type
+                exchange, principal.organisation, response, endpoint.media_type
             )
             return
-        await exchange.send_response(200, answer if isinstance(answer, bytes) else _encode(answer))
+        await exchange.send_response(
+            200, response if isinstance(response, bytes) else _encode(response)
+        )
 
     def _refresh_accounts(self) -> None:
-        """Know callers by what was changed before it is answered: a new key works, a revoked one does not."""
+        """Apply account changes to the authenticator before they are answered, so that a new key works at once."""
         store = self._admin_scope.store
         if store is not None:
-            with contextlib.suppress(StoreError):  # then it comes with the next look
+            with contextlib.suppress(StoreError):  # the next periodic refresh applies it
                 self._authenticator.apply_snapshot(store.load_snapshot())
 
-    async def _run_endpoint(self, endpoint: AdminEndpoint, request: AdminRequest) -> Any:  # noqa: ANN401 - of the operation's type
-        desk = self._admin_scope.for_principal(request.principal)
+    async def _run_endpoint(self, endpoint: AdminEndpoint, request: AdminRequest) -> Any:  # noqa: ANN401 - the endpoint's response type
+        admin_scope = self._admin_scope.for_principal(request.principal)
         with _translate_store_errors():
             if endpoint.is_nonblocking:
-                return endpoint.handler(desk, request)
+                return endpoint.handler(admin_scope, request)
             return await self._limiter.run_in_thread(
-                request.principal.organisation, endpoint.handler, desk, request
+                request.principal.organisation, endpoint.handler, admin_scope, request
             )
 
     async def _stream_response(
         self, exchange: HttpExchange, organisation: str, pieces: Iterator[str], media_type: str
     ) -> None:
-        """Send pieces as they are made, in a worker thread, no faster than the client takes them.
+        """Stream the response as a worker thread produces pieces, no faster than the client reads.
 
-        Raises ApiError when there are no more of them to be had: the answer, which has begun, can only be cut off then.
-        DisconnectedError when nobody waits for more.
+        Raises:
+            ApiError: Producing pieces failed. The response has begun, so the connection can only be closed.
+            DisconnectedError: The client disconnected.
         """
         await exchange.start_stream(content_type=media_type.encode())
         with _translate_store_errors():
@@ -142,12 +155,12 @@ class _PathHandler:
 
 @contextlib.contextmanager
 def _translate_store_errors() -> Iterator[None]:
-    """What operations refuse, as ApiErrors."""
+    """Raise errors of endpoints as ApiErrors."""
     try:
         yield
     except StoreError as error:
-        log.error("store_unavailable", reason=str(error))  # noqa: TRY400 - the reason says it all
-        message = "The store cannot be used at the moment. The gateway's log says why."
+        log.error("store_unavailable", reason=str(error))  # noqa: TRY400 - the reason suffices
+        message = "The store is not available at the moment. The gateway's log has the reason. Try again later."
         raise ApiError(503, "store_unavailable", message, retry_after_s=5.0) from error
     except NotFoundError as error:
         raise ApiError(404, "not_found", str(error)) from error
@@ -158,24 +171,28 @@ def _translate_store_errors() -> Iterator[None]:
 
 
 def _parse_parameters(query: bytes) -> dict[str, str]:
-    """What the URL asks for, by name. Raises ApiError 400."""
-    found: dict[str, str] = {}
+    """Parse the query string into parameters by name. Raises ApiError 400."""
+    parameters: dict[str, str] = {}
     for name, value in parse_qsl(query.decode("latin-1"), keep_blank_values=True):
-        if name in found:
-            raise invalid_request(f"'{name[:100]}' is there twice. Give it once.", name[:100])
+        if name in parameters:
+            raise invalid_request(
+                f"The parameter '{name[:100]}' occurs twice. Give it once.", name[:100]
+            )
         if not value.isprintable():
-            raise invalid_request(f"'{name[:100]}' takes printable text.", name[:100])
-        found[name] = value
-    return found
+            raise invalid_request(
+                f"The parameter '{name[:100]}' must be printable text.", name[:100]
+            )
+        parameters[name] = value
+    return parameters
 
 
 def _get_resource_id(scope: Scope) -> str:
-    found: str = scope["path_params"].get("id", "")
-    if not found.isprintable():
-        raise ApiError(404, "not_found", "An id is printable text.")
-    return found
+    resource_id: str = scope["path_params"].get("id", "")
+    if not resource_id.isprintable():
+        raise ApiError(404, "not_found", "No resource has this id. Ids are printable text.")
+    return resource_id
 
 
 async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG001 - ASGI's
-    message = f"There is nothing at {scope['path'][:200]!r}. See /admin/openapi.json."
+    message = f"The admin API has no path {scope['path'][:200]!r}. See /admin/openapi.json."
     raise ApiError(404, "not_found", message)

@@ -1,4 +1,4 @@
-"""What the admin API can do, as data: routes, checks and the OpenAPI document are made of `Operation`s."""
+"""Endpoints of the admin API as data, from which routes, checks and the OpenAPI document are built."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ CSV_MEDIA_TYPE = "text/csv; charset=utf-8"
 
 
 class NoParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """No parameters."""
+    """Query type of an endpoint without parameters."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdminRequest:
-    """One call of an operation."""
+    """Parsed and authenticated call of an endpoint."""
 
     principal: Principal
     resource_id: str
-    """What stands for `{id}` in the path."""
+    """Value of `{id}` in the path, or an empty string."""
     query: Any
-    """Of the operation's `query` type."""
+    """Parameters, as an instance of the endpoint's `query_type`."""
     body: Any
-    """Of the operation's `body` type."""
+    """Body, as an instance of the endpoint's `body_type`, or None."""
 
     @property
     def actor(self) -> str:
-        """The caller, as the audit log names it."""
+        """Name of the caller in the audit log."""
         principal = self.principal
         if principal.key:
             return f"key:{principal.key}"
@@ -46,28 +46,35 @@ class AdminRequest:
 
 @dataclass(frozen=True, slots=True)
 class AdminScope:
-    """What operations work on: all of the whole gateway, or of one organisation, as if there were no others."""
+    """Data that endpoints work on: of the whole gateway, or restricted to one organisation."""
 
     store: Store | None
     explain: Callable[[str, str | None], dict[str, Any] | None]
-    """What `argosy explain` shows of a request, by its id."""
+    """Returns the explanation of a request by its id and an organisation's id, as shown by `argosy explain`."""
     organisation_id: str | None = None
-    """Its id; None: the whole gateway."""
+    """Id of the organisation, or None for the whole gateway."""
 
     def for_principal(self, principal: Principal) -> AdminScope:
-        """What is within the reach of the caller's role. No operation is given anything else."""
+        """Return the scope restricted to the reach of the caller's role. Endpoints only receive such a scope."""
         return replace(self, organisation_id=organisation_scope(principal))
 
     def explain_request(self, request_id: str) -> dict[str, Any] | None:
-        """What `cards` tells, unless it is another organisation's."""
-        card, within = self.explain(request_id, self.organisation_id), self.organisation_id
-        if card is None or within is None or card["caller"]["organisation"] == within:
-            return card
+        """Return the explanation of a request, or None if it is unknown or belongs to another organisation."""
+        explanation, organisation_id = (
+            self.explain(request_id, self.organisation_id),
+            self.organisation_id,
+        )
+        if (
+            explanation is None
+            or organisation_id is None
+            or explanation["caller"]["organisation"] == organisation_id
+        ):
+            return explanation
         return None
 
     @property
     def accounts(self) -> Accounts:
-        """The store's accounts. Raises ApiError 404 when there is no store; the others likewise."""
+        """The store's accounts. Raises ApiError 404 without a store, like the properties below."""
         return self._store.accounts.for_organisation(self.organisation_id)
 
     @property
@@ -88,7 +95,7 @@ class AdminScope:
     @property
     def _store(self) -> Store:
         if self.store is None:
-            message = "This gateway keeps no accounts. Give it a 'store' in its settings."
+            message = "This gateway has no account store. Add 'store' to its settings."
             raise ApiError(404, "no_store", message)
         return self.store
 
@@ -98,37 +105,37 @@ EndpointHandler = Callable[[AdminScope, AdminRequest], Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdminEndpoint:
-    """One method of one path."""
+    """Endpoint of the admin API: one method at one path."""
 
     method: Method
     path: str
     role: Role
-    """The least one that may do it."""
+    """Lowest role that may call the endpoint."""
     scope: RoleScope
-    """Where that role must be held. Those of an organisation may do it with what is theirs."""
+    """Where the role must be held. With `organisation` callers reach only data of their own organisation."""
     handler: EndpointHandler
-    """A ValueError that it raises is answered as 400, 404 or 409."""
+    """Function that handles a call. Its ValueErrors are answered with 400, 404 or 409."""
     response_type: Any
-    """The type that `run` gives: what is encoded as JSON, bytes that are JSON, or pieces of text to stream."""
+    """Return type of `handler`: a type to encode as JSON, bytes of JSON, or an iterator of text to stream."""
     query_type: type
     body_type: type | None
     is_nonblocking: bool
-    """It waits for nothing, so it runs on the event loop's thread; others ask the store, in a worker thread."""
+    """Whether the handler never blocks and runs on the event loop's thread. Others use the store in worker threads."""
     media_type: str
 
     @property
     def name(self) -> str:
-        """Its function's."""
+        """Name of the handler, used as OpenAPI operation id."""
         return self.handler.__name__
 
     @property
     def summary(self) -> str:
-        """The first line of its function's docstring."""
+        """First line of the handler's docstring."""
         return (inspect.getdoc(self.handler) or "").partition("\n")[0]
 
 
 class AdminEndpoints(list[AdminEndpoint]):
-    """A list that functions are added to: `@api.add("GET", "/admin/things/{id}", "viewer")`."""
+    """List of endpoints with a decorator to add one: `@endpoints.register("GET", "/admin/things/{id}", "viewer")`."""
 
     def register(
         self,
@@ -142,7 +149,7 @@ class AdminEndpoints(list[AdminEndpoint]):
         is_nonblocking: bool = False,
         media_type: str = JSON_MEDIA_TYPE,
     ) -> Callable[[EndpointHandler], EndpointHandler]:
-        """Make the function an operation; what it returns is the answer's type."""
+        """Return a decorator that registers a function as endpoint. Its return annotation is the response type."""
 
         def decorate(handler: EndpointHandler) -> EndpointHandler:
             self.append(

@@ -1,6 +1,6 @@
-"""Operations on limits and prices.
+"""Endpoints for limits and prices.
 
-An organisation's own limits are what it was given, so they are set and lifted by those who run the whole gateway.
+Limits of a whole organisation are set by those who run the gateway, so they need a role for the whole gateway.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ PRICES = "/admin/prices"
 
 @endpoints.register("GET", LIMITS, "viewer", query_type=OwnerFilter)
 def list_limits(scope: AdminScope, request: AdminRequest) -> Page[LimitView]:
-    """Limits."""
+    """List limits."""
     query = request.query
-    found = scope.limits_and_prices.list_limits(query.owner_kind, query.owner, query.part)
-    return to_page(found, LimitView, query)
+    limits = scope.limits_and_prices.list_limits(query.owner_kind, query.owner, query.page_request)
+    return to_page(limits, LimitView, query)
 
 
 @endpoints.register("POST", LIMITS, "operator", body_type=NewLimit)
 def set_limit(scope: AdminScope, request: AdminRequest) -> LimitView:
-    """Set a limit, in place of the one that its owner has for the same unit, window and model."""
+    """Set a limit, replacing the owner's limit for the same unit, window and model."""
     _check_owner_kind(request.principal, request.body.owner_kind)
     return to_view(
         scope.limits_and_prices.set_limit(**get_given_fields(request.body), actor=request.actor),
@@ -51,7 +51,7 @@ def set_limit(scope: AdminScope, request: AdminRequest) -> LimitView:
 
 @endpoints.register("DELETE", LIMITS + "/{id}", "operator")
 def delete_limit(scope: AdminScope, request: AdminRequest) -> DeletedView:
-    """Lift a limit."""
+    """Delete a limit."""
     _check_owner_kind(
         request.principal, scope.limits_and_prices.get_limit(request.resource_id).owner_kind
     )
@@ -61,14 +61,16 @@ def delete_limit(scope: AdminScope, request: AdminRequest) -> DeletedView:
 
 @endpoints.register("GET", PRICES, "viewer", query_type=ModelFilter)
 def list_prices(scope: AdminScope, request: AdminRequest) -> Page[PriceView]:
-    """Prices, those of the past too."""
+    """List prices, including past ones."""
     query = request.query
-    return to_page(scope.limits_and_prices.list_prices(query.model, query.part), PriceView, query)
+    return to_page(
+        scope.limits_and_prices.list_prices(query.model, query.page_request), PriceView, query
+    )
 
 
 @endpoints.register("POST", PRICES, "admin", "gateway", body_type=NewPrice)
 def set_price(scope: AdminScope, request: AdminRequest) -> PriceView:
-    """Set what a model's tokens cost from a moment on."""
+    """Set the token prices of a model from a time on."""
     fields = get_given_fields(request.body) | {
         "since": time.time() if request.body.since is None else request.body.since
     }

@@ -1,4 +1,4 @@
-"""How much of the store's time one organisation gets through the admin API: so many calls at once, others wait."""
+"""Limits concurrent admin calls per organisation, so that no organisation monopolises the store."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from argosy.protocol import ApiError
 
 MAX_CONCURRENT_PER_ORGANISATION = 4
 MAX_CONCURRENT = 10
-"""Of all organisations: a store has 15 connections, and the gateway needs some for accounts and usage."""
+"""Maximum for all organisations. A store has 15 connections, of which the gateway needs some itself."""
 MAX_WAITING_PER_ORGANISATION = 100
-"""Calls of one organisation, before more are refused."""
+"""Maximum number of waiting calls of one organisation. Further calls are rejected."""
 RETRY_AFTER_S = 1.0
 
 T = TypeVar("T")
@@ -22,17 +22,17 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class _OrganisationCalls:
-    """An organisation's calls."""
+    """Calls of one organisation."""
 
     slots: asyncio.Semaphore = field(
         default_factory=lambda: asyncio.Semaphore(MAX_CONCURRENT_PER_ORGANISATION)
     )
     in_progress: int = 0
-    """Those that run, and those that wait."""
+    """Number of running and waiting calls."""
 
 
 class OrganisationLimiter:
-    """Of all organisations. Belongs to one event loop."""
+    """Limits concurrent admin calls per organisation. Not thread-safe: use it from one event loop."""
 
     def __init__(self) -> None:
         self._calls_by_organisation: dict[str, _OrganisationCalls] = {}
@@ -41,19 +41,22 @@ class OrganisationLimiter:
     async def run_in_thread(
         self, organisation: str, function: Callable[..., T], *arguments: object
     ) -> T:
-        """What the call returns, or raises, in a thread, once it is the organisation's turn.
+        """Run a function in a worker thread once a concurrency slot of the organisation is free.
 
-        Raises ApiError 429 where too many of its calls wait.
+        Returns what the function returns and raises what it raises.
+
+        Raises:
+            ApiError: 429 `overloaded`, if too many calls of the organisation wait.
         """
-        line = self._calls_by_organisation.setdefault(organisation, _OrganisationCalls())
-        if line.in_progress >= MAX_CONCURRENT_PER_ORGANISATION + MAX_WAITING_PER_ORGANISATION:
-            message = f"{MAX_WAITING_PER_ORGANISATION} calls of your organisation wait already. Ask one after the other."
+        calls = self._calls_by_organisation.setdefault(organisation, _OrganisationCalls())
+        if calls.in_progress >= MAX_CONCURRENT_PER_ORGANISATION + MAX_WAITING_PER_ORGANISATION:
+            message = f"{MAX_WAITING_PER_ORGANISATION} calls of your organisation are waiting. Send fewer at once."
             raise ApiError(429, "overloaded", message, retry_after_s=RETRY_AFTER_S)
-        line.in_progress += 1
+        calls.in_progress += 1
         try:
-            async with line.slots, self._slots:
+            async with calls.slots, self._slots:
                 return await run_in_daemon_thread(function, *arguments)
         finally:
-            line.in_progress -= 1
-            if not line.in_progress:
+            calls.in_progress -= 1
+            if not calls.in_progress:
                 del self._calls_by_organisation[organisation]

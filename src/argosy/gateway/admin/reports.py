@@ -1,4 +1,4 @@
-"""Operations that only look: usage, the audit log, what became of a request, and who asks."""
+"""Read-only endpoints: usage, the audit log, explanations of requests, and the caller's identity."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ endpoints = AdminEndpoints()
 
 @endpoints.register("GET", "/admin/usage", "viewer", query_type=ReportQuery)
 def report_usage(scope: AdminScope, request: AdminRequest) -> Page[UsageView]:
-    """What was used and what it cost, summed by what `group_by` names."""
+    """Report usage and cost, summed by the fields in `group_by`."""
     return _build_report_page(scope, request.query, _to_usage_filter(request.query))
 
 
@@ -36,7 +36,7 @@ def report_usage(scope: AdminScope, request: AdminRequest) -> Page[UsageView]:
     "GET", "/admin/usage.csv", "viewer", query_type=ReportQuery, media_type=CSV_MEDIA_TYPE
 )
 def export_usage(scope: AdminScope, request: AdminRequest) -> Iterator[str]:
-    """The same as a table; without `group_by` the ledger's rows, one for each request."""
+    """Export usage as CSV. Without `group_by` the table has one row for each request."""
     query = request.query
     if not query.group_by:
         return scope.ledger.export_csv(_to_usage_filter(query))
@@ -49,9 +49,9 @@ def export_usage(scope: AdminScope, request: AdminRequest) -> Iterator[str]:
     )
 
 
-@endpoints.register("GET", "/admin/me", "caller", is_nonblocking=True)
-def get_caller(scope: AdminScope, request: AdminRequest) -> PrincipalView:  # noqa: ARG001 - the request says it all
-    """Who you are here."""
+@endpoints.register("GET", "/admin/me", "user", is_nonblocking=True)
+def get_caller(scope: AdminScope, request: AdminRequest) -> PrincipalView:  # noqa: ARG001 - the request suffices
+    """Get the identity and role of the caller."""
     principal = request.principal
     return PrincipalView(
         organisation=principal.organisation or None,
@@ -64,41 +64,41 @@ def get_caller(scope: AdminScope, request: AdminRequest) -> PrincipalView:  # no
     )
 
 
-@endpoints.register("GET", "/admin/me/usage", "caller", query_type=OwnReportQuery)
+@endpoints.register("GET", "/admin/me/usage", "user", query_type=OwnReportQuery)
 def report_own_usage(scope: AdminScope, request: AdminRequest) -> Page[UsageView]:
-    """What your own key or, with a token, you yourself used."""
+    """Report usage of the caller's key, or of the caller's user with a token."""
     principal = request.principal
-    own = {"key": principal.key} if principal.key else {"key": "", "user": principal.user}
+    owner = {"key": principal.key} if principal.key else {"key": "", "user": principal.user}
     where = msgspec.structs.replace(
-        _to_usage_filter(request.query), **own, project=principal.project
+        _to_usage_filter(request.query), **owner, project=principal.project
     )
     return _build_report_page(scope, request.query, where)
 
 
-@endpoints.register("GET", "/admin/requests/{id}", "caller", is_nonblocking=True)
+@endpoints.register("GET", "/admin/requests/{id}", "user", is_nonblocking=True)
 def explain_request(scope: AdminScope, request: AdminRequest) -> dict[str, Any]:
-    """What became of a request, step by step: by its id or its answer's, for a while after its end."""
-    card = scope.explain_request(request.resource_id)
-    if card is not None:
-        own = card["caller"]["project"] == request.principal.project
-        if own or has_role(request.principal, "viewer"):
-            return card
-    why = "there was none, it is too long ago, or another gateway was asked"
-    message = f"Nothing is known here of a request {request.resource_id[:200]!r}: {why}."
+    """Explain the steps of a recent request, by its id or the id of its response."""
+    explanation = scope.explain_request(request.resource_id)
+    if explanation is not None:
+        is_own_project = explanation["caller"]["project"] == request.principal.project
+        if is_own_project or has_role(request.principal, "viewer"):
+            return explanation
+    reasons = "The id may be wrong, the request too old, or another gateway may have served it."
+    message = f"This gateway has no record of the request {request.resource_id[:200]!r}. {reasons}"
     raise ApiError(404, "not_found", message)
 
 
 @endpoints.register("GET", "/admin/audit", "viewer", query_type=AuditQuery)
 def list_audit_entries(scope: AdminScope, request: AdminRequest) -> Page[AuditEntryView]:
-    """Who changed what, newest first."""
+    """List audit log entries, newest first."""
     query = request.query
     entries = scope.audit_log.list_entries(
         subject=query.subject, before=query.before, limit=query.limit + 1
     )
-    shown = [to_view(entry, AuditEntryView) for entry in entries[: query.limit]]
-    numbers = [str(entry.entry) for entry in shown]
+    views = [to_view(entry, AuditEntryView) for entry in entries[: query.limit]]
+    numbers = [str(entry.entry) for entry in views]
     return Page(
-        data=shown,
+        data=views,
         has_more=len(entries) > query.limit,
         first_id=numbers[0] if numbers else None,
         last_id=numbers[-1] if numbers else None,
@@ -106,21 +106,21 @@ def list_audit_entries(scope: AdminScope, request: AdminRequest) -> Page[AuditEn
 
 
 @endpoints.register("GET", "/admin/audit/verify", "viewer", "gateway")
-def verify_audit_log(scope: AdminScope, request: AdminRequest) -> AuditVerificationView:  # noqa: ARG001 - the whole log
-    """Whether every entry is as it was written, and none is missing."""
+def verify_audit_log(scope: AdminScope, request: AdminRequest) -> AuditVerificationView:  # noqa: ARG001 - verifies the whole log
+    """Verify that no audit log entry is missing or altered."""
     return to_view(scope.audit_log.verify(), AuditVerificationView)
 
 
 def _to_usage_filter(query: OwnReportQuery) -> UsageFilter:
-    asked = msgspec.structs.asdict(query)
-    return UsageFilter(**{name: asked.get(name) for name in UsageFilter.__struct_fields__})
+    fields = msgspec.structs.asdict(query)
+    return UsageFilter(**{name: fields.get(name) for name in UsageFilter.__struct_fields__})
 
 
 def _build_report_page(
     scope: AdminScope, query: OwnReportQuery, where: UsageFilter
 ) -> Page[UsageView]:
-    shown = [
+    views = [
         to_view(row, UsageView)
         for row in scope.ledger.report(parse_report_groups(query.group_by), where)
     ]
-    return Page(data=shown, has_more=False, first_id=None, last_id=None)
+    return Page(data=views, has_more=False, first_id=None, last_id=None)

@@ -1,4 +1,4 @@
-"""JSON of the admin API: what is answered, and what is sent to it. Times are seconds since the epoch."""
+"""JSON types of the admin API: responses, query parameters and bodies. Times are seconds since the epoch."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ S = TypeVar("S", bound=msgspec.Struct)
 class OrganisationView(
     Organisation, frozen=True, kw_only=True, tag_field="object", tag="organisation"
 ):
-    """An organisation: who pays."""
+    """An organisation, which pays for usage."""
 
 
 class ProjectView(Project, frozen=True, kw_only=True, tag_field="object", tag="project"):
-    """A project: a tenant."""
+    """A project, which is a tenant."""
 
 
 class UserView(User, frozen=True, kw_only=True, tag_field="object", tag="user"):
@@ -59,18 +59,18 @@ class LimitView(Limit, frozen=True, kw_only=True, tag_field="object", tag="limit
 
 
 class PriceView(Price, frozen=True, kw_only=True, tag_field="object", tag="price"):
-    """What a model's tokens cost from a moment on."""
+    """Token prices of a model from a time on."""
 
 
 class KeyView(KeyInfo, frozen=True, kw_only=True, tag_field="object", tag="key"):
-    """An API key, by its beginning."""
+    """An API key, without the plain key."""
 
 
 class NewKeyView(KeyView, frozen=True, kw_only=True, tag_field="object", tag="key"):
-    """A key that was just made."""
+    """A new API key."""
 
     key: str
-    """The key itself: it is told this once."""
+    """Plain key, which only this response contains."""
 
 
 ListedRecord = Organisation | Project | User | Key | Limit | Price
@@ -78,21 +78,21 @@ V = TypeVar("V", OrganisationView, ProjectView, UserView, KeyView, LimitView, Pr
 
 
 class AuditEntryView(AuditEntry, frozen=True, kw_only=True, tag_field="object", tag="audit.entry"):
-    """One change, sealed by a hash over all before it."""
+    """An account change in the audit log, with a hash over all previous entries."""
 
 
 class AuditVerificationView(
     AuditVerification, frozen=True, kw_only=True, tag_field="object", tag="audit.verdict"
 ):
-    """Whether the audit log is whole."""
+    """Result of the verification of the audit log."""
 
 
 class UsageView(UsageReportRow, frozen=True, kw_only=True, tag_field="object", tag="usage"):
-    """What one group of requests used."""
+    """Usage of one group of requests."""
 
 
 class PrincipalView(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="caller"):
-    """Whoever asks; null where it is nobody in particular."""
+    """Identity and role of the caller. Ids are null for an anonymous caller."""
 
     organisation: str | None
     project: str | None
@@ -102,46 +102,46 @@ class PrincipalView(msgspec.Struct, frozen=True, kw_only=True, tag_field="object
     scope: RoleScope
     """Where the role is held."""
     models: list[str] | None
-    """Those it may use; null: all."""
+    """Models that the caller may use, or null for all."""
 
 
 class DeletedView(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="deleted"):
-    """What is no longer there."""
+    """A deleted resource."""
 
     id: str
 
 
 class Page(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
-    """A part of a list."""
+    """Page of a list."""
 
     object: Literal["list"] = "list"
     data: list[T]
     has_more: bool
     first_id: str | None
     last_id: str | None
-    """For `after`, to get the next part."""
+    """Id to pass as `after` to get the next page."""
 
 
 def to_view(record: msgspec.Struct, view_type: type[S], **extra: object) -> S:
-    """The record as it is shown: those of its fields that the view has, and `more`."""
+    """Convert a record to a view with those of its fields that the view has, and the fields in `extra`."""
     fields = msgspec.structs.asdict(record) | extra
     return view_type(**{name: fields[name] for name in view_type.__struct_fields__})
 
 
 def get_given_fields(body: msgspec.Struct) -> dict[str, Any]:
-    """The fields of a body, without those that were left out of a change."""
+    """Return the fields of a body except those that the client left out."""
     fields = msgspec.structs.asdict(body)
     return {name: value for name, value in fields.items() if value is not UNSET}
 
 
 def to_page(records: Sequence[ListedRecord], view_type: type[V], query: PageQuery) -> Page[V]:
-    """The part of a list that the query asks for; one record more than that says that there are more."""
-    part = [to_view(record, view_type) for record in records[: query.limit]]
+    """Build the page that the query requests. One record more than the page has means that more exist."""
+    views = [to_view(record, view_type) for record in records[: query.limit]]
     return Page(
-        data=part,
+        data=views,
         has_more=len(records) > query.limit,
-        first_id=part[0].id if part else None,
-        last_id=part[-1].id if part else None,
+        first_id=views[0].id if views else None,
+        last_id=views[-1].id if views else None,
     )
 
 
@@ -149,59 +149,59 @@ def to_page(records: Sequence[ListedRecord], view_type: type[V], query: PageQuer
 
 
 class PageQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which part of a list."""
+    """Parameters of a paged list."""
 
     after: str | None = None
     limit: Annotated[int, Meta(ge=1, le=1000)] = 100
 
     @property
     def page_request(self) -> PageRequest:
-        """What is to be found of the list, see `page`."""
+        """Page to read from the store, with one record more to detect whether more exist."""
         return PageRequest(self.after, self.limit + 1)
 
 
 class OrganisationFilter(PageQuery, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A list of what one organisation has; by default of what all have."""
+    """Parameters of a list of one organisation's records, or of all by default."""
 
     organisation: str | None = None
 
 
 class ProjectFilter(PageQuery, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A list of what one project has; by default of what all have."""
+    """Parameters of a list of one project's records, or of all by default."""
 
     project: str | None = None
 
 
 class OwnerFilter(PageQuery, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The limits of one owner, or of one kind of owners; by default all."""
+    """Parameters of a list of one owner's limits or those of one kind of owners, or of all by default."""
 
     owner_kind: OwnerKind | None = None
     owner: str | None = None
 
 
 class ModelFilter(PageQuery, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The prices of one model; by default all."""
+    """Parameters of a list of one model's prices, or of all by default."""
 
     model: str | None = None
 
 
 class OwnReportQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which of the caller's own rows of the ledger are summed, and by what. Whose they are cannot be asked for."""
+    """Filter and groups of a report of the caller's own usage."""
 
     since: Timestamp | None = None
-    """Ended at this moment or later."""
+    """Only requests that ended at this time or later."""
     until: Timestamp | None = None
-    """Ended before."""
+    """Only requests that ended before this time."""
     model: str | None = None
     asked: str | None = None
     route: str | None = None
     replica: str | None = None
     group_by: str = ""
-    """Of day, organisation, project, key, user, model, asked, route and replica, with commas between."""
+    """Comma-separated list of day, organisation, project, key, user, model, asked, route and replica."""
 
 
 class ReportQuery(OwnReportQuery, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The same of all rows; ids say whose."""
+    """Filter and groups of a usage report. Ids restrict it to their owners."""
 
     organisation: str | None = None
     project: str | None = None
@@ -210,12 +210,12 @@ class ReportQuery(OwnReportQuery, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class AuditQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which entries of the audit log."""
+    """Filter of audit log entries."""
 
     subject: str | None = None
-    """Id of what was changed."""
+    """Id of the changed record."""
     before: Annotated[int, Meta(ge=1, le=2**63 - 1)] | None = None
-    """Only entries with lower numbers: `last_id` of a part gives the next one."""
+    """Only entries with lower numbers. Pass `last_id` of a page to get the next page."""
     limit: Annotated[int, Meta(ge=1, le=1000)] = 100
 
 
@@ -223,50 +223,50 @@ class AuditQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class OrganisationBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An organisation."""
+    """Name of an organisation."""
 
     name: Name
 
 
 class NewProject(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A project to make."""
+    """A project to create."""
 
     organisation: str
     name: Name
     tier: Tier | UnsetType = UNSET
-    """By default standard."""
+    """Tier, by default `standard`."""
     weight: Weight | UnsetType = UNSET
-    """By default 1."""
+    """Share among projects of the same tier, by default 1."""
     share_cache: bool = False
-    when_unsure: QuotaFailureMode = "open"
+    quota_failure_mode: QuotaFailureMode = "open"
     networks: Networks = ()
     flags: Names | UnsetType = UNSET
 
 
 class ProjectChange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What to change of a project; what is left out stays."""
+    """Fields of a project to change. Omitted fields keep their values."""
 
     name: Name | UnsetType = UNSET
     tier: Tier | UnsetType = UNSET
     weight: Weight | UnsetType = UNSET
     share_cache: bool | UnsetType = UNSET
-    when_unsure: QuotaFailureMode | UnsetType = UNSET
+    quota_failure_mode: QuotaFailureMode | UnsetType = UNSET
     networks: Networks | UnsetType = UNSET
     flags: Names | UnsetType = UNSET
 
 
 class NewUser(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A user to make."""
+    """A user to create."""
 
     organisation: str
     email: Name
-    role: Role = "caller"
+    role: Role = "user"
     scope: RoleScope = "organisation"
     project: str | None = None
 
 
 class UserChange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What to change of a user; what is left out stays."""
+    """Fields of a user to change. Omitted fields keep their values."""
 
     email: Name | UnsetType = UNSET
     role: Role | UnsetType = UNSET
@@ -275,12 +275,12 @@ class UserChange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class NewKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A key to make."""
+    """A key to create."""
 
     project: str
     name: Name
     user: str | None = None
-    role: Role = "caller"
+    role: Role = "user"
     scope: RoleScope = "organisation"
     models: Names = ()
     networks: Networks = ()
@@ -289,14 +289,14 @@ class NewKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class KeyRotation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How to rotate a key."""
+    """Options of a key rotation."""
 
     overlap_s: Annotated[float, Meta(ge=0, le=366 * 86400)] = 86400.0
-    """How long the old one still works."""
+    """Seconds for which the old key stays valid."""
 
 
 class NewLimit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A limit to set, in place of the one that the owner has for the same unit, window and model."""
+    """A limit to set. It replaces the owner's limit for the same unit, window and model."""
 
     owner_kind: OwnerKind
     owner: str
@@ -315,4 +315,4 @@ class NewPrice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     cached_input: TokenPrice
     output: TokenPrice
     since: Timestamp | None = None
-    """By default from now on."""
+    """Start time, by default now."""

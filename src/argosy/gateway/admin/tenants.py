@@ -1,8 +1,8 @@
-"""Operations on organisations, projects and users.
+"""Endpoints for organisations, projects and users.
 
-Organisations are made, named and ended by those who run the whole gateway: a name is taken for all, and tokens are
-matched by it. Tiers and weights are given by them too, since they weigh against other organisations' projects; and
-flags, which decide what model answers.
+Only admins of the whole gateway create, rename and archive organisations, because names are unique across the gateway
+and tokens are matched by them. Tiers, weights and flags of projects need the same role. Tiers and weights are relative
+to other organisations' projects, and flags select which model answers.
 """
 
 from __future__ import annotations
@@ -42,22 +42,24 @@ USERS = "/admin/users"
 
 @endpoints.register("GET", ORGANISATIONS, "viewer", query_type=PageQuery)
 def list_organisations(scope: AdminScope, request: AdminRequest) -> Page[OrganisationView]:
-    """Organisations, archived ones too, oldest first."""
+    """List organisations, including archived ones, oldest first."""
     return to_page(
-        scope.accounts.list_organisations(request.query.part), OrganisationView, request.query
+        scope.accounts.list_organisations(request.query.page_request),
+        OrganisationView,
+        request.query,
     )
 
 
 @endpoints.register("POST", ORGANISATIONS, "admin", "gateway", body_type=OrganisationBody)
 def create_organisation(scope: AdminScope, request: AdminRequest) -> OrganisationView:
-    """Make an organisation."""
-    made = scope.accounts.create_organisation(request.body.name, actor=request.actor)
-    return to_view(made, OrganisationView)
+    """Create an organisation."""
+    created = scope.accounts.create_organisation(request.body.name, actor=request.actor)
+    return to_view(created, OrganisationView)
 
 
 @endpoints.register("GET", ORGANISATIONS + "/{id}", "viewer")
 def get_organisation(scope: AdminScope, request: AdminRequest) -> OrganisationView:
-    """An organisation."""
+    """Get an organisation."""
     return to_view(scope.accounts.get_organisation(request.resource_id), OrganisationView)
 
 
@@ -65,7 +67,7 @@ def get_organisation(scope: AdminScope, request: AdminRequest) -> OrganisationVi
     "PATCH", ORGANISATIONS + "/{id}", "admin", "gateway", body_type=OrganisationBody
 )
 def change_organisation(scope: AdminScope, request: AdminRequest) -> OrganisationView:
-    """Give an organisation another name."""
+    """Rename an organisation."""
     changed = scope.accounts.change_organisation(
         request.resource_id, name=request.body.name, actor=request.actor
     )
@@ -74,7 +76,7 @@ def change_organisation(scope: AdminScope, request: AdminRequest) -> Organisatio
 
 @endpoints.register("POST", ORGANISATIONS + "/{id}/archive", "admin", "gateway")
 def archive_organisation(scope: AdminScope, request: AdminRequest) -> OrganisationView:
-    """End an organisation, with its projects and users."""
+    """Archive an organisation, archive its projects and disable its users."""
     return to_view(
         scope.accounts.archive_organisation(request.resource_id, actor=request.actor),
         OrganisationView,
@@ -83,14 +85,16 @@ def archive_organisation(scope: AdminScope, request: AdminRequest) -> Organisati
 
 @endpoints.register("GET", PROJECTS, "viewer", query_type=OrganisationFilter)
 def list_projects(scope: AdminScope, request: AdminRequest) -> Page[ProjectView]:
-    """Projects, archived ones too, oldest first."""
+    """List projects, including archived ones, oldest first."""
     query = request.query
-    return to_page(scope.accounts.list_projects(query.organisation, query.part), ProjectView, query)
+    return to_page(
+        scope.accounts.list_projects(query.organisation, query.page_request), ProjectView, query
+    )
 
 
 @endpoints.register("POST", PROJECTS, "admin", body_type=NewProject)
 def create_project(scope: AdminScope, request: AdminRequest) -> ProjectView:
-    """Make a project. To give a tier, a weight or flags takes an admin of the whole gateway."""
+    """Create a project. Only an admin of the whole gateway may set a tier, a weight or flags."""
     _check_share_change(request.principal, request.body)
     return to_view(
         scope.accounts.create_project(**get_given_fields(request.body), actor=request.actor),
@@ -100,13 +104,13 @@ def create_project(scope: AdminScope, request: AdminRequest) -> ProjectView:
 
 @endpoints.register("GET", PROJECTS + "/{id}", "viewer")
 def get_project(scope: AdminScope, request: AdminRequest) -> ProjectView:
-    """A project."""
+    """Get a project."""
     return to_view(scope.accounts.get_project(request.resource_id), ProjectView)
 
 
 @endpoints.register("PATCH", PROJECTS + "/{id}", "admin", body_type=ProjectChange)
 def change_project(scope: AdminScope, request: AdminRequest) -> ProjectView:
-    """Change a project; what is left out stays. Tier, weight and flags take an admin of the whole gateway."""
+    """Change a project. Only an admin of the whole gateway may set a tier, a weight or flags."""
     _check_share_change(request.principal, request.body)
     _check_project_members(scope, request)
     changed = scope.accounts.change_project(
@@ -117,7 +121,7 @@ def change_project(scope: AdminScope, request: AdminRequest) -> ProjectView:
 
 @endpoints.register("POST", PROJECTS + "/{id}/archive", "admin")
 def archive_project(scope: AdminScope, request: AdminRequest) -> ProjectView:
-    """End a project: its keys are refused from now on."""
+    """Archive a project, after which its keys are rejected."""
     _check_project_members(scope, request)
     return to_view(
         scope.accounts.archive_project(request.resource_id, actor=request.actor), ProjectView
@@ -126,14 +130,16 @@ def archive_project(scope: AdminScope, request: AdminRequest) -> ProjectView:
 
 @endpoints.register("GET", USERS, "viewer", query_type=OrganisationFilter)
 def list_users(scope: AdminScope, request: AdminRequest) -> Page[UserView]:
-    """Users, disabled ones too, oldest first."""
+    """List users, including disabled ones, oldest first."""
     query = request.query
-    return to_page(scope.accounts.list_users(query.organisation, query.part), UserView, query)
+    return to_page(
+        scope.accounts.list_users(query.organisation, query.page_request), UserView, query
+    )
 
 
 @endpoints.register("POST", USERS, "admin", body_type=NewUser)
 def create_user(scope: AdminScope, request: AdminRequest) -> UserView:
-    """Make a user. Nobody can make one who may do more than they may themselves."""
+    """Create a user, with a role that is not higher than the caller's."""
     check_grant(request.principal, request.body.role, request.body.scope)
     return to_view(
         scope.accounts.create_user(**get_given_fields(request.body), actor=request.actor), UserView
@@ -142,13 +148,13 @@ def create_user(scope: AdminScope, request: AdminRequest) -> UserView:
 
 @endpoints.register("GET", USERS + "/{id}", "viewer")
 def get_user(scope: AdminScope, request: AdminRequest) -> UserView:
-    """A user."""
+    """Get a user."""
     return to_view(scope.accounts.get_user(request.resource_id), UserView)
 
 
 @endpoints.register("PATCH", USERS + "/{id}", "admin", body_type=UserChange)
 def change_user(scope: AdminScope, request: AdminRequest) -> UserView:
-    """Change a user; what is left out stays. Nobody can change one who may do more, or let one do more."""
+    """Change a user whose role, before and after the change, is not higher than the caller's."""
     before = scope.accounts.get_user(request.resource_id)
     after = msgspec.structs.replace(before, **get_given_fields(request.body))
     for user in (before, after):
@@ -161,7 +167,7 @@ def change_user(scope: AdminScope, request: AdminRequest) -> UserView:
 
 @endpoints.register("POST", USERS + "/{id}/disable", "admin")
 def disable_user(scope: AdminScope, request: AdminRequest) -> UserView:
-    """End a user: their tokens and keys are refused from now on."""
+    """Disable a user, after which their tokens and keys are rejected."""
     user = scope.accounts.get_user(request.resource_id)
     check_role(request.principal, user.role, user.scope)
     return to_view(scope.accounts.disable_user(request.resource_id, actor=request.actor), UserView)
@@ -173,9 +179,9 @@ def _check_share_change(principal: Principal, body: NewProject | ProjectChange) 
 
 
 def _check_project_members(scope: AdminScope, request: AdminRequest) -> None:
-    """Raise ApiError 403 when a key or a user of the project may do more than the caller.
+    """Raise ApiError 403 if a key or user of the project has a higher role than the caller.
 
-    The caller could end it, or fence it in.
+    By archiving the project or changing its networks the caller could lock them out.
     """
     now = time.time()
     for key in scope.accounts.list_keys(request.resource_id):

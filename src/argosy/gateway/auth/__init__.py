@@ -1,4 +1,11 @@
-"""Who asks: from a request's headers and address to a caller, or to a refusal."""
+"""Authentication and authorization: who sends a request, from where, and what the principal may do.
+
+The `Authenticator` checks the client's address, extracts the API key or token from the headers, and returns a
+`Principal`. API keys are looked up in the `CredentialIndex`, which is built from the store's latest account snapshot.
+JSON Web Tokens are verified by the `TokenVerifier` with the issuer's `SigningKeys`, and their claims are matched with
+users and projects of the same index. Failed attempts are limited per address. The functions of `authorization` then
+check the principal's role and the models that it may use.
+"""
 
 from argosy.gateway.auth.auth_config import AuthConfig, JwtConfig
 from argosy.gateway.auth.authenticator import (

@@ -1,4 +1,4 @@
-"""How callers say who they are: the `auth` part of the gateway's settings."""
+"""Authentication settings: the `auth` section of the gateway's configuration."""
 
 from __future__ import annotations
 
@@ -8,52 +8,59 @@ import msgspec
 from msgspec import Meta
 
 AuthMode = Literal["auto", "required", "disabled"]
-"""`auto`: keys, or nothing at all for clients on this machine until the first is made. `keys`: always keys or
-tokens. `off`: nobody is asked."""
+"""Whether requests need keys or tokens. `auto` requires none from clients on this machine until the first key exists.
+`required` always requires them. `disabled` accepts every request."""
 
 RsaAlgorithm = Literal["RS256", "RS384", "RS512", "PS256", "PS384", "PS512"]
 SigningAlgorithm = Literal[RsaAlgorithm, "ES256", "ES384", "ES512", "EdDSA"]
-"""All with a public key: a shared secret could sign what it should only check."""
+"""Asymmetric algorithms only, since anyone who can verify a signature with a shared secret can also sign with it."""
 
 
 class JwtConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Whose tokens are taken: an OpenID Connect issuer's, or those signed with the keys of a JWKS."""
+    """Trusted issuer of tokens: an OpenID Connect issuer, or the holder of the keys in a JWKS."""
 
     audience: Annotated[tuple[Annotated[str, Meta(min_length=1)], ...], Meta(min_length=1)]
-    """What `aud` must be, one of these: a token for another service is no token for this one."""
+    """Accepted values of the `aud` claim. A token for another service is rejected."""
     issuer: str | None = None
-    """What `iss` must be. Its keys are found by discovery, unless `jwks` says where they are."""
+    """Required value of the `iss` claim. The issuer's keys are found by discovery unless `jwks` is set."""
     jwks: str | None = None
-    """File or URL of the public keys."""
+    """File or URL of the public keys (JSON Web Key Set)."""
     algorithms: Annotated[tuple[SigningAlgorithm, ...], Meta(min_length=1)] = (
         "RS256",
         "ES256",
         "EdDSA",
     )
     leeway_s: Annotated[float, Meta(ge=0, le=300)] = 10.0
-    """How far the issuer's clock may be from ours."""
+    """Tolerated difference in seconds between the issuer's clock and the gateway's."""
     email_claim: str = "email"
-    """Finds the user; `sub` does too, when it is the id of one."""
+    """Claim with the user's email. A user is also found if `sub` is the user's id."""
     organisation_claim: str = "organisation"
-    """Id or name; a token that names an unknown one is refused. Of several users with one email, or projects with one
-    name, it says which is meant; without it, it is the one that has had it the longest: admins of another organisation
-    take none of yours by naming theirs so, but they could have been first."""
+    """Claim with the organisation's id or name. A token that names an unknown organisation is rejected.
+
+    The claim selects among users with the same email, or among projects with the same name. Without the claim, the user
+    or project that has had the email or name for the longest time is selected. The admin of another organisation can
+    therefore not take over an existing name, but could have been the first to use it.
+    """
     project_claim: str = "project"
-    """Id or name of the project that the request counts for; by default the user's own."""
+    """Claim with the id or name of the project that the request counts for. The default is the user's own project."""
     role_claim: str | None = None
-    """A role or several, for whoever is no user here; None: they only ask models. It is held in the organisation that
-    the token names: only users and keys have roles for the whole gateway."""
+    """Claim with one role or several, for bearers who are not users of the store. Without it they may only call models.
+
+    The role applies in the organisation that the token names. Only users and keys have roles for the whole gateway.
+    """
 
 
 class AuthConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Who is let in."""
+    """Authentication mode, trusted token issuer, and allowed networks and origins."""
 
     mode: AuthMode = "auto"
     jwt: JwtConfig | None = None
     trusted_proxies: tuple[str, ...] = ()
-    """CIDR networks whose X-Forwarded-For is believed. A Unix socket counts as 127.0.0.1."""
+    """CIDR networks of proxies whose X-Forwarded-For header is trusted. A Unix socket counts as 127.0.0.1."""
     allowed_networks: tuple[str, ...] = ()
-    """CIDR networks that anybody at all may come from; none: from anywhere."""
+    """CIDR networks from which clients may connect. If empty, all networks are allowed."""
     allowed_origins: tuple[str, ...] = ("localhost",)
-    """Origins of the web pages that browsers let ask (CORS): `https://app.example.com`; `localhost`: of those that the
-    browser's own machine serves, at any port; `*`: of all."""
+    """Origins of web pages that may call the gateway from a browser (CORS), such as `https://app.example.com`.
+
+    `localhost` allows pages that the browser's own machine serves, at any port. `*` allows all origins.
+    """

@@ -1,4 +1,4 @@
-"""The caller of a request, found from its key, its token, or the place that it comes from."""
+"""Authenticator that maps a request's API key, token or address to a principal."""
 
 from __future__ import annotations
 
@@ -31,23 +31,32 @@ if TYPE_CHECKING:
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
 API_KEY_HEADERS = (b"x-api-key", b"api-key")
-"""Where a key may be besides `Authorization: Bearer`: as Anthropic's and Azure's clients send it."""
+"""Headers for keys besides `Authorization: Bearer`, as used by Anthropic's and Azure's clients."""
 
 
 class ConnectionInfo(Protocol):
-    """What is looked at of a request."""
+    """Headers and peer address of a request."""
 
     @property
     def headers(self) -> Mapping[bytes, bytes]:
-        """By name in lower case."""
+        """Header values by lower-case name."""
 
     @property
     def peer_address(self) -> str:
-        """Address of the other end; "unix" over a Unix socket; empty when nobody knows."""
+        """Address of the peer; "unix" over a Unix socket, and empty if unknown."""
 
 
 class Authenticator:
-    """Finds callers. Raises ValueError when the settings cannot be meant. Belongs to the event loop's thread."""
+    """Authenticates requests. Only `apply_snapshot`, `prepare_snapshot` and its result are thread-safe.
+
+    Args:
+        snapshot: First account snapshot.
+        settings: Authentication settings.
+        clock: Returns the time in seconds since the epoch.
+
+    Raises:
+        ValueError: A setting is invalid.
+    """
 
     def __init__(
         self,
@@ -69,25 +78,34 @@ class Authenticator:
         self._credentials = CredentialIndex(snapshot)
 
     def apply_snapshot(self, snapshot: AccountSnapshot) -> None:
-        """Go by this directory from now on, unless it was read before the one that is known. For any thread."""
+        """Use this snapshot, unless it is older than the current one. Thread-safe."""
         self.prepare_snapshot(snapshot)()
 
     def prepare_snapshot(self, snapshot: AccountSnapshot) -> Callable[[], object]:
-        """What does as `update` does, at once, and gives what was known: all work is done by then. For any thread."""
-        book = CredentialIndex(snapshot)
+        """Index a snapshot and return a function that applies it as `apply_snapshot` does. Thread-safe.
 
-        def take() -> object:
+        The returned function only swaps references. It returns the previous index, so that the caller decides where the
+        old objects are freed.
+        """
+        index = CredentialIndex(snapshot)
+
+        def swap_index() -> object:
             with self._update_lock:
-                before = self._credentials
+                previous = self._credentials
                 if snapshot.read_at >= self._snapshot_read_at:
                     self._snapshot_read_at = snapshot.read_at
-                    self._credentials = book
-            return before
+                    self._credentials = index
+            return previous
 
-        return take
+        return swap_index
 
     def authenticate(self, connection: ConnectionInfo) -> Principal:
-        """The caller. Raises ApiError 401 or 403; 429 after many failures, 503 while signing keys are fetched."""
+        """Return the principal of a request.
+
+        Raises:
+            ApiError: 401 or 403 if the request is not accepted. 429 after too many failures from the client's address.
+                503 while the signing keys are being fetched.
+        """
         if self._networks and not is_in_networks(self._client_address(connection), self._networks):
             raise _address_not_allowed(self._client_address(connection), "The gateway")
         if self._settings.mode == "disabled":
@@ -96,26 +114,28 @@ class Authenticator:
                 if is_local_request(connection.peer_address, connection.headers)
                 else Principal()
             )
-        book = self._credentials
+        index = self._credentials
         credential = _extract_credential(connection.headers)
         if credential:
-            entry = book.find_by_digest(hash_key(credential)) or self._find_by_token(
-                book, credential, connection
+            entry = index.find_by_digest(hash_key(credential)) or self._find_by_token(
+                index, credential, connection
             )
             if entry is not None:
                 return self._check_entry(entry, connection)
-        if _allows_keyless_access(self._settings, requires_keys=book.requires_keys):
+        if _allows_keyless_access(self._settings, requires_keys=index.requires_keys):
             return _authenticate_local(connection)
         if credential:
-            message = "This API key is not known here; it may have been revoked. Check it, or get another."
+            message = (
+                "This API key is unknown. It may have been revoked. Check it or create another."
+            )
             raise self._record_failure(ApiError(401, "invalid_api_key", message), connection)
-        message = "Who asks? Send an API key as 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
+        message = "No API key was sent. Send an API key as 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
         raise ApiError(401, "missing_api_key", message)
 
     def _find_by_token(
         self, credentials: CredentialIndex, credential: str, connection: ConnectionInfo
     ) -> CredentialEntry | None:
-        """The entry of a token's bearer; None when it is no token or nobody's are taken."""
+        """Return the entry of a token's bearer, or None if the credential is no token or tokens are not configured."""
         if self._token_verifier is None or credential.count(".") != 2:
             return None
         claims = self._token_verifier.cached_claims(credential)
@@ -128,7 +148,7 @@ class Authenticator:
 
     def _check_entry(self, entry: CredentialEntry, connection: ConnectionInfo) -> Principal:
         if entry.expires_at is not None and entry.expires_at <= self._clock():
-            message = f"{entry.display_name} has expired. Use another, or ask for a new one."
+            message = f"{entry.display_name} has expired. Use another key or create a new one."
             raise ApiError(401, "expired_api_key", message)
         if entry.allowed_networks:
             address = self._client_address(connection)
@@ -138,7 +158,7 @@ class Authenticator:
         return entry.principal
 
     def _record_failure(self, error: ApiError, connection: ConnectionInfo) -> ApiError:
-        """Count a failure; what to answer. The first of an address is logged."""
+        """Count a failed attempt, log the first one of an address, and return the error to raise."""
         if error.status != 401:
             return error
         self._check_failure_limit(connection)
@@ -152,7 +172,7 @@ class Authenticator:
             self._client_address(connection), self._steady_clock()
         )
         if wait_s > 0:
-            message = "Too many wrong keys from your address. Wait, and check the key."
+            message = "Too many failed authentications from your address. Wait, then check the key."
             raise ApiError(429, "too_many_failures", message, retry_after_s=wait_s)
 
     def _client_address(self, connection: ConnectionInfo) -> IpAddress | None:
@@ -160,32 +180,35 @@ class Authenticator:
 
 
 def check_exposure(host: str, settings: AuthConfig, snapshot: AccountSnapshot) -> None:
-    """Raise ValueError when listening at `host` would be open to others while nobody has a key."""
+    """Check that the gateway does not accept requests from other machines without API keys.
+
+    Raises:
+        ValueError: No key exists and `host` is not a loopback address.
+    """
     if _allows_keyless_access(settings, requires_keys=snapshot.requires_keys) and not is_loopback(
         host
     ):
         raise ValueError(
-            f"there are no API keys yet, so listening on {host or 'all addresses'} is refused: make one "
-            "(argosy keys create; a gateway's file needs `store: {}` to know it), listen on 127.0.0.1, or set "
-            "auth.mode to off to let anyone in"
+            f"there are no API keys yet, so the gateway does not listen on {host or 'all addresses'}: create a key "
+            "(argosy keys create; a gateway's configuration needs `store: {}` to use it), listen on 127.0.0.1, or set "
+            "auth.mode to disabled to accept all requests"
         )
 
 
 def _build_token_verifier(config: JwtConfig, clock: Callable[[], float]) -> TokenVerifier:
-    from argosy.gateway.auth.token_verifier import (
-        TokenVerifier,  # its libraries take long to import
-    )
+    # Imported here, since PyJWT and its dependencies take long to import.
+    from argosy.gateway.auth.token_verifier import TokenVerifier
 
     return TokenVerifier(config, clock)
 
 
 def _allows_keyless_access(settings: AuthConfig, *, requires_keys: bool) -> bool:
-    """Whether those on this machine need no key, since none was ever made."""
+    """Return whether local clients need no key, because no key was ever created."""
     return settings.mode == "auto" and not requires_keys and settings.jwt is None
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches what listens at `host`."""
+    """Return whether a socket that listens on `host` is reachable from this machine only."""
     try:
         return ip_address(host).is_loopback
     except ValueError:
@@ -193,7 +216,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _extract_credential(headers: Mapping[bytes, bytes]) -> str:
-    """The key or token that was sent; empty when there is none."""
+    """Return the API key or token that was sent, or an empty string if there is none."""
     scheme, _, rest = headers.get(b"authorization", b"").partition(b" ")
     if scheme.lower() == b"bearer" and rest.strip():
         return rest.strip().decode("latin-1")
@@ -204,17 +227,23 @@ def _extract_credential(headers: Mapping[bytes, bytes]) -> str:
 
 
 def _authenticate_local(connection: ConnectionInfo) -> Principal:
-    """While there are no keys: whoever sits at this machine."""
+    """Return the anonymous principal for a local client while no API key exists.
+
+    Raises:
+        ApiError: 401 if the client is not local.
+    """
     if is_local_request(connection.peer_address, connection.headers):
         return ANONYMOUS
     message = (
-        "There are no API keys yet, so only this machine may ask, as localhost and through no proxy. "
-        "Make one: argosy keys create."
+        "There are no API keys yet, so only this machine may send requests, as localhost and through no proxy. "
+        "Create a key: argosy keys create."
     )
     raise ApiError(401, "no_keys_yet", message)
 
 
-def _address_not_allowed(address: IpAddress | None, what: str) -> ApiError:
-    shown = "an unknown address" if address is None else str(address)
-    message = f"{what} may not be used from {shown}. Ask for the network to be allowed."
+def _address_not_allowed(address: IpAddress | None, subject: str) -> ApiError:
+    address_text = "an unknown address" if address is None else str(address)
+    message = (
+        f"{subject} may not be used from {address_text}. Ask an administrator to allow the network."
+    )
     return ApiError(403, "address_not_allowed", message)

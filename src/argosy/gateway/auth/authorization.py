@@ -1,4 +1,4 @@
-"""What a caller may do: by their role, by where it is held, and by the models their key names."""
+"""Authorization checks of a principal by its role, the scope of the role, and the models that its key allows."""
 
 from __future__ import annotations
 
@@ -13,64 +13,77 @@ _ROLE_RANKS: dict[Role, int] = {role: rank for rank, role in enumerate(reversed(
 
 
 def has_role(principal: Principal, role: Role, scope: RoleScope = "organisation") -> bool:
-    """Whether the caller may do what `role` may: in their organisation, or in the whole gateway."""
+    """Return whether the principal has the permissions of `role`, in its organisation or in the whole gateway."""
     return _ROLE_RANKS[principal.role] >= _ROLE_RANKS[role] and (
-        scope == "organisation" or principal.role_scope == "gateway" or role == "caller"
+        scope == "organisation" or principal.role_scope == "gateway" or role == "user"
     )
 
 
 def check_role(principal: Principal, role: Role, scope: RoleScope = "organisation") -> None:
-    """Raise ApiError 403 unless the caller may do what `role` may, there where `scope` says."""
+    """Check that the principal has the permissions of `role` in `scope`.
+
+    Raises:
+        ApiError: 403 if the principal lacks them.
+    """
     if not has_role(principal, role, scope):
-        yours = _describe_role(principal.role, principal.role_scope)
+        own_role = _describe_role(principal.role, principal.role_scope)
         if (
             scope == "gateway"
             and principal.role_scope == "organisation"
-            and principal.role != "caller"
+            and principal.role != "user"
         ):
-            yours += " of your organisation only"
-        message = (
-            f"This takes the role {_describe_role(role, scope)}; yours is {yours}. Use another key."
-        )
+            own_role += " of your organisation only"
+        message = f"This request needs the role {_describe_role(role, scope)}; yours is {own_role}. Use another key."
         raise ApiError(403, "insufficient_role", message)
 
 
 def check_grant(
     principal: Principal, role: Role, scope: RoleScope, models: Collection[str] = ()
 ) -> None:
-    """Raise ApiError 403 unless the caller may do all that they would let others do; no models: all of them."""
+    """Check that the principal itself has all permissions that it grants. An empty `models` grants all models.
+
+    Raises:
+        ApiError: 403 if a granted permission exceeds the principal's own.
+    """
     check_role(principal, role, scope)
     if principal.allowed_models is not None and not (
         models and principal.allowed_models.issuperset(models)
     ):
-        known = ", ".join(sorted(principal.allowed_models))
-        message = f"Your key may use {known}: it gives others no more. Name models of these."
+        allowed_names = ", ".join(sorted(principal.allowed_models))
+        message = f"Your key may only use {allowed_names}, so it cannot grant more. Name models of this list."
         raise ApiError(403, "model_not_allowed", message)
 
 
 def organisation_scope(principal: Principal) -> str | None:
-    """Id of the organisation that the caller's role is held in; None: the whole gateway."""
+    """Return the id of the organisation in which the role applies, or None for the whole gateway."""
     return None if principal.role_scope == "gateway" else principal.organisation
 
 
 def can_use_model(principal: Principal, *names: str) -> bool:
-    """Whether the caller may ask the model that has these names: the public one, and an alias."""
+    """Return whether the principal may use the model with these names: the public name and possibly an alias."""
     return principal.allowed_models is None or not principal.allowed_models.isdisjoint(names)
 
 
 def check_model_access(principal: Principal, *names: str) -> None:
-    """Raise ApiError 403 unless the caller may ask models, and this one; `names` begin with the one asked for.
+    """Check that the principal may call models, and this model.
 
-    The answer is the same whether there is such a model or not.
+    The error is the same whether the model exists or not.
+
+    Args:
+        principal: Sender of the request.
+        names: Names of the model. The first is the name in the request.
+
+    Raises:
+        ApiError: 403 if the principal may not.
     """
-    if principal.role not in {"caller", "admin"}:
+    if principal.role not in {"user", "admin"}:
         message = (
-            f"Keys with the role {principal.role} ask no models. Use one with the role caller."
+            f"Keys with the role {principal.role} cannot call models. Use a key with the role user."
         )
         raise ApiError(403, "insufficient_role", message)
     if not can_use_model(principal, *names):
-        known = ", ".join(sorted(principal.allowed_models or ()))
-        message = f"This key may not use the model {names[0][:200]!r}. It may use: {known}."
+        allowed_names = ", ".join(sorted(principal.allowed_models or ()))
+        message = f"This key may not use the model {names[0][:200]!r}. It may use: {allowed_names}."
         raise ApiError(403, "model_not_allowed", message, param="model")
 
 

@@ -1,4 +1,4 @@
-"""Where a request comes from: the peer's address, or what trusted proxies say of theirs."""
+"""Client address of a request, from the peer's address and the headers of trusted proxies."""
 
 from __future__ import annotations
 
@@ -11,35 +11,39 @@ IpNetwork = IPv4Network | IPv6Network
 
 LOCALHOST = IPv4Address("127.0.0.1")
 MAX_ADDRESS_LENGTH = 64
-"""No address is longer, with whatever may be around it."""
+"""Maximum length of an address including port, brackets and quotes."""
 _MAPPED_PREFIX_BITS = 96
 PROXY_HEADERS = frozenset(
     {b"x-forwarded-for", b"forwarded", b"x-real-ip", b"x-forwarded-host", b"via"}
 )
-"""A request with one of these came through a proxy."""
+"""Headers that proxies add. A request with one of these did not come directly from the client."""
 
 
 def parse_networks(cidrs: Iterable[str]) -> tuple[IpNetwork, ...]:
-    """Networks in CIDR notation, or single addresses. Raises ValueError, naming the one that is neither."""
+    """Parse networks in CIDR notation or single addresses.
+
+    Raises:
+        ValueError: An entry is neither; the message names the entry.
+    """
     networks = []
     for text in cidrs:
         try:
             networks.append(_unmap_network(ip_network(text.strip(), strict=False)))
         except ValueError as error:
-            raise ValueError(f"{text!r} is no network; write it like 10.0.0.0/8") from error
+            raise ValueError(f"{text!r} is not a network; write it like 10.0.0.0/8") from error
     return tuple(networks)
 
 
 def _unmap_network(network: IpNetwork) -> IpNetwork:
-    """IPv4 that is written as IPv6 (::ffff:10.0.0.0/104) as what it is, as addresses are."""
-    first = network.network_address
-    if isinstance(first, IPv6Address) and first.ipv4_mapped:
-        return IPv4Network((first.ipv4_mapped, network.prefixlen - _MAPPED_PREFIX_BITS))
+    """Convert IPv4-mapped IPv6 networks (::ffff:10.0.0.0/104) to IPv4, as `parse_address` does with addresses."""
+    network_address = network.network_address
+    if isinstance(network_address, IPv6Address) and network_address.ipv4_mapped:
+        return IPv4Network((network_address.ipv4_mapped, network.prefixlen - _MAPPED_PREFIX_BITS))
     return network
 
 
 def parse_address(text: str) -> IpAddress | None:
-    """An address, with a port or without; None when it is none."""
+    """Parse an address with or without a port, and return None if the text is no address."""
     return _parse_cached(text) if len(text) <= MAX_ADDRESS_LENGTH else None
 
 
@@ -54,21 +58,27 @@ def _parse_cached(text: str) -> IpAddress | None:
         address = ip_address(text.partition("%")[0])
     except ValueError:
         return None
-    mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
-    return mapped or address
+    ipv4_address = address.ipv4_mapped if isinstance(address, IPv6Address) else None
+    return ipv4_address or address
 
 
 def is_in_networks(address: IpAddress | None, networks: tuple[IpNetwork, ...]) -> bool:
-    """Whether the address lies in one of them; an unknown one lies nowhere."""
+    """Return whether the address is in one of the networks. An unknown address is in none."""
     return address is not None and any(address in network for network in networks)
 
 
 def client_address(
     peer: str, headers: Mapping[bytes, bytes], trusted_proxies: tuple[IpNetwork, ...]
 ) -> IpAddress | None:
-    """The client's address; None when nobody can tell.
+    """Return the client's address, or None if it is unknown.
 
-    X-Forwarded-For is read from its end, where the nearest proxy wrote, for as long as the writers are trusted.
+    X-Forwarded-For is read from its end, where the nearest proxy appended its peer, as long as the appending proxies
+    are trusted.
+
+    Args:
+        peer: Address of the connection's peer, or "unix".
+        headers: Request headers by lower-case name.
+        trusted_proxies: Networks of the proxies whose header is trusted.
     """
     address = LOCALHOST if peer == "unix" else parse_address(peer)
     if not is_in_networks(address, trusted_proxies):
@@ -82,31 +92,30 @@ def client_address(
 
 
 def is_local_request(peer: str, headers: Mapping[bytes, bytes]) -> bool:
-    """Whether a person or a program on this machine asks: nobody behind a proxy, and no web page from elsewhere.
+    """Return whether a program on this machine sent the request, through no proxy and for no web page of another site.
 
-    A page can make a browser here send requests to a loopback address, by a name of its own too; but it cannot choose
-    what the browser says in Host and Origin.
+    A page can make a local browser send requests to a loopback address, even under a host name of the page's own. It
+    cannot control the Host and Origin headers that the browser sends.
     """
     address = LOCALHOST if peer == "unix" else parse_address(peer)
     if address is None or not address.is_loopback or not PROXY_HEADERS.isdisjoint(headers):
         return False
     host = headers.get(b"host", b"").decode("latin-1").lower()
-    if not _is_local_authority(
-        host
-    ):  # also another address of ours: somebody forwarded what came to it
+    # The Host header is also not local if another program forwarded a request to this machine's public address.
+    if not _is_local_authority(host):
         return False
     origin_of_page = headers.get(b"origin", b"").decode("latin-1").lower()
     return not origin_of_page or is_local_origin(origin_of_page)
 
 
 def is_local_origin(origin: str) -> bool:
-    """Whether a page of this origin, in lower case, is the machine's own; `null` is anybody's."""
+    """Return whether a page of this lower-case origin was served by the browser's machine. `null` is not local."""
     authority = origin.partition("://")[2]
     return authority != "" and _is_local_authority(authority)
 
 
 def _is_local_authority(authority: str) -> bool:
-    """Whether `host:port` is a name or an address that only means the machine itself."""
+    """Return whether `host:port` names only the machine itself."""
     address = parse_address(authority)
     if address is not None:
         return address.is_loopback or address.is_unspecified

@@ -1,4 +1,4 @@
-"""A directory of the store, indexed for finding callers: by a key's digest, or by what a token says."""
+"""Index of an account snapshot that finds credentials by a key's digest or by the claims of a token."""
 
 from __future__ import annotations
 
@@ -21,39 +21,47 @@ P = TypeVar("P", bound=Project | User)
 
 @dataclass(frozen=True, slots=True)
 class CredentialEntry:
-    """A caller, and what must hold for it to be let in."""
+    """Principal of a key or token, and the conditions under which it is accepted."""
 
     principal: Principal
     allowed_networks: tuple[tuple[IpNetwork, ...], ...] = ()
-    """The address must lie in each of these allow-lists."""
+    """Allow-lists. The client's address must be in each of them."""
     expires_at: float | None = None
     display_name: str = ""
-    """What to call it in a refusal; not secret."""
+    """Name for error messages, without secrets."""
 
 
 class CredentialIndex:
-    """Cheap to make: what is asked for is worked out then, and kept."""
+    """Finds the entry of a key or token. Construction is cheap, since entries are built on first use."""
 
     def __init__(self, snapshot: AccountSnapshot) -> None:
         self.requires_keys = snapshot.requires_keys
-        """Callers need keys."""
+        """Whether at least one key exists, so that requests need one."""
         self._keys_by_digest = {key.digest: key for key in snapshot.keys}
         self._projects = {project.id: project for project in snapshot.projects}
         self._projects_by_name = _group_by_name(
-            snapshot.projects, lambda one: one.name, snapshot.renamed_at
+            snapshot.projects, lambda record: record.name, snapshot.renamed_at
         )
-        living = [item for item in snapshot.organisations if item.archived_at is None]
-        self._organisations = {item.name: item for item in living} | {
-            item.id: item for item in living
-        }
+        active_organisations = [
+            organisation
+            for organisation in snapshot.organisations
+            if organisation.archived_at is None
+        ]
+        self._organisations = {
+            organisation.name: organisation for organisation in active_organisations
+        } | {organisation.id: organisation for organisation in active_organisations}
         self._users = {user.id: user for user in snapshot.users}
         self._users_by_email = _group_by_name(
-            snapshot.users, lambda one: one.email.lower(), snapshot.renamed_at
+            snapshot.users, lambda record: record.email.lower(), snapshot.renamed_at
         )
         self._entries: dict[bytes, CredentialEntry] = {}
 
     def find_by_digest(self, digest: bytes) -> CredentialEntry | None:
-        """The entry of a key; None when there is no such key. Raises ApiError when it is locked out."""
+        """Return the entry of a key, or None if the key does not exist.
+
+        Raises:
+            ApiError: 401 if the key's project is archived or its user is disabled.
+        """
         entry = self._entries.get(digest)
         if entry is None:
             key = self._keys_by_digest.get(digest)
@@ -63,24 +71,29 @@ class CredentialIndex:
         return entry
 
     def find_by_claims(self, claims: TokenClaims) -> CredentialEntry:
-        """The entry of a token's bearer. Raises ApiError when there is no place for them here."""
-        named = self._find_organisation(claims)
-        user = self._find_user(claims, named)
-        role, own = claims.role, None
+        """Return the entry of a token's bearer.
+
+        Raises:
+            ApiError: 401 if the user is disabled or the project is archived. 403 if the token matches no project or
+                organisation.
+        """
+        named_organisation = self._find_organisation(claims)
+        user = self._find_user(claims, named_organisation)
+        role, own_project = claims.role, None
         scope: RoleScope = "organisation"
         if user is not None:
             _check_user(user)
-            role, scope, own = user.role, user.scope, user.project
-        elif not named and role != "caller":
+            role, scope, own_project = user.role, user.scope, user.project
+        elif not named_organisation and role != "user":
             message = (
-                f"The token gives the role {role} and names no organisation to hold it in. "
-                "Ask for one to be set for you."
+                f"The token has the role {role} but names no organisation to hold it in. "
+                "Ask the issuer's administrator to add one."
             )
             raise ApiError(403, "no_organisation", message)
-        home = named if user is None else user.organisation
-        project = self._find_project(claims.project or own, home, role)
+        organisation = named_organisation if user is None else user.organisation
+        project = self._find_project(claims.project or own_project, organisation, role)
         principal = _build_principal(
-            home or (project.organisation if project else ""),
+            organisation or (project.organisation if project else ""),
             project,
             user=user.id if user else claims.email or claims.subject,
             role=role,
@@ -106,19 +119,25 @@ class CredentialIndex:
         return CredentialEntry(principal, networks, key.expires_at, f"The key {key.prefix}...")
 
     def _find_organisation(self, claims: TokenClaims) -> str:
-        """Id of the one that a token names; empty when it names none. Raises ApiError 403 for an unknown one."""
+        """Return the id of the organisation that a token names, or an empty string if it names none.
+
+        Raises:
+            ApiError: 403 if the organisation is unknown.
+        """
         if not claims.organisation:
             return ""
-        found = self._organisations.get(claims.organisation)
-        if found is None:
-            message = f"The token's organisation {claims.organisation[:100]!r} is not known here."
+        organisation = self._organisations.get(claims.organisation)
+        if organisation is None:
+            message = f"The token's organisation {claims.organisation[:100]!r} is unknown. Check the token."
             raise ApiError(403, "unknown_organisation", message)
-        return found.id
+        return organisation.id
 
     def _find_user(self, claims: TokenClaims, organisation: str) -> User | None:
-        """The user with the subject's id or email, in the organisation with this id, if any."""
-        known = self._users.get(claims.subject)
-        for user in self._users_by_email.get(claims.email, ()) if known is None else (known,):
+        """Return the user with the subject's id or email, in the organisation with this id if one is given."""
+        subject_user = self._users.get(claims.subject)
+        for user in (
+            self._users_by_email.get(claims.email, ()) if subject_user is None else (subject_user,)
+        ):
             if not organisation or user.organisation == organisation:
                 return user
         return None
@@ -126,39 +145,52 @@ class CredentialIndex:
     def _find_project(
         self, name_or_id: str | None, organisation: str, role: Role
     ) -> Project | None:
-        """The project with this id or name. Raises ApiError 403 when there is none to count requests for."""
+        """Return the project with this id or name, or None if none is given and `role` needs none.
+
+        Raises:
+            ApiError: 401 if the project is archived. 403 if it is unknown, or missing for the role user.
+        """
         if not name_or_id:
-            if role == "caller":
-                message = "The token names no project. Ask for one to be set for you."
+            if role == "user":
+                message = "The token names no project. Ask the issuer's administrator to add one."
                 raise ApiError(403, "no_project", message)
             return None
-        one = self._projects.get(name_or_id)
-        for project in self._projects_by_name.get(name_or_id, ()) if one is None else (one,):
+        project_by_id = self._projects.get(name_or_id)
+        for project in (
+            self._projects_by_name.get(name_or_id, ())
+            if project_by_id is None
+            else (project_by_id,)
+        ):
             if not organisation or project.organisation == organisation:
                 return _check_project(project)
-        message = f"The token's project {name_or_id[:100]!r} is not known here."
+        message = f"The token's project {name_or_id[:100]!r} is unknown. Check the token."
         raise ApiError(403, "unknown_project", message)
 
 
 def _group_by_name(
-    records: Iterable[P], name: Callable[[P], str], renamed_at: Mapping[str, float]
+    records: Iterable[P], get_name: Callable[[P], str], renamed_at: Mapping[str, float]
 ) -> dict[str, list[P]]:
-    """By name or email, first who has had it the longest: nobody takes tokens from others by naming theirs so.
+    """Group records by name or email, longest holder first, so that a newer record with the same name gets no tokens.
 
-    What has ended comes last, as its name is free.
+    Archived projects and disabled users come last, since their names are free again.
+
+    Args:
+        records: Projects or users.
+        get_name: Returns a record's name or email.
+        renamed_at: Times of the latest rename by record id, in seconds since the epoch.
     """
 
-    def place(one: P) -> tuple[bool, float]:
-        ended = one.archived_at if isinstance(one, Project) else one.disabled_at
-        return ended is not None, renamed_at.get(one.id, one.created_at)
+    def sort_key(record: P) -> tuple[bool, float]:
+        ended_at = record.archived_at if isinstance(record, Project) else record.disabled_at
+        return ended_at is not None, renamed_at.get(record.id, record.created_at)
 
-    found: dict[str, list[P]] = {}
+    grouped: dict[str, list[P]] = {}
     for record in records:
-        found.setdefault(name(record), []).append(record)
-    for same in found.values():
-        if len(same) > 1:
-            same.sort(key=place)
-    return found
+        grouped.setdefault(get_name(record), []).append(record)
+    for same_name in grouped.values():
+        if len(same_name) > 1:
+            same_name.sort(key=sort_key)
+    return grouped
 
 
 def _build_principal(
@@ -197,7 +229,7 @@ def _build_principal(
 
 @lru_cache(maxsize=1024)
 def _parse_allow_lists(*lists: tuple[str, ...]) -> tuple[tuple[IpNetwork, ...], ...]:
-    """Those that there are, parsed once: the bearer of a token is placed anew at each request."""
+    """Parse the non-empty allow-lists. Cached, since the entry of a token is built anew for each request."""
     return tuple(parse_networks(networks) for networks in lists if networks)
 
 

@@ -1,25 +1,25 @@
-"""Wrong keys and tokens, counted by address, so that guessing is slow and the log stays short."""
+"""Limit on failed authentication attempts per address, which slows down guessing and keeps the log short."""
 
 from __future__ import annotations
 
 from argosy.gateway.auth.client_address import IpAddress
 
 MAX_FAILURES = 20
-"""Failures of one address before it has to wait; a good key or token of it never has to."""
+"""Failures per window after which an address is blocked. Valid keys and tokens are accepted even then."""
 FAILURE_WINDOW_S = 30.0
 MAX_TRACKED_ADDRESSES = 4096
-"""Most addresses remembered; the one whose count is oldest is forgotten first."""
+"""Maximum number of addresses with a counter. Beyond it, the oldest counter is dropped."""
 
 
 class AuthFailureLimiter:
-    """Counts from the first failure of an address for `WINDOW_S` seconds."""
+    """Counts failed attempts per address in windows of `FAILURE_WINDOW_S` seconds from the first failure."""
 
     def __init__(self) -> None:
         self._counts: dict[str, tuple[int, float]] = {}
-        """Source -> failures and the time when they are forgotten, oldest first."""
+        """Failures and the end of the window by source, oldest first."""
 
     def record_failure(self, address: IpAddress | None, now: float) -> int:
-        """Count one more; how many there are now."""
+        """Count a failure and return the number of failures in the window."""
         source = _source_key(address)
         count, until = self._counts.get(source, (0, 0.0))
         if until <= now:
@@ -31,13 +31,13 @@ class AuthFailureLimiter:
         return count + 1
 
     def retry_after_s(self, address: IpAddress | None, now: float) -> float:
-        """Seconds until the address may fail again; 0 when it may now."""
+        """Return the seconds until the address may fail again, or 0 if it may now."""
         count, until = self._counts.get(_source_key(address), (0, 0.0))
         return max(0.0, until - now) if count >= MAX_FAILURES else 0.0
 
 
 def _source_key(address: IpAddress | None) -> str:
-    """IPv6 clients have a whole /64 to ask from: it counts as one."""
+    """Return the counter key: an IPv4 address or an IPv6 /64 network, since a client usually has the whole /64."""
     if address is None:
         return ""
     return str(address) if address.version == 4 else address.exploded[:19]

@@ -1,4 +1,4 @@
-"""The public keys that tokens are signed with: from a file or the network, fetched beside the event loop, kept."""
+"""Public keys that verify token signatures, loaded from a file or fetched in a background thread, and cached."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from argosy.protocol import ApiError
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
 MAX_KEY_AGE_S = 3600.0
-"""Keys are fetched again after this long, so that one that was withdrawn goes."""
+"""Age after which keys are fetched again, so that withdrawn keys are removed."""
 MIN_REFETCH_INTERVAL_S = 60.0
-"""A token with an unknown key has them fetched again, but not sooner than this after the last time."""
+"""Minimum interval between fetches caused by tokens with unknown keys."""
 RETRY_INTERVAL_S = 5.0
-"""The same, after a failure."""
+"""The same interval after a failed fetch."""
 FILE_REREAD_INTERVAL_S = 5.0
-"""Age and pause of a file: reading it costs nothing, and whoever takes a key out of it means now."""
+"""The same two values for a file. Reading is cheap, and a key removed from the file should be rejected quickly."""
 FETCH_TIMEOUT_S = 5.0
-"""For one document: connecting, each pause of the other side, and all of it together."""
+"""Timeout of one document: for connecting, for each read, and for the whole document."""
 MAX_DOCUMENT_BYTES = 1 << 20
 OPENID_DISCOVERY_PATH = "/.well-known/openid-configuration"
 
@@ -45,15 +45,16 @@ class _ProviderMetadata(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class PublishedKeys:
-    """What was fetched, and the keys made of it so far by id and algorithm."""
+    """Fetched key set, and the keys parsed from it so far by id and algorithm."""
 
     jwks_by_id: dict[str, dict[str, Any]]
     parsed_keys: dict[tuple[str, str], jwt.PyJWK] = field(default_factory=dict)
 
     def find(self, key_id: str, algorithm: str) -> jwt.PyJWK | None:
-        """The key for one algorithm: the one it is published for, else any that it can do.
+        """Return the key with this id for one algorithm, or None if the id is unknown.
 
-        None when there is no such key. Raises ApiError 401 when it is of another kind.
+        Raises:
+            ApiError: 401 if the key is for another algorithm.
         """
         key = self.parsed_keys.get((key_id, algorithm))
         if key is not None:
@@ -66,31 +67,34 @@ class PublishedKeys:
                 raise jwt.InvalidAlgorithmError
             key = self.parsed_keys[key_id, algorithm] = jwt.PyJWK(data, algorithm)
         except jwt.PyJWTError as error:
-            message = f"The token says {algorithm}, and its key is of another kind. Sign in again."
+            message = f"The token is signed with {algorithm}, but its key is for another algorithm. Sign in again."
             raise ApiError(401, "invalid_token", message) from error
         return key
 
 
 class SigningKeys:
-    """Keys by id. Nothing here waits for the network: a fetch runs in a thread of its own.
+    """Signing keys by id. No method waits for the network, since fetches run in a thread.
 
-    A file is read at once. Raises ValueError when the settings name no keys or the file has none.
+    A file is read in the constructor.
+
+    Raises:
+        ValueError: The settings name no keys, or the file contains none.
     """
 
     def __init__(self, config: JwtConfig, clock: Callable[[], float]) -> None:
         self._config = config
         self._clock = clock
         self.published: PublishedKeys | None = None
-        """Another one when the keys have changed."""
+        """Keys of the last successful fetch. A new object if and only if the keys have changed."""
         self._fetch_lock = threading.Lock()
         self._next_fetch_at = 0.0
-        """Before this time nothing is fetched on account of an unknown key."""
+        """Earliest time of a fetch caused by an unknown key."""
         self._stale_at = float("inf")
         self._last_fetch_failed = False
-        """The last fetch: then nobody knows whether an unknown key is a new one."""
+        """Whether the last fetch failed. Unknown keys may then be new ones."""
         if config.jwks is None and not _is_url(config.issuer or ""):
             raise ValueError(
-                "auth.jwt: give the URL of an issuer, or the file or URL of its keys as jwks"
+                "auth.jwt: set issuer to the issuer's URL, or jwks to the file or URL of its keys"
             )
         self._min_refetch_interval_s, self._max_age_s = MIN_REFETCH_INTERVAL_S, MAX_KEY_AGE_S
         if config.jwks is None or _is_url(config.jwks):
@@ -100,12 +104,16 @@ class SigningKeys:
             self._on_fetched(_load_keys(config))
 
     def refresh_if_stale(self) -> None:
-        """Have them fetched again if they are old."""
+        """Start to fetch the keys again if they are old."""
         if self._clock() >= self._stale_at:
             self._start_fetch()
 
     def find(self, key_id: str, algorithm: str) -> jwt.PyJWK:
-        """The key with this id. Raises ApiError 401 when there is none, 503 while that is being found out."""
+        """Return the key with this id.
+
+        Raises:
+            ApiError: 401 if the issuer does not publish the key. 503 while the keys are being fetched.
+        """
         now = self._clock()
         self.refresh_if_stale()
         fetching, published = self._fetch_lock.locked(), self.published
@@ -126,14 +134,14 @@ class SigningKeys:
             return
         try:
             threading.Thread(target=self._fetch, name="signing-keys", daemon=True).start()
-        except RuntimeError as error:  # no thread is left
+        except RuntimeError as error:  # the process cannot start another thread
             self._on_fetch_failed(error)
             self._fetch_lock.release()
 
     def _fetch(self) -> None:
         try:
             self._on_fetched(_load_keys(self._config))
-        except Exception as error:  # noqa: BLE001 - whatever it is, they are tried again, and not with every request
+        except Exception as error:  # noqa: BLE001 - any error schedules the next fetch, or each request would start one
             self._on_fetch_failed(error)
         finally:
             self._fetch_lock.release()
@@ -155,44 +163,54 @@ class SigningKeys:
 
 
 def _load_keys(config: JwtConfig) -> dict[str, dict[str, Any]]:
-    """Public keys for signatures, by id. Raises ValueError."""
-    where = config.jwks
-    if where is None:
-        where = _discover_jwks_url(config.issuer or "")
-    raw = _fetch_document(where) if _is_url(where) else _read_file(where)
+    """Load the public signature keys by id.
+
+    Raises:
+        ValueError: The keys cannot be loaded; the message names their file or URL.
+    """
+    location = config.jwks
+    if location is None:
+        location = _discover_jwks_url(config.issuer or "")
+    raw = _fetch_document(location) if _is_url(location) else _read_file(location)
     try:
         published = msgspec.json.decode(raw, type=_KeySet).keys
     except msgspec.DecodeError as error:
-        raise ValueError(f"{where}: this is no JSON Web Key Set ({error})") from error
+        raise ValueError(f"{location}: not a JSON Web Key Set ({error})") from error
     keys = {
         str(key.get("kid", "")): key
         for key in published
         if key.get("kty") in ("RSA", "EC", "OKP") and key.get("use", "sig") == "sig"
     }
     if not keys:
-        raise ValueError(f"{where}: there is no public key for signatures in it")
+        raise ValueError(f"{location}: contains no public key for signatures")
     return keys
 
 
 def _discover_jwks_url(issuer: str) -> str:
-    """Where the issuer's keys are, as it says itself."""
+    """Return the URL of the issuer's keys from its OpenID Connect discovery document."""
     try:
-        found = msgspec.json.decode(
+        metadata = msgspec.json.decode(
             _fetch_document(issuer.rstrip("/") + OPENID_DISCOVERY_PATH), type=_ProviderMetadata
         )
     except msgspec.DecodeError as error:
         raise ValueError(
-            f"{issuer}{OPENID_DISCOVERY_PATH} does not say where its keys are ({error})"
+            f"{issuer}{OPENID_DISCOVERY_PATH} contains no URL of its keys ({error})"
         ) from error
-    if found.issuer != issuer:
-        raise ValueError(f"{issuer} calls itself {found.issuer}: write auth.jwt.issuer like that")
-    if urlsplit(found.jwks_uri).scheme != "https" and urlsplit(issuer).scheme == "https":
-        raise ValueError(f"{issuer} publishes its keys at {found.jwks_uri}, which is not https")
-    return found.jwks_uri
+    if metadata.issuer != issuer:
+        raise ValueError(
+            f"{issuer} calls itself {metadata.issuer}; set auth.jwt.issuer to this value"
+        )
+    if urlsplit(metadata.jwks_uri).scheme != "https" and urlsplit(issuer).scheme == "https":
+        raise ValueError(f"{issuer} publishes its keys at {metadata.jwks_uri}, which is not https")
+    return metadata.jwks_uri
 
 
 def _fetch_document(url: str) -> bytes:
-    """Its document. Raises ValueError, naming the URL; the environment's proxies are heeded."""
+    """Download a document, through the proxies that the environment sets.
+
+    Raises:
+        ValueError: The download failed; the message names the URL.
+    """
     try:
         return _download(url)
     except (OSError, ImportError, httpx2.HTTPError, httpx2.InvalidURL) as error:
@@ -202,13 +220,13 @@ def _fetch_document(url: str) -> bytes:
 def _download(url: str) -> bytes:
     with (
         httpx2.Client(timeout=FETCH_TIMEOUT_S) as client,
-        client.stream("GET", url, headers={"accept": "application/json"}) as answer,
+        client.stream("GET", url, headers={"accept": "application/json"}) as response,
     ):
-        if answer.status_code != 200:
-            raise ValueError(f"{url} answered with status {answer.status_code}")
+        if response.status_code != 200:
+            raise ValueError(f"{url} answered with status {response.status_code}")
         body, deadline = b"", time.monotonic() + FETCH_TIMEOUT_S
-        for piece in answer.iter_bytes():
-            body += piece
+        for chunk in response.iter_bytes():
+            body += chunk
             if time.monotonic() > deadline:
                 raise ValueError(f"{url} took longer than {FETCH_TIMEOUT_S:g} s to answer")
             if len(body) > MAX_DOCUMENT_BYTES:

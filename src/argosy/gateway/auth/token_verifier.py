@@ -1,4 +1,4 @@
-"""From a JSON Web Token (RFC 7519) to what its issuer says of the bearer."""
+"""Verification of JSON Web Tokens (RFC 7519), with a cache of verified tokens."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from argosy.protocol import ApiError
 from argosy.store import Role, SteadyClock
 
 MAX_CACHED_TOKENS = 8192
-"""Most tokens whose signature is not checked again while they last."""
+"""Maximum number of verified tokens kept, whose signatures are not checked again until they expire."""
 MAX_TOKEN_LENGTH = 16 * 1024
 MAX_EXPIRY_S = 2**53
-"""Seconds: later times, which may be beyond any float, are the same."""
+"""Latest expiry in seconds since the epoch. Later times, which may exceed a float's range, are reduced to it."""
 
 
 class TokenClaims(msgspec.Struct, frozen=True, kw_only=True):
-    """What the issuer says; empty where it says nothing."""
+    """Claims that the gateway uses. Missing claims are empty."""
 
     subject: str
     email: str
@@ -33,7 +33,7 @@ class TokenClaims(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenVerifier:
-    """Checks tokens and remembers those that were good. Belongs to one thread."""
+    """Verifies tokens and caches the claims of valid ones. Not thread-safe."""
 
     def __init__(self, config: JwtConfig, clock: Callable[[], float]) -> None:
         self._config = config
@@ -43,7 +43,7 @@ class TokenVerifier:
         self._verified_with = self._signing_keys.published
 
     def cached_claims(self, token: str) -> TokenClaims | None:
-        """The claims of a token that was found good before, and still is, as far as the issuer's keys are known."""
+        """Return the claims of a token verified before, unless it has expired or the issuer's keys have changed."""
         self._signing_keys.refresh_if_stale()
         if self._verified_with is not self._signing_keys.published:
             self._verified_claims.clear()
@@ -56,7 +56,11 @@ class TokenVerifier:
         return claims
 
     def verify(self, token: str) -> TokenClaims:
-        """Check signature and claims. Raises ApiError 401, or 503 when the keys are not at hand."""
+        """Verify the signature and the claims.
+
+        Raises:
+            ApiError: 401 if the token is invalid. 503 if the signing keys are not loaded yet.
+        """
         config = self._config
         try:
             claims: dict[str, Any] = jwt.decode(
@@ -70,15 +74,15 @@ class TokenVerifier:
             )
         except jwt.PyJWTError as error:
             raise ApiError(401, "invalid_token", _error_message(error)) from error
-        known = self._verified_claims
-        while len(known) >= MAX_CACHED_TOKENS:
-            del known[next(iter(known))]
-        known[_token_digest(token)] = read = self._parse_claims(claims)
-        return read
+        cached = self._verified_claims
+        while len(cached) >= MAX_CACHED_TOKENS:
+            del cached[next(iter(cached))]
+        cached[_token_digest(token)] = token_claims = self._parse_claims(claims)
+        return token_claims
 
     def _find_signing_key(self, token: str) -> jwt.PyJWK:
         if len(token) > MAX_TOKEN_LENGTH:
-            raise jwt.DecodeError(f"it is longer than {MAX_TOKEN_LENGTH} characters")
+            raise jwt.DecodeError(f"the token is longer than {MAX_TOKEN_LENGTH} characters")
         header = jwt.get_unverified_header(token)
         algorithm, key_id = header.get("alg"), header.get("kid", "")
         if algorithm not in self._config.algorithms:
@@ -93,7 +97,7 @@ class TokenVerifier:
             email=_claim_text(claims, config.email_claim).lower() if verified is True else "",
             organisation=_claim_text(claims, config.organisation_claim),
             project=_claim_text(claims, config.project_claim),
-            role=_highest_role(claims.get(config.role_claim)) if config.role_claim else "caller",
+            role=_highest_role(claims.get(config.role_claim)) if config.role_claim else "user",
             expires_at=min(int(claims["exp"]), MAX_EXPIRY_S) + config.leeway_s,
         )
 
@@ -103,7 +107,7 @@ def _token_digest(token: str) -> bytes:
 
 
 def _claim_text(claims: dict[str, Any], name: str) -> str:
-    """What a claim says; a question mark where that cannot be written down: half a character, say."""
+    """Return a text claim with unprintable characters replaced by question marks, for example lone surrogates."""
     value = claims.get(name)
     if not isinstance(value, str):
         return ""
@@ -111,9 +115,9 @@ def _claim_text(claims: dict[str, Any], name: str) -> str:
 
 
 def _highest_role(claimed: object) -> Role:
-    """The highest role that is claimed."""
+    """Return the highest of the claimed roles, or the role user if none is known."""
     names = claimed if isinstance(claimed, list) else [claimed]
-    return next((cast("Role", role) for role in get_args(Role) if role in names), "caller")
+    return next((cast("Role", role) for role in get_args(Role) if role in names), "user")
 
 
 def _error_message(error: jwt.PyJWTError) -> str:
@@ -121,14 +125,16 @@ def _error_message(error: jwt.PyJWTError) -> str:
         case jwt.ExpiredSignatureError():
             return "The token has expired. Sign in again."
         case jwt.ImmatureSignatureError():
-            return "The token is not valid yet: the issuer's clock and ours differ."
+            return (
+                "The token is not valid yet, because the issuer's clock and the gateway's differ."
+            )
         case jwt.InvalidAudienceError():
-            return "The token is for another service. Ask for one with this gateway's audience."
+            return "The token is for another service. Request one with this gateway's audience."
         case jwt.InvalidIssuerError():
-            return "The token is of an issuer that is not trusted here."
+            return "The token is from an issuer that this gateway does not trust."
         case jwt.MissingRequiredClaimError():
             return f"The token lacks the claim {error.claim!r}. Ask its issuer to add it."
         case jwt.InvalidAlgorithmError():
-            return "The token is signed with an algorithm that is not allowed here."
+            return "The token is signed with an algorithm that this gateway does not allow."
         case _:
             return "The token is not valid. Sign in again."

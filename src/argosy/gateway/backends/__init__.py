@@ -1,4 +1,12 @@
-"""How the servers behind the gateway differ: health, load, fields, and how their answers are carried on."""
+"""Backends: how the gateway speaks with each kind of server that can be a replica.
+
+A `BackendAdapter` describes one kind as data: endpoints, request fields, and ways to resume its streams. `catalog`
+holds the adapters, and `detect_backend` finds the kind of an unknown server. For each attempt at a streamed response,
+a `StreamContinuation` plans a body from `request_builder` and a `StreamParser`. The parser turns the server's events
+into what the client receives and records it in `DeliveredOutput`, from which the next server resumes. Native streams,
+other resumable streams and streams that cannot be resumed have a parser each. For whole responses, `usage` and
+`response_status` read the tokens and the outcome from the body.
+"""
 
 from argosy.gateway.backends.backend_adapter import (
     CHAT_PATH,
@@ -10,24 +18,21 @@ from argosy.gateway.backends.backend_adapter import (
     ResumeMode,
 )
 from argosy.gateway.backends.catalog import get_adapter
+from argosy.gateway.backends.delivered_output import DeliveredOutput
 from argosy.gateway.backends.detection import DetectedBackend, detect_backend
 from argosy.gateway.backends.first_content import FirstContentDetector
 from argosy.gateway.backends.kv_event_sources import KvEventAddress, KvEventSource
-from argosy.gateway.backends.native_stream_parser import DeliveredOutput
-from argosy.gateway.backends.passthrough import (
-    ReportedUsage,
-    ResponseIdentity,
-    estimate_response_tokens,
-    is_json_object,
-    parse_finish_reasons,
-    parse_usage,
-    status_in_body,
-)
+from argosy.gateway.backends.passthrough import ResponseIdentity
 from argosy.gateway.backends.request_builder import (
     count_resume_tokens,
     derive_cache_salt,
     is_token_ids_requested,
     resume_token_counts,
+)
+from argosy.gateway.backends.response_status import (
+    is_json_object,
+    parse_finish_reasons,
+    status_in_body,
 )
 from argosy.gateway.backends.stream_continuation import (
     StreamContinuation,
@@ -41,6 +46,7 @@ from argosy.gateway.backends.stream_events import (
     parse_error_message,
 )
 from argosy.gateway.backends.stream_parser import StreamParser
+from argosy.gateway.backends.usage import ReportedUsage, estimate_response_tokens, parse_usage
 
 __all__ = [
     "CHAT_PATH",

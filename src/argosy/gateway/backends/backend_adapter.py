@@ -1,4 +1,4 @@
-"""What tells one kind of upstream server from another, as data."""
+"""Data type that describes how one kind of backend differs from the others."""
 
 from __future__ import annotations
 
@@ -20,24 +20,31 @@ BackendKind = Literal[
     "llama.cpp",
     "openai",
 ]
-"""`auto`: not known yet, the server is asked. `openai`: any other server or hosted API that speaks it."""
+"""Kind of server behind a replica.
+
+`auto` is a kind that is not known yet and is detected. `openai` is any other server or hosted API with an
+OpenAI-compatible API.
+"""
 
 ResumeMode = Literal["exact", "prefill", "none"]
-"""How a stream that broke may be carried on, at most: from its token ids, from its text, or not at all."""
+"""Best way in which a broken stream may be resumed.
+
+`exact` resumes from token ids, `prefill` from the text, `none` not at all.
+"""
 
 CHAT_PATH = b"/v1/chat/completions"
 COMPLETION_PATH = b"/v1/completions"
 
 ARGOSY_FIELDS = frozenset({"resume", "timeout_s", "session_id", "cache_salt", "priority"})
-"""Fields of a body that this gateway and its own replicas read; few others know them, or mean the same."""
+"""Request fields of Argosy. Most other servers do not know them or give them another meaning."""
 
 PRIVILEGED_FIELDS = frozenset(
     {
-        # Whose request it is: two of one id would be taken for one another, or end each other.
+        # Identity of the request. Two requests with one id would be mixed up or cancel each other.
         "request_id",
         "rid",
         "session_params",
-        # From where KV blocks are fetched, whom they are given, and which rank or slot computes.
+        # Source and target of KV block transfers, and the rank or slot that computes.
         "kv_transfer_params",
         "ec_transfer_params",
         "bootstrap_host",
@@ -52,91 +59,97 @@ PRIVILEGED_FIELDS = frozenset(
         "routed_dp_rank",
         "disagg_prefill_dp_rank",
         "id_slot",
-        # Another model than the one that was asked for: in its place (OpenRouter, LiteLLM), or an adapter, by its name
-        # or from a path.
+        # Other models than the requested one: fallbacks (OpenRouter, LiteLLM), or adapters by name or path.
         "models",
         "fallbacks",
         "lora",
         "lora_path",
         "lora_request",
         "adapter_id",
-        # Code.
+        # Code that the engine would run.
         "custom_logit_processor",
         "logits_processors",
     }
 )
-"""Fields by which the parts of a fleet speak with an engine: what they say is not for clients to say, so they are left
-out. Our own replicas know none of them."""
+"""Request fields by which the components of a fleet control an engine. The gateway drops them from client requests.
+
+Native replicas know none of them.
+"""
 
 
 INCOMPLETE_FINISH_REASONS = frozenset({"abort", "error", "cancelled"})
-"""Finish reasons of answers that a server did not bring to their end: it shuts down, or its engine died."""
+"""Finish reasons of responses that a server did not complete, because it shuts down or its engine failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What a server says of its load; None where it does not say. Raises ValueError for what is no count."""
+    """Load of a server as it reports it. A field is None if the server does not report it.
+
+    Raises:
+        ValueError: A count is negative or above `MAX_COUNT`.
+    """
 
     running: int | None = None
     """Requests being computed."""
     waiting: int | None = None
+    """Requests in the server's queue."""
     kv_used: float | None = None
-    """Part of its KV cache, 0 to 1."""
+    """Used part of the KV cache, 0 to 1."""
     capacity: int | None = None
-    """Requests that it computes at once, at most."""
+    """Maximum number of requests computed at once."""
     kv_capacity_tokens: int | None = None
-    """Tokens that its KV cache holds."""
+    """Capacity of the KV cache in tokens."""
 
     def __post_init__(self) -> None:
-        told = (self.running, self.waiting, self.capacity, self.kv_capacity_tokens)
-        if not all(0 <= count <= MAX_COUNT for count in told if count is not None):
-            raise ValueError(f"its load has a number below 0 or above {MAX_COUNT}")
+        counts = (self.running, self.waiting, self.capacity, self.kv_capacity_tokens)
+        if not all(0 <= count <= MAX_COUNT for count in counts if count is not None):
+            raise ValueError(f"the load report has a count below 0 or above {MAX_COUNT}")
 
 
 @dataclass(frozen=True, slots=True)
 class LoadSource:
-    """Where a server tells its load, and how that is read."""
+    """Path at which a server reports its load, and the parser of the report."""
 
     path: bytes
     parse: Callable[[bytes], LoadReport]
-    """Raises ValueError or msgspec.DecodeError when it is not what was expected."""
+    """Parser of the response body. Raises ValueError or msgspec.DecodeError for an unexpected body."""
 
 
 @dataclass(frozen=True, slots=True)
 class BackendAdapter:
-    """One kind of server. All speak the OpenAI API; this is how they differ."""
+    """Differences of one kind of server from others with an OpenAI-compatible API."""
 
     kind: BackendKind
     health_path: bytes = b"/health"
     load_sources: tuple[LoadSource, ...] = ()
-    """Best first; a server may have been started without some of them."""
+    """Load reports, best first. A server may have been started without some of them."""
     kv_event_source: KvEventSource | None = None
-    """Where it says that it publishes its KV cache events; None: it publishes none that are read here."""
+    """Report of where the server publishes its KV cache events; None if the gateway supports no events of this kind."""
     is_native: bool = False
-    """Its streams carry our journal and `resume` carries them on: our own replica."""
+    """Whether the server is an Argosy replica, whose streams carry resume metadata and which accepts `resume`."""
     token_id_paths: frozenset[bytes] = frozenset()
-    """Paths whose streams tell token ids when asked with `return_token_ids`."""
+    """Paths whose streams carry token ids if the request has `return_token_ids`."""
     prefill_paths: frozenset[bytes] = frozenset()
-    """Paths whose answers it can carry on after a given text."""
+    """Paths whose responses the server can continue after a given text."""
     prefill_flags: dict[str, bool] = field(default_factory=dict)
-    """Fields of a chat that ask for that."""
+    """Fields of a chat request that ask the server to continue the last message."""
     include_stop_field: str = ""
-    """Field with which it leaves stop strings in its text, and so holds none of it back; empty: there is none."""
+    """Field that asks the server to keep stop strings in its text, so that it holds no text back; empty if none."""
     has_stream_usage: bool = True
-    """It takes `stream_options.include_usage`."""
+    """Whether the server supports `stream_options.include_usage`."""
     has_continuous_usage: bool = False
-    """It takes `stream_options.continuous_usage_stats` too."""
+    """Whether the server supports `stream_options.continuous_usage_stats`."""
     has_per_choice_usage: bool = False
-    """Of several choices each tells its own usage, and a whole answer that of the first."""
+    """Whether each choice of a stream reports its own usage, and a whole response only that of the first choice."""
     has_token_timings: bool = False
-    """It tells with each event how many tokens it has made, when asked with `timings_per_token`."""
+    """Whether each event reports the number of output tokens if the request has `timings_per_token`."""
     priority_sign: int = 0
-    """Sign of `priority` in its bodies: 1 where a lower one goes first, -1 a higher one; 0: it goes by none."""
+    """Sign of `priority` in request bodies: 1 if lower values run first, -1 if higher values do, 0 if unsupported."""
     unsupported_fields: frozenset[str] = ARGOSY_FIELDS
-    """Fields that are left out of bodies, because it does not know them or means something else by them."""
+    """Request fields that the server does not know or gives another meaning. The gateway drops them."""
     default_completion_tokens: int | None = None
-    """`max_tokens` of a completion that does not say; None: no limit."""
+    """`max_tokens` that the server assumes for a completion without one; None if it assumes no limit."""
     incomplete_finish_reasons: frozenset[str] = INCOMPLETE_FINISH_REASONS
-    """Finish reasons of answers that are none."""
+    """Finish reasons of responses that the server did not complete."""
     client_error_markers: tuple[str, ...] = ()
-    """What is said in answers with 500 that are the request's own fault: it could not be read, and would be nowhere."""
+    """Parts of the messages of 500 responses that the request caused, so that it would fail on every replica."""

@@ -1,6 +1,6 @@
-"""The kinds of servers that can stand behind the gateway, each with its own dialect of the OpenAI API.
+"""Adapters of the supported backends, which differ in their variant of the OpenAI API.
 
-Read from vLLM 0.32, SGLang 0.5, TensorRT-LLM 1, TGI 3, LMDeploy 0.16 and llama.cpp (November 2026).
+Taken from the sources of vLLM 0.32, SGLang 0.5, TensorRT-LLM 1, TGI 3, LMDeploy 0.16 and llama.cpp (November 2026).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ COMPLETION_ONLY = frozenset({COMPLETION_PATH})
 NO_PATHS: frozenset[bytes] = frozenset()
 
 CONTINUE_FINAL_MESSAGE = {"continue_final_message": True, "add_generation_prompt": False}
-"""vLLM's way to say that the last message is to be carried on."""
+"""vLLM's flags to continue the last message instead of starting a new one."""
 
 LLAMA_CPP_CLIENT_ERROR_MARKERS = (
     "Failed to parse messages",
@@ -45,7 +45,7 @@ LLAMA_CPP_CLIENT_ERROR_MARKERS = (
     "does not support multimodal requests",
     "Unknown reasoning format",
 )
-"""llama.cpp's (`tools/server/server-common.cpp`, `common/{chat,jinja/value,jinja/runtime}.cpp`)."""
+"""Messages of llama.cpp (`tools/server/server-common.cpp`, `common/{chat,jinja/value,jinja/runtime}.cpp`)."""
 
 _ADAPTERS = (
     BackendAdapter("auto", health_path=b"/v1/models"),
@@ -83,7 +83,8 @@ _ADAPTERS = (
         load_sources=(LoadSource(b"/metrics", load_parsers.parse_tensorrt_iterations),),
         prefill_paths=COMPLETION_ONLY,
         has_continuous_usage=True,
-        # `CompletionOutput.finish_reason`. A gateway of ours says so of an answer whose own time was over.
+        # From `CompletionOutput.finish_reason`. Other kinds keep "timeout" as a normal end, because an Argosy gateway
+        # reports it for a response that reached the deadline of its request.
         incomplete_finish_reasons=INCOMPLETE_FINISH_REASONS | {"timeout"},
     ),
     BackendAdapter(
@@ -121,13 +122,17 @@ def get_adapter(
     stream_usage: bool = True,
     priority_scheduling: bool = False,
 ) -> BackendAdapter:
-    """The dialect of a server, as far as its configuration lets it be used."""
-    whole = ADAPTERS[kind]
+    """Return the adapter of a backend, restricted to the features that the replica's configuration allows.
+
+    `resume_mode` is the best allowed way to resume a stream. `stream_usage` allows requests for the usage of streams.
+    `priority_scheduling` means that the server was started to schedule by `priority`.
+    """
+    adapter = ADAPTERS[kind]
     return replace(
-        whole,
-        token_id_paths=whole.token_id_paths if resume_mode == "exact" else NO_PATHS,
-        prefill_paths=whole.prefill_paths if resume_mode != "none" else NO_PATHS,
-        has_stream_usage=whole.has_stream_usage and stream_usage,
-        has_continuous_usage=whole.has_continuous_usage and stream_usage,
-        priority_sign=whole.priority_sign if priority_scheduling else 0,
+        adapter,
+        token_id_paths=adapter.token_id_paths if resume_mode == "exact" else NO_PATHS,
+        prefill_paths=adapter.prefill_paths if resume_mode != "none" else NO_PATHS,
+        has_stream_usage=adapter.has_stream_usage and stream_usage,
+        has_continuous_usage=adapter.has_continuous_usage and stream_usage,
+        priority_sign=adapter.priority_sign if priority_scheduling else 0,
     )

@@ -1,4 +1,4 @@
-"""Finds out what kind of server an address has: most say so in their list of models."""
+"""Detection of the kind of server at an address. Most servers reveal it in their model list."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 from argosy.gateway.backends.backend_adapter import BackendKind
 
 FetchPath = Callable[[bytes], Awaitable[tuple[int, bytes]]]
-"""Gets a path: status and body. Raises UpstreamError."""
+"""Function that sends a GET request and returns status and body. Raises UpstreamError."""
 
 _KIND_BY_OWNER: dict[str, BackendKind] = {
     "vllm": "vllm",
@@ -20,7 +20,7 @@ _KIND_BY_OWNER: dict[str, BackendKind] = {
     "lmdeploy": "lmdeploy",
     "llamacpp": "llama.cpp",
 }
-"""Who the models of each server's list are said to be owned by."""
+"""Backend kinds by the `owned_by` value in their model lists."""
 
 
 class _ListedModel(msgspec.Struct):
@@ -35,25 +35,32 @@ class _ModelListing(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class DetectedBackend:
-    """What a server told of itself."""
+    """Kind and models of a server, as it reports them."""
 
     kind: BackendKind
     models: dict[str, int | None]
-    """Its models, and the tokens of each one's context where it says."""
+    """Context length in tokens by model name; None if the server does not report it."""
 
 
 async def detect_backend(fetch: FetchPath) -> DetectedBackend | None:
-    """What is there. None: it cannot say yet."""
+    """Detect the kind of a server and its models.
+
+    Args:
+        fetch: Function that fetches a path of the server.
+
+    Returns:
+        The detected backend; None if the server cannot answer yet.
+    """
     status, body = await fetch(b"/v1/models")
     if status == 429 or status >= 500:
         return None
-    cards = _parse_model_listing(body) if status == 200 else []
-    models = {card.id: card.max_model_len or None for card in cards}
-    owners = {card.owned_by for card in cards}
+    listed = _parse_model_listing(body) if status == 200 else []
+    models = {model.id: model.max_model_len or None for model in listed}
+    owners = {model.owned_by for model in listed}
     for owner, kind in _KIND_BY_OWNER.items():
         if owner in owners:
             return DetectedBackend(kind, models)
-    if "argosy" in owners and (await fetch(b"/load"))[0] != 404:  # else it is another gateway
+    if "argosy" in owners and (await fetch(b"/load"))[0] != 404:  # a gateway has no /load
         return DetectedBackend("argosy", models)
     if await _is_tgi(fetch):
         return DetectedBackend("tgi", models)
@@ -68,7 +75,7 @@ def _parse_model_listing(body: bytes) -> list[_ListedModel]:
 
 
 async def _is_tgi(fetch: FetchPath) -> bool:
-    """TGI's list of models names their makers; its `/info` is its own."""
+    """Whether the server is TGI. Its model list shows the models' authors, but only TGI has this `/info`."""
     status, body = await fetch(b"/info")
     try:
         info = msgspec.json.decode(body, type=dict[str, Any]) if status == 200 else {}

@@ -1,4 +1,4 @@
-"""What a client was told of an answer by servers that keep no journal, and the events that tell it more."""
+"""The one choice of a resumable stream: what the client received of it, and the events that complete it."""
 
 from __future__ import annotations
 
@@ -14,43 +14,49 @@ from argosy.protocol import format_event
 
 _COMMON_FIELDS = ("id", "object", "created", "model", "system_fingerprint")
 _TOKEN_ID_FIELDS = ("token_ids", "prompt_token_ids")
-RESUMED_FINGERPRINT = "carried-on"
-"""The `system_fingerprint` of events after a seam: with it the API says that a seed need not give the same again."""
+RESUMED_FINGERPRINT = "resumed"
+"""`system_fingerprint` of the events after a resume.
+
+By the OpenAI API a changed fingerprint means that the same seed may give another result.
+"""
 
 
 @dataclass(slots=True)
 class EmittedChoice:
-    """One choice of one answer; survives the servers that gave it."""
+    """The choice that a client receives from servers without resume metadata. The object outlives these servers."""
 
     path: bytes
     first_chunk: dict[str, Any] | None = None
-    """The first event: all that follow must be of one answer with it."""
+    """First chunk that the client received. All later events repeat its id and model."""
     text_pieces: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     prompt_token_ids: array[int] | None = None
     has_token_ids: bool = True
-    """All of the text came with its ids."""
+    """Whether token ids are known for the whole text."""
     stop_filter: StopStringFilter | None = None
-    """Where the gateway keeps the stop strings."""
+    """Filter for stop strings, if the gateway applies them instead of the server."""
     system_fingerprint: str = ""
-    """What the events say from now on, instead of what the first said."""
+    """Value that replaces `system_fingerprint` in later events; empty if they keep the first chunk's."""
     is_text_only: bool = True
-    """No tool call, no reasoning: nothing that a text cannot carry on."""
+    """Whether the choice has only text. Tool calls and reasoning cannot be resumed from a text."""
     is_finished: bool = False
-    """Its finish reason was told."""
+    """Whether the client received the finish reason."""
     is_usage_delivered: bool = False
     output_tokens: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     counts_at_last_text: tuple[int, int] = (0, 0)
-    """Ids and tokens that had come when the last text had."""
+    """Number of token ids and `output_tokens` when the last text arrived."""
     ends_on_token: bool = True
-    """That text ends where its ids do: it came with one. Of several the last may be half a character, without text."""
+    """Whether the last text ends at a token boundary, because it arrived with at most one token id.
+
+    The last of several ids may be half a character, which has no text yet.
+    """
     delivered_id_count: int = 0
-    """Ids that the client has been given, if it asked for them."""
+    """Number of token ids that the client received, if it requested them."""
 
     def restart(self) -> None:
-        """No text was told yet: what else came is forgotten, but not that the answer has begun."""
+        """Forget the output of a server that sent no text. The stream itself stays started."""
         self.token_ids.clear()
         self.prompt_token_ids = None
         self.has_token_ids = True
@@ -60,40 +66,41 @@ class EmittedChoice:
             self.stop_filter.held_text = ""
 
     def record_text(self, id_count: int) -> None:
-        """An event has brought text, with so many ids."""
+        """Record that an event carried text together with `id_count` token ids."""
         self.ends_on_token = id_count <= 1
         self.counts_at_last_text = len(self.token_ids), self.output_tokens
 
     def take_undelivered_ids(self, last_count: int) -> list[int]:
-        """Of so many ids that came last, those that the client has not been given: they count as given now."""
+        """Return those of the last `last_count` ids that the client has not received, and mark them as delivered."""
         new = self.token_ids[max(self.delivered_id_count, len(self.token_ids) - last_count) :]
         self.delivered_id_count = max(self.delivered_id_count, len(self.token_ids))
         return new
 
     def drop_textless_tokens(self) -> None:
-        """Tokens that came without text are parts of a character, which the next server gives anew.
+        """Drop the last tokens without text. They are parts of a character that the next server generates again.
 
-        From within one vLLM goes on with the text of its whole prompt, and others may lose that character.
+        vLLM that resumes inside a character repeats the text of the whole prompt. Other servers may lose the
+        character.
         """
         ids, self.output_tokens = self.counts_at_last_text
         del self.token_ids[ids:]
 
     def full_text(self) -> str:
-        """What was told, and what is held back."""
+        """Return the delivered text and the text that the stop string filter holds back."""
         return "".join(self.text_pieces) + (
             self.stop_filter.held_text if self.stop_filter is not None else ""
         )
 
     def common_fields(self) -> dict[str, Any]:
-        """What the events of this answer have in common."""
+        """Return the fields that all events of this response share."""
         first = self.first_chunk or {}
-        head = {name: first[name] for name in _COMMON_FIELDS if name in first}
-        return head | (
+        common = {name: first[name] for name in _COMMON_FIELDS if name in first}
+        return common | (
             {"system_fingerprint": self.system_fingerprint} if self.system_fingerprint else {}
         )
 
     def build_usage(self) -> dict[str, int]:
-        """Tokens of the prompt and of all that was told."""
+        """Build the `usage` object for the prompt and the output of all servers."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.output_tokens,
@@ -101,18 +108,18 @@ class EmittedChoice:
         }
 
     def build_choice(self, text: str, finish_reason: str | None) -> dict[str, Any]:
-        """A choice that tells more, in the shape of the first event's."""
-        shape = (
+        """Build a choice with more text, in the shape of the first chunk's choice."""
+        choice = (
             dict(self.first_chunk["choices"][0]) if self.first_chunk is not None else {"index": 0}
         )
-        shape |= {name: None for name in _TOKEN_ID_FIELDS if name in shape}
-        shape["finish_reason"] = finish_reason
+        choice |= {name: None for name in _TOKEN_ID_FIELDS if name in choice}
+        choice["finish_reason"] = finish_reason
         if self.path == CHAT_PATH:
-            return shape | {"delta": {"content": text} if text else {}}
-        return shape | {"text": text}
+            return choice | {"delta": {"content": text} if text else {}}
+        return choice | {"text": text}
 
     def build_held_event(self) -> bytes:
-        """The event that tells what is held back of the choice, nothing where that is nothing."""
+        """Build the event with the text that the stop string filter holds back; empty if there is none."""
         text = self.stop_filter.finish("", None) if self.stop_filter is not None else ""
         return (
             encode_event(self.common_fields() | {"choices": [self.build_choice(text, None)]})
@@ -121,17 +128,17 @@ class EmittedChoice:
         )
 
     def build_finish_event(self, finish_reason: str) -> bytes:
-        """The event that ends the choice, with what was held back of it."""
+        """Build the event that finishes the choice, with the text held back."""
         text = self.stop_filter.finish("", None) if self.stop_filter is not None else ""
         return encode_event(
             self.common_fields() | {"choices": [self.build_choice(text, finish_reason)]}
         )
 
     def build_usage_event(self) -> bytes:
-        """The event that tells the usage."""
+        """Build the usage event."""
         return encode_event(self.common_fields() | {"choices": [], "usage": self.build_usage()})
 
 
 def encode_event(chunk: dict[str, Any]) -> bytes:
-    """As an event."""
+    """Encode a chunk as a server-sent event."""
     return format_event(msgspec.json.encode(chunk))

@@ -1,4 +1,7 @@
-"""Where an answer begins in a stream: its head, comments, a role and an empty beginning say nothing yet."""
+"""Detection of the first content of a stream, which ends a replica's time to first token.
+
+Response head, comments, a lone role and empty deltas are not content.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,13 @@ _decode = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 class FirstContentDetector:
-    """Looks at one stream, from its first byte."""
+    """Detector for one stream, fed from the first byte."""
 
     def __init__(self) -> None:
         self._event_parser = EventParser()
 
     def feed(self, body: bytes) -> bool:
-        """Whether `body` brings an event that says something, or is no chunk: an error, or the end."""
+        """Whether `body` completes an event with content, or an event that is no chunk (an error or the end)."""
         return any(_has_content(data) for data in self._event_parser.feed(body))
 
 
@@ -33,5 +36,5 @@ def _has_content(data: bytes) -> bool:
 
 def _choice_has_content(choice: dict[str, Any]) -> bool:
     delta = choice.get("delta") or {}
-    more = any(said for name, said in delta.items() if name != "role")
-    return bool(more or choice.get("text") or choice.get("finish_reason"))
+    has_delta = any(value for name, value in delta.items() if name != "role")
+    return bool(has_delta or choice.get("text") or choice.get("finish_reason"))

@@ -1,4 +1,4 @@
-"""Where a server publishes its KV cache events: as its configuration says, or as it says itself."""
+"""Addresses of a server's KV cache events, from the configuration or from the server's own report."""
 
 from __future__ import annotations
 
@@ -12,50 +12,56 @@ from msgspec import Meta
 from argosy.protocol import Endpoint
 
 ZmqAddress = Annotated[str, Meta(pattern=r"^(tcp://.+:[0-9]+|ipc://.+)$")]
-"""As ZeroMQ writes them."""
+"""Address in the notation of ZeroMQ."""
 _WILDCARD_PREFIX = "tcp://*:"
 
 
 class KvEventAddress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where to subscribe to a server's KV cache events."""
+    """Address at which to subscribe to a server's KV cache events."""
 
     endpoint: ZmqAddress
-    """`tcp://HOST:PORT`, or `ipc://PATH`. A HOST `*` is the server's own, as where it listens."""
+    """`tcp://HOST:PORT` or `ipc://PATH`. The host `*` stands for the host of the server."""
     replay: ZmqAddress | None = None
-    """Where it gives again what was missed, if it does."""
+    """Address that replays missed events; None if the server replays none."""
 
     @property
     def has_wildcard_host(self) -> bool:
-        """Whether it says so of any server."""
+        """Whether the addresses have the host `*`, so that they suit any server."""
         return all(
-            one is None or one.startswith(_WILDCARD_PREFIX) for one in (self.endpoint, self.replay)
+            address is None or address.startswith(_WILDCARD_PREFIX)
+            for address in (self.endpoint, self.replay)
         )
 
     def resolve_host(self, server: Endpoint) -> KvEventAddress:
-        """The addresses of this server, as seen from here."""
-        own = f"tcp://{_server_host(server)}:"
-        replay = None if self.replay is None else self.replay.replace(_WILDCARD_PREFIX, own)
-        return KvEventAddress(endpoint=self.endpoint.replace(_WILDCARD_PREFIX, own), replay=replay)
+        """Return the address with the host `*` replaced by the host of `server`."""
+        prefix = f"tcp://{_server_host(server)}:"
+        replay = None if self.replay is None else self.replay.replace(_WILDCARD_PREFIX, prefix)
+        return KvEventAddress(
+            endpoint=self.endpoint.replace(_WILDCARD_PREFIX, prefix), replay=replay
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class KvEventSource:
-    """Where a server says that it publishes them, and how that is read."""
+    """Path at which a server reports where it publishes KV cache events, and the parser of the report."""
 
     path: bytes
     parse: Callable[[bytes], KvEventPorts | None]
-    """None: none that can be followed. Raises ValueError or msgspec.DecodeError when it is not what was expected."""
+    """Parser of the response body. Returns None if the gateway cannot subscribe.
+
+    Raises ValueError or msgspec.DecodeError for an unexpected body.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class KvEventPorts:
-    """Of the server's own host: an address elsewhere is not taken from it."""
+    """Ports for KV cache events on the server's own host. A host that the report names is ignored."""
 
     events_port: int
     replay_port: int | None = None
 
     def to_address(self, server: Endpoint) -> KvEventAddress:
-        """The addresses, as seen from here."""
+        """Return the address of the ports on the host of `server`."""
         replay = None if self.replay_port is None else f"{_WILDCARD_PREFIX}{self.replay_port}"
         return KvEventAddress(
             endpoint=f"{_WILDCARD_PREFIX}{self.events_port}", replay=replay
@@ -63,7 +69,7 @@ class KvEventPorts:
 
 
 def _server_host(server: Endpoint) -> str:
-    """Where it is, as addresses have it."""
+    """Return the host of a server in the notation of URLs."""
     host = server.address or (server.host if server.socket_path is None else "127.0.0.1")
     return f"[{host}]" if ":" in host else host
 
@@ -74,7 +80,11 @@ class _VllmPublisher(msgspec.Struct):
 
 
 def parse_vllm_sources(body: bytes) -> KvEventPorts | None:
-    """`/kv_event_sources` of vLLM: one for each data-parallel rank. Which rank a request gets cannot be chosen."""
+    """Parse `/kv_event_sources` of vLLM, which has one source per data-parallel rank.
+
+    Returns:
+        The ports; None for several ranks, because the gateway cannot choose the rank of a request.
+    """
     sources = list(msgspec.json.decode(body, type=dict[str, _VllmPublisher]).values())
     if len(sources) != 1 or not sources[0].endpoint.startswith("tcp://"):
         return None
@@ -94,9 +104,11 @@ class _SglangServerInfo(msgspec.Struct):
 
 
 def parse_sglang_info(body: bytes) -> KvEventPorts | None:
-    """SGLang's `/server_info`; it does not say where it replays."""
-    told = msgspec.json.decode(body, type=_SglangServerInfo).kv_events
-    return None if told is None or told.dp_size != 1 else KvEventPorts(told.endpoint_port_base)
+    """Parse `/server_info` of SGLang, which does not report a replay port. Returns None for several ranks."""
+    config = msgspec.json.decode(body, type=_SglangServerInfo).kv_events
+    return (
+        None if config is None or config.dp_size != 1 else KvEventPorts(config.endpoint_port_base)
+    )
 
 
 def _parse_port(address: str) -> int:

@@ -1,4 +1,4 @@
-"""How each kind of server tells its load: Prometheus text under its own names, or JSON."""
+"""Parsers of the load reports of each backend: Prometheus text with its own metric names, or JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from argosy.gateway.backends.backend_adapter import LoadReport
 
 @dataclass(frozen=True, slots=True)
 class PrometheusLoadParser:
-    """Reads Prometheus text. Of several names the first that is there counts; older versions had others."""
+    """Parser of Prometheus text.
+
+    Each value has a list of metric names, since older versions used others. The first name that is present counts.
+    """
 
     running_metrics: tuple[bytes, ...]
     waiting_metrics: tuple[bytes, ...]
@@ -21,29 +24,39 @@ class PrometheusLoadParser:
     kv_tokens_metric: bytes | None = None
 
     def __call__(self, text: bytes) -> LoadReport:
-        """What the text says. Several engines behind one server are added up. Raises ValueError."""
-        size = () if self.kv_tokens_metric is None else (self.kv_tokens_metric,)
-        found = parse_metric_values(
-            text, {*self.running_metrics, *self.waiting_metrics, *self.kv_used_metrics, *size}
+        """Return the load in `text`. The counts of several engines behind one server are added up.
+
+        Raises:
+            ValueError: The text has neither running nor waiting requests.
+        """
+        capacity_metrics = () if self.kv_tokens_metric is None else (self.kv_tokens_metric,)
+        values = parse_metric_values(
+            text,
+            {
+                *self.running_metrics,
+                *self.waiting_metrics,
+                *self.kv_used_metrics,
+                *capacity_metrics,
+            },
         )
         running, waiting = (
-            _first_present(found, self.running_metrics),
-            _first_present(found, self.waiting_metrics),
+            _first_present(values, self.running_metrics),
+            _first_present(values, self.waiting_metrics),
         )
-        used = _first_present(found, self.kv_used_metrics)
+        used = _first_present(values, self.kv_used_metrics)
         if not running and not waiting:
-            raise ValueError(f"there is no {self.running_metrics[0].decode()} in its metrics")
+            raise ValueError(f"metric {self.running_metrics[0].decode()} is missing")
         return LoadReport(
             running=int(sum(running)),
             waiting=int(sum(waiting)),
             kv_used=sum(used) / len(used) if used else None,
-            kv_capacity_tokens=int(sum(_first_present(found, size))) or None,
+            kv_capacity_tokens=int(sum(_first_present(values, capacity_metrics))) or None,
         )
 
 
 def parse_metric_values(text: bytes, names: set[bytes]) -> dict[bytes, list[float]]:
-    """The values of these metrics, one for each set of labels. What is no number is left out."""
-    found: dict[bytes, list[float]] = {}
+    """Return the values of the metrics `names`, one for each set of labels. Values that are no number are skipped."""
+    values: dict[bytes, list[float]] = {}
     for line in text.split(b"\n"):
         name = line.partition(b"{")[0].partition(b" ")[0]
         if name not in names:
@@ -54,8 +67,8 @@ def parse_metric_values(text: bytes, names: set[bytes]) -> dict[bytes, list[floa
         except (ValueError, IndexError):
             continue
         if math.isfinite(value):
-            found.setdefault(name, []).append(value)
-    return found
+            values.setdefault(name, []).append(value)
+    return values
 
 
 def _first_present(values: dict[bytes, list[float]], names: tuple[bytes, ...]) -> list[float]:
@@ -81,7 +94,7 @@ LMDEPLOY_METRICS = PrometheusLoadParser(
     waiting_metrics=(b"lmdeploy:num_requests_waiting",),
     kv_used_metrics=(b"lmdeploy:gpu_cache_usage_perc",),
 )
-"""Its engine's part; see `lmdeploy_metrics`."""
+"""Metrics of LMDeploy's engine; `parse_lmdeploy_metrics` adds those of its API server."""
 LLAMA_CPP_METRICS = PrometheusLoadParser(
     running_metrics=(b"llamacpp:requests_processing",),
     waiting_metrics=(b"llamacpp:requests_deferred",),
@@ -95,9 +108,9 @@ _VLLM_BLOCK_SIZE_PATTERN = re.compile(_VLLM_CACHE_PATTERN % b"block_size", re.MU
 
 
 def parse_vllm_metrics(text: bytes) -> LoadReport:
-    """The `/metrics` of vLLM, with the size of its cache from the labels of `vllm:cache_config_info`."""
-    blocks, size = _VLLM_BLOCK_COUNT_PATTERN.findall(text), _VLLM_BLOCK_SIZE_PATTERN.findall(text)
-    tokens = sum(int(b) * int(s) for b, s in zip(blocks, size, strict=False))
+    """Parse `/metrics` of vLLM. The size of the KV cache comes from the labels of `vllm:cache_config_info`."""
+    counts, sizes = _VLLM_BLOCK_COUNT_PATTERN.findall(text), _VLLM_BLOCK_SIZE_PATTERN.findall(text)
+    tokens = sum(int(count) * int(size) for count, size in zip(counts, sizes, strict=False))
     return replace(VLLM_METRICS(text), kv_capacity_tokens=tokens or None)
 
 
@@ -105,14 +118,14 @@ _LMDEPLOY_API_WAITING_METRIC = b"lmdeploy:num_api_requests_waiting"
 
 
 def parse_lmdeploy_metrics(text: bytes) -> LoadReport:
-    """The `/metrics` of LMDeploy: what waits for a handle is told apart from what waits in the engine."""
-    reading = LMDEPLOY_METRICS(text)
-    before = sum(
+    """Parse `/metrics` of LMDeploy. Requests that wait for an engine handle have a metric of their own."""
+    report = LMDEPLOY_METRICS(text)
+    api_waiting = sum(
         parse_metric_values(text, {_LMDEPLOY_API_WAITING_METRIC}).get(
             _LMDEPLOY_API_WAITING_METRIC, ()
         )
     )
-    return replace(reading, waiting=(reading.waiting or 0) + int(before))
+    return replace(report, waiting=(report.waiting or 0) + int(api_waiting))
 
 
 class _SglangLoad(msgspec.Struct):
@@ -128,7 +141,7 @@ class _SglangLoads(msgspec.Struct):
 
 
 def parse_sglang_loads(body: bytes) -> LoadReport:
-    """SGLang's `/v1/loads`: one entry for each data-parallel rank."""
+    """Parse `/v1/loads` of SGLang, which has one entry per data-parallel rank."""
     loads = msgspec.json.decode(body, type=_SglangLoads).loads
     return LoadReport(
         running=sum(load.num_running_reqs for load in loads),
@@ -153,7 +166,7 @@ class _TensorrtIteration(msgspec.Struct, rename="camel"):
 
 
 def parse_tensorrt_iterations(body: bytes) -> LoadReport:
-    """TensorRT-LLM's `/metrics`: the iterations since it was asked last; none means that it stands idle."""
+    """Parse `/metrics` of TensorRT-LLM: the iterations since the last request. An idle engine reports none."""
     iterations = msgspec.json.decode(body, type=list[_TensorrtIteration])
     if not iterations:
         return LoadReport(running=0, waiting=0)
@@ -173,6 +186,6 @@ class _LlamaCppSlot(msgspec.Struct):
 
 
 def parse_llama_cpp_slots(body: bytes) -> LoadReport:
-    """llama.cpp's `/slots`: one for each sequence that it can run. Whoever has none waits unseen."""
+    """Parse `/slots` of llama.cpp, one per sequence that can run. Requests that wait for a slot are not reported."""
     slots = msgspec.json.decode(body, type=list[_LlamaCppSlot])
     return LoadReport(running=sum(slot.is_processing for slot in slots), capacity=len(slots))

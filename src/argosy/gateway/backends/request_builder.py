@@ -1,4 +1,4 @@
-"""The bodies that servers of each kind are sent: the request as it came, and what carries its answer on."""
+"""Request bodies for each kind of backend: the client's request, and the request that resumes its stream."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _CHAT_ONLY_FIELDS = frozenset(
         "echo",
     }
 )
-"""What a completion has no use for, or means something else by."""
+"""Fields of a chat request that a completion ignores or reads differently."""
 
 _NON_TEXT_FIELDS = frozenset(
     {
@@ -63,30 +63,35 @@ _NON_TEXT_FIELDS = frozenset(
         "truncate_prompt_tokens",
     }
 )
+"""Fields whose response is more than plain text, or depends on more than the text so far."""
 _UNSET_VALUES = frozenset({b"null", b"false", b"[]", b"{}", b'""'})
 
 
-def has_plain_text_output(request_fields: RequestFields, path: bytes) -> bool:
-    """Whether the answer is one text and nothing else, so that any server can go on where another stopped.
+def has_plain_text_output(fields: RequestFields, path: bytes) -> bool:
+    """Whether the response is one plain text, which any server can resume where another stopped.
 
-    A grammar, a schema and the log-probabilities of what was told would begin anew.
+    A server that resumes would start a grammar, a schema or the list of log-probabilities anew.
     """
-    fields = request_fields.raw
-    if request_fields.choice_count != 1 or any(_is_set(fields, name) for name in _NON_TEXT_FIELDS):
+    raw = fields.raw
+    if fields.choice_count != 1 or any(_is_set(raw, name) for name in _NON_TEXT_FIELDS):
         return False
-    if _is_set(fields, "logprobs") or bytes(fields.get("best_of", Raw(b"1"))) not in {
+    if _is_set(raw, "logprobs") or bytes(raw.get("best_of", Raw(b"1"))) not in {
         b"1",
         b"null",
     }:
         return False
-    if not _is_set(fields, "response_format"):
+    if not _is_set(raw, "response_format"):
         return True
-    wanted = _decode_field(request_fields, "response_format")
-    return path == CHAT_PATH and isinstance(wanted, dict) and wanted.get("type") == "text"
+    response_format = _decode_field(fields, "response_format")
+    return (
+        path == CHAT_PATH
+        and isinstance(response_format, dict)
+        and response_format.get("type") == "text"
+    )
 
 
 def has_text_only_prompt(fields: RequestFields, path: bytes) -> bool:
-    """Whether the token ids of its prompt say all of it: those of a picture or a sound only say where it stands."""
+    """Whether the prompt's token ids describe all of it. The ids of an image or audio are only placeholders."""
     if path == COMPLETION_PATH:
         return True
     messages = _decode_field(fields, "messages", list[dict[str, Any]])
@@ -98,14 +103,18 @@ def has_text_only_prompt(fields: RequestFields, path: bytes) -> bool:
 
 
 def has_stop_strings(fields: RequestFields) -> bool:
-    """Servers hold back what could become one: then the text that was told lags behind the tokens."""
+    """Whether the request has stop strings.
+
+    A server holds back text that may become one, so that the delivered text lags behind the token ids.
+    """
     return _is_set(fields.raw, "stop") or _is_set(fields.raw, "stop_regex")
 
 
 def gateway_stop_strings(fields: RequestFields, adapter: BackendAdapter) -> tuple[str, ...]:
-    """The stop strings that this kind of server is asked to leave in its text, for the gateway to take out.
+    """Return the stop strings that the server leaves in its text and the gateway removes.
 
-    None where it would leave the text of stop tokens there, too: nobody here could tell that from the answer's.
+    The tuple is empty if the server would also leave the text of stop tokens, which the gateway cannot distinguish
+    from the rest.
     """
     shows_tokens = bytes(fields.raw.get("skip_special_tokens", Raw(b"true"))) == b"false"
     if (
@@ -114,41 +123,43 @@ def gateway_stop_strings(fields: RequestFields, adapter: BackendAdapter) -> tupl
         or any(_is_set(fields.raw, name) for name in (adapter.include_stop_field, "stop_token_ids"))
     ):
         return ()
-    stops = _decode_field(fields, "stop")
-    listed = [stops] if isinstance(stops, str) else stops
-    if not isinstance(listed, list) or not all(isinstance(stop, str) for stop in listed):
+    value = _decode_field(fields, "stop")
+    stop_strings = [value] if isinstance(value, str) else value
+    if not isinstance(stop_strings, list) or not all(
+        isinstance(stop, str) for stop in stop_strings
+    ):
         return ()
-    return tuple(stop for stop in listed if stop)
+    return tuple(stop for stop in stop_strings if stop)
 
 
 def min_output_tokens(fields: RequestFields) -> int:
-    """Tokens before which no stop string counts."""
-    least = _decode_field(fields, "min_tokens")
-    return least if isinstance(least, int) else 0
+    """Return the number of tokens before which no stop string applies."""
+    minimum = _decode_field(fields, "min_tokens")
+    return minimum if isinstance(minimum, int) else 0
 
 
 def is_echo_requested(fields: RequestFields) -> bool:
-    """Whether its answers begin with their prompts."""
+    """Whether each choice starts with its prompt."""
     return _is_set(fields.raw, "echo")
 
 
 def is_usage_requested(fields: RequestFields) -> bool:
-    """Whether the client asked for the usage of its stream."""
+    """Whether the client requested the usage of its stream."""
     return bool(_stream_options(fields).get("include_usage"))
 
 
 def is_continuous_usage_requested(fields: RequestFields) -> bool:
-    """Whether it asked for it with each event."""
+    """Whether the client requested the usage with each event."""
     return bool(_stream_options(fields).get("continuous_usage_stats"))
 
 
 def is_timings_requested(fields: RequestFields) -> bool:
-    """Whether it asked for what llama.cpp has to tell of its time with each event."""
+    """Whether the client requested llama.cpp's timings with each event."""
     return _is_set(fields.raw, "timings_per_token")
 
 
 def is_token_ids_requested(fields: RequestFields) -> bool:
-    """Whether it asked for token ids."""
+    """Whether the client requested token ids."""
     return bytes(fields.raw.get("return_token_ids", Raw(b"null"))) == b"true"
 
 
@@ -159,20 +170,27 @@ def build_native_body(
     *,
     force_stream: bool = False,
 ) -> bytes:
-    """The request for a replica of ours, which goes on after `ids`: those of each choice."""
+    """Build the body for a native replica.
+
+    The replica resumes after `token_ids`, the delivered ids of each choice. `force_stream` requests a stream even if
+    the client did not.
+    """
     changes: dict[str, Any] = {"model": model}
     if force_stream and not fields.stream:
         changes["stream"] = True
     if token_ids is not None:
-        told = [
+        resume_ids = [
             first + then for first, then in zip(_resume_token_ids(fields), token_ids, strict=True)
         ]
-        changes["resume"] = {"token_ids": told[0] if len(told) == 1 else told}
+        changes["resume"] = {"token_ids": resume_ids[0] if len(resume_ids) == 1 else resume_ids}
     return _encode_with(fields.raw, changes)
 
 
 def resume_token_counts(fields: RequestFields) -> list[int]:
-    """How many ids the client itself gave for each choice to go on after; empty: none, or what makes no sense."""
+    """Return the number of token ids in the client's own `resume` field, by choice.
+
+    The list is empty if the field is missing or invalid.
+    """
     if "resume" not in fields.raw:
         return []
     try:
@@ -182,12 +200,12 @@ def resume_token_counts(fields: RequestFields) -> list[int]:
 
 
 def count_resume_tokens(fields: RequestFields) -> int:
-    """How many these are together."""
+    """Return the total number of token ids in the client's own `resume` field."""
     return sum(resume_token_counts(fields))
 
 
 def _resume_token_ids(fields: RequestFields) -> list[list[int]]:
-    """The ids that the client itself wants each choice to go on after, which a replica has found good."""
+    """Return the token ids of the client's own `resume` field by choice. A replica has validated them."""
     resume = _decode_field(fields, "resume")
     if resume is None:
         return [[]] * fields.choice_count
@@ -198,30 +216,39 @@ def _resume_token_ids(fields: RequestFields) -> list[list[int]]:
 def build_body(
     fields: RequestFields, path: bytes, adapter: BackendAdapter, model: str, *, resumable: bool
 ) -> bytes:
-    """The request as this kind of server takes it; `carriable`: with what carrying it on needs."""
+    """Build the body for a server of another backend than Argosy.
+
+    `resumable` requests the token ids and counts that a later resume needs. `model` is the name at the server.
+    """
     return _encode(_build_raw_fields(fields, path, adapter, model, resumable=resumable))
 
 
 def build_resume_from_text(
-    request_fields: RequestFields,
+    fields: RequestFields,
     path: bytes,
     adapter: BackendAdapter,
     model: str,
     text: str,
     delivered_tokens: int,
 ) -> bytes | None:
-    """The request for what comes after `text`, which has `tokens`. None: this prompt takes no more text."""
-    fields = _build_raw_fields(request_fields, path, adapter, model, resumable=True)
-    changes: dict[str, Any] = _remaining_limits(request_fields, path, adapter, delivered_tokens)
+    """Build the body of the request that continues after `text`.
+
+    `delivered_tokens` is the number of tokens in `text`, by which the token limits shrink.
+
+    Returns:
+        The body; None if text cannot be appended to this prompt.
+    """
+    raw = _build_raw_fields(fields, path, adapter, model, resumable=True)
+    changes: dict[str, Any] = _remaining_limits(fields, path, adapter, delivered_tokens)
     if path == COMPLETION_PATH:
-        prompt = _decode_field(request_fields, "prompt")
+        prompt = _decode_field(fields, "prompt")
         if isinstance(prompt, list) and len(prompt) == 1:
             prompt = prompt[0]
         if not isinstance(prompt, str):
             return None
         changes["prompt"] = prompt + text
-        return _encode_with(fields, changes)
-    messages = _decode_field(request_fields, "messages", list[dict[str, Any]])
+        return _encode_with(raw, changes)
+    messages = _decode_field(fields, "messages", list[dict[str, Any]])
     last = messages[-1] if messages else {}
     if last.get("role") != "assistant":
         messages.append({"role": "assistant", "content": text})
@@ -229,11 +256,11 @@ def build_resume_from_text(
         last["content"] += text
     else:
         return None
-    return _encode_with(fields, changes | {"messages": messages} | adapter.prefill_flags)
+    return _encode_with(raw, changes | {"messages": messages} | adapter.prefill_flags)
 
 
 def build_resume_from_ids(
-    request_fields: RequestFields,
+    fields: RequestFields,
     path: bytes,
     adapter: BackendAdapter,
     model: str,
@@ -242,97 +269,106 @@ def build_resume_from_ids(
     delivered_tokens: int,
     max_model_len: int,
 ) -> bytes | None:
-    """The completion that goes on after `ids`, the last `told` of which are the answer's. None: how long is unknown.
+    """Build the body of the completion that continues after `token_ids`.
 
-    A chat goes on as a completion too: its prompt is known by its ids. `room` is the model's context, 0: unknown.
+    A chat continues as a completion too, because the ids cover its rendered prompt. The last `delivered_tokens` ids
+    are output, the others are the prompt. `max_model_len` is the context length in tokens, 0 if unknown.
+
+    Returns:
+        The body; None if the chat has no token limit and the context length does not give one.
     """
-    fields = _build_raw_fields(request_fields, COMPLETION_PATH, adapter, model, resumable=True)
-    changes: dict[str, Any] = _remaining_limits(request_fields, path, adapter, delivered_tokens)
+    raw = _build_raw_fields(fields, COMPLETION_PATH, adapter, model, resumable=True)
+    changes: dict[str, Any] = _remaining_limits(fields, path, adapter, delivered_tokens)
     if path == CHAT_PATH:
-        fields = {name: value for name, value in fields.items() if name not in _CHAT_ONLY_FIELDS}
+        raw = {name: value for name, value in raw.items() if name not in _CHAT_ONLY_FIELDS}
         limit = changes.pop("max_completion_tokens", None) or changes.get("max_tokens")
         if limit is None and max_model_len <= len(token_ids):
             return None
         changes["max_tokens"] = limit or max_model_len - len(token_ids)
-    return _encode_with(fields, changes | {"prompt": token_ids})
+    return _encode_with(raw, changes | {"prompt": token_ids})
 
 
 def derive_cache_salt(fields: RequestFields, adapter: BackendAdapter) -> str:
-    """What keeps cached prompts of different tenants apart, with what the client wants apart itself; empty: nothing."""
+    """Return the `cache_salt` that separates cached prompts of different tenants; empty if none is needed.
+
+    The client's own salt is part of it.
+    """
     if "cache_salt" in adapter.unsupported_fields:
         return ""
-    own = fields.raw.get("cache_salt", Raw(b"null"))
+    client_salt = fields.raw.get("cache_salt", Raw(b"null"))
     if fields.cache_domain:
-        return hashlib.sha256(fields.cache_domain.encode() + b"\0" + bytes(own)).hexdigest()
+        return hashlib.sha256(fields.cache_domain.encode() + b"\0" + bytes(client_salt)).hexdigest()
     salt = _decode_field(fields, "cache_salt")
     return salt if isinstance(salt, str) else ""
 
 
 def max_output_tokens(fields: RequestFields, path: bytes, adapter: BackendAdapter) -> int | None:
-    """Most tokens that the answer may have; None: as many as the model's context has."""
+    """Return the limit on output tokens; None if only the model's context length limits them."""
     if fields.max_output_tokens is not None:
         return fields.max_output_tokens
     return adapter.default_completion_tokens if path == COMPLETION_PATH else None
 
 
 def _build_raw_fields(
-    request_fields: RequestFields,
+    fields: RequestFields,
     path: bytes,
     adapter: BackendAdapter,
     model: str,
     *,
     resumable: bool,
 ) -> dict[str, Raw]:
-    left_out = adapter.unsupported_fields | PRIVILEGED_FIELDS
-    fields = {
+    """Build the encoded fields of a request body, as `build_body` documents it."""
+    dropped = adapter.unsupported_fields | PRIVILEGED_FIELDS
+    raw = {
         name: value
-        for name, value in request_fields.raw.items()
-        # Servers in Go take "Model" for "model", and whichever comes last.
-        if name not in left_out and name.lower() != "model"
+        for name, value in fields.raw.items()
+        # Go servers match field names without case, and the last of "Model" and "model" would win.
+        if name not in dropped and name.lower() != "model"
     }
-    if "vllm_xargs" in fields:  # vLLM takes `kv_transfer_params` from there, too
-        extra = _decode_field(request_fields, "vllm_xargs", dict[str, Raw] | None) or {}
-        told = {name: value for name, value in extra.items() if name not in PRIVILEGED_FIELDS}
-        fields["vllm_xargs"] = Raw(_encode(told))
-    if request_fields.has_generated_seed:
-        del fields["seed"]  # it is for our own replicas; others are slower with one
-    fields["model"] = Raw(_encode(model))
-    salt = derive_cache_salt(request_fields, adapter)
+    if "vllm_xargs" in raw:  # vLLM reads `kv_transfer_params` from this field too
+        xargs = _decode_field(fields, "vllm_xargs", dict[str, Raw] | None) or {}
+        allowed = {name: value for name, value in xargs.items() if name not in PRIVILEGED_FIELDS}
+        raw["vllm_xargs"] = Raw(_encode(allowed))
+    if fields.has_generated_seed:
+        del raw["seed"]  # only native replicas need it, and others are slower with a seed
+    raw["model"] = Raw(_encode(model))
+    salt = derive_cache_salt(fields, adapter)
     if salt:
-        fields["cache_salt"] = Raw(_encode(salt))
+        raw["cache_salt"] = Raw(_encode(salt))
     if resumable and path in adapter.token_id_paths:
-        fields["return_token_ids"] = Raw(b"true")
-    if resumable and gateway_stop_strings(request_fields, adapter):
-        fields[adapter.include_stop_field] = Raw(b"true")
+        raw["return_token_ids"] = Raw(b"true")
+    if resumable and gateway_stop_strings(fields, adapter):
+        raw[adapter.include_stop_field] = Raw(b"true")
     if resumable and adapter.has_token_timings:
-        fields["timings_per_token"] = Raw(b"true")
-    if request_fields.stream and adapter.has_stream_usage:
-        options = _stream_options(request_fields) | {"include_usage": True}
+        raw["timings_per_token"] = Raw(b"true")
+    if fields.stream and adapter.has_stream_usage:
+        options = _stream_options(fields) | {"include_usage": True}
         if resumable and adapter.has_continuous_usage and path not in adapter.token_id_paths:
             options["continuous_usage_stats"] = True
-        fields["stream_options"] = Raw(_encode(options))
-    return fields
+        raw["stream_options"] = Raw(_encode(options))
+    return raw
 
 
 def _remaining_limits(
     fields: RequestFields, path: bytes, adapter: BackendAdapter, delivered_tokens: int
 ) -> dict[str, int]:
-    """What is left of the limits on the answer's length."""
-    left = {}
-    for name, least in (("max_tokens", 1), ("max_completion_tokens", 1), ("min_tokens", 0)):
+    """Return the token limits of the request, reduced by the delivered tokens."""
+    limits = {}
+    for name, minimum in (("max_tokens", 1), ("max_completion_tokens", 1), ("min_tokens", 0)):
         value = _decode_field(fields, name)
         if isinstance(value, int) and value >= 0:
-            left[name] = max(least, value - delivered_tokens)
+            limits[name] = max(minimum, value - delivered_tokens)
     limit = max_output_tokens(fields, path, adapter)
     if fields.max_output_tokens is None and limit is not None:
-        left["max_tokens"] = max(1, limit - delivered_tokens)
-    return left
+        limits["max_tokens"] = max(1, limit - delivered_tokens)
+    return limits
 
 
-def _decode_field(fields: RequestFields, name: str, type_: Any = Any) -> Any:  # noqa: ANN401 - whatever it is
-    """What a field says; None where it is not there.
+def _decode_field(fields: RequestFields, name: str, type_: Any = Any) -> Any:  # noqa: ANN401 - depends on `type_`
+    """Return the value of a field; None if the field is missing.
 
-    Raises ApiError 400 for what can be no value here: engines may take it, numbers beyond any, say.
+    Raises:
+        ApiError(400): The value is invalid, for example a number out of range that an engine might accept.
     """
     try:
         return msgspec.json.decode(fields.raw.get(name, Raw(b"null")), type=type_)

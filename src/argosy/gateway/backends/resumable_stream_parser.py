@@ -1,7 +1,8 @@
-"""Reads the stream of a server that keeps no journal, so that another server can go on where it stops.
+"""Parser for the stream of a server without resume metadata, so that another server can resume it.
 
-Each event is taken in before it is passed on: what text it told, and with which token ids if the server gives
-them. What was asked for only for that is taken out again, so the client gets what it would have got from the server.
+The parser records the text of each event, and its token ids if the server sends them, before it forwards the event.
+Fields that the gateway requested only for this purpose are removed. The client receives what the server would have
+sent for the original request.
 """
 
 from __future__ import annotations
@@ -13,9 +14,8 @@ from typing import Any
 import msgspec
 
 from argosy.gateway.backends.backend_adapter import CHAT_PATH
+from argosy.gateway.backends.delivered_output import DeliveredOutput
 from argosy.gateway.backends.emitted_choice import EmittedChoice, encode_event
-from argosy.gateway.backends.native_stream_parser import DeliveredOutput
-from argosy.gateway.backends.passthrough import ReportedUsage, TokenCount, estimate_tokens
 from argosy.gateway.backends.stream_events import (
     DONE_DATA,
     EVENT_END,
@@ -27,6 +27,7 @@ from argosy.gateway.backends.stream_events import (
     split_events,
 )
 from argosy.gateway.backends.stream_parser import StreamParser
+from argosy.gateway.backends.usage import ReportedUsage, TokenCount, estimate_tokens
 from argosy.protocol import SSE_DONE, LineBuffer
 
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
@@ -35,30 +36,30 @@ _PLAIN_DELTA_FIELDS = frozenset({"role", "content"})
 
 @dataclass(frozen=True, slots=True)
 class StreamParserOptions:
-    """What the client sees of what was asked for, and how the server tells it."""
+    """Fields that the client receives, and the way in which the server sends the stream."""
 
     include_usage: bool
-    """The usage at the end: the client asked for it."""
+    """Forward the usage event at the end, because the client requested it."""
     include_continuous_usage: bool
-    """The usage that events carry: the client asked for it, or nobody did."""
+    """Forward the usage in other events, because the client requested it or the gateway did not."""
     include_token_ids: bool
-    """Token ids: the client asked for them."""
+    """Forward token ids, because the client requested them."""
     incomplete_finish_reasons: frozenset[str]
-    """Finish reasons of answers that are none."""
+    """Finish reasons of responses that the server did not complete."""
     include_timings: bool
-    """Timings with each event: the same."""
+    """Forward the timings of each event, because the client requested them."""
     from_completion: bool
-    """It comes as a completion although the answer is a chat."""
+    """The server sends a completion, which the client receives as a chat completion."""
     trailing_whitespace: str
-    """White space at the end of what was told, which may be told again."""
+    """White space at the end of the delivered text, which the server may repeat."""
     min_output_tokens: int
-    """Tokens before which no stop string counts."""
+    """Number of tokens before which no stop string applies."""
     repeated_text: str
-    """All that was told, where it may come again, with what stood before it: see `Told.ends_whole`."""
+    """Delivered text that the server may repeat, after text of the prompt (see `EmittedChoice.ends_on_token`)."""
 
 
 class ResumableStreamParser(StreamParser):
-    """One attempt's stream."""
+    """Stream parser for one attempt whose response another server can resume."""
 
     def __init__(
         self, emitted: EmittedChoice, delivered: DeliveredOutput, options: StreamParserOptions
@@ -74,26 +75,29 @@ class ResumableStreamParser(StreamParser):
         self._buffer = LineBuffer()
 
     def feed(self, body: bytes) -> bytes:
-        """See `StreamReader`."""
+        """Record the events that `body` completes and return what the client receives of them."""
         if self.is_done or self.failure:
             return b""
         whole = split_events(self._buffer, body)
-        passed = b"".join(self._process_event(event) for event in whole.split(EVENT_END)[:-1])
-        told, delivered = self._emitted, self._delivered
-        delivered.output_tokens = told.output_tokens
-        delivered.prompt_tokens = told.prompt_tokens or delivered.prompt_tokens
-        delivered.cached_tokens = min(told.cached_tokens, delivered.prompt_tokens)
-        return passed
+        forwarded = b"".join(self._process_event(event) for event in whole.split(EVENT_END)[:-1])
+        emitted, delivered = self._emitted, self._delivered
+        delivered.output_tokens = emitted.output_tokens
+        delivered.prompt_tokens = emitted.prompt_tokens or delivered.prompt_tokens
+        delivered.cached_tokens = min(emitted.cached_tokens, delivered.prompt_tokens)
+        return forwarded
 
     def flush(self) -> bytes:
-        """See `StreamReader`."""
-        told = self._emitted
-        if not self.stopped_early or told.is_usage_delivered or not self._options.include_usage:
+        """Return the `[DONE]` event, after the usage event if the response stopped before the server sent it."""
+        emitted = self._emitted
+        if not self.stopped_early or emitted.is_usage_delivered or not self._options.include_usage:
             return SSE_DONE
-        told.prompt_tokens = self._delivered.prompt_tokens  # about so many, where no server told
-        return told.build_usage_event() + SSE_DONE
+        emitted.prompt_tokens = (
+            self._delivered.prompt_tokens
+        )  # an estimate if no server reported it
+        return emitted.build_usage_event() + SSE_DONE
 
     def _process_event(self, event: bytes) -> bytes:
+        """Record an event and return what the client receives of it."""
         if self.is_done or self.failure:
             return b""
         data = event_data(event)
@@ -110,110 +114,122 @@ class ResumableStreamParser(StreamParser):
                     error_chunk_status(chunk),
                 )
                 return b""
-            changed = self._process_chunk(chunk)
+            is_changed = self._process_chunk(chunk)
         except MALFORMED_EVENT_ERRORS as error:
-            self.failure = f"an event of its stream cannot be read ({error})"
+            self.failure = f"an event of the replica's stream cannot be read ({error})"
             return b""
-        if changed is None:
+        if is_changed is None:
             return b""
-        return encode_event(chunk) if changed or self._is_resuming else event + EVENT_END
+        return encode_event(chunk) if is_changed or self._is_resuming else event + EVENT_END
 
     def _process_chunk(self, chunk: dict[str, Any]) -> bool | None:
-        """Note what a chunk tells, and make it what the client gets: was it changed? None: it gets nothing."""
-        told, usage = self._emitted, msgspec.convert(chunk.get("usage"), ReportedUsage | None)
+        """Record a chunk and turn it into what the client receives.
+
+        Returns:
+            Whether the chunk was changed; None if the client does not receive it.
+        """
+        emitted, usage = self._emitted, msgspec.convert(chunk.get("usage"), ReportedUsage | None)
         choices = chunk.get("choices")
         if not choices:
             if usage is None:
                 return False
             self._record_usage(chunk, usage)
-            told.is_usage_delivered = True
+            emitted.is_usage_delivered = True
             chunk.update(self._common_fields)
             return False if self._options.include_usage else None
         choice = choices[0]
         if choice.get("finish_reason") in self._options.incomplete_finish_reasons:
-            self.failure = "it broke the answer off"
+            self.failure = "the replica ended the response early"
             return None
         if self._options.from_completion:
             choice["delta"] = {"content": choice.pop("text")}
             choice.pop("prompt_token_ids", None)
-        said, brought = self._choice_text(choice), len(choice.get("token_ids") or ())
-        made = self._process_timings(chunk, choice)
-        counted = made or (usage is not None and usage.completion_tokens is not None)
-        changed = (
-            self._process_token_ids(chunk, choice, is_counted=counted)
-            or made
-            or bool(told.stop_filter)
+        server_text, id_count = self._choice_text(choice), len(choice.get("token_ids") or ())
+        has_timings = self._process_timings(chunk, choice)
+        is_counted = has_timings or (usage is not None and usage.completion_tokens is not None)
+        is_changed = (
+            self._process_token_ids(chunk, choice, is_counted=is_counted)
+            or has_timings
+            or bool(emitted.stop_filter)
         )
         if usage is not None:
             self._record_usage(chunk, usage)
             if not self._options.include_continuous_usage:
                 chunk["usage"] = None
-                changed = True
-        if said:
-            told.record_text(brought)
-        text, more = self._process_text(choice)
-        finishes = bool(choice.get("finish_reason"))  # some send "" until then
-        shown = (
+                is_changed = True
+        if server_text:
+            emitted.record_text(id_count)
+        text, has_more = self._process_text(choice)
+        finishes = bool(choice.get("finish_reason"))  # some servers send "" before the end
+        is_visible = (
             text
-            or more
+            or has_more
             or finishes
             or (self._options.include_token_ids and choice.get("token_ids"))
         )
-        if self._is_resuming and not shown:
-            return None  # the role, or an empty beginning: it was told before
+        if self._is_resuming and not is_visible:
+            return None  # a role or an empty delta, which the client received before the resume
         if finishes:
-            told.is_finished = True
-            told.is_usage_delivered = chunk.get("usage") is not None
+            emitted.is_finished = True
+            emitted.is_usage_delivered = chunk.get("usage") is not None
             self._delivered.finish_reasons[0] = str(choice["finish_reason"])
-        if told.first_chunk is None:
-            told.first_chunk = chunk
+        if emitted.first_chunk is None:
+            emitted.first_chunk = chunk
         chunk.update(self._common_fields)
-        return changed
+        return is_changed
 
     def _choice_text(self, choice: dict[str, Any]) -> str | None:
-        """The text of a choice. Raises TypeError when it is none: before it counts as something that was told."""
+        """Return the text of a choice. Check its type before anything of the choice counts as delivered.
+
+        Raises:
+            TypeError: The text is not a string.
+        """
         text = (
             choice["delta"].get("content")
             if self._emitted.path == CHAT_PATH
             else choice.get("text")
         )
         if not isinstance(text, str | None):
-            raise TypeError("its text is none")
+            raise TypeError("its text is not a string")
         return text
 
     def _process_text(self, choice: dict[str, Any]) -> tuple[str, bool]:
-        """Note the text of a choice. What is new of it, and whether there is more than text."""
-        told, holder, name, more = self._emitted, choice, "text", False
-        if told.path == CHAT_PATH:
+        """Record the text of a choice and reduce it to what the client has not received.
+
+        Returns:
+            The new text, and whether the choice has content other than text.
+        """
+        emitted, holder, name, has_more = self._emitted, choice, "text", False
+        if emitted.path == CHAT_PATH:
             holder, name = choice["delta"], "content"
-            more = any(holder[said] for said in holder.keys() - _PLAIN_DELTA_FIELDS)
-        came = holder.get(name) or ""
-        text = self._apply_stop_filter(self._strip_repeated(came), choice)
-        if text != came:
+            has_more = any(holder[other] for other in holder.keys() - _PLAIN_DELTA_FIELDS)
+        server_text = holder.get(name) or ""
+        text = self._apply_stop_filter(self._strip_repeated(server_text), choice)
+        if text != server_text:
             holder[name] = text
         if text:
-            told.text_pieces.append(text)
-        told.is_text_only = told.is_text_only and not more
-        return text, more
+            emitted.text_pieces.append(text)
+        emitted.is_text_only = emitted.is_text_only and not has_more
+        return text, has_more
 
     def _apply_stop_filter(self, text: str, choice: dict[str, Any]) -> str:
-        """What the client gets of the text where the gateway keeps the stop strings."""
-        gate = self._emitted.stop_filter
-        if gate is None:
+        """Return the part of `text` that the client receives, if the gateway applies the stop strings."""
+        stop_filter = self._emitted.stop_filter
+        if stop_filter is None:
             return text
         if self._is_resuming and self._tokens_before >= self._options.min_output_tokens:
-            ended = gate.match_across_resume(text)
-            if ended is not None:
+            match = stop_filter.match_across_resume(text)
+            if match is not None:
                 self.is_done = self.stopped_early = True
-                text, choice["stop_reason"] = ended
+                text, choice["stop_reason"] = match
                 choice["finish_reason"] = "stop"
                 return text
         if choice.get("finish_reason"):
-            return gate.finish(text, choice.get("stop_reason"))
-        return gate.feed(text)
+            return stop_filter.finish(text, choice.get("stop_reason"))
+        return stop_filter.feed(text)
 
     def _strip_repeated(self, text: str) -> str:
-        """The text without what it tells again."""
+        """Return the text without the part that repeats delivered text."""
         if text and self._repeated_text:
             _, _, text = text.rpartition(self._repeated_text)
             self._repeated_text = ""
@@ -227,34 +243,49 @@ class ResumableStreamParser(StreamParser):
     def _process_token_ids(
         self, chunk: dict[str, Any], choice: dict[str, Any], *, is_counted: bool
     ) -> bool:
-        """Note the token ids that came, and take them out unless the client asked for them."""
-        told = self._emitted
-        prompt = chunk.get("prompt_token_ids") or choice.get("prompt_token_ids")
-        if prompt and told.prompt_token_ids is None:
-            told.prompt_token_ids = self._delivered.prompt_token_ids = array("I", prompt)
-            told.prompt_tokens = len(prompt)
+        """Record the token ids of a chunk and remove them unless the client requested them.
+
+        Args:
+            chunk: Chunk to change.
+            choice: Its choice.
+            is_counted: Whether the server reports the number of output tokens in this chunk.
+
+        Returns:
+            Whether the chunk was changed.
+        """
+        emitted = self._emitted
+        prompt_ids = chunk.get("prompt_token_ids") or choice.get("prompt_token_ids")
+        if prompt_ids and emitted.prompt_token_ids is None:
+            emitted.prompt_token_ids = self._delivered.prompt_token_ids = array("I", prompt_ids)
+            emitted.prompt_tokens = len(prompt_ids)
         ids = choice.get("token_ids")
         if ids is not None:
-            told.token_ids += ids
-            told.output_tokens += len(ids)
+            emitted.token_ids += ids
+            emitted.output_tokens += len(ids)
             choice["token_ids"] = (
-                told.take_undelivered_ids(len(ids)) if self._options.include_token_ids else None
+                emitted.take_undelivered_ids(len(ids)) if self._options.include_token_ids else None
             )
         elif self._has_content(choice):
-            told.has_token_ids = False
-            said = choice["delta"].values() if told.path == CHAT_PATH else (choice["text"],)
-            told.output_tokens += 0 if is_counted else estimate_tokens(*said)
+            emitted.has_token_ids = False
+            texts = choice["delta"].values() if emitted.path == CHAT_PATH else (choice["text"],)
+            emitted.output_tokens += 0 if is_counted else estimate_tokens(*texts)
         if (self._options.include_token_ids and not self._is_resuming) or (
-            ids is None and not prompt
+            ids is None and not prompt_ids
         ):
             return False
-        for holder in (chunk, choice):  # the prompt's were told before, or nobody asked
+        for holder in (chunk, choice):  # the client has the prompt's ids, or did not request them
             if "prompt_token_ids" in holder:
                 holder["prompt_token_ids"] = None
         return True
 
     def _process_timings(self, chunk: dict[str, Any], choice: dict[str, Any]) -> bool:
-        """Whether it tells how many tokens were made. At its end a server tells that unasked."""
+        """Record llama.cpp's token count and remove the timings unless the client expects them.
+
+        llama.cpp sends timings with the last event even if they were not requested.
+
+        Returns:
+            Whether the chunk reports the number of output tokens.
+        """
         timings = chunk.get("timings")
         if not isinstance(timings, dict) or "predicted_n" not in timings:
             return False
@@ -266,21 +297,22 @@ class ResumableStreamParser(StreamParser):
         return True
 
     def _has_content(self, choice: dict[str, Any]) -> bool:
-        """Whether it tells more than whose turn it is."""
+        """Whether a choice carries more than a role."""
         if self._emitted.path == CHAT_PATH:
-            return any(said for name, said in choice["delta"].items() if name != "role")
+            return any(value for name, value in choice["delta"].items() if name != "role")
         return bool(choice["text"])
 
     def _record_usage(self, chunk: dict[str, Any], usage: ReportedUsage) -> None:
-        """Believe the server's count; after another server, for its own part."""
-        told, prompt = self._emitted, usage.prompt_tokens or 0
+        """Record the reported usage. After a resume, count the tokens of earlier servers as output, not as prompt."""
+        emitted, prompt_tokens = self._emitted, usage.prompt_tokens or 0
         if usage.completion_tokens is not None:
-            told.output_tokens = self._tokens_before + usage.completion_tokens
+            emitted.output_tokens = self._tokens_before + usage.completion_tokens
         if not self._tokens_before:
-            told.prompt_tokens = prompt or told.prompt_tokens
-            told.cached_tokens = usage.cached_tokens
+            emitted.prompt_tokens = prompt_tokens or emitted.prompt_tokens
+            emitted.cached_tokens = usage.cached_tokens
             return
-        told.prompt_tokens = told.prompt_tokens or max(0, prompt - self._tokens_before)
-        chunk["usage"] |= told.build_usage()
-        if chunk["usage"].get("prompt_tokens_details") is not None:  # of a longer prompt
-            chunk["usage"]["prompt_tokens_details"] = {"cached_tokens": told.cached_tokens}
+        emitted.prompt_tokens = emitted.prompt_tokens or max(0, prompt_tokens - self._tokens_before)
+        chunk["usage"] |= emitted.build_usage()
+        if chunk["usage"].get("prompt_tokens_details") is not None:
+            # The server counted cached tokens of the longer prompt.
+            chunk["usage"]["prompt_tokens_details"] = {"cached_tokens": emitted.cached_tokens}

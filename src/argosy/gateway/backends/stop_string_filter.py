@@ -1,7 +1,7 @@
-"""Stop strings, kept by the gateway for servers that are asked to leave them in their text.
+"""Stop strings applied by the gateway, for servers that are asked to keep them in their text.
 
-A server that looks for stop strings itself holds text back whose token ids it has told, so text and ids would not end
-at the same place where it breaks off.
+A server that searches for stop strings itself holds text back although it has sent the token ids. Text and ids of
+a broken stream would then end at different places.
 """
 
 from __future__ import annotations
@@ -11,38 +11,46 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class StopStringFilter:
-    """The end of one answer's text, over all servers that give it: what could become a stop string is held back."""
+    """Filter that holds back the end of a text while it may become a stop string. One filter covers all servers."""
 
     stop_strings: tuple[str, ...]
     held_text: str = ""
-    """Text that came and that the client has not been given."""
+    """Text that arrived and that the client has not received."""
     _max_held_chars: int = field(init=False)
-    """Characters that may be the beginning of a stop string."""
+    """Maximum number of characters that may be the beginning of a stop string."""
 
     def __post_init__(self) -> None:
         self._max_held_chars = max(map(len, self.stop_strings)) - 1
 
     def feed(self, text: str) -> str:
-        """What the client may have, now that `text` has come too."""
+        """Add `text` and return the text that the client may receive now."""
         self.held_text += text
-        free = max(0, len(self.held_text) - self._max_held_chars)
-        passed, self.held_text = self.held_text[:free], self.held_text[free:]
-        return passed
+        free_chars = max(0, len(self.held_text) - self._max_held_chars)
+        released, self.held_text = self.held_text[:free_chars], self.held_text[free_chars:]
+        return released
 
     def finish(self, text: str, stop_string: object) -> str:
-        """What the client still gets when the server ended with `text`, at the string `stop` if it is one."""
+        """Return the rest of the text after the server ended it with `text`.
+
+        Args:
+            text: Last text of the server.
+            stop_string: Stop string that ended it, which is removed; anything but a string removes nothing.
+        """
         whole, self.held_text = self.held_text + text, ""
         return whole.removesuffix(stop_string) if isinstance(stop_string, str) else whole
 
     def match_across_resume(self, text: str) -> tuple[str, str] | None:
-        """What the client still gets, and the stop string that began in what is held and is complete with `text`.
+        """Find a stop string that starts in the held text and ends in `text`, which another server generated.
 
-        The server that gives `text` cannot see it. None: there is none.
+        The server that generated `text` cannot see such a stop string.
+
+        Returns:
+            The text before the stop string and the stop string; None if there is no match.
         """
-        whole, begun = self.held_text + text, len(self.held_text) - 1
-        places = {whole.find(stop, 0, begun + len(stop)): stop for stop in self.stop_strings}
-        places.pop(-1, None)
-        if not places:
+        whole, last_start = self.held_text + text, len(self.held_text) - 1
+        matches = {whole.find(stop, 0, last_start + len(stop)): stop for stop in self.stop_strings}
+        matches.pop(-1, None)
+        if not matches:
             return None
         self.held_text = ""
-        return whole[: min(places)], places[min(places)]
+        return whole[: min(matches)], matches[min(matches)]

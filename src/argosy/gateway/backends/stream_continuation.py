@@ -1,9 +1,9 @@
-"""Carries one answer over servers of any kind: what each is asked, and who reads what it gives.
+"""Streamed response that several servers generate one after the other, each with its own request and parser.
 
-Our own replicas go on exactly, from their journal. Others go on from the token ids that they gave (vLLM,
-SGLang), which is exact for greedy answers, or from the text, as an assistant's last message or a longer prompt. What is
-more than text (tools, schemas, log-probabilities, several choices) is not carried on over other servers: then
-there is no `Leg`, and the client is told.
+A native replica resumes exactly, from its resume metadata. vLLM and SGLang resume from the token ids that they sent,
+which is exact for greedy decoding. Other servers resume from the text, as the beginning of an assistant message or
+as a longer prompt. Responses with more than text (tools, schemas, log-probabilities, several choices) are not resumed
+on servers of other backends. No `UpstreamPlan` exists for them, and the client receives an error.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from __future__ import annotations
 import msgspec
 
 from argosy.gateway.backends.backend_adapter import COMPLETION_PATH, BackendAdapter
+from argosy.gateway.backends.delivered_output import DeliveredOutput
 from argosy.gateway.backends.emitted_choice import RESUMED_FINGERPRINT, EmittedChoice
-from argosy.gateway.backends.native_stream_parser import DeliveredOutput, NativeStreamParser
-from argosy.gateway.backends.passthrough import ChoiceUsageSum, PassthroughParser, ResponseIdentity
+from argosy.gateway.backends.native_stream_parser import NativeStreamParser
+from argosy.gateway.backends.passthrough import PassthroughParser, ResponseIdentity
 from argosy.gateway.backends.request_builder import (
     build_body,
     build_native_body,
@@ -38,26 +39,27 @@ from argosy.gateway.backends.resumable_stream_parser import (
 )
 from argosy.gateway.backends.stop_string_filter import StopStringFilter
 from argosy.gateway.backends.stream_parser import StreamParser
+from argosy.gateway.backends.usage import ChoiceUsageSum
 from argosy.gateway.request_fields import RequestFields
 from argosy.protocol import SSE_DONE
 
 MIN_REPEATED_CHARS = 16
-"""Characters of what was told by which it is known when it comes again: no event has as many by chance."""
+"""Minimum length of delivered text by which its repetition is recognised. No event repeats as much by chance."""
 
 
 class UpstreamRequest(msgspec.Struct, frozen=True):
-    """A request as one server gets it."""
+    """Path and body of a request to one server."""
 
     path: bytes
     body: bytes
 
     def with_priority(self, priority: int) -> UpstreamRequest:
-        """The same, saying how urgent it is: of what clients say of that, nothing is sent to others."""
+        """Return the request with a `priority` field. The body never contains the client's own `priority`."""
         return UpstreamRequest(self.path, b'{"priority":%d,%b' % (priority, self.body[1:]))
 
 
 class UpstreamPlan(msgspec.Struct, frozen=True):
-    """One server's part of a streamed answer."""
+    """Request to one server for its part of a streamed response, and the parser of that part."""
 
     request: UpstreamRequest
     parser: StreamParser
@@ -66,14 +68,14 @@ class UpstreamPlan(msgspec.Struct, frozen=True):
 def build_nonstreaming_request(
     fields: RequestFields, path: bytes, adapter: BackendAdapter, model: str
 ) -> UpstreamRequest:
-    """The request for an answer in one piece."""
+    """Build the request to a server for a response that the client receives as a whole."""
     if adapter.is_native:
         return UpstreamRequest(path, build_native_body(fields, model))
     return UpstreamRequest(path, build_body(fields, path, adapter, model, resumable=False))
 
 
 class StreamContinuation:
-    """One streamed answer on its way over the servers that give it, one after the other."""
+    """Plan of one streamed response over the servers that generate it, one after the other."""
 
     def __init__(self, fields: RequestFields, path: bytes, delivered: DeliveredOutput) -> None:
         self._fields = fields
@@ -86,10 +88,15 @@ class StreamContinuation:
     def plan_upstream(
         self, adapter: BackendAdapter, model: str, max_model_len: int = 0
     ) -> UpstreamPlan | None:
-        """The next server's part. None: this one cannot go on where the last one stopped.
+        """Plan the part of the next server. The other methods refer to the last planned part.
 
-        What is told of the answer goes by the part that was given last.
-        `room`: tokens that the model's context has; 0: unknown.
+        Args:
+            adapter: Adapter of the server.
+            model: Name of the model at the server.
+            max_model_len: Context length of the model in tokens; 0 if unknown.
+
+        Returns:
+            The plan; None if this server cannot resume where the last one stopped.
         """
         if adapter.is_native:
             return (
@@ -106,7 +113,7 @@ class StreamContinuation:
 
     @property
     def response_identity(self) -> ResponseIdentity | None:
-        """What its events say of the answer, where a server that is not ours named it."""
+        """Id, creation time and model of the response, if a server of another backend than Argosy started it."""
         if self._passthrough is not None:
             return self._passthrough.response_identity
         return (
@@ -117,37 +124,41 @@ class StreamContinuation:
 
     @property
     def can_resume(self) -> bool:
-        """Whether there could be a server that goes on."""
+        """Whether another server may be able to resume the stream."""
         return not self._is_passthrough_committed and self._emitted.is_text_only
 
     @property
     def is_finished(self) -> bool:
-        """Whether each choice was told to have come to its end."""
+        """Whether the client received the finish reason of every choice."""
         return len(self._delivered.finish_reasons) == self._fields.choice_count
 
     def flush_held_text(self) -> bytes:
-        """What a server has given and the client has not, when the answer ends here."""
+        """Return the event with text that was held back, for a response that ends here."""
         return self._emitted.build_held_event()
 
     def build_missing_tail(self) -> bytes | None:
-        """What still has to be told of an answer that had come to its end when its server failed."""
-        told, limit = self._emitted, self._max_output_tokens
+        """Build the events that are missing after the last token: finish reason, usage, `[DONE]`.
+
+        Returns:
+            The events; None if tokens are missing too, so that another server has to resume the stream.
+        """
+        emitted, limit = self._emitted, self._max_output_tokens
         if self._passthrough is not None and (self._passthrough.is_done or self.is_finished):
-            told_usage = self._passthrough.is_done or self._passthrough.is_usage_delivered
-            return SSE_DONE if told_usage or not is_usage_requested(self._fields) else None
-        if told.first_chunk is None:
+            has_usage = self._passthrough.is_done or self._passthrough.is_usage_delivered
+            return SSE_DONE if has_usage or not is_usage_requested(self._fields) else None
+        if emitted.first_chunk is None:
             return None
         missing = b""
-        if not told.is_finished:
-            if limit is None or told.output_tokens < limit or not told.is_text_only:
+        if not emitted.is_finished:
+            if limit is None or emitted.output_tokens < limit or not emitted.is_text_only:
                 return None
-            missing = told.build_finish_event("length")
+            missing = emitted.build_finish_event("length")
             self._delivered.finish_reasons[0] = "length"
-        # Where nobody said: about so many.
-        told.prompt_tokens = told.prompt_tokens or self._fields.estimated_prompt_tokens
-        self._delivered.prompt_tokens = told.prompt_tokens
-        if is_usage_requested(self._fields) and not told.is_usage_delivered:
-            missing += told.build_usage_event()
+        # No server reported the prompt tokens: estimate them.
+        emitted.prompt_tokens = emitted.prompt_tokens or self._fields.estimated_prompt_tokens
+        self._delivered.prompt_tokens = emitted.prompt_tokens
+        if is_usage_requested(self._fields) and not emitted.is_usage_delivered:
+            missing += emitted.build_usage_event()
         return missing + SSE_DONE
 
     @property
@@ -155,87 +166,103 @@ class StreamContinuation:
         return self._passthrough is not None and self._passthrough.is_committed
 
     def _plan_native(self, model: str) -> UpstreamPlan:
-        ask, delivered = self._fields, self._delivered
+        """Plan the part of a native replica: from the start, or after the delivered token ids."""
+        fields, delivered = self._fields, self._delivered
         self._passthrough = ids = None
         if delivered.token_id_pieces:
-            ids = [delivered.token_ids(choice) for choice in range(ask.choice_count)]
-        body = build_native_body(ask, model, ids, force_stream=True)
+            ids = [delivered.token_ids(choice) for choice in range(fields.choice_count)]
+        body = build_native_body(fields, model, ids, force_stream=True)
         return UpstreamPlan(
             UpstreamRequest(self._path, body),
-            NativeStreamParser(delivered, count_resume_tokens(ask)),
+            NativeStreamParser(delivered, count_resume_tokens(fields)),
         )
 
     def _plan_first(self, adapter: BackendAdapter, model: str) -> UpstreamPlan:
-        ask, path = self._fields, self._path
+        """Plan the part of the first server of another backend than Argosy."""
+        fields, path = self._fields, self._path
         self._passthrough = None
-        carriable = (
+        is_resumable = (
             path in adapter.token_id_paths | adapter.prefill_paths
-            and has_plain_text_output(ask, path)
+            and has_plain_text_output(fields, path)
         )
-        body = build_body(ask, path, adapter, model, resumable=carriable)
-        outgoing = UpstreamRequest(path, body)
+        body = build_body(fields, path, adapter, model, resumable=is_resumable)
+        request = UpstreamRequest(path, body)
         self._emitted.stop_filter = None
-        if carriable:
-            return UpstreamPlan(outgoing, self._build_parser(adapter))
-        shown, echoed = is_usage_requested(ask), is_echo_requested(ask)
+        if is_resumable:
+            return UpstreamPlan(request, self._build_parser(adapter))
+        include_usage, has_echo = is_usage_requested(fields), is_echo_requested(fields)
         self._passthrough = PassthroughParser(
             self._delivered,
             adapter.incomplete_finish_reasons,
-            include_usage=shown,
-            has_echo=echoed,
-            choice_usages=ChoiceUsageSum(ask) if adapter.has_per_choice_usage else None,
+            include_usage=include_usage,
+            has_echo=has_echo,
+            choice_usages=ChoiceUsageSum(fields) if adapter.has_per_choice_usage else None,
         )
-        return UpstreamPlan(outgoing, self._passthrough)
+        return UpstreamPlan(request, self._passthrough)
 
     def _plan_resume(
         self, adapter: BackendAdapter, model: str, max_model_len: int
     ) -> UpstreamPlan | None:
-        """Go on after what was told: from the start while that was no text, else from the ids, else from the text."""
-        ask, path, told = self._fields, self._path, self._emitted
-        if not told.is_text_only or told.is_finished:
+        """Plan to resume after the delivered text.
+
+        The server starts over if no text was delivered. Otherwise it resumes from the token ids if they are known
+        and exact, else from the text.
+        """
+        fields, path, emitted = self._fields, self._path, self._emitted
+        if not emitted.is_text_only or emitted.is_finished:
             return None
-        beginning = "".join(told.text_pieces)
-        if not beginning.strip():
-            told.restart()
-            body = build_body(ask, path, adapter, model, resumable=True)
+        delivered_text = "".join(emitted.text_pieces)
+        if not delivered_text.strip():
+            emitted.restart()
+            body = build_body(fields, path, adapter, model, resumable=True)
             return UpstreamPlan(
                 UpstreamRequest(path, body),
-                self._build_parser(adapter, trailing_whitespace=beginning),
+                self._build_parser(adapter, trailing_whitespace=delivered_text),
             )
-        if not ask.has_generated_seed:
-            told.system_fingerprint = RESUMED_FINGERPRINT
-        told.drop_textless_tokens()
-        again = "" if told.ends_on_token else told.full_text()
-        known = told.ends_on_token or len(again) >= MIN_REPEATED_CHARS
-        aligned = known and (told.stop_filter is not None or not has_stop_strings(ask))
-        exact = aligned and has_text_only_prompt(ask, path)
+        if not fields.has_generated_seed:
+            emitted.system_fingerprint = RESUMED_FINGERPRINT
+        emitted.drop_textless_tokens()
+        repeated_text = "" if emitted.ends_on_token else emitted.full_text()
+        is_recognisable = emitted.ends_on_token or len(repeated_text) >= MIN_REPEATED_CHARS
+        is_aligned = is_recognisable and (
+            emitted.stop_filter is not None or not has_stop_strings(fields)
+        )
+        is_exact = is_aligned and has_text_only_prompt(fields, path)
         if (
             path in adapter.token_id_paths
-            and told.has_token_ids
-            and told.prompt_token_ids
-            and exact
+            and emitted.has_token_ids
+            and emitted.prompt_token_ids
+            and is_exact
         ):
-            ids = [*told.prompt_token_ids, *told.token_ids]
-            count = len(told.token_ids)
-            from_ids = build_resume_from_ids(
-                ask, path, adapter, model, ids, delivered_tokens=count, max_model_len=max_model_len
+            ids = [*emitted.prompt_token_ids, *emitted.token_ids]
+            count = len(emitted.token_ids)
+            body_from_ids = build_resume_from_ids(
+                fields,
+                path,
+                adapter,
+                model,
+                ids,
+                delivered_tokens=count,
+                max_model_len=max_model_len,
             )
-            if from_ids is not None:
-                reader = self._build_parser(
-                    adapter, from_completion=path != COMPLETION_PATH, repeated_text=again
+            if body_from_ids is not None:
+                parser = self._build_parser(
+                    adapter, from_completion=path != COMPLETION_PATH, repeated_text=repeated_text
                 )
-                return UpstreamPlan(UpstreamRequest(COMPLETION_PATH, from_ids), reader)
+                return UpstreamPlan(UpstreamRequest(COMPLETION_PATH, body_from_ids), parser)
         if path not in adapter.prefill_paths:
             return None
-        # A text that ends in white space is hard to go on from, and some templates drop it anyway.
-        text = told.full_text()
+        # Models resume badly after trailing white space, and some chat templates drop it anyway.
+        text = emitted.full_text()
         stem = text.rstrip()
-        from_text = build_resume_from_text(ask, path, adapter, model, stem, told.output_tokens)
-        if from_text is None:
+        body_from_text = build_resume_from_text(
+            fields, path, adapter, model, stem, emitted.output_tokens
+        )
+        if body_from_text is None:
             return None
-        told.has_token_ids = False  # its tokens are not those that the new server sees
-        reader = self._build_parser(adapter, trailing_whitespace=text[len(stem) :])
-        return UpstreamPlan(UpstreamRequest(path, from_text), reader)
+        emitted.has_token_ids = False  # the new server tokenizes the text in its own way
+        parser = self._build_parser(adapter, trailing_whitespace=text[len(stem) :])
+        return UpstreamPlan(UpstreamRequest(path, body_from_text), parser)
 
     def _build_parser(
         self,
@@ -245,21 +272,21 @@ class StreamContinuation:
         trailing_whitespace: str = "",
         repeated_text: str = "",
     ) -> ResumableStreamParser:
-        ask = self._fields
+        fields = self._fields
         path = COMPLETION_PATH if from_completion else self._path
-        added = adapter.has_continuous_usage and path not in adapter.token_id_paths
-        stops = gateway_stop_strings(ask, adapter)
-        if stops and self._emitted.stop_filter is None:
-            self._emitted.stop_filter = StopStringFilter(stops)
-        view = StreamParserOptions(
-            include_usage=is_usage_requested(ask),
-            include_continuous_usage=is_continuous_usage_requested(ask) or not added,
-            include_token_ids=is_token_ids_requested(ask),
+        is_usage_added = adapter.has_continuous_usage and path not in adapter.token_id_paths
+        stop_strings = gateway_stop_strings(fields, adapter)
+        if stop_strings and self._emitted.stop_filter is None:
+            self._emitted.stop_filter = StopStringFilter(stop_strings)
+        options = StreamParserOptions(
+            include_usage=is_usage_requested(fields),
+            include_continuous_usage=is_continuous_usage_requested(fields) or not is_usage_added,
+            include_token_ids=is_token_ids_requested(fields),
             incomplete_finish_reasons=adapter.incomplete_finish_reasons,
-            include_timings=is_timings_requested(ask),
+            include_timings=is_timings_requested(fields),
             from_completion=from_completion,
             trailing_whitespace=trailing_whitespace,
-            min_output_tokens=min_output_tokens(ask),
+            min_output_tokens=min_output_tokens(fields),
             repeated_text=repeated_text,
         )
-        return ResumableStreamParser(self._emitted, self._delivered, view)
+        return ResumableStreamParser(self._emitted, self._delivered, options)

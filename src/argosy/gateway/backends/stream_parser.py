@@ -1,4 +1,4 @@
-"""What reads the stream of a replica: the journal of ours, and what the dialects of others take."""
+"""Interface of the parsers that turn a replica's stream into what the client receives."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ from abc import ABC, abstractmethod
 
 
 class StreamParser(ABC):
-    """Reads one attempt's stream and says what the client gets of it."""
+    """Parser for the stream of one attempt. One subclass exists for each way to resume a stream."""
 
     is_done = False
-    """`[DONE]` came: the answer is whole."""
+    """Whether `[DONE]` arrived, so that the response is complete."""
     stopped_early = False
-    """The answer is whole before its server knows, which need not go on."""
+    """Whether the gateway found the end of the response before the server did. The server need not continue."""
     failure = ""
-    """Why it will not become whole, if the server said so."""
+    """Reason why the response stays incomplete, if the server reported an error or sent a malformed event."""
     failure_status = 0
-    """The HTTP status that this would have been before the stream began, if the server said that too."""
+    """HTTP status that the error would have had before the stream started; 0 if unknown."""
 
     @property
     def can_use_fast_path(self) -> bool:
-        """It has nothing half read, and journaled pieces that come next need no reader: see `fast_path`."""
+        """Whether native code may forward the next events without this parser (see `fast_path`)."""
         return False
 
     @abstractmethod
     def feed(self, body: bytes) -> bytes:
-        """What may be passed on now; nothing more once there was a `failure`."""
+        """Parse the next bytes of the stream and return the bytes to forward; nothing after a `failure`."""
 
     @abstractmethod
     def flush(self) -> bytes:
-        """What was held back until the attempt had ended well."""
+        """Return the bytes held back until the attempt succeeded. Call it once, at the end."""

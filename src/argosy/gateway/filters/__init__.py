@@ -1,4 +1,11 @@
-"""What every request passes on its way in and out: the record, kept answers, limits, the ledger."""
+"""Request filters: the steps that every generation request passes before and after its dispatch to a replica.
+
+Each filter's `on_request` may admit, answer or reject a request. It returns a `FilterState`, whose methods are called
+for each batch of tokens and once when the request ends. The `TelemetryFilter` records the trace and the metrics. An
+`IdempotencyFilter` replays the response of an earlier request with the same idempotency key. The `LimitFilter`
+reserves the expected usage of the limits that apply, and `UsageRecorder` writes the actual usage and cost to the
+usage log. A background task, `flush_usage_forever`, moves finished rows from the usage log to the store.
+"""
 
 from argosy.gateway.filters.idempotency_filter import IdempotencyFilter, open_idempotency_store
 from argosy.gateway.filters.limit_filter import LimitFilter, LimitsConfig, open_quota_backend

@@ -1,6 +1,6 @@
-"""The stage of requests that name a key (`Idempotency-Key`): sent again, they are given the answer that they got.
+"""Filter for requests with an `Idempotency-Key` header: a repeated request gets the response of the first one.
 
-After the IETF's draft "The Idempotency-Key HTTP Header Field". What ended in an error keeps nothing: its key is free.
+Implements the IETF draft "The Idempotency-Key HTTP Header Field". A request that ends in an error releases its key.
 """
 
 from __future__ import annotations
@@ -29,61 +29,75 @@ log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gatewa
 
 IDEMPOTENCY_KEY_HEADER = b"idempotency-key"
 RETRY_AFTER_S = 1.0
-"""When to come back for an answer that is not whole yet."""
+"""Suggested delay before a retry while the first request is still running."""
 _KEY_PATTERN = re.compile(rb"[!-~]{1,255}")
 _encode_msgpack = msgspec.msgpack.Encoder().encode
 
 
 def open_idempotency_store(config: IdempotencyConfig, limits: LimitsConfig) -> IdempotencyStore:
-    """Where the settings keep them: with the limits. Raises ValueError, saying what to change."""
+    """Create the configured store, with the Redis server of the limits if one is set.
+
+    Raises:
+        ValueError: The settings are invalid; the message contains the remedy.
+    """
     return create_idempotency_store(config, limits.redis, read_redis_password(limits))
 
 
 class IdempotencyFilter:
-    """A `Stage`. A request that is answered here counts against no limit, and has no row in the ledger."""
+    """Filter that replays responses. A replayed request counts against no limit and has no row in the ledger.
+
+    Args:
+        store: Store of claims and responses.
+        max_response_bytes: Size above which a response is not stored.
+    """
 
     def __init__(self, store: IdempotencyStore, max_response_bytes: int) -> None:
-        """Answers of more bytes are not kept."""
         self._store = store
         self._max_response_bytes = max_response_bytes
 
     async def on_request(self, context: RequestContext) -> ResponseRecorder | None:
-        """Let in the first request with its key, and answer those that are the same.
+        """Claim the key for the first request, and answer repeated requests.
 
-        Raises ApiError 400 when the key is none, 409 while the first is being answered, 422 when that was another.
+        Raises:
+            ApiError: 400 if the key is invalid. 409 while the first request is running. 422 if the first request was a
+                different one.
         """
         key = context.exchange.headers.get(IDEMPOTENCY_KEY_HEADER)
         if key is None:
             return None
         if not _KEY_PATTERN.fullmatch(key):
-            message = "'Idempotency-Key' has 1 to 255 visible ASCII characters, such as a UUID. Send one, or none."
+            message = "'Idempotency-Key' must have 1 to 255 visible ASCII characters. Send, for example, a UUID."
             raise invalid_request(message, "Idempotency-Key", "invalid_idempotency_key")
-        name, claim = (
+        scoped_key, claim = (
             _scope_key(context.principal, key),
             InFlightClaim(context.response_id, _request_digest(context)),
         )
-        held = await self._store.claim(name, claim)
-        first = context.response_id if held is None else held.request_id
-        line = IdempotencyTrace(key.decode(), first, kept=isinstance(held, CachedResponse))
-        context.trace.idempotency = line
-        if held is None:
-            copy = ResponseRecorder(
-                self._store, self._max_response_bytes, context, name, claim, line
+        existing = await self._store.claim(scoped_key, claim)
+        first_request_id = context.response_id if existing is None else existing.request_id
+        trace_line = IdempotencyTrace(
+            key.decode(), first_request_id, kept=isinstance(existing, CachedResponse)
+        )
+        context.trace.idempotency = trace_line
+        if existing is None:
+            recorder = ResponseRecorder(
+                self._store, self._max_response_bytes, context, scoped_key, claim, trace_line
             )
-            context.exchange.observe_response(copy)
-            return copy
-        if held.request_digest != claim.request_digest:
-            message = "This Idempotency-Key was sent with another request. Take a new one for each."
+            context.exchange.observe_response(recorder)
+            return recorder
+        if existing.request_digest != claim.request_digest:
+            message = "This Idempotency-Key was sent with another request. Use a new key for each request."
             raise ApiError(422, "idempotency_key_reused", message, param="Idempotency-Key")
-        if isinstance(held, InFlightClaim):
-            message = "The request with this Idempotency-Key is still being answered. Try again in a moment."
+        if isinstance(existing, InFlightClaim):
+            message = (
+                "The request with this Idempotency-Key is still running. Try again in a moment."
+            )
             raise ApiError(409, "idempotency_key_in_use", message, retry_after_s=RETRY_AFTER_S)
-        await _replay_response(context, held)
+        await _replay_response(context, existing)
         return None
 
 
 class ResponseRecorder:
-    """A `Visit`, and the copy of the answer: that of the first request with its key."""
+    """Records the response to the first request with a key, as its `FilterState` and `ResponseObserver`."""
 
     __slots__ = (
         "_body",
@@ -113,14 +127,12 @@ class ResponseRecorder:
         self._trace_line = trace_line
         self._content_type = b""
         self._body: bytearray | None = bytearray()
-        """What was sent of it; None: it is not kept."""
+        """Response bytes so far, or None if the response is not stored."""
 
     def on_start(self, content_type: bytes) -> None:
-        """See `Copy`."""
         self._content_type = content_type
 
     def on_body(self, data: bytes) -> None:
-        """See `Copy`."""
         body = self._body
         if body is None:
             return
@@ -130,14 +142,14 @@ class ResponseRecorder:
             self._release_body()
 
     def fast_path_budget(self) -> FastPathBudget:
-        """Not at all: every byte has to come by."""
+        """Return an empty budget, since the recorder must see every byte."""
         return FastPathBudget(0)
 
     def on_tokens(self, chunk_times: Sequence[float]) -> None:
-        """See `Visit`."""
+        """Do nothing, since `on_body` records the response."""
 
     def on_complete(self) -> None:
-        """Keep what was sent, if it was an answer to the end."""
+        """Store the response if it is complete, or release the key."""
         self._context.exchange.observe_response(None)
         body, kind = self._release_body(), self._content_type
         answer = None
@@ -156,13 +168,13 @@ class ResponseRecorder:
 
 
 def _is_cacheable(context: RequestContext) -> bool:
-    """Whether the client was given all of an answer, one that a limit ended too."""
+    """Return whether the client received a complete response, including one that a limit has stopped."""
     ended = context.status in {"completed", "stopped"} and context.error is None
     return ended and context.exchange.response_complete
 
 
 def _scope_key(principal: Principal, key: bytes) -> str:
-    """The key's, as it is the caller's project's, or theirs where they have none."""
+    """Return the key's name in the store, which is unique per project, or per user or API key without a project."""
     own = "" if principal.project else principal.user or principal.key
     return hashlib.sha256(
         _encode_msgpack((principal.organisation, principal.project, own, key))
@@ -170,7 +182,7 @@ def _scope_key(principal: Principal, key: bytes) -> str:
 
 
 def _request_digest(context: RequestContext) -> bytes:
-    """Of what is asked: the path and the fields, whatever their order."""
+    """Return the digest of the request's path and fields, independent of the fields' order."""
     ask = context.fields
     asked = [
         (name, bytes(value))
@@ -181,7 +193,7 @@ def _request_digest(context: RequestContext) -> bytes:
 
 
 async def _replay_response(context: RequestContext, cached: CachedResponse) -> None:
-    """Send an answer again."""
+    """Send a stored response."""
     exchange = context.exchange
     exchange.extra_headers.append((b"idempotent-replayed", b"true"))
     log.info("response_replayed", request=context.response_id, first=cached.request_id)

@@ -1,4 +1,4 @@
-"""Limits and budgets in force: held before a request is sent, held further while it streams, settled at its end."""
+"""Enforcement of limits and budgets by reservations, extended while a request streams and settled at its end."""
 
 from __future__ import annotations
 
@@ -54,31 +54,39 @@ from argosy.telemetry import QuotaBackendGauges
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
 MAX_ACQUIRE_ROUNDS = 20
-"""How often more room is asked for, while there is more: others may take it first."""
+"""Maximum number of attempts to acquire quota for one request, since concurrent requests may take it first."""
 MAX_CACHED_LIMIT_SETS = 10_000
-"""Callers whose limits are remembered, by model; they are found again at once."""
+"""Maximum number of cached limit sets by caller and model. The cache is cleared beyond it and fills again cheaply."""
 
 
 class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where several gateways share how much of their limits is used."""
+    """Settings of the quota backend that several gateways share."""
 
     redis: str | None = None
-    """URL of a Redis or Valkey (`redis://`, `rediss://`, `unix://`); by default this gateway is alone."""
+    """URL of a Redis or Valkey server (`redis://`, `rediss://`, `unix://`). Without it, no limits are shared."""
     password_env: str | None = None
-    """Environment variable that holds its password."""
+    """Environment variable with the server's password."""
 
 
 def open_quota_backend(config: LimitsConfig) -> QuotaBackend:
-    """The state that the settings ask for. Raises ValueError, saying what to change."""
+    """Create the configured quota backend.
+
+    Raises:
+        ValueError: The settings are invalid; the message contains the remedy.
+    """
     return create_quota_backend(config.redis, read_redis_password(config))
 
 
 def read_redis_password(config: LimitsConfig) -> str | None:
-    """The password of the Redis, if it has one. Raises ValueError, saying what to change."""
+    """Return the Redis password, or None if none is configured.
+
+    Raises:
+        ValueError: The settings are invalid; the message contains the remedy.
+    """
     if config.password_env is None:
         return None
     if config.redis is None:
-        raise ValueError("limits: password_env is the password of a Redis; add redis: its URL")
+        raise ValueError("limits: password_env is set without redis; add redis with its URL")
     password = os.environ.get(config.password_env)
     if not password:
         raise ValueError(f"limits: set the environment variable {config.password_env}")
@@ -86,18 +94,21 @@ def read_redis_password(config: LimitsConfig) -> str | None:
 
 
 UsageQuery = Callable[[OwnerKind, Collection[str], float], Mapping[str, Sequence[UsageReportRow]]]
-"""What owners used since a moment: `store.usage.spent`."""
+"""Returns usage rows by owner since a time, for owners of one kind, as `store.usage.spent` does."""
 
 
 class LimitFilter:
-    """The stage that lets in what the caller's limits have room for, and ends what they have no more room for.
+    """Filter that admits requests that fit the caller's limits, and stops streams that exceed them.
 
-    In one gateway a limit is passed by at most the last piece of each stream that it ends. For several gateways,
-    see `argosy.policy.window_lease`: besides, by what streams get while Redis is asked for more.
+    With one gateway a limit is exceeded by at most the last chunk of each stopped stream. With several gateways, it is
+    also exceeded by the tokens delivered while Redis is asked for more quota (see `argosy.policy.window_lease`).
+
+    Args:
+        backend: Quota backend.
+        clock: Clock of the backend, in seconds since the epoch.
     """
 
     def __init__(self, backend: QuotaBackend, clock: Clock = steady_clock) -> None:
-        """`clock` tells seconds since the epoch, and must be the state's."""
         self._backend = backend
         self._degraded_mode = DegradedModePolicy(backend)
         self._clock = clock
@@ -106,141 +117,175 @@ class LimitFilter:
         self._meters: dict[str, tuple[Limit, QuotaLimit]] = {}
         self._meters_by_owner: dict[tuple[str, str], list[QuotaLimit]] = {}
         self._key_successors: dict[str, str] = {}
-        """Keys that were rotated, and which took their places, limits included."""
+        """Successor of each rotated key. The successor has its limits."""
         self._fail_closed_projects: frozenset[str] = frozenset()
-        """Projects that refuse while nobody can say how much is used."""
+        """Projects whose requests are rejected while the quota backend is unreachable."""
         self._limit_sets: dict[tuple[str, ...], LimitSet] = {}
 
     def apply_snapshot(self, snapshot: AccountSnapshot) -> None:
-        """Take over limits and prices. What is in use stays in use; requests that run keep theirs."""
+        """Use the snapshot's limits and prices. Meters keep their usage, and running requests keep their limits."""
         self.prepare_snapshot(snapshot)()
 
     def prepare_snapshot(self, snapshot: AccountSnapshot) -> Callable[[], object]:
-        """What does as `update` does, at once: all work is done by then, in any thread.
+        """Prepare a snapshot and return a function that applies it without further work. Thread-safe.
 
-        It is good until the next `update`, and gives what was in force: in any thread that may be let go of.
+        The returned function is valid until the next snapshot is applied. It returns the replaced tables, so that the
+        caller decides in which thread they are freed.
         """
         meters: dict[str, tuple[Limit, QuotaLimit]] = {}
-        owners: defaultdict[tuple[str, str], list[QuotaLimit]] = defaultdict(list)
-        amounts: list[tuple[QuotaLimit, int]] = []
+        meters_by_owner: defaultdict[tuple[str, str], list[QuotaLimit]] = defaultdict(list)
+        changed_amounts: list[tuple[QuotaLimit, int]] = []
         for limit in snapshot.limits:
             try:
-                meter = self._meter_for(limit)
+                meter = self._get_or_create_meter(limit)
             except ValueError as error:
-                log.error("limit_not_enforced", limit=limit.id, reason=str(error))  # noqa: TRY400 - no bug of ours
+                log.error("limit_not_enforced", limit=limit.id, reason=str(error))  # noqa: TRY400 - a wrong limit is no bug
                 continue
             meters[limit.id] = limit, meter
-            owners[limit.owner_kind, limit.owner].append(meter)
+            meters_by_owner[limit.owner_kind, limit.owner].append(meter)
             if meter.meter.limit != limit.amount:
-                amounts.append((meter, limit.amount))
+                changed_amounts.append((meter, limit.amount))
         prices = PriceList(snapshot.prices)
-        closed = frozenset(p.id for p in snapshot.projects if p.when_unsure == "closed")
+        fail_closed_projects = frozenset(
+            project.id for project in snapshot.projects if project.quota_failure_mode == "closed"
+        )
 
-        def take() -> object:
-            before = self._meters, self._meters_by_owner
-            for meter, amount in amounts:
+        def apply() -> object:
+            previous = self._meters, self._meters_by_owner
+            for meter, amount in changed_amounts:
                 meter.meter.limit = amount
-            self._meters, self._meters_by_owner = meters, owners
+            self._meters, self._meters_by_owner = meters, meters_by_owner
             self._prices, self._key_successors, self._fail_closed_projects = (
                 prices,
                 snapshot.successors,
-                closed,
+                fail_closed_projects,
             )
             self._limit_sets.clear()
-            return before
+            return previous
 
-        return take
+        return apply
 
     async def seed_usage(self, query_usage: UsageQuery) -> None:
-        """Count what the ledger has of limits that do not know it yet: call it after each `update`, and each second.
+        """Initialise new limits with past usage from the usage table. Call it after each snapshot and every second.
 
-        `spent` runs in a worker thread; what it raises is raised, and the next call asks again. Rows that end while
-        it is asked count twice, those not yet in the ledger not at all.
+        Requests that end during the query are counted twice. Usage that is not yet in the table is not counted.
+
+        Args:
+            query_usage: Query that runs in a worker thread. Its exceptions propagate, and the next call repeats it.
         """
-        unknown = await run_in_daemon_thread(_unseeded_limits, self._meters)
-        if unknown:
+        unseeded = await run_in_daemon_thread(_unseeded_limits, self._meters)
+        if unseeded:
             now = self._clock()
-            new = [(limit, meter, meter.meter.seed_points(now)) for limit, meter in unknown]
-            told = await run_in_daemon_thread(_query_past_usage, query_usage, new, now)
-            for (_, meter, _), used in zip(new, told, strict=True):
-                meter.meter.seed(used, self._clock())
+            seed_requests = [
+                (limit, meter, meter.meter.seed_points(now)) for limit, meter in unseeded
+            ]
+            past_usage = await run_in_daemon_thread(
+                _query_past_usage, query_usage, seed_requests, now
+            )
+            for (_, meter, _), usage in zip(seed_requests, past_usage, strict=True):
+                meter.meter.seed(usage, self._clock())
 
     async def start(self) -> None:
-        """Be ready to share; within seconds, whether or not the shared state can be reached."""
+        """Connect to the quota backend. Returns within seconds, whether or not the backend is reachable."""
         await self._backend.start()
 
     async def close(self) -> None:
-        """Give back what is held for later."""
+        """Return unused quota to the backend and disconnect."""
         await self._backend.close()
 
     def read_quota_status(self) -> QuotaBackendGauges | None:
-        """How it stands with the shared state; None where this gateway is alone."""
-        up, unsure = self._backend.is_connected, self._degraded_mode
-        return None if up is None else QuotaBackendGauges(up, unsure.allowed, unsure.rejected)
+        """Return the backend's state for metrics, or None if no backend is shared."""
+        is_connected, degraded_mode = self._backend.is_connected, self._degraded_mode
+        return (
+            None
+            if is_connected is None
+            else QuotaBackendGauges(is_connected, degraded_mode.allowed, degraded_mode.rejected)
+        )
 
-    # --- the stage -------------------------------------------------------------------------------
+    # --- Generation requests ---------------------------------------------------------------------
 
     async def on_request(self, context: RequestContext) -> LimitFilterState | None:
-        """Hold what the request will likely use. Raises ApiError 413, 429 or 503 when that cannot be."""
-        ask, principal = context.fields, context.principal
-        party = self._limit_set_for(principal, context.pool.model)
-        if not party.meters:
+        """Reserve the request's expected usage.
+
+        Raises:
+            ApiError: 413 if a limit can never admit the request. 429 if it does not fit now. 503 if the usage is
+                unknown and the project fails closed.
+        """
+        fields, principal = context.fields, context.principal
+        limit_set = self._get_limit_set(principal, context.pool.model)
+        if not limit_set.meters:
             return None
         now = self._clock()
         rates = self._prices.rates_at(context.pool.model, TIERS[principal.tier], now)
         context.rates = rates
-        prompt = ask.estimated_prompt_tokens
-        expected = self._output_lengths.estimate(
-            party.caller_key, ask.max_output_tokens, DEFAULT_OUTPUT_TOKENS
+        prompt_tokens = fields.estimated_prompt_tokens
+        expected_tokens = self._output_lengths.estimate(
+            limit_set.caller_key, fields.max_output_tokens, DEFAULT_OUTPUT_TOKENS
         )
-        output = expected * ask.choice_count
-        likely = running_usage(rates, prompt, 0, output)
-        found, answered = reserve(party.meters, likely, likely, now), True
-        if isinstance(found, list):
-            least = running_usage(rates, prompt, 0, 1)
-            found, answered = await self._acquire(party, likely, least, now)
-        context.response_headers += party.rate_limit_headers(now)
-        if isinstance(found, list):
-            context.trace.limits = explain_rejected(found)
+        output_tokens = expected_tokens * fields.choice_count
+        expected_usage = running_usage(rates, prompt_tokens, 0, output_tokens)
+        outcome, backend_answered = (
+            reserve(limit_set.meters, expected_usage, expected_usage, now),
+            True,
+        )
+        if isinstance(outcome, list):
+            minimum_usage = running_usage(rates, prompt_tokens, 0, 1)
+            outcome, backend_answered = await self._acquire(
+                limit_set, expected_usage, minimum_usage, now
+            )
+        context.response_headers += limit_set.rate_limit_headers(now)
+        if isinstance(outcome, list):
+            context.trace.limits = explain_rejected(outcome)
             raise (
-                rate_limit_error(found)
-                if answered or party.fails_open
+                rate_limit_error(outcome)
+                if backend_answered or limit_set.fails_open
                 else limits_unavailable_error()
             )
-        context.trace.limits = explain_admitted(found)
+        context.trace.limits = explain_admitted(outcome)
         return LimitFilterState(
             self._backend,
             self._degraded_mode,
             self._clock,
             self._output_lengths,
-            party,
+            limit_set,
             context,
-            reservation=found,
+            reservation=outcome,
             rates=rates,
-            reserved_prompt_tokens=prompt,
-            reserved_output_tokens=output if found.covers_estimate else 0,
+            reserved_prompt_tokens=prompt_tokens,
+            reserved_output_tokens=output_tokens if outcome.covers_estimate else 0,
         )
 
-    # --- what generates nothing --------------------------------------------------------------------
+    # --- Other requests --------------------------------------------------------------------------
 
     @contextlib.asynccontextmanager
     async def reserve_request(
         self, principal: Principal, model: str, headers: list[tuple[bytes, bytes]]
     ) -> AsyncIterator[None]:
-        """Count a request that generates nothing as one, if it succeeds, and as one at a time meanwhile.
+        """Reserve one request and one concurrency slot for a request without generation. Failed requests do not count.
 
-        `headers` of its answer get what is left. Raises ApiError 429 or 503 when there is no room for it.
+        Args:
+            principal: Sender of the request.
+            model: Public name of the model.
+            headers: Response headers, to which the rate limit headers are appended.
+
+        Raises:
+            ApiError: 429 if the request does not fit. 503 if the usage is unknown and the project fails closed.
         """
-        party, now = self._limit_set_for(principal, model), self._clock()
-        one = QuotaUsage(requests=1, concurrency=1)
-        found, answered = reserve(party.meters, one, one, now), True
-        if isinstance(found, list):
-            found, answered = await self._acquire(party, one, one, now)
-        headers += party.rate_limit_headers(now)
-        if isinstance(found, list):
+        limit_set, now = self._get_limit_set(principal, model), self._clock()
+        single_request = QuotaUsage(requests=1, concurrency=1)
+        outcome, backend_answered = (
+            reserve(limit_set.meters, single_request, single_request, now),
+            True,
+        )
+        if isinstance(outcome, list):
+            outcome, backend_answered = await self._acquire(
+                limit_set, single_request, single_request, now
+            )
+        headers += limit_set.rate_limit_headers(now)
+        if isinstance(outcome, list):
             raise (
-                rate_limit_error(found)
-                if answered or party.fails_open
+                rate_limit_error(outcome)
+                if backend_answered or limit_set.fails_open
                 else limits_unavailable_error()
             )
         used = QuotaUsage()
@@ -248,56 +293,73 @@ class LimitFilter:
             yield
             used = QuotaUsage(requests=1)
         finally:
-            found.settle(used, self._clock())
+            outcome.settle(used, self._clock())
 
-    # --- in parts --------------------------------------------------------------------------------
+    # --- Internal --------------------------------------------------------------------------------
 
     async def _acquire(
-        self, limit_set: LimitSet, likely: QuotaUsage, minimum: QuotaUsage, now: float
+        self, limit_set: LimitSet, expected: QuotaUsage, minimum: QuotaUsage, now: float
     ) -> tuple[Reservation | list[QuotaRejection], bool]:
-        """Hold what there is room for, asked for if that may help; whether anybody could say how much there is."""
-        found = reserve(limit_set.meters, likely, minimum, now)
-        if not isinstance(found, list) or any(map(is_permanent, found)):
-            return found, True
+        """Reserve usage, acquiring quota from the backend where that may help.
+
+        Args:
+            limit_set: Limits that apply.
+            expected: Expected usage.
+            minimum: Least usage worth reserving.
+            now: Current time.
+
+        Returns:
+            The reservation or the rejections, and whether the backend answered.
+        """
+        outcome = reserve(limit_set.meters, expected, minimum, now)
+        if not isinstance(outcome, list) or any(map(is_permanent, outcome)):
+            return outcome, True
         for _ in range(MAX_ACQUIRE_ROUNDS):
-            answered = await self._backend.acquire(
-                quota_demand((r.quota_limit, r.requested) for r in found)
+            backend_answered = await self._backend.acquire(
+                quota_demand((rejection.quota_limit, rejection.requested) for rejection in outcome)
             )
             now = self._clock()
-            found = reserve(limit_set.meters, likely, minimum, now)
-            if not isinstance(found, list):
-                return found, True
-            if not answered:
+            outcome = reserve(limit_set.meters, expected, minimum, now)
+            if not isinstance(outcome, list):
+                return outcome, True
+            if not backend_answered:
                 break
             if self._backend.is_short(
-                quota_demand((r.quota_limit, r.requested) for r in found), now
+                quota_demand((rejection.quota_limit, rejection.requested) for rejection in outcome),
+                now,
             ):
-                return found, True
+                return outcome, True
         else:
-            return found, True
-        wants = quota_demand((r.quota_limit, r.requested) for r in found)
-        if self._degraded_mode.decide(limit_set, wants, now):
-            return reserve(limit_set.meters, likely, minimum, now), False
-        return found, False
+            return outcome, True
+        demand = quota_demand((rejection.quota_limit, rejection.requested) for rejection in outcome)
+        if self._degraded_mode.decide(limit_set, demand, now):
+            return reserve(limit_set.meters, expected, minimum, now), False
+        return outcome, False
 
-    def _meter_for(self, limit: Limit) -> QuotaLimit:
-        """The limit's meter: the one that it has, of whatever amount, unless something else is to be counted.
+    def _get_or_create_meter(self, limit: Limit) -> QuotaLimit:
+        """Return the limit's existing meter unless the new limit counts something else than the old one.
 
-        A key that is rotated is none: its limits go to another owner, and what is used of them stays.
+        A changed amount keeps the meter. A key rotation does too, since the limit moves to the new key with its usage.
         """
         if limit.id in self._meters:
-            known, meter = self._meters[limit.id]
-            if known is limit or known == msgspec.structs.replace(
-                limit, amount=known.amount, owner=known.owner
+            known_limit, meter = self._meters[limit.id]
+            if known_limit is limit or known_limit == msgspec.structs.replace(
+                limit, amount=known_limit.amount, owner=known_limit.owner
             ):
                 return meter
         counter = self._backend.create_meter(limit)
         return QuotaLimit(limit.owner_kind, limit.unit, limit.window or "", limit.model, counter)
 
-    def _limit_set_for(self, principal: Principal, model: str) -> LimitSet:
-        name = (principal.key, principal.user, principal.project, principal.organisation, model)
-        party = self._limit_sets.get(name)
-        if party is None:
+    def _get_limit_set(self, principal: Principal, model: str) -> LimitSet:
+        cache_key = (
+            principal.key,
+            principal.user,
+            principal.project,
+            principal.organisation,
+            model,
+        )
+        limit_set = self._limit_sets.get(cache_key)
+        if limit_set is None:
             if len(self._limit_sets) >= MAX_CACHED_LIMIT_SETS:
                 self._limit_sets.clear()
             owners = (
@@ -312,18 +374,18 @@ class LimitFilter:
                 for meter in self._meters_by_owner.get(owner, ())
                 if meter.model in {None, model}
             )
-            asker = (principal.key or principal.user or principal.project, model)
-            party = LimitSet(
+            caller_key = (principal.key or principal.user or principal.project, model)
+            limit_set = LimitSet(
                 meters,
                 principal.project not in self._fail_closed_projects,
-                asker,
+                caller_key,
                 RateLimitHeaders(meters),
             )
-            self._limit_sets[name] = party
-        return party
+            self._limit_sets[cache_key] = limit_set
+        return limit_set
 
     def _current_key(self, key: str) -> str:
-        """The key that took this one's place at last: both are under its limits."""
+        """Return the last successor of a key. All of them share its limits."""
         while key in self._key_successors:
             key = self._key_successors[key]
         return key
@@ -332,7 +394,7 @@ class LimitFilter:
 def _unseeded_limits(
     meters: Mapping[str, tuple[Limit, QuotaLimit]],
 ) -> list[tuple[Limit, QuotaLimit]]:
-    """Those that the ledger is still to be asked about. There may be thousands, so this is for a thread."""
+    """Return the limits whose past usage is unknown. Runs in a thread, since there may be thousands of limits."""
     return [(limit, meter) for limit, meter in meters.values() if meter.meter.needs_seed]
 
 
@@ -341,27 +403,34 @@ def _query_past_usage(
     unseeded: Sequence[tuple[Limit, QuotaLimit, tuple[float, ...]]],
     now: float,
 ) -> list[list[tuple[float, int]]]:
-    """What was used of each limit between each of its moments and the next, as of the next.
+    """Return each limit's usage between successive points in time, as pairs of the later time and the units.
 
-    It is asked for all that have the same moments at once: there may be thousands.
+    Limits of the same owner kind with the same points share their queries, since there may be thousands of limits.
+
+    Args:
+        query_usage: Query of the usage table.
+        unseeded: Limit, meter and points in time of each limit.
+        now: Current time, the end of the last interval.
     """
     owners: defaultdict[tuple[OwnerKind, tuple[float, ...]], set[str]] = defaultdict(set)
-    for limit, _, since in unseeded:
-        owners[limit.owner_kind, since].add(limit.owner)
-    told = {
-        (kind, since): [query_usage(kind, those, moment) for moment in since]
-        for (kind, since), those in owners.items()
+    for limit, _, starts in unseeded:
+        owners[limit.owner_kind, starts].add(limit.owner)
+    reports = {
+        (kind, starts): [query_usage(kind, owner_ids, start) for start in starts]
+        for (kind, starts), owner_ids in owners.items()
     }
-    used = []
-    for limit, meter, since in unseeded:
-        rows = (each.get(limit.owner, ()) for each in told[limit.owner_kind, since])
-        sums = [
-            sum(meter.units_of(_row_usage(row)) for row in each if _limit_applies(limit, row))
-            for each in rows
+    usage = []
+    for limit, meter, starts in unseeded:
+        rows_per_start = (
+            report.get(limit.owner, ()) for report in reports[limit.owner_kind, starts]
+        )
+        usage_since = [
+            sum(meter.units_of(_row_usage(row)) for row in rows if _limit_applies(limit, row))
+            for rows in rows_per_start
         ]
-        parts = [max(0, more - less) for more, less in pairwise([*sums, 0])]
-        used.append(list(zip([*since[1:], now], parts, strict=True)))
-    return used
+        interval_usage = [max(0, earlier - later) for earlier, later in pairwise([*usage_since, 0])]
+        usage.append(list(zip([*starts[1:], now], interval_usage, strict=True)))
+    return usage
 
 
 def _limit_applies(limit: Limit, row: UsageReportRow) -> bool:

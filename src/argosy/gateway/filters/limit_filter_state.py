@@ -1,4 +1,4 @@
-"""What one request holds of its caller's limits: more of them while it streams, what it used at its end."""
+"""Reservation of one request, which is extended while the request streams and settled when it ends."""
 
 from __future__ import annotations
 
@@ -23,43 +23,47 @@ from argosy.policy import (
 from argosy.store import Clock, QuotaBackend, QuotaDemand
 
 RESERVATION_STEP_TOKENS = 32
-"""Output tokens that a stream holds ahead once it has passed what was expected."""
+"""Output tokens by which a reservation is extended after a stream has exceeded its estimated length."""
 
 
 @dataclass(frozen=True, slots=True)
 class LimitSet:
-    """All limits that a caller's requests for a model come under."""
+    """All limits that apply to a caller's requests for one model."""
 
     meters: tuple[QuotaLimit, ...]
     fails_open: bool
-    """It goes on while nobody can say how much is used."""
+    """Whether requests are admitted while current usage is unknown, because the quota backend is unreachable."""
     caller_key: tuple[str, ...]
     rate_limit_headers: RateLimitHeaders
 
 
 class DegradedModePolicy:
-    """What is decided while the shared state cannot say how much is used, and how often it was."""
+    """Admission while the quota backend is unreachable, with counters of the decisions.
+
+    Args:
+        backend: Quota backend, which bounds this gateway's share of each limit.
+    """
 
     def __init__(self, backend: QuotaBackend) -> None:
         self._backend = backend
         self.allowed = 0
         self.rejected = 0
 
-    def decide(self, limit_set: LimitSet, wants: QuotaDemand, now: float) -> bool:
-        """Whether a request, or a stream, goes on: as its project has it, within this gateway's share."""
-        on = self.decide_continuation(limit_set, wants, now)
-        self.allowed += on
-        return on
+    def decide(self, limit_set: LimitSet, demand: QuotaDemand, now: float) -> bool:
+        """Return whether to admit a request, by its project's failure mode and within this gateway's share."""
+        is_allowed = self.decide_continuation(limit_set, demand, now)
+        self.allowed += is_allowed
+        return is_allowed
 
-    def decide_continuation(self, limit_set: LimitSet, wants: QuotaDemand, now: float) -> bool:
-        """The same for a stream that has gone on before: it is counted only when it does so no longer."""
-        on = limit_set.fails_open and self._backend.allow_degraded(wants, now)
-        self.rejected += not on
-        return on
+    def decide_continuation(self, limit_set: LimitSet, demand: QuotaDemand, now: float) -> bool:
+        """Return whether a stream that was allowed before may continue. Only a rejection is counted."""
+        is_allowed = limit_set.fails_open and self._backend.allow_degraded(demand, now)
+        self.rejected += not is_allowed
+        return is_allowed
 
 
 class LimitFilterState(msgspec.Struct, eq=False):
-    """A `Visit`."""
+    """Reservation of one request, a `FilterState`."""
 
     backend: QuotaBackend
     degraded_mode: DegradedModePolicy
@@ -70,85 +74,89 @@ class LimitFilterState(msgspec.Struct, eq=False):
     reservation: Reservation
     rates: Rates
     reserved_prompt_tokens: int
-    """It is enough for so many tokens of the prompt,"""
+    """Prompt tokens that the reservation covers."""
     reserved_output_tokens: int
-    """and for so many of the answer."""
+    """Output tokens that the reservation covers."""
     generated_tokens: int = 0
-    """Tokens of the answer so far, whether its client gets them or leaves before it is whole."""
+    """Output tokens generated so far, also if the client disconnects before it receives them all."""
     continued_degraded: bool = False
-    """While nobody could say how much is used."""
+    """Whether the stream was allowed to continue while current usage was unknown."""
     exceeded_limit: QuotaRejection | None = None
-    """The limit that has no more room."""
+    """Limit that rejected the last extension."""
 
     def fast_path_budget(self) -> FastPathBudget:
-        """As far as what is held is enough."""
-        enough = self.context.delivered.prompt_tokens <= self.reserved_prompt_tokens
-        return FastPathBudget(self.reserved_output_tokens if enough else 0)
+        """Return a budget of the tokens that the reservation covers."""
+        covers_prompt = self.context.delivered.prompt_tokens <= self.reserved_prompt_tokens
+        return FastPathBudget(self.reserved_output_tokens if covers_prompt else 0)
 
-    def on_tokens(self, chunk_times: Sequence[float]) -> str | None:  # noqa: ARG002 - limits go by the wall clock
-        """Hold more when what was delivered passes what is held."""
-        told = self.context.delivered
-        self.generated_tokens = told.output_tokens
+    def on_tokens(self, chunk_times: Sequence[float]) -> str | None:  # noqa: ARG002 - limits use the wall clock
+        """Extend the reservation if the delivered tokens exceed it, and return a finish reason if that fails."""
+        delivered = self.context.delivered
+        self.generated_tokens = delivered.output_tokens
         if (
-            told.output_tokens <= self.reserved_output_tokens
-            and told.prompt_tokens <= self.reserved_prompt_tokens
+            delivered.output_tokens <= self.reserved_output_tokens
+            and delivered.prompt_tokens <= self.reserved_prompt_tokens
         ):
             return None
         return self._extend_reservation()
 
     def on_complete(self) -> None:
-        """Give back what was not used; of a request that was sent nowhere, or got nothing because of us, all.
+        """Settle the reservation with the actual usage.
 
-        One that a replica found wrong was a request all the same.
+        A request that was never dispatched, or failed without output through no fault of its own, uses nothing. A
+        request that a replica rejected as invalid counts as one request.
         """
-        told, context, now = self.context.delivered, self.context, self.clock()
+        delivered, context, now = self.context.delivered, self.context, self.clock()
         if self.exceeded_limit is not None and context.status == "stopped":
             context.trace.limits += explain_rejected([self.exceeded_limit])
-        if not told.output_tokens and (
+        if not delivered.output_tokens and (
             context.status in UNANSWERED_STATUSES or not context.replica_name
         ):
             self.reservation.settle(QuotaUsage(requests=int(context.is_client_error)), now)
             return
-        prompt, output = told.prompt_tokens, told.output_tokens
-        cost = self.rates.cost_nano_dollars(prompt, told.cached_tokens, output)
+        prompt, output = delivered.prompt_tokens, delivered.output_tokens
+        cost = self.rates.cost_nano_dollars(prompt, delivered.cached_tokens, output)
         if not prompt and context.status in {"cancelled", "stopped"}:
-            # It was being read, or soon would have been: to leave early, or allow little time, makes none of it free.
+            # The prompt was being processed. Disconnects and short deadlines must not make processing free.
             prompt, output = self.reserved_prompt_tokens, self.generated_tokens
         self.reservation.settle(final_usage(prompt, output, cost), now)
         if context.status == "completed":
-            length = told.output_tokens // context.fields.choice_count
-            self.estimates.observe(self.limit_set.caller_key, length, DEFAULT_OUTPUT_TOKENS)
+            output_length = delivered.output_tokens // context.fields.choice_count
+            self.estimates.observe(self.limit_set.caller_key, output_length, DEFAULT_OUTPUT_TOKENS)
 
     def _extend_reservation(self) -> str | None:
-        """Hold more, for a while ahead if there is room; the finish reason where there is none."""
-        told, now = self.context.delivered, self.clock()
-        prompt, output = told.prompt_tokens or self.reserved_prompt_tokens, told.output_tokens
-        ahead = (
+        """Extend the reservation, ahead of the stream if possible, and return the finish reason if that fails."""
+        delivered, now = self.context.delivered, self.clock()
+        prompt, output = (
+            delivered.prompt_tokens or self.reserved_prompt_tokens,
+            delivered.output_tokens,
+        )
+        ahead_tokens = (
             self.reserved_output_tokens
             if output <= self.reserved_output_tokens
             else output + RESERVATION_STEP_TOKENS
         )
-        for enough in (ahead, output):
-            use = running_usage(self.rates, prompt, told.cached_tokens, enough)
-            if self.reservation.extend(use, now) is None:
-                self.reserved_prompt_tokens, self.reserved_output_tokens = prompt, enough
+        for reserved_output in (ahead_tokens, output):
+            usage = running_usage(self.rates, prompt, delivered.cached_tokens, reserved_output)
+            if self.reservation.extend(usage, now) is None:
+                self.reserved_prompt_tokens, self.reserved_output_tokens = prompt, reserved_output
                 return None
-        wants = quota_demand(self.reservation.shortfall(use))
-        if not self.backend.overdraw(wants, now) and self.backend.is_connected is False:
+        demand = quota_demand(self.reservation.shortfall(usage))
+        if not self.backend.overdraw(demand, now) and self.backend.is_connected is False:
             decide = (
                 self.degraded_mode.decide_continuation
                 if self.continued_degraded
                 else self.degraded_mode.decide
             )
-            self.continued_degraded = decide(self.limit_set, wants, now)
-        refusal = self.exceeded_limit = self.reservation.extend(use, now)
-        if refusal is None:
+            self.continued_degraded = decide(self.limit_set, demand, now)
+        rejection = self.exceeded_limit = self.reservation.extend(usage, now)
+        if rejection is None:
             self.reserved_prompt_tokens, self.reserved_output_tokens = prompt, output
             return None
-        self.reservation.force_extend(use, now)
-        return "budget" if refusal.quota_limit.unit == "nano_dollars" else "limit"
+        self.reservation.force_extend(usage, now)
+        return "budget" if rejection.quota_limit.unit == "nano_dollars" else "limit"
 
 
-def quota_demand(lacking: Iterable[tuple[QuotaLimit, int]]) -> QuotaDemand:
-    """What the shared state is asked for."""
-    return [(meter.meter, units) for meter, units in lacking]
+def quota_demand(shortfalls: Iterable[tuple[QuotaLimit, int]]) -> QuotaDemand:
+    """Return the units that the backend is asked for, per meter."""
+    return [(meter.meter, units) for meter, units in shortfalls]

@@ -1,4 +1,4 @@
-"""The first stage in and the last one out: writes down what happens, for explanations and metrics."""
+"""First filter of each request, which records its trace and its metrics."""
 
 from __future__ import annotations
 
@@ -14,16 +14,22 @@ from argosy.policy import AttemptOutcome
 from argosy.telemetry import GatewayMetrics
 
 MAX_BUFFERED_INTERVALS = 64
-"""Times between tokens that are kept of a stream before the metrics are told."""
+"""Token intervals that are buffered per stream before they are recorded in the metrics."""
 
 MAX_RECORDED_CHOICES = 256
-"""So many of a request's choices are told of,"""
+"""Maximum number of choices per request whose finish reasons are recorded."""
 MAX_FINISH_REASON_LENGTH = 40
-"""with so many characters of why each ended: a replica may say anything."""
+"""Maximum length of a recorded finish reason, since replicas may send any text."""
 
 
 class TelemetryFilter:
-    """A `Stage`."""
+    """Filter that records the trace of each request and reports its metrics.
+
+    Args:
+        traces: Store of recent traces.
+        metrics: Metrics of the gateway.
+        clock: Returns the time in seconds that traces use.
+    """
 
     def __init__(
         self, traces: TraceStore, metrics: GatewayMetrics, clock: Callable[[], float]
@@ -33,7 +39,7 @@ class TelemetryFilter:
         self.clock = clock
 
     async def on_request(self, context: RequestContext) -> TelemetryFilterState:
-        """See `Stage`."""
+        """Start the trace and add the request id to the response headers."""
         trace = context.trace
         trace.response_id = context.response_id
         trace.request_id = context.exchange.request_id
@@ -51,37 +57,35 @@ class TelemetryFilter:
 
 
 class TelemetryFilterState(msgspec.Struct, eq=False):
-    """A `Visit`."""
+    """Trace and token intervals of one request, a `FilterState`."""
 
     telemetry: TelemetryFilter
     context: RequestContext
     token_intervals_s: list[float] = []
-    """Seconds between tokens that the metrics have not been told yet."""
+    """Seconds between tokens, not yet recorded in the metrics."""
 
     def fast_path_budget(self) -> FastPathBudget:
-        """As far as it likes."""
+        """Return an unlimited budget, since chunk times arrive in batches."""
         return FastPathBudget()
 
     def on_tokens(self, chunk_times: Sequence[float]) -> None:
-        """See `Visit`."""
-        trace, gaps = self.context.trace, self.token_intervals_s
-        last, trace.last_token_at = trace.last_token_at, chunk_times[-1]
-        if last is None:
+        trace, intervals_s = self.context.trace, self.token_intervals_s
+        last_token_at, trace.last_token_at = trace.last_token_at, chunk_times[-1]
+        if last_token_at is None:
             trace.first_token_at = chunk_times[0]
         if not trace.stream:
             return
-        if last is not None:
-            gaps.append(chunk_times[0] - last)
+        if last_token_at is not None:
+            intervals_s.append(chunk_times[0] - last_token_at)
         if len(chunk_times) > 1:
-            gaps += map(sub, chunk_times[1:], chunk_times)
-        if len(gaps) >= MAX_BUFFERED_INTERVALS:
+            intervals_s += map(sub, chunk_times[1:], chunk_times)
+        if len(intervals_s) >= MAX_BUFFERED_INTERVALS:
             self._flush_intervals()
 
     def on_complete(self) -> None:
-        """See `Visit`."""
-        stage, context = self.telemetry, self.context
+        telemetry, context = self.telemetry, self.context
         trace, delivered = context.trace, context.delivered
-        now = stage.clock()
+        now = telemetry.clock()
         trace.ended_at = now
         trace.status = "replayed" if context.replayed_request_id else context.status
         if context.error is not None:
@@ -95,7 +99,7 @@ class TelemetryFilterState(msgspec.Struct, eq=False):
             trace.finish_reasons[choice] = reason[:MAX_FINISH_REASON_LENGTH]
         if self.token_intervals_s:
             self._flush_intervals()
-        stage.traces.complete(trace, now)
+        telemetry.traces.complete(trace, now)
         self._record_metrics(now)
 
     def _flush_intervals(self) -> None:
@@ -126,20 +130,22 @@ class TelemetryFilterState(msgspec.Struct, eq=False):
         if trace.stream and trace.first_token_at is not None:
             metrics.record_first_token(model, trace.first_token_at - trace.arrived_at)
         if trace.attempts or trace.queued_at is not None:
-            until = trace.attempts[0].chosen_at if trace.attempts else now
+            queue_end = trace.attempts[0].chosen_at if trace.attempts else now
             metrics.record_queue_wait(
-                model, 0.0 if trace.queued_at is None else until - trace.queued_at
+                model, 0.0 if trace.queued_at is None else queue_end - trace.queued_at
             )
-        for tried in trace.attempts[1:]:
-            self._record_attempt(tried)
+        for attempt in trace.attempts[1:]:
+            self._record_attempt(attempt)
 
     def _record_attempt(self, attempt: AttemptTrace) -> None:
-        """One of the attempts after the first."""
+        """Record an attempt after the first as a hedge, a failover or a retry."""
         metrics, model = self.telemetry.metrics, self.context.trace.model
-        gave = attempt.first_token_at is not None or attempt.outcome == AttemptOutcome.SUCCESS.value
+        has_output = (
+            attempt.first_token_at is not None or attempt.outcome == AttemptOutcome.SUCCESS.value
+        )
         if attempt.is_hedge:
             metrics.record_hedge(model, won=attempt.first_token_at is not None)
-        elif attempt.delivered_tokens and gave:
+        elif attempt.delivered_tokens and has_output:
             metrics.record_failover(model)
-        elif attempt.sent_at is not None:  # else it could not go on there
+        elif attempt.sent_at is not None:  # an unsent attempt is no retry
             metrics.record_retry(model)

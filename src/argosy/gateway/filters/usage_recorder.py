@@ -1,4 +1,4 @@
-"""Usage of every request that was let in: a row in the local journal from its beginning, in the store after its end."""
+"""Recording of each admitted request's usage, first in the local usage log, and in the store after the request ends."""
 
 from __future__ import annotations
 
@@ -22,37 +22,45 @@ log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gatewa
 
 FLUSH_INTERVAL_S = 0.5
 MAX_FLUSH_INTERVAL_S = 15.0
-"""While the store takes nothing, it is tried ever more rarely, down to this."""
+"""Longest pause between flushes. The pause doubles after each failed flush."""
 RETRY_AFTER_S = 5.0
 
 UsageWriter = Callable[[list[UsageRecord]], object]
-"""Keeps rows; one that it has already, by its request, it passes over. Runs in a worker thread."""
+"""Writes rows to the store and skips rows whose request id is already stored. Called in a worker thread."""
 
 
 class UsageRecorder:
-    """The stage that counts what was delivered, and what it costs."""
+    """Filter that records delivered tokens and their cost.
+
+    Args:
+        usage_log: Write-ahead log of usage on disk.
+        clock: Returns seconds since the epoch.
+    """
 
     def __init__(self, usage_log: UsageLog, clock: Callable[[], float] = time.time) -> None:
-        """`clock` tells seconds since the epoch."""
         self._usage_log = usage_log
         self._clock = clock
         self._prices = PriceList()
 
     def apply_snapshot(self, snapshot: AccountSnapshot) -> None:
-        """Take over prices; requests that run keep those that they began with."""
+        """Use the snapshot's prices for new requests. Running requests keep their prices."""
         self.prepare_snapshot(snapshot)()
 
     def prepare_snapshot(self, snapshot: AccountSnapshot) -> Callable[[], None]:
-        """What does as `update` does, at once: all work is done by then, in any thread."""
+        """Build the price list and return a function that applies it without further work. Thread-safe."""
         prices = PriceList(snapshot.prices)
 
-        def take() -> None:
+        def apply() -> None:
             self._prices = prices
 
-        return take
+        return apply
 
     async def on_request(self, context: RequestContext) -> UsageFilterState:
-        """Begin its row. Raises ApiError 503 when there is no room for one more."""
+        """Allocate the request's row in the usage log.
+
+        Raises:
+            ApiError: 503 if the usage log is full.
+        """
         principal, model = context.principal, context.pool.model
         rates = context.rates
         if rates is None:
@@ -74,14 +82,14 @@ class UsageRecorder:
             slot = self._usage_log.allocate_slot(row, rates)
         except UsageLogFullError:
             message = (
-                "Usage cannot be recorded at the moment, so nothing is answered. Try again later."
+                "Usage cannot be recorded at the moment, so requests are rejected. Try again later."
             )
             raise ApiError(503, "ledger_full", message, retry_after_s=RETRY_AFTER_S) from None
         return UsageFilterState(context, slot, rates, self._clock)
 
 
 class UsageFilterState(msgspec.Struct, eq=False):
-    """A `Visit`: the row of one request."""
+    """Usage row of one request, a `FilterState`."""
 
     context: RequestContext
     slot: UsageSlot
@@ -89,19 +97,26 @@ class UsageFilterState(msgspec.Struct, eq=False):
     clock: Callable[[], float]
 
     def fast_path_budget(self) -> FastPathBudget:
-        """As far as it likes: its tokens are counted in the slot."""
+        """Return an unlimited budget, since the fast path counts tokens in the usage slot itself."""
         return FastPathBudget(token_counter_address=self.slot.output_counter_address)
 
-    def on_tokens(self, chunk_times: Sequence[float]) -> None:  # noqa: ARG002 - see `Visit`
-        """Count what was delivered so far: nothing of an answer that is sent whole, should this gateway die before."""
+    def on_tokens(self, chunk_times: Sequence[float]) -> None:  # noqa: ARG002 - see `FilterState`
+        """Store the delivered counts of a stream. A non-streaming response counts as undelivered until it ends."""
         if self.context.fields.stream:
-            told = self.context.delivered
-            self.slot.set_counts(told.prompt_tokens, told.cached_tokens, told.output_tokens)
+            delivered = self.context.delivered
+            self.slot.set_counts(
+                delivered.prompt_tokens, delivered.cached_tokens, delivered.output_tokens
+            )
 
     def on_complete(self) -> None:
-        """End the row."""
-        context, slot, rates, told = self.context, self.slot, self.rates, self.context.delivered
-        counts = told.prompt_tokens, told.cached_tokens, told.output_tokens
+        """Complete the row and set the request's cost."""
+        context, slot, rates, delivered = (
+            self.context,
+            self.slot,
+            self.rates,
+            self.context.delivered,
+        )
+        counts = delivered.prompt_tokens, delivered.cached_tokens, delivered.output_tokens
         slot.set_counts(*counts)
         slot.finish(context.status, context.replica_name, self.clock())
         context.cost_nano_dollars = rates.cost_nano_dollars(*counts)
@@ -111,28 +126,28 @@ class UsageFilterState(msgspec.Struct, eq=False):
 async def flush_usage_forever(
     usage_log: UsageLog, write_usage: UsageWriter, stopping: asyncio.Event
 ) -> None:
-    """Bring what has ended to the store, each half second until `leaving` is set, and once more after that."""
-    pause, failing, last = FLUSH_INTERVAL_S, False, False
-    while not last:
-        last = stopping.is_set()
+    """Write finished rows to the store every `FLUSH_INTERVAL_S`, and once more after `stopping` is set."""
+    pause_s, is_failing, is_last_flush = FLUSH_INTERVAL_S, False, False
+    while not is_last_flush:
+        is_last_flush = stopping.is_set()
         try:
             await run_in_daemon_thread(_flush_usage, usage_log, write_usage)
-        except Exception as error:  # noqa: BLE001 - whatever the store has, the rows are kept
-            if not failing:
+        except Exception as error:  # noqa: BLE001 - rows stay in the usage log on any error of the store
+            if not is_failing:
                 log.warning(
                     "usage_flush_failed", waiting=usage_log.pending_records, reason=str(error)
                 )
-            failing, pause = True, min(pause * 2, MAX_FLUSH_INTERVAL_S)
+            is_failing, pause_s = True, min(pause_s * 2, MAX_FLUSH_INTERVAL_S)
         else:
-            if failing:
+            if is_failing:
                 log.info("usage_flush_recovered")
-            failing, pause = False, FLUSH_INTERVAL_S
+            is_failing, pause_s = False, FLUSH_INTERVAL_S
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(0 if last else pause):
+            async with asyncio.timeout(0 if is_last_flush else pause_s):
                 await stopping.wait()
 
 
 def _flush_usage(usage_log: UsageLog, write_usage: UsageWriter) -> None:
-    """Everything that has ended; what other gateways of the folder left when they died is next."""
+    """Write finished rows, then those of gateways in the same folder that have crashed."""
     usage_log.drain(write_usage)
     usage_log.recover()

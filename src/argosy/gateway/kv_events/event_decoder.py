@@ -1,7 +1,8 @@
-"""The KV cache events that vLLM and SGLang publish, read as what they say of blocks that can be found again.
+"""Decoder for the KV cache events of vLLM and SGLang, reduced to blocks that a later prompt can hit.
 
-Shapes: `vllm/distributed/kv_events.py` (vLLM 0.32), `sglang/srt/disaggregation/kv_events.py` (SGLang 0.5). Both
-were arrays before they became maps, and both are read.
+The formats are defined in `vllm/distributed/kv_events.py` (vLLM 0.32) and
+`sglang/srt/disaggregation/kv_events.py` (SGLang 0.5). Older versions encode events as arrays, newer ones as maps.
+The decoder reads both.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ _TokenId = Annotated[int, Meta(ge=0, lt=1 << 32)]
 _GroupIndex = Annotated[int, Meta(ge=0, lt=1 << 10)]
 
 REUSABLE_MEDIA = frozenset({None, "GPU", "CPU_PINNED"})
-"""Where a block is had without computing it again. vLLM's host tier ("CPU") is not told of with the tokens."""
+"""Memory tiers whose blocks need no recomputation. Events of vLLM's host tier ("CPU") carry no tokens."""
 FULL_PREFIX_CACHE_KINDS = frozenset(
     {None, "full_attention", "mla_attention", "sink_full_attention"}
 )
-"""Kinds of caches that hold all of a prefix; what is in the others alone is no hit."""
+"""Kinds of KV caches that hold a whole prefix. Blocks in other kinds alone are no cache hit."""
 
 
 class _SglangMetadata(msgspec.Struct):
@@ -31,7 +32,7 @@ class _SglangMetadata(msgspec.Struct):
 
 
 class _StoredEvent(msgspec.Struct):
-    """In the order of the arrays."""
+    """Fields of a stored event, in the order of the array format."""
 
     block_hashes: list[_BlockHash]
     parent_block_hash: _BlockHash | None
@@ -40,9 +41,9 @@ class _StoredEvent(msgspec.Struct):
     lora_id: int | None = None
     medium: str | None = None
     lora_name: str | _SglangMetadata | None = None
-    """SGLang's arrays end with their metadata here."""
+    """Name of the LoRA adapter. In this place SGLang's arrays end with their metadata."""
     extra_keys: list[list[Any] | None] | None = None
-    """Of each block, what it depends on besides tokens: LoRA, images, and the salt of a prompt's first block."""
+    """Other inputs of each block besides tokens: LoRA, images, and the salt in the first block of a prompt."""
     group_idx: _GroupIndex | None = None
     kv_cache_spec_kind: str | None = None
 
@@ -50,7 +51,7 @@ class _StoredEvent(msgspec.Struct):
 class _StoredEventArray(_StoredEvent, tag="BlockStored", array_like=True):
     @property
     def salt(self) -> str | None:
-        """SGLang's."""
+        """Cache salt that SGLang sends."""
         return self.lora_name.cache_salt if isinstance(self.lora_name, _SglangMetadata) else None
 
 
@@ -59,7 +60,7 @@ class _StoredEventMap(_StoredEvent, tag="BlockStored"):
 
     @property
     def salt(self) -> str | None:
-        """SGLang's."""
+        """Cache salt that SGLang sends."""
         return self.cache_salt
 
 
@@ -100,41 +101,41 @@ _decode_map_batch = msgspec.msgpack.Decoder(_MapBatch).decode
 
 
 class BlockStored(NamedTuple):
-    """Blocks that depend on their tokens and, through the prompt's first one, on the salt."""
+    """Event for stored blocks, which depend only on their tokens and on the salt of their prompt."""
 
     block_hashes: list[EngineBlockHash]
     parent_block_hash: EngineBlockHash | None
-    """The block before them; None: they begin a prompt."""
+    """Hash of the block before them; None if they begin a prompt."""
     token_ids: list[int]
     block_size: int
     cache_salt: str
-    """Of the prompt that they begin; empty: none."""
+    """Salt of the prompt that they begin; empty if none."""
 
 
 class BlockRemoved(NamedTuple):
-    """Blocks, not all of which need have been told of."""
+    """Event for removed blocks. Some of them may never have been reported as stored."""
 
     block_hashes: list[EngineBlockHash]
 
 
 class AllBlocksCleared(NamedTuple):
-    """There are no blocks any more."""
+    """Event for the removal of all blocks."""
 
 
 class KvEventDecoder:
-    """Reads what one server publishes, as far as it concerns one model."""
+    """Decoder for the batches of one server, restricted to the events of one model."""
 
     def __init__(self, model: str) -> None:
         self._model = model
         self._is_adapter = False
-        """The model is a LoRA adapter: it has said so."""
+        """Whether an event showed that the model is a LoRA adapter."""
         self._full_prefix_groups: set[int | None] = set()
-        """Those that hold whole prefixes."""
+        """Cache groups that hold whole prefixes."""
 
     def decode_batch(
         self, payload: bytes
     ) -> Iterator[BlockStored | BlockRemoved | AllBlocksCleared]:
-        """The events of a batch, in order. Raises msgspec.DecodeError."""
+        """Yield the events of an encoded batch in order. Raises msgspec.DecodeError."""
         try:
             events: list[Any] = _decode_map_batch(payload).events
         except msgspec.ValidationError:
@@ -156,10 +157,10 @@ class KvEventDecoder:
         ):
             return
         if len(event.token_ids) != len(event.block_hashes) * event.block_size:
-            return  # some of a sliding window's, or copies that are told of without their tokens
+            return  # part of a sliding window, or copies of blocks without their tokens
         if event.lora_name == self._model and not self._is_adapter:
             self._is_adapter = True
-            yield AllBlocksCleared()  # what was told before is of the model beneath
+            yield AllBlocksCleared()  # earlier events belong to the base model
         if not self._is_for_model(event):
             return
         self._full_prefix_groups.add(event.group_idx)
@@ -176,11 +177,11 @@ class KvEventDecoder:
 
 
 def _count_text_only_blocks(event: _StoredEventArray | _StoredEventMap) -> tuple[int, str]:
-    """How many of the blocks, from the first, are only tokens (no images), and the salt they begin with."""
+    """Return the number of leading blocks that depend only on tokens (no images), and the salt of the first block."""
     salt = event.salt or ""
     for number, keys in enumerate(event.extra_keys or ()):
-        others = [key for key in keys or () if key != event.lora_name]
-        match others:
+        other_keys = [key for key in keys or () if key != event.lora_name]
+        match other_keys:
             case []:
                 pass
             case [str(first)] if number == 0 and event.parent_block_hash is None:

@@ -1,7 +1,7 @@
-"""Follows what a replica of ours tells of its prefix cache, by a stream of its own.
+"""Subscriber to the KV events of a native replica, which it sends in an HTTP stream.
 
-The replica's side is `argosy.engine.serving.api_server.kv_events_handler`. Where there is no such stream, or while it is broken, what
-the replica has is believed from what was sent there.
+The replica's side is `argosy.engine.serving.api_server.kv_events_handler`. Without a working stream, the gateway
+estimates the contents of the replica's prefix cache from the prompts sent to it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from argosy.protocol import EventParser, KvEvent, TokenizationKey, unpack_block_
 KV_EVENTS_PATH = b"/kv_events"
 RESPONSE_HEAD_TIMEOUT_S = 5.0
 STREAM_IDLE_TIMEOUT_S = 45.0
-"""A stream that is silent for longer than several of its keep-alive comments is broken."""
+"""Silence after which a stream counts as broken. Keep-alive comments arrive several times in this period."""
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
@@ -36,27 +36,27 @@ _decode = msgspec.json.Decoder(KvEvent).decode
 
 
 class NativeKvEventSubscriber:
-    """Follows one replica."""
+    """Subscriber to the KV events of one native replica."""
 
     def __init__(self, replica: ReplicaEndpoint, text_block_maps: TextBlockMaps) -> None:
         self._replica = replica
         self._text_block_maps = text_block_maps
         self._event_parser = EventParser()
         self._index: EventPrefixIndex | None = None
-        """The replica's, while it tells."""
+        """Index of the replica while the subscription is active."""
 
     async def run_once(self) -> float:
-        """Follow until the stream ends. In how many seconds to try again."""
+        """Subscribe until the stream ends and return the time in seconds to wait before the next try."""
         self._event_parser = EventParser()
-        attempt, upstream = UpstreamResponse(time.monotonic), self._replica.upstream
+        response, upstream = UpstreamResponse(time.monotonic), self._replica.upstream
         try:
             async with asyncio.timeout(RESPONSE_HEAD_TIMEOUT_S):
-                await attempt.send(
+                await response.send(
                     upstream, upstream.build_request(b"GET", KV_EVENTS_PATH, b"", [])
                 )
-                status = await attempt.status
+                status = await response.status
             if status == 200:
-                await self._read_stream(attempt)
+                await self._read_stream(response)
         except (UpstreamError, TimeoutError) as error:
             log.debug("kv_events_disconnected", replica=self._replica.name, reason=str(error))
             return RETRY_INTERVAL_S
@@ -70,50 +70,50 @@ class NativeKvEventSubscriber:
                 UNSUPPORTED_RETRY_INTERVAL_S if status in UNSUPPORTED_STATUSES else RETRY_INTERVAL_S
             )
         finally:
-            attempt.abort("it is not read any more")
+            response.abort("the subscription ended")
             if self._index is not None:
                 self._index = None
                 self._replica.prefix_index = EstimatedPrefixIndex()
 
     async def _read_stream(self, response: UpstreamResponse) -> None:
-        """Take in the stream until its end. Raises UpstreamError, or one of `WRONG`."""
-        wrong: list[Exception] = []
+        """Apply the events of the stream until its end. Raises UpstreamError or one of `KV_EVENT_ERRORS`."""
+        errors: list[Exception] = []
 
-        def take(body: bytes) -> None:
+        def on_piece(body: bytes) -> None:
             try:
                 self._apply_events(body)
             except KV_EVENT_ERRORS as error:
-                wrong.append(error)
+                errors.append(error)
                 response.abort(str(error))
 
-        response.stream_body(take)
+        response.stream_body(on_piece)
         while not response.end_of_body.done():
             await asyncio.wait({response.end_of_body}, timeout=STREAM_IDLE_TIMEOUT_S)
             if (
                 not response.end_of_body.done()
                 and time.monotonic() - response.last_activity_at > STREAM_IDLE_TIMEOUT_S
             ):
-                response.abort(f"nothing came for {STREAM_IDLE_TIMEOUT_S:g} s")
-        if wrong:
-            raise wrong[0]
+                response.abort(f"the stream was silent for {STREAM_IDLE_TIMEOUT_S:g} s")
+        if errors:
+            raise errors[0]
         await response.end_of_body
 
     def _apply_events(self, body: bytes) -> None:
         for data in self._event_parser.feed(body):
-            told = _decode(data)
-            if told.reset is not None:
-                self._create_index(told.reset)
+            event = _decode(data)
+            if event.reset is not None:
+                self._create_index(event.reset)
             if self._index is None:
-                raise ValueError("its first event does not start")
-            self._index.on_blocks_stored(unpack_block_names(told.stored))
-            self._index.on_blocks_removed(unpack_block_names(told.removed))
+                raise ValueError("the first event has no `reset`")
+            self._index.on_blocks_stored(unpack_block_names(event.stored))
+            self._index.on_blocks_removed(unpack_block_names(event.removed))
             if len(self._index.blocks) > MAX_INDEXED_BLOCKS:
-                raise TooManyBlocksError(f"it has more than {MAX_INDEXED_BLOCKS} blocks")
+                raise TooManyBlocksError(f"the replica has more than {MAX_INDEXED_BLOCKS} blocks")
 
     def _create_index(self, tokenization_key: TokenizationKey) -> None:
-        texts = get_text_block_map(tokenization_key, self._text_block_maps)
+        text_block_map = get_text_block_map(tokenization_key, self._text_block_maps)
         self._index = self._replica.prefix_index = EventPrefixIndex(
-            texts, tokenization_key.block_size
+            text_block_map, tokenization_key.block_size
         )
         log.info(
             "kv_events_subscribed",

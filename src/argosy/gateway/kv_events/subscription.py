@@ -1,4 +1,4 @@
-"""Who follows which replica: ours by its own stream, vLLM and SGLang by what they publish, others not at all."""
+"""Choice of the KV event subscriber for a replica, by the kind of its backend."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from argosy.gateway.pool import ReplicaEndpoint
 
 
 async def subscribe(replica: ReplicaEndpoint, text_block_maps: TextBlockMaps) -> None:
-    """Follow a replica again and again, from when it is known what it is, if it is of a kind that tells.
+    """Subscribe to a replica's KV events, again after every failure.
 
-    Those of a pool share its texts.
+    The function waits until the kind of the replica is known. It returns at once for a kind without KV events, and
+    otherwise runs until it is cancelled. The replicas of a pool share `text_block_maps`.
     """
-    while replica.kind == "auto":  # noqa: ASYNC110 - the replica does not say when it is known
+    while replica.kind == "auto":  # noqa: ASYNC110 - the replica has no event for a detected kind
         await asyncio.sleep(RETRY_INTERVAL_S)
-    follower = _create_subscriber(replica, text_block_maps)
-    while follower is not None:
-        again_s = await follower.run_once()
-        await asyncio.sleep(again_s)
+    subscriber = _create_subscriber(replica, text_block_maps)
+    while subscriber is not None:
+        retry_in_s = await subscriber.run_once()
+        await asyncio.sleep(retry_in_s)
 
 
 def _create_subscriber(

@@ -1,4 +1,4 @@
-"""What all who follow a replica's KV blocks have in common: texts of a pool, what is wrong, and when to ask again."""
+"""Parts that all KV event subscribers share: text block maps of a pool, error types, retry intervals."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from argosy.protocol import TokenizationKey
 
 RETRY_INTERVAL_S = 0.25
 UNSUPPORTED_RETRY_INTERVAL_S = 30.0
-"""When a server that does not tell, or too much, is asked again."""
+"""Time after which a server without KV events, or with too many blocks, is tried again."""
 
 TextBlockMaps = WeakValueDictionary[TokenizationKey, TextBlockMap]
-"""The texts of a pool, by how its replicas read; forgotten when nobody reads so any more."""
+"""Text block maps of a pool by tokenization. A map disappears when no replica's index uses it any more."""
 
 
 class TooManyBlocksError(Exception):
-    """The replica holds more blocks than can be followed."""
+    """The replica holds more blocks than the gateway can index."""
 
 
 KV_EVENT_ERRORS = (
@@ -28,14 +28,14 @@ KV_EVENT_ERRORS = (
     msgspec.DecodeError,
     TooManyBlocksError,
 )
-"""What comes of events that cannot be followed."""
+"""Exceptions raised for KV events that cannot be decoded or indexed."""
 
 
 def get_text_block_map(
     tokenization_key: TokenizationKey, text_block_maps: TextBlockMaps
 ) -> TextBlockMap:
-    """The texts of the replicas that read like this."""
-    texts = text_block_maps.get(tokenization_key)
-    if texts is None:
-        texts = text_block_maps[tokenization_key] = TextBlockMap()
-    return texts
+    """Return the text block map of the replicas with this tokenization. Create it if it does not exist."""
+    text_block_map = text_block_maps.get(tokenization_key)
+    if text_block_map is None:
+        text_block_map = text_block_maps[tokenization_key] = TextBlockMap()
+    return text_block_map

@@ -1,7 +1,8 @@
-"""Follows what vLLM and SGLang publish of their KV blocks.
+"""Subscriber to the KV cache events of vLLM and SGLang, which they publish over ZeroMQ.
 
-They tell what changes, not what there is: what was stored before is told again by their replay, or not at all. What
-they have not told of is believed from what was sent there, as it is everywhere while nothing is told.
+These engines publish changes and no snapshot. Blocks stored before the subscription are reported only in a replay, if
+at all. For unreported blocks the gateway relies on its estimate from the prompts that it sent, as it does for replicas
+without events.
 """
 
 from __future__ import annotations
@@ -36,40 +37,40 @@ from argosy.policy import MAX_NAMED_BLOCKS, EngineBlockNames, EstimatedPrefixInd
 from argosy.protocol import TokenizationKey
 
 MIN_BLOCK_TOKENS = 8
-"""Tokens. Smaller ones cost more to follow than they are worth: each is named for each prompt that is answered."""
+"""Minimum block size in tokens. Smaller blocks cost too much, because every prompt reports each of its blocks."""
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
 
 class ZmqKvEventSubscriber:
-    """Follows one replica."""
+    """Subscriber to the KV cache events of one vLLM or SGLang replica."""
 
     def __init__(
         self, replica: ReplicaEndpoint, source: KvEventSource, text_block_maps: TextBlockMaps
     ) -> None:
-        """`source` is where it says that it publishes, unless `kv_events` does."""
+        """Create a subscriber. `source` reports the address if the setting `kv_events` does not."""
         self._replica = replica
         self._source = source
         self._text_block_maps = text_block_maps
         self._decoder = KvEventDecoder(replica.upstream_model)
         self._index: EventPrefixIndex | None = None
-        """The replica's, once it has told how large its blocks are."""
+        """Index of the replica, created when the first event reports the block size."""
         self._engine_blocks: EngineBlockNames | None = None
         self._last_batch: int | None = None
-        """Number of the batch that was taken in last."""
+        """Number of the last applied batch."""
         self._replayed_until = -1
-        """Number up to which batches may come again, from before the replay."""
+        """Number of the last replayed batch. Batches up to it were queued before the replay and are duplicates."""
 
     async def run_once(self) -> float:
-        """Follow until the connection is lost. In how many seconds to try again."""
+        """Subscribe until the connection is lost and return the time in seconds to wait before the next try."""
         try:
             address = self._replica.kv_events or await self._discover_address()
             if address is None:
                 return UNSUPPORTED_RETRY_INTERVAL_S
-            async with ZmqSubscription(address) as feed:
-                await self._apply_replay(feed, 0)
-                await feed.receive_batches(
-                    lambda number, payload: self._on_batch(feed, number, payload)
+            async with ZmqSubscription(address) as subscription:
+                await self._apply_replay(subscription, 0)
+                await subscription.receive_batches(
+                    lambda number, payload: self._on_batch(subscription, number, payload)
                 )
         except (SubscriptionLostError, UpstreamError, TimeoutError) as error:
             log.debug("kv_events_disconnected", replica=self._replica.name, reason=str(error))
@@ -87,7 +88,12 @@ class ZmqKvEventSubscriber:
         return RETRY_INTERVAL_S
 
     async def _discover_address(self) -> KvEventAddress | None:
-        """Ask the server where it publishes. Raises UpstreamError, TimeoutError, or one of `WRONG`."""
+        """Fetch the address at which the server publishes; None if it reports none.
+
+        Raises:
+            UpstreamError, TimeoutError: The server did not answer.
+            ValueError, msgspec.DecodeError: The report is malformed.
+        """
         async with asyncio.timeout(PROBE_TIMEOUT_S):
             status, body = await fetch_path(self._replica.upstream, self._source.path)
         ports = self._source.parse(body) if status == 200 else None
@@ -101,7 +107,7 @@ class ZmqKvEventSubscriber:
             self._apply_batch(number, payload)
 
     async def _apply_replay(self, subscription: ZmqSubscription, start: int) -> None:
-        """Take in what the server gives again."""
+        """Apply the batches that the server replays from number `start`."""
         async for number, payload in subscription.replay_batches(start):
             self._apply_batch(number, payload)
             self._replayed_until = number
@@ -112,8 +118,8 @@ class ZmqKvEventSubscriber:
             log.info(
                 "kv_event_batches_missed",
                 replica=self._replica.name,
-                since=self._last_batch,
-                now=number,
+                last_batch=self._last_batch,
+                batch=number,
             )
             self._clear_index()
         self._last_batch = number
@@ -134,7 +140,7 @@ class ZmqKvEventSubscriber:
                 EngineBlockNames(stored.block_size),
             )
         if stored.block_size != self._engine_blocks.block_size:
-            return  # a part of a block, which no prompt but one finds
+            return  # an incomplete block, which only the identical prompt can hit
         self._index.on_blocks_stored(
             self._engine_blocks.add_blocks(
                 stored.block_hashes, stored.parent_block_hash, stored.token_ids, stored.cache_salt
@@ -142,27 +148,28 @@ class ZmqKvEventSubscriber:
         )
         if len(self._engine_blocks) > MAX_NAMED_BLOCKS:
             raise TooManyBlocksError(
-                f"it has more than {MAX_NAMED_BLOCKS} blocks; start it with larger ones"
+                f"the replica has more than {MAX_NAMED_BLOCKS} blocks. Start it with larger blocks."
             )
 
     def _create_index(self, block_size: int) -> EventPrefixIndex:
         if block_size < MIN_BLOCK_TOKENS:
             raise TooManyBlocksError(
-                f"its blocks have {block_size} tokens; start it with {MIN_BLOCK_TOKENS} at least"
+                f"the replica's blocks have {block_size} tokens. "
+                f"Start it with a block size of at least {MIN_BLOCK_TOKENS}."
             )
         replica = self._replica
-        # Those of one kind that call the model the same are taken to read alike.
-        reading = TokenizationKey(
+        # Assume that replicas of one kind with the same model name tokenize alike.
+        tokenization_key = TokenizationKey(
             tokenizer=f"{replica.kind} {replica.upstream_model}", block_size=block_size
         )
         index = replica.prefix_index = EventPrefixIndex(
-            get_text_block_map(reading, self._text_block_maps), block_size
+            get_text_block_map(tokenization_key, self._text_block_maps), block_size
         )
         log.info("kv_events_subscribed", replica=replica.name, block_size=block_size)
         return index
 
     def _clear_index(self) -> None:
-        """What it held is gone, or may be."""
+        """Forget all blocks, because the replica removed them or events about them were missed."""
         if self._index is not None and self._engine_blocks is not None:
             self._index.blocks.clear()
             self._engine_blocks = EngineBlockNames(self._engine_blocks.block_size)

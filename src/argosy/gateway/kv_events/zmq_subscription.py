@@ -1,7 +1,8 @@
-"""A subscription to a server's published KV cache events, over ZeroMQ: one connection, from its handshake to its loss.
+"""ZeroMQ subscription to a server's KV cache events: one connection, from its handshake to its loss.
 
-vLLM and SGLang publish `[topic, number, batch]`, numbers without gaps from 0 in big-endian, and may give again, from a
-number on, what they still have. A connection that is lost is not made again beneath: it may be another server's then.
+vLLM and SGLang publish messages of `[topic, number, batch]`. Numbers are big-endian and increase from 0 without gaps. A
+server may replay the batches that it still has, from a given number. ZeroMQ does not reconnect a lost connection here,
+because another server may have taken over the address.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from argosy.gateway.backends import KvEventAddress
 
 HANDSHAKE_TIMEOUT_S = 5.0
 REPLAY_TIMEOUT_S = 10.0
-"""From one piece of a replay to the next."""
+"""Maximum time between two messages of a replay."""
 HEARTBEAT_INTERVAL_MS = 5_000
 HEARTBEAT_TIMEOUT_MS = 15_000
-"""A publisher that leaves heartbeats unanswered for so long is lost."""
+"""Time without an answer to heartbeats after which the connection counts as lost."""
 MAX_QUEUED_BATCHES = 10_000
-"""Batches that wait here; then the publisher drops some, and their numbers are missed."""
+"""Maximum number of received batches in the queue. Beyond it the publisher drops batches, which leaves a gap."""
 MAX_BATCH_BYTES = 64 * 1024 * 1024
 MAX_SOCKETS = 1 << 14
-"""Three for each replica, one more while it replays."""
+"""Maximum number of ZeroMQ sockets. Each replica needs three, and one more during a replay."""
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
@@ -42,22 +43,25 @@ _DISCONNECT_EVENTS = frozenset(
     }
 )
 _REPLAY_END = b"\xff" * 8
-"""The number at the end of a replay."""
+"""Number of the message that ends a replay."""
 
 BatchHandler = Callable[[int, bytes], Awaitable[None]]
-"""Gets a batch and its number."""
+"""Callback for a batch: its number and its payload."""
 
 
 class SubscribeError(Exception):
-    """Nobody publishes there, or there is no socket left to ask with."""
+    """No KV event publisher at the address, or no ZeroMQ socket left."""
 
 
 class SubscriptionLostError(Exception):
-    """There is no connection any more."""
+    """The connection to the publisher was lost."""
 
 
 class ZmqSubscription:
-    """Use it as a context, from one event loop. Raises UnmetError."""
+    """Subscription to one address, as an async context manager.
+
+    Not thread-safe: use it from one event loop. The constructor raises SubscribeError.
+    """
 
     def __init__(self, address: KvEventAddress) -> None:
         self._address = address
@@ -67,7 +71,7 @@ class ZmqSubscription:
         self._disconnected: asyncio.Future[None] | None = None
 
     async def __aenter__(self) -> Self:
-        """Connect. Raises UnmetError."""
+        """Connect to the publisher. Raises SubscribeError."""
         connected = False
         try:
             connected = await self._connect()
@@ -75,39 +79,48 @@ class ZmqSubscription:
             if not connected:
                 self._close()
         if not connected:
-            raise SubscribeError(f"{self._address.endpoint} cannot be connected to")
+            raise SubscribeError(
+                f"no KV event publisher at {self._address.endpoint}. "
+                "Start the engine with KV events, or correct `kv_events` of this replica."
+            )
         self._disconnected = asyncio.ensure_future(self._wait_for_disconnect())
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Leave."""
+        """Close the connection."""
         if self._disconnected is not None:
             self._disconnected.cancel()
             await asyncio.wait({self._disconnected})
         self._close()
 
     async def receive_batches(self, on_batch: BatchHandler) -> None:
-        """Give `take` all that comes, until the connection is lost.
+        """Pass all batches to `on_batch` until the connection is lost. Exceptions of `on_batch` propagate.
 
-        Raises LostError, ValueError for what is no batch, or what `take` raises.
+        Raises:
+            SubscriptionLostError: The connection was lost.
+            ValueError: A message is no batch.
         """
-        assert self._disconnected is not None  # noqa: S101 - it is a context
-        reading = asyncio.ensure_future(self._receive_until_cancelled(on_batch))
+        assert self._disconnected is not None  # noqa: S101 - set by `__aenter__`
+        receive_task = asyncio.ensure_future(self._receive_until_cancelled(on_batch))
         try:
-            await asyncio.wait({reading, self._disconnected}, return_when=asyncio.FIRST_COMPLETED)
-            if reading.done():
-                await reading
+            await asyncio.wait(
+                {receive_task, self._disconnected}, return_when=asyncio.FIRST_COMPLETED
+            )
+            if receive_task.done():
+                await receive_task
         except zmq.ZMQError as error:
             raise SubscriptionLostError(str(error)) from error
         finally:
-            reading.cancel()
-            await asyncio.wait({reading})
+            receive_task.cancel()
+            await asyncio.wait({receive_task})
         raise SubscriptionLostError("the connection was lost")
 
     async def replay_batches(self, start: int) -> AsyncIterator[tuple[int, bytes]]:
-        """Batches from this number on, as far as they are given again.
+        """Yield number and payload of the batches that the server still has, from number `start`.
 
-        Raises UnmetError, or ValueError for what is no batch.
+        Raises:
+            SubscribeError: No ZeroMQ socket is left.
+            ValueError: A message is no batch.
         """
         if self._address.replay is None:
             return
@@ -119,9 +132,9 @@ class ZmqSubscription:
             while True:
                 async with asyncio.timeout(REPLAY_TIMEOUT_S):
                     frames = await socket.recv_multipart()
-                # Some put the topic before the number, some do not.
+                # Only some servers send the topic before the number.
                 if len(frames) < 3 or len(frames[-2]) != 8:
-                    raise ValueError("its replay is no batch")
+                    raise ValueError("a replayed message is not a KV event batch")
                 if frames[-2] == _REPLAY_END:
                     return
                 yield int.from_bytes(frames[-2], "big"), frames[-1]
@@ -145,9 +158,9 @@ class ZmqSubscription:
         while True:
             frames = await self._socket.recv_multipart()
             if len(frames) != 3 or len(frames[1]) != 8:
-                raise ValueError("it publishes something else")
+                raise ValueError("a published message is not a KV event batch")
             await on_batch(int.from_bytes(frames[1], "big"), frames[2])
-            await asyncio.sleep(0)  # what has come already is received without a pause
+            await asyncio.sleep(0)  # `recv_multipart` does not yield while messages are queued
 
     async def _wait_for_disconnect(self) -> None:
         while await self._next_monitor_event() not in _DISCONNECT_EVENTS:
@@ -171,7 +184,7 @@ def _zmq_context() -> zmq.asyncio.Context:
 
 
 def _open_socket(kind: int) -> zmq.asyncio.Socket:
-    """Raises UnmetError when there are too many."""
+    """Open a ZeroMQ socket of type `kind`. Raises SubscribeError if too many are open."""
     try:
         socket = _zmq_context().socket(kind)
     except zmq.ZMQError as error:

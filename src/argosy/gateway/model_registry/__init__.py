@@ -1,4 +1,11 @@
-"""The models that are served, and the pools that answer for them, as the settings have them now."""
+"""Registry of the served models and their pools, which follows configuration reloads.
+
+`build_model_entries` validates the configuration and turns each model's replicas into `ReplicaEntry` objects. The
+`ModelRegistry` holds one `PoolMembership` per model. A `PoolMembership` adds and removes replicas, starts their probes,
+KV event subscriptions and DNS discovery, and stops these tasks for removed replicas. The `ModelRouter` maps the model
+name of a request to a pool, through aliases and routes, and checks that the principal may use the model. A reload
+replaces the models in one step, and removed models stay open until their running requests have ended.
+"""
 
 from argosy.gateway.model_registry.model_entries import ModelEntries, build_model_entries
 from argosy.gateway.model_registry.model_router import ModelRouter

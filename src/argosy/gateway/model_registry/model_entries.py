@@ -1,4 +1,4 @@
-"""From the configuration to what is served: the models, their pools, their replicas, the connections to those."""
+"""Construction of models, pools, replicas and upstream connections from the configuration."""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ from argosy.protocol import parse_endpoint
 
 
 class ReplicaEntry:
-    """One entry of a model's replicas: a server, or as many as its name has addresses.
+    """Entry in a model's list of replicas: one server, or one server per address of its host name with discovery.
 
-    Raises ValueError or OSError, saying what to change.
+    Raises:
+        ValueError: The entry's settings are invalid; the message contains the remedy.
+        OSError: A file that the entry names cannot be read.
     """
 
     def __init__(self, config: ReplicaConfig, model: str, timeouts: Timeouts) -> None:
@@ -39,7 +41,7 @@ class ReplicaEntry:
         self._timeouts = timeouts
 
     def build_replica(self, address: str | None = None) -> ReplicaEndpoint:
-        """The server at its URL, or the one at this of its name's addresses, which is called so, too."""
+        """Build the replica at the entry's URL, or at one address of its host name."""
         config = self.config
         upstream = Upstream(
             msgspec.structs.replace(self.endpoint, address=address),
@@ -64,11 +66,11 @@ class ReplicaEntry:
         )
 
     def is_equivalent(self, other: ReplicaEntry) -> bool:
-        """Whether both make the same replicas."""
+        """Return whether both entries build equal replicas, including the content of their TLS files."""
         return self.config == other.config and self._tls_digest == other._tls_digest
 
     def has_same_hostname(self, other: ReplicaEntry | None) -> bool:
-        """Whether it is the same name that both look up."""
+        """Return whether both entries discover the same host name in the same mode."""
         return (
             other is not None
             and self.config.discover == other.config.discover
@@ -76,29 +78,38 @@ class ReplicaEntry:
         )
 
     def replica_name(self, address: str) -> str:
-        """What the server at one of its name's addresses is called."""
+        """Return the name of the replica at one address of the host name."""
         return f"{self.name}@{address}"
 
 
 class ModelEntries(NamedTuple):
-    """A model, and what stands behind it."""
+    """Model with its replica entries."""
 
     model: ModelConfig
     entries: tuple[ReplicaEntry, ...]
 
 
 def build_model_entries(config: GatewayConfig) -> list[ModelEntries]:
-    """All models of the configuration. Raises ValueError or OSError, saying what to change."""
+    """Build the entries of all configured models.
+
+    Raises:
+        ValueError: The settings are invalid; the message contains the remedy.
+        OSError: A file that the settings name cannot be read.
+    """
     return [
         ModelEntries(
-            model, tuple(ReplicaEntry(one, model.name, config.timeouts) for one in model.replicas)
+            model,
+            tuple(
+                ReplicaEntry(replica_config, model.name, config.timeouts)
+                for replica_config in model.replicas
+            ),
         )
         for model in config.models
     ]
 
 
 def build_pool(model_entries: ModelEntries) -> Pool:
-    """A model's pool; whose names are to be looked up are not in it yet."""
+    """Build a model's pool. Replicas found by discovery are added later."""
     model = model_entries.model
     replicas = [
         entry.build_replica() for entry in model_entries.entries if entry.config.discover is None
@@ -107,12 +118,14 @@ def build_pool(model_entries: ModelEntries) -> Pool:
 
 
 def build_hedging(model: ModelConfig) -> Hedging | None:
-    """Whether silent replicas are raced by others, and how often."""
+    """Return the model's hedging policy, or None if hedging is off."""
     return None if model.hedge_after_s is None else Hedging(model.hedge_after_s)
 
 
-def pools_by_name(model_entries: Sequence[ModelEntries], pools: Sequence[Pool]) -> dict[str, Pool]:
-    """The pools by all names of their models."""
+def build_pools_by_name(
+    model_entries: Sequence[ModelEntries], pools: Sequence[Pool]
+) -> dict[str, Pool]:
+    """Map the name and aliases of each model to its pool."""
     return {
         name: pool
         for (model, _), pool in zip(model_entries, pools, strict=True)
@@ -123,7 +136,8 @@ def pools_by_name(model_entries: Sequence[ModelEntries], pools: Sequence[Pool]) 
 def build_model_router(
     model_entries: Sequence[ModelEntries], routes: Sequence[RouteConfig] = ()
 ) -> ModelRouter:
-    """All models, by all their names, their pools in this order; `routes` name only these."""
+    """Build the router. Its pools have the order of `model_entries`, and `routes` must name only these models."""
     return ModelRouter(
-        pools_by_name(model_entries, [build_pool(one) for one in model_entries]), routes
+        build_pools_by_name(model_entries, [build_pool(entries) for entries in model_entries]),
+        routes,
     )

@@ -1,4 +1,4 @@
-"""The models that a gateway serves: public names and aliases, who may use them, and their pools."""
+"""Routing of a requested model name to a pool, through aliases and routes, and the list of models for clients."""
 
 from __future__ import annotations
 
@@ -18,38 +18,47 @@ from argosy.store import AccountSnapshot, Limit, Price
 
 T = TypeVar("T", Limit, Price)
 MAX_LOGGED_MODELS = 10
-"""Of what is not there, so many are named in the log."""
+"""Maximum number of unknown models that one log event names."""
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
 
 class RouteTarget(NamedTuple):
-    """Who answers a request."""
+    """Pool that answers a request."""
 
     pool: Pool
     route_name: str = ""
-    """Name of the route that said so; empty: it is the model that was asked for."""
+    """Name of the route that selected the pool. Empty if the pool is that of the requested model."""
 
 
 class ModelRouter:
-    """All public names, each with the pool that answers for it, and the routes that lead elsewhere."""
+    """Maps public model names to pools, and applies routes to other models.
+
+    Args:
+        pools_by_name: Pools by public names and aliases.
+        routes: Routes, whose models are all in `pools_by_name`.
+    """
 
     def __init__(
         self, pools_by_name: Mapping[str, Pool], routes: Sequence[RouteConfig] = ()
     ) -> None:
-        """See `take`."""
         self._created_at = int(time.time())
         self._logged_unknown_tenants: dict[str, tuple[str, ...]] = {}
-        """Tenants that routes name in vain, by the route's name, as the log was told."""
+        """Unknown tenants by route name, as last logged."""
         self._logged_unknown_models: set[str] = set()
-        """Models that limits and prices name in vain, as it was told, too."""
+        """Unknown models in limits and prices, as last logged."""
         self.replace_models(pools_by_name, routes)
 
     def replace_models(
         self, pools_by_name: Mapping[str, Pool], routes: Sequence[RouteConfig]
     ) -> None:
-        """Serve these from now on, and no others; `routes` name only models of `named`.
+        """Replace all models and routes.
 
-        What is `meant` may be something else then, and tenants of routes are to be looked for again: see `update`.
+        Call `resolve_aliases` and `apply_snapshot` again afterwards, since aliases may have changed and the tenants of
+        routes are unresolved.
+
+        Args:
+            pools_by_name: Pools by public names and aliases.
+            routes: Routes, whose models are all in `pools_by_name`.
         """
         self._pools_by_name = pools_by_name
         self._targets = {name: RouteTarget(pool) for name, pool in pools_by_name.items()}
@@ -58,61 +67,88 @@ class ModelRouter:
         self._routes = self._build_routes(AccountSnapshot())
 
     def apply_snapshot(self, snapshot: AccountSnapshot) -> None:
-        """Look for the tenants of routes among these from now on, and say what names nothing here."""
+        """Resolve the tenants of routes in this snapshot, and log names that do not exist."""
         self.prepare_snapshot(snapshot)()
 
     def prepare_snapshot(self, snapshot: AccountSnapshot) -> Callable[[], None]:
-        """What does as `update` does, at once: all work is done by then, in any thread.
+        """Resolve a snapshot and return a function that applies it without further work. Thread-safe.
 
-        It is for no longer than until the next `take`.
+        The returned function is valid until the next `replace_models`.
         """
         routes = self._build_routes(snapshot)
-        unknown = {route.name: route.unknown_tenants for route in routes if route.unknown_tenants}
+        unknown_tenants = {
+            route.name: route.unknown_tenants for route in routes if route.unknown_tenants
+        }
         terms: tuple[Limit | Price, ...] = (*snapshot.limits, *snapshot.prices)
-        strange = {term.model for term in terms if term.model} - self._pools_by_name.keys()
+        unknown_models = {term.model for term in terms if term.model} - self._pools_by_name.keys()
 
-        def take() -> None:
-            if unknown and unknown != self._logged_unknown_tenants:
-                log.warning("unknown_tenant_in_config", routes=unknown)
-            if strange - self._logged_unknown_models:
-                some = sorted(strange)[:MAX_LOGGED_MODELS]
-                log.warning("unknown_model_in_limits_or_prices", models=some, count=len(strange))
+        def apply() -> None:
+            if unknown_tenants and unknown_tenants != self._logged_unknown_tenants:
+                log.warning("unknown_tenant_in_config", routes=unknown_tenants)
+            if unknown_models - self._logged_unknown_models:
+                logged_models = sorted(unknown_models)[:MAX_LOGGED_MODELS]
+                log.warning(
+                    "unknown_model_in_limits_or_prices",
+                    models=logged_models,
+                    count=len(unknown_models),
+                )
             self._routes, self._logged_unknown_tenants, self._logged_unknown_models = (
                 routes,
-                unknown,
-                strange,
+                unknown_tenants,
+                unknown_models,
             )
 
-        return take
+        return apply
 
     def resolve_target(
         self, name: str, principal: Principal, headers: Mapping[bytes, bytes]
     ) -> RouteTarget:
-        """Who answers a caller who asks this model with these headers. Raises ApiError 404 or 403.
+        """Return the pool that answers a request.
 
-        They need leave for the model that they ask for, not for the one that a route leads to.
+        The principal needs access to the requested model, but not to the target model of a route.
+
+        Args:
+            name: Requested model.
+            principal: Sender of the request.
+            headers: Request headers, which routes may match.
+
+        Raises:
+            ApiError: 404 if the model does not exist. 403 if the principal may not use it.
         """
-        asked = self._targets.get(name)
-        check_model_access(principal, name, name if asked is None else asked.pool.model)
-        if asked is None:
+        requested_target = self._targets.get(name)
+        check_model_access(
+            principal, name, name if requested_target is None else requested_target.pool.model
+        )
+        if requested_target is None:
             raise _model_not_found(name)
         for route in self._routes:
-            if route.matches(asked.pool.model, principal, headers):
-                log.info("request_routed", asked=name, model=route.target_model, route=route.name)
+            if route.matches(requested_target.pool.model, principal, headers):
+                log.info(
+                    "request_routed",
+                    requested_model=name,
+                    model=route.target_model,
+                    route=route.name,
+                )
                 return RouteTarget(self._pools_by_name[route.target_model], route.name)
-        return asked
+        return requested_target
 
     def resolve_only_model(
         self, principal: Principal, headers: Mapping[bytes, bytes]
     ) -> RouteTarget:
-        """Who answers those who name no model, where there is no choice. Raises ApiError 400."""
+        """Return the pool for a request without a model name.
+
+        Raises:
+            ApiError: 400 if there are several models.
+        """
         if len(self.pools) == 1:
             return self.resolve_target(self.pools[0].model, principal, headers)
-        message = "Missing parameter 'model'. Add it: there are several. See /v1/models."
+        message = (
+            "Missing parameter 'model'. Add it, since there are several models. See /v1/models."
+        )
         raise ApiError(400, "missing_required_parameter", message, param="model")
 
     def resolve_aliases(self, snapshot: AccountSnapshot) -> AccountSnapshot:
-        """With limits and prices of an alias as those of the model that it stands for now."""
+        """Return the snapshot with aliases in limits and prices replaced by the names of their models."""
         return msgspec.structs.replace(
             snapshot,
             limits=tuple(map(self._resolve_alias, snapshot.limits)),
@@ -120,14 +156,18 @@ class ModelRouter:
         )
 
     def get_model(self, name: str, principal: Principal) -> ModelCard:
-        """What is told of a model. Raises ApiError 404."""
+        """Return the description of a model.
+
+        Raises:
+            ApiError: 404 if the model does not exist or the principal may not use it.
+        """
         pool = self._pools_by_name.get(name)
         if pool is None or not can_use_model(principal, name, pool.model):
             raise _model_not_found(name)
         return self._model_card(name, pool)
 
     def list_models(self, principal: Principal) -> ModelList:
-        """What is told of all that the caller may use."""
+        """Return the descriptions of all models that the principal may use."""
         cards = [
             self._model_card(name, pool)
             for name, pool in self._pools_by_name.items()
@@ -137,21 +177,24 @@ class ModelRouter:
         return ModelList(data=cards, first_id=first, last_id=last)
 
     def _model_card(self, name: str, pool: Pool) -> ModelCard:
-        most = pool.max_model_len
-        return ModelCard(id=name, created=self._created_at, root=pool.model, max_model_len=most)
+        max_model_len = pool.max_model_len
+        return ModelCard(
+            id=name, created=self._created_at, root=pool.model, max_model_len=max_model_len
+        )
 
     def _build_routes(self, snapshot: AccountSnapshot) -> tuple[ModelRoute, ...]:
-        named, configs = self._configured  # one of each `take`, whatever thread this is
-        models = {name: pool.model for name, pool in named.items()}
+        # Read both values at once, since another thread may call `replace_models`.
+        pools_by_name, configs = self._configured
+        models = {name: pool.model for name, pool in pools_by_name.items()}
         return compile_routes(configs, models, snapshot)
 
     def _resolve_alias(self, term: T) -> T:
-        pool = self._pools_by_name.get(term.model or "")  # None: of all models
+        pool = self._pools_by_name.get(term.model or "")  # None applies to all models
         if pool is None or pool.model == term.model:
             return term
         return msgspec.structs.replace(term, model=pool.model)
 
 
 def _model_not_found(name: str) -> ApiError:
-    message = f"The model {name[:200]!r} is not served here. See /v1/models."
+    message = f"The model {name[:200]!r} does not exist. See /v1/models."
     return ApiError(404, "model_not_found", message, param="model")

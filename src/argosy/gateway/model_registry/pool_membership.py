@@ -1,4 +1,4 @@
-"""The replicas of a pool, which may come and go: each is probed, and what it caches is followed, while it is there."""
+"""Membership of a replica pool: adding and removing replicas, and the background tasks of each replica."""
 
 from __future__ import annotations
 
@@ -28,23 +28,28 @@ Tasks = tuple[asyncio.Task[None], ...]
 
 
 class PoolMembership:
-    """One pool's. Belongs to one event loop."""
+    """Membership of one replica pool. Not thread-safe: use it from one event loop.
+
+    Args:
+        pool: Pool that already contains the replicas of `entries`, except those found by DNS discovery.
+        entries: Configured replicas of the pool.
+        resolve: Resolves host names to addresses.
+    """
 
     def __init__(self, pool: Pool, entries: Sequence[ReplicaEntry], resolve: Resolver) -> None:
-        """The pool has the replicas of its entries already, but for those whose names are to be looked up."""
         self.pool = pool
         pool.has_pending_replicas = self._has_pending_replicas
         self._entries = {entry.name: entry for entry in entries}
         self._resolve = resolve
         self._text_block_maps = TextBlockMaps()
         self._discoveries: dict[str, tuple[DnsDiscovery, Tasks]] = {}
-        """By the entry's name."""
+        """Discovery tasks by entry name."""
         self._probers: dict[str, tuple[Prober, Tasks]] = {}
-        """By the replica's name."""
+        """Probers by replica name."""
         self._cancelled_tasks: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
-        """Look after those that are there, and for those that are to be found."""
+        """Start the probes and KV event subscriptions of all replicas, and DNS discovery."""
         for replica in self.pool.replicas.values():
             self._start_monitoring(replica)
         for entry in self._entries.values():
@@ -52,47 +57,50 @@ class PoolMembership:
                 self._start_discovery(entry, entry.config.discover)
 
     def apply_entries(self, entries: Sequence[ReplicaEntry]) -> None:
-        """Have the replicas of these entries, and no others. Those whose entries have not changed stay."""
-        before, self._entries = self._entries, {entry.name: entry for entry in entries}
-        there: dict[str, Collection[str]] = {}
-        for name, entry in before.items():
+        """Replace the entries. Replicas whose entries have not changed stay in the pool."""
+        previous, self._entries = self._entries, {entry.name: entry for entry in entries}
+        removed_addresses: dict[str, Collection[str]] = {}
+        for name, entry in previous.items():
             if name in self._entries and self._entries[name].is_equivalent(entry):
                 self._entries[name] = entry
             else:
-                there[name] = self._remove_entry(entry)
+                removed_addresses[name] = self._remove_entry(entry)
         for name, entry in self._entries.items():
-            if before.get(name) is not entry:
+            if previous.get(name) is not entry:
                 self._add_entry(
-                    entry, there.get(name, ()) if entry.has_same_hostname(before.get(name)) else ()
+                    entry,
+                    removed_addresses.get(name, ())
+                    if entry.has_same_hostname(previous.get(name))
+                    else (),
                 )
 
     async def wait_first_probes(self) -> None:
-        """Wait until names have been looked up, and each replica has been probed, once."""
+        """Wait until each host name has been looked up once and each replica has been probed once."""
         for discovery, _ in tuple(self._discoveries.values()):
             await discovery.first_lookup_done.wait()
         for prober, _ in tuple(self._probers.values()):
             await prober.first_probe_done.wait()
 
     def add_replica(self, replica: ReplicaEndpoint) -> None:
-        """There is one more: it gets requests once it is well."""
+        """Add a replica and start its tasks. The replica gets requests once it is ready."""
         self.pool.add(replica)
         self._start_monitoring(replica)
         log.info("replica_added", model=self.pool.model, replica=replica.name)
 
     def remove_replica(self, name: str) -> None:
-        """It gets no request any more. What runs there goes on, and its connections are closed as that ends."""
+        """Remove a replica. Its running requests continue, and its connections close when they end."""
         self._stop_monitoring(self.pool.remove(name, time.monotonic()))
         log.info("replica_removed", model=self.pool.model, replica=name)
 
     async def close(self) -> None:
-        """Look after none of them any more, and keep no connection to any."""
+        """Stop all background tasks and close all connections to the replicas."""
         for _, tasks in self._discoveries.values():
             self._cancel(tasks)
         for replica in self.pool.replicas.values():
             self._stop_monitoring(replica)
         await asyncio.gather(*self._cancelled_tasks, return_exceptions=True)
 
-    # --- in parts --------------------------------------------------------------------------------
+    # --- Internal --------------------------------------------------------------------------------
 
     def _start_monitoring(self, replica: ReplicaEndpoint) -> None:
         prober = Prober(replica)
@@ -107,7 +115,7 @@ class PoolMembership:
         replica.upstream.close()
 
     def _add_entry(self, entry: ReplicaEntry, addresses: Collection[str]) -> None:
-        """An entry is new; its name is known to have the addresses that are `there`."""
+        """Add an entry's replicas. For an entry with discovery these are its known addresses."""
         discover = entry.config.discover
         if discover is None:
             self.add_replica(entry.build_replica())
@@ -117,7 +125,7 @@ class PoolMembership:
         self._start_discovery(entry, discover, addresses)
 
     def _remove_entry(self, entry: ReplicaEntry) -> Collection[str]:
-        """An entry is no longer there; the addresses that its name had."""
+        """Remove an entry's replicas and return the addresses that were discovered for it."""
         if entry.config.discover is None:
             self.remove_replica(entry.name)
             return ()
@@ -142,8 +150,8 @@ class PoolMembership:
 
     def _has_pending_replicas(self) -> bool:
         discoveries, probers = self._discoveries.values(), self._probers.values()
-        return any(not one.first_lookup_done.is_set() for one, _ in discoveries) or any(
-            not one.first_probe_done.is_set() for one, _ in probers
+        return any(not discovery.first_lookup_done.is_set() for discovery, _ in discoveries) or any(
+            not prober.first_probe_done.is_set() for prober, _ in probers
         )
 
     def _cancel(self, tasks: Tasks) -> None:
@@ -154,7 +162,7 @@ class PoolMembership:
 
 
 def _start_tasks(*factories: CoroutineFactory) -> Tasks:
-    return tuple(asyncio.create_task(run_with_restarts(care)) for care in factories)
+    return tuple(asyncio.create_task(run_with_restarts(factory)) for factory in factories)
 
 
 async def _run_prober(prober: Prober) -> None:

@@ -1,4 +1,4 @@
-"""What is served: the models with the members of their pools, which may be others once the settings have changed."""
+"""Registry of served models, which applies configuration reloads to models, pools and replicas."""
 
 from __future__ import annotations
 
@@ -12,22 +12,28 @@ from argosy.gateway.model_registry.model_entries import (
     ModelEntries,
     build_hedging,
     build_model_router,
-    pools_by_name,
+    build_pools_by_name,
 )
 from argosy.gateway.model_registry.pool_membership import PoolMembership
 from argosy.gateway.model_routes import RouteConfig
 from argosy.gateway.pool import Pool, ReplicaEndpoint, Resolver
 
 FIRST_PROBE_TIMEOUT_S = 5.0
-"""How long the replicas may take to say how they are before the gateway listens."""
+"""Time that the first probes may take before the gateway starts to listen."""
 RETIREMENT_POLL_INTERVAL_S = 1.0
-"""How often it is looked whether a model that went has nothing left to answer."""
+"""Interval between checks whether a removed model has finished its requests."""
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
 
 class ModelRegistry:
-    """Belongs to one event loop."""
+    """Served models with their pools and replicas. Not thread-safe: use it from one event loop.
+
+    Args:
+        model_entries: Models and their replica entries.
+        routes: Routes between the models.
+        resolve: Resolves host names to addresses.
+    """
 
     def __init__(
         self,
@@ -45,57 +51,57 @@ class ModelRegistry:
 
     @property
     def replicas(self) -> list[ReplicaEndpoint]:
-        """Those of all models."""
+        """Replicas of all models."""
         return [replica for pool in self.router.pools for replica in pool.replicas.values()]
 
     async def start(self) -> None:
-        """Look after all replicas; they have been asked how they are, or have taken too long."""
-        for members in self._memberships.values():
-            members.start()
+        """Start the background tasks of all replicas and wait for their first probes, up to `FIRST_PROBE_TIMEOUT_S`."""
+        for membership in self._memberships.values():
+            membership.start()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FIRST_PROBE_TIMEOUT_S):
-                for members in self._memberships.values():
-                    await members.wait_first_probes()
+                for membership in self._memberships.values():
+                    await membership.wait_first_probes()
 
     def apply_config(
         self, model_entries: Sequence[ModelEntries], routes: Sequence[RouteConfig]
     ) -> None:
-        """Serve these models from now on, and no others, by these routes; all at once. What waits and runs goes on.
+        """Replace the served models and routes in one step. Queued and running requests continue.
 
-        Pools and replicas whose settings have not changed stay what they are.
+        Pools and replicas whose settings have not changed are kept.
         """
-        before, self._memberships = self._memberships, {}
+        previous, self._memberships = self._memberships, {}
         for model, entries in model_entries:
-            members, hedging = before.pop(model.name, None), build_hedging(model)
-            if members is None:
-                members = PoolMembership(
+            membership, hedging = previous.pop(model.name, None), build_hedging(model)
+            if membership is None:
+                membership = PoolMembership(
                     Pool(model.name, [], model.routing, hedging), (), self._resolve
                 )
                 log.info("model_added", model=model.name)
-            members.pool.set_routing_policy(model.routing, hedging)
-            members.apply_entries(entries)
-            self._memberships[model.name] = members
-        pools = [members.pool for members in self._memberships.values()]
-        self.router.replace_models(pools_by_name(model_entries, pools), routes)
-        for members in before.values():
-            log.info("model_removed", model=members.pool.model)
-            task = asyncio.create_task(_retire_when_idle(members))
+            membership.pool.set_routing_policy(model.routing, hedging)
+            membership.apply_entries(entries)
+            self._memberships[model.name] = membership
+        pools = [membership.pool for membership in self._memberships.values()]
+        self.router.replace_models(build_pools_by_name(model_entries, pools), routes)
+        for membership in previous.values():
+            log.info("model_removed", model=membership.pool.model)
+            task = asyncio.create_task(_retire_when_idle(membership))
             self._retirements.add(task)
             task.add_done_callback(self._retirements.discard)
 
     async def close(self) -> None:
-        """Look after nothing any more, and keep no connection."""
+        """Stop all background tasks and close all connections to replicas."""
         for task in self._retirements:
             task.cancel()
         await asyncio.gather(*self._retirements, return_exceptions=True)
-        for members in self._memberships.values():
-            await members.close()
+        for membership in self._memberships.values():
+            await membership.close()
 
 
 async def _retire_when_idle(membership: PoolMembership) -> None:
-    """Keep a model that went for as long as it has something to answer."""
+    """Close a removed model's pool after its last request has ended."""
     try:
-        while membership.pool.active_requests:  # noqa: ASYNC110 - it is not told
+        while membership.pool.active_requests:  # noqa: ASYNC110 - the pool has no event for its last request
             await asyncio.sleep(RETIREMENT_POLL_INTERVAL_S)
     finally:
         await membership.close()

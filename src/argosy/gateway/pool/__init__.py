@@ -1,4 +1,11 @@
-"""The replicas of a model: what is known of each, how it is found out, and which one a request gets."""
+"""Replica pools: the state of each replica of a model, and the choice of one for each request.
+
+A `Pool` holds the `ReplicaEndpoint`s of one model and selects one per request with a routing policy. Each
+`ReplicaEndpoint` combines the connections to a replica with its load, circuit breaker, backpressure, outage and prefix
+cache state. A `Prober` per replica updates this state from health checks and load reports. The class
+`DnsDiscovery` adds and removes replicas as the addresses of a DNS name change. All of these background coroutines
+run in `run_with_restarts`.
+"""
 
 from argosy.gateway.pool.background import CoroutineFactory, run_with_restarts
 from argosy.gateway.pool.dns_discovery import DiscoveryMode, DnsDiscovery, Resolver, resolve_host

@@ -1,4 +1,4 @@
-"""What is looked after for as long as it is there, whatever goes wrong meanwhile."""
+"""Supervision of background coroutines that must outlive their own failures."""
 
 from __future__ import annotations
 
@@ -9,19 +9,23 @@ from typing import Any
 import structlog
 
 RETRY_INTERVAL_S = 5.0
-"""After how long something that failed is looked after again."""
+"""Time after which a failed background coroutine is started again."""
 
 CoroutineFactory = Callable[[], Coroutine[Any, Any, None]]
-"""Looks after something for as long as the gateway runs, or as there is something to look after."""
+"""Function that starts a background coroutine. The coroutine returns when its work has ended for good."""
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
 
 async def run_with_restarts(factory: CoroutineFactory) -> None:
-    """Care until there is no more to care for: what went wrong, no thread left or no memory, may not go wrong again."""
+    """Run a background coroutine until it returns.
+
+    If it raises, log the exception and restart it after 5 seconds, because resource exhaustion (memory, threads) is
+    usually temporary.
+    """
     while True:
         try:
             return await factory()
         except Exception:
-            log.exception("background_task_restarted", what=repr(factory), after_s=RETRY_INTERVAL_S)
+            log.exception("background_task_failed", task=repr(factory), retry_in_s=RETRY_INTERVAL_S)
         await asyncio.sleep(RETRY_INTERVAL_S)

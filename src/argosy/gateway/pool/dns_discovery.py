@@ -1,4 +1,4 @@
-"""Replicas that a name stands for: it is looked up again and again, and each of its addresses is one of them."""
+"""Discovery of replicas behind a DNS name, which is looked up repeatedly. Each address is one replica."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from argosy.policy import ResolvedAddresses
 
 LOOKUP_INTERVAL_S = 5.0
 SLOW_LOOKUP_S = 5.0
-"""After so long without an answer it is told that there is none; it is waited for still."""
+"""Time after which an unanswered lookup is logged. The lookup itself continues."""
 MAX_ADDRESSES = 1000
-"""Addresses of one name that are used: the first in their order."""
+"""Maximum number of addresses of one name. The first ones in sorted order are used."""
 
 DiscoveryMode = Literal["dns", "dns4", "dns6"]
-"""All addresses of a name, or those of IPv4 or IPv6 alone."""
+"""Addresses to use: all of a name, or only those of IPv4 or IPv6."""
 
 ADDRESS_FAMILIES: dict[DiscoveryMode, socket.AddressFamily] = {
     "dns": socket.AF_UNSPEC,
@@ -29,7 +29,7 @@ ADDRESS_FAMILIES: dict[DiscoveryMode, socket.AddressFamily] = {
 }
 
 Resolver = Callable[[str, socket.AddressFamily], Awaitable[Collection[str]]]
-"""The addresses of a name; none: it has none now. Raises OSError when nobody can say."""
+"""Function that resolves a name; empty if the name has no address. Raises OSError if the resolver fails."""
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
@@ -37,7 +37,7 @@ _NO_ADDRESS_ERRORS = frozenset({socket.EAI_NONAME, socket.EAI_NODATA})
 
 
 async def resolve_host(host: str, family: socket.AddressFamily) -> Collection[str]:
-    """Ask the system: see `LookUp`."""
+    """Resolve a name with the system's resolver, as a `Resolver`."""
     try:
         return frozenset(await resolve_addresses(host, family))
     except socket.gaierror as error:
@@ -47,7 +47,7 @@ async def resolve_host(host: str, family: socket.AddressFamily) -> Collection[st
 
 
 class DnsDiscovery:
-    """Looks up one name. Belongs to one event loop."""
+    """Repeated lookup of one name. Not thread-safe: use it from one event loop."""
 
     def __init__(
         self,
@@ -59,9 +59,13 @@ class DnsDiscovery:
         on_removed: Callable[[str], None],
         known: Collection[str] = (),
     ) -> None:
-        """`come` is told of an address that is there, if it is not known to be `there`; `go` of one that has gone."""
+        """Create a discovery that does not look up anything until `run`.
+
+        The callback `on_added` is called for each new address that is not in `known`, and `on_removed` for each
+        address that disappeared.
+        """
         self.first_lookup_done = asyncio.Event()
-        """Set once there was an answer, or none for too long."""
+        """Set after the first answer, or after `SLOW_LOOKUP_S` without one."""
         self._host = host
         self._family = ADDRESS_FAMILIES[mode]
         self._resolve = resolve
@@ -70,10 +74,10 @@ class DnsDiscovery:
         self._tracker = ResolvedAddresses()
         self.addresses = self._tracker.update(known, time.monotonic())
         self._failure_reason = ""
-        """Why there was no address in the last answer; empty: there was one."""
+        """Reason why the last lookup gave no address; empty if it gave one."""
 
     async def run(self) -> None:
-        """Look it up for as long as this is awaited; while nobody can say, what is known stays."""
+        """Look up the name every `LOOKUP_INTERVAL_S` until cancelled. A failed lookup changes no addresses."""
         while True:
             try:
                 self._apply_addresses(await self._look_up_once())
@@ -83,29 +87,32 @@ class DnsDiscovery:
             await asyncio.sleep(LOOKUP_INTERVAL_S)
 
     async def _look_up_once(self) -> Collection[str]:
-        """The answer, however late. Raises OSError."""
-        asking = asyncio.ensure_future(self._resolve(self._host, self._family))
+        """Look up the name and wait for the answer, however late. Raises OSError."""
+        lookup = asyncio.ensure_future(self._resolve(self._host, self._family))
         try:
-            await asyncio.wait({asking}, timeout=SLOW_LOOKUP_S)
-            if not asking.done():
+            await asyncio.wait({lookup}, timeout=SLOW_LOOKUP_S)
+            if not lookup.done():
                 self._note_failure(f"no answer within {SLOW_LOOKUP_S:g} s")
                 self.first_lookup_done.set()
-            return await asking
+            return await lookup
         finally:
-            asking.cancel()
+            lookup.cancel()
 
     def _apply_addresses(self, found: Collection[str]) -> None:
-        self._note_failure("" if found else "it has no address")
-        before = self.addresses
+        self._note_failure("" if found else "the name has no address")
+        previous = self.addresses
         self.addresses = self._tracker.update(sorted(found)[:MAX_ADDRESSES], time.monotonic())
-        for address in sorted(before - self.addresses):
+        for address in sorted(previous - self.addresses):
             self._on_removed(address)
-        for address in sorted(self.addresses - before):
+        for address in sorted(self.addresses - previous):
             self._on_added(address)
 
     def _note_failure(self, reason: str) -> None:
         if reason and reason != self._failure_reason:
             log.warning(
-                "dns_lookup_failed", host=self._host, reason=reason, used=len(self.addresses)
+                "dns_lookup_failed",
+                host=self._host,
+                reason=reason,
+                known_addresses=len(self.addresses),
             )
         self._failure_reason = reason

@@ -1,4 +1,4 @@
-"""The replicas that answer for a model: which of them may be used, and which one a request gets."""
+"""Pool of the replicas of one model: availability, capacity, and selection of a replica for a request."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from argosy.policy import (
 from argosy.protocol import unpack_block_names
 
 MAX_COMPARED_REPLICAS = 32
-"""Of more replicas than that, so many are compared for a request: each takes two millionths of a second."""
+"""Maximum number of replicas compared per request. Larger pools are sampled, since each comparison takes 2 µs."""
 MAX_AFFINITY_BYTES = 64 * 1024
 OUTPUT_HALF_LIFE_SAMPLES = 32.0
 PREFIX_KEY_FIELDS = frozenset(
@@ -51,35 +51,38 @@ PREFIX_KEY_FIELDS = frozenset(
         "truncation_side",
     }
 )
-"""Fields beside the prompt that make other tokens of it, or keep them apart."""
+"""Request fields beside the prompt that change its tokens or separate its cache entries."""
 
 
 def _nothing_pending() -> bool:
-    """For a pool whose replicas have all been asked."""
+    """Default of `Pool.has_pending_replicas`, for a pool whose replicas have all been probed."""
     return False
 
 
 class RoutingDecision(NamedTuple):
-    """The replica for a request, and why."""
+    """Selected replica of a request, with the estimated costs of all candidates."""
 
     replica: ReplicaEndpoint
     costs: tuple[RoutingCost, ...]
-    """Of each candidate."""
+    """Costs of each candidate."""
     uncached_tokens: int
-    """Prompt tokens that the replica probably has to compute."""
+    """Estimated number of prompt tokens that the replica has to compute."""
     prompt_blocks: float
-    """The prompt's length."""
+    """Length of the prompt in blocks of `BLOCK_BYTES`."""
     cached_blocks: list[int]
-    """Of the blocks that the replica has cached: see `Prefixes.find`."""
+    """Cached blocks of the prompt, as `PrefixCacheIndex.match_prefix` returns them."""
     block_keys: list[bytes]
-    """Of the prompt's blocks."""
+    """Keys of the prompt's blocks."""
 
     def record_cache_hits(self, prompt_tokens: int, cached_tokens: int, block_names: bytes) -> None:
-        """The replica has told how much of the prompt it had, and maybe what it named its blocks (in base64)."""
+        """Update the prefix index with the replica's report of cached tokens.
+
+        `block_names` are the names of the prompt's KV blocks in base64; empty if the replica does not report them.
+        """
         if not self.block_keys:
             return
         names = unpack_block_names(a2b_base64(block_names))
-        told = CacheHitReport(
+        report = CacheHitReport(
             self.block_keys,
             self.cached_blocks,
             self.prompt_blocks,
@@ -87,10 +90,10 @@ class RoutingDecision(NamedTuple):
             cached_tokens,
             names,
         )
-        self.replica.prefix_index.on_cache_hit_report(told)
+        self.replica.prefix_index.on_cache_hit_report(report)
 
     def record_prompt_tokens(self, token_ids: array[int], fields: RequestFields) -> None:
-        """The replica has told the prompt's tokens instead."""
+        """Update the prefix index with the prompt's token ids, if the replica reports these instead."""
         if self.block_keys:
             salt = derive_cache_salt(fields, self.replica.adapter)
             self.replica.prefix_index.on_prompt_tokens_report(
@@ -99,7 +102,7 @@ class RoutingDecision(NamedTuple):
 
 
 class Pool:
-    """The replicas that answer for one public model name."""
+    """Replicas of one public model name. Not thread-safe: use it from one event loop."""
 
     def __init__(
         self,
@@ -114,38 +117,38 @@ class Pool:
         self.retry_budget = RetryBudget()
         self.poison_requests = PoisonRequestTracker()
         self.hedging = hedging
-        """None: it does not."""
+        """Hedging policy; None if the pool sends no hedged requests."""
         self.active_requests = 0
-        """That are on their way here: they wait, or run on one of the replicas."""
+        """Number of requests for this pool, queued or running."""
         self.has_pending_replicas: Callable[[], bool] = _nothing_pending
-        """Whether replicas are looked for, or asked how they are, that may soon be used."""
+        """Function that returns whether discovery or first probes may soon add usable replicas."""
         self._removed_may_recover_until = -math.inf
-        """How long it makes sense to wait for those that were removed: others may take their places."""
+        """Time until which requests wait for replacements of removed replicas."""
         self._on_capacity_change: Callable[[], None] = ignore_capacity_change
-        self._chooser = ROUTING_POLICIES[routing_policy]()
+        self._policy = ROUTING_POLICIES[routing_policy]()
         self._recent_placements = RecentPlacements()
         self._mean_output_tokens = EwmaMean(OUTPUT_HALF_LIFE_SAMPLES, DEFAULT_OUTPUT_TOKENS)
 
     @property
     def max_model_len(self) -> int | None:
-        """The most tokens that any of its replicas takes; None: no one has told."""
-        told = [r.max_model_len for r in self.replicas.values() if r.max_model_len is not None]
-        return max(told, default=None)
+        """Largest context length of the replicas in tokens; None if no replica reported one."""
+        lengths = [r.max_model_len for r in self.replicas.values() if r.max_model_len is not None]
+        return max(lengths, default=None)
 
     def set_capacity_listener(self, listener: Callable[[], None]) -> None:
-        """Have `changed` called when a replica may have room that it had not before."""
+        """Call `listener` whenever a replica may have more free slots than before."""
         self._on_capacity_change = listener
         for replica in self.replicas.values():
             replica.on_capacity_change = listener
 
     def add(self, replica: ReplicaEndpoint) -> None:
-        """From now on there is this one, too, in place of one of its name: it gets requests once it is well."""
+        """Add a replica, in place of one with its name. The replica gets requests once a probe finds it ready."""
         replica.is_accepting = False
         replica.on_capacity_change = self._on_capacity_change
         self.replicas[replica.name] = replica
 
     def remove(self, name: str, now: float) -> ReplicaEndpoint:
-        """It gets no request any more; what runs there goes on."""
+        """Remove a replica and return it. Its running requests continue."""
         replica = self.replicas.pop(name)
         replica.outage.mark_down(now)
         self._removed_may_recover_until = max(
@@ -156,28 +159,31 @@ class Pool:
     def set_routing_policy(
         self, routing_policy: RoutingPolicyName, hedging: Hedging | None
     ) -> None:
-        """Choose by this rule from now on, and race silent replicas like this; what stays the same goes on."""
+        """Change the routing policy and the hedging policy. An unchanged policy keeps its state."""
         if routing_policy != self.routing_policy:
-            self.routing_policy, self._chooser = routing_policy, ROUTING_POLICIES[routing_policy]()
+            self.routing_policy, self._policy = (
+                routing_policy,
+                ROUTING_POLICIES[routing_policy](),
+            )
         if hedging is None or self.hedging is None or hedging.after_s != self.hedging.after_s:
             self.hedging = hedging
 
     def eligible_replicas(self) -> list[ReplicaEndpoint]:
-        """The replicas that may be used at all."""
-        taking = [replica for replica in self.replicas.values() if replica.is_accepting]
-        if [replica for replica in taking if replica.breaker.open_until is not None]:
+        """Return the replicas that accept requests and are not ejected by their circuit breakers."""
+        accepting = [replica for replica in self.replicas.values() if replica.is_accepting]
+        if [replica for replica in accepting if replica.breaker.open_until is not None]:
             return [
                 self.replicas[name]
-                for name in eligible_replicas({r.name: r.breaker for r in taking})
+                for name in eligible_replicas({r.name: r.breaker for r in accepting})
             ]
-        return taking
+        return accepting
 
     def is_available(self) -> bool:
-        """Whether one of those is there, as far as is known."""
+        """Whether an eligible replica is not known to be down."""
         return any(not replica.outage.is_down for replica in self.eligible_replicas())
 
     def may_recover(self, now: float) -> bool:
-        """Whether there is a replica, or may be one soon."""
+        """Whether a replica is available or may be soon, so that requests wait instead of failing."""
         return (
             any(now < replica.outage.grace_ends_at for replica in self.replicas.values())
             or now < self._removed_may_recover_until
@@ -185,49 +191,52 @@ class Pool:
         )
 
     def retry_after_s(self, now: float) -> float:
-        """For how long all of them are full, as they say; 0 where one does not."""
+        """Return the time in seconds for which all eligible replicas report to be full; 0 if one does not."""
         return min(
-            (each.backpressure.retry_after_s(now) for each in self.eligible_replicas()), default=0.0
+            (replica.backpressure.retry_after_s(now) for replica in self.eligible_replicas()),
+            default=0.0,
         )
 
     def reachable_loads(self) -> list[ReplicaLoad]:
-        """What is known of those that are there."""
+        """Return the loads of the eligible replicas that are not down."""
         return [replica.load for replica in self.eligible_replicas() if not replica.outage.is_down]
 
     def replicas_with_free_slots(self, tier: int, now: float) -> list[ReplicaEndpoint]:
-        """Those that may be used now: they have room, and have not just said that they are full."""
+        """Return the eligible replicas with a free slot for this tier, without those in backoff."""
         return [replica for replica in self.eligible_replicas() if replica.has_free_slot(tier, now)]
 
     def has_healthy(self, tier: int, now: float) -> bool:
-        """Whether one of those has not just failed: such are used for want of others only."""
+        """Whether a replica with a free slot has a closed circuit breaker. Others are used only if there is none."""
         return any(
             replica.breaker.is_closed for replica in self.replicas_with_free_slots(tier, now)
         )
 
     def free_slots(self, now: float) -> tuple[list[int], int]:
-        """How many seats are free for each tier on those that may be used now, full or not, and how many all have.
+        """Count the free slots and all slots of this gateway at the eligible replicas.
 
-        Of seats that other gateways share, those that are this one's, whatever comes next.
+        Returns:
+            The free slots for each tier, and the number of all slots. At replicas shared with other gateways, both
+            count only this gateway's share.
         """
-        free, alike, all_seats = [0 for _ in TIER_RANKS], 0, 0
+        free_by_tier, free_for_all, total = [0 for _ in TIER_RANKS], 0, 0
         for replica in self.eligible_replicas():
-            ours, busy = replica.slot_share(TIER_RANKS[-1], now), replica.load.in_flight
-            all_seats += ours
+            slots, in_flight = replica.slot_share(TIER_RANKS[-1], now), replica.load.in_flight
+            total += slots
             if replica.slot_shares is None:
-                alike += max(0, ours - busy)
+                free_for_all += max(0, slots - in_flight)
                 continue
             for tier in TIER_RANKS:
-                free[tier] += max(0, replica.slot_share(tier, now) - busy)
-        return [those + alike for those in free], all_seats
+                free_by_tier[tier] += max(0, replica.slot_share(tier, now) - in_flight)
+        return [free + free_for_all for free in free_by_tier], total
 
     def on_dispatched(self, now: float) -> None:
-        """A request went to a replica: what may be tried again, and twice, is a part of those that do."""
+        """Record a dispatched request. Retries and hedged requests are limited to a part of these."""
         self.retry_budget.record_request(now)
         if self.hedging is not None:
             self.hedging.record_request(now)
 
     def on_completed(self, output_tokens: float) -> None:
-        """An answer came to its end after so many tokens, each of its choices on average."""
+        """Record a completed response with its mean number of output tokens per choice."""
         self._mean_output_tokens.add(output_tokens)
 
     def select_replica(
@@ -238,25 +247,29 @@ class Pool:
         excluded: Collection[str],
         now: float,
     ) -> RoutingDecision | None:
-        """The replica for a request, not one of `tried`. None: there is no room for it now.
+        """Select the replica for a request with the pool's routing policy.
 
-        One that fails and is in use for want of others gets it only where no other has room.
+        A replica whose circuit breaker is not closed is selected only if no other has a free slot. `excluded` are
+        the names of replicas that must not be selected.
+
+        Returns:
+            The decision; None if no replica has a free slot now.
         """
         salt = _prefix_salt(cache_domain, self.model, fields.raw)
         keys = compute_prefix_keys(salt, fields.raw_prompt[:MAX_AFFINITY_BYTES], BLOCK_BYTES)
-        left = self._selectable_replicas(keys, tier, excluded, now)
-        if not left:
+        selectable = self._selectable_replicas(keys, tier, excluded, now)
+        if not selectable:
             return None
-        found, candidates, output = {}, [], self.expected_output_tokens(fields)
-        for replica in left:
-            found[replica.name] = held = replica.prefix_index.match_prefix(keys)
-            cached = len(held) * BLOCK_BYTES // BYTES_PER_TOKEN
+        matches, candidates, output_tokens = {}, [], self.expected_output_tokens(fields)
+        for replica in selectable:
+            matches[replica.name] = match = replica.prefix_index.match_prefix(keys)
+            cached = len(match) * BLOCK_BYTES // BYTES_PER_TOKEN
             uncached = max(0, fields.estimated_prompt_tokens - cached)
-            costs = estimate_cost(replica.load, uncached, output, now)
-            candidates.append(RoutingCandidate(replica.load, uncached, costs))
-        key = fields.session_id or (keys[0].hex() if keys else "")
-        draw = random.random()  # noqa: S311 - spreads load, guards nothing
-        chosen = self._chooser.select(candidates, key, draw, now)
+            cost = estimate_cost(replica.load, uncached, output_tokens, now)
+            candidates.append(RoutingCandidate(replica.load, uncached, cost))
+        affinity_key = fields.session_id or (keys[0].hex() if keys else "")
+        draw = random.random()  # noqa: S311 - spreads load, has no security purpose
+        chosen = self._policy.select(candidates, affinity_key, draw, now)
         replica = self.replicas[chosen.load.name]
         replica.prefix_index.on_prompt_sent(keys)
         if len(self.replicas) > MAX_COMPARED_REPLICAS:
@@ -267,41 +280,49 @@ class Pool:
             costs=tuple([candidate.cost for candidate in candidates]),
             uncached_tokens=chosen.uncached_tokens,
             prompt_blocks=len(fields.raw_prompt) / BLOCK_BYTES,
-            cached_blocks=found[replica.name],
+            cached_blocks=matches[replica.name],
             block_keys=keys,
         )
 
     def _selectable_replicas(
         self, block_keys: Sequence[bytes], tier: int, excluded: Collection[str], now: float
     ) -> list[ReplicaEndpoint]:
-        """Those that a prompt may go to; of very many, only some of those that have not just failed."""
-        alive, left = self.eligible_replicas(), list[ReplicaEndpoint]()
-        for some in (self._sample_replicas(alive, block_keys), alive):
-            left = [
-                each for each in some if each.name not in excluded and each.has_free_slot(tier, now)
+        """Return the replicas that may get a prompt, if possible only those with a closed circuit breaker.
+
+        In a large pool the result comes from a sample, unless no replica of the sample qualifies.
+        """
+        eligible, selectable = self.eligible_replicas(), list[ReplicaEndpoint]()
+        for group in (self._sample_replicas(eligible, block_keys), eligible):
+            selectable = [
+                replica
+                for replica in group
+                if replica.name not in excluded and replica.has_free_slot(tier, now)
             ]
-            well = [each for each in left if each.breaker.is_closed]
-            if well:
-                return well
-        return left
+            healthy = [replica for replica in selectable if replica.breaker.is_closed]
+            if healthy:
+                return healthy
+        return selectable
 
     def _sample_replicas(
         self, eligible: Sequence[ReplicaEndpoint], block_keys: Sequence[bytes]
     ) -> list[ReplicaEndpoint]:
-        """Of very many, some by chance, and who had the most of the prompt last; none where all can be compared."""
+        """Return a random sample of a large pool, and the replica that last got most of the prompt.
+
+        The list is empty if all replicas can be compared.
+        """
         if len(eligible) <= MAX_COMPARED_REPLICAS or self.routing_policy in FULL_SCAN_POLICIES:
             return []
-        start = random.randrange(len(eligible))  # noqa: S311 - spreads load, guards nothing
-        drawn = [
+        start = random.randrange(len(eligible))  # noqa: S311 - spreads load, has no security purpose
+        sample = [
             *eligible[start : start + MAX_COMPARED_REPLICAS],
             *eligible[: max(0, start + MAX_COMPARED_REPLICAS - len(eligible))],
         ]
-        last = self._recent_placements.find_replica(block_keys)
-        drawn += [each for each in eligible if each.name == last]
-        return list({each.name: each for each in drawn}.values())
+        recent_name = self._recent_placements.find_replica(block_keys)
+        sample += [replica for replica in eligible if replica.name == recent_name]
+        return list({replica.name: replica for replica in sample}.values())
 
     def expected_output_tokens(self, fields: RequestFields) -> int:
-        """Tokens of its answer, going by those of others."""
+        """Estimate the output tokens of a request from the mean of completed responses and its own limit."""
         mean = round(self._mean_output_tokens.value)
         return fields.choice_count * (
             mean if fields.max_output_tokens is None else min(mean, fields.max_output_tokens)
@@ -309,7 +330,7 @@ class Pool:
 
 
 def _prefix_salt(cache_domain: str, model: str, raw: Mapping[str, Raw]) -> bytes:
-    """Differs where equal prompts become other tokens, or may not share them."""
+    """Return a salt that differs if equal prompts have different tokens or must not share cache entries."""
     salt = f"{cache_domain}\0{model}".encode()
     for name in sorted(PREFIX_KEY_FIELDS.intersection(raw)):
         salt += b"\0%b\0%b" % (name.encode(), raw[name])

@@ -1,4 +1,4 @@
-"""Asks each replica how it is: its load, whether it takes requests and, once it failed, whether it is back."""
+"""Health checks of replicas: kind, load, readiness, and recovery after a failure."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gatewa
 
 NATIVE_PROBE_INTERVAL_S = 0.5
 SHARED_PROBE_INTERVAL_S = 0.25
-"""One of ours that other gateways use too: what they have there changes."""
+"""Interval for a native replica that other gateways use too, because their share of the slots changes."""
 LOAD_PROBE_INTERVAL_S = 1.0
 HEALTH_PROBE_INTERVAL_S = 5.0
 PROBE_TIMEOUT_S = 2.0
 TEST_GENERATION_TIMEOUT_S = 10.0
-"""For the token that a replica has to give before it gets requests again."""
+"""Timeout for the token that an ejected replica must generate before it gets requests again."""
 TOKENS_PER_WAITING_REQUEST = 512
-"""A request that waits somewhere else counts as so many prompt tokens: others do not say how long theirs are."""
+"""Assumed prompt tokens per queued request at servers of other backends, which do not report prompt lengths."""
 MAX_LOAD_REPORT_BYTES = 1024 * 1024
-"""Bytes. While more is read, which is done each second, all others wait."""
+"""Maximum size of a load report in bytes. Parsing blocks the event loop, and a probe repeats it every second."""
 UNSUPPORTED_STATUSES = frozenset({401, 403, 404, 405, 501})
-"""A server that answers this when asked for its load does not tell it that way."""
+"""Statuses of servers that do not support a load report."""
 
 _HEADERS = [(b"content-type", b"application/json")]
 
@@ -40,31 +40,31 @@ PROBE_ERRORS = (
     UnicodeDecodeError,
     RecursionError,
 )
-"""What comes of asking a server that is not well, or none; what it answers may be no text, or nested too deeply."""
+"""Exceptions of a probe: the server failed, is missing, or sent no text or JSON that is nested too deeply."""
 
 
 class Prober:
-    """Probes one replica."""
+    """Periodic health check and load report of one replica."""
 
     def __init__(self, replica: ReplicaEndpoint) -> None:
         self._replica = replica
         self._load_sources = list(replica.adapter.load_sources)
-        """Where it may tell its load; what it has not is dropped."""
+        """Load reports that the replica may support. Unsupported ones are removed."""
         self._logged_unreadable: set[LoadSource] = set()
-        """Those that could not be read yet, as the log was told: the gauges of some are there once they were set."""
+        """Load reports that were logged as invalid. Some servers have no gauges before their first request."""
         self._is_detected = False
-        """It has been asked what it is."""
+        """Whether the kind of the server was detected."""
         self._detected_backend: DetectedBackend | None = None
-        """What it told then."""
+        """Result of the last detection."""
         self._logged_unreachable = False
-        """It gave no answer when it was asked last, as the log was told."""
+        """Whether the last probe failed and this was logged."""
         self._engine_step = 0
-        """The engine's, when it told last."""
+        """Step of the engine in its last report."""
         self.first_probe_done = asyncio.Event()
-        """Set once it has been probed, whatever came of it."""
+        """Set after the first probe, whatever its result."""
 
     async def run(self) -> None:
-        """Probe again and again, from a while after now on."""
+        """Probe the replica periodically, after an initial pause, until cancelled."""
         while True:
             await asyncio.sleep(self._interval_s())
             await self.probe()
@@ -77,33 +77,38 @@ class Prober:
         return LOAD_PROBE_INTERVAL_S if self._load_sources else HEALTH_PROBE_INTERVAL_S
 
     async def probe(self) -> None:
-        """Ask once and take in the answer."""
+        """Probe the replica once and update its state.
+
+        An ejected replica whose circuit breaker is due for a probe must also pass a test generation.
+        """
         replica, breaker = self._replica, self._replica.breaker
-        probing = breaker.is_probe_due(time.monotonic())
-        if not (breaker.is_closed or probing or replica.outage.is_down):
+        is_half_open = breaker.is_probe_due(time.monotonic())
+        if not (breaker.is_closed or is_half_open or replica.outage.is_down):
             return
-        if probing:
+        if is_half_open:
             breaker.on_probe_sent()
-            self._is_detected = False  # what comes back may have been changed
+            self._is_detected = False  # another server may run at the address now
             self._load_sources = list(replica.adapter.load_sources)
-        outcome, well = AttemptOutcome.FAILURE, False
+        outcome, is_healthy = AttemptOutcome.FAILURE, False
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
-                well = (
+                is_healthy = (
                     self._is_detected or await self._detect()
                 ) and await self._check_load_or_health()
             self._log_reachable()
-            if well:
-                outcome = await self._run_test_generation() if probing else AttemptOutcome.SUCCESS
+            if is_healthy:
+                outcome = (
+                    await self._run_test_generation() if is_half_open else AttemptOutcome.SUCCESS
+                )
                 self._on_healthy()
         except PROBE_ERRORS as error:
-            if isinstance(error, UpstreamError) and not probing:
+            if isinstance(error, UpstreamError) and not is_half_open:
                 outcome = error.outcome or outcome
             self._log_unreachable(str(error) or f"no answer within {PROBE_TIMEOUT_S:g} s")
         finally:
             self.first_probe_done.set()
             now = time.monotonic()
-            if probing:
+            if is_half_open:
                 breaker.record_probe_outcome(outcome, now)
                 if breaker.is_closed:
                     replica.reset_speed()
@@ -112,49 +117,50 @@ class Prober:
                 replica.on_capacity_change()
             elif outcome is AttemptOutcome.FAILURE:
                 breaker.record_outcome(outcome, now)
-            if not well:
+            if not is_healthy:
                 replica.on_unreachable(now)
             replica.expire_speed(now)
 
     async def _detect(self) -> bool:
-        """Find out what it is and which models it has; whether it may be sent requests."""
+        """Detect the kind and the models of the server. Return whether it may get requests."""
         replica = self._replica
-        found = await detect_backend(self._fetch)
-        if found is None:
+        detected = await detect_backend(self._fetch)
+        if detected is None:
             return replica.kind != "auto"
-        if found != self._detected_backend:
-            self._detected_backend = found
-            self._log_detected(found)
-        if found.kind == "argosy" and not self._serves_model(found):
-            replica.is_accepting = False  # ours tell of all that they serve, and refuse the rest
+        if detected != self._detected_backend:
+            self._detected_backend = detected
+            self._log_detected(detected)
+        if detected.kind == "argosy" and not self._serves_model(detected):
+            # A native replica lists all models that it serves and rejects others.
+            replica.is_accepting = False
             return False
         self._is_detected = True
         if replica.kind == "auto":
-            replica.kind = found.kind
+            replica.kind = detected.kind
             self._load_sources = list(replica.adapter.load_sources)
             replica.is_accepting = True
-        replica.max_model_len = found.models.get(replica.upstream_model)
+        replica.max_model_len = detected.models.get(replica.upstream_model)
         replica.on_capacity_change()
         return True
 
     def _serves_model(self, detected: DetectedBackend) -> bool:
-        """Whether the model is among those that it tells, if it tells any."""
+        """Whether the server lists the replica's model, or lists no models."""
         return not detected.models or self._replica.upstream_model in detected.models
 
     def _log_detected(self, detected: DetectedBackend) -> None:
-        """Say what was found, and whether it has the model."""
-        name, wanted, models = (
+        """Log the detected kind and models, with a warning if the replica's model is missing."""
+        name, model, models = (
             self._replica.name,
             self._replica.upstream_model,
             list(detected.models)[:10],
         )
         log.info("replica_detected", replica=name, kind=detected.kind, models=models)
         if not self._serves_model(detected):
-            remedy = "write `model: ITS NAME` beside its url, or start it with --served-model-name"
-            log.warning("replica_model_missing", replica=name, wanted=wanted, remedy=remedy)
+            remedy = "set `model` of this replica, or start the server with --served-model-name"
+            log.warning("replica_model_missing", replica=name, model=model, remedy=remedy)
 
     def _log_unreachable(self, reason: str) -> None:
-        """Say why it cannot be asked, once until it can: nothing else tells of a wrong URL or certificate."""
+        """Log why the replica is unreachable, once per outage. No other log shows a wrong URL or certificate."""
         if not self._logged_unreachable:
             log.info("replica_unreachable", replica=self._replica.name, reason=reason)
         self._logged_unreachable = True
@@ -165,14 +171,14 @@ class Prober:
         self._logged_unreachable = False
 
     def _on_healthy(self) -> None:
-        """It is well: one that came while others served gets requests from now on. Ours say so themselves."""
+        """Mark a healthy replica of another backend than Argosy as ready. Native replicas report their own state."""
         replica = self._replica
         if replica.kind != "argosy":
             replica.on_reported_state("ready", time.monotonic())
             replica.on_capacity_change()
 
     async def _check_load_or_health(self) -> bool:
-        """Ask for its load, or else its health; whether it is well."""
+        """Fetch the load report, or else the health endpoint. Return whether the replica is healthy."""
         replica = self._replica
         if replica.kind == "argosy":
             status, body = await fetch_path(replica.upstream, b"/load", replica.gateway_header)
@@ -192,13 +198,13 @@ class Prober:
         return status < 500
 
     async def _run_test_generation(self) -> AttemptOutcome:
-        """Have it generate a token: one that says that it is well may still answer nobody."""
-        upstream, urgency = self._replica.upstream, self._replica.adapter.priority_sign
+        """Let the replica generate one token. A server may report that it is healthy and still fail every request."""
+        upstream, priority_sign = self._replica.upstream, self._replica.adapter.priority_sign
         message = {"role": "user", "content": "Hi"}
-        asked = {"model": self._replica.upstream_model, "messages": [message], "max_tokens": 1}
-        if urgency:
-            asked["priority"] = urgency * int(start_deadline(0, time.time()))
-        request = upstream.build_request(b"POST", CHAT_PATH, msgspec.json.encode(asked), _HEADERS)
+        body = {"model": self._replica.upstream_model, "messages": [message], "max_tokens": 1}
+        if priority_sign:
+            body["priority"] = priority_sign * int(start_deadline(0, time.time()))
+        request = upstream.build_request(b"POST", CHAT_PATH, msgspec.json.encode(body), _HEADERS)
         async with asyncio.timeout(TEST_GENERATION_TIMEOUT_S):
             status, _ = await fetch_response(upstream, request)
         return classify_status(status)
@@ -212,7 +218,7 @@ class Prober:
         replica.max_model_len = report.max_model_len or None
         replica.has_reported_speed = report.prefill_tokens_per_s > 0
         if report.step < self._engine_step:
-            replica.prefix_index.clear()  # the engine was started anew
+            replica.prefix_index.clear()  # the engine was restarted
         self._engine_step = report.step
         replica.prefix_index.resize(report.kv_blocks_total * report.block_size // BLOCK_TOKENS)
         load.queued_tokens = report.queued_tokens
@@ -227,23 +233,27 @@ class Prober:
         replica.on_capacity_change()
 
     def _apply_load_report(self, source: LoadSource, body: bytes) -> bool:
-        """What a server of another kind says; what it does not say stays as it was. Whether it could be read."""
+        """Apply the load report of another backend than Argosy. Values that it lacks stay unchanged.
+
+        Returns:
+            Whether the report could be parsed.
+        """
         try:
             if len(body) > MAX_LOAD_REPORT_BYTES:
-                raise ValueError(f"it is longer than {MAX_LOAD_REPORT_BYTES} bytes")  # noqa: TRY301
-            told = source.parse(body)
+                raise ValueError(f"the report exceeds {MAX_LOAD_REPORT_BYTES} bytes")  # noqa: TRY301
+            reported = source.parse(body)
         except (ValueError, OverflowError, msgspec.DecodeError) as error:
             if source not in self._logged_unreadable:
                 self._logged_unreadable.add(source)
                 log.warning("load_report_invalid", replica=self._replica.name, reason=str(error))
             return False
         load = self._replica.load
-        load.running = load.running if told.running is None else told.running
-        load.waiting = load.waiting if told.waiting is None else told.waiting
-        load.kv_usage_ratio = load.kv_usage_ratio if told.kv_used is None else told.kv_used
-        load.max_seqs = load.max_seqs if told.capacity is None else told.capacity
-        if told.kv_capacity_tokens is not None:
-            self._replica.prefix_index.resize(told.kv_capacity_tokens // BLOCK_TOKENS)
+        load.running = load.running if reported.running is None else reported.running
+        load.waiting = load.waiting if reported.waiting is None else reported.waiting
+        load.kv_usage_ratio = load.kv_usage_ratio if reported.kv_used is None else reported.kv_used
+        load.max_seqs = load.max_seqs if reported.capacity is None else reported.capacity
+        if reported.kv_capacity_tokens is not None:
+            self._replica.prefix_index.resize(reported.kv_capacity_tokens // BLOCK_TOKENS)
         load.queued_tokens = load.waiting * TOKENS_PER_WAITING_REQUEST
         load.reported_at = time.monotonic()
         load.sent_tokens = 0

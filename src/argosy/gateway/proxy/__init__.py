@@ -1,4 +1,10 @@
-"""From a request to its answer: queued, tried until a replica answers, and passed on as it comes."""
+"""Proxy for generation requests: from a parsed request to the last byte of its response.
+
+`CompletionHandlers` parses a request, runs the filters and creates the objects that serve it. Its `FailoverProxy` makes
+attempts until the response is complete. For each attempt the pool's `Dispatcher` waits for a replica with a free
+concurrency slot, and a `HedgedRequest` sends the request to it, or to two. The `ResponseRelay` forwards the replica's
+stream to the client through a `ResponseWriter`, and on a regular stream it moves both sockets to the native `FastPath`.
+"""
 
 from argosy.gateway.proxy.dispatcher import RETRY_AFTER_S, no_replica_error
 from argosy.gateway.proxy.fast_path import FastPath, load_fast_path

@@ -1,4 +1,4 @@
-"""A replica's turn at a request: asked until its answer begins, and against another while it is silent (a hedge)."""
+"""Attempts at replicas: sending a request until its response starts, with an optional hedge."""
 
 from __future__ import annotations
 
@@ -18,70 +18,77 @@ from argosy.policy import AttemptOutcome, classify_status
 
 
 class BufferedResponse(msgspec.Struct, frozen=True):
-    """An answer that came in one piece."""
+    """A response that was received in one piece."""
 
     status: int
     body: bytes
     content_type: bytes
-    """Its content type."""
 
 
 class UpstreamRefusedError(Exception):
-    """A replica answered, with what is no answer to the request."""
+    """A replica answered, but not with a usable response to the request."""
 
     def __init__(self, status: int, reason: str, upstream_message: str = "") -> None:
         super().__init__(reason)
         self.status = status
         self.upstream_message = upstream_message
-        """What it said of that, for those who run it: it may be of our account there."""
+        """The replica's error message, for operators. It may be about the fleet's account at a hosted API."""
         self.outcome = classify_status(status)
 
 
 ResponseStart = BufferedResponse | UpstreamPlan
-"""How an answer begins: it is whole at once, or its stream is there."""
+"""Start of a response: complete at once, or a stream that the plan's parser reads."""
 
 
 class ReplicaAttempt(msgspec.Struct, frozen=True):
-    """One replica's."""
+    """An attempt at one replica."""
 
     decision: RoutingDecision
     trace: AttemptTrace
     response: UpstreamResponse
     clock: Callable[[], float]
     is_breaker_closed: bool
-    """Its breaker was closed when it got the request."""
+    """Whether the replica's circuit breaker was closed when the attempt started."""
 
     @property
     def replica(self) -> ReplicaEndpoint:
-        """Whose it is."""
+        """The replica of the attempt."""
         return self.decision.replica
 
     def finish(self, outcome: AttemptOutcome | None, reason: str) -> None:
-        """It is over; None: for a reason that says nothing about the replica. Call it once."""
-        attempt, tried = self.response, self.trace
-        if outcome is not AttemptOutcome.SUCCESS:  # else its answer has come to its end
-            attempt.abort("nobody waits for it")
-        tried.ended_at, tried.reason = self.clock(), reason
-        tried.outcome = "ended" if outcome is None else outcome.value
-        if outcome is AttemptOutcome.FAILURE and not attempt.is_request_sent:
-            self.replica.on_unreachable(tried.ended_at)
-        if tried.first_token_at is None:
-            self.replica.on_prefill_done(self.decision.uncached_tokens, tried.chosen_at)
-        self.replica.on_request_ended(outcome, tried.ended_at, _parse_retry_after(attempt))
+        """End the attempt, and update its trace and the replica's statistics. Call it once.
+
+        Args:
+            outcome: What the attempt says about the replica. None if nothing.
+            reason: Error text for the trace.
+        """
+        response, trace = self.response, self.trace
+        if outcome is not AttemptOutcome.SUCCESS:  # a success has ended by itself
+            response.abort("attempt ended")
+        trace.ended_at, trace.reason = self.clock(), reason
+        trace.outcome = "ended" if outcome is None else outcome.value
+        if outcome is AttemptOutcome.FAILURE and not response.is_request_sent:
+            self.replica.on_unreachable(trace.ended_at)
+        if trace.first_token_at is None:
+            self.replica.on_prefill_done(self.decision.uncached_tokens, trace.chosen_at)
+        self.replica.on_request_ended(outcome, trace.ended_at, _parse_retry_after(response))
 
 
 class HedgedRequest:
-    """One turn, or two until one of them has begun to answer: then `turn` is that one, and the other has ended."""
+    """An attempt, and a second one at another replica if the first is silent.
+
+    The first attempt that starts to answer wins. It becomes `attempt`, and the other one is cancelled.
+    """
 
     def __init__(self, context: RequestContext, clock: Callable[[], float]) -> None:
-        """For the replica that the request was placed on."""
-        picked, tried = context.decision, context.attempt_trace
-        assert picked is not None  # noqa: S101 - it was placed
-        assert tried is not None  # noqa: S101 - it was placed
+        """Create the first attempt, at the replica that was selected for the request."""
+        decision, trace = context.decision, context.attempt_trace
+        assert decision is not None  # noqa: S101 - set by the dispatcher
+        assert trace is not None  # noqa: S101 - set by the dispatcher
         self.is_hedged = False
         self._context = context
         self._clock = clock
-        self.attempt = self._new_attempt(picked, tried)
+        self.attempt = self._new_attempt(decision, trace)
 
     async def run(
         self,
@@ -90,57 +97,65 @@ class HedgedRequest:
         timeout_s: float,
         select_hedge: Callable[[], RoutingDecision | None],
     ) -> ResponseStart:
-        """How the answer begins. If it has not after `after_s`, `second` may name one more replica to ask.
+        """Run the attempts until one of them starts to answer.
 
-        Each has `within_s`. Raises UpstreamError or RefusedError once no turn is left.
+        Args:
+            send_request: Sends one attempt's request.
+            hedge_after_s: Silence before a hedge.
+            timeout_s: Limit for the start of each response.
+            select_hedge: Selects the second replica, or none.
+
+        Raises:
+            UpstreamError: The last attempt failed.
+            UpstreamRefusedError: The last attempt was refused.
         """
         running = {
             asyncio.create_task(_await_start(send_request, self.attempt, timeout_s)): self.attempt
         }
         try:
             done, _ = await asyncio.wait(running, timeout=hedge_after_s)
-            picked = None if done else select_hedge()
-            if picked is not None:
-                hedge = self._start_hedge(picked)
+            decision = None if done else select_hedge()
+            if decision is not None:
+                hedge = self._start_hedge(decision)
                 running[asyncio.create_task(_await_start(send_request, hedge, timeout_s))] = hedge
             while True:
                 done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
-                    begun, turn = task.result(), running.pop(task)
-                    if not isinstance(begun, Exception):
-                        self._set_attempt(turn)
-                        return begun
+                    start, attempt = task.result(), running.pop(task)
+                    if not isinstance(start, Exception):
+                        self._set_attempt(attempt)
+                        return start
                     if not running:
-                        raise begun
-                    turn.finish(begun.outcome, str(begun))
-                    self._context.failed_replicas.add(turn.replica.name)
-                    if isinstance(begun, UpstreamError):
-                        self._context.replica_losses += turn.response.is_request_sent
+                        raise start
+                    attempt.finish(start.outcome, str(start))
+                    self._context.failed_replicas.add(attempt.replica.name)
+                    if isinstance(start, UpstreamError):
+                        self._context.replica_losses += attempt.response.is_request_sent
                     self._set_attempt(*running.values())
         finally:
-            for task, turn in running.items():
+            for task, attempt in running.items():
                 task.cancel()
-                if turn is not self.attempt:
-                    turn.finish(None, "no longer needed")
+                if attempt is not self.attempt:
+                    attempt.finish(None, "no longer needed")
 
-    def _start_hedge(self, picked: RoutingDecision) -> ReplicaAttempt:
+    def _start_hedge(self, decision: RoutingDecision) -> ReplicaAttempt:
         self.is_hedged = True
-        tried = self._context.record_attempt(picked, self._clock(), is_hedge=True)
-        return self._new_attempt(picked, tried)
+        trace = self._context.record_attempt(decision, self._clock(), is_hedge=True)
+        return self._new_attempt(decision, trace)
 
-    def _new_attempt(self, picked: RoutingDecision, tried: AttemptTrace) -> ReplicaAttempt:
+    def _new_attempt(self, decision: RoutingDecision, trace: AttemptTrace) -> ReplicaAttempt:
         clock = self._clock
         return ReplicaAttempt(
-            picked,
-            tried,
+            decision,
+            trace,
             UpstreamResponse(clock),
             clock,
-            is_breaker_closed=picked.replica.breaker.is_closed,
+            is_breaker_closed=decision.replica.breaker.is_closed,
         )
 
-    def _set_attempt(self, turn: ReplicaAttempt) -> None:
-        self.attempt = turn
-        self._context.set_current_attempt(turn.decision, turn.trace)
+    def _set_attempt(self, attempt: ReplicaAttempt) -> None:
+        self.attempt = attempt
+        self._context.set_current_attempt(attempt.decision, attempt.trace)
 
 
 async def _await_start(
@@ -148,31 +163,42 @@ async def _await_start(
     attempt: ReplicaAttempt,
     timeout_s: float,
 ) -> ResponseStart | UpstreamError | UpstreamRefusedError:
-    """Ask, and wait until the answer says something: some servers send a stream's head and comments before."""
+    """Send the request and wait for the first content of the response.
+
+    Some servers send a stream's headers and comments earlier, which does not count as a start.
+
+    Returns:
+        The start of the response, or the error.
+    """
     try:
         async with asyncio.timeout(timeout_s):
-            begun = await send_request(attempt)
-            if not isinstance(begun, BufferedResponse):
+            start = await send_request(attempt)
+            if not isinstance(start, BufferedResponse):
                 await attempt.response.wait_for_piece(FirstContentDetector().feed)
     except TimeoutError:
-        return UpstreamError("too late")
+        return UpstreamError(f"no response within {timeout_s:g} s")
     except (UpstreamError, UpstreamRefusedError) as error:
         return error
-    return begun
+    return start
 
 
-def _parse_retry_after(attempt: UpstreamResponse) -> float | None:
-    """In how many seconds the replica said that it may be asked again: as a number, or a date (RFC 9110, 10.2.3)."""
-    told = attempt.headers.get(b"retry-after", b"").decode("latin-1")
-    if not told:
+def _parse_retry_after(response: UpstreamResponse) -> float | None:
+    """Return the seconds of the replica's `Retry-After` header, a number or a date (RFC 9110, 10.2.3)."""
+    value = response.headers.get(b"retry-after", b"").decode("latin-1")
+    if not value:
         return None
     try:
-        seconds = float(told) if told[:1].isdigit() else _parse_http_date(told) - time.time()
+        seconds = float(value) if value[:1].isdigit() else _parse_http_date(value) - time.time()
     except (ValueError, OverflowError):
         return None
     return max(0.0, seconds)
 
 
-def _parse_http_date(told: str) -> float:
-    """Seconds since 1970. Raises ValueError or OverflowError when it is no date."""
-    return parsedate_to_datetime(told).timestamp()
+def _parse_http_date(value: str) -> float:
+    """Parse an HTTP date into seconds since the epoch.
+
+    Raises:
+        ValueError: The value is not a date.
+        OverflowError: The date is out of range.
+    """
+    return parsedate_to_datetime(value).timestamp()

@@ -1,7 +1,7 @@
-"""The queue in front of a pool: a request goes to a replica when one has room for it, and not before.
+"""Dispatcher of a pool: queues requests and assigns each to a replica once one has a free concurrency slot.
 
-Late binding keeps the replicas' own queues short, so order is decided here, where all tenants are seen, and a request
-never waits behind a replica that has become slow.
+This late binding keeps the queues in the replicas short. Scheduling is therefore decided here, where the requests of
+all tenants are visible, and no request is stuck behind a replica that has become slow.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from argosy.protocol import ApiError
 
 RETRY_AFTER_S = 1.0
 NO_REPLICA_RETRY_AFTER_S = 10.0
-"""Where nothing is there, and nobody knows that anything will be."""
+"""Retry-After when no replica is available and none is expected to recover."""
 
 
 _PlacementKey = tuple[int, frozenset[str]]
-"""A tier, and names of replicas that are not to be tried."""
+"""Tier and names of the replicas to exclude. Displaced requests with equal keys can use the same replicas."""
 
 
 @dataclass(slots=True, eq=False)
@@ -44,20 +44,20 @@ class _QueuedRequest:
     context: RequestContext
     assigned_replica: asyncio.Future[ReplicaEndpoint]
     sequence: int = 0
-    """In the order in which replicas failed them."""
+    """Order in which the replicas of displaced requests failed."""
 
 
 @dataclass(slots=True)
 class _PrepaidTokens:
-    """What a request that was placed was charged for, in weighted tokens, and has not got."""
+    """Weighted tokens that a dispatched request was charged in the queue and has not yet consumed."""
 
     unspent: float
     prompt: float
-    """Of that, for its prompt, until it is known how much of it had to be computed."""
+    """Part of `unspent` for the prompt, until the number of uncached prompt tokens is known."""
 
 
 class Dispatcher:
-    """One pool's. Belongs to one event loop."""
+    """Queue and dispatcher of one pool. Not thread-safe: use it from one event loop."""
 
     def __init__(self, pool: Pool, queue_config: QueueConfig, clock: Callable[[], float]) -> None:
         self._pool = pool
@@ -66,11 +66,11 @@ class Dispatcher:
         self._queue: DispatchQueue[_QueuedRequest] = DispatchQueue()
         self._running_by_tier = [0] * len(TIERS)
         self._last_request_at = [-math.inf] * len(TIERS)
-        """When each tier asked last."""
+        """Monotonic arrival time of each tier's latest request."""
         self._prepaid: dict[int, _PrepaidTokens] = {}
-        """Of each request that was placed, by its identity as an object."""
+        """Prepaid tokens of each dispatched request, by the id of its context object."""
         self._displaced: dict[_PlacementKey, OrderedDict[_QueuedRequest, None]] = {}
-        """Requests that were placed, whose replica has failed, in the order in which that was."""
+        """Dispatched requests whose replica failed, in the order of the failures."""
         self._sequence = itertools.count()
         pool.set_capacity_listener(self.dispatch_waiting)
 
@@ -78,16 +78,20 @@ class Dispatcher:
         return len(self._queue)
 
     async def acquire_replica(self, context: RequestContext) -> ReplicaEndpoint:
-        """The replica for a new request, until `ended`. Raises ApiError 429 or 503 when it must not wait on."""
-        now, principal, ask = self._clock(), context.principal, context.fields
+        """Assign a replica to a new request, waiting in the queue if none has a free slot. Release it with `release`.
+
+        Raises:
+            ApiError: 429 or 503 if the request may not wait, or waited too long.
+        """
+        now, principal, fields = self._clock(), context.principal, context.fields
         self._last_request_at[context.tier] = now
         if not self._queue and (
             no_reservation_active(context.tier, self._last_request_at, now)
             or context.tier <= self._lowest_admissible_tier(*self._pool.free_slots(now), now)
         ):
-            picked = self._select_replica(context, frozenset(), now)
-            if picked is not None:
-                return self._commit(context, picked, 0.0, now)
+            decision = self._select_replica(context, frozenset(), now)
+            if decision is not None:
+                return self._commit(context, decision, 0.0, now)
         self._check_admission(context, now)
         return await self._wait_for_replica(
             QueuedRequest(
@@ -96,145 +100,180 @@ class Dispatcher:
                 tenant=principal.tenant,
                 weight=principal.weight,
                 cost_tokens=weighted_tokens(
-                    ask.estimated_prompt_tokens, self._pool.expected_output_tokens(ask)
+                    fields.estimated_prompt_tokens, self._pool.expected_output_tokens(fields)
                 ),
                 arrived_at=now,
                 deadline=context.deadline,
-                size_bytes=ask.body_bytes,
+                size_bytes=fields.body_bytes,
             )
         )
 
     async def reacquire_replica(self, context: RequestContext, timeout_s: float) -> bool:
-        """Whether a request that was placed got another replica within that time, none of those it has tried.
+        """Assign another replica to a request whose replica failed, before all queued requests.
 
-        It goes before all that wait.
+        Replicas that failed the request or cannot resume it are excluded.
+
+        Args:
+            context: The request.
+            timeout_s: How long to wait for a free slot.
+
+        Returns:
+            Whether a replica was assigned in time.
         """
         future = asyncio.get_running_loop().create_future()
-        ticket = _QueuedRequest(context, future, next(self._sequence))
-        kind = context.tier, frozenset(context.failed_replicas | context.incompatible_replicas)
-        self._displaced.setdefault(kind, OrderedDict())[ticket] = None
+        displaced = _QueuedRequest(context, future, next(self._sequence))
+        key = context.tier, frozenset(context.failed_replicas | context.incompatible_replicas)
+        self._displaced.setdefault(key, OrderedDict())[displaced] = None
         self._dispatch_displaced()
-        placed = ticket.assigned_replica
+        assigned_replica = displaced.assigned_replica
         try:
             async with asyncio.timeout(timeout_s):
-                await asyncio.shield(placed)
+                await asyncio.shield(assigned_replica)
         except TimeoutError:
-            return placed.done()
+            return assigned_replica.done()
         except BaseException:
-            if placed.done():
+            if assigned_replica.done():
                 self._release_unused(context)
             raise
         finally:
-            self._remove_displaced(kind, ticket)
+            self._remove_displaced(key, displaced)
         return True
 
     def select_hedge(
         self, context: RequestContext, excluded_replicas: Collection[str]
     ) -> RoutingDecision | None:
-        """One more replica for a request that was placed and is stuck. None: it has to wait for its own."""
+        """Select a second replica for a request whose replica is silent.
+
+        Returns:
+            The decision, or None if hedging is off or no capacity can be spared.
+        """
         now, pool, tier = self._clock(), self._pool, context.tier
-        free, seats = pool.free_slots(now)
+        free_slots, total_slots = pool.free_slots(now)
         if (
             pool.hedging is None
-            or tier > self._lowest_admissible_tier(free, seats, now)
+            or tier > self._lowest_admissible_tier(free_slots, total_slots, now)
             or all(
                 replica.name in excluded_replicas
                 for replica in pool.replicas_with_free_slots(tier, now)
             )
         ):
             return None
-        saturated = saturation(0.0, pool.reachable_loads())
-        waiting = len(self._queue)
+        pool_saturation = saturation(0.0, pool.reachable_loads())
+        queued_count = len(self._queue)
         if pool.hedging.try_acquire(
-            now, queued=waiting, free_slots=free[tier], total_slots=seats, saturation=saturated
+            now,
+            queued=queued_count,
+            free_slots=free_slots[tier],
+            total_slots=total_slots,
+            saturation=pool_saturation,
         ):
             return self._select_replica(context, excluded_replicas, now)
         return None
 
     def charge_tenant(self, context: RequestContext, weighted_tokens: float) -> None:
-        """Count what a request that was placed got since the last time, its prompt the first time (see `service`).
+        """Charge the tenant for tokens of a dispatched request, its uncached prompt with the first call.
 
-        Negative: it had got less than was thought.
+        Args:
+            context: The request.
+            weighted_tokens: Tokens since the last call, weighted (see `policy.weighted_tokens`). Negative to correct an
+                estimate.
         """
-        account = self._prepaid[id(context)]
-        paid = min(account.unspent, weighted_tokens)
-        account.unspent -= paid
-        account.prompt = 0.0
-        self._add_charge(context, weighted_tokens - paid)
+        prepaid = self._prepaid[id(context)]
+        spent = min(prepaid.unspent, weighted_tokens)
+        prepaid.unspent -= spent
+        prepaid.prompt = 0.0
+        self._add_charge(context, weighted_tokens - spent)
 
     def release(self, context: RequestContext) -> None:
-        """It is over; nothing happens when it never was placed."""
-        account = self._prepaid.pop(id(context), None)
-        if account is not None:
+        """Release the request's slot and refund its unspent tokens. Does nothing if it was never dispatched."""
+        prepaid = self._prepaid.pop(id(context), None)
+        if prepaid is not None:
             self._running_by_tier[context.tier] -= 1
-            self._add_charge(context, account.prompt - account.unspent)
+            self._add_charge(context, prepaid.prompt - prepaid.unspent)
 
     def dispatch_waiting(self) -> None:
-        """Hand out whatever room there is. To be called each second too: time alone gives room back."""
+        """Assign free slots to displaced and queued requests.
+
+        Called when capacity changes, and every second, because some capacity returns with time alone (backoff, probes).
+        """
         self._dispatch_displaced()
         while self._queue:
             now = self._clock()
-            free, seats = self._pool.free_slots(now)
-            lowest, reach = self._lowest_admissible_tier(free, seats, now), sum(map(bool, free)) - 1
-            waiting = self._queue.pop(now, lowest, reach)
-            if waiting is None:
+            free_slots, total_slots = self._pool.free_slots(now)
+            lowest_tier, max_tier = (
+                self._lowest_admissible_tier(free_slots, total_slots, now),
+                sum(map(bool, free_slots)) - 1,
+            )
+            queued = self._queue.pop(now, lowest_tier, max_tier)
+            if queued is None:
                 if not self._pool.may_recover(now):
                     self._reject_waiting(now)
                 return
-            context, replica = waiting.item.context, waiting.item.assigned_replica
-            picked = self._select_replica(context, frozenset(), now)
-            assert picked is not None  # noqa: S101 - a seat is free for its tier
-            paid = waiting.cost_tokens if waiting.is_charged else 0.0
-            replica.set_result(self._commit(context, picked, paid, now))
+            context, assigned_replica = queued.item.context, queued.item.assigned_replica
+            decision = self._select_replica(context, frozenset(), now)
+            assert decision is not None  # noqa: S101 - a slot is free for its tier
+            charged_tokens = queued.cost_tokens if queued.is_charged else 0.0
+            assigned_replica.set_result(self._commit(context, decision, charged_tokens, now))
 
     def _reject_waiting(self, now: float) -> None:
-        """Tell all that wait that it makes no sense any more."""
-        while (waiting := self._queue.pop(now)) is not None:
-            if not waiting.item.assigned_replica.done():
-                waiting.item.assigned_replica.set_exception(no_replica_error(self._pool, now))
+        """Reject all queued requests with 503, because no replica is expected to recover."""
+        while (queued := self._queue.pop(now)) is not None:
+            if not queued.item.assigned_replica.done():
+                queued.item.assigned_replica.set_exception(no_replica_error(self._pool, now))
 
     def _dispatch_displaced(self) -> None:
-        """Place whoever can be. Thousands may wait: where one finds no room, nobody of its kind does."""
+        """Assign free slots to displaced requests, oldest failure first.
+
+        There may be thousands. If one request finds no replica, the others with its key are skipped.
+        """
         now = self._clock()
-        heads = [(next(iter(tickets)).sequence, kind) for kind, tickets in self._displaced.items()]
-        heapq.heapify(heads)
-        while heads and any(self._pool.free_slots(now)[0]):
-            _, kind = heapq.heappop(heads)
-            ticket = next(iter(self._displaced[kind]))
-            picked = self._select_replica(ticket.context, kind[1], now)
-            if picked is not None:
-                self._remove_displaced(kind, ticket)
-                ticket.assigned_replica.set_result(ticket.context.record_dispatch(picked, now))
-                if kind in self._displaced:
-                    heapq.heappush(heads, (next(iter(self._displaced[kind])).sequence, kind))
+        oldest_by_key = [
+            (next(iter(requests)).sequence, key) for key, requests in self._displaced.items()
+        ]
+        heapq.heapify(oldest_by_key)
+        while oldest_by_key and any(self._pool.free_slots(now)[0]):
+            _, key = heapq.heappop(oldest_by_key)
+            displaced = next(iter(self._displaced[key]))
+            decision = self._select_replica(displaced.context, key[1], now)
+            if decision is not None:
+                self._remove_displaced(key, displaced)
+                displaced.assigned_replica.set_result(
+                    displaced.context.record_dispatch(decision, now)
+                )
+                if key in self._displaced:
+                    heapq.heappush(oldest_by_key, (next(iter(self._displaced[key])).sequence, key))
 
-    def _remove_displaced(self, kind: _PlacementKey, ticket: _QueuedRequest) -> None:
-        tickets = self._displaced.get(kind, OrderedDict())
-        tickets.pop(ticket, None)
-        if not tickets:
-            self._displaced.pop(kind, None)
+    def _remove_displaced(self, key: _PlacementKey, displaced: _QueuedRequest) -> None:
+        requests = self._displaced.get(key, OrderedDict())
+        requests.pop(displaced, None)
+        if not requests:
+            self._displaced.pop(key, None)
 
-    def _lowest_admissible_tier(self, free: Sequence[int], seats: int, now: float) -> int:
-        """The lowest tier that there is room for; -1: for none."""
+    def _lowest_admissible_tier(
+        self, free_slots: Sequence[int], total_slots: int, now: float
+    ) -> int:
+        """Return the rank of the lowest tier that may use a slot now, or -1 if none may."""
         return lowest_admissible_tier(
-            free, seats, self._running_by_tier, self._last_request_at, now
+            free_slots, total_slots, self._running_by_tier, self._last_request_at, now
         )
 
     def _select_replica(
-        self, context: RequestContext, tried: Collection[str], now: float
+        self, context: RequestContext, excluded_replicas: Collection[str], now: float
     ) -> RoutingDecision | None:
         return self._pool.select_replica(
-            context.fields, context.principal.cache_domain, context.tier, tried, now
+            context.fields, context.principal.cache_domain, context.tier, excluded_replicas, now
         )
 
     def _commit(
-        self, context: RequestContext, picked: RoutingDecision, paid: float, now: float
+        self, context: RequestContext, decision: RoutingDecision, charged_tokens: float, now: float
     ) -> ReplicaEndpoint:
         self._pool.on_dispatched(now)
-        prompt = min(paid, weighted_tokens(context.fields.estimated_prompt_tokens, 0))
-        self._prepaid[id(context)] = _PrepaidTokens(paid, prompt)
+        prompt_tokens = min(
+            charged_tokens, weighted_tokens(context.fields.estimated_prompt_tokens, 0)
+        )
+        self._prepaid[id(context)] = _PrepaidTokens(charged_tokens, prompt_tokens)
         self._running_by_tier[context.tier] += 1
-        return context.record_dispatch(picked, now)
+        return context.record_dispatch(decision, now)
 
     def _add_charge(self, context: RequestContext, cost: float) -> None:
         if cost:
@@ -242,79 +281,88 @@ class Dispatcher:
             self._queue.charge_tenant(context.tier, principal.tenant, principal.weight, cost)
 
     def _check_admission(self, context: RequestContext, now: float) -> None:
-        """Raises ApiError 503 when nothing serves it, 429 when its size, tier or tenant keeps it out of the queue."""
+        """Check whether a request may join the queue.
+
+        Raises:
+            ApiError: 503 if no replica is expected to recover. 429 if the queue has no room for its size, tenant or
+                tier.
+        """
         if not self._pool.may_recover(now):
             raise no_replica_error(self._pool, now)
         limits, queue, tier = self._queue_config, self._queue, context.tier
-        full_s = self._pool.retry_after_s(now)
-        if full_s > limits.timeout_s:
-            raise replicas_full_error(self._pool, full_s)
-        held = queue.tenant_backlog(tier, context.principal.tenant)
+        retry_after_s = self._pool.retry_after_s(now)
+        if retry_after_s > limits.timeout_s:
+            raise replicas_full_error(self._pool, retry_after_s)
+        backlog = queue.tenant_backlog(tier, context.principal.tenant)
         if queue.size_bytes + context.fields.body_bytes > limits.max_bytes:
             raise self._overloaded_error("the queue is full")
         if not (
-            is_tenant_within_share(tier, held.count, len(queue), limits.max_requests)
-            and is_tenant_within_share(tier, held.size_bytes, queue.size_bytes, limits.max_bytes)
+            is_tenant_within_share(tier, backlog.count, len(queue), limits.max_requests)
+            and is_tenant_within_share(tier, backlog.size_bytes, queue.size_bytes, limits.max_bytes)
         ):
-            raise self._overloaded_error("what is left of the queue is for others")
-        waited = max(0.0, now - held.next_arrived_at)
+            raise self._overloaded_error("the tenant's share of the queue is full")
+        waited_s = max(0.0, now - backlog.next_arrived_at)
         if not is_tier_admitted(
-            tier, saturation(waited / limits.timeout_s, self._pool.reachable_loads())
+            tier, saturation(waited_s / limits.timeout_s, self._pool.reachable_loads())
         ):
-            raise self._overloaded_error("what can be served soon is for higher tiers")
+            raise self._overloaded_error("the remaining capacity is for higher tiers")
 
-    async def _wait_for_replica(self, waiting: QueuedRequest[_QueuedRequest]) -> ReplicaEndpoint:
-        queue, placed, trace = (
+    async def _wait_for_replica(self, queued: QueuedRequest[_QueuedRequest]) -> ReplicaEndpoint:
+        queue, assigned_replica, trace = (
             self._queue,
-            waiting.item.assigned_replica,
-            waiting.item.context.trace,
+            queued.item.assigned_replica,
+            queued.item.context.trace,
         )
-        queue.push(waiting)
-        trace.queued_at, trace.queued_ahead = waiting.arrived_at, queue.count_ahead(waiting)
+        queue.push(queued)
+        trace.queued_at, trace.queued_ahead = queued.arrived_at, queue.count_ahead(queued)
         self.dispatch_waiting()
         try:
             async with asyncio.timeout(self._queue_config.timeout_s):
-                return await asyncio.shield(placed)
+                return await asyncio.shield(assigned_replica)
         except BaseException as error:
-            queue.remove(waiting)
-            if placed.done() and not placed.cancelled() and placed.exception() is None:
-                self._release_unused(waiting.item.context)
+            queue.remove(queued)
+            if (
+                assigned_replica.done()
+                and not assigned_replica.cancelled()
+                and assigned_replica.exception() is None
+            ):
+                self._release_unused(queued.item.context)
             if isinstance(error, TimeoutError):
                 if not self._pool.is_available():
                     raise no_replica_error(self._pool, self._clock()) from error
                 raise self._overloaded_error(
-                    f"no room within {self._queue_config.timeout_s:g} s"
+                    f"no free slot within {self._queue_config.timeout_s:g} s"
                 ) from error
             raise
 
     def _release_unused(self, context: RequestContext) -> None:
-        """Its replica has nothing of it, and never will."""
-        picked, tried, now = context.decision, context.attempt_trace, self._clock()
-        assert picked is not None  # noqa: S101 - it was placed
-        assert tried is not None  # noqa: S101 - it was placed
-        tried.ended_at, tried.outcome = now, "ended"
-        picked.replica.on_prefill_done(picked.uncached_tokens, tried.chosen_at)
-        picked.replica.on_request_ended(None, now)
+        """Return the slot of a request that was assigned a replica but was cancelled before anything was sent."""
+        decision, trace, now = context.decision, context.attempt_trace, self._clock()
+        assert decision is not None  # noqa: S101 - set by the dispatch
+        assert trace is not None  # noqa: S101 - set by the dispatch
+        trace.ended_at, trace.outcome = now, "ended"
+        decision.replica.on_prefill_done(decision.uncached_tokens, trace.chosen_at)
+        decision.replica.on_request_ended(None, now)
 
-    def _overloaded_error(self, why: str) -> ApiError:
-        message = f"Too many requests wait for {self._pool.model!r} ({why}). Try again shortly."
+    def _overloaded_error(self, reason: str) -> ApiError:
+        message = f"Too many requests for {self._pool.model!r} ({reason}). Try again shortly."
         return ApiError(429, "overloaded", message, retry_after_s=RETRY_AFTER_S)
 
 
 def replicas_full_error(pool: Pool, retry_after_s: float) -> ApiError:
-    """All that serve the pool's model are full, for so long as they say."""
+    """Build the 429 error for a pool whose replicas all reported that they are full."""
     message = f"The replicas for {pool.model!r} are full. Try again "
     message += f"in {math.ceil(retry_after_s)} s." if retry_after_s > RETRY_AFTER_S else "shortly."
     return ApiError(429, "overloaded", message, retry_after_s=max(RETRY_AFTER_S, retry_after_s))
 
 
 def no_replica_error(pool: Pool, now: float) -> ApiError:
-    """There is nothing to serve the pool's model with."""
-    message = f"Nothing serves {pool.model!r} at the moment. Try again shortly."
-    soon = pool.may_recover(now)
+    """Build the 503 error for a pool without an available replica."""
+    message = f"No replica is available for {pool.model!r}. Try again shortly."
+    may_recover = pool.may_recover(now)
     return ApiError(
         503,
         "no_replica",
         message,
-        retry_after_s=RETRY_AFTER_S if soon else NO_REPLICA_RETRY_AFTER_S,
+        retry_after_s=RETRY_AFTER_S if may_recover else NO_REPLICA_RETRY_AFTER_S,
     )

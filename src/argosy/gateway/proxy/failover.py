@@ -1,4 +1,4 @@
-"""One answer from one replica after another, until it is whole or has been tried enough."""
+"""Failover of one request: attempts at one replica after another until the response is complete."""
 
 from __future__ import annotations
 
@@ -46,31 +46,31 @@ from argosy.policy import AttemptOutcome, backoff_s, classify_status
 from argosy.protocol import ApiError
 
 HTTP_CREATED = 201
-"""What some frameworks answer every POST with."""
+"""Treated as 200, because some web frameworks answer every POST with it."""
 MAX_JSON_CONTAINERS = 1 << 21
-"""And lists, in a whole answer: more take long to read, and log-probabilities of what is kept are fewer."""
+"""Maximum objects and lists in a buffered response. More take long to parse, and log-probabilities need fewer."""
 MODEL_MISMATCH_STATUS = 409
-"""What a replica of ours answers that has another model than the one that began the answer."""
+"""Status of a native replica whose model differs from the one that started the response."""
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
 
 @dataclass(frozen=True, slots=True)
 class ProxyConfig:
-    """What goes for all requests."""
+    """Configuration that all requests share."""
 
     timeouts: Timeouts
     max_failed_attempts: int
-    """Failures that living replicas answer with, or replicas lost without getting on, before a request is given up."""
+    """Maximum error responses of live replicas, or replicas lost without progress, before the request fails."""
     clock: Callable[[], float]
     stream_start_deadlines: Deadlines[UpstreamResponse]
-    """Attempts whose answer is to begin."""
+    """Deadlines of attempts that wait for the start of a stream."""
     buffered_deadlines: Deadlines[UpstreamResponse]
-    """Attempts whose answer is to come in one piece."""
+    """Deadlines of attempts that wait for a buffered response."""
 
 
 class FailoverProxy:
-    """One request's."""
+    """Runs the attempts of one request."""
 
     def __init__(
         self,
@@ -88,320 +88,371 @@ class FailoverProxy:
         self._relay = relay
         self._writer = writer
         self._must_wait_for_retry_budget = False
-        """Its next try has to wait until the retry budget allows it."""
+        """Whether the next attempt has to wait for the retry budget."""
 
     async def run(self) -> None:
-        """Answer it, but for the end of what `out` has. Raises ApiError when that cannot be."""
-        context, suspects = self._context, self._context.pool.poison_requests
-        if len(suspects):
-            wait_s = suspects.retry_after_s(context.prompt_digest, self._config.clock())
+        """Produce the response. The caller finishes the writer.
+
+        Raises:
+            ApiError: The request failed or is quarantined.
+        """
+        context, poison_requests = self._context, self._context.pool.poison_requests
+        if len(poison_requests):
+            wait_s = poison_requests.retry_after_s(context.prompt_digest, self._config.clock())
             if wait_s > 0:
                 raise _quarantined_error(context, wait_s)
         while not await self._run_attempt():
             pass
-        if len(suspects):
-            suspects.clear(context.prompt_digest)
+        if len(poison_requests):
+            poison_requests.clear(context.prompt_digest)
 
     async def _run_attempt(self) -> bool:
-        """Let one replica give what it can; whether the answer is whole."""
+        """Run one attempt, hedged if configured.
+
+        Returns:
+            Whether the response is complete.
+
+        Raises:
+            ApiError: The request may not be tried again.
+        """
         await self._acquire_replica()
-        context, stream, carrier = self._context, self._relay, self._continuation
-        before = context.delivered.output_tokens
-        race = HedgedRequest(context, self._config.clock)
+        context, relay, continuation = self._context, self._relay, self._continuation
+        tokens_before = context.delivered.output_tokens
+        hedged_request = HedgedRequest(context, self._config.clock)
         outcome: AttemptOutcome | None = None
         failure: UpstreamError | UpstreamRefusedError | None = None
         try:
-            whole = await self._receive_response(race)
+            buffered = await self._receive_response(hedged_request)
             outcome = AttemptOutcome.SUCCESS
         except CannotResumeError:
-            self._on_cannot_resume(race.attempt.replica)
+            self._on_cannot_resume(hedged_request.attempt.replica)
             return False
         except (UpstreamError, UpstreamRefusedError) as error:
-            if stream.early_finish_reason is not None:
+            if relay.early_finish_reason is not None:
                 return True
-            # Its frames have what was answered, and this one would have it: only the collector would find both.
+            # The traceback refers to the response and to this frame, a cycle that only the garbage collector frees.
             failure, outcome = error.with_traceback(None), error.outcome
-            stream.detach()
-            won = context.delivered.output_tokens - before
-            if won > 0:
-                context.record_progress(won)
+            relay.detach()
+            new_tokens = context.delivered.output_tokens - tokens_before
+            if new_tokens > 0:
+                context.record_progress(new_tokens)
         finally:
-            race.attempt.finish(outcome, "" if failure is None else str(failure))
+            hedged_request.attempt.finish(outcome, "" if failure is None else str(failure))
         if failure is not None:
-            replica, model = race.attempt.replica.name, context.pool.model
-            said = failure.upstream_message if isinstance(failure, UpstreamRefusedError) else ""
-            more = {"said": said} if said else {}
-            log.warning("attempt_failed", replica=replica, model=model, reason=str(failure), **more)
-            lost = isinstance(failure, UpstreamError)
-            if lost and self._complete_lost_stream():
+            replica, model = hedged_request.attempt.replica.name, context.pool.model
+            upstream_message = (
+                failure.upstream_message if isinstance(failure, UpstreamRefusedError) else ""
+            )
+            log_fields = {"upstream_message": upstream_message} if upstream_message else {}
+            log.warning(
+                "attempt_failed", replica=replica, model=model, reason=str(failure), **log_fields
+            )
+            is_replica_lost = isinstance(failure, UpstreamError)
+            if is_replica_lost and self._complete_lost_stream():
                 return True
-            self._record_failure(race.attempt, failure)
-            if not carrier.can_resume:
+            self._record_failure(hedged_request.attempt, failure)
+            if not continuation.can_resume:
                 raise (
                     _interrupted_error()
-                    if lost
+                    if is_replica_lost
                     else _upstream_failed_error(context, self._config.clock())
                 )
             return False
-        if whole is not None:
-            await self._deliver_buffered(whole, race.attempt)
+        if buffered is not None:
+            await self._deliver_buffered(buffered, hedged_request.attempt)
         return True
 
-    async def _receive_response(self, race: HedgedRequest) -> BufferedResponse | None:
-        """Ask one replica, or two. The whole answer; None when it was a stream, which has been passed on.
+    async def _receive_response(self, hedged_request: HedgedRequest) -> BufferedResponse | None:
+        """Send the request to one replica, or to two, and receive the response.
 
-        Raises UpstreamError when there was none, RefusedError when it is of no use, UnfitError when it cannot go on.
+        Returns:
+            The buffered response, or None if a stream was forwarded to its end.
+
+        Raises:
+            UpstreamError: The replica was lost.
+            UpstreamRefusedError: The replica's response is not usable.
+            CannotResumeError: The replica cannot resume the response.
         """
-        context, stream, carrier = self._context, self._relay, self._continuation
+        context, relay, continuation = self._context, self._relay, self._continuation
         hedging = context.pool.hedging
         if (
             hedging is None
             or _has_started(context)
-            or not _uses_stream(context.fields, race.attempt.replica.adapter)
+            or not _uses_stream(context.fields, hedged_request.attempt.replica.adapter)
         ):
-            begun = await self._send_request(race.attempt)
+            start = await self._send_request(hedged_request.attempt)
         else:
-            within_s = self._config.timeouts.first_token_timeout_s
-            begun = await race.run(
-                self._send_request, hedging.after_s, within_s, self._select_hedge
+            timeout_s = self._config.timeouts.first_token_timeout_s
+            start = await hedged_request.run(
+                self._send_request, hedging.after_s, timeout_s, self._select_hedge
             )
-        if isinstance(begun, BufferedResponse):
-            return begun
-        turn = race.attempt
+        if isinstance(start, BufferedResponse):
+            return start
+        attempt = hedged_request.attempt
         await self._writer.start()
-        leg = begun
-        if race.is_hedged:  # the carrier goes by the last leg that it gave
-            leg = _plan_upstream(carrier, turn.replica) or begun
+        plan = start
+        if hedged_request.is_hedged:  # the continuation only supports its latest plan
+            plan = _plan_upstream(continuation, attempt.replica) or start
         if not context.delivered.output_tokens:
-            context.delivered.model_digest = parse_model_digest(turn.response.headers)
-        stream.attach_upstream(turn.response, turn.replica, leg.parser)
+            context.delivered.model_digest = parse_model_digest(attempt.response.headers)
+        relay.attach_upstream(attempt.response, attempt.replica, plan.parser)
         try:
-            await turn.response.end_of_body
+            await attempt.response.end_of_body
         finally:
-            stream.exit_fast_path()
-        stream.finish_upstream()
+            relay.exit_fast_path()
+        relay.finish_upstream()
         return None
 
-    async def _send_request(self, turn: ReplicaAttempt) -> ResponseStart:
-        """Ask one replica, until it answers.
+    async def _send_request(self, attempt: ReplicaAttempt) -> ResponseStart:
+        """Send the request to one replica and wait for the start of its response.
 
-        Raises UpstreamError, RefusedError when that is of no use, UnfitError when it cannot go on.
+        Raises:
+            UpstreamError: The replica was lost.
+            UpstreamRefusedError: The replica's response is not usable.
+            CannotResumeError: The replica cannot resume the response.
         """
-        context, replica, attempt = self._context, turn.replica, turn.response
-        ask, path, adapter = context.fields, context.api.path, replica.adapter
-        flows = _uses_stream(ask, adapter)
-        leg = _plan_upstream(self._continuation, replica) if flows else None
-        if flows and leg is None:
+        context, replica, response = self._context, attempt.replica, attempt.response
+        fields, path, adapter = context.fields, context.api.path, replica.adapter
+        uses_stream = _uses_stream(fields, adapter)
+        plan = _plan_upstream(self._continuation, replica) if uses_stream else None
+        if uses_stream and plan is None:
             raise CannotResumeError
-        if context.delivered.output_tokens and leg is None:
-            self._relay.restart()  # what does not flow is sent whole
-            turn.trace.delivered_tokens = 0
-        outgoing = (
-            leg.request
-            if leg
-            else build_nonstreaming_request(ask, path, adapter, replica.upstream_model)
+        if context.delivered.output_tokens and plan is None:
+            self._relay.restart()  # a buffered response starts from the beginning
+            attempt.trace.delivered_tokens = 0
+        upstream_request = (
+            plan.request
+            if plan
+            else build_nonstreaming_request(fields, path, adapter, replica.upstream_model)
         )
         if adapter.priority_sign:
-            outgoing = outgoing.with_priority(context.compute_priority(adapter))
-        headers = build_request_headers(context, replica, resumable=flows)
-        request = replica.upstream.build_request(b"POST", outgoing.path, outgoing.body, headers)
-        turn.trace.sent_at = self._config.clock()
-        deadlines = (
-            self._config.stream_start_deadlines if flows else self._config.buffered_deadlines
+            upstream_request = upstream_request.with_priority(context.compute_priority(adapter))
+        headers = build_request_headers(context, replica, resumable=uses_stream)
+        request = replica.upstream.build_request(
+            b"POST", upstream_request.path, upstream_request.body, headers
         )
-        deadlines.add(attempt)
+        attempt.trace.sent_at = self._config.clock()
+        deadlines = (
+            self._config.stream_start_deadlines if uses_stream else self._config.buffered_deadlines
+        )
+        deadlines.add(response)
         try:
-            await attempt.send(replica.upstream, request)
-            status = await attempt.status
+            await response.send(replica.upstream, request)
+            status = await response.status
             if status == HTTP_CREATED:
                 status = 200
             outcome = classify_status(status)
             if outcome is AttemptOutcome.SUCCESS:
                 replica.on_response_started()
-            if leg is not None and status == 200:
-                return leg
+            if plan is not None and status == 200:
+                return plan
             if status == MODEL_MISMATCH_STATUS and context.delivered.model_digest:
                 raise CannotResumeError
-            content = await attempt.read_body()
+            body = await response.read_body()
         finally:
-            deadlines.remove(attempt)
-        if content.count(b"{") + content.count(b"[") > MAX_JSON_CONTAINERS:
+            deadlines.remove(response)
+        if body.count(b"{") + body.count(b"[") > MAX_JSON_CONTAINERS:
             raise UpstreamRefusedError(
-                502, f"what came has more than {MAX_JSON_CONTAINERS} objects and lists"
+                502, f"the response has more than {MAX_JSON_CONTAINERS} objects and lists"
             )
-        came, status = status, infer_status(status, content, adapter.client_error_markers)
+        received_status, status = status, infer_status(status, body, adapter.client_error_markers)
         outcome = classify_status(status)
         if outcome is not AttemptOutcome.SUCCESS or _has_started(context):
-            raise UpstreamRefusedError(status, f"status {came}", parse_error_message(content))
-        if status == 200 and not is_json_object(content):
-            raise UpstreamRefusedError(502, "what came is no JSON, and so no answer")
+            raise UpstreamRefusedError(
+                status, f"status {received_status}", parse_error_message(body)
+            )
+        if status == 200 and not is_json_object(body):
+            raise UpstreamRefusedError(502, "the response is not a JSON object")
         if status == 200 and not adapter.is_native:
-            status = status_in_body(content, adapter.incomplete_finish_reasons)
+            status = status_in_body(body, adapter.incomplete_finish_reasons)
             if classify_status(status) is not AttemptOutcome.SUCCESS:
-                raise UpstreamError("it broke the answer off")
-        return BufferedResponse(status, content, attempt.content_type)
+                raise UpstreamError("the replica ended the response early")
+        return BufferedResponse(status, body, response.content_type)
 
-    async def _deliver_buffered(self, whole: BufferedResponse, turn: ReplicaAttempt) -> None:
-        """Give the client a replica's whole answer, a refusal too that is the request's own fault."""
+    async def _deliver_buffered(self, buffered: BufferedResponse, attempt: ReplicaAttempt) -> None:
+        """Send a buffered response to the client, including an error response that blames the request."""
         context = self._context
-        if whole.status == 200:
+        if buffered.status == 200:
             self._relay.record_buffered(
-                whole.body, turn.response.last_activity_at, turn.replica.adapter
+                buffered.body, attempt.response.last_activity_at, attempt.replica.adapter
             )
             context.status = context.final_status
         else:
-            message = f"The replica refused the request with status {whole.status}."
-            error = ApiError(whole.status, REFUSED_BY_REPLICA, message)
+            message = f"The replica refused the request with status {buffered.status}."
+            error = ApiError(buffered.status, REFUSED_BY_REPLICA, message)
             context.record_error(error)
             context.exchange.error_code = error.code
-        await context.exchange.send_response(whole.status, whole.body, whole.content_type)
+        await context.exchange.send_response(buffered.status, buffered.body, buffered.content_type)
 
     # --- replicas --------------------------------------------------------------------------------
 
     async def _acquire_replica(self) -> None:
-        """Wait for the replica to try next. Raises ApiError when the request was tried enough."""
+        """Wait for the replica of the next attempt.
+
+        Raises:
+            ApiError: No replica was found within `failover_timeout_s`, or the queue rejected the request.
+        """
         context = self._context
         if context.failing_since is None:
             await self._dispatcher.acquire_replica(context)
             return
-        until = context.failing_since + self._config.timeouts.failover_timeout_s
+        give_up_at = context.failing_since + self._config.timeouts.failover_timeout_s
         while not await self._try_reacquire():
             now = self._config.clock()
-            late = now + context.pool.retry_after_s(now) > until
-            if late or not (_has_reached_replica(context) or context.pool.may_recover(now)):
+            is_too_late = now + context.pool.retry_after_s(now) > give_up_at
+            if is_too_late or not (_has_reached_replica(context) or context.pool.may_recover(now)):
                 raise _upstream_failed_error(context, now)
             context.failed_replicas.clear()
 
     async def _try_reacquire(self) -> bool:
-        """Whether it got another replica within some moments."""
+        """Try for a short backoff time to get another replica, and return whether one was assigned."""
         context = self._context
         now = self._config.clock()
-        within_s = backoff_s(context.failed_attempts, random.random())  # noqa: S311 - jitter
+        timeout_s = backoff_s(context.failed_attempts, random.random())  # noqa: S311 - jitter
         if self._must_wait_for_retry_budget and not (
             context.pool.has_healthy(context.tier, now)
             or context.pool.retry_budget.try_acquire(now)
         ):
-            await asyncio.sleep(within_s)
+            await asyncio.sleep(timeout_s)
             return False
         self._must_wait_for_retry_budget = False
-        return await self._dispatcher.reacquire_replica(context, within_s)
+        return await self._dispatcher.reacquire_replica(context, timeout_s)
 
     def _on_cannot_resume(self, replica: ReplicaEndpoint) -> None:
-        """It cannot go on: perhaps another can. Raises ApiError 502 when none is left."""
+        """Exclude a replica that cannot resume the response. Start over if the client has received nothing yet.
+
+        Raises:
+            ApiError: 502 if no replica of the pool can resume it.
+        """
         context = self._context
         if context.delivered.model_digest and self._writer.discard():
-            self._relay.restart()  # the client has nothing of it yet, so any model may answer
+            self._relay.restart()  # the client has received nothing, so any model may answer
             return
         context.incompatible_replicas.add(replica.name)
         if all(
-            one.name in context.incompatible_replicas for one in context.pool.eligible_replicas()
+            other.name in context.incompatible_replicas
+            for other in context.pool.eligible_replicas()
         ):
             raise _interrupted_error()
 
     def _select_hedge(self) -> RoutingDecision | None:
-        """Another replica, beside the one that is silent, if there is room to spare."""
+        """Select a second replica that streams and has not failed the request, if capacity can be spared."""
         context = self._context
         replicas = context.pool.replicas.values()
-        whole = {
+        non_streaming = {
             replica.name
             for replica in replicas
             if not _uses_stream(context.fields, replica.adapter)
         }
-        others = {context.replica_name} | context.failed_replicas | whole
-        return self._dispatcher.select_hedge(context, others)
+        excluded = {context.replica_name} | context.failed_replicas | non_streaming
+        return self._dispatcher.select_hedge(context, excluded)
 
     def _record_failure(
-        self, turn: ReplicaAttempt, failure: UpstreamError | UpstreamRefusedError
+        self, attempt: ReplicaAttempt, failure: UpstreamError | UpstreamRefusedError
     ) -> None:
-        """Note that a replica failed the request. Raises ApiError when it was tried enough, or is itself at fault.
+        """Record a failed attempt and decide whether the request may be tried again.
 
-        What was carried on from a replica that died has to go somewhere: the time that recovery may take bounds it,
-        and how many may be lost with it without getting on. What a full one refused waits as long for room. Of what
-        has nothing yet the rest draws on the retry budget, since that is what overloaded pools do: what a living
-        replica failed needs it at once, what one lost that had failed before waits for it, or for one that is well.
+        Attempts that are bounded in another way do not draw on the retry budget. A response that has started must
+        continue somewhere, limited by `failover_timeout_s` and by the number of replicas it may lose without progress.
+        After backpressure (429, 503) the request waits for capacity, limited by the same time. All other retries draw
+        on the budget, because retries are what overloads pools. An error response needs budget at once. After the loss
+        of a replica that had failed before, the next attempt waits for budget or for a healthy replica.
+
+        Raises:
+            ApiError: The request was tried often enough, is quarantined, or was refused as invalid.
         """
-        context, now, replica = self._context, self._config.clock(), turn.replica
+        context, now, replica = self._context, self._config.clock(), attempt.replica
         context.failed_replicas.add(replica.name)
         context.failed_attempts += 1
         context.failing_since = context.failing_since or now
-        begun = context.delivered.output_tokens > 0
+        has_output = context.delivered.output_tokens > 0
         if (
             failure.outcome is AttemptOutcome.SUCCESS
             and isinstance(failure, UpstreamRefusedError)
-            and not begun
+            and not has_output
         ):
             message = f"The replica refused the request: {str(failure).rstrip('.')}."
             raise ApiError(failure.status, REFUSED_BY_REPLICA, message)
-        free = begun or failure.outcome is AttemptOutcome.BACKPRESSURE
+        is_exempt = has_output or failure.outcome is AttemptOutcome.BACKPRESSURE
         if isinstance(failure, UpstreamError):
-            context.replica_losses += turn.response.is_request_sent
+            context.replica_losses += attempt.response.is_request_sent
             if isinstance(failure, ResponseTooLargeError) and context.replica_losses > 1:
                 raise _too_large_error(failure)
             self._must_wait_for_retry_budget = (
-                not (free or turn.is_breaker_closed) and turn.response.is_request_sent
+                not (is_exempt or attempt.is_breaker_closed) and attempt.response.is_request_sent
             )
-            free = True
+            is_exempt = True
         elif failure.outcome is AttemptOutcome.FAILURE:
             context.error_responses += 1
-        suspects, digest = context.pool.poison_requests, context.prompt_digest
-        suspected = suspects.is_quarantined(digest, now) and not begun
-        if context.replica_losses >= (1 if suspected else max(2, self._config.max_failed_attempts)):
-            suspects.quarantine(digest, now)
-            raise _quarantined_error(context, suspects.retry_after_s(digest, now))
-        tried_enough = (
+        poison_requests, digest = context.pool.poison_requests, context.prompt_digest
+        is_quarantined = poison_requests.is_quarantined(digest, now) and not has_output
+        if context.replica_losses >= (
+            1 if is_quarantined else max(2, self._config.max_failed_attempts)
+        ):
+            poison_requests.quarantine(digest, now)
+            raise _quarantined_error(context, poison_requests.retry_after_s(digest, now))
+        is_exhausted = (
             max(context.replica_losses, context.error_responses) >= self._config.max_failed_attempts
         )
-        if tried_enough or not (free or context.pool.retry_budget.try_acquire(now)):
+        if is_exhausted or not (is_exempt or context.pool.retry_budget.try_acquire(now)):
             raise _upstream_failed_error(context, now)
 
     def _complete_lost_stream(self) -> bool:
-        """A replica was lost: had it told all but the end?"""
-        ending = self._relay.build_tail()
-        if ending is not None:
-            self._relay.write_tail(ending)
-        return ending is not None
+        """Complete a stream whose replica was lost after its last token.
+
+        Returns whether it was complete but for its end.
+        """
+        tail = self._relay.build_tail()
+        if tail is not None:
+            self._relay.write_tail(tail)
+        return tail is not None
 
 
 class CannotResumeError(Exception):
-    """A replica cannot go on where the answer stopped."""
+    """The replica cannot resume the response at its current position."""
 
 
-def _uses_stream(ask: RequestFields, adapter: BackendAdapter) -> bool:
-    """Whether the replica's answer is a stream, which the client gets as one or whole."""
-    return ask.stream or (adapter.is_native and ask.can_aggregate_stream)
+def _uses_stream(fields: RequestFields, adapter: BackendAdapter) -> bool:
+    """Return whether the replica is sent a streaming request, whose response may be aggregated for the client."""
+    return fields.stream or (adapter.is_native and fields.can_aggregate_stream)
 
 
-def _plan_upstream(carrier: StreamContinuation, replica: ReplicaEndpoint) -> UpstreamPlan | None:
-    return carrier.plan_upstream(
+def _plan_upstream(
+    continuation: StreamContinuation, replica: ReplicaEndpoint
+) -> UpstreamPlan | None:
+    return continuation.plan_upstream(
         replica.adapter, replica.upstream_model, replica.max_model_len or 0
     )
 
 
 def _has_started(context: RequestContext) -> bool:
-    """Whether a part of the answer is there."""
+    """Return whether the client's response has started or tokens were received for it."""
     return context.exchange.status is not None or context.delivered.output_tokens > 0
 
 
 def _interrupted_error() -> ApiError:
-    message = "The replica failed in the middle of the answer, and it cannot be carried on."
+    message = "The replica failed during the response, and no other replica can resume it. Send the request again."
     return ApiError(502, "upstream_failed", message)
 
 
 def _too_large_error(failure: ResponseTooLargeError) -> ApiError:
-    message = f"The answer cannot be sent: {failure}. Ask for less of it, or have it streamed."
+    message = f"The response is too large: {failure}. Request less output, or stream it."
     return ApiError(413, REQUEST_TOO_LARGE, message)
 
 
 def _quarantined_error(context: RequestContext, wait_s: float) -> ApiError:
     message = (
-        f"Replicas for {context.pool.model!r} were lost with this request. "
+        f"Replicas for {context.pool.model!r} failed while they ran this request. "
         f"Change it, or try again in {math.ceil(wait_s)} s."
     )
     return ApiError(502, "upstream_failed", message, retry_after_s=wait_s)
 
 
 def _has_reached_replica(context: RequestContext) -> bool:
-    """Whether a replica got the request, as far as it counts: see `Journey.got_on`."""
+    """Return whether a replica processed the request: an error response, a loss or output.
+
+    Backpressure does not count.
+    """
     return bool(
         context.error_responses or context.replica_losses or context.delivered.output_tokens
     )
@@ -409,9 +460,11 @@ def _has_reached_replica(context: RequestContext) -> bool:
 
 def _upstream_failed_error(context: RequestContext, now: float) -> ApiError:
     model = context.pool.model
-    tried = context.attempt_trace
-    refused = tried is not None and tried.outcome == AttemptOutcome.BACKPRESSURE.value
-    if refused and context.pool.is_available():
+    attempt_trace = context.attempt_trace
+    was_refused_as_full = (
+        attempt_trace is not None and attempt_trace.outcome == AttemptOutcome.BACKPRESSURE.value
+    )
+    if was_refused_as_full and context.pool.is_available():
         return replicas_full_error(context.pool, context.pool.retry_after_s(now))
     if not _has_reached_replica(context):
         return no_replica_error(context.pool, now)

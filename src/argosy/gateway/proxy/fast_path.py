@@ -1,8 +1,9 @@
-"""Streams that need no decision are passed on by a native thread: see csrc/fast_path.cpp.
+"""Fast path: a native thread that forwards streams between their sockets (see csrc/fast_path.cpp).
 
-What a piece costs on the way through the interpreter and its event loop is several times what the kernel takes for it.
-So once an answer flows, its two sockets are lent to a thread that copies regular pieces, and counts them; whatever is
-not regular comes back here, where everything is decided. Without a compiler, or over TLS, all streams stay here.
+Forwarding a chunk through the interpreter and its event loop costs several times what the kernel needs for it. Once a
+response flows, the sockets of replica and client are therefore lent to a native thread. The thread copies regular
+chunks and counts their tokens. A stream with anything else is returned to the event loop, where all decisions are made.
+Without a C++ compiler, or over TLS, all streams stay on the event loop.
 """
 
 from __future__ import annotations
@@ -20,82 +21,94 @@ from argosy.native import LOAD_FAILURE_REMEDY, NativeUnavailableError, build_lib
 SOURCE_FOLDER = Path(__file__).parent / "csrc"
 COMPILER_FLAGS = ("-std=c++17", "-O2", "-fPIC", "-pthread")
 RETURN_BATCH_SIZE = 256
-"""Streams that are taken back in one call."""
+"""Maximum number of returned streams per call."""
 
 _StreamNumbers = ctypes.c_int64 * RETURN_BATCH_SIZE
 
 
 class _NativeProgress(ctypes.Structure):
+    """Struct `Progress` of csrc/fast_path.cpp."""
+
     _fields_ = (
-        ("times", ctypes.c_void_p),
-        ("pieces", ctypes.c_int64),
-        ("ids", ctypes.c_void_p),
-        ("ids_bytes", ctypes.c_int64),
-        ("output", ctypes.c_int64),
-        ("rest", ctypes.c_void_p),
-        ("rest_bytes", ctypes.c_int64),
+        ("chunk_times", ctypes.c_void_p),
+        ("chunk_count", ctypes.c_int64),
+        ("token_ids", ctypes.c_void_p),
+        ("token_ids_bytes", ctypes.c_int64),
+        ("output_tokens", ctypes.c_int64),
+        ("unread", ctypes.c_void_p),
+        ("unread_bytes", ctypes.c_int64),
         ("unsent", ctypes.c_void_p),
         ("unsent_bytes", ctypes.c_int64),
     )
 
 
 class FastPathLibrary:
-    """The functions of csrc/fast_path.cpp. They run without the GIL, and trust their arguments."""
+    """Functions of csrc/fast_path.cpp.
+
+    They run without the GIL and do not check their arguments.
+    """
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError."""
+        """Load the library.
+
+        Raises:
+            OSError: The library cannot be loaded.
+            AttributeError: A function is missing.
+        """
         library = ctypes.CDLL(str(path))
         pointer, number = ctypes.c_void_p, ctypes.c_int64
 
-        def function(name: str, result: type | None, *arguments: type) -> Callable[..., int]:
-            found = library[f"argosy_fast_path_{name}"]
-            found.restype, found.argtypes = result, arguments
-            return found
+        def declare(name: str, result: type | None, *arguments: type) -> Callable[..., int]:
+            entry_point = library[f"argosy_fast_path_{name}"]
+            entry_point.restype, entry_point.argtypes = result, arguments
+            return entry_point
 
-        self.open = function("open", pointer)
-        self.close = function("close", None, pointer)
-        self.returned_fd = function("left", number, pointer)
+        self.open = declare("open", pointer)
+        self.close = declare("close", None, pointer)
+        self.returned_fd = declare("returned_fd", number, pointer)
         sockets = number, number
-        self.attach = function("take", pointer, pointer, number, *sockets, pointer, number, number)
-        self.detach = function("stop", None, pointer, pointer, pointer)
-        self.poll_progress = function("news", None, pointer, pointer)
-        self.release = function("forget", None, pointer, pointer)
-        self.take_returned = function("gave_back", number, pointer, pointer, number)
+        self.attach = declare("attach", pointer, pointer, number, *sockets, pointer, number, number)
+        self.detach = declare("detach", None, pointer, pointer, pointer)
+        self.poll_progress = declare("poll_progress", None, pointer, pointer)
+        self.release = declare("release", None, pointer, pointer)
+        self.take_returned = declare("take_returned", number, pointer, pointer, number)
 
 
 class SpliceProgress(NamedTuple):
-    """What was passed on since the last news."""
+    """Progress of a stream on the fast path since the last report."""
 
     chunk_times: array[float]
-    """When each piece was, on the monotonic clock."""
+    """Monotonic time of each forwarded chunk."""
     token_ids: bytes
-    """Of its tokens, comma-separated."""
+    """Token ids of the forwarded chunks, comma-separated."""
     output_tokens: int
-    """Tokens of the whole stream."""
+    """Output tokens of the whole stream."""
     unread: bytes
-    """What came from the replica and is still to be read, once the ride is over."""
+    """Bytes from the replica that are still to be parsed. Empty until the stream is detached."""
     unsent: bytes
-    """What is still to be sent to the client, in chunks as it is, once the ride is over."""
+    """HTTP chunks that are still to be sent to the client. Empty until the stream is detached."""
 
 
-def _to_progress(told: _NativeProgress) -> SpliceProgress:
-    times: array[float] = array("d")
-    times.frombytes(_copy_bytes(told.times, told.pieces * times.itemsize))
+def _to_progress(native: _NativeProgress) -> SpliceProgress:
+    chunk_times: array[float] = array("d")
+    chunk_times.frombytes(
+        _copy_bytes(native.chunk_times, native.chunk_count * chunk_times.itemsize)
+    )
     return SpliceProgress(
-        times,
-        _copy_bytes(told.ids, told.ids_bytes),
-        told.output,
-        _copy_bytes(told.rest, told.rest_bytes),
-        _copy_bytes(told.unsent, told.unsent_bytes),
+        chunk_times,
+        _copy_bytes(native.token_ids, native.token_ids_bytes),
+        native.output_tokens,
+        _copy_bytes(native.unread, native.unread_bytes),
+        _copy_bytes(native.unsent, native.unsent_bytes),
     )
 
 
-def _copy_bytes(place: int, size: int) -> bytes:
-    return ctypes.string_at(place, size) if size else b""
+def _copy_bytes(address: int, size: int) -> bytes:
+    return ctypes.string_at(address, size) if size else b""
 
 
 class SplicedStream:
-    """One stream on the fast path."""
+    """A stream on the fast path."""
 
     def __init__(
         self, fast_path: FastPath, number: int, handle: int, on_returned: Callable[[], None]
@@ -106,31 +119,33 @@ class SplicedStream:
         self._handle = handle
 
     def poll_progress(self) -> SpliceProgress:
-        """What has happened meanwhile."""
-        told = _NativeProgress()
-        self._fast_path.library.poll_progress(self._handle, ctypes.byref(told))
-        return _to_progress(told)
+        """Return the progress since the last call."""
+        native = _NativeProgress()
+        self._fast_path.library.poll_progress(self._handle, ctypes.byref(native))
+        return _to_progress(native)
 
     def detach(self) -> SpliceProgress:
-        """Take the stream back, or what was given back. Call it once, and nothing after it."""
-        told = _NativeProgress()
-        self._fast_path.library.detach(self._fast_path.handle, self._handle, ctypes.byref(told))
-        news = _to_progress(told)
+        """Take the stream back, or release a returned one. Call it once, as the last method."""
+        native = _NativeProgress()
+        self._fast_path.library.detach(self._fast_path.handle, self._handle, ctypes.byref(native))
+        progress = _to_progress(native)
         self._fast_path.release(self._number, self._handle)
-        return news
+        return progress
 
 
 class FastPath:
-    """The thread. Belongs to one event loop."""
+    """The native thread and its streams. Not thread-safe: use it from one event loop."""
 
     def __init__(self, library: FastPathLibrary) -> None:
-        """Start it. Raises NativeUnavailable when the process may have no more threads or files."""
+        """Start the thread.
+
+        Raises:
+            NativeUnavailableError: The process has reached its limit of threads or descriptors.
+        """
         self.library = library
         self.handle: int = library.open()
         if not self.handle:
-            message = (
-                "no thread or descriptor is left for the fast path; raise the process's limits"
-            )
+            message = "the fast path needs a thread and descriptors; raise the process's limits"
             raise NativeUnavailableError(message)
         self._streams: dict[int, SplicedStream] = {}
         self._numbers = itertools.count(1)
@@ -150,11 +165,21 @@ class FastPath:
         token_counter_address: int | None,
         on_returned: Callable[[], None],
     ) -> SplicedStream | None:
-        """Pass on what comes from one socket to the other, both by their descriptors; None: it cannot.
+        """Attach a stream, whose chunks are forwarded from the replica's socket to the client's.
 
-        output, most: tokens that the stream has, and may have until it is given back.
-        counter: address of the word that counts them.
-        ended: called when the stream was given back; it has to stop its ride.
+        The descriptors of both sockets are duplicated. The stream is returned when it reaches `max_output_tokens` or a
+        chunk is not regular. Then `on_returned` is called, which has to call the stream's `detach`.
+
+        Args:
+            replica_fd: The replica's socket.
+            client_fd: The client's socket.
+            output_tokens: Tokens so far.
+            max_output_tokens: Token limit.
+            token_counter_address: 64-bit counter.
+            on_returned: Called once.
+
+        Returns:
+            The stream, or None if no descriptor is available.
         """
         number = next(self._numbers)
         handle = self.library.attach(
@@ -168,18 +193,18 @@ class FastPath:
         )
         if not handle:
             return None
-        ride = self._streams[number] = SplicedStream(self, number, handle, on_returned)
-        return ride
+        stream = self._streams[number] = SplicedStream(self, number, handle, on_returned)
+        return stream
 
     def release(self, number: int, handle: int) -> None:
-        """A ride is over."""
+        """Release a detached stream."""
         del self._streams[number]
         self.library.release(self.handle, handle)
 
     def close(self) -> None:
-        """Give back all streams, and end the thread."""
-        for ride in tuple(self._streams.values()):
-            ride.on_returned()
+        """Return all streams and stop the thread."""
+        for stream in tuple(self._streams.values()):
+            stream.on_returned()
         asyncio.get_running_loop().remove_reader(self._returned_fd)
         self.library.close(self.handle)
 
@@ -187,13 +212,17 @@ class FastPath:
         numbers = _StreamNumbers()
         count = self.library.take_returned(self.handle, numbers, RETURN_BATCH_SIZE)
         for number in numbers[:count]:
-            ride = self._streams.get(number)
-            if ride is not None:
-                asyncio.get_running_loop().call_soon(ride.on_returned)
+            stream = self._streams.get(number)
+            if stream is not None:
+                asyncio.get_running_loop().call_soon(stream.on_returned)
 
 
 def load_fast_path() -> FastPathLibrary:
-    """The native code, built where no earlier process has. Raises NativeUnavailable."""
+    """Load the native library, and build it if no earlier process has.
+
+    Raises:
+        NativeUnavailableError: The library cannot be built or loaded.
+    """
     path = build_library(SOURCE_FOLDER, COMPILER_FLAGS)
     try:
         return FastPathLibrary(path)

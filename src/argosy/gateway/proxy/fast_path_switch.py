@@ -1,4 +1,4 @@
-"""When one stream goes by the fast path: once it flows, as far as everybody whom it passes lets it."""
+"""Switch between event loop and fast path for one stream."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ from argosy.gateway.request_context import UNLIMITED_TOKENS, FilterState
 from argosy.gateway.upstream import UpstreamResponse
 
 MIN_PROFITABLE_CHUNKS = 16
-"""Pieces after which it was worth the way there and back."""
+"""Number of chunks from which a stay on the fast path costs less than it saves."""
 
 
 class FastPathSwitch:
-    """One stream's."""
+    """Moves one stream to the fast path and back.
+
+    A stream may enter once its chunks are regular and all filters grant a budget. After a short stay or a failed
+    attempt, the number of chunks until the next attempt doubles.
+    """
 
     def __init__(
         self, fast_path: FastPath, writer: StreamingWriter, filter_states: Sequence[FilterState]
@@ -24,16 +28,17 @@ class FastPathSwitch:
         self._filter_states = filter_states
         self._spliced_stream: SplicedStream | None = None
         self._skipped_chunks = 0
-        """Pieces that have passed by since the last try,"""
+        """Chunks forwarded by the event loop since the last attempt to enter."""
         self._retry_after_chunks = 1
-        """and how many do before the next: ever more where it was in vain."""
+        """Chunks until the next attempt to enter."""
         self.notified_states: Sequence[FilterState] = filter_states
-        """Those that are told of pieces while it goes by it; a word that counts by itself is ahead of that."""
+        """Filter states to notify of progress while the stream is on the fast path. A state with a token counter is
+        excluded, because its counter is ahead of these notifications."""
         self._spliced_chunks = 0
-        """Pieces that have passed there this time."""
+        """Chunks that the fast path has forwarded since the stream entered."""
 
     def observe_chunk(self) -> bool:
-        """A piece was passed on without it; whether it is time to `take` it."""
+        """Count a chunk that the event loop forwarded. Returns whether to call `enter` now."""
         self._skipped_chunks += 1
         if self._skipped_chunks < self._retry_after_chunks:
             return False
@@ -43,56 +48,67 @@ class FastPathSwitch:
     def enter(
         self, response: UpstreamResponse, output_tokens: int, on_returned: Callable[[], None]
     ) -> None:
-        """Go by it, if both sockets can be lent; so many tokens were told so far.
+        """Enter the fast path if both sockets can be lent and all filters grant a budget.
 
-        ended: called when the fast path has given the stream back: then `leave`.
+        Args:
+            response: The replica's response.
+            output_tokens: Output tokens received so far.
+            on_returned: Called when the fast path has returned the stream. Call `exit` then.
         """
         if self._spliced_stream is not None:
             return
-        lets = [visit.fast_path_budget() for visit in self._filter_states]
-        counters = [
-            let.token_counter_address for let in lets if let.token_counter_address is not None
+        budgets = [state.fast_path_budget() for state in self._filter_states]
+        counter_addresses = [
+            budget.token_counter_address
+            for budget in budgets
+            if budget.token_counter_address is not None
         ]
         self.notified_states = [
-            visit
-            for visit, let in zip(self._filter_states, lets, strict=True)
-            if let.token_counter_address is None
+            state
+            for state, budget in zip(self._filter_states, budgets, strict=True)
+            if budget.token_counter_address is None
         ]
-        most = min((let.max_output_tokens for let in lets), default=UNLIMITED_TOKENS)
-        theirs = self._writer.lend_socket() if most > output_tokens else None
-        ours = None if theirs is None else response.lend_socket()
-        if theirs is not None and ours is not None:
+        max_output_tokens = min(
+            (budget.max_output_tokens for budget in budgets), default=UNLIMITED_TOKENS
+        )
+        client_fd = self._writer.lend_socket() if max_output_tokens > output_tokens else None
+        replica_fd = None if client_fd is None else response.lend_socket()
+        if client_fd is not None and replica_fd is not None:
             self._spliced_stream = self._fast_path.attach(
-                ours,
-                theirs,
+                replica_fd,
+                client_fd,
                 output_tokens=output_tokens,
-                max_output_tokens=most,
-                token_counter_address=counters[0] if counters else None,
+                max_output_tokens=max_output_tokens,
+                token_counter_address=counter_addresses[0] if counter_addresses else None,
                 on_returned=on_returned,
             )
         if self._spliced_stream is None:
             self._retry_after_chunks *= 2
-            if ours is not None:
+            if replica_fd is not None:
                 response.reclaim_socket(b"")
 
     def poll_progress(self) -> SpliceProgress | None:
-        """What has passed there since it was asked last; None: it does not go by it."""
+        """Return the progress since the last call, or None if the stream is not on the fast path."""
         if self._spliced_stream is None:
             return None
-        news = self._spliced_stream.poll_progress()
-        self._spliced_chunks += len(news.chunk_times)
-        return news
+        progress = self._spliced_stream.poll_progress()
+        self._spliced_chunks += len(progress.chunk_times)
+        return progress
 
     def exit(self) -> SpliceProgress | None:
-        """Go by it no longer; what was still to be sent to the client is sent. None: it did not."""
-        ride, self._spliced_stream = self._spliced_stream, None
-        if ride is None:
+        """Leave the fast path and write the bytes that it could not send to the client.
+
+        Returns:
+            The progress since the last call, or None if the stream was not on the fast path.
+        """
+        stream, self._spliced_stream = self._spliced_stream, None
+        if stream is None:
             return None
-        news = ride.detach()
-        if news.unsent:
-            self._writer.send_chunks(news.unsent)
-        passed, self._spliced_chunks = self._spliced_chunks + len(news.chunk_times), 0
+        progress = stream.detach()
+        if progress.unsent:
+            self._writer.send_chunks(progress.unsent)
+        chunk_count, self._spliced_chunks = self._spliced_chunks + len(progress.chunk_times), 0
         self._retry_after_chunks = (
-            1 if passed >= MIN_PROFITABLE_CHUNKS else self._retry_after_chunks * 2
+            1 if chunk_count >= MIN_PROFITABLE_CHUNKS else self._retry_after_chunks * 2
         )
-        return news
+        return progress

@@ -1,4 +1,4 @@
-"""The events that end an answer where a limit stops it: a finish reason for each choice, the usage, `[DONE]`."""
+"""Final events of a response that the gateway ends: finish reasons, usage and `[DONE]`."""
 
 from __future__ import annotations
 
@@ -15,18 +15,29 @@ from argosy.protocol import SSE_DONE, format_event
 def build_final_events(
     context: RequestContext, stream_identity: ResponseIdentity, finish_reason: str
 ) -> bytes:
-    """The last events of an answer whose unfinished choices end for `reason`."""
-    ask, delivered = context.fields, context.delivered
-    empty: dict[str, Any] = {"delta": {}} if context.api is CHAT else {"text": ""}
-    ending = {**empty, "logprobs": None, "finish_reason": finish_reason, "stop_reason": None}
-    if is_token_ids_requested(ask):
-        ending["token_ids"] = []
+    """Build the final events of a stream.
+
+    Args:
+        context: The request.
+        stream_identity: Id, creation time and model of the stream's chunks.
+        finish_reason: Finish reason of the choices that have none yet.
+    """
+    fields, delivered = context.fields, context.delivered
+    empty_delta: dict[str, Any] = {"delta": {}} if context.api is CHAT else {"text": ""}
+    final_choice = {
+        **empty_delta,
+        "logprobs": None,
+        "finish_reason": finish_reason,
+        "stop_reason": None,
+    }
+    if is_token_ids_requested(fields):
+        final_choice["token_ids"] = []
     chunks: list[dict[str, Any]] = [
-        {"choices": [{"index": choice, **ending}]}
-        for choice in range(ask.choice_count)
+        {"choices": [{"index": choice, **final_choice}]}
+        for choice in range(fields.choice_count)
         if choice not in delivered.finish_reasons
     ]
-    if ask.include_usage:
+    if fields.include_usage:
         chunks = [chunk | {"usage": None} for chunk in chunks]
         chunks.append({"choices": [], "usage": build_usage(delivered)})
     envelope = {

@@ -1,4 +1,4 @@
-"""Chat and completions through the gateway: read, let in, tried until a replica answers, passed on."""
+"""Handlers of the generation APIs: parse a request, run the filters, and proxy it to a replica."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ from argosy.http_server import Deadlines, DisconnectedError, HttpExchange, SlowR
 from argosy.protocol import ApiError, format_event, invalid_request
 
 RESUMABLE_KINDS = frozenset[BackendKind]({"argosy", "auto"})
-"""Kinds of servers that may know `resume`: ours, and those that have not said yet what they are."""
+"""Kinds of servers that may support `resume`: native replicas, and servers whose kind is not yet detected."""
 
 
 class CompletionHandlers:
-    """The handlers of the two generation APIs; every request passes `stages`."""
+    """Handlers of chat and text completions."""
 
     def __init__(
         self,
@@ -64,28 +64,28 @@ class CompletionHandlers:
             config.slow_reader_timeout_s,
         )
         self._dispatchers: dict[Pool, Dispatcher] = {}
-        """Of each pool that was asked for something."""
+        """Dispatchers of the pools that have received requests."""
         self._relays: set[ResponseRelay] = set()
         self._proxy_config = ProxyConfig(
             config.timeouts,
             config.max_failed_attempts,
             self._clock,
-            stream_start_deadlines=Deadlines(config.timeouts.first_token_timeout_s, _abandon_late),
-            buffered_deadlines=Deadlines(config.timeouts.non_streaming_timeout_s, _abandon_late),
+            stream_start_deadlines=Deadlines(config.timeouts.first_token_timeout_s, _abort_late),
+            buffered_deadlines=Deadlines(config.timeouts.non_streaming_timeout_s, _abort_late),
         )
 
     @property
     def queued_requests(self) -> Mapping[str, int]:
-        """Requests that wait for a replica, by model."""
-        queued = {pool.model: 0 for pool in self._models.pools}
+        """Number of queued requests by model."""
+        queue_depths = {pool.model: 0 for pool in self._models.pools}
         for pool, dispatcher in self._dispatchers.items():
-            if pool.model in queued:
-                queued[pool.model] += len(dispatcher)
-        return queued
+            if pool.model in queue_depths:
+                queue_depths[pool.model] += len(dispatcher)
+        return queue_depths
 
     @property
     def fast_path_streams(self) -> int:
-        """Streams that native code passes on just now."""
+        """Number of streams on the fast path."""
         return 0 if self._fast_path is None else len(self._fast_path)
 
     async def chat_completions(self, exchange: HttpExchange, principal: Principal) -> None:
@@ -97,10 +97,11 @@ class CompletionHandlers:
         await self._handle(exchange, principal, COMPLETION)
 
     async def monitor_streams(self) -> None:
-        """Look after running streams and all that wait, for as long as the gateway runs."""
+        """Check the timeouts of streams and dispatch queued requests every second. Runs until it is cancelled."""
         while True:
             await asyncio.sleep(1.0)
-            self._check_streams()  # a function, as its names would keep the last stream until there is another
+            # In a separate function, so that the loop variable does not keep the last stream alive.
+            self._check_streams()
 
     def _check_streams(self) -> None:
         for pool, dispatcher in tuple(self._dispatchers.items()):
@@ -108,24 +109,24 @@ class CompletionHandlers:
             if not (pool.active_requests or pool in self._models.pools):
                 del self._dispatchers[pool]
         now = self._clock()
-        for stream in tuple(self._relays):
-            stream.check_timeouts(now, self._stream_timeouts)
+        for relay in tuple(self._relays):
+            relay.check_timeouts(now, self._stream_timeouts)
 
     # --- one request ---------------------------------------------------------------------------
 
     async def _handle(self, exchange: HttpExchange, principal: Principal, api: ApiShape) -> None:
-        session = exchange.get_header(b"x-session-affinity")
-        ask = parse_request_fields(
-            await exchange.read_body(), api.prompt_field, principal.cache_domain, session
+        session_id = exchange.get_header(b"x-session-affinity")
+        fields = parse_request_fields(
+            await exchange.read_body(), api.prompt_field, principal.cache_domain, session_id
         )
-        exchange.set_request_id(ask.request_id)
-        context = self._build_context(exchange, ask, api, principal)
-        visits: list[FilterState] = []
-        out: ResponseWriter = (
-            StreamingWriter(exchange) if ask.stream else AggregatingWriter(context)
+        exchange.set_request_id(fields.request_id)
+        context = self._build_context(exchange, fields, api, principal)
+        filter_states: list[FilterState] = []
+        writer: ResponseWriter = (
+            StreamingWriter(exchange) if fields.stream else AggregatingWriter(context)
         )
         try:
-            await self._execute(context, visits, out)
+            await self._execute(context, filter_states, writer)
         except (DisconnectedError, SlowReaderError):
             context.status = "cancelled"
             raise
@@ -136,144 +137,156 @@ class CompletionHandlers:
                 await exchange.end_stream()
             raise
         except Exception:
-            context.trace.error_code = "internal_error"  # as it will be answered
+            context.trace.error_code = "internal_error"  # the code of the error response
             raise
         finally:
             delivered = context.delivered
-            unsent = context.status in UNANSWERED_STATUSES and out.discard()
+            unsent = context.status in UNANSWERED_STATUSES and writer.discard()
             if unsent or exchange.status is None:
                 delivered.reset()  # nothing reached the client, so nothing is billed
             elif context.status != "completed" and not delivered.output_tokens:
                 delivered.prompt_tokens = delivered.cached_tokens = 0  # nor is a prompt alone
-            complete_filters(visits, context)
-            context.error = None  # which has this frame, and so all that was answered
+            complete_filters(filter_states, context)
+            # Break a cycle, since the error's traceback refers to this frame and the whole response.
+            context.error = None
 
     def _build_context(
-        self, exchange: HttpExchange, ask: RequestFields, api: ApiShape, principal: Principal
+        self, exchange: HttpExchange, fields: RequestFields, api: ApiShape, principal: Principal
     ) -> RequestContext:
-        """Raises ApiError when nothing here serves the model, to this caller, or ever could."""
-        pool, route = self._models.resolve_target(ask.model, principal, exchange.headers)
-        most = pool.max_model_len
-        if most is not None and ask.exceeds_token_limit(most):
-            # OpenAI's status and words: clients know by them that it is the prompt.
+        """Resolve the model and build the request's context.
+
+        Raises:
+            ApiError: The model does not exist for the principal, or no replica of it could serve the request.
+        """
+        pool, route = self._models.resolve_target(fields.model, principal, exchange.headers)
+        max_model_len = pool.max_model_len
+        if max_model_len is not None and fields.exceeds_token_limit(max_model_len):
+            # OpenAI's status and wording, by which clients recognise that the prompt is too long.
             message = (
-                f"This model's maximum context length is {most} tokens, and the prompt is longer. "
-                "Send less, or have it cut (truncate_prompt_tokens)."
+                f"This model's maximum context length is {max_model_len} tokens, and the prompt is longer. "
+                "Send a shorter one, or truncate it with truncate_prompt_tokens."
             )
             raise invalid_request(message, api.prompt_field, "context_length_exceeded")
-        if count_resume_tokens(ask) and not _can_resume(pool):
+        if count_resume_tokens(fields) and not _can_resume(pool):
             message = (
-                "Only replicas of Argosy go on after tokens ('resume'), and none has this model. "
-                "Send what is there as text."
+                "Only Argosy replicas support 'resume', and this model has none. "
+                "Send the tokens as text in the prompt."
             )
             raise invalid_request(message, "resume")
         now = self._clock()
         return RequestContext(
             exchange,
-            ask,
+            fields,
             api,
             pool,
             f"{api.id_prefix}-{random.getrandbits(128):032x}",
             principal,
-            tier=min(principal.tier + ask.priority, len(TIERS) - 1),  # it may ask for a lower one
+            tier=min(principal.tier + fields.priority, len(TIERS) - 1),  # the client may lower it
             route_name=route,
-            deadline=exchange.arrived_at + min(ask.timeout_s, self._max_request_s),
+            deadline=exchange.arrived_at + min(fields.timeout_s, self._max_request_s),
             response_headers=exchange.extra_headers,
             trace=RequestTrace(arrived_at=exchange.arrived_at, parsed_at=now),
             started_at=time.time() - (now - exchange.arrived_at),
         )
 
     async def _execute(
-        self, context: RequestContext, visits: list[FilterState], out: ResponseWriter
+        self, context: RequestContext, filter_states: list[FilterState], writer: ResponseWriter
     ) -> None:
-        """Let the request in and answer it, unless the client or the gateway goes away, or its deadline passes."""
+        """Run the filters and the attempts, until the response ends, the client disconnects or the deadline passes.
+
+        Raises:
+            ApiError: The request failed before or during the response.
+            DisconnectedError: The client disconnected.
+            SlowReaderError: The client was disconnected because it did not read.
+        """
         task = asyncio.current_task()
         assert task is not None  # noqa: S101 - this is a coroutine
         pool = context.pool
         dispatcher = self._get_dispatcher(pool)
-        carrier = StreamContinuation(context.fields, context.api.path, context.delivered)
-        stream = ResponseRelay(
+        continuation = StreamContinuation(context.fields, context.api.path, context.delivered)
+        relay = ResponseRelay(
             context,
-            out,
-            carrier,
-            filter_states=visits,
+            writer,
+            continuation,
+            filter_states=filter_states,
             charge=partial(dispatcher.charge_tenant, context),
             cancel=task.cancel,
-            fast_path_switch=self._build_fast_path_switch(context.fields, out, visits),
+            fast_path_switch=self._build_fast_path_switch(context.fields, writer, filter_states),
         )
-        alarm = None
+        deadline_timer = None
         if context.deadline < math.inf:
-            left_s = max(0.0, context.deadline - self._clock())
-            alarm = asyncio.get_running_loop().call_later(left_s, stream.on_deadline)
-        context.exchange.set_listener(stream)
-        self._relays.add(stream)
+            remaining_s = max(0.0, context.deadline - self._clock())
+            deadline_timer = asyncio.get_running_loop().call_later(remaining_s, relay.on_deadline)
+        context.exchange.set_listener(relay)
+        self._relays.add(relay)
         pool.active_requests += 1
         try:
-            if await run_filters(self._filters, visits, context):
+            if await run_filters(self._filters, filter_states, context):
                 context.trace.admitted_at = self._clock()
                 await FailoverProxy(
-                    self._proxy_config, dispatcher, context, carrier, stream, out
+                    self._proxy_config, dispatcher, context, continuation, relay, writer
                 ).run()
         except asyncio.CancelledError:
             task.uncancel()
-            if stream.client_disconnected:
+            if relay.client_disconnected:
                 raise (
-                    SlowReaderError if stream.disconnected_as_slow else DisconnectedError
+                    SlowReaderError if relay.disconnected_as_slow else DisconnectedError
                 ) from None
-            if not stream.aborted:
-                message = "The gateway is going away. Send the request again."
+            if not relay.aborted:
+                message = "The gateway is shutting down. Send the request again."
                 raise ApiError(503, "draining", message, retry_after_s=RETRY_AFTER_S) from None
-            if stream.early_finish_reason is None:
+            if relay.early_finish_reason is None:
                 raise _deadline_exceeded_error(context) from None
         finally:
-            if alarm is not None:
-                alarm.cancel()
-            self._relays.discard(stream)
+            if deadline_timer is not None:
+                deadline_timer.cancel()
+            self._relays.discard(relay)
             pool.active_requests -= 1
-            stream.charge_delivered()
+            relay.charge_delivered()
             dispatcher.release(context)
             context.exchange.set_listener(None)
         if context.exchange.response_complete:
-            return  # passed on as it came, or answered by a stage
-        await out.finish()
+            return  # a buffered response, or the response of a filter
+        await writer.finish()
         context.status = (
-            "stopped" if stream.early_finish_reason is not None else context.final_status
+            "stopped" if relay.early_finish_reason is not None else context.final_status
         )
 
     def _get_dispatcher(self, pool: Pool) -> Dispatcher:
-        """The queue in front of a pool."""
+        """Return the dispatcher of a pool, creating it for the first request."""
         dispatcher = self._dispatchers.get(pool)
         if dispatcher is None:
             dispatcher = self._dispatchers[pool] = Dispatcher(pool, self._config.queue, self._clock)
         return dispatcher
 
     def _build_fast_path_switch(
-        self, ask: RequestFields, out: ResponseWriter, visits: Sequence[FilterState]
+        self, fields: RequestFields, writer: ResponseWriter, filter_states: Sequence[FilterState]
     ) -> FastPathSwitch | None:
-        """The way by the fast path, for a stream that may go there: it knows one choice."""
-        if self._fast_path is None or ask.choice_count > 1 or not isinstance(out, StreamingWriter):
+        """Build the switch for a stream that may use the fast path, which supports a single choice."""
+        if (
+            self._fast_path is None
+            or fields.choice_count > 1
+            or not isinstance(writer, StreamingWriter)
+        ):
             return None
-        return FastPathSwitch(self._fast_path, out, visits)
+        return FastPathSwitch(self._fast_path, writer, filter_states)
 
 
 def _can_resume(pool: Pool) -> bool:
-    """Whether some server knows `resume`, or may come that does."""
+    """Return whether a replica of the pool supports `resume`, or may turn out to support it."""
     kinds = {replica.kind for replica in pool.replicas.values()}
     return not kinds or not kinds.isdisjoint(RESUMABLE_KINDS)
 
 
 def _deadline_exceeded_error(context: RequestContext) -> ApiError:
-    """The deadline of a request has ended it before anything came."""
+    """Record that the deadline ended the request before its first token, and build the 504 error."""
     context.status = "stopped"
-    context.response_headers.append(
-        (b"x-should-retry", b"false")
-    )  # or SDKs would, with as little time
+    # Otherwise SDKs would retry with the same short timeout.
+    context.response_headers.append((b"x-should-retry", b"false"))
     allowed_s = context.deadline - context.exchange.arrived_at
-    message = (
-        f"No answer had begun in the {allowed_s:g} s that its timeout_s, or the server, allows."
-    )
+    message = f"The response had not started within {allowed_s:g} s, the limit of timeout_s or of the server."
     return ApiError(504, "deadline_exceeded", f"{message} Allow more, or try again later.")
 
 
-def _abandon_late(attempt: UpstreamResponse) -> None:
-    attempt.abort("too late")
+def _abort_late(response: UpstreamResponse) -> None:
+    response.abort("no response within the time limit")

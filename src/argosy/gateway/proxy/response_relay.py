@@ -1,4 +1,4 @@
-"""One answer under way: fed by one replica after another until it is whole, the client noticing a pause at most."""
+"""Relay of one response to the client, fed by one replica after another until the response is complete."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ from argosy.policy import AttemptOutcome, classify_status, weighted_tokens
 
 @dataclass(frozen=True, slots=True)
 class StreamTimeouts:
-    """How long a stream may be silent, in seconds."""
+    """Limits on the silence of a stream, in seconds."""
 
     first_token_timeout_s: float
-    """The replica, before its first token: then it counts as stalled."""
+    """Silence of the replica before its first token, after which the attempt fails."""
     stream_idle_timeout_s: float
-    """The same, after it."""
+    """Silence of the replica after its first token, after which the attempt fails."""
     sse_keepalive_interval_s: float
-    """Towards the client: then it gets a comment."""
+    """Silence towards the client, after which an SSE comment is sent."""
     slow_reader_timeout_s: float
-    """The client, while much waits for it to be taken: then it is cut off."""
+    """How long a client may apply backpressure before it is disconnected."""
 
 
 class ResponseRelay:
-    """Watches the client and passes on what its replica gives, piece by piece, without a task between.
+    """Forwards chunks from the replica to the client in callbacks, and observes the client's connection.
 
-    The `visits` of the stages are told of each piece that brought tokens, once it was passed on; a finish reason that
-    one gives ends the answer there. `charge` is called each second, `leave` when nobody is to work for it any more.
+    After each chunk with new tokens the filter states are notified. A finish reason that a filter returns ends the
+    response.
     """
 
     def __init__(
@@ -61,13 +61,24 @@ class ResponseRelay:
         cancel: Callable[[], object],
         fast_path_switch: FastPathSwitch | None,
     ) -> None:
+        """Create a relay that no replica is attached to yet.
+
+        Args:
+            context: The request.
+            writer: Writes to the client.
+            continuation: State across replicas.
+            filter_states: Notified of tokens.
+            charge: Called with new tokens.
+            cancel: Cancels the request.
+            fast_path_switch: None disables it.
+        """
         self.client_disconnected = False
         self.disconnected_as_slow = False
-        """The client has gone because it took nothing, and was cut off."""
+        """Whether the gateway disconnected the client because it did not read."""
         self.early_finish_reason: str | None = None
-        """The finish reason with which a limit ended it, or its deadline."""
+        """Finish reason of a response that a limit or the deadline ended early."""
         self.aborted = False
-        """It has called `leave`."""
+        """Whether `cancel` was called."""
         self._context = context
         self._delivered = context.delivered
         self._writer = writer
@@ -78,9 +89,9 @@ class ResponseRelay:
         self._fast_path_switch = fast_path_switch
         self._output_tokens = 0
         self._attempt_start_tokens = 0
-        """Output tokens that the client had when the attempt began."""
+        """Output tokens that the client had when the attempt started."""
         self._first_token_at: float | None = None
-        """When the attempt's first token came."""
+        """When the attempt's first token arrived."""
         self._token_rate: TokenRateMeter | None = None
         self._charged_tokens = 0.0
         self._client_backpressure = False
@@ -89,14 +100,14 @@ class ResponseRelay:
         self._replica: ReplicaEndpoint | None = None
         self._parser: StreamParser | None = None
         self._progress_at = 0.0
-        """When the answer last got on. A comment says that a server lives, not that it gets on."""
+        """Time of the latest progress. A comment shows that the server is alive, but is not progress."""
         self._keepalive_at = 0.0
-        """When the client was last given a comment."""
+        """When the client was last sent a comment."""
 
     def attach_upstream(
         self, response: UpstreamResponse, replica: ReplicaEndpoint, parser: StreamParser
     ) -> None:
-        """Pass on what `reader` makes of what `attempt` gives; `out` must have begun."""
+        """Forward the stream of an attempt, as its parser rewrites it. The writer must have been started."""
         self._response = response
         self._replica = replica
         self._attempt_start_tokens = self._output_tokens
@@ -108,72 +119,80 @@ class ResponseRelay:
         response.stream_body(self._on_data)
 
     def finish_upstream(self) -> None:
-        """Pass on the end of the attempt that has ended. Raises UpstreamError when that was no answer's end.
+        """Forward the end of the attached stream, which has ended.
 
-        RefusedError when the server has only now said that it does not take the request.
+        Raises:
+            UpstreamError: The stream ended too early.
+            UpstreamRefusedError: The server rejected the request within its stream.
         """
         self._measure_rate()
         self._response = None
         self.charge_delivered()
         if self.early_finish_reason is not None:
-            return  # its end was there already
-        reader = self._parser
-        assert reader is not None  # noqa: S101 - the attempt has fed it
-        missing = b"" if reader.is_done else self._synthesize_tail(reader)
+            return  # the final events were written before
+        parser = self._parser
+        assert parser is not None  # noqa: S101 - set by attach_upstream
+        tail = b"" if parser.is_done else self._synthesize_tail(parser)
         self._record_prompt_tokens()
         try:
-            self._write(missing or reader.flush())
+            self._write(tail or parser.flush())
         except ValueError as error:
-            raise UpstreamError(f"the end of its stream cannot be read ({error})") from error
+            raise UpstreamError(f"the end of the stream is malformed ({error})") from error
         self._context.pool.on_completed(self._output_tokens / self._context.fields.choice_count)
 
-    def _synthesize_tail(self, reader: StreamParser) -> bytes:
-        """What is still to be told of an answer whose stream ended without `[DONE]`. Raises as `finish` does."""
-        whole = self._continuation.is_finished and not reader.failure
-        ending = self.build_tail() if whole else None
-        if ending is not None:
-            return ending
+    def _synthesize_tail(self, parser: StreamParser) -> bytes:
+        """Build the missing end of a stream that ended without `[DONE]`. Raises as `finish_upstream` does."""
+        is_finished = self._continuation.is_finished and not parser.failure
+        tail = self.build_tail() if is_finished else None
+        if tail is not None:
+            return tail
         if (
             self._output_tokens == self._attempt_start_tokens
-            and classify_status(reader.failure_status or 500) is not AttemptOutcome.FAILURE
+            and classify_status(parser.failure_status or 500) is not AttemptOutcome.FAILURE
         ):
-            raise UpstreamRefusedError(reader.failure_status, reader.failure)
-        raise UpstreamError(reader.failure or "the stream ended before its end")
+            raise UpstreamRefusedError(parser.failure_status, parser.failure)
+        raise UpstreamError(parser.failure or "the stream ended without its final events")
 
     def build_tail(self) -> bytes | None:
-        """What is still to be told of an answer that was told to its last token; None: it was not."""
-        ending = self._continuation.build_missing_tail()
+        """Build the events missing after the last token (finish reasons, usage, `[DONE]`).
+
+        Returns:
+            The events, or None if tokens are missing too.
+        """
+        tail = self._continuation.build_missing_tail()
         if (
-            ending is None
+            tail is None
             and self._continuation.is_finished
             and not count_resume_tokens(self._context.fields)
         ):
             return self._build_final_events()
-        return ending
+        return tail
 
     def _build_final_events(self, reason: str = "") -> bytes:
-        """The events with which the answer ends here; those of its choices that have not end for `reason`."""
+        """Build the final events of the response. Choices without a finish reason get `reason`."""
         context, replica = self._context, self._replica
-        assert replica is not None  # noqa: S101 - it gave what there is
-        ours = ResponseIdentity(
+        assert replica is not None  # noqa: S101 - set by attach_upstream
+        default_identity = ResponseIdentity(
             context.response_id, int(context.started_at), replica.upstream_model
         )
-        return build_final_events(context, self._continuation.response_identity or ours, reason)
+        return build_final_events(
+            context, self._continuation.response_identity or default_identity, reason
+        )
 
     def write_tail(self, events: bytes) -> None:
-        """Pass on the end of an answer that its replica could no longer tell."""
+        """Write the end of a stream that its replica could not send."""
         self._write(events)
 
     def detach(self) -> None:
-        """The attempt failed: what was not told for good is forgotten."""
+        """Detach a failed attempt. Events that were held back for it are dropped."""
         self._measure_rate()
         self.charge_delivered()
         self._response = self._parser = None
 
     def record_buffered(self, body: bytes, received_at: float, adapter: BackendAdapter) -> None:
-        """An answer came in one piece: count what it says it used, about so much where it does not say.
+        """Record usage, finish reasons and timing of a buffered response.
 
-        Tokens that a replica of ours was given to go on after were read as its prompt was.
+        Usage that the replica does not report is estimated. For native replicas the tokens of `resume` count as prompt.
         """
         context, delivered = self._context, self._delivered
         if context.attempt_trace is not None:
@@ -193,19 +212,19 @@ class ResponseRelay:
         self._notify_filters((received_at,))
 
     def restart(self) -> None:
-        """Forget what was delivered of an answer that is sent whole: the client has none of it."""
+        """Reset the delivered output before a buffered attempt. The client must have received nothing."""
         self._writer.discard()
         self._delivered.reset()
         self._output_tokens = 0
 
     def exit_fast_path(self) -> bytes:
-        """Take the stream back from the fast path, if it is there; what came from the replica and was not read."""
-        news = None if self._fast_path_switch is None else self._fast_path_switch.exit()
-        self._apply_progress(news, self._filter_states)
-        return b"" if news is None else news.unread
+        """Take the stream back from the fast path. Returns bytes of the replica that are still to be parsed."""
+        progress = None if self._fast_path_switch is None else self._fast_path_switch.exit()
+        self._apply_progress(progress, self._filter_states)
+        return b"" if progress is None else progress.unread
 
     def on_deadline(self) -> None:
-        """The request's deadline has passed: its answer ends with what there is."""
+        """End the response with the tokens so far, because the request's deadline has passed."""
         self.exit_fast_path()
         if self._replica is not None:
             self._end_early("timeout")
@@ -213,24 +232,26 @@ class ResponseRelay:
             self._abort()
 
     def charge_delivered(self) -> None:
-        """Charge the tenant's share for what came since the last time."""
-        told = self._delivered
-        got = weighted_tokens(told.prompt_tokens - told.cached_tokens, told.output_tokens)
-        if got != self._charged_tokens:
-            came, self._charged_tokens = got - self._charged_tokens, got
-            self._charge(came)
+        """Charge the tenant for the tokens delivered since the last call."""
+        delivered = self._delivered
+        total = weighted_tokens(
+            delivered.prompt_tokens - delivered.cached_tokens, delivered.output_tokens
+        )
+        if total != self._charged_tokens:
+            increment, self._charged_tokens = total - self._charged_tokens, total
+            self._charge(increment)
 
     def check_timeouts(self, now: float, timeouts: StreamTimeouts) -> None:
-        """Called each second: end what has stalled, and show the client that somebody is there."""
+        """Abort a stalled attempt, disconnect a slow client, and send keep-alive comments. Called every second."""
         if self._client_backpressure:
-            self._progress_at = now  # it may not
+            self._progress_at = now  # the replica is paused
             self._backpressure_since = self._backpressure_since or now
             if now - self._backpressure_since > timeouts.slow_reader_timeout_s:
                 self.disconnected_as_slow = True
                 self._context.exchange.abort()
-        attempt = self._response
-        if attempt is None:
-            if self._replica is not None:  # another is waited for
+        response = self._response
+        if response is None:
+            if self._replica is not None:  # between two attempts
                 self._send_keepalive_if_due(now, timeouts)
             return
         if self._fast_path_switch is not None:
@@ -241,83 +262,84 @@ class ResponseRelay:
         if self._token_rate is not None:
             self._token_rate.measure(self._output_tokens, now)
             self._token_rate.is_client_limited = self._client_backpressure
-        patience = (
+        idle_timeout_s = (
             timeouts.first_token_timeout_s
             if self._first_token_at is None
             else timeouts.stream_idle_timeout_s
         )
-        if now - self._progress_at > patience:
+        if now - self._progress_at > idle_timeout_s:
             self.exit_fast_path()
-            attempt.abort(f"nothing came for {patience:g} s")
+            response.abort(f"no data for {idle_timeout_s:g} s")
         else:
             self._send_keepalive_if_due(now, timeouts)
 
     def _on_data(self, body: bytes) -> None:
-        reader, attempt = self._parser, self._response
-        if reader is None or attempt is None or self.early_finish_reason is not None:
+        parser, response = self._parser, self._response
+        if parser is None or response is None or self.early_finish_reason is not None:
             return
-        data = reader.feed(body)
-        if data and not self.client_disconnected:
-            if data.startswith(b":"):
-                self._keepalive_at = attempt.last_activity_at
+        events = parser.feed(body)
+        if events and not self.client_disconnected:
+            if events.startswith(b":"):
+                self._keepalive_at = response.last_activity_at
             else:
-                self._progress_at = attempt.last_activity_at
-            self._writer.write_events(data)
-        told = self._delivered.output_tokens
-        if told != self._output_tokens:
-            self._progress_at = attempt.last_activity_at  # also where their text is held back
+                self._progress_at = response.last_activity_at
+            self._writer.write_events(events)
+        output_tokens = self._delivered.output_tokens
+        if output_tokens != self._output_tokens:
+            # Tokens are progress even if their text is held back.
+            self._progress_at = response.last_activity_at
             if self._first_token_at is None:
                 self._record_prompt_tokens()
                 self._on_first_token()
-            self._output_tokens = told
-            reason = self._notify_filters((attempt.last_activity_at,)) or (
+            self._output_tokens = output_tokens
+            reason = self._notify_filters((response.last_activity_at,)) or (
                 "length" if self._writer.is_full else None
             )
             if reason is not None:
                 self._end_early(reason)
                 return
             if self._fast_path_switch is not None and self._fast_path_switch.observe_chunk():
-                # What was pushed is with the kernel by then.
+                # In the next iteration of the loop, when the kernel has the events that were written.
                 asyncio.get_running_loop().call_soon(self._enter_fast_path)
-        if (
-            reader.stopped_early or reader.failure_status
-        ):  # what that status means is for `finish` to say
-            attempt.finish_early()
-        elif reader.failure:
-            attempt.abort(reader.failure)
+        if parser.stopped_early or parser.failure_status:  # finish_upstream handles the status
+            response.finish_early()
+        elif parser.failure:
+            response.abort(parser.failure)
 
     def _record_prompt_tokens(self) -> None:
-        """There is an answer, so its prompt counts: about so many tokens, as long as no server says."""
-        told = self._delivered
-        told.prompt_tokens = told.prompt_tokens or self._context.fields.estimated_prompt_tokens
+        """Record the prompt's tokens, estimated until the server reports them, because the response has started."""
+        delivered = self._delivered
+        delivered.prompt_tokens = (
+            delivered.prompt_tokens or self._context.fields.estimated_prompt_tokens
+        )
 
-    def _notify_filters(self, times: Sequence[float]) -> str | None:
-        """Tell all stages that more was delivered; the finish reason of one that ends the answer here."""
-        ends = None
-        for visit in self._filter_states:
-            ends = visit.on_tokens(times) or ends
-        return ends
+    def _notify_filters(self, chunk_times: Sequence[float]) -> str | None:
+        """Notify all filter states of new tokens. Returns a finish reason if one of them ends the response."""
+        finish_reason = None
+        for state in self._filter_states:
+            finish_reason = state.on_tokens(chunk_times) or finish_reason
+        return finish_reason
 
     def _enter_fast_path(self) -> None:
-        """Let the stream go on by itself, if it can at this moment."""
-        attempt, reader = self._response, self._parser
-        if self._fast_path_switch is None or attempt is None or reader is None:
+        """Move the stream to the fast path, if its state allows."""
+        response, parser = self._response, self._parser
+        if self._fast_path_switch is None or response is None or parser is None:
             return
-        if reader.can_use_fast_path and not (
+        if parser.can_use_fast_path and not (
             self._client_backpressure or self.client_disconnected or self.early_finish_reason
         ):
-            self._fast_path_switch.enter(attempt, self._output_tokens, self._resume_reading)
+            self._fast_path_switch.enter(response, self._output_tokens, self._resume_reading)
 
     def _resume_reading(self) -> None:
-        """Take the stream back from there, and go on."""
-        rest = self.exit_fast_path()
+        """Take the stream back from the fast path and read it here again."""
+        unread = self.exit_fast_path()
         if self._response is not None:
-            self._response.reclaim_socket(rest)
+            self._response.reclaim_socket(unread)
             if self._client_backpressure and self._response is not None:
                 self._response.pause_reading()
 
-    def _send_keepalive_if_due(self, now: float, limits: StreamTimeouts) -> None:
-        if now - max(self._progress_at, self._keepalive_at) > limits.sse_keepalive_interval_s:
+    def _send_keepalive_if_due(self, now: float, timeouts: StreamTimeouts) -> None:
+        if now - max(self._progress_at, self._keepalive_at) > timeouts.sse_keepalive_interval_s:
             self._keepalive_at = now
             self._send_keepalive()
 
@@ -325,47 +347,53 @@ class ResponseRelay:
         self._resume_reading()
         self._writer.send_keepalive()
 
-    def _apply_progress(self, news: SpliceProgress | None, visits: Sequence[FilterState]) -> None:
-        attempt = self._response
-        if attempt is None or news is None or not news.chunk_times:
+    def _apply_progress(
+        self, progress: SpliceProgress | None, filter_states: Sequence[FilterState]
+    ) -> None:
+        response = self._response
+        if response is None or progress is None or not progress.chunk_times:
             return
-        self._delivered.token_id_pieces.setdefault(0, []).append(news.token_ids)
-        self._delivered.output_tokens = self._output_tokens = news.output_tokens
-        attempt.last_activity_at = self._progress_at = news.chunk_times[-1]
-        for visit in visits:
-            visit.on_tokens(news.chunk_times)
+        self._delivered.token_id_pieces.setdefault(0, []).append(progress.token_ids)
+        self._delivered.output_tokens = self._output_tokens = progress.output_tokens
+        response.last_activity_at = self._progress_at = progress.chunk_times[-1]
+        for state in filter_states:
+            state.on_tokens(progress.chunk_times)
 
     def _on_first_token(self) -> None:
-        """The attempt's first token came: what does that say of its replica?"""
-        attempt, replica, told = self._response, self._replica, self._delivered
-        tried, picked = self._context.attempt_trace, self._context.decision
-        if attempt is None or replica is None or tried is None or picked is None:
+        """Report prefill time and cache hits to the replica's statistics at the attempt's first token."""
+        response, replica, delivered = self._response, self._replica, self._delivered
+        trace, decision = self._context.attempt_trace, self._context.decision
+        if response is None or replica is None or trace is None or decision is None:
             return
-        self._first_token_at = tried.first_token_at = attempt.last_activity_at
+        self._first_token_at = trace.first_token_at = response.last_activity_at
         if self._context.fields.choice_count == 1:
-            self._token_rate = TokenRateMeter(replica, told.output_tokens, attempt.last_activity_at)
+            self._token_rate = TokenRateMeter(
+                replica, delivered.output_tokens, response.last_activity_at
+            )
             self._token_rate.is_client_limited = self._client_backpressure
-        replica.on_prefill_done(picked.uncached_tokens, tried.chosen_at)
-        if tried.sent_at is None or self._attempt_start_tokens:
+        replica.on_prefill_done(decision.uncached_tokens, trace.chosen_at)
+        if trace.sent_at is None or self._attempt_start_tokens:
             return
-        uncached = picked.uncached_tokens
-        if replica.kind == "argosy":  # others tell at the end, if at all
-            uncached = told.prompt_tokens - told.cached_tokens
-            prompt = told.prompt_tokens - count_resume_tokens(self._context.fields)
-            picked.record_cache_hits(prompt, told.cached_tokens, told.prompt_blocks)
-        elif told.prompt_token_ids is not None:
-            picked.record_prompt_tokens(told.prompt_token_ids, self._context.fields)
+        uncached_tokens = decision.uncached_tokens
+        if replica.kind == "argosy":  # other servers report usage at the end, if at all
+            uncached_tokens = delivered.prompt_tokens - delivered.cached_tokens
+            prompt_tokens = delivered.prompt_tokens - count_resume_tokens(self._context.fields)
+            decision.record_cache_hits(
+                prompt_tokens, delivered.cached_tokens, delivered.prompt_blocks
+            )
+        elif delivered.prompt_token_ids is not None:
+            decision.record_prompt_tokens(delivered.prompt_token_ids, self._context.fields)
         replica.on_first_token(
-            attempt.last_activity_at - tried.sent_at, uncached, attempt.last_activity_at
+            response.last_activity_at - trace.sent_at, uncached_tokens, response.last_activity_at
         )
 
     def _measure_rate(self) -> None:
-        """The attempt is over."""
+        """Measure the token rate up to the end of the attempt."""
         if self._response is not None and self._token_rate is not None:
             self._token_rate.measure(self._output_tokens, self._response.last_activity_at)
 
     def _end_early(self, reason: str) -> None:
-        """End the answer here, unless its replica just has."""
+        """End the response with this finish reason, unless all choices have ended."""
         context = self._context
         if (
             self.early_finish_reason is not None
@@ -377,22 +405,22 @@ class ResponseRelay:
         for choice in range(context.fields.choice_count):
             self._delivered.finish_reasons.setdefault(choice, reason)
         if self._response is not None:
-            self._response.abort("the answer was ended here")
-        else:  # the next replica is waited for
+            self._response.abort("response ended early by the gateway")
+        else:  # between two attempts
             self._abort()
 
     def _abort(self) -> None:
         self.aborted = True
         self._cancel()
 
-    def _write(self, data: bytes) -> None:
-        if data and not self.client_disconnected:
-            self._writer.write_events(data)
+    def _write(self, events: bytes) -> None:
+        if events and not self.client_disconnected:
+            self._writer.write_events(events)
 
-    # --- what the client's connection calls --------------------------------------------------------
+    # --- callbacks of the client's connection ------------------------------------------------------
 
     def on_backpressure(self) -> None:
-        """The client is behind: the replica waits."""
+        """Pause the replica, because the client reads more slowly than tokens arrive."""
         self._client_backpressure = True
         if self._token_rate is not None:
             self._token_rate.is_client_limited = True
@@ -400,19 +428,22 @@ class ResponseRelay:
             self._response.pause_reading()
 
     def on_writable(self) -> None:
-        """It has caught up."""
+        """Resume the replica, because the client's buffer has drained."""
         self._client_backpressure = False
         self._backpressure_since = None
         if self._response is not None:
             self._response.resume_reading()
 
     def on_half_close(self) -> None:
-        """It will send no more: what it is sent tells whether it is there."""
+        """Send a comment after the client shut down its sending side.
+
+        A failing write then shows that it disconnected.
+        """
         if not self._client_backpressure:
             self._send_keepalive()
 
     def on_disconnect(self) -> None:
-        """Nobody waits any more: the replica learns of it at once."""
+        """Cancel the request at once, because the client disconnected."""
         self.client_disconnected = True
         self.exit_fast_path()
         self._abort()

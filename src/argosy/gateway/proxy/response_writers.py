@@ -1,6 +1,6 @@
-"""How an answer reaches the client: streamed as it comes, or gathered from the stream of a replica and sent whole.
+"""Writers of a response to the client: streamed as events arrive, or aggregated from a stream and sent in one piece.
 
-An answer that is gathered survives its replica as a stream does, and can be ended by a limit like one.
+An aggregated response can be resumed on another replica and ended by a limit in the same way as a stream.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from argosy.protocol import ApiError, EventParser, PromptTokenUsageInfo, Usage, 
 
 KEEPALIVE_COMMENT = format_comment(b"keep-alive")
 MAX_AGGREGATED_BYTES = 64 * 1024 * 1024
-"""Of an answer's events, which take several times as much memory until all are there."""
+"""Maximum bytes of a response's events. While they are aggregated they take several times as much memory."""
 _DONE = b"[DONE]"
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 def build_usage(delivered: DeliveredOutput) -> Usage:
-    """What was delivered, as an answer tells it."""
+    """Build the `usage` object of the delivered output."""
     return Usage(
         prompt_tokens=delivered.prompt_tokens,
         completion_tokens=delivered.output_tokens,
@@ -34,75 +34,75 @@ def build_usage(delivered: DeliveredOutput) -> Usage:
 
 
 class ResponseWriter(Protocol):
-    """Takes the events of an answer."""
+    """Receives the events of a response."""
 
     async def start(self) -> None:
-        """They begin, or go on."""
+        """Start the response. Called again for each attempt."""
 
     def write_events(self, events: bytes) -> None:
-        """Whole events."""
+        """Write complete SSE events."""
 
     @property
     def is_full(self) -> bool:
-        """Whether the answer is to end here, as it has more than can be kept."""
+        """Whether the response must end because it exceeds the size limit."""
 
     def send_keepalive(self) -> None:
-        """Show the client that somebody is there, if that can be shown."""
+        """Send the client a comment, if the response is a stream that has started."""
 
     def discard(self) -> bool:
-        """Forget them, so that the answer can start over. False: the client has them already."""
+        """Discard the events so that the response can start over.
+
+        Returns False if the client may have received some.
+        """
 
     async def finish(self) -> None:
-        """That was all."""
+        """End the response."""
 
 
 class StreamingWriter:
-    """An `Out` that passes them on."""
+    """Response writer that forwards events as they arrive."""
 
     def __init__(self, exchange: HttpExchange) -> None:
         self._exchange = exchange
         self._has_output = False
 
     async def start(self) -> None:
-        """See `Out`."""
         if self._exchange.status is None:
             await self._exchange.start_stream()
 
     def write_events(self, events: bytes) -> None:
-        """See `Out`."""
         self._has_output = True
         self._exchange.write_nowait(events)
 
     @property
     def is_full(self) -> bool:
-        """See `Out`: the client has it."""
         return False
 
     def send_keepalive(self) -> None:
-        """See `Out`."""
         if self._exchange.status is not None:
             self._exchange.write_nowait(KEEPALIVE_COMMENT)
 
     def discard(self) -> bool:
-        """See `Out`."""
         return not self._has_output
 
     async def finish(self) -> None:
-        """See `Out`."""
         await self._exchange.end_stream()
 
     def lend_socket(self) -> int | None:
-        """The client's socket, for who passes events on past this: see `Wire.lend`."""
-        self._has_output = True  # as far as anybody here knows
+        """Lend the client's socket to the fast path.
+
+        Returns its descriptor, or None (see `HttpExchange.lend_socket`).
+        """
+        self._has_output = True  # the fast path may write without notice
         return self._exchange.lend_socket()
 
     def send_chunks(self, chunks: bytes) -> None:
-        """What that could not send: see `Wire.pass_on`."""
+        """Write HTTP chunks that the fast path could not send."""
         self._exchange.write_raw_chunks(chunks)
 
 
 class _AggregatedChoice(msgspec.Struct):
-    """One choice, as far as its chunks have told it."""
+    """A choice, aggregated from the chunks so far."""
 
     text_parts: list[str] = []
     logprobs: dict[str, Any] | None = None
@@ -112,7 +112,7 @@ class _AggregatedChoice(msgspec.Struct):
     stop_reason: int | str | None = None
 
     def add_chunk(self, chunk: dict[str, Any]) -> None:
-        """Take what a chunk says of it."""
+        """Add the choice's part of a chunk."""
         self.text_parts.append(chunk.get("delta", chunk).get("content") or chunk.get("text") or "")
         if chunk.get("logprobs") is not None:
             self._add_logprobs(chunk["logprobs"])
@@ -123,17 +123,17 @@ class _AggregatedChoice(msgspec.Struct):
         if chunk["finish_reason"] is not None:
             self.finish_reason, self.stop_reason = chunk["finish_reason"], chunk["stop_reason"]
 
-    def _add_logprobs(self, told: dict[str, Any]) -> None:
-        known = self.logprobs = self.logprobs or {}
-        for name, values in told.items():
+    def _add_logprobs(self, logprobs: dict[str, Any]) -> None:
+        aggregated = self.logprobs = self.logprobs or {}
+        for name, values in logprobs.items():
             if isinstance(values, list):
-                known.setdefault(name, []).extend(values)
+                aggregated.setdefault(name, []).extend(values)
             else:
-                known[name] = values
+                aggregated[name] = values
 
 
 class AggregatingWriter:
-    """An `Out` that puts them together, as our replicas' own whole answers are."""
+    """Response writer that aggregates events into a response like a native replica's buffered one."""
 
     def __init__(self, context: RequestContext) -> None:
         self._context = context
@@ -141,46 +141,52 @@ class AggregatingWriter:
         self._choices: defaultdict[int, _AggregatedChoice] = defaultdict(_AggregatedChoice)
         self._envelope: dict[str, Any] = {}
         self._prompt_token_ids: list[int] | None = None
-        """A chat's, which has one prompt."""
+        """Prompt tokens of a chat, which has a single prompt."""
         self._buffered_bytes = 0
 
     async def start(self) -> None:
-        """See `Out`."""
+        """Do nothing, because the response is sent in one piece."""
 
     def write_events(self, events: bytes) -> None:
-        """See `Out`. Raises ValueError when they are no chunks of an answer."""
+        """Add events.
+
+        Raises:
+            ValueError: An event is not a chunk of a response.
+        """
         self._buffered_bytes += len(events)
         check_container_count(events)
-        for told in self._event_parser.feed(events):
-            if told == _DONE:
+        for event in self._event_parser.feed(events):
+            if event == _DONE:
                 continue
             try:
-                self._add_chunk(_decode(told))
+                self._add_chunk(_decode(event))
             except MALFORMED_EVENT_ERRORS as error:
-                raise ValueError(f"an event of it cannot be read ({error})") from error
+                raise ValueError(f"an event is malformed ({error})") from error
 
     @property
     def is_full(self) -> bool:
-        """See `Out`."""
         return self._buffered_bytes > MAX_AGGREGATED_BYTES
 
     def send_keepalive(self) -> None:
-        """See `Out`: an answer that is sent whole has not begun."""
+        """Do nothing, because the response has not started."""
 
     def discard(self) -> bool:
-        """See `Out`."""
         self._choices.clear()
         self._buffered_bytes = 0
         return True
 
     async def finish(self) -> None:
-        """See `Out`. Raises ApiError 502 when they are no answer."""
+        """Send the aggregated response.
+
+        Raises:
+            ApiError: 502 if the events are not a complete response.
+        """
         try:
-            whole = _encode(self._build_response())
+            body = _encode(self._build_response())
         except MALFORMED_EVENT_ERRORS as error:
-            message = "The replica's answer cannot be read. Try again shortly."
+            message = "The replica's response is malformed. Try again shortly."
             raise ApiError(502, "upstream_failed", message) from error
-        await self._context.exchange.send_response(200, whole)
+        await self._context.exchange.send_response(200, body)
 
     def _add_chunk(self, chunk: dict[str, Any]) -> None:
         self._envelope = chunk
@@ -189,20 +195,22 @@ class AggregatingWriter:
             self._choices[choice["index"]].add_chunk(choice)
 
     def _build_response(self) -> dict[str, Any]:
-        chat = self._context.api is CHAT
-        write = _build_chat_choice if chat else _build_completion_choice
-        identity = self._envelope
-        whole = {
-            "id": identity["id"],
+        is_chat = self._context.api is CHAT
+        build_choice = _build_chat_choice if is_chat else _build_completion_choice
+        envelope = self._envelope
+        response = {
+            "id": envelope["id"],
             "object": self._context.api.object_type,
-            "created": identity["created"],
-            "model": identity["model"],
-            "choices": [write(index, self._choices[index]) for index in sorted(self._choices)],
+            "created": envelope["created"],
+            "model": envelope["model"],
+            "choices": [
+                build_choice(index, self._choices[index]) for index in sorted(self._choices)
+            ],
             "usage": build_usage(self._context.delivered),
         }
         if self._prompt_token_ids is not None:
-            whole["prompt_token_ids"] = self._prompt_token_ids
-        return whole
+            response["prompt_token_ids"] = self._prompt_token_ids
+        return response
 
 
 def _build_chat_choice(index: int, choice: _AggregatedChoice) -> dict[str, Any]:
@@ -211,16 +219,16 @@ def _build_chat_choice(index: int, choice: _AggregatedChoice) -> dict[str, Any]:
 
 
 def _build_completion_choice(index: int, choice: _AggregatedChoice) -> dict[str, Any]:
-    written = {"index": index, "text": "".join(choice.text_parts), **_choice_tail(choice)}
+    result = {"index": index, "text": "".join(choice.text_parts), **_choice_tail(choice)}
     if choice.token_ids is not None:
-        written["prompt_token_ids"] = choice.prompt_token_ids
-    return written
+        result["prompt_token_ids"] = choice.prompt_token_ids
+    return result
 
 
 def _choice_tail(choice: _AggregatedChoice) -> dict[str, Any]:
-    ending = {
+    tail = {
         "logprobs": choice.logprobs,
         "finish_reason": choice.finish_reason,
         "stop_reason": choice.stop_reason,
     }
-    return ending if choice.token_ids is None else {**ending, "token_ids": choice.token_ids}
+    return tail if choice.token_ids is None else {**tail, "token_ids": choice.token_ids}

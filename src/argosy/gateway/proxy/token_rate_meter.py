@@ -1,4 +1,4 @@
-"""How fast the tokens of one sequence come, told its replica while they do: one that crawls may do so for an hour."""
+"""Meter of one stream's token rate, reported to the replica's statistics while the stream runs."""
 
 from __future__ import annotations
 
@@ -6,18 +6,21 @@ from argosy.gateway.pool import ReplicaEndpoint
 
 
 class TokenRateMeter:
-    """One attempt's, from its first token on."""
+    """Measures the decode rate of one attempt from its first token on.
+
+    Rates are reported during the stream, because a slow stream may last an hour.
+    """
 
     def __init__(self, replica: ReplicaEndpoint, tokens: int, now: float) -> None:
-        """The answer had so many tokens then."""
+        """Start at `tokens` output tokens at the monotonic time `now`."""
         self._replica = replica
         self._tokens = tokens
         self._measured_at = now
         self.is_client_limited = False
-        """The client has kept the replica back since it was measured last: that says nothing."""
+        """Whether client backpressure slowed the replica since the last measurement, which is then discarded."""
 
     def measure(self, tokens: int, now: float) -> None:
-        """It has so many now."""
+        """Report the rate since the last call, at `tokens` output tokens now."""
         if not self.is_client_limited:
             self._replica.on_tokens_streamed(tokens - self._tokens, now - self._measured_at)
         self._tokens, self._measured_at = tokens, now

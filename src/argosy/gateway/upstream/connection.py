@@ -1,8 +1,8 @@
-"""One HTTP/1.1 connection to a replica, on httptools, which calls back for every piece of an answer.
+"""HTTP/1.1 connection to a replica, parsed with httptools, which calls back for every piece of a response.
 
-There is no task and no queue between a replica's socket and whoever takes its answer: `data_received` calls
-the sink, and a sink that cannot go on pauses reading, so a slow client slows its replica through TCP and
-no memory grows.
+No task and no queue sits between a replica's socket and the consumer of its response. `data_received` calls the
+listener directly. A listener that cannot continue pauses reading, so that TCP slows the replica down to the speed of
+the client and no memory grows.
 """
 
 from __future__ import annotations
@@ -19,23 +19,24 @@ from argosy.policy import AttemptOutcome
 from argosy.process import enable_tcp_keepalive
 
 MAX_OVERHEAD_BYTES = 64 * 1024
-"""Most bytes in a row that are no body: heads, interim answers, chunk sizes, trailers."""
+"""Maximum number of consecutive bytes that are no body: heads, interim responses, chunk sizes, trailers."""
 
 TCP_USER_TIMEOUT_S = 20
-"""A machine that answers no packet for so long is gone: one that is there does, whatever its processes do.
+"""Seconds without a TCP acknowledgement after which a replica's machine counts as dead.
 
-It has to take what it is sent within that time, too.
+A running machine acknowledges packets whatever its processes do. The timeout also applies to sent data that the
+replica does not read.
 """
 
 LONG_PAUSE_S = 10.0
-"""A server whose answer was not taken for so long may have given us up, as it does with all that take nothing."""
+"""Seconds without reading after which a server may have closed the connection because of this gateway."""
 
 MAX_REASON_CHARS = 300
-"""Characters: it may have been made of what a replica said, and is kept and logged."""
+"""Maximum length of an error message in characters. A replica may have supplied part of it, and it is logged."""
 
 
 class UpstreamError(Exception):
-    """The transport to a replica failed: no connection, a cut, or what is no HTTP."""
+    """Failure of the transport to a replica: no connection, a lost connection, or a response that is not HTTP."""
 
     def __init__(
         self,
@@ -46,76 +47,78 @@ class UpstreamError(Exception):
     ) -> None:
         super().__init__(message[:MAX_REASON_CHARS])
         self.before_response = before_response
-        """Nothing of an answer had come."""
+        """Whether the failure happened before any part of a response arrived."""
         self.outcome = outcome
-        """What that says of the replica; None: nothing."""
+        """Outcome to record for the replica; None if the error says nothing about the replica."""
 
 
 class ResponseListener(Protocol):
-    """Takes an answer, called back in order: one `on_head`, any `on_body`, then `on_end` or `on_failure`."""
+    """Callbacks for a response, in this order: one `on_head`, any `on_body`, then `on_end` or `on_failure`."""
 
     def on_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        """Status and headers (names in lower case)."""
+        """Handle the status and the headers, whose names are in lower case."""
 
     def on_body(self, body: bytes) -> None:
-        """A piece of the body, as it came."""
+        """Handle a piece of the body, as it arrived."""
 
     def on_end(self) -> None:
-        """The answer is whole."""
+        """Handle the end of a complete response."""
 
     def on_failure(self, error: UpstreamError) -> None:
-        """The answer will not become whole."""
+        """Handle an error that leaves the response incomplete."""
 
 
 class UpstreamConnection(asyncio.Protocol):
-    """One connection; one request at a time."""
+    """HTTP/1.1 connection to a replica, with one request at a time."""
 
     def __init__(self, release: Callable[[UpstreamConnection], None]) -> None:
+        """Create a connection that calls `release` whenever a response is complete."""
         self._release = release
         self.transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
         self._listener: ResponseListener | None = None
         self._headers: list[tuple[bytes, bytes]] = []
         self._is_framed = False
-        """The answer says where it ends."""
+        """Whether the response has a length or is chunked. Otherwise it ends when the connection closes."""
         self._at_chunk_boundary = self._ends_with_crlf = False
-        """A chunk of the answer was whole; what was read ends like one."""
+        """Whether the last chunk is complete, and whether the last bytes read end as a chunk does."""
         self._status = 0
         self._overhead_bytes = 0
-        """Bytes since the last piece of a body."""
+        """Number of bytes since the last piece of a body."""
         self._paused_at: float | None = None
         self._was_long_paused = False
-        """The answer was not taken for long."""
+        """Whether reading of the current response was paused for `LONG_PAUSE_S`."""
         self._is_message_complete = False
-        """The answer's end was parsed; what it means waits until all bytes at hand are."""
+        """Whether the end of the response was parsed. It is handled after the rest of the received bytes."""
         self.closed = False
 
-    # --- for whoever asks ------------------------------------------------------------------------
+    # --- called by the users of the connection ---------------------------------------------------
 
     def send_request(self, request: bytes, listener: ResponseListener) -> None:
-        """Send a request; the answer goes to `sink`."""
+        """Send a request whose response goes to `listener`."""
         self._listener = listener
         self._status = self._overhead_bytes = 0
         self._was_long_paused = False
-        assert self.transport is not None  # noqa: S101 - it is connected, or it would not be handed out
+        assert self.transport is not None  # noqa: S101 - `Upstream` returns only connected connections
         self.transport.write(request)
 
     def pause_reading(self) -> None:
-        """Take nothing more from the replica for now."""
+        """Stop reading from the replica until `resume_reading`."""
         if self.transport is not None and not self.closed:
             self._paused_at = self._paused_at or time.monotonic()
             self.transport.pause_reading()
 
     def resume_reading(self) -> None:
-        """Go on taking."""
+        """Continue reading from the replica."""
         if self.transport is not None and not self.closed:
             self._record_pause()
             self.transport.resume_reading()
 
     def lend_socket(self) -> int | None:
-        """Its socket's descriptor, for who reads what comes next instead: whole chunks, until `take_back`.
+        """Stop reading and return the socket's descriptor, from which native code reads whole chunks.
 
-        None: it is TLS's, or in the middle of a chunk.
+        Returns:
+            The descriptor, until `reclaim_socket`; None if the connection uses TLS or is in the middle of a chunk.
         """
         transport = self.transport
         if (
@@ -130,28 +133,28 @@ class UpstreamConnection(asyncio.Protocol):
         return cast("int", transport.get_extra_info("socket").fileno())
 
     def reclaim_socket(self, unparsed: bytes) -> None:
-        """Read on here: first `rest`, which has been read."""
+        """Continue reading a lent socket, after the bytes `unparsed` that the borrower read and did not use."""
         self.resume_reading()
         if unparsed and not self.closed:
             self.data_received(unparsed)
 
     def close(self) -> None:
-        """Close an idle connection, with TLS's goodbye where it has one."""
+        """Close an idle connection, with a TLS shutdown if it uses TLS."""
         self.closed = True
         if self.transport is not None:
             self.transport.close()
 
     def abort(self) -> None:
-        """Close at once: the replica sees that nobody waits. The sink hears nothing more."""
+        """Close the connection at once, so that the replica notices. The listener gets no more calls."""
         self._listener = None
         self.closed = True
         if self.transport is not None:
             self.transport.abort()
 
-    # --- asyncio's and the parser's --------------------------------------------------------------
+    # --- called by asyncio and the parser --------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Connected."""
+        """Configure the socket of a new connection."""
         self.transport = cast("asyncio.Transport", transport)
         peer: socket.socket | None = transport.get_extra_info("socket")
         if peer is not None and peer.family != socket.AF_UNIX:
@@ -159,8 +162,10 @@ class UpstreamConnection(asyncio.Protocol):
             enable_tcp_keepalive(peer, TCP_USER_TIMEOUT_S)
 
     def data_received(self, data: bytes) -> None:
-        """Bytes of an answer."""
-        if self._listener is None:  # nobody asked: it is not in step with us
+        """Parse received bytes and fail the response if they are malformed."""
+        if (
+            self._listener is None
+        ):  # data without a request, so requests and responses no longer match
             self.abort()
             return
         self._overhead_bytes += len(data)
@@ -169,17 +174,17 @@ class UpstreamConnection(asyncio.Protocol):
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             if not self._is_message_complete:
-                self._fail_response(f"the replica's answer is no HTTP ({error})")
+                self._fail_response(f"the replica's response is not valid HTTP ({error})")
                 return
-            self.closed = True  # the answer is whole; what came after it is nobody's
+            self.closed = True  # the response is complete, and the bytes after it belong to none
         if self._is_message_complete:
             self._finish_response()
         elif self._overhead_bytes > MAX_OVERHEAD_BYTES:
-            self._fail_response("the replica's answer has too many headers")
+            self._fail_response("the replica's response has too many headers")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Cut, or closed."""
-        del self._parser  # which has methods of ours: the two would keep each other
+        """End or fail the current response after the connection closed."""
+        del self._parser  # breaks the reference cycle between the parser and its callbacks
         self.closed = True
         if self._listener is None:
             return
@@ -193,57 +198,60 @@ class UpstreamConnection(asyncio.Protocol):
         )
 
     def on_message_begin(self) -> None:
-        """An answer begins; a second one to the same request puts the connection out of step."""
+        """Handle the beginning of a response. A second one to the same request makes the connection unusable."""
         if self._is_message_complete:
             self.closed = True
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header."""
+        """Collect a header."""
         lowered = name.lower()
         if lowered in {b"content-length", b"transfer-encoding"}:
             self._is_framed = True
         self._headers.append((lowered, value))
 
     def on_headers_complete(self) -> None:
-        """Status and headers are whole."""
+        """Pass status and headers to the listener, unless the response is an interim one (1xx)."""
         status, headers = self._parser.get_status_code(), self._headers
         self._headers = []
         if status < 200:
-            self._is_framed = False  # what it says of its length is not of the answer
+            self._is_framed = (
+                False  # the framing headers of an interim response do not apply to the final one
+            )
         elif self._listener is not None and not self._is_message_complete:
             self._status = status
             self._listener.on_head(status, headers)
 
     def on_body(self, body: bytes) -> None:
-        """A piece of the body."""
+        """Pass a piece of the body to the listener."""
         self._overhead_bytes = 0
         if self._listener is not None and not self._is_message_complete:
             self._listener.on_body(body)
 
     def on_chunk_header(self) -> None:
-        """A chunk begins."""
+        """Record that a chunk started."""
         self._at_chunk_boundary = False
 
     def on_chunk_complete(self) -> None:
-        """It is whole."""
+        """Record that a chunk is complete."""
         self._at_chunk_boundary = True
 
     def on_message_complete(self) -> None:
-        """The answer is whole, or was an interim one (1xx)."""
+        """Record that the response is complete, unless it is an interim one (1xx)."""
         if self._parser.get_status_code() >= 200:
             self._is_message_complete = True
             if not self._parser.should_keep_alive():
                 self.closed = True
 
     def _finish_response(self) -> None:
-        sink, self._listener = self._listener, None
+        """Release the connection and report the end of the response to the listener."""
+        listener, self._listener = self._listener, None
         self._is_message_complete = self._is_framed = self._at_chunk_boundary = False
         if self.closed and self.transport is not None:
             self.transport.abort()
-        self.resume_reading()  # whoever paused it has the whole answer; the next one is to be read
+        self.resume_reading()  # a pause was for this response and must not delay the next one
         self._release(self)
-        if sink is not None:
-            sink.on_end()
+        if listener is not None:
+            listener.on_end()
 
     def _record_pause(self) -> None:
         paused_at, self._paused_at = self._paused_at, None
@@ -253,7 +261,10 @@ class UpstreamConnection(asyncio.Protocol):
     def _fail_response(
         self, message: str, outcome: AttemptOutcome | None = AttemptOutcome.FAILURE
     ) -> None:
-        sink, untouched = self._listener, self._status == 0
+        """Abort the connection and report the failure to the listener."""
+        listener, before_response = self._listener, self._status == 0
         self.abort()
-        if sink is not None:
-            sink.on_failure(UpstreamError(message, before_response=untouched, outcome=outcome))
+        if listener is not None:
+            listener.on_failure(
+                UpstreamError(message, before_response=before_response, outcome=outcome)
+            )

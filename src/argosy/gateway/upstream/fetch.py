@@ -1,4 +1,4 @@
-"""Short questions to a server, which need no more than its answer."""
+"""Short requests to a server whose caller needs only the status and the body."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from argosy.gateway.upstream.upstream import Upstream
 from argosy.gateway.upstream.upstream_response import UpstreamResponse
 
 MAX_FETCHED_BYTES = 4 * 1024 * 1024
-"""Of an answer: lists of hosted APIs have a megabyte."""
+"""Maximum size of a response in bytes. The model lists of hosted APIs have about one megabyte."""
 
 
 async def fetch_path(
     upstream: Upstream, path: bytes, *headers: tuple[bytes, bytes]
 ) -> tuple[int, bytes]:
-    """Status and body of what a server has there. Raises UpstreamError."""
+    """Send a GET request and return status and body. Raises UpstreamError."""
     return await fetch_response(upstream, upstream.build_request(b"GET", path, b"", [*headers]))
 
 
 async def fetch_response(upstream: Upstream, request: bytes) -> tuple[int, bytes]:
-    """Status and body of its answer. Raises UpstreamError."""
-    attempt = UpstreamResponse(time.monotonic, MAX_FETCHED_BYTES)
+    """Send an encoded request and return status and body. Raises UpstreamError."""
+    response = UpstreamResponse(time.monotonic, MAX_FETCHED_BYTES)
     try:
-        await attempt.send(upstream, request)
-        return await attempt.status, await attempt.read_body()
+        await response.send(upstream, request)
+        return await response.status, await response.read_body()
     except BaseException:
-        attempt.abort("nobody waits for its answer any more")
+        response.abort("the request was cancelled")
         raise

@@ -1,4 +1,4 @@
-"""Addresses of names, as the system tells them: it may take its time, which keeps nobody waiting but who asked."""
+"""Name resolution with the system's resolver, in a thread per lookup so that a slow name delays no other."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ from argosy.process import run_in_daemon_thread
 async def resolve_addresses(
     host: str, family: socket.AddressFamily = socket.AF_UNSPEC
 ) -> tuple[str, ...]:
-    """In the order in which they are to be tried. Raises OSError when there is none, or nobody can say.
+    """Resolve `host` to its addresses, in the order in which to try them.
 
-    An event loop's own way has few threads for all names: those that nobody answers for would keep all others.
+    The event loop's own `getaddrinfo` shares a few threads, which unanswered lookups would block for all names.
+
+    Raises:
+        OSError: The name has no address, or the resolver failed.
     """
-    ask = partial(socket.getaddrinfo, host, None, family, socket.SOCK_STREAM)
+    look_up = partial(socket.getaddrinfo, host, None, family, socket.SOCK_STREAM)
     try:
         try:
-            found = ask(flags=socket.AI_NUMERICHOST)  # what is an address is not looked up
+            found = look_up(flags=socket.AI_NUMERICHOST)  # an address needs no lookup
         except socket.gaierror:
-            found = await run_in_daemon_thread(ask)
+            found = await run_in_daemon_thread(look_up)
     except UnicodeError as error:
-        raise OSError(f"{host!r} is no name") from error
+        raise OSError(f"{host!r} is not a valid host name") from error
     return tuple(dict.fromkeys(str(address[0]) for *_, address in found))

@@ -1,4 +1,4 @@
-"""Towards replicas: connections that are kept for the next request."""
+"""Connections to one replica, kept open for later requests."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from argosy.process import RESOURCE_EXHAUSTED_ERRNOS
 from argosy.protocol import Endpoint
 
 IDLE_TIMEOUT_S = 60.0
-"""An idle connection is closed after this long: sooner than servers close theirs."""
+"""Time after which an idle connection is closed, which is before servers close theirs."""
 MAX_IDLE_CONNECTIONS = 256
 CONNECT_TIMEOUT_S = 2.0
 CONNECTION_ATTEMPT_DELAY_S = 0.25
-"""A name's next address is tried beside those that have not answered for so long (RFC 8305, section 8)."""
+"""Time to wait for an address before the next one is tried in parallel (RFC 8305, section 8)."""
 
 
 class Upstream:
-    """All connections to one replica, kept for the next request."""
+    """Connections to one replica. Idle ones are kept for the next request."""
 
     def __init__(
         self,
@@ -41,23 +41,23 @@ class Upstream:
         self._path_prefix = endpoint.path_prefix.encode()
         self._idle_connections: list[UpstreamConnection] = []
         self._unresponsive_addresses: set[str] = set()
-        """Addresses of its name that did not answer when they were tried last."""
+        """Addresses of the replica's name that did not answer at the last try."""
         self._pending_lookup: asyncio.Future[tuple[str, ...]] | None = None
-        """The name is being looked up."""
+        """Running lookup of the replica's name."""
         self._idle_deadlines = Deadlines(IDLE_TIMEOUT_S, UpstreamConnection.close)
         self._closed = False
 
     def build_request(
         self, method: bytes, path: bytes, body: bytes, headers: list[tuple[bytes, bytes]]
     ) -> bytes:
-        """The bytes of a request to this replica."""
-        own = b"".join([b"%b: %b\r\n" % header for header in headers])
+        """Encode a request to this replica, with its fixed headers and path prefix."""
+        lines = b"".join([b"%b: %b\r\n" % header for header in headers])
         length = b"content-length: %d\r\n" % len(body) if body or method == b"POST" else b""
-        line = method + b" " + self._path_prefix + path + b" HTTP/1.1\r\n"
-        return line + self._fixed_headers + own + length + b"\r\n" + body
+        request_line = method + b" " + self._path_prefix + path + b" HTTP/1.1\r\n"
+        return request_line + self._fixed_headers + lines + length + b"\r\n" + body
 
     def take_idle_connection(self) -> UpstreamConnection | None:
-        """A connection that is idle and, as far as is known, alive."""
+        """Return an idle connection that is not known to be closed; None if there is none."""
         while self._idle_connections:
             connection = self._idle_connections.pop()
             self._idle_deadlines.remove(connection)
@@ -66,10 +66,10 @@ class Upstream:
         return None
 
     async def connect(self) -> UpstreamConnection:
-        """A new connection. Raises UpstreamError."""
+        """Open a new connection. Raises UpstreamError."""
         try:
             async with asyncio.timeout(self._connect_timeout_s):
-                made = await self._open_connection()
+                connection = await self._open_connection()
         except TimeoutError as error:
             message = f"no connection within {self._connect_timeout_s:g} s"
             raise UpstreamError(message, before_response=True) from error
@@ -81,18 +81,18 @@ class Upstream:
                 else AttemptOutcome.FAILURE
             )
             raise UpstreamError(message, before_response=True, outcome=outcome) from error
-        if made.closed:  # it would call nobody back
+        if connection.closed:  # a request on a closed connection would never call its listener
             raise UpstreamError("no connection (it was closed at once)", before_response=True)
-        return made
+        return connection
 
     async def _open_connection(self) -> UpstreamConnection:
-        """To the first of its name's addresses that answers. Raises OSError."""
+        """Connect to the socket path, the address, or the first address of the name that answers. Raises OSError."""
         loop, endpoint = asyncio.get_running_loop(), self.endpoint
         if endpoint.socket_path is not None:
-            _, made = await loop.create_unix_connection(
+            _, connection = await loop.create_unix_connection(
                 self._create_connection, endpoint.socket_path
             )
-            return made
+            return connection
         if endpoint.address is not None:
             return await self._connect_to(endpoint.address)
         addresses = await self._lookup_addresses()
@@ -102,7 +102,7 @@ class Upstream:
         )
 
     async def _lookup_addresses(self) -> tuple[str, ...]:
-        """Of its name, which is looked up once for all who ask meanwhile: it may take long. Raises OSError."""
+        """Resolve the replica's name. Concurrent callers share one lookup, which may take long. Raises OSError."""
         if self._pending_lookup is None:
             self._pending_lookup = asyncio.ensure_future(resolve_addresses(self.endpoint.host))
             self._pending_lookup.add_done_callback(self._on_lookup_done)
@@ -111,51 +111,51 @@ class Upstream:
     def _on_lookup_done(self, lookup: asyncio.Future[tuple[str, ...]]) -> None:
         self._pending_lookup = None
         if not lookup.cancelled():
-            lookup.exception()  # it may be that nobody waits any more
+            lookup.exception()  # marks the exception as retrieved, since every caller may be gone
 
     async def _connect_to_first(self, addresses: list[str]) -> UpstreamConnection:
-        """To the first of them that answers, each tried a little after the one before. Raises OSError."""
+        """Connect to the first address that answers. Each is tried shortly after the one before. Raises OSError."""
         running: dict[asyncio.Task[UpstreamConnection], str] = {}
-        failed: OSError | None = None
+        first_error: OSError | None = None
         try:
             while addresses or running:
                 if addresses:
                     address = addresses.pop(0)
                     running[asyncio.create_task(self._connect_to(address))] = address
-                next_s = CONNECTION_ATTEMPT_DELAY_S if addresses else None
+                delay_s = CONNECTION_ATTEMPT_DELAY_S if addresses else None
                 done, _ = await asyncio.wait(
-                    running, timeout=next_s, return_when=asyncio.FIRST_COMPLETED
+                    running, timeout=delay_s, return_when=asyncio.FIRST_COMPLETED
                 )
                 for task in done:
                     address = running.pop(task)
                     try:
-                        made = task.result()
+                        connection = task.result()
                     except OSError as error:
-                        failed = failed or error
+                        first_error = first_error or error
                         self._unresponsive_addresses.add(address)
                     else:
                         self._unresponsive_addresses.discard(address)
                         self._unresponsive_addresses.update(running.values())
-                        return made
+                        return connection
         finally:
             for task in running:
                 task.add_done_callback(_abort_unused)
                 task.cancel()
-        raise failed or OSError("its name has no address")
+        raise first_error or OSError("the replica's name has no address")
 
     async def _connect_to(self, address: str) -> UpstreamConnection:
-        """To this one. Raises OSError."""
-        _, made = await asyncio.get_running_loop().create_connection(
+        """Connect to one address. Raises OSError."""
+        _, connection = await asyncio.get_running_loop().create_connection(
             self._create_connection,
             address,
             self.endpoint.port,
             ssl=self._tls,
             server_hostname=self._server_name,
         )
-        return made
+        return connection
 
     def close(self) -> None:
-        """Keep no connection any more: idle ones are closed now, the others when they have what they were asked."""
+        """Close idle connections now, and the others when their responses are complete."""
         self._closed = True
         while (connection := self.take_idle_connection()) is not None:
             connection.abort()
@@ -174,6 +174,6 @@ class Upstream:
 
 
 def _abort_unused(task: asyncio.Task[UpstreamConnection]) -> None:
-    """Another address was sooner."""
+    """Abort a connection that is not needed because another address answered first."""
     if not task.cancelled() and task.exception() is None:
         task.result().abort()

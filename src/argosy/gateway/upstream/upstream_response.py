@@ -1,4 +1,4 @@
-"""One try to get an answer from one replica: its head, then its body to whoever takes it, then how it ended."""
+"""Response to a request to one replica, whose status and body a coroutine can await."""
 
 from __future__ import annotations
 
@@ -12,53 +12,63 @@ from argosy.http_server import JSON_CONTENT_TYPE
 _SAFE_CONTENT_TYPES = frozenset(
     {JSON_CONTENT_TYPE, b"text/plain", b"text/event-stream", b"application/openmetrics-text"}
 )
-"""Content types that no browser takes for a page."""
+"""Content types that no browser renders as a page."""
 STALE_CONNECTION_WINDOW_S = 1.0
-"""A connection that fails within so long of a request may have been closed before that came."""
+"""Time after a request within which a failed idle connection may have been closed before the request arrived."""
 MAX_BUFFERED_BYTES = 64 * 1024 * 1024
-"""Most bytes of an answer that are kept until somebody takes them."""
+"""Default limit in bytes on the part of a body that is buffered until it is read."""
 
 
 class ResponseTooLargeError(UpstreamError):
-    """The replica gives more than can be kept, which may be what it was asked for."""
+    """The response exceeds the buffer. The request may have asked for it, so the replica is not at fault."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, outcome=None)
 
 
 class UpstreamResponse:
-    """A `Sink` whose end can be awaited. Body pieces that come before `deliver` are kept for it."""
+    """A `ResponseListener` whose status and end can be awaited. The body is buffered until `stream_body`."""
 
     def __init__(self, clock: Callable[[], float], max_buffered_bytes: int | None = None) -> None:
-        """`most`: bytes of its answer that are kept until somebody takes them; None: as of any."""
+        """Create a response before its request is sent.
+
+        Args:
+            clock: Monotonic clock in seconds.
+            max_buffered_bytes: Limit on buffered bytes; None for `MAX_BUFFERED_BYTES`.
+        """
         loop = asyncio.get_running_loop()
         self.status: asyncio.Future[int] = loop.create_future()
-        """The status. Raises UpstreamError when none will come."""
+        """HTTP status. Raises UpstreamError if no response arrives."""
         self.end_of_body: asyncio.Future[None] = loop.create_future()
-        """Done when the answer is whole. Raises UpstreamError when it will not be."""
+        """Done when the response is complete. Raises UpstreamError if it stays incomplete."""
         self.is_request_sent = False
-        """A replica was sent the request."""
+        """Whether the request was sent to the replica."""
         self.headers: dict[bytes, bytes] = {}
         self.last_activity_at = clock()
-        """When something came last."""
+        """Time at which the last part of the response arrived, or the request was sent."""
         self._clock = clock
         self._max_buffered_bytes = max_buffered_bytes or MAX_BUFFERED_BYTES
         self._connection: UpstreamConnection | None = None
         self._buffered: list[bytes] = []
         self._buffered_bytes = 0
         self._next_piece: asyncio.Future[None] | None = None
-        """Somebody waits for the next piece of the body."""
+        """Done when the next piece of the body arrives."""
         self._on_piece: Callable[[bytes], None] | None = None
-        """Where the body goes; None: it is kept for `deliver`."""
+        """Consumer of the body; None while the body is buffered."""
 
     async def send(self, upstream: Upstream, request: bytes) -> None:
-        """Send the request on a kept connection, or a new one. Raises UpstreamError when there is none."""
-        kept = upstream.take_idle_connection()
-        self._connection = kept or await upstream.connect()
+        """Send the request on an idle connection, or on a new one.
+
+        Raises:
+            UpstreamError: No connection could be opened, or an idle connection failed after the replica may have
+                seen the request.
+        """
+        idle = upstream.take_idle_connection()
+        self._connection = idle or await upstream.connect()
         self.is_request_sent = True
         self.last_activity_at = self._clock()
         self._connection.send_request(request, self)
-        if kept is None:
+        if idle is None:
             return
         try:
             await self.status
@@ -68,23 +78,23 @@ class UpstreamResponse:
                 or self._clock() - self.last_activity_at > STALE_CONNECTION_WINDOW_S
             ):
                 raise
-            # A kept connection that the replica closed meanwhile: it never saw the request, unless it is gone with it.
+            # The replica closed the idle connection meanwhile. It never saw the request, unless it crashed on it.
             self.status = asyncio.get_running_loop().create_future()
             self.end_of_body = asyncio.get_running_loop().create_future()
             self._connection = await upstream.connect()
             self._connection.send_request(request, self)
 
     def stream_body(self, on_piece: Callable[[bytes], None]) -> None:
-        """Give the body to `take`, piece by piece, from the first."""
-        early, self._buffered = self._buffered, []
+        """Pass the body to `on_piece`, piece by piece, from the first byte."""
+        buffered, self._buffered = self._buffered, []
         self._on_piece = on_piece
-        for piece in early:
+        for piece in buffered:
             self.on_body(piece)
         if self.end_of_body.done():
             self._release_callback()
 
     async def wait_for_piece(self, is_wanted: Callable[[bytes], bool]) -> None:
-        """Wait for the first piece of the body that is `wanted`, before `deliver`, or its end. Raises UpstreamError."""
+        """Wait until a buffered piece satisfies `is_wanted`, or until the end of the body. Raises UpstreamError."""
         seen = 0
         while not any(map(is_wanted, self._buffered[seen:])):
             seen = len(self._buffered)
@@ -97,84 +107,87 @@ class UpstreamResponse:
             )
 
     async def read_body(self) -> bytes:
-        """The whole body. Raises UpstreamError."""
+        """Wait for the whole body and return it. Raises UpstreamError."""
         await self.end_of_body
         return b"".join(self._buffered)
 
     @property
     def content_type(self) -> bytes:
-        """The content type, as far as the answer may be passed on as that: a page would speak to us as its reader."""
-        told = self.headers.get(b"content-type", JSON_CONTENT_TYPE)
+        """Content type to forward. Anything but JSON, SSE or plain text is downgraded to `text/plain`.
+
+        HTML from a replica would run in the gateway's origin.
+        """
+        content_type = self.headers.get(b"content-type", JSON_CONTENT_TYPE)
         return (
-            told
-            if told.partition(b";")[0].strip().lower() in _SAFE_CONTENT_TYPES
+            content_type
+            if content_type.partition(b";")[0].strip().lower() in _SAFE_CONTENT_TYPES
             else b"text/plain"
         )
 
     def pause_reading(self) -> None:
-        """Take nothing more for now."""
+        """Stop reading from the replica until `resume_reading`."""
         if self._connection is not None:
             self._connection.pause_reading()
 
     def resume_reading(self) -> None:
-        """Go on."""
+        """Continue reading from the replica."""
         if self._connection is not None:
             self._connection.resume_reading()
 
     def lend_socket(self) -> int | None:
-        """See `Connection`; None where there is none."""
+        """Lend the connection's socket (see `UpstreamConnection.lend_socket`); None without a connection."""
         return None if self._connection is None else self._connection.lend_socket()
 
     def reclaim_socket(self, unparsed: bytes) -> None:
-        """See `Connection`."""
+        """Continue reading a lent socket, after the bytes `unparsed` that the borrower read and did not use."""
         if self._connection is not None:
             self._connection.reclaim_socket(unparsed)
 
     def abort(self, reason: str) -> None:
-        """Close the connection; whoever waits gets an UpstreamError with this reason."""
+        """Close the connection. All waiters get an UpstreamError with this reason."""
         self._abort_with(UpstreamError(reason))
 
     def finish_early(self) -> None:
-        """Its answer is whole although the replica would go on: close the connection, and end well."""
+        """Close the connection and end the response as complete, although the replica would continue."""
         if self._connection is not None:
             self._connection.abort()
         self.on_end()
 
-    # --- what the connection calls ---------------------------------------------------------------
+    # --- called by the connection ----------------------------------------------------------------
 
     def on_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        """See `Sink`."""
+        """Record status and headers."""
         self.last_activity_at = self._clock()
         self.headers = dict(headers)
         if not self.status.done():
             self.status.set_result(status)
 
     def on_body(self, body: bytes) -> None:
-        """See `Sink`."""
+        """Pass a piece of the body to its consumer, or buffer it. Abort if the consumer cannot read it."""
         self.last_activity_at = self._clock()
         try:
             (self._on_piece or self._buffer_piece)(body)
         except (ValueError, LookupError) as error:
             self._on_piece = _discard_piece
-            if self.end_of_body.done():  # all of it came before `deliver`
+            if self.end_of_body.done():  # the whole body was buffered before `stream_body`
                 self.end_of_body = asyncio.get_running_loop().create_future()
             self.abort(f"the replica's stream cannot be read ({error})")
 
     def on_end(self) -> None:
-        """See `Sink`."""
+        """Mark the response as complete."""
         self._connection = None
         self._release_callback()
         if not self.end_of_body.done():
             self.end_of_body.set_result(None)
 
     def on_failure(self, error: UpstreamError) -> None:
-        """See `Sink`."""
+        """Fail the futures that are not done."""
         self._connection = None
         self._release_callback()
         for future in (self.status, self.end_of_body):
             if not future.done():
                 future.set_exception(error)
-                future.exception()  # it may be that nobody asks
+                future.exception()  # marks the exception as retrieved, since no coroutine may be waiting
 
     def _abort_with(self, error: UpstreamError) -> None:
         if self._connection is not None:
@@ -182,7 +195,7 @@ class UpstreamResponse:
         self.on_failure(error)
 
     def _release_callback(self) -> None:
-        """Of whoever took the body: it is over, and they may have this attempt."""
+        """Drop the consumer of the body. It may refer to this object, which would form a reference cycle."""
         if self._on_piece is not None:
             self._on_piece = _discard_piece
 
@@ -191,7 +204,7 @@ class UpstreamResponse:
         if self._buffered_bytes > self._max_buffered_bytes:
             self._abort_with(
                 ResponseTooLargeError(
-                    f"the replica's answer is larger than {self._max_buffered_bytes} bytes"
+                    f"the replica's response is larger than {self._max_buffered_bytes} bytes"
                 )
             )
         else:
@@ -201,4 +214,4 @@ class UpstreamResponse:
 
 
 def _discard_piece(body: bytes) -> None:
-    """What comes after something that cannot be read is of no use."""
+    """Ignore a piece of the body after a failure."""

@@ -1,4 +1,4 @@
-"""Brings a database's tables to where `schema.py` has them, step by step, by the files in `versions`."""
+"""Migrates a database's tables to those in `schema.py` with Alembic, by the steps in `versions`."""
 
 from __future__ import annotations
 
@@ -18,26 +18,28 @@ from argosy.store.database import Database
 from argosy.store.errors import StoreError
 
 log = logging.getLogger("argosy.store")
-"""Commands migrate too, and what they print is no place for this."""
+"""Standard logger instead of structlog, because commands migrate too and must keep their output clean."""
 
 LOCK_TIMEOUT_S = 2
-"""How long a step waits for those who use a table of PostgreSQL: whoever comes after waits for both."""
+"""Maximum wait for a PostgreSQL table lock. Later queries of the table queue behind the waiting migration."""
 RETRY_INTERVAL_S = 5.0
-"""Then all others have so long."""
+"""Pause before the next attempt, in which queued queries can run."""
 _LOCK_NOT_AVAILABLE = "55P03"
-"""What PostgreSQL says then."""
+"""SQLSTATE of PostgreSQL's lock timeout."""
 _ADVISORY_LOCK_ID = 0x4172676F7379
-"""Of PostgreSQL's advisory locks, the one that migrations hold."""
+"""Id of the PostgreSQL advisory lock that migrations hold."""
 
 _alembic_lock = threading.Lock()
-"""Alembic's context is one for the whole process."""
+"""Serialises migrations, because Alembic's context is global to the process."""
 
 
 def migrate(database: Database) -> None:
-    """Run the migrations that have not run yet, all of them or none. Several processes wait for each other.
+    """Run all pending migrations in one transaction. Concurrent processes wait for each other.
 
-    Who uses a table for long (a backup does) is waited for, without keeping others from it meanwhile. Raises
-    StoreError when the tables are those of a newer Argosy.
+    A long user of a table, such as a backup, delays the migration but not other users of the table.
+
+    Raises:
+        StoreError: The tables belong to a newer version of Argosy, or the database cannot be used.
     """
     for attempt in itertools.count():
         try:
@@ -52,7 +54,7 @@ def migrate(database: Database) -> None:
             return
         if not attempt:
             log.warning(
-                "The tables of %s are used by somebody: waiting for that.", database.display_name
+                "The tables of %s are in use. Waiting until they are free.", database.display_name
             )
         time.sleep(RETRY_INTERVAL_S)
 
@@ -62,17 +64,19 @@ def _run_migrations(database: Database) -> None:
     config.set_main_option("script_location", str(Path(__file__).parent).replace("%", "%%"))
     scripts = ScriptDirectory.from_config(config)
     with _alembic_lock, database.write_transaction() as connection:
-        postgresql = connection.dialect.name == "postgresql"
-        if postgresql:
+        is_postgresql = connection.dialect.name == "postgresql"
+        if is_postgresql:
             connection.execute(select(func.pg_advisory_xact_lock(_ADVISORY_LOCK_ID)))
-        found = MigrationContext.configure(connection).get_current_revision()
-        if found == scripts.get_current_head():
+        revision = MigrationContext.configure(connection).get_current_revision()
+        if revision == scripts.get_current_head():
             return
-        if found is not None and found not in {step.revision for step in scripts.walk_revisions()}:
+        if revision is not None and revision not in {
+            step.revision for step in scripts.walk_revisions()
+        }:
             raise StoreError(
-                f"The tables of {database.display_name} are those of a newer Argosy ({found}): update this one."
+                f"The tables of {database.display_name} belong to a newer Argosy ({revision}). Update this one."
             )
-        if postgresql:
+        if is_postgresql:
             connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{LOCK_TIMEOUT_S}s'")
         config.attributes["connection"] = connection
         command.upgrade(config, "head")

@@ -1,4 +1,4 @@
-"""What Alembic runs: the steps, on the connection and in the transaction that `migrate` has opened."""
+"""Alembic environment. Runs the migration steps on the connection and in the transaction of `migrate`."""
 
 from alembic import context
 

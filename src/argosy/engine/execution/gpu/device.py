@@ -124,7 +124,7 @@ class GpuDevice:
         return WARMUP_SIZES
 
     @property
-    def kv_share(self) -> float:
+    def kv_memory_fraction(self) -> float:
         """See `Device`."""
         return KV_SHARE
 

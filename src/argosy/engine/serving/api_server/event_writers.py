@@ -1,4 +1,4 @@
-"""Streamed answers: each piece of a choice as server-sent events, the constant parts encoded once."""
+"""Writers that encode choices as server-sent events. Constant parts of the chunks are encoded once."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ _encode = msgspec.json.Encoder().encode
 
 
 class EventWriter(Protocol):
-    """Writes the events of one stream."""
+    """Encoder of one stream's events."""
 
     def encode_output(self, choice: Choice) -> bytes:
-        """The events for what is new of `choice`; empty when nothing can be told yet."""
+        """Encode the new output of `choice`. Returns empty bytes if nothing can be sent yet."""
         ...
 
     def encode_usage(self) -> bytes:
-        """The event before the end that carries the usage; empty when it was not asked for."""
+        """Encode the usage event that precedes the end. Returns empty bytes if usage is not wanted."""
         ...
 
 
 class _ChunkEnvelope:
-    """What surrounds the choice in every chunk: the answer's identity before, the usage after."""
+    """Constant parts of every chunk around its choice: response identity before, usage after."""
 
-    def __init__(self, frame: ResponseSpec, kind: str) -> None:
+    def __init__(self, spec: ResponseSpec, kind: str) -> None:
         identity = {
-            "id": frame.id,
+            "id": spec.id,
             "object": kind,
-            "created": frame.created_at,
-            "model": frame.model,
+            "created": spec.created_at,
+            "model": spec.model,
         }
         self.prefix = b"data: " + _encode(identity)[:-1] + b',"choices":[{"index":'
-        self._spec = frame
-        self._suffix = b',"usage":null}\n\n' if frame.include_usage else b"}\n\n"
+        self._spec = spec
+        self._suffix = b',"usage":null}\n\n' if spec.include_usage else b"}\n\n"
         self._identity_prefix = _encode(identity)[:-1]
 
     def suffix(self) -> bytes:
-        """The end of a chunk, after its choices."""
+        """Return the end of a chunk, after its choices."""
         if self._spec.continuous_usage:
             return b',"usage":' + _encode(self._spec.usage()) + b"}\n\n"
         return self._suffix
 
     def usage_event(self) -> bytes:
-        """The chunk that carries only the usage."""
+        """Return the chunk that contains only the usage."""
         if not self._spec.include_usage:
             return b""
         return format_event(
@@ -57,39 +57,38 @@ class _ChunkEnvelope:
 
 
 class ChatEventWriter:
-    """`chat.completion.chunk`s: the role first, then the text, then an empty delta that says why it ended."""
+    """Writer of `chat.completion.chunk` events.
 
-    def __init__(self, frame: ResponseSpec) -> None:
-        self._spec = frame
-        self._envelope = _ChunkEnvelope(frame, "chat.completion.chunk")
-        self._started_choices = {
-            choice.index for choice in frame.choices if frame.is_resumed(choice)
-        }
+    Each choice starts with its role, continues with text, and ends with an empty delta that has the finish reason.
+    """
+
+    def __init__(self, spec: ResponseSpec) -> None:
+        self._spec = spec
+        self._envelope = _ChunkEnvelope(spec, "chat.completion.chunk")
+        self._started_choices = {choice.index for choice in spec.choices if spec.is_resumed(choice)}
 
     def encode_output(self, choice: Choice) -> bytes:
-        """See `EventWriter`."""
-        piece = choice.drain()
-        out = []
+        output = choice.drain()
+        events = []
         if choice.index not in self._started_choices:
             self._started_choices.add(choice.index)
-            out.append(self._role_chunk(choice))
-        if piece.text or (
-            piece.tokens and (self._spec.include_token_ids or self._spec.logprob_formatter)
+            events.append(self._role_chunk(choice))
+        if output.text or (
+            output.tokens and (self._spec.include_token_ids or self._spec.logprob_formatter)
         ):
             logprobs = (
-                self._spec.logprob_formatter.format_chat(piece.logprobs)
+                self._spec.logprob_formatter.format_chat(output.logprobs)
                 if self._spec.logprob_formatter
                 else None
             )
-            delta = b'{"content":' + _encode(piece.text) + b"}"
-            ids = b',"token_ids":' + _encode(piece.tokens) if self._spec.include_token_ids else b""
-            out.append(self._chunk(choice, delta, logprobs, ids + b"}]"))
-        if piece.finish_reason is not None:
-            out.append(self._final_chunk(choice))
-        return b"".join(out)
+            delta = b'{"content":' + _encode(output.text) + b"}"
+            ids = b',"token_ids":' + _encode(output.tokens) if self._spec.include_token_ids else b""
+            events.append(self._chunk(choice, delta, logprobs, ids + b"}]"))
+        if output.finish_reason is not None:
+            events.append(self._final_chunk(choice))
+        return b"".join(events)
 
     def encode_usage(self) -> bytes:
-        """See `EventWriter`."""
         return self._envelope.usage_event()
 
     def _role_chunk(self, choice: Choice) -> bytes:
@@ -132,37 +131,39 @@ class ChatEventWriter:
 
 
 class CompletionEventWriter:
-    """`text_completion` chunks: the echoed prompt first if asked for; the last text carries the reason."""
+    """Writer of `text_completion` events.
 
-    def __init__(self, frame: ResponseSpec) -> None:
-        self._spec = frame
-        self._envelope = _ChunkEnvelope(frame, "text_completion")
+    Each choice starts with the echoed prompt if `echo` is set. Its last text has the finish reason.
+    """
+
+    def __init__(self, spec: ResponseSpec) -> None:
+        self._spec = spec
+        self._envelope = _ChunkEnvelope(spec, "text_completion")
         self._text_offsets = {
-            c.index: self._delivered_chars(c) for c in frame.choices if frame.is_resumed(c)
+            c.index: self._delivered_chars(c) for c in spec.choices if spec.is_resumed(c)
         }
-        """Where the next token's text starts, for each choice that has begun."""
+        """Offset of the next token's text in characters, for each choice that has begun."""
 
     def encode_output(self, choice: Choice) -> bytes:
-        """See `EventWriter`."""
-        first = choice.index not in self._text_offsets
-        if first and self._awaits_prompt_logprobs(choice):
+        is_first = choice.index not in self._text_offsets
+        if is_first and self._awaits_prompt_logprobs(choice):
             return b""
-        piece = choice.drain()
-        text, tokens, records = piece.text, piece.tokens, piece.logprobs
-        if first and choice.prompt.echo_text is not None:
+        output = choice.drain()
+        text, tokens, token_logprobs = output.text, output.tokens, output.logprobs
+        if is_first and choice.prompt.echo_text is not None:
             text = choice.prompt.echo_text + text
             tokens = choice.prompt.token_ids + tokens
-            records = choice.prompt.logprobs + records
-        told = self._spec.include_token_ids or self._spec.logprob_formatter is not None
-        if not (text or piece.finish_reason is not None or (tokens and told)):
+            token_logprobs = choice.prompt.logprobs + token_logprobs
+        has_token_fields = self._spec.include_token_ids or self._spec.logprob_formatter is not None
+        if not (text or output.finish_reason is not None or (tokens and has_token_fields)):
             return b""
         ids = b""
         if self._spec.include_token_ids:
-            ids = b',"token_ids":' + _encode(piece.tokens)
-            if first:
+            ids = b',"token_ids":' + _encode(output.tokens)
+            if is_first:
                 ids += b',"prompt_token_ids":' + _encode(choice.prompt.token_ids)
-        logprobs = self._encode_logprobs(choice, tokens, records)
-        ending = {"finish_reason": piece.finish_reason, "stop_reason": piece.stop_reason}
+        logprobs = self._encode_logprobs(choice, tokens, token_logprobs)
+        ending = {"finish_reason": output.finish_reason, "stop_reason": output.stop_reason}
         return b"".join(
             (
                 self._envelope.prefix,
@@ -180,28 +181,27 @@ class CompletionEventWriter:
         )
 
     def encode_usage(self) -> bytes:
-        """See `EventWriter`."""
         return self._envelope.usage_event()
 
     def _encode_logprobs(
-        self, choice: Choice, tokens: list[int], records: list[TokenLogprob]
+        self, choice: Choice, tokens: list[int], token_logprobs: list[TokenLogprob]
     ) -> bytes:
         offset = self._text_offsets.setdefault(choice.index, 0)
-        writer = self._spec.logprob_formatter
-        if writer is None:
+        formatter = self._spec.logprob_formatter
+        if formatter is None:
             return b"null"
-        self._text_offsets[choice.index] = offset + writer.text_width(tokens)
-        return _encode(writer.format_completion(tokens, records, offset))
+        self._text_offsets[choice.index] = offset + formatter.text_width(tokens)
+        return _encode(formatter.format_completion(tokens, token_logprobs, offset))
 
     def _delivered_chars(self, choice: Choice) -> int:
-        """Characters of the choice that the stream which this one carries on has told."""
-        writer = self._spec.logprob_formatter
-        prompt = choice.prompt.token_ids if choice.prompt.echo_text is not None else []
-        output = choice.request.resumed_tokens[-self._spec.delivered_tokens[choice.index] :]
-        return 0 if writer is None else writer.text_width(prompt + output)
+        """Return the number of characters that the resumed stream delivered of the choice."""
+        formatter = self._spec.logprob_formatter
+        echoed = choice.prompt.token_ids if choice.prompt.echo_text is not None else []
+        delivered = choice.request.resumed_tokens[-self._spec.delivered_tokens[choice.index] :]
+        return 0 if formatter is None else formatter.text_width(echoed + delivered)
 
     def _awaits_prompt_logprobs(self, choice: Choice) -> bool:
-        """Whether the prompt's log-probabilities, which go first, are not all there yet."""
+        """Return whether prompt log-probabilities, which must be sent first, are still incomplete."""
         prompt = choice.prompt
         if (
             prompt.echo_text is None

@@ -1,4 +1,4 @@
-"""One request's choices while they are generated: deltas in, text and tokens out, and one end for all."""
+"""Generation of one request's choices: consumes deltas and reports text, tokens and a common end."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.server
 
 
 class DeltaSource(Protocol):
-    """The deltas of one request."""
+    """Deltas of one request."""
 
     def set_listener(self, listener: Callable[[], None]) -> None:
-        """Call `heard` when there is something to take."""
+        """Call `listener` whenever a delta is available or the request has ended."""
         ...
 
     def drain(self) -> Delta | None:
-        """All that came since the last one was taken; None when nothing has."""
+        """Return everything since the last call as one delta, or None if nothing is new."""
         ...
 
     def close(self) -> None:
@@ -34,18 +34,22 @@ class DeltaSource(Protocol):
 
 
 class TokenGenerator(Protocol):
-    """What generates: the engine's client."""
+    """Interface for submitting requests to the engine."""
 
     def generate(self, request: EngineRequest) -> DeltaSource:
-        """Submit at once; raises ApiError when there is no engine to take it."""
+        """Submit a request at once.
+
+        Raises:
+            ApiError: No engine can serve the request.
+        """
         ...
 
 
 class Generation:
-    """The choices of one HTTP request.
+    """Running choices of one HTTP request, as a context manager.
 
-    Leaving the `with` block aborts in the core whatever has not ended. What a slow consumer has not taken is
-    merged, so what is held is bounded by the tokens asked for.
+    Leaving the `with` block aborts the unfinished choices in the core. Output that a slow consumer has not read is
+    merged, so memory is bounded by the requested tokens.
     """
 
     def __init__(
@@ -59,18 +63,18 @@ class Generation:
         self._engine = engine
         self._delta_callback = on_delta
         self._streams: dict[int, DeltaSource] = {}
-        """Of the choices that are not complete."""
+        """Streams of unfinished choices by choice index."""
         self._pending_choices: dict[int, Choice] = {}
-        """Choices with something to take."""
+        """Choices with unread deltas by choice index."""
         self._error: ApiError | None = None
         self._output_waiter: asyncio.Future[None] | None = None
         self._idle_timer: asyncio.TimerHandle | None = None
-        """One for all waits: it is moved when it rings, not with each token."""
+        """Timer shared by all waits. When it fires early, it is moved to the latest deadline."""
         self._idle_deadline = 0.0
 
     def __enter__(self) -> Self:
         try:
-            for choice in self.choices:  # in order: a lead before its siblings
+            for choice in self.choices:  # in order, so that a parent precedes its siblings
                 if choice.finish_reason is None:
                     stream = self._streams[choice.index] = self._engine.generate(choice.request)
                     stream.set_listener(partial(self._on_delta_available, choice))
@@ -89,35 +93,46 @@ class Generation:
 
     @property
     def is_done(self) -> bool:
-        """Whether every choice has ended and been taken."""
+        """Whether every choice has ended and its output was read."""
         return not self._streams
 
     def fail(self, error: ApiError) -> None:
-        """End the request with `error`; the first one counts."""
+        """End the request with `error`. Later errors are ignored."""
         if self._error is None:
             self._error = error
         self._wake_waiter()
 
     async def next_outputs(self, idle_timeout_s: float | None = None) -> list[Choice]:
-        """The choices with something new, or none after `idle_s`. Raises what ended the request."""
+        """Wait for the choices with new output.
+
+        Returns:
+            These choices, or an empty list after `idle_timeout_s` without output.
+
+        Raises:
+            ApiError: The error that ended the request.
+        """
         if self._streams and not self._pending_choices and self._error is None:
             await self._wait_for_output(idle_timeout_s)
-        heard = list(self._pending_choices.values())
+        pending = list(self._pending_choices.values())
         self._pending_choices.clear()
-        news = [choice for choice in heard if self._apply_delta(choice)]
-        if self._error is not None and not news:
+        updated = [choice for choice in pending if self._apply_delta(choice)]
+        if self._error is not None and not updated:
             raise self._error
-        return news
+        return updated
 
     async def wait_complete(self) -> None:
-        """Wait until every choice has ended. Raises what ended the request before that."""
+        """Wait until every choice has ended.
+
+        Raises:
+            ApiError: The error that ended the request.
+        """
         while self._streams:
             await self.next_outputs()
         if self._error is not None:
             raise self._error
 
     def _apply_delta(self, choice: Choice) -> bool:
-        """Give a choice what came for it; whether that was anything."""
+        """Apply a choice's unread delta. Return whether there was one."""
         stream = self._streams.get(choice.index)
         try:
             delta = None if stream is None else stream.drain()
@@ -171,6 +186,6 @@ class Generation:
         if self._idle_timer is not None:
             self._idle_timer.cancel()
             self._idle_timer = None
-        self._error = None  # raised, it holds on to whoever waited here
+        self._error = None  # a raised error references the waiter's frames and keeps them alive
         while self._streams:
             self._streams.popitem()[1].close()

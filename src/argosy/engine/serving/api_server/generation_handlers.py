@@ -1,4 +1,4 @@
-"""Chat and completions from body to answer: checked at the door, generated, streamed or sent whole."""
+"""Handlers for chats and completions: validate the body, generate, and stream or send the response."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from argosy.protocol import (
 )
 
 MIN_THREADED_BODY_BYTES = 32 * 1024
-"""Bodies from this size are parsed and tokenized in a thread, so that streams do not wait for them."""
+"""Bodies of at least this size are parsed and tokenized in a thread, so that streams are not delayed."""
 
 MODEL_DIGEST_HEADER = b"x-argosy-model-digest"
 RESUME_METADATA_HEADER = b"x-argosy-resume-metadata"
@@ -63,7 +63,7 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True, slots=True)
 class GenerationEndpoint(Generic[Body]):
-    """What tells one generation API from another."""
+    """Types and functions in which the generation APIs differ."""
 
     request_type: type[Body]
     id_prefix: str
@@ -89,36 +89,36 @@ COMPLETION_ENDPOINT = GenerationEndpoint(
 
 
 class GenerationHandlers:
-    """The handlers of the two generation APIs."""
+    """Handlers of the two generation APIs."""
 
     def __init__(self, replica: ReplicaState) -> None:
         self._replica = replica
 
     async def chat(self, exchange: HttpExchange) -> None:
-        """`POST /v1/chat/completions`."""
+        """Handle `POST /v1/chat/completions`."""
         with self._replica.track_generation():
             await self._handle(exchange, CHAT_ENDPOINT)
 
     async def completion(self, exchange: HttpExchange) -> None:
-        """`POST /v1/completions`."""
+        """Handle `POST /v1/completions`."""
         with self._replica.track_generation():
             await self._handle(exchange, COMPLETION_ENDPOINT)
 
     async def _handle(self, exchange: HttpExchange, endpoint: GenerationEndpoint[Body]) -> None:
         try:
-            self._replica.require_ready()  # refuse before reading
+            self._replica.require_ready()  # reject before the body is read
             self._check_model_digest(exchange)
             raw = await exchange.read_body()
-            body, frame = await self._prepare(exchange, endpoint, raw)
+            body, spec = await self._prepare(exchange, endpoint, raw)
         except ApiError as error:
             self._replica.metrics.record_rejection(error.status)
             raise
         if body.request_id is not None:
             exchange.set_request_id(body.request_id)
-        recorder = RequestMetrics(self._replica, frame.choices, exchange.arrived_at)
+        metrics = RequestMetrics(self._replica, spec.choices, exchange.arrived_at)
         reason: str | None = "internal_error"
         try:
-            await self._generate(exchange, endpoint, body, frame, recorder)
+            await self._generate(exchange, endpoint, body, spec, metrics)
             reason = None
         except SlowReaderError:
             reason = "slow_reader"
@@ -127,16 +127,19 @@ class GenerationHandlers:
             reason = abort_reason(error)
             raise
         finally:
-            recorder.record_end(reason)
+            metrics.record_end(reason)
 
     def _check_model_digest(self, exchange: HttpExchange) -> None:
-        """Refuse to go on with what another model began, whatever it is called."""
-        digest, wanted = (
+        """Reject the resume of a stream that another model began, even one with the same name."""
+        digest, expected_digest = (
             self._replica.engine.info.model_digest,
             exchange.get_header(MODEL_DIGEST_HEADER),
         )
-        if wanted not in {"", digest}:
-            message = "The answer was begun by another model of this name. Ask a replica that has it, or begin anew."
+        if expected_digest not in {"", digest}:
+            message = (
+                "A different model of this name began the answer. Resume it on a replica of that model, "
+                "or send the request without resuming."
+            )
             raise ApiError(409, "other_model", message)
         if digest and exchange.get_header(RESUME_METADATA_HEADER) == "1":
             exchange.extra_headers.append((MODEL_DIGEST_HEADER, digest.encode()))
@@ -144,13 +147,15 @@ class GenerationHandlers:
     async def _prepare(
         self, exchange: HttpExchange, endpoint: GenerationEndpoint[Body], raw: bytes
     ) -> tuple[Body, ResponseSpec]:
-        """Check everything and prepare the answer."""
-        service = self._replica.require_ready()
-        context = parse_gateway_headers(exchange, new_response_id(endpoint.id_prefix))
-        work = partial(self._prepare_in_thread, endpoint, service, raw, context)
-        admitted = work() if len(raw) < MIN_THREADED_BODY_BYTES else await asyncio.to_thread(work)
-        self._replica.require_ready()  # it may have begun to drain meanwhile
-        return admitted
+        """Validate the request and prepare its response."""
+        model = self._replica.require_ready()
+        headers = parse_gateway_headers(exchange, new_response_id(endpoint.id_prefix))
+        prepare = partial(self._prepare_in_thread, endpoint, model, raw, headers)
+        prepared = (
+            prepare() if len(raw) < MIN_THREADED_BODY_BYTES else await asyncio.to_thread(prepare)
+        )
+        self._replica.require_ready()  # the replica may have begun to drain meanwhile
+        return prepared
 
     def _prepare_in_thread(
         self,
@@ -161,8 +166,8 @@ class GenerationHandlers:
     ) -> tuple[Body, ResponseSpec]:
         body = parse_body(endpoint.request_type, raw)
         self._replica.check_model(body.model)
-        job = endpoint.prepare_request(model.processor, body, headers)
-        return body, ResponseSpec.from_request(body, job, model.tokenizer, headers)
+        prepared = endpoint.prepare_request(model.processor, body, headers)
+        return body, ResponseSpec.from_request(body, prepared, model.tokenizer, headers)
 
     async def _generate(
         self,
@@ -170,10 +175,10 @@ class GenerationHandlers:
         endpoint: GenerationEndpoint[Body],
         body: Body,
         spec: ResponseSpec,
-        recorder: RequestMetrics,
+        metrics: RequestMetrics,
     ) -> None:
         replica = self._replica
-        with Generation(replica.engine, spec.choices, recorder.record_delta) as generation:
+        with Generation(replica.engine, spec.choices, metrics.record_delta) as generation:
             replica.on_generation_start(generation, exchange.get_header(b"x-argosy-gateway"))
             watch = exchange.listen_for_disconnect(partial(_on_disconnect, generation))
             try:
@@ -203,7 +208,7 @@ class GenerationHandlers:
         try:
             await self._send_events(exchange, generation, spec, writer)
         except ApiError as error:
-            if exchange.status is not None:  # the wire has said 200: the error is an event
+            if exchange.status is not None:  # status 200 was sent, so the error is sent as an event
                 await exchange.write(format_event(error.encode_body(exchange.request_id)))
                 await exchange.end_stream()
             raise
@@ -215,16 +220,16 @@ class GenerationHandlers:
         spec: ResponseSpec,
         writer: EventWriter,
     ) -> None:
-        done = False
-        while not done:
-            news = await generation.next_outputs(self._replica.config.sse_keepalive_interval_s)
-            done = generation.is_done
-            if done:
+        is_done = False
+        while not is_done:
+            updated = await generation.next_outputs(self._replica.config.sse_keepalive_interval_s)
+            is_done = generation.is_done
+            if is_done:
                 _raise_if_timed_out(spec)
-            data = b"".join(map(writer.encode_output, news))
-            if not news and not done:
+            data = b"".join(map(writer.encode_output, updated))
+            if not updated and not is_done:
                 data = KEEP_ALIVE_COMMENT
-            if done:
+            if is_done:
                 data += writer.encode_usage() + SSE_DONE
             if not data:
                 continue
@@ -235,21 +240,28 @@ class GenerationHandlers:
 
 
 def _on_disconnect(generation: Generation) -> None:
-    """The client has gone. An error of its own: what is raised holds on to all that its request held."""
+    """Fail the generation of a disconnected client.
+
+    Each call creates its own error, since a raised error keeps its request's frames alive.
+    """
     generation.fail(ApiError(499, "client_closed_request", "The client closed the connection."))
 
 
 def _raise_if_timed_out(spec: ResponseSpec) -> None:
-    """Raise ApiError 408 when the time ran out before the first token."""
+    """Raise `ApiError` (408) if the request timed out before its first token."""
     if spec.has_timed_out_empty:
         message = (
-            "The request's time ran out before its first token. Allow more, or try again later."
+            "The request timed out before its first token. Raise its timeout, or try again later."
         )
         raise ApiError(408, "timeout", message)
 
 
 def parse_gateway_headers(exchange: HttpExchange, response_id: str) -> GatewayHeaders:
-    """What the gateway says of the request in `x-argosy-*` headers. Raises ApiError 400 for nonsense."""
+    """Parse the gateway's `x-argosy-*` headers.
+
+    Raises:
+        ApiError: 400 if a header is malformed.
+    """
     tier = _parse_number(exchange, "x-argosy-tier")
     weight = _parse_number(exchange, "x-argosy-weight")
     if not 0 <= tier <= MAX_TIER or tier != int(tier):
@@ -273,42 +285,42 @@ def parse_gateway_headers(exchange: HttpExchange, response_id: str) -> GatewayHe
 
 
 def _parse_response_id(exchange: HttpExchange, response_id: str) -> tuple[str, int | None]:
-    """Id and time of an answer that was begun elsewhere; else the new id and None."""
-    told = exchange.get_header(b"x-argosy-response-id")
-    if not told:
+    """Return id and creation time of a resumed response. Otherwise return the new id and None."""
+    header = exchange.get_header(b"x-argosy-response-id")
+    if not header:
         return response_id, None
-    found = _RESPONSE_ID_PATTERN.fullmatch(told)
-    if found is None:
+    match = _RESPONSE_ID_PATTERN.fullmatch(header)
+    if match is None:
         raise invalid_request(
             "The header x-argosy-response-id must be an id and a Unix time.", "x-argosy-response-id"
         )
-    return found[1], int(found[2])
+    return match[1], int(match[2])
 
 
 def _parse_cached_tokens(exchange: HttpExchange) -> int | None:
-    """Cached tokens that were told of an answer that was begun elsewhere; None: it was not."""
-    told = exchange.get_header(CACHED_TOKENS_HEADER)
-    if not told:
+    """Return the cached tokens that a resumed stream reported. None means that no stream is resumed."""
+    header = exchange.get_header(CACHED_TOKENS_HEADER)
+    if not header:
         return None
-    if _COUNT_PATTERN.fullmatch(told) is None:
+    if _COUNT_PATTERN.fullmatch(header) is None:
         raise invalid_request(
             "The header x-argosy-cached-tokens must be a count of tokens.", "x-argosy-cached-tokens"
         )
-    return int(told)
+    return int(header)
 
 
 def _parse_given_tokens(exchange: HttpExchange) -> tuple[int, ...]:
-    """Whole numbers with commas between them; none when they were not sent."""
-    sent = exchange.get_header(RESUME_GIVEN_HEADER)
-    if sent and not _COUNTS_PATTERN.fullmatch(sent):
+    """Return the comma-separated whole numbers of the header, or none if it is missing."""
+    header = exchange.get_header(RESUME_GIVEN_HEADER)
+    if header and not _COUNTS_PATTERN.fullmatch(header):
         raise invalid_request(
             "The header x-argosy-resume-given must be whole numbers.", "x-argosy-resume-given"
         )
-    return tuple(map(int, sent.split(","))) if sent else ()
+    return tuple(map(int, header.split(","))) if header else ()
 
 
 def _parse_number(exchange: HttpExchange, name: str) -> float:
-    """The header's finite number; 1 when it was not sent."""
+    """Return the header's finite number, or 1 if the header is missing."""
     try:
         value = float(exchange.get_header(name.encode()) or "1")
     except ValueError:

@@ -1,7 +1,7 @@
-"""`GET /kv_events`: a stream of what requests would find in this replica's prefix cache, kept up to date.
+"""`GET /kv_events`: stream of the replica's prefix cache contents for routers.
 
-Each event is a `KvEvent` as JSON. The first one starts over, and what follows until the next such event is the
-difference to what was told before. A router that loses the stream asks again and is told everything again.
+Each event is a `KvEvent` as JSON. The first event resets the reader's state. Later events are differences to the events
+since the last reset. After a disconnect the router connects again and receives a new reset.
 """
 
 from __future__ import annotations
@@ -24,51 +24,50 @@ from argosy.protocol import (
 )
 
 MAX_NAMES_PER_EVENT = 8192
-"""Names of one event: no event keeps its writer or its reader busy for long."""
+"""Maximum number of block names per event, which bounds the time to encode and to process one event."""
 
 _encode = msgspec.json.Encoder().encode
 
 
 class KvEventsHandler:
-    """The handler."""
+    """Handler of `GET /kv_events`."""
 
     def __init__(self, replica: ReplicaState) -> None:
         self._replica = replica
 
     async def stream_events(self, exchange: HttpExchange) -> None:
-        """Tell until the client leaves or the replica drains."""
-        service = self._replica.require_ready()
-        reading = TokenizationKey(
-            tokenizer=service.processor.tokenization_digest, block_size=service.ready.block_size
+        """Stream events until the client disconnects or the replica drains."""
+        model = self._replica.require_ready()
+        tokenization_key = TokenizationKey(
+            tokenizer=model.processor.tokenization_digest, block_size=model.ready.block_size
         )
         with self._replica.engine.kv_cache_view.subscribe() as reader:
             watch = exchange.listen_for_disconnect(reader.close)
             try:
                 await exchange.start_stream()
-                while (
-                    not reader.is_closed and exchange.method != "HEAD"
-                ):  # which gets no body to wait for
-                    news = await reader.next_update(self._replica.config.sse_keepalive_interval_s)
-                    if news is None:
+                # a response to HEAD has no body
+                while not reader.is_closed and exchange.method != "HEAD":
+                    update = await reader.next_update(self._replica.config.sse_keepalive_interval_s)
+                    if update is None:
                         await exchange.write(KEEP_ALIVE_COMMENT)
                         continue
-                    for told in _to_events(news, reading):
-                        await exchange.write(format_event(_encode(told)))
-                        await asyncio.sleep(0)  # other streams go on between the pieces
+                    for event in _to_events(update, tokenization_key):
+                        await exchange.write(format_event(_encode(event)))
+                        await asyncio.sleep(0)  # let other streams run between events
                 await exchange.end_stream()
             finally:
                 watch.cancel()
 
 
-def _to_events(news: KvUpdate, reading: TokenizationKey) -> Iterator[KvEvent]:
-    if news.is_snapshot:
-        yield KvEvent(reset=reading)
-    for packed in _split_names(news.stored):
-        yield KvEvent(stored=packed)
-    for packed in _split_names(news.removed):
-        yield KvEvent(removed=packed)
+def _to_events(update: KvUpdate, tokenization_key: TokenizationKey) -> Iterator[KvEvent]:
+    if update.is_snapshot:
+        yield KvEvent(reset=tokenization_key)
+    for names in _split_names(update.stored):
+        yield KvEvent(stored=names)
+    for names in _split_names(update.removed):
+        yield KvEvent(removed=names)
 
 
 def _split_names(names: set[int]) -> Iterator[bytes]:
-    packed, most = pack_block_names(names), MAX_NAMES_PER_EVENT * BLOCK_NAME_BYTES
-    return (packed[start : start + most] for start in range(0, len(packed), most))
+    packed, max_bytes = pack_block_names(names), MAX_NAMES_PER_EVENT * BLOCK_NAME_BYTES
+    return (packed[start : start + max_bytes] for start in range(0, len(packed), max_bytes))

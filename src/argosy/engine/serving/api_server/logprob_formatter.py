@@ -1,4 +1,4 @@
-"""Log-probabilities as the three APIs write them: chat, legacy completions, and vLLM's prompt records."""
+"""Formatter for log-probabilities in three shapes: chat, legacy completions, and vLLM's prompt log-probabilities."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from argosy.protocol import (
 )
 
 MIN_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON cannot say."""
+"""Replaces minus infinity, which JSON cannot represent."""
 
 
 def clamp_logprob(logprob: float) -> float:
-    """`logprob` as JSON can carry it."""
+    """Clamp `logprob` to a value that JSON can represent."""
     return max(MIN_LOGPROB, logprob)
 
 
 class LogprobFormatter:
-    """Writes log-probabilities with tokens by their text, or as `token_id:123`.
+    """Formats log-probabilities, with tokens named by their text or as `token_id:123`.
 
-    `silent` are the tokens that have no text in the answer; they do not move the text offset.
+    The `hidden_token_ids` have no text in the response and do not advance the text offset.
     """
 
     def __init__(
@@ -43,16 +43,16 @@ class LogprobFormatter:
 
     @classmethod
     def by_text(cls, tokenizer: Tokenizer, hidden_token_ids: frozenset[int]) -> LogprobFormatter:
-        """Tokens are named by their text."""
+        """Create a formatter that names tokens by their text."""
         return cls(tokenizer, hidden_token_ids, tokenizer.token_text)
 
     @classmethod
     def by_id(cls, tokenizer: Tokenizer, hidden_token_ids: frozenset[int]) -> LogprobFormatter:
-        """Tokens are named by their id (`return_tokens_as_token_ids`)."""
+        """Create a formatter that names tokens by their id (`return_tokens_as_token_ids`)."""
         return cls(tokenizer, hidden_token_ids, "token_id:{}".format)
 
     def format_chat(self, logprobs: list[TokenLogprob]) -> ChatLogprobs:
-        """The chat API's shape."""
+        """Format log-probabilities for the chat API."""
         return ChatLogprobs(
             content=[
                 ChatLogprob(
@@ -78,9 +78,10 @@ class LogprobFormatter:
     def format_completion(
         self, token_ids: list[int], logprobs: list[TokenLogprob], text_offset: int
     ) -> CompletionLogprobs:
-        """The legacy shape. Leading tokens without a record (an echoed first token) get nulls.
+        """Format log-probabilities for the legacy completions API.
 
-        `text_offset` is where the first token's text starts in the choice's text.
+        Leading tokens without a log-probability (an echoed first token) get nulls. `text_offset` is the position of the
+        first token's text in the choice's text.
         """
         records: list[TokenLogprob | None] = [None] * (len(token_ids) - len(logprobs))
         records += logprobs
@@ -93,7 +94,7 @@ class LogprobFormatter:
         )
 
     def text_width(self, token_ids: list[int]) -> int:
-        """How far `token_ids` move the text offset, in characters."""
+        """Return by how many characters `token_ids` advance the text offset."""
         return sum(map(self._token_width, token_ids))
 
     def _token_width(self, token: int) -> int:
@@ -106,7 +107,7 @@ class LogprobFormatter:
         return by_name
 
     def format_prompt(self, logprobs: list[TokenLogprob]) -> PromptLogprobs:
-        """The `prompt_logprobs` of vLLM: for each prompt token the candidates by id; null for the first."""
+        """Format vLLM's `prompt_logprobs`: candidates by id for each prompt token, null for the first."""
         return [None, *(self._format_candidates(record) for record in logprobs)]
 
     def _format_candidates(self, record: TokenLogprob) -> dict[int, PromptLogprob]:

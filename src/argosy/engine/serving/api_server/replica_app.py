@@ -1,4 +1,4 @@
-"""The replica's endpoints: finds the handler, and turns whatever goes wrong into one answer."""
+"""ASGI application of the replica: routes requests and converts every failure to one response."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from argosy.http_server import (
     Scope,
     Send,
     check_method,
-    not_found,
+    not_found_error,
     run_handler,
 )
 from argosy.protocol import (
@@ -50,7 +50,7 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True, slots=True)
 class EndpointRoute:
-    """A path, or what paths have in common."""
+    """Path template, method and handler of an endpoint."""
 
     template: str
     method: str
@@ -58,13 +58,13 @@ class EndpointRoute:
 
 
 class ReplicaApp:
-    """The ASGI application. Every request gets exactly one answer, and no exception leaves."""
+    """ASGI application. Every request gets exactly one response, and no exception is passed to the server."""
 
     def __init__(self, replica: ReplicaState) -> None:
         self._replica = replica
         self._scrape = CoalescedScrape(self._render_metrics)
-        answering = GenerationHandlers(replica)
-        get = {
+        generation_handlers = GenerationHandlers(replica)
+        get_handlers = {
             "/v1/models": self._list_models,
             "/health": self._health,
             "/ready": self._ready,
@@ -74,21 +74,23 @@ class ReplicaApp:
             "/metrics": self._metrics,
             "/openapi.json": self._openapi,
         }
-        post = {
-            "/v1/chat/completions": answering.chat,
-            "/v1/completions": answering.completion,
+        post_handlers = {
+            "/v1/chat/completions": generation_handlers.chat,
+            "/v1/completions": generation_handlers.completion,
             "/tokenize": self._tokenize,
             "/detokenize": self._detokenize,
             "/drain": self._drain,
         }
-        self._routes = {path: EndpointRoute(path, "GET", handler) for path, handler in get.items()}
+        self._routes = {
+            path: EndpointRoute(path, "GET", handler) for path, handler in get_handlers.items()
+        }
         self._routes |= {
-            path: EndpointRoute(path, "POST", handler) for path, handler in post.items()
+            path: EndpointRoute(path, "POST", handler) for path, handler in post_handlers.items()
         }
         self._model_route = EndpointRoute(MODELS_PREFIX + "{model}", "GET", self._get_model)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one HTTP request."""
+        """Handle one HTTP request."""
         exchange = HttpExchange(scope, receive, send, self._replica.config)
         self._replica.on_request_start()
         bind_request(exchange.request_id, exchange.get_header(b"traceparent"))
@@ -109,7 +111,7 @@ class ReplicaApp:
 
     async def _handle(self, exchange: HttpExchange, route: EndpointRoute | None) -> None:
         if route is None:
-            raise not_found(exchange.path, self._has_route)
+            raise not_found_error(exchange.path, self._has_route)
         check_method(exchange, (route.method,))
         await route.handler(exchange)
 
@@ -117,8 +119,8 @@ class ReplicaApp:
         template = route.template if route else "other"
         status = exchange.status or 499
         self._replica.metrics.record_http_response(template, status)
-        write = log.debug if template in _DEBUG_LOG_ROUTES else log.info
-        write(
+        log_request = log.debug if template in _DEBUG_LOG_ROUTES else log.info
+        log_request(
             "request",
             method=exchange.method,
             route=template,
@@ -127,20 +129,20 @@ class ReplicaApp:
             ms=exchange.elapsed_ms(),
         )
 
-    # --- the model -------------------------------------------------------------------------------
+    # --- model endpoints -------------------------------------------------------------------------
 
     async def _list_models(self, exchange: HttpExchange) -> None:
-        service = self._replica.require_loaded()
+        model = self._replica.require_loaded()
         names = self._replica.model_names
-        cards = [self._model_card(name, service) for name in names]
-        listed = ModelList(data=cards, first_id=names[0], last_id=names[-1])
-        await exchange.send_response(200, _encode(listed))
+        cards = [self._model_card(name, model) for name in names]
+        model_list = ModelList(data=cards, first_id=names[0], last_id=names[-1])
+        await exchange.send_response(200, _encode(model_list))
 
     async def _get_model(self, exchange: HttpExchange) -> None:
-        service = self._replica.require_loaded()
+        model = self._replica.require_loaded()
         name = exchange.path.removeprefix(MODELS_PREFIX)
         self._replica.check_model(name)
-        await exchange.send_response(200, _encode(self._model_card(name, service)))
+        await exchange.send_response(200, _encode(self._model_card(name, model)))
 
     def _model_card(self, name: str, model: LoadedModel) -> ModelCard:
         return ModelCard(
@@ -151,37 +153,39 @@ class ReplicaApp:
         )
 
     async def _tokenize(self, exchange: HttpExchange) -> None:
-        service = self._replica.require_loaded()
+        model = self._replica.require_loaded()
         raw = await exchange.read_body()
 
-        def work() -> TokenizeResponse:
+        def process_body() -> TokenizeResponse:
             body = parse_body(TokenizeRequest, raw)
             if body.model is not None:
                 self._replica.check_model(body.model)
-            ids = service.processor.tokenize(body)
-            strs = list(map(service.tokenizer.token_text, ids)) if body.return_token_strs else None
+            ids = model.processor.tokenize(body)
+            token_strs = (
+                list(map(model.tokenizer.token_text, ids)) if body.return_token_strs else None
+            )
             return TokenizeResponse(
                 count=len(ids),
-                max_model_len=service.ready.max_model_len,
+                max_model_len=model.ready.max_model_len,
                 tokens=ids,
-                token_strs=strs,
+                token_strs=token_strs,
             )
 
-        await exchange.send_response(200, _encode(await asyncio.to_thread(work)))
+        await exchange.send_response(200, _encode(await asyncio.to_thread(process_body)))
 
     async def _detokenize(self, exchange: HttpExchange) -> None:
-        service = self._replica.require_loaded()
+        model = self._replica.require_loaded()
         raw = await exchange.read_body()
 
-        def work() -> DetokenizeResponse:
+        def process_body() -> DetokenizeResponse:
             body = parse_body(DetokenizeRequest, raw)
             if body.model is not None:
                 self._replica.check_model(body.model)
-            return DetokenizeResponse(prompt=service.processor.detokenize(body))
+            return DetokenizeResponse(prompt=model.processor.detokenize(body))
 
-        await exchange.send_response(200, _encode(await asyncio.to_thread(work)))
+        await exchange.send_response(200, _encode(await asyncio.to_thread(process_body)))
 
-    # --- for operators ---------------------------------------------------------------------------
+    # --- operator endpoints ----------------------------------------------------------------------
 
     async def _health(self, exchange: HttpExchange) -> None:
         if self._replica.engine.state == "failed":
@@ -209,14 +213,18 @@ class ReplicaApp:
     async def _render_metrics(self) -> bytes:
         replica = self._replica
         replica.metrics.update_stats(replica.engine.stats, ready=replica.state == "ready")
-        shown = await asyncio.to_thread(replica.metrics.exposition)
+        text = await asyncio.to_thread(replica.metrics.exposition)
         if replica.config.vllm_metrics:
-            shown += await asyncio.to_thread(replica.metrics.vllm_exposition)
-        return shown
+            text += await asyncio.to_thread(replica.metrics.vllm_exposition)
+        return text
 
     async def _drain(self, exchange: HttpExchange) -> None:
-        if b"origin" in exchange.headers:  # browsers let any page send this to their own machine
-            raise ApiError(403, "origin_not_allowed", "Web pages may not drain a replica.")
+        if b"origin" in exchange.headers:  # browsers allow any page to send this to localhost
+            raise ApiError(
+                403,
+                "origin_not_allowed",
+                "Web pages may not drain a replica. Send the request without an Origin header.",
+            )
         raw = await exchange.read_body()
         body = parse_body(DrainRequest, raw) if raw.strip() else DrainRequest()
         self._replica.drain(body.deadline_s)

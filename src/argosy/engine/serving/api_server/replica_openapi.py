@@ -1,4 +1,4 @@
-"""The OpenAPI 3.1 document of the replica, made from the types that the server decodes and encodes."""
+"""OpenAPI 3.1 document of the replica, derived from the types that the server decodes and encodes."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ from argosy.protocol import (
 )
 
 _GENERATION_ERRORS = {
-    "400": "The request cannot be served; `param` names what to change.",
-    "404": "The model is not served here.",
-    "408": "No token within the request's time, or the body did not come.",
+    "400": "The request is invalid. `param` names the parameter to change.",
+    "404": "The replica does not serve this model.",
+    "408": "The request timed out before its first token or before its body was complete.",
     "413": "The body is too large.",
-    "415": "The body is compressed.",
+    "415": "Compressed bodies are not supported.",
     "499": "The request was cancelled.",
     "500": "The engine failed.",
-    "503": "Not ready, or draining; try again after `Retry-After`.",
+    "503": "The replica is not ready or is draining. Retry after `Retry-After` seconds.",
 }
 _UTILITY_ERRORS = {
     code: _GENERATION_ERRORS[code] for code in ("400", "404", "408", "413", "415", "503")
 }
-_INTERNAL_ERROR = {"500": "An internal error; the log has it under the request id."}
+_INTERNAL_ERROR = {"500": "Internal error. The log has the details under the request id."}
 
 
 @functools.cache
 def render_openapi() -> bytes:
-    """The document as JSON."""
+    """Return the document as JSON."""
     bodies = (
         *(ChatCompletionRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest),
         *(
@@ -67,7 +67,7 @@ def render_openapi() -> bytes:
             "info": {
                 "title": "Argosy replica",
                 "version": version("argosy"),
-                "description": "The OpenAI API on one model, and what operators need.",
+                "description": "The OpenAI API for one model, and endpoints for operators.",
             },
             "paths": _paths(),
             "components": {"schemas": schemas},
@@ -76,19 +76,23 @@ def render_openapi() -> bytes:
 
 
 def _paths() -> dict[str, Any]:
-    generate = functools.partial(_body_operation, errors=_GENERATION_ERRORS)
-    read = functools.partial(_body_operation, errors=_UTILITY_ERRORS)
-    look = functools.partial(_body_operation, errors={"503": _GENERATION_ERRORS["503"]})
+    generation_operation = functools.partial(_body_operation, errors=_GENERATION_ERRORS)
+    utility_operation = functools.partial(_body_operation, errors=_UTILITY_ERRORS)
+    status_operation = functools.partial(_body_operation, errors={"503": _GENERATION_ERRORS["503"]})
     return {
         "/v1/chat/completions": {
-            "post": generate("chat", ChatCompletion, body=ChatCompletionRequest, streams=True)
+            "post": generation_operation(
+                "chat", ChatCompletion, body=ChatCompletionRequest, streams=True
+            )
         },
         "/v1/completions": {
-            "post": generate("complete", Completion, body=CompletionRequest, streams=True)
+            "post": generation_operation(
+                "complete", Completion, body=CompletionRequest, streams=True
+            )
         },
-        "/v1/models": {"get": look("listModels", ModelList)},
+        "/v1/models": {"get": status_operation("listModels", ModelList)},
         "/v1/models/{model}": {
-            "get": read("getModel", ModelCard)
+            "get": utility_operation("getModel", ModelCard)
             | {
                 "parameters": [
                     {
@@ -100,11 +104,15 @@ def _paths() -> dict[str, Any]:
                 ]
             }
         },
-        "/tokenize": {"post": read("tokenize", TokenizeResponse, body=TokenizeRequest)},
-        "/detokenize": {"post": read("detokenize", DetokenizeResponse, body=DetokenizeRequest)},
-        "/health": {"get": look("health", StatusResponse)},
-        "/ready": {"get": look("ready", StatusResponse)},
-        "/load": {"get": look("load", LoadResponse)},
+        "/tokenize": {
+            "post": utility_operation("tokenize", TokenizeResponse, body=TokenizeRequest)
+        },
+        "/detokenize": {
+            "post": utility_operation("detokenize", DetokenizeResponse, body=DetokenizeRequest)
+        },
+        "/health": {"get": status_operation("health", StatusResponse)},
+        "/ready": {"get": status_operation("ready", StatusResponse)},
+        "/load": {"get": status_operation("load", LoadResponse)},
         "/kv_events": {
             "get": _build_operation(
                 "followKvEvents",
@@ -112,8 +120,12 @@ def _paths() -> dict[str, Any]:
                 {"503": _GENERATION_ERRORS["503"]},
             )
         },
-        "/version": {"get": look("version", VersionResponse)},
-        "/drain": {"post": read("drain", StatusResponse, body=DrainRequest, optional_body=True)},
+        "/version": {"get": status_operation("version", VersionResponse)},
+        "/drain": {
+            "post": utility_operation(
+                "drain", StatusResponse, body=DrainRequest, optional_body=True
+            )
+        },
         "/metrics": {
             "get": _build_operation("metrics", {"text/plain": {"schema": {"type": "string"}}}, {})
         },
@@ -127,14 +139,14 @@ def _paths() -> dict[str, Any]:
 
 def _body_operation(
     name: str,
-    answer: type,
+    response: type,
     *,
     errors: dict[str, str],
     body: type | None = None,
     streams: bool = False,
     optional_body: bool = False,
 ) -> dict[str, Any]:
-    content: dict[str, Any] = {"application/json": {"schema": _schema_ref(answer)}}
+    content: dict[str, Any] = {"application/json": {"schema": _schema_ref(response)}}
     if streams:
         content["text/event-stream"] = {"schema": {"type": "string"}}
     operation = _build_operation(name, content, errors)
@@ -148,10 +160,10 @@ def _body_operation(
 
 def _build_operation(name: str, content: dict[str, Any], errors: dict[str, str]) -> dict[str, Any]:
     error_content = {"application/json": {"schema": _schema_ref(ErrorBody)}}
-    answers: dict[str, Any] = {"200": {"description": "The answer.", "content": content}}
+    responses: dict[str, Any] = {"200": {"description": "Successful response.", "content": content}}
     for status, description in (errors | _INTERNAL_ERROR).items():
-        answers[status] = {"description": description, "content": error_content}
-    return {"operationId": name, "responses": answers}
+        responses[status] = {"description": description, "content": error_content}
+    return {"operationId": name, "responses": responses}
 
 
 def _schema_ref(body: type) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Runs one replica: listens, starts the engine, serves, and on SIGTERM drains and leaves."""
+"""Replica server: listens, starts the engine, serves, and drains on SIGTERM."""
 
 from __future__ import annotations
 
@@ -44,23 +44,23 @@ log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.server
 
 @dataclass(frozen=True, slots=True)
 class TextProcessing:
-    """How this model reads and writes text."""
+    """Tokenizer and chat template of the served model."""
 
     tokenizer: Tokenizer
     template: ChatTemplate
 
     @classmethod
     def load(cls, path: Path, template: str | None) -> TextProcessing:
-        """From the checkpoint directory `path`; `template` is a file that replaces its chat template."""
+        """Load both from the checkpoint directory `path`. The file `template` replaces the chat template."""
         override = Path(template) if template is not None else None
         return cls(Tokenizer.load(path), ChatTemplate.load(path, override))
 
 
 class ReplicaServer:
-    """One replica from start to end.
+    """Server of one replica, from start to exit.
 
-    It listens at once, so that `/health` and `/ready` answer while the model loads. `on_ready` is called
-    with the base URL (for a Unix domain socket, `unix:` and its path) when requests are taken.
+    Listens at once, so that `/health` and `/ready` respond while the model loads. When requests are accepted,
+    `on_ready` is called with the base URL (`unix:` and the path for a Unix domain socket).
     """
 
     def __init__(
@@ -90,32 +90,39 @@ class ReplicaServer:
         self._force_stop_requested = asyncio.Event()
 
     def stop(self) -> None:
-        """Drain, then leave; called again, leave at once. Call it on the event loop's thread."""
+        """Drain, then exit. A second call exits at once.
+
+        Call it on the event loop's thread.
+        """
         if self._stop_requested.is_set():
             self.replica_state.abort_all()
             self._force_stop_requested.set()
         self._stop_requested.set()
 
     async def run(self) -> None:
-        """Serve until told to stop. Raises EngineFailedError when the engine cannot (go on to) serve."""
-        config, certificates = self._config, self._certificates
-        renew = None if certificates is None else certificates.reload
-        listening = listening_socket(config.host, config.port, config.uds)
-        with handle_signals(self.stop, renew), listening as bound:
-            await self._listen(bound)
+        """Serve until `stop` is called.
 
-    async def _listen(self, bound: socket.socket) -> None:
-        listening = asyncio.create_task(self._listener.serve(sockets=[bound]))
+        Raises:
+            EngineFailedError: The engine cannot start or cannot continue.
+        """
+        config, certificates = self._config, self._certificates
+        reload_certificates = None if certificates is None else certificates.reload
+        listening = listening_socket(config.host, config.port, config.uds)
+        with handle_signals(self.stop, reload_certificates), listening as bound_socket:
+            await self._listen(bound_socket)
+
+    async def _listen(self, bound_socket: socket.socket) -> None:
+        listening = asyncio.create_task(self._listener.serve(sockets=[bound_socket]))
         scheme = "http" if self._certificates is None else "https"
-        serving = asyncio.create_task(self._serve_model(listen_url(bound, scheme)))
-        renewing = asyncio.create_task(self._watch_certificates())
-        leaving = asyncio.create_task(self._stop_requested.wait())
+        serving = asyncio.create_task(self._serve_model(listen_url(bound_socket, scheme)))
+        watching_certificates = asyncio.create_task(self._watch_certificates())
+        stopping = asyncio.create_task(self._stop_requested.wait())
         try:
-            await asyncio.wait({listening, serving, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({listening, serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
             await self._drain_requests()
         finally:
-            leaving.cancel()
-            renewing.cancel()
+            stopping.cancel()
+            watching_certificates.cancel()
             serving.cancel()
             await self._engine.close()
             self._listener.force_exit = self._force_stop_requested.is_set()
@@ -125,20 +132,24 @@ class ReplicaServer:
                 await serving
 
     async def _serve_model(self, url: str) -> None:
-        """Load, announce, and watch the engine; ends only by an error."""
+        """Load the model, announce readiness and watch the engine. Ends only with an error."""
         loading = asyncio.create_task(asyncio.to_thread(self._load_text_processing))
         try:
             ready = await self._engine.start(self.replica_state.metrics.record_step)
-            text = await loading
+            text_processing = await loading
         finally:
             loading.cancel()
-        door = RequestProcessor(text.tokenizer, text.template, ready, self._engine_config)
-        self.replica_state.on_model_loaded(door, text.tokenizer, ready)
+        processor = RequestProcessor(
+            text_processing.tokenizer, text_processing.template, ready, self._engine_config
+        )
+        self.replica_state.on_model_loaded(processor, text_processing.tokenizer, ready)
         log.info("ready", url=url, model=self.replica_state.model_names[0], backend=ready.backend)
         self._on_ready(url)
-        while self._engine.state != "failed":  # noqa: ASYNC110 - the engine's state is all it shows
+        while self._engine.state != "failed":  # noqa: ASYNC110 - the engine offers no event for its state
             await asyncio.sleep(ENGINE_POLL_INTERVAL_S)
-        raise EngineFailedError("the engine failed too often; see the log, then start it again")
+        raise EngineFailedError(
+            "the engine failed too often; see the log, then restart the replica"
+        )
 
     async def _watch_certificates(self) -> None:
         if self._certificates is not None:
@@ -153,14 +164,14 @@ class ReplicaServer:
         if self._engine.state in {"failed", "starting"}:
             self.replica_state.abort_all()
         drained = asyncio.create_task(self.replica_state.wait_drained())
-        at_once = asyncio.create_task(self._force_stop_requested.wait())
+        forced = asyncio.create_task(self._force_stop_requested.wait())
         await asyncio.wait(
-            {drained, at_once},
+            {drained, forced},
             timeout=deadline_s + SHUTDOWN_GRACE_S,
             return_when=asyncio.FIRST_COMPLETED,
         )
         drained.cancel()
-        at_once.cancel()
+        forced.cancel()
 
 
 def serve_replica(
@@ -171,17 +182,20 @@ def serve_replica(
     on_load_progress: LoadProgressCallback | None = None,
     prestarted_core: PrestartedCore | None = None,
 ) -> None:
-    """Serve one model until SIGTERM or SIGINT; returns when everything is closed.
+    """Serve one model until SIGTERM or SIGINT. Returns after everything is closed.
 
-    `early` is the engine core's process, when it has been started already.
+    If `prestarted_core` is given, its process becomes the engine core.
 
-    Raises EngineFailedError, ValueError or OSError, each saying what to change, when it cannot.
+    Raises:
+        EngineFailedError: The engine cannot serve.
+        ValueError: A setting is invalid.
+        OSError: A file or socket cannot be opened.
     """
     configure_logging(config.log_format, config.log_level, config.log_name)
     raise_file_limit()
     path = resolve_model_path(engine_config.model, engine_config.revision)
 
-    def ready(url: str) -> None:
+    def notify_ready(url: str) -> None:
         tune_gc()
         if on_ready is not None:
             on_ready(url)
@@ -199,7 +213,7 @@ def serve_replica(
                 prestarted_core=prestarted_core,
             ),
             load_text_processing=lambda: TextProcessing.load(path, config.chat_template),
-            on_ready=ready,
+            on_ready=notify_ready,
         )
         await server.run()
 

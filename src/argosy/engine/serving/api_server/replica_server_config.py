@@ -1,4 +1,4 @@
-"""The replica server's settings: plain data."""
+"""Settings of the replica server."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ from argosy.http_server import TlsConfig
 
 
 class ReplicaServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where the replica listens and how it treats its clients. Times are in seconds."""
+    """Listening address and limits for clients. Times are in seconds."""
 
     host: str = "127.0.0.1"
     port: int = 8000
-    """0 takes a free port; `on_ready` tells which."""
+    """TCP port. 0 selects a free port, which `on_ready` reports."""
     uds: str | None = None
     """Path of a Unix domain socket to listen on instead of host and port."""
     tls: TlsConfig | None = None
-    """Listen over TLS."""
+    """TLS settings. None listens without TLS."""
     served_model_names: tuple[str, ...] = ()
-    """Names that requests may use; the first is the one in answers. Empty: the model's own name."""
+    """Names that requests may use. Responses use the first one. Empty means the model's own name."""
     chat_template: str | None = None
-    """File with a Jinja chat template that replaces the checkpoint's."""
+    """File with a Jinja chat template that replaces the checkpoint's template."""
     body_limit_bytes: int = 32 * 1024 * 1024
     body_timeout_s: float = 60.0
-    """A request whose body is not complete after this long is refused."""
+    """A request whose body is incomplete after this time is rejected."""
     sse_keepalive_interval_s: float = 15.0
-    """A stream that is silent for this long carries a comment."""
+    """A stream without output for this time gets a keep-alive comment."""
     slow_reader_timeout_s: float = 30.0
-    """A client that takes nothing for this long is cut off."""
+    """A client that reads nothing for this time is disconnected."""
     drain_deadline_s: float = 30.0
-    """How long running requests may go on after SIGTERM."""
+    """Time that running requests have to finish after SIGTERM."""
     retry_after_s: float = 1.0
-    """What clients are told to wait when the replica cannot take a request now."""
+    """`Retry-After` of responses when the replica accepts no requests."""
     vllm_metrics: bool = False
-    """`/metrics` also shows vLLM's metric names."""
+    """Whether `/metrics` also includes vLLM's metric names."""
     log_format: Literal["json", "console"] = "console"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_name: str = ""
-    """What the log calls this replica, where several write to one."""
+    """Name of this replica in the log, if several processes share one log."""
 
     def model_names_for(self, model: str) -> tuple[str, ...]:
-        """Names for `model`: those set, or its own (a directory's last part, a hub repository's name)."""
+        """Return the configured names, or the model's own name (directory or hub repository name)."""
         path = Path(model)
-        own = path.resolve().name if path.is_dir() else model
-        return self.served_model_names or (own,)
+        own_name = path.resolve().name if path.is_dir() else model
+        return self.served_model_names or (own_name,)

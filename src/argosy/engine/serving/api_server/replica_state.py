@@ -1,4 +1,4 @@
-"""The replica's state: its engine, its door, what runs, and the way from starting over ready to drained."""
+"""State of the replica: engine, loaded model, running requests, and lifecycle from starting to drained."""
 
 from __future__ import annotations
 
@@ -23,35 +23,35 @@ ReplicaLifecycle = Literal["starting", "ready", "restarting", "draining", "faile
 
 
 class ReplicaEngine(TokenGenerator, Protocol):
-    """What the server needs of the engine's client."""
+    """Interface of the engine client that the server requires."""
 
     @property
     def state(self) -> Literal["starting", "ready", "restarting", "failed", "stopped"]:
-        """Where the core stands."""
+        """State of the core."""
 
     @property
     def info(self) -> CoreReady:
-        """What the core said when it became ready."""
+        """Properties that the core reported when it became ready."""
 
     @property
     def stats(self) -> CoreStats:
-        """The core's state after its last step."""
+        """State of the core after its last step."""
 
     @property
     def kv_cache_view(self) -> KvCacheView:
-        """What requests would find in the prefix cache."""
+        """KV blocks in the core's prefix cache."""
 
     async def start(self, on_step: Callable[[CoreStats], None] | None = None) -> CoreReady:
-        """Start and wait until it serves, telling of each step; raises when it cannot."""
+        """Start the core and wait until it serves. Calls `on_step` after each step. Raises if it cannot serve."""
         ...
 
     async def close(self) -> None:
-        """Stop it."""
+        """Stop the core."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """What there is once the model is loaded."""
+    """Request processor, tokenizer and limits of the model, available once it is loaded."""
 
     processor: RequestProcessor
     tokenizer: Tokenizer
@@ -61,7 +61,7 @@ class LoadedModel:
 
 
 class ReplicaState:
-    """One model behind one engine; belongs to one event loop."""
+    """State of one model behind one engine. Not thread-safe: use it from one event loop."""
 
     def __init__(
         self, config: ReplicaServerConfig, model_names: tuple[str, ...], engine: ReplicaEngine
@@ -71,12 +71,12 @@ class ReplicaState:
         self.engine = engine
         self.metrics = ReplicaMetrics(model_names[0])
         self.http_requests_in_flight = 0
-        """HTTP requests being answered, of any kind."""
+        """HTTP requests in progress, of any kind."""
         self._generation_requests = 0
         self._model: LoadedModel | None = None
         self._draining = False
         self._senders: dict[Generation, str] = {}
-        """Who sent each: see `generation_begins`."""
+        """Id of the gateway that sent each running generation. Empty for direct clients."""
         self._idle = asyncio.Event()
         self._idle.set()
         self._drain_timer: asyncio.TimerHandle | None = None
@@ -85,7 +85,7 @@ class ReplicaState:
 
     @property
     def state(self) -> ReplicaLifecycle:
-        """Where the replica stands; it takes requests only when "ready"."""
+        """Lifecycle state. The replica accepts requests only if it is `ready`."""
         if self._draining:
             return "draining"
         if self._model is None and self.engine.state == "ready":
@@ -95,24 +95,36 @@ class ReplicaState:
     def on_model_loaded(
         self, processor: RequestProcessor, tokenizer: Tokenizer, ready: CoreReady
     ) -> None:
-        """The model is loaded: take requests."""
+        """Store the loaded model and begin to accept requests."""
         self._model = LoadedModel(processor, tokenizer, ready, int(time.time()))
         self.metrics.set_kv_layout(ready.block_size, ready.num_blocks)
 
     def require_loaded(self) -> LoadedModel:
-        """The service, also while draining. Raises ApiError 503 before the model is loaded."""
+        """Return the model, also while draining.
+
+        Raises:
+            ApiError: 503 if the model is not loaded yet.
+        """
         if self._model is None:
             raise self.unavailable_error()
         return self._model
 
     def require_ready(self) -> LoadedModel:
-        """The service, for new work. Raises ApiError 503 when none is taken now."""
+        """Return the model for a new request.
+
+        Raises:
+            ApiError: 503 if the replica accepts no requests.
+        """
         if self._model is None or self.state != "ready":
             raise self.unavailable_error()
         return self._model
 
     def check_model(self, name: str) -> None:
-        """Raises ApiError 404 when `name` is not served here."""
+        """Check that this replica serves the model `name`.
+
+        Raises:
+            ApiError: 404 if it does not.
+        """
         if name not in self.model_names:
             message = (
                 f"The model {name[:200]!r} is not served here. Use {', '.join(self.model_names)}."
@@ -120,22 +132,23 @@ class ReplicaState:
             raise ApiError(404, "model_not_found", message, param="model")
 
     def unavailable_error(self) -> ApiError:
-        """Why no new work is taken now."""
+        """Return the error for a request that the replica cannot accept in its current state."""
         state = self.state
         code = "draining" if state == "draining" else "engine_unavailable"
         remedy = {
             "starting": "the model is being loaded; try again shortly",
             "restarting": "the engine is being restarted; try again shortly",
-            "draining": "it finishes what runs and takes nothing new; ask another replica",
-        }.get(state, "start it again")
+            "draining": "running requests finish, new ones are rejected; use another replica",
+        }.get(state, "restart it")
         message = f"This replica is {state}: {remedy}."
         retry_after_s = None if state in {"failed", "stopped"} else self.config.retry_after_s
         return ApiError(503, code, message, retry_after_s=retry_after_s)
 
     def drain(self, deadline_s: float | None) -> None:
-        """Take nothing new; end what still runs after `deadline_s` (None: let it finish)."""
+        """Reject new requests and end running ones after `deadline_s`. None lets them finish."""
         self._draining = True
-        self.engine.kv_cache_view.close()  # nobody routes by it any more, and whoever reads it would keep us from ending
+        # open KV event streams would keep the replica from draining
+        self.engine.kv_cache_view.close()
         if self._drain_timer is not None:
             self._drain_timer.cancel()
             self._drain_timer = None
@@ -145,32 +158,32 @@ class ReplicaState:
 
     def abort_all(self) -> None:
         """End every running request with the error code `draining`."""
-        message = "The replica is going away and its deadline has passed. Send the request again."
+        message = "The replica is shutting down and its drain deadline has passed. Send the request again."
         for generation in list(self._senders):
             generation.fail(
                 ApiError(503, "draining", message, retry_after_s=self.config.retry_after_s)
             )
 
     async def wait_drained(self) -> None:
-        """Wait until no HTTP request is being answered."""
+        """Wait until no HTTP request is in progress."""
         await self._idle.wait()
 
-    # --- what runs -------------------------------------------------------------------------------
+    # --- running requests ------------------------------------------------------------------------
 
     def on_request_start(self) -> None:
-        """An HTTP request came."""
+        """Record that an HTTP request arrived."""
         self.http_requests_in_flight += 1
         self._idle.clear()
 
     def on_request_end(self) -> None:
-        """Its answer is complete, or nobody waits for it."""
+        """Record that an HTTP request ended, completely or by a disconnect."""
         self.http_requests_in_flight -= 1
         if not self.http_requests_in_flight:
             self._idle.set()
 
     @contextlib.contextmanager
     def track_generation(self) -> Iterator[None]:
-        """While inside, one more request for generation counts as load."""
+        """Count one more generation request as load while the returned context is open."""
         self._generation_requests += 1
         try:
             yield
@@ -178,15 +191,15 @@ class ReplicaState:
             self._generation_requests -= 1
 
     def on_generation_start(self, generation: Generation, gateway: str) -> None:
-        """A request goes to the engine, sent by this gateway; empty: by none."""
+        """Record a generation and the gateway that sent it. The gateway id is empty for direct clients."""
         self._senders[generation] = gateway
 
     def on_generation_end(self, generation: Generation) -> None:
-        """It has ended, in whatever way."""
+        """Record that a generation ended."""
         self._senders.pop(generation, None)
 
     def load_report(self, gateway: str) -> LoadResponse:
-        """What this gateway needs to know."""
+        """Return the load report for one gateway."""
         stats = self.engine.stats
         ready = self._model.ready if self._model else None
         return LoadResponse(
@@ -210,8 +223,8 @@ class ReplicaState:
         )
 
     def _other_gateways(self, gateway: str) -> list[dict[int, int]]:
-        others: dict[str, Counter[int]] = {}
+        tiers_by_gateway: dict[str, Counter[int]] = {}
         for generation, sender in self._senders.items():
             if sender != gateway:
-                others.setdefault(sender, Counter())[generation.tier] += 1
-        return list(others.values())
+                tiers_by_gateway.setdefault(sender, Counter())[generation.tier] += 1
+        return list(tiers_by_gateway.values())

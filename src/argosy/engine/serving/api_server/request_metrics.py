@@ -1,4 +1,4 @@
-"""What one request tells the metrics: its choices' stations on the way, and how it ended."""
+"""Metrics of one request: latencies of its choices and how it ended."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _SequenceTimeline:
 
 
 class RequestMetrics:
-    """Observes one request that went to the engine. Times are `time.monotonic` seconds."""
+    """Records the metrics of one request that was sent to the engine. Times are `time.monotonic` seconds."""
 
     def __init__(self, replica: ReplicaState, choices: list[Choice], arrived_at: float) -> None:
         self._replica = replica
@@ -31,33 +31,33 @@ class RequestMetrics:
         replica.metrics.record_accepted(len(choices))
 
     def record_delta(self, choice: Choice, delta: Delta) -> None:
-        """A delta came."""
+        """Record the arrival of a delta."""
         metrics = self._replica.metrics
-        line = self._timelines[choice.index]
+        timeline = self._timelines[choice.index]
         if delta.queue_s is not None:
-            line.queued_s = delta.queue_s
+            timeline.queued_s = delta.queue_s
         if delta.tokens:
             now = time.monotonic()
-            if line.first_token_at is None or line.last_token_at is None:
-                line.first_token_at = now
+            if timeline.first_token_at is None or timeline.last_token_at is None:
+                timeline.first_token_at = now
                 metrics.record_first_token(now - self._arrived_at)
             else:
-                metrics.record_inter_token_gap(now - line.last_token_at)
-            line.last_token_at = now
+                metrics.record_inter_token_gap(now - timeline.last_token_at)
+            timeline.last_token_at = now
 
     def record_end(self, reason: str | None) -> None:
-        """The request is over; `reason` says why when it did not run to its end."""
+        """Record the end of the request. `reason` is set if the request was aborted or failed."""
         metrics = self._replica.metrics
         now = time.monotonic()
         if reason is not None:
             metrics.record_abort(reason)
-        for choice, line in zip(self._choices, self._timelines, strict=True):
+        for choice, timeline in zip(self._choices, self._timelines, strict=True):
             times = SequenceTimes(
                 arrived_at=self._arrived_at,
-                queued_s=line.queued_s,
+                queued_s=timeline.queued_s,
                 submitted_at=self._submitted_at,
-                first_token_at=line.first_token_at,
-                last_token_at=line.last_token_at,
+                first_token_at=timeline.first_token_at,
+                last_token_at=timeline.last_token_at,
                 ended_at=now,
             )
             metrics.record_sequence_end(
@@ -80,7 +80,7 @@ _ABORT_REASONS = _ENGINE_ERROR_CODES | {
 
 
 def abort_reason(error: BaseException) -> str:
-    """The bounded name under which `error` is counted."""
+    """Return the metric label for `error`, from a bounded set."""
     if isinstance(error, ApiError):
         return error.code if error.code in _ABORT_REASONS else "other"
     return "internal_error"

@@ -1,4 +1,4 @@
-"""What an answer looks like, as the body asked for it: the facts that streams and whole answers share."""
+"""Response specification: the options and state that streamed and whole responses share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from argosy.protocol import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseSpec:
-    """One answer's identity, choices and options."""
+    """Identity, choices and options of one response."""
 
     id: str
     created_at: int
@@ -30,19 +30,19 @@ class ResponseSpec:
     choices: list[Choice]
     prompts: list[PromptState]
     logprob_formatter: LogprobFormatter | None
-    """None when no log-probabilities are wanted."""
+    """None if no log-probabilities are wanted."""
     prompt_logprob_formatter: LogprobFormatter | None
-    """The same for vLLM's records of the prompt."""
+    """Formatter for vLLM's prompt log-probabilities. None if they are not wanted."""
     include_token_ids: bool
-    """Token ids are wanted beside the text."""
+    """Whether token ids are sent with the text."""
     include_usage: bool
     continuous_usage: bool
     include_resume_metadata: bool
-    """The stream tells a gateway where it can be carried on, and goes on where a cut one ended."""
+    """Whether the stream contains resume metadata and continues where an interrupted stream ended."""
     resumed_cached_tokens: int
-    """Cached tokens that the cut one told of the prompts that it began."""
+    """Cached tokens that the resumed stream reported for the prompts that it began."""
     delivered_tokens: list[int]
-    """How many tokens of each choice that one has told."""
+    """Number of tokens of each choice that the resumed stream delivered."""
 
     @classmethod
     def from_request(
@@ -52,32 +52,36 @@ class ResponseSpec:
         tokenizer: Tokenizer,
         headers: GatewayHeaders,
     ) -> ResponseSpec:
-        """The frame of the answer to `body`."""
-        name = (
+        """Create the specification of the response to `body`."""
+        create_formatter = (
             LogprobFormatter.by_id if body.return_tokens_as_token_ids else LogprobFormatter.by_text
         )
-        skips = prepared.requests[0].params.skip_special_tokens
-        writer = name(tokenizer, tokenizer.special_ids if skips else frozenset())
-        leads = prepared.requests[:: prepared.n]
-        echoes: Sequence[str | None] = prepared.echo_texts or [None] * len(leads)
-        told = [
+        skip_special_tokens = prepared.requests[0].params.skip_special_tokens
+        formatter = create_formatter(
+            tokenizer, tokenizer.special_ids if skip_special_tokens else frozenset()
+        )
+        parents = prepared.requests[:: prepared.n]
+        echoes: Sequence[str | None] = prepared.echo_texts or [None] * len(parents)
+        delivered = [
             headers.delivered_tokens(index, len(request.resumed_tokens))
             for index, request in enumerate(prepared.requests)
         ]
-        carried_on = told if headers.resumed_cached_tokens is not None else []
-        begun = {index // prepared.n for index, tokens in enumerate(carried_on) if tokens}
+        resumed = delivered if headers.resumed_cached_tokens is not None else []
+        resumed_prompts = {index // prepared.n for index, tokens in enumerate(resumed) if tokens}
         prompts = [
-            PromptState(token_ids=lead.prompt, echo_text=echo, is_resumed=index in begun)
-            for index, (lead, echo) in enumerate(zip(leads, echoes, strict=True))
+            PromptState(
+                token_ids=parent.prompt, echo_text=echo, is_resumed=index in resumed_prompts
+            )
+            for index, (parent, echo) in enumerate(zip(parents, echoes, strict=True))
         ]
-        kind = ScoringChoice if prepared.is_scoring else Choice
+        choice_type = ScoringChoice if prepared.is_scoring else Choice
         options = body.stream_options or StreamOptions()
         return cls(
             id=headers.request_id,
             created_at=int(time.time()) if headers.created_at is None else headers.created_at,
             model=body.model,
             choices=[
-                kind(
+                choice_type(
                     index,
                     request,
                     prompts[index // prepared.n],
@@ -87,18 +91,18 @@ class ResponseSpec:
                 for index, request in enumerate(prepared.requests)
             ],
             prompts=prompts,
-            logprob_formatter=None if prepared.logprobs is None else writer,
-            prompt_logprob_formatter=None if body.prompt_logprobs is None else writer,
+            logprob_formatter=None if prepared.logprobs is None else formatter,
+            prompt_logprob_formatter=None if body.prompt_logprobs is None else formatter,
             include_token_ids=bool(body.return_token_ids),
             include_usage=bool(options.include_usage),
             continuous_usage=bool(options.include_usage and options.continuous_usage_stats),
             include_resume_metadata=headers.wants_resume_metadata,
             resumed_cached_tokens=headers.resumed_cached_tokens or 0,
-            delivered_tokens=told,
+            delivered_tokens=delivered,
         )
 
     def usage(self) -> Usage:
-        """Tokens so far."""
+        """Return the token usage so far."""
         prompt_tokens = sum(len(prompt.token_ids) for prompt in self.prompts)
         completion_tokens = sum(choice.output_tokens for choice in self.choices)
         return Usage(
@@ -110,19 +114,19 @@ class ResponseSpec:
 
     @property
     def cached_tokens(self) -> int:
-        """Those of the prompts, each where the answer to it began: a seam changes no usage."""
+        """Cached prompt tokens. Counts each prompt where its output began, so a resume does not change the usage."""
         return self.resumed_cached_tokens + sum(prompt.cached_tokens for prompt in self.prompts)
 
     def is_resumed(self, choice: Choice) -> bool:
-        """Whether the choice's beginning has been told, by the stream that this one carries on."""
+        """Return whether the resumed stream already delivered the choice's beginning."""
         return self.delivered_tokens[choice.index] > 0
 
     @property
     def has_timed_out_empty(self) -> bool:
-        """Whether the request ran out of its time before its first token."""
+        """Whether the request timed out before its first token."""
         return all(c.finish_reason == "timeout" and not c.output_tokens for c in self.choices)
 
 
 def new_response_id(prefix: str) -> str:
-    """A fresh id: `chatcmpl-...`, `cmpl-...`."""
+    """Return a new id such as `chatcmpl-...` or `cmpl-...`."""
     return f"{prefix}-{uuid.uuid4().hex}"

@@ -1,4 +1,4 @@
-"""Whole answers: the finished choices of a request as the OpenAI API's objects."""
+"""Whole responses: the finished choices of a request as objects of the OpenAI API."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from argosy.protocol import (
 
 
 def build_chat_completion(spec: ResponseSpec) -> ChatCompletion:
-    """The answer of `/v1/chat/completions`; every choice has ended."""
+    """Build the response of `/v1/chat/completions`. Every choice must have ended."""
     prompt = spec.prompts[0]
     return ChatCompletion(
         id=spec.id,
@@ -35,23 +35,23 @@ def build_chat_completion(spec: ResponseSpec) -> ChatCompletion:
 
 
 def _build_chat_choice(spec: ResponseSpec, choice: Choice) -> ChatChoice:
-    piece = choice.drain()
-    if piece.finish_reason is None:
-        raise ApiError(500, "internal_error", "A choice has not ended.")
+    output = choice.drain()
+    if output.finish_reason is None:
+        raise ApiError(500, "internal_error", "An internal error: a choice has not ended.")
     return ChatChoice(
         index=choice.index,
-        message=ChatMessage(content=piece.text),
-        logprobs=spec.logprob_formatter.format_chat(piece.logprobs)
+        message=ChatMessage(content=output.text),
+        logprobs=spec.logprob_formatter.format_chat(output.logprobs)
         if spec.logprob_formatter
         else None,
-        finish_reason=piece.finish_reason,
-        stop_reason=piece.stop_reason,
-        token_ids=piece.tokens if spec.include_token_ids else UNSET,
+        finish_reason=output.finish_reason,
+        stop_reason=output.stop_reason,
+        token_ids=output.tokens if spec.include_token_ids else UNSET,
     )
 
 
 def build_completion(spec: ResponseSpec) -> Completion:
-    """The answer of `/v1/completions`; every choice has ended."""
+    """Build the response of `/v1/completions`. Every choice must have ended."""
     return Completion(
         id=spec.id,
         created=spec.created_at,
@@ -62,20 +62,20 @@ def build_completion(spec: ResponseSpec) -> Completion:
 
 
 def _build_completion_choice(spec: ResponseSpec, choice: Choice) -> CompletionChoice:
-    piece = choice.drain()
+    output = choice.drain()
     prompt = choice.prompt
-    tokens, records = piece.tokens, piece.logprobs
+    tokens, logprobs = output.tokens, output.logprobs
     if prompt.echo_text is not None:
-        tokens, records = prompt.token_ids + tokens, prompt.logprobs + records
+        tokens, logprobs = prompt.token_ids + tokens, prompt.logprobs + logprobs
     return CompletionChoice(
         index=choice.index,
-        text=(prompt.echo_text or "") + piece.text,
-        logprobs=spec.logprob_formatter.format_completion(tokens, records, 0)
+        text=(prompt.echo_text or "") + output.text,
+        logprobs=spec.logprob_formatter.format_completion(tokens, logprobs, 0)
         if spec.logprob_formatter
         else None,
-        finish_reason=piece.finish_reason,
-        stop_reason=piece.stop_reason,
-        token_ids=piece.tokens if spec.include_token_ids else UNSET,
+        finish_reason=output.finish_reason,
+        stop_reason=output.stop_reason,
+        token_ids=output.tokens if spec.include_token_ids else UNSET,
         prompt_token_ids=prompt.token_ids if spec.include_token_ids else UNSET,
         prompt_logprobs=(
             spec.prompt_logprob_formatter.format_prompt(prompt.logprobs)

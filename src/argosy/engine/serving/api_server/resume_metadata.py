@@ -1,17 +1,20 @@
-"""What a gateway needs to carry a stream on elsewhere: token ids beside the text, in comments that readers skip.
+"""Resume metadata: token ids in SSE comments, from which a gateway can resume a stream on another replica.
 
-Asked for with `x-argosy-resume-metadata`. After the events of each piece comes one block,
+A gateway enables it with the header `x-argosy-resume-metadata`. After the events of each output follows one comment:
 
     : argosy <choice> <ids, comma-separated>[ <finish reason>]
 
-and before the first, and before another one once more of several prompts are known to be cached,
+Another comment precedes the first output. With several prompts it is repeated when more cached tokens are known:
 
     : argosy prompt <tokens> <cached tokens>[ <names of its KV blocks, in base64>]
 
-Events count only together with the block that follows them: a stream that was cut goes on after the last whole
-block, with the ids in `resume` and the cached tokens in the header `x-argosy-cached-tokens`, and nothing is missing or told
-twice. `x-argosy-resume-given` says how many of each choice's ids the client had from the start, comma-separated: those no
-stream has told. The header `x-argosy-model-digest` names the model; who sends it back is answered by no other (409).
+Events count only together with the comment that follows them. An interrupted stream is resumed after its last complete
+comment. The ids go into the body's `resume`, the cached tokens into the header `x-argosy-cached-tokens`. Nothing is
+then missing or sent twice.
+
+The header `x-argosy-resume-given` contains, comma-separated, how many ids of each choice the client itself supplied. No
+stream has delivered those. The header `x-argosy-model-digest` identifies the model. A request that sends it back gets
+409 from a replica of another model.
 """
 
 from __future__ import annotations
@@ -25,37 +28,35 @@ from argosy.protocol import format_comment
 
 
 class ResumeMetadataWriter:
-    """An `EventWriter` that adds the blocks to what another writes."""
+    """An `EventWriter` that adds resume metadata to the events of another writer."""
 
-    def __init__(self, frame: ResponseSpec, writer: EventWriter) -> None:
-        self._spec = frame
+    def __init__(self, spec: ResponseSpec, writer: EventWriter) -> None:
+        self._spec = spec
         self._writer = writer
         self._reported_cached_tokens: int | None = None
-        """Cached tokens that were told."""
+        """Number of cached tokens in the last prompt comment."""
 
     def encode_output(self, choice: Choice) -> bytes:
-        """See `EventWriter`."""
         tokens = choice.pending_tokens
         events = self._writer.encode_output(choice)
         if choice.pending_tokens:
-            return events  # not told yet
-        entry = b"argosy %d %s" % (choice.index, ",".join(map(str, tokens)).encode())
+            return events  # the writer holds the output back
+        comment = b"argosy %d %s" % (choice.index, ",".join(map(str, tokens)).encode())
         if choice.finish_reason is not None:
-            entry += b" " + choice.finish_reason.encode()
-        return self._encode_prompt_metadata() + events + format_comment(entry)
+            comment += b" " + choice.finish_reason.encode()
+        return self._encode_prompt_metadata() + events + format_comment(comment)
 
     def encode_usage(self) -> bytes:
-        """See `EventWriter`."""
         return self._writer.encode_usage()
 
     def _encode_prompt_metadata(self) -> bytes:
-        cached = self._spec.cached_tokens
-        if cached == self._reported_cached_tokens:
+        cached_tokens = self._spec.cached_tokens
+        if cached_tokens == self._reported_cached_tokens:
             return b""
-        self._reported_cached_tokens = cached
+        self._reported_cached_tokens = cached_tokens
         prompts = self._spec.prompts
         tokens = sum(len(prompt.token_ids) for prompt in prompts)
-        entry = b"argosy prompt %d %d" % (tokens, cached)
+        comment = b"argosy prompt %d %d" % (tokens, cached_tokens)
         if len(prompts) == 1 and prompts[0].block_names:
-            entry += b" " + b2a_base64(prompts[0].block_names, newline=False)
-        return format_comment(entry)
+            comment += b" " + b2a_base64(prompts[0].block_names, newline=False)
+        return format_comment(comment)

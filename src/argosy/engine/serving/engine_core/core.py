@@ -1,8 +1,7 @@
-"""The engine loop: requests in, step after step, deltas out; a step that fails costs one request.
+"""The engine loop: accepts requests, runs steps and returns deltas. A failed step costs at most one request.
 
-A step is planned, launched and committed. Up to `inflight` steps are under way while the next one is
-planned: the host's work then hides behind the device's, and a stop is seen one step late, when a token
-too many was sampled already; the scheduler drops it.
+A step is planned, launched and committed. Up to `max_steps_in_flight` steps run on the device while the host plans the
+next one, which hides the host's work. A stop is therefore seen one step late, and the scheduler drops the extra token.
 """
 
 from __future__ import annotations
@@ -40,28 +39,27 @@ from argosy.protocol import BLOCK_NAME_BYTES
 log = structlog.get_logger(__name__)
 
 MAX_CONSECUTIVE_FAILED_STEPS = 64
-"""So many failed steps in a row mean that the worker itself is broken."""
+"""After this many consecutive failed steps the worker itself is considered broken."""
 QUEUE_REPORT_INTERVAL_S = 0.1
-"""What waits is summed up so often, and when nothing does: that holds until the next step, whenever it comes."""
+"""Minimum seconds between two counts of queued tokens. An idle scheduler is always counted."""
 KV_REPORT_INTERVAL_S = 0.05
-"""What decoding makes of blocks is told so often; what prompts make of them, with their first tokens."""
+"""Minimum seconds between KV reports while decoding. A request's first delta triggers a report at once."""
 PREPARE_INTERVAL_STEPS = 32
-"""While there is something to compute, what makes steps faster waits for so many of them."""
+"""While the engine computes, one optional preparation (such as a graph capture) runs every this many steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class _FailedLaunch:
-    """A step that could not even be launched; those before it are landed first."""
+    """Handle of a step whose launch failed. Earlier steps are collected before its error is raised."""
 
     error: Exception
 
     def result(self) -> NoReturn:
-        """See `Flight`."""
         raise self.error
 
 
 class EngineCore:
-    """One model, its scheduler and its executor. Single-threaded, no input or output of its own."""
+    """Model with its scheduler and executor. Single-threaded, without I/O of its own."""
 
     def __init__(
         self,
@@ -69,11 +67,11 @@ class EngineCore:
         clock: Callable[[], float],
         progress: Callable[[str, float], None],
     ) -> None:
-        built = load_executor(config, progress)
+        loaded = load_executor(config, progress)
         self._clock = clock
         self._request_timeout_s = config.request_timeout_s
-        self.executor = built.executor
-        limits = built.limits
+        self.executor = loaded.executor
+        limits = loaded.limits
         self.scheduler = Scheduler(
             SchedulerLimits(
                 max_seqs=limits.max_seqs,
@@ -84,31 +82,31 @@ class EngineCore:
                 max_prefill_fraction=config.max_prefill_fraction,
                 watermark=config.watermark,
                 prefix_cache=config.prefix_cache,
-                ridge_tokens=built.ridge_tokens,
+                ridge_tokens=loaded.ridge_tokens,
             ),
             _build_batching_policy(config),
         )
         self.info = CoreReady(
             max_model_len=limits.max_model_len,
-            vocab_size=built.architecture.vocab_size,
-            eos_token_ids=list(built.architecture.eos_token_ids),
+            vocab_size=loaded.architecture.vocab_size,
+            eos_token_ids=list(loaded.architecture.eos_token_ids),
             block_size=limits.block_size,
             num_blocks=limits.num_blocks,
             max_seqs=limits.max_seqs,
-            kv_bytes_per_token=built.kv_bytes_per_token,
-            parameters=built.architecture.num_parameters,
-            load_s=built.load_s,
-            backend=built.backend,
-            fingerprint=built.fingerprint,
-            model_digest=built.digest,
+            kv_bytes_per_token=loaded.kv_bytes_per_token,
+            parameters=loaded.architecture.num_parameters,
+            load_s=loaded.load_s,
+            backend=loaded.backend,
+            fingerprint=loaded.fingerprint,
+            model_digest=loaded.digest,
         )
-        self._eos_token_ids = frozenset(built.architecture.eos_token_ids)
+        self._eos_token_ids = frozenset(loaded.architecture.eos_token_ids)
         self._delta_builder = DeltaBuilder(limits.block_size)
         self._pending_deltas: list[Delta] = []
-        """Deltas that came up between steps."""
-        self._max_steps_in_flight = built.max_steps_in_flight
+        """Deltas that arose between steps."""
+        self._max_steps_in_flight = loaded.max_steps_in_flight
         self._steps_in_flight: deque[tuple[StepPlan, StepHandle]] = deque()
-        """Steps under way, the oldest first."""
+        """Launched steps that are not committed yet, oldest first."""
         self._consecutive_failures = 0
         self._phase_seconds = PhaseSeconds()
         self._speed = SpeedEstimator()
@@ -124,7 +122,7 @@ class EngineCore:
         return bool(requests) or self.executor.pending_preparations > 0
 
     def add(self, request: EngineRequest) -> None:
-        """Line up a request; one that the door should have refused is answered with an error delta."""
+        """Queue a request. A request that cannot run gets a final delta with finish reason `error`."""
         params = request.params
         problem = self._rejection_reason(request)
         if problem is not None:
@@ -148,96 +146,106 @@ class EngineCore:
         self._delta_builder.add_request(seq)
 
     def abort(self, request_ids: list[str]) -> None:
-        """End these requests; their blocks are free at once. Those that have ended are passed over."""
+        """End requests and free their blocks at once. Ids of requests that have ended are ignored."""
         for request_id in request_ids:
             seq = self.scheduler.cancel(request_id)
             if seq is not None:
                 self._pending_deltas.append(self._delta_builder.build_final_delta(seq, "cancelled"))
 
     def step(self) -> StepOutputs:
-        """Run one engine step. Raises only when step after step fails: the worker is then broken."""
-        now = self._clock()
+        """Run one engine step. Raises only after too many consecutive failed steps, when the worker is broken."""
+        started_at = self._clock()
         deltas, self._pending_deltas = self._pending_deltas, []
         deltas += [
             self._delta_builder.build_final_delta(seq, "timeout")
-            for seq in self.scheduler.expire(now)
+            for seq in self.scheduler.expire(started_at)
         ]
-        plan = self.scheduler.schedule(now)
+        plan = self.scheduler.schedule(started_at)
         if self.executor.pending_preparations and not (
             plan.total_tokens and plan.step % PREPARE_INTERVAL_STEPS
         ):
             self.executor.prepare_next()
-        planned = self._clock()
-        self._phase_seconds.plan += planned - now
-        depth = self._max_steps_in_flight if plan.total_tokens else 0
+        planned_at = self._clock()
+        self._phase_seconds.plan += planned_at - started_at
+        max_in_flight = self._max_steps_in_flight if plan.total_tokens else 0
         try:
-            flight = self.executor.submit(plan)
-        except Exception as error:  # noqa: BLE001 - whatever it was, it is this step's result
-            flight, depth = _FailedLaunch(error), 0
-        self._steps_in_flight.append((plan, flight))
-        while len(self._steps_in_flight) > depth:
+            step_handle = self.executor.submit(plan)
+        except Exception as error:  # noqa: BLE001 - any error is the result of this step
+            step_handle, max_in_flight = _FailedLaunch(error), 0
+        self._steps_in_flight.append((plan, step_handle))
+        while len(self._steps_in_flight) > max_in_flight:
             deltas += self._collect_step()
         return StepOutputs(
-            deltas, self._build_stats(plan, now, planned), self._build_kv_change(now)
+            deltas,
+            self._build_stats(plan, started_at, planned_at),
+            self._build_kv_change(started_at),
         )
 
     def _rejection_reason(self, request: EngineRequest) -> str | None:
-        """Why a request cannot be run at all."""
+        """Return why a request cannot run, or None if it can."""
         total = len(request.prompt) + max(request.params.max_tokens, len(request.resumed_tokens))
         if request.id in self.scheduler.requests:
-            return "the request id is in use"
+            return "the request id is in use; choose another one"
         if not request.prompt:
             return "the prompt has no tokens"
         if total > self.info.max_model_len:
-            return f"{total} tokens exceed the {self.info.max_model_len} that fit"
+            return f"{total} tokens exceed the limit of {self.info.max_model_len}; lower max_tokens"
         return None
 
     def _collect_step(self) -> list[Delta]:
-        """Wait for the oldest step under way and take in what it gave."""
-        plan, flight = self._steps_in_flight.popleft()
+        """Wait for the oldest step in flight and commit its result."""
+        plan, step_handle = self._steps_in_flight.popleft()
         try:
-            result = flight.result()
+            result = step_handle.result()
         except Exception as error:
             log.exception("step_failed", failures=self._consecutive_failures)
             return self._recover_from_failure(error)
-        landed = self._clock()
+        collected_at = self._clock()
         self._consecutive_failures = 0
         deltas = []
-        for item in self.scheduler.commit(result):
-            delta = self._delta_builder.build_delta(plan, result, item)
+        for update in self.scheduler.commit(result):
+            delta = self._delta_builder.build_delta(plan, result, update)
             if delta is not None:
                 deltas.append(delta)
-        self._phase_seconds.record_step(result.durations, self._clock() - landed)
+        self._phase_seconds.record_step(result.durations, self._clock() - collected_at)
         self._speed.record_step(plan, result.durations)
         return deltas
 
     def _recover_from_failure(self, error: Exception) -> list[Delta]:
-        """A step raised: whoever was alone in it ends; everyone else starts over from their tokens."""
+        """Recover from a step that raised.
+
+        A sequence that was alone in the step ends with an error. All others are preempted and restart from their
+        tokens.
+        """
         self._consecutive_failures += 1
         if self._consecutive_failures > MAX_CONSECUTIVE_FAILED_STEPS:
             raise error
         if _is_out_of_memory(error):
             self.scheduler.halve_token_budget()
         self._steps_in_flight.clear()
-        ended = self.scheduler.recover_failed_step()
+        failed = self.scheduler.recover_failed_step()
         self.executor.reset()
-        reason = "the engine failed on this request; the error is in the server's log"
-        return [self._delta_builder.build_final_delta(seq, "error", error=reason) for seq in ended]
+        reason = "the engine failed on this request; see the server's log"
+        return [self._delta_builder.build_final_delta(seq, "error", error=reason) for seq in failed]
 
     def _build_kv_change(self, now: float) -> KvChange | None:
-        """What to tell of the prefix cache now, before the last step of all that there is to do at the latest."""
-        memory, begun = self.scheduler.kv_cache, self._delta_builder.requests_started
-        early = (
-            begun == self._kv_reported_starts and now - self._kv_reported_at < KV_REPORT_INTERVAL_S
+        """Return the prefix cache changes to report with this step, or None.
+
+        Pending changes are reported at the latest before the core becomes idle.
+        """
+        kv_cache, requests_started = self.scheduler.kv_cache, self._delta_builder.requests_started
+        is_recent = (
+            requests_started == self._kv_reported_starts
+            and now - self._kv_reported_at < KV_REPORT_INTERVAL_S
         )
-        if not memory.has_changes or (early and self.scheduler.has_work):
+        if not kv_cache.has_changes or (is_recent and self.scheduler.has_work):
             return None
-        self._kv_reported_at, self._kv_reported_starts = now, begun
-        stored, removed = memory.drain_changes()
+        self._kv_reported_at, self._kv_reported_starts = now, requests_started
+        stored, removed = kv_cache.drain_changes()
         return KvChange(_pack_block_names(stored), _pack_block_names(removed))
 
-    def _build_stats(self, plan: StepPlan, begin: float, launched: float) -> CoreStats:
-        scheduler, memory = self.scheduler, self.scheduler.kv_cache
+    def _build_stats(self, plan: StepPlan, started_at: float, planned_at: float) -> CoreStats:
+        scheduler, kv_cache = self.scheduler, self.scheduler.kv_cache
         now = self._clock()
         if now - self._queue_reported_at >= QUEUE_REPORT_INTERVAL_S or not scheduler.has_work:
             self._queue_reported_at = now
@@ -246,20 +254,20 @@ class EngineCore:
             step=plan.step,
             running=len(scheduler.running),
             waiting=scheduler.waiting,
-            blocks_total=memory.pool.num_blocks,
-            blocks_used=memory.pool.used_blocks,
-            blocks_cached=memory.pool.cached_blocks,
+            blocks_total=kv_cache.pool.num_blocks,
+            blocks_used=kv_cache.pool.used_blocks,
+            blocks_cached=kv_cache.pool.cached_blocks,
             queued_tokens=self._queued_tokens,
             step_tokens=plan.total_tokens,
-            step_s=now - begin,
-            schedule_s=launched - begin,
+            step_s=now - started_at,
+            schedule_s=planned_at - started_at,
             prompt_tokens_total=self._delta_builder.prompt_tokens_total,
             generated_tokens_total=self._delta_builder.generated_tokens_total,
-            prefix_query_tokens_total=memory.query_tokens,
-            prefix_hit_tokens_total=memory.hit_tokens,
-            host_hit_tokens_total=memory.host_hit_tokens,
+            prefix_query_tokens_total=kv_cache.query_tokens,
+            prefix_hit_tokens_total=kv_cache.hit_tokens,
+            host_hit_tokens_total=kv_cache.host_hit_tokens,
             preemptions_total=scheduler.preemptions,
-            corrupt_blocks_total=memory.corrupt_blocks,
+            corrupt_blocks_total=kv_cache.corrupt_blocks,
             phase_s_total=self._phase_seconds.to_dict(),
             prefill_tokens_per_s=self._speed.prefill_tokens_per_s,
             inter_token_s=self._speed.inter_token_s(len(scheduler.running) + 1),
@@ -279,5 +287,5 @@ def _build_batching_policy(config: EngineConfig) -> BatchingPolicy:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """PyTorch words it as a RuntimeError on the CPU and has a class of its own on GPUs."""
+    """Return whether `error` means out of memory. PyTorch raises a plain RuntimeError for it on the CPU."""
     return isinstance(error, MemoryError) or "memory" in str(error).lower()

@@ -1,4 +1,4 @@
-"""One life of the engine core's process, as its parent sees it: start it, talk to it, end it."""
+"""Handle on one engine core process: start, messages, signals and exit."""
 
 from __future__ import annotations
 
@@ -22,17 +22,16 @@ from argosy.process import create_socket_folder
 from argosy.telemetry import LogFormat
 
 FINAL_MESSAGE_WAIT_S = 0.1
-"""How long after its end what a process has written may still be on its way to us."""
+"""Wait after the process exits for its last messages to arrive."""
 
 MessageCallback = Callable[[FromCore], None]
 
 
 class CoreHandle:
-    """A running core process. Everything here belongs to the event loop that made it.
+    """A running core process.
 
-    `hear` is called with each message, `gone` once after the last one, with the exit status
-    (negative: the signal that ended it). The sockets live in a private directory that vanishes
-    once both ends have met.
+    Not thread-safe: use it from the event loop that created it. The sockets live in a private directory, which is
+    removed once both sockets are connected.
     """
 
     def __init__(
@@ -48,7 +47,14 @@ class CoreHandle:
         on_exit: Callable[[int], None],
         process: subprocess.Popen[bytes] | None = None,
     ) -> None:
-        """`process` is one that has been started already, for the same `core`. Raises OSError."""
+        """Start the process and send it its launch spec.
+
+        Calls `on_message` with each message. Calls `on_exit` once after the last message with the exit status (negative
+        if a signal ended the process). If `process` is given, it must already run the same `core_factory`.
+
+        Raises:
+            OSError: The process cannot be started.
+        """
         self._message_callback = on_message
         self._exit_callback = on_exit
         self._loop = asyncio.get_running_loop()
@@ -79,25 +85,25 @@ class CoreHandle:
 
     @property
     def pid(self) -> int:
-        """Process id; also that of its process group."""
+        """Process id, which is also the id of its process group."""
         return self._process.pid
 
     def send(self, message: ToCore) -> None:
-        """Queue a message; never blocks. Nothing happens when the process has ended, known or not."""
+        """Queue a message without blocking. The message is dropped if the process has exited."""
         if self._message_socket.closed:
             return
-        with contextlib.suppress(zmq.Again):  # nobody is at the other end: `gone` will follow
+        with contextlib.suppress(zmq.Again):  # no process at the other end; `on_exit` will follow
             self._message_socket.send(self._encode(message), zmq.NOBLOCK)
-        # Sending may swallow the file descriptor's edge for what has arrived meanwhile.
+        # Sending may consume the file descriptor's edge trigger for messages that arrived meanwhile.
         self._loop.call_soon(self._receive_from, self._message_socket)
 
     def receive_pending(self) -> None:
-        """Hear now what has already arrived."""
+        """Deliver the messages that have already arrived."""
         for socket in (self._message_socket, self._heartbeat_socket):
             self._receive_from(socket)
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal to the process group, if it still runs."""
+        """Send a signal to the process group if the process still runs."""
         with contextlib.suppress(ProcessLookupError):
             if self._process.returncode is None:
                 os.killpg(self.pid, number)
@@ -107,15 +113,15 @@ class CoreHandle:
 
     def _bind(self, kind: int, name: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
-        socket.set_hwm(0)  # bounded by the requests that run
+        socket.set_hwm(0)  # bounded by the number of running requests
         socket.setsockopt(zmq.LINGER, 0)
         socket.bind(self._address(name))
         return socket
 
-    def _send_launch_spec(self, launch: CoreLaunchSpec) -> None:
+    def _send_launch_spec(self, spec: CoreLaunchSpec) -> None:
         assert self._process.stdin is not None  # noqa: S101 - it is a pipe
         with self._process.stdin as stdin:
-            stdin.write(msgspec.json.encode(launch))
+            stdin.write(msgspec.json.encode(spec))
 
     def _receive_from(self, socket: zmq.Socket[bytes]) -> None:
         while not socket.closed and socket.poll(0, zmq.POLLIN):
@@ -135,7 +141,7 @@ class CoreHandle:
             self._loop.call_soon_threadsafe(
                 self._loop.call_later, FINAL_MESSAGE_WAIT_S, self._on_exited
             )
-        except RuntimeError:  # the loop was closed before us; nobody is left to tell
+        except RuntimeError:  # the event loop is closed, so no callback can run
             self._remove_directory()
 
     def _on_exited(self) -> None:

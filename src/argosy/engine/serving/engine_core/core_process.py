@@ -1,8 +1,9 @@
-"""The engine core as a process of its own: loads the model, then steps until told to stop.
+"""The engine core process: loads the model and runs steps until it is stopped.
 
-Started by `start.start_process` as `python -m argosy.engine.serving.engine_core.core_process CORE`; it imports CORE, then
-reads a `Launch` as JSON from stdin. Two ZeroMQ sockets connect it to its parent: one carries `ToCore` in and
-`FromCore` out (msgpack), the other its heartbeat, which tells a core that hangs from one that thinks.
+`core_start.start_core_process` starts it as `python -m argosy.engine.serving.engine_core.core_process FACTORY`. The
+process imports FACTORY, then reads a `CoreLaunchSpec` as JSON from stdin. Two ZeroMQ sockets connect it to its parent.
+The first carries `ToCore` in and `FromCore` out (msgpack). The second carries the heartbeat, which shows whether a
+silent core hangs or computes.
 """
 
 from __future__ import annotations
@@ -46,20 +47,20 @@ from argosy.process import protect_standard_streams
 from argosy.telemetry import LogFormat, configure_logging
 
 EXIT_FAILED = 1
-"""The core broke; another start may help."""
+"""Exit status after a failure that a restart may fix."""
 EXIT_UNRECOVERABLE = 3
-"""The settings, the model or the installation cannot work; starting again will not help."""
+"""Exit status if settings, model or installation cannot work, so that a restart does not help."""
 EMPTY_STEP_WAIT_MS = 1
-"""Wait after a step that found nothing to compute yet (requests that are held, or batched up)."""
+"""Wait after a step that computed nothing (all requests are delayed or wait for a batch)."""
 LOAD_BACKOFF_S = 1.0
-"""Wait before the second attempt at loading; doubled for each one after it."""
+"""Wait before the second attempt at loading. Doubled for each later attempt."""
 FINAL_MESSAGE_LINGER_MS = 2000
-"""How long a last message may take to leave."""
+"""Time for the last message to be transmitted before the process exits."""
 PERMANENT_ERRORS = (ValueError, ImportError, FileNotFoundError, NotADirectoryError)
-"""What loading raises when trying again cannot help."""
+"""Errors of loading that a retry cannot fix."""
 
 _OUT_OF_MEMORY_PATTERN = re.compile("(can.?t|cannot) allocate memory|out of memory", re.IGNORECASE)
-"""What the system, torch and CUDA say."""
+"""Matches the out-of-memory messages of the operating system, torch and CUDA."""
 _PR_SET_PDEATHSIG = 1
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.core")
@@ -67,13 +68,13 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class CoreLaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a core process is told at its start."""
+    """Settings that a core process reads at its start."""
 
     engine_config: EngineConfig
     core_factory: str
-    """`module:name` of what makes the core; called as `CoreFactory`."""
+    """Factory of the core as `module:name`, called as `CoreFactory`."""
     message_address: str
-    """ZeroMQ address of the parent's DEALER socket for requests and answers."""
+    """ZeroMQ address of the parent's DEALER socket for `ToCore` and `FromCore` messages."""
     heartbeat_address: str
     """ZeroMQ address of the parent's PULL socket for the heartbeat."""
     heartbeat_interval_s: float
@@ -81,15 +82,15 @@ class CoreLaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str
     log_name: str
     parent_pid: int
-    """Process id of the parent; the core does not outlive it."""
+    """Process id of the parent. The core exits with its parent."""
 
 
 class Core(Protocol):
-    """What the loop needs of an engine core."""
+    """Interface of an engine core that the loop requires."""
 
     @property
     def info(self) -> CoreReady:
-        """What was loaded."""
+        """Properties of the loaded model."""
         ...
 
     @property
@@ -98,25 +99,25 @@ class Core(Protocol):
         ...
 
     def add(self, request: EngineRequest) -> None:
-        """Take on a request."""
+        """Queue a request."""
         ...
 
     def abort(self, request_ids: list[str]) -> None:
-        """Forget requests; those still running end as `cancelled` in the next step's outputs."""
+        """Abort requests. Running ones end as `cancelled` in the next step's outputs."""
         ...
 
     def step(self) -> StepOutputs:
-        """Compute one step. An exception means that the core cannot go on."""
+        """Compute one step. An exception means that the core cannot continue."""
         ...
 
 
 CoreFactory = Callable[[EngineConfig, Callable[[], float], Callable[[str, float], None]], Core]
-"""`(config, clock, progress) -> core`, loading the model."""
+"""`(config, clock, progress) -> core`, which loads the model."""
 
 
 @dataclass(slots=True)
 class HeartbeatState:
-    """What the heartbeat tells: steps made so far, and whether one is due or under way."""
+    """Content of the next heartbeat: steps made so far, and whether a step is due or in progress."""
 
     step: int = 0
     busy: bool = True
@@ -125,9 +126,10 @@ class HeartbeatState:
 def load_core(
     spec: CoreLaunchSpec, on_progress: Callable[[str, float], None], sleep: Callable[[float], None]
 ) -> Core:
-    """Make the core in `load_attempts` tries with growing waits; raises what the last one raised.
+    """Create the core in at most `max_load_attempts` attempts with growing waits.
 
-    What cannot change by waiting (a bad setting, a missing file or package) is raised at once.
+    Permanent errors (an invalid setting, a missing file or package) are raised at once. Other errors are raised after
+    the last attempt.
     """
     factory: CoreFactory = pkgutil.resolve_name(spec.core_factory)
     attempts = max(spec.engine_config.max_load_attempts, 1)
@@ -136,28 +138,32 @@ def load_core(
             return factory(spec.engine_config, time.monotonic, on_progress)
         except PERMANENT_ERRORS:
             raise
-        except Exception as error:  # noqa: BLE001 - whatever it was, it may pass
+        except Exception as error:  # noqa: BLE001 - any other error may be temporary
             wait_s = LOAD_BACKOFF_S * 2 ** (attempt - 1)
             log.warning(
-                "core_load_retrying", attempt=attempt, of=attempts, wait_s=wait_s, error=str(error)
+                "core_load_retry_scheduled",
+                attempt=attempt,
+                of=attempts,
+                wait_s=wait_s,
+                error=str(error),
             )
             sleep(wait_s)
     return factory(spec.engine_config, time.monotonic, on_progress)
 
 
 def describe_error(error: BaseException) -> str:
-    """One sentence for a person, with the remedy where we know it."""
+    """Return one sentence for the operator, with the remedy if it is known."""
     if isinstance(error, ModuleNotFoundError) and error.name in ("torch", "safetensors"):
         return f"{error.name} is not installed; the engine needs it: pip install 'argosy[engine]'"
     if isinstance(error, PERMANENT_ERRORS):
         return str(error)
     if isinstance(error, MemoryError) or _OUT_OF_MEMORY_PATTERN.search(str(error)):
-        return f"there is not enough memory ({error}); give less for --kv-memory, --max-step-tokens or --max-seqs"
+        return f"there is not enough memory ({error}); lower --kv-memory, --max-step-tokens or --max-seqs"
     return f"{type(error).__name__}: {error}"
 
 
 class CoreLoop:
-    """Requests in, steps, deltas out, for as long as the parent wants."""
+    """Main loop of the process: receives messages, runs steps and sends their outputs."""
 
     def __init__(
         self, core: Core, message_socket: zmq.Socket[bytes], heartbeat: HeartbeatState
@@ -169,27 +175,27 @@ class CoreLoop:
         self._stats = CoreStats()
 
     def run(self) -> None:
-        """Serve until `Shutdown`. What `Core.step` raises passes through."""
-        core, pulse = self._core, self._heartbeat
-        pause_ms = 0
+        """Serve until `Shutdown`. Exceptions of `Core.step` are passed on."""
+        core, heartbeat = self._core, self._heartbeat
+        wait_ms = 0
         while True:
-            pulse.busy = core.has_work
-            for message in self._receive_messages(pause_ms if pulse.busy else None):
+            heartbeat.busy = core.has_work
+            for message in self._receive_messages(wait_ms if heartbeat.busy else None):
                 if isinstance(message, Shutdown):
                     return
                 self._handle_message(message)
             if core.has_work:
-                pulse.busy = True
+                heartbeat.busy = True
                 outputs = core.step()
-                pulse.step += 1
+                heartbeat.step += 1
                 self._stats = outputs.stats
                 send_message(self._message_socket, outputs)
-                pause_ms = 0 if outputs.deltas or outputs.stats.step_tokens else EMPTY_STEP_WAIT_MS
+                wait_ms = 0 if outputs.deltas or outputs.stats.step_tokens else EMPTY_STEP_WAIT_MS
 
     def _receive_messages(
         self, wait_ms: int | None
     ) -> Iterator[EngineRequest | AbortRequests | Shutdown]:
-        """What has arrived; waits for the first message when `wait_ms` is None."""
+        """Yield the messages that have arrived. If `wait_ms` is None, wait for the first one."""
         while self._message_socket.poll(wait_ms, zmq.POLLIN):
             yield self._decode(self._message_socket.recv())
             wait_ms = 0
@@ -200,22 +206,22 @@ class CoreLoop:
             return
         try:
             self._core.add(message)
-        except Exception as error:  # the blast radius of a request is that request
+        except Exception as error:  # a failure must affect only its own request
             log.exception("core_request_failed", request=message.id)
             delta = Delta(id=message.id, finish_reason="error", error=describe_error(error))
             send_message(self._message_socket, StepOutputs([delta], self._stats))
 
 
 def send_message(socket: zmq.Socket[bytes], message: FromCore) -> None:
-    """Queue a message for the parent; never blocks (the parent always reads)."""
+    """Queue a message for the parent. Does not block, because the parent always reads."""
     socket.send(_encode(message))
 
 
 def run_heartbeat(spec: CoreLaunchSpec, heartbeat: HeartbeatState) -> None:
-    """Beat until the process ends, and end it when the parent is gone; runs in its own thread."""
-    beats = _connect(zmq.Context(), zmq.PUSH, spec.heartbeat_address)
+    """Send heartbeats until the process ends. Exits the process if the parent has exited. Runs in its own thread."""
+    socket = _connect(zmq.Context(), zmq.PUSH, spec.heartbeat_address)
     while os.getppid() == spec.parent_pid:
-        send_message(beats, Heartbeat(heartbeat.step, heartbeat.busy))
+        send_message(socket, Heartbeat(heartbeat.step, heartbeat.busy))
         time.sleep(spec.heartbeat_interval_s)
     os._exit(EXIT_FAILED)
 
@@ -223,7 +229,7 @@ def run_heartbeat(spec: CoreLaunchSpec, heartbeat: HeartbeatState) -> None:
 def run_core(
     spec: CoreLaunchSpec, message_socket: zmq.Socket[bytes], heartbeat: HeartbeatState
 ) -> int:
-    """Load and loop; the exit status. What went wrong is told to the parent and to the log."""
+    """Load the model and run the loop. Reports failures to the parent and to the log. Returns the exit status."""
     try:
         core = load_core(
             spec,
@@ -236,10 +242,10 @@ def run_core(
             return EXIT_UNRECOVERABLE
         log.exception("core_load_failed")
         return EXIT_FAILED
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # from here on it is told by a message
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # from here on `Shutdown` stops the process
     gc.collect()
     gc.enable()
-    gc.freeze()  # the model and the tables stay: later collections need not look at them
+    gc.freeze()  # model and tables are permanent, so later collections can skip them
     heartbeat.busy = False
     send_message(message_socket, core.info)
     try:
@@ -252,47 +258,50 @@ def run_core(
 
 
 def main() -> NoReturn:
-    """Run the process that `Launch` on stdin describes; never returns."""
+    """Run the process that the `CoreLaunchSpec` on stdin describes. Never returns."""
     _set_parent_death_signal()
-    for number in (signal.SIGINT, signal.SIGHUP):  # all are told at once: the parent decides
+    # The whole process group receives these signals. The parent decides what to do.
+    for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _exit_on_sigterm)
     _ensure_working_directory()
-    gc.disable()  # importing torch makes a million objects, all of which stay
-    with contextlib.suppress(Exception):  # `load` meets it again, and can tell the parent
+    gc.disable()  # importing torch creates a million permanent objects
+    with contextlib.suppress(Exception):  # `load_core` raises it again and reports it to the parent
         pkgutil.resolve_name(sys.argv[1])
-    told = sys.stdin.buffer.read()
-    if not told:  # the parent has changed its mind
+    spec_json = sys.stdin.buffer.read()
+    if not spec_json:  # the parent no longer needs the process
         os._exit(0)
-    launch = msgspec.json.decode(told, type=CoreLaunchSpec)
+    spec = msgspec.json.decode(spec_json, type=CoreLaunchSpec)
     protect_standard_streams()
-    configure_logging(launch.log_format, launch.log_level, launch.log_name)
+    configure_logging(spec.log_format, spec.log_level, spec.log_name)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    channel = _connect(context, zmq.DEALER, launch.message_address)
-    pulse = HeartbeatState()
-    threading.Thread(target=run_heartbeat, args=(launch, pulse), name="heart", daemon=True).start()
-    status = run_core(launch, channel, pulse)
-    channel.close(linger=FINAL_MESSAGE_LINGER_MS)
+    message_socket = _connect(context, zmq.DEALER, spec.message_address)
+    heartbeat = HeartbeatState()
+    threading.Thread(
+        target=run_heartbeat, args=(spec, heartbeat), name="heartbeat", daemon=True
+    ).start()
+    status = run_core(spec, message_socket, heartbeat)
+    message_socket.close(linger=FINAL_MESSAGE_LINGER_MS)
     context.term()
     sys.stderr.flush()
-    os._exit(status)  # native threads may hang in their own clean-up, and nothing is left to save
+    os._exit(status)  # native threads may hang in their clean-up, and no state is left to save
 
 
 def _connect(context: zmq.Context[zmq.Socket[bytes]], kind: int, address: str) -> zmq.Socket[bytes]:
     socket = context.socket(kind)
-    socket.set_hwm(0)  # bounded by what the parent has running
+    socket.set_hwm(0)  # bounded by the parent's running requests
     socket.connect(address)
     return socket
 
 
 def _set_parent_death_signal() -> None:
-    """Ask Linux to kill this process with its parent, even if it hangs; else `heart` ends it."""
+    """Let Linux kill this process with its parent, even if it hangs. Elsewhere the heartbeat thread exits it."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _ensure_working_directory() -> None:
-    """The folder that this was started in may be gone: then libraries that torch loads late would not be loaded."""
+    """Change to `/` if the working directory was deleted, since libraries that torch loads late need one."""
     try:
         Path.cwd()
     except FileNotFoundError:

@@ -1,4 +1,7 @@
-"""Starts the engine core's process: quick to import, as the process imports torch while its parent gets ready."""
+"""Starts the engine core process.
+
+Quick to import, so that the process can import torch while its parent initialises.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,16 @@ from typing import Self
 from argosy.engine.engine_config import COMPUTE_ENVIRONMENT
 
 DEFAULT_CORE_FACTORY = "argosy.engine.serving.engine_core.core:EngineCore"
-"""What makes the core, as `process.CoreFactory`."""
+"""Default factory of the core (`core_process.CoreFactory`)."""
 
 
 def start_core_process(core_factory: str) -> subprocess.Popen[bytes]:
-    """A process that imports `core`, then waits for a `process.Launch` on stdin. Raises OSError."""
-    return subprocess.Popen(  # noqa: S603 - ourselves
+    """Start a process that imports `core_factory` and waits for a `CoreLaunchSpec` on stdin.
+
+    Raises:
+        OSError: The process cannot be started.
+    """
+    return subprocess.Popen(  # noqa: S603 - our own module
         [
             sys.executable,
             "-P",
@@ -25,12 +32,12 @@ def start_core_process(core_factory: str) -> subprocess.Popen[bytes]:
         ],
         stdin=subprocess.PIPE,
         env=COMPUTE_ENVIRONMENT | os.environ,
-        start_new_session=True,  # signals from the terminal are the parent's affair
+        start_new_session=True,  # the parent handles signals from the terminal
     )
 
 
 class PrestartedCore:
-    """A core's process that is started before anyone can talk to it; ended at the end if nobody has taken it."""
+    """Context manager for a core process that starts before its client exists. Kills the process on exit if unused."""
 
     def __init__(self, core_factory: str = DEFAULT_CORE_FACTORY) -> None:
         self._core_factory = core_factory
@@ -47,6 +54,6 @@ class PrestartedCore:
             process.communicate()
 
     def take_process(self) -> subprocess.Popen[bytes] | None:
-        """The process, once; from then on it is the caller's to end."""
+        """Return the process on the first call, else None. The caller then has to end it."""
         process, self._process = self._process, None
         return process

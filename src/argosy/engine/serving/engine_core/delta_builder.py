@@ -1,4 +1,4 @@
-"""What committed steps mean for clients: tokens, log-probabilities and ends, each told once."""
+"""Delta builder: converts committed steps to deltas, so that each token and log-probability is sent once."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from argosy.engine.serving.core_messages import Delta, EngineFinishReason, Token
 from argosy.protocol import BLOCK_NAME_BYTES
 
 MAX_NAMED_BLOCKS = 1024
-"""Blocks of a prompt that are named: routers look at no more of it."""
+"""Maximum number of prompt blocks that are named. Routers use no more of them."""
 
 
 class DeltaBuilder:
-    """Makes the deltas of all requests, and counts what they tell."""
+    """Builds the deltas of all requests and counts the tokens in them."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
@@ -24,10 +24,10 @@ class DeltaBuilder:
         self._without_delta: set[str] = set()
         """Requests that have had no delta yet."""
         self._reported_prompt_logprobs: dict[str, int] = {}
-        """Request -> prompt positions whose log-probabilities were sent."""
+        """Number of prompt positions whose log-probabilities were sent, by request id."""
 
     def add_request(self, seq: Sequence) -> None:
-        """A request was lined up."""
+        """Register a queued request."""
         self._without_delta.add(seq.id)
         if seq.params.prompt_logprobs is not None:
             self._reported_prompt_logprobs[seq.id] = 0
@@ -35,33 +35,39 @@ class DeltaBuilder:
     def build_delta(
         self, plan: StepPlan, result: StepResult, update: SequenceUpdate
     ) -> Delta | None:
-        """What one chunk means for its client; None when there is nothing to tell."""
-        seq, chunk, token, finish = update
+        """Build the delta for one chunk of a step. Returns None if the chunk has nothing to report."""
+        seq, chunk, token, finish_reason = update
         if plan.starts[chunk] < seq.prompt_len:
             self.prompt_tokens_total += plan.counts[chunk]
-        rare = finish is not None or token < 0 or result.logprobs or self._reported_prompt_logprobs
-        if not rare and seq.id not in self._without_delta:  # a token and nothing else, as most are
+        needs_full_delta = (
+            finish_reason is not None
+            or token < 0
+            or result.logprobs
+            or self._reported_prompt_logprobs
+        )
+        # fast path for a token and nothing else
+        if not needs_full_delta and seq.id not in self._without_delta:
             self.generated_tokens_total += 1
             return Delta(id=seq.id, tokens=[token])
-        told = self._new_prompt_logprobs(plan, result, seq, chunk)
-        if token < 0 and finish is None and not told:
+        prompt_logprobs = self._new_prompt_logprobs(plan, result, seq, chunk)
+        if token < 0 and finish_reason is None and not prompt_logprobs:
             return None
         logprob = result.logprobs.get(chunk)
-        if finish is not None:
+        if finish_reason is not None:
             error = result.failures.get(chunk)
             return self.build_final_delta(
-                seq, finish, token, logprob, prompt_logprobs=told, error=error
+                seq, finish_reason, token, logprob, prompt_logprobs=prompt_logprobs, error=error
             )
         self.generated_tokens_total += token >= 0
-        fresh = self._mark_started(seq)
+        is_first = self._mark_started(seq)
         return Delta(
             id=seq.id,
             tokens=[token] if token >= 0 else [],
             logprobs=[] if logprob is None else [_to_token_logprob(logprob)],
-            prompt_logprobs=told,
-            cached_tokens=seq.hit_tokens if fresh else None,
-            queue_s=_queue_s(seq) if fresh else None,
-            prompt_block_names=self._prompt_block_names(seq) if fresh else b"",
+            prompt_logprobs=prompt_logprobs,
+            cached_tokens=seq.hit_tokens if is_first else None,
+            queue_s=_queue_s(seq) if is_first else None,
+            prompt_block_names=self._prompt_block_names(seq) if is_first else b"",
         )
 
     def build_final_delta(
@@ -74,9 +80,9 @@ class DeltaBuilder:
         prompt_logprobs: list[TokenLogprob] | None = None,
         error: str | None = None,
     ) -> Delta:
-        """The delta that ends a request."""
+        """Build the delta that ends a request."""
         self.generated_tokens_total += token >= 0
-        fresh = self._mark_started(seq)
+        is_first = self._mark_started(seq)
         self._reported_prompt_logprobs.pop(seq.id, None)
         return Delta(
             id=seq.id,
@@ -86,13 +92,13 @@ class DeltaBuilder:
             finish_reason=finish_reason,
             stop_token=token if finish_reason == "stop" else None,
             error=error,
-            cached_tokens=seq.hit_tokens if fresh else None,
-            queue_s=_queue_s(seq) if fresh else None,
-            prompt_block_names=self._prompt_block_names(seq) if fresh else b"",
+            cached_tokens=seq.hit_tokens if is_first else None,
+            queue_s=_queue_s(seq) if is_first else None,
+            prompt_block_names=self._prompt_block_names(seq) if is_first else b"",
         )
 
     def _mark_started(self, seq: Sequence) -> bool:
-        """Whether this is the request's first delta."""
+        """Return whether this is the request's first delta, and record it."""
         if seq.id in self._without_delta:
             self._without_delta.remove(seq.id)
             self.requests_started += 1
@@ -100,21 +106,21 @@ class DeltaBuilder:
         return False
 
     def _prompt_block_names(self, seq: Sequence) -> bytes:
-        """Of the prompt's full blocks, as far as they were hashed to be found or published."""
+        """Return the names of the prompt's full blocks, as far as their hashes were computed."""
         full = min(seq.prompt_len // self._block_size, MAX_NAMED_BLOCKS)
         return b"".join([key[:BLOCK_NAME_BYTES] for key in seq.block_hashes[:full]])
 
     def _new_prompt_logprobs(
         self, plan: StepPlan, result: StepResult, seq: Sequence, chunk: int
     ) -> list[TokenLogprob]:
-        """Prompt log-probabilities not sent yet (a preempted request computes some again)."""
-        found = result.prompt_logprobs.get(chunk)
-        told = self._reported_prompt_logprobs.get(seq.id)
-        if not found or told is None:
+        """Return prompt log-probabilities that were not sent yet. A preempted request computes some of them again."""
+        computed = result.prompt_logprobs.get(chunk)
+        reported = self._reported_prompt_logprobs.get(seq.id)
+        if not computed or reported is None:
             return []
-        news = found[max(0, told - plan.starts[chunk]) :]
-        self._reported_prompt_logprobs[seq.id] = max(told, plan.starts[chunk] + len(found))
-        return [_to_token_logprob(logprob) for logprob in news]
+        new_logprobs = computed[max(0, reported - plan.starts[chunk]) :]
+        self._reported_prompt_logprobs[seq.id] = max(reported, plan.starts[chunk] + len(computed))
+        return [_to_token_logprob(logprob) for logprob in new_logprobs]
 
 
 def _queue_s(seq: Sequence) -> float | None:

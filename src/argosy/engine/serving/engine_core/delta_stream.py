@@ -1,4 +1,4 @@
-"""One request in flight: what it asked for, what it was given, and the deltas not yet read."""
+"""Delta stream of one request: its output so far, and the deltas that were not read yet."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import msgspec
 from argosy.engine.serving.core_messages import Delta, EngineFinishReason, EngineRequest
 
 MAX_CRASHES_WITHOUT_TOKEN = 2
-"""A request that was running in this many crashes, without a token between them, caused them."""
+"""A request is blamed if it was running in this many crashes without a token between them."""
 MAX_CRASHES = 4
-"""A request that was running in this many crashes is not tried again, whatever it got."""
+"""A request that was running in this many crashes is not retried, whatever it produced."""
 
 
 class DeltaStream:
-    """The deltas of one request, for one reader; ends after the delta with `finish`.
+    """Deltas of one request, for one reader. Ends after the delta with `finish_reason`.
 
-    The reader asks to be told (`notify`) and takes. Deltas that wait for it are merged into one, so what waits is
-    bounded by the tokens that the request may generate. `close` before the end aborts the request.
+    The reader registers a listener with `set_listener` and then calls `drain`. Unread deltas are merged into one, so
+    memory is bounded by the tokens that the request may generate. Closing the stream before the end aborts the request.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class DeltaStream:
     ) -> None:
         self.core_request_id = core_request_id
         self.is_running = False
-        """Whether a core has it now."""
+        """Whether a core has the request now."""
         self._request = request
         self._arrived_at = arrived_at
         self._on_close = on_close
@@ -42,7 +42,7 @@ class DeltaStream:
         self._crashes_without_token = 0
         self._pending: Delta | None = None
         self._is_ended = False
-        self._listener: Callable[[], None] = _ignore_delta
+        self._listener: Callable[[], None] = _ignore_notification
 
     @property
     def id(self) -> str:
@@ -51,37 +51,37 @@ class DeltaStream:
 
     @property
     def is_ended(self) -> bool:
-        """Whether its last delta has come (read or not), or it was closed."""
+        """Whether the last delta has arrived (read or not), or the stream was closed."""
         return self._is_ended
 
     def set_listener(self, listener: Callable[[], None]) -> None:
-        """Call `heard` from now on when there is something to take, or the end has come."""
+        """Call `listener` whenever a delta is available or the stream has ended."""
         self._listener = listener
         if self._pending is not None or self._is_ended:
             listener()
 
     def drain(self) -> Delta | None:
-        """All that came since the last one was taken; None when nothing has."""
+        """Return everything since the last call as one delta, or None if nothing is new."""
         delta, self._pending = self._pending, None
         return delta
 
     def close(self) -> None:
-        """Stop reading; a request that still runs is aborted."""
+        """Stop reading. A request that still runs is aborted."""
         self._pending = None
         if not self._is_ended:
             self._is_ended = True
             self._on_close(self)
-        self._listener = _ignore_delta
+        self._listener = _ignore_notification
 
     def add_delta(self, delta: Delta) -> None:
-        """Take what the core gave. What was already given in an earlier life of it is left out."""
+        """Add a delta of the core. Prompt log-probabilities that a previous core delivered are dropped."""
         if self._is_ended:
             return
         new_logprobs = delta.prompt_logprobs
         if new_logprobs:
-            known = max(self._delivered_prompt_logprobs - self._replayed_prompt_logprobs, 0)
+            duplicates = max(self._delivered_prompt_logprobs - self._replayed_prompt_logprobs, 0)
             self._replayed_prompt_logprobs += len(new_logprobs)
-            new_logprobs = new_logprobs[known:]
+            new_logprobs = new_logprobs[duplicates:]
             self._delivered_prompt_logprobs = max(
                 self._delivered_prompt_logprobs, self._replayed_prompt_logprobs
             )
@@ -89,7 +89,7 @@ class DeltaStream:
             self._crashes_without_token = 0
             self._output += delta.tokens
         self._is_ended = delta.finish_reason is not None
-        told = self._has_first_delta
+        had_delta = self._has_first_delta
         self._has_first_delta = True
         delta = Delta(
             id=self.id,
@@ -99,20 +99,24 @@ class DeltaStream:
             finish_reason=delta.finish_reason,
             stop_token=delta.stop_token,
             error=delta.error,
-            cached_tokens=None if told else delta.cached_tokens,
-            queue_s=None if told else delta.queue_s,
-            prompt_block_names=b"" if told else delta.prompt_block_names,
+            cached_tokens=None if had_delta else delta.cached_tokens,
+            queue_s=None if had_delta else delta.queue_s,
+            prompt_block_names=b"" if had_delta else delta.prompt_block_names,
         )
-        before = self._pending
-        self._pending = delta if before is None else _merge(before, delta)
+        pending = self._pending
+        self._pending = delta if pending is None else _merge(pending, delta)
         self._listener()
 
     def end_with(self, finish_reason: EngineFinishReason, error: str | None = None) -> None:
-        """End it from this side of the wire."""
+        """End the request without a message from the core."""
         self.add_delta(Delta(id=self.id, finish_reason=finish_reason, error=error))
 
     def build_submission(self, now: float, parent_id: str | None) -> EngineRequest | None:
-        """What to send to a core: the request, going on from what it has; None: its time is up."""
+        """Build the request for a core, continuing after the tokens it has so far.
+
+        Returns:
+            The request, or None if it has timed out.
+        """
         timeout_s = self._request.timeout_s
         if timeout_s is not None:
             timeout_s -= now - self._arrived_at
@@ -129,7 +133,7 @@ class DeltaStream:
         )
 
     def record_crash(self) -> bool:
-        """Its core died. Whether it may be tried on another one."""
+        """Record that the request's core exited. Return whether the request may be retried."""
         if self.is_running:
             self.is_running = False
             self._crashes += 1
@@ -151,5 +155,5 @@ def _merge(before: Delta, after: Delta) -> Delta:
     )
 
 
-def _ignore_delta() -> None:
-    """Nobody waits."""
+def _ignore_notification() -> None:
+    """Listener of a stream without a reader."""

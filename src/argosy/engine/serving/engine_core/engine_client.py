@@ -1,7 +1,7 @@
-"""The replica's side of the engine core: requests in, deltas out, also through a core's death.
+"""Client of the engine core: sends requests, delivers deltas and restarts the core process.
 
-When a core dies or hangs, another one is started, and what is in flight (`in_flight.py`) goes on from
-exactly where it was; the reader notices a pause.
+If a core crashes or hangs, the client starts another one. Requests in flight (`in_flight_requests.py`) continue exactly
+after their last token, so a reader only notices a pause.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from argosy.telemetry import LogFormat
 
 EngineState = Literal["starting", "ready", "restarting", "failed", "stopped"]
 LoadProgressCallback = Callable[[str, float], None]
-"""Called with what is being loaded and how much of it is done (0 to 1)."""
+"""Called with the current loading activity and its completed fraction (0 to 1)."""
 
 HEARTBEAT_INTERVAL_S = 1.0
 CORE_SHUTDOWN_TIMEOUT_S = 5.0
-"""How long a core may take to leave when asked to."""
+"""Time that a core may take to exit after `Shutdown` before it is killed."""
 
 DEFAULT_RESTART_POLICY = CoreRestartPolicy()
 
@@ -53,14 +53,14 @@ log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.engine
 
 
 class EngineFailedError(RuntimeError):
-    """The core cannot be started; the message says why and what to change."""
+    """The core cannot be started. The message gives the reason and the remedy."""
 
 
 class EngineClient:
-    """One engine core in a process of its own, started again when it fails.
+    """Client of one engine core process, which is restarted when it fails.
 
-    Belongs to the event loop that calls `start`. `core` names what the process runs, as
-    `module:name` (see `process.CoreFactory`).
+    Not thread-safe: use it from the event loop that calls `start`. The process runs `core_factory`, given as
+    `module:name` (see `core_process.CoreFactory`).
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class EngineClient:
         log_name: str = "",
         prestarted_core: PrestartedCore | None = None,
     ) -> None:
-        """`early` is the process of the first core, when it has been started already."""
+        """Create the client. If `prestarted_core` is given, its process becomes the first core."""
         self._config = config
         self._prestarted_core = prestarted_core
         self._on_load_progress = on_load_progress
@@ -83,7 +83,7 @@ class EngineClient:
         self._restart_policy = restart_policy
         self._heartbeat_interval_s = min(HEARTBEAT_INTERVAL_S, config.stall_timeout_s / 4)
         self.kv_cache_view = KvCacheView()
-        """What its requests would find in the prefix cache."""
+        """KV blocks in the core's prefix cache."""
         self._start_core = partial(
             CoreHandle,
             config,
@@ -110,12 +110,16 @@ class EngineClient:
 
     @property
     def state(self) -> EngineState:
-        """Where the core stands; requests are taken only when it is "ready"."""
+        """State of the core. Requests are accepted only if it is `ready`."""
         return self._state
 
     @property
     def info(self) -> CoreReady:
-        """What the core said when it became ready. Raises RuntimeError before that."""
+        """Properties that the core reported when it became ready.
+
+        Raises:
+            RuntimeError: The core has not been ready yet.
+        """
         if self._info is None:
             msg = "the engine is not ready yet; await start() first"
             raise RuntimeError(msg)
@@ -123,28 +127,29 @@ class EngineClient:
 
     @property
     def stats(self) -> CoreStats:
-        """The core's state after its last step."""
+        """State of the core after its last step."""
         return self._stats
 
     @property
     def restarts_total(self) -> int:
-        """How often a core was started again since this client was made."""
+        """Number of core restarts since this client was created."""
         return self._restarts_total
 
     @property
     def in_flight(self) -> int:
-        """Requests whose last delta has not come yet."""
+        """Number of requests without a final delta."""
         return len(self._in_flight)
 
     @property
     def core_pid(self) -> int | None:
-        """Process id of the core, when there is one."""
+        """Process id of the core, or None if no core runs."""
         return self._core.pid if self._core else None
 
     async def start(self, on_step: Callable[[CoreStats], None] | None = None) -> CoreReady:
-        """Start the core and wait until it serves; `on_step` is told of each step from then on.
+        """Start the core and wait until it serves. `on_step` is called with the statistics of each step.
 
-        Raises EngineFailedError when it cannot serve.
+        Raises:
+            EngineFailedError: The core cannot serve.
         """
         self._on_step = on_step
         self._start_settled = asyncio.get_running_loop().create_future()
@@ -156,24 +161,29 @@ class EngineClient:
         return self.info
 
     def generate(self, request: EngineRequest) -> DeltaStream:
-        """Send a request to the core; its deltas, ending after the one with `finish`.
+        """Send a request to the core and return the stream of its deltas.
 
-        Close the stream to abort. Raises ApiError 503 when there is no core to serve it.
+        The stream ends after the delta with `finish_reason`. Close the stream to abort the request.
+
+        Raises:
+            ApiError: 503 if no core can serve the request.
         """
         if self._state != "ready":
             raise self._unavailable_error()
         return self._in_flight.add(request)
 
     async def close(self) -> None:
-        """Stop the core; requests in flight end with an error. Safe to call more than once."""
+        """Stop the core. Requests in flight end with an error. May be called more than once."""
         if self._state != "failed":
             self._state = "stopped"
         self._closing.set()
         if self._supervisor is not None:
             await self._supervisor
-        self._in_flight.fail_all("the server stopped before this request was done")
+        self._in_flight.fail_all(
+            "the server stopped before this request finished; send it to another replica"
+        )
 
-    # --- the core's lives ---
+    # --- supervision ---
 
     async def _supervise(self) -> None:
         try:
@@ -187,65 +197,65 @@ class EngineClient:
                 self._restarts_total += 1
         except Exception:
             log.exception("engine_supervisor_failed")
-            self._fail_permanently("an error in the engine's supervisor; the log has it")
+            self._fail_permanently("an internal error in the engine's supervisor; see the log")
         finally:
             if self._start_settled is not None and not self._start_settled.done():
                 self._start_settled.set_result(None)
 
     async def _run_core_once(self) -> str | None:
-        """One life of a core, from start to end. Why it ended; None when we asked for it."""
+        """Run one core process from start to exit. Return why it exited, or None if it was stopped on purpose."""
         if self._closing.is_set():
             return None
-        vigil = HeartbeatMonitor(
+        monitor = HeartbeatMonitor(
             self._config.stall_timeout_s, self._heartbeat_interval_s, time.monotonic()
         )
         exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._exit_message = ""
         try:
             self._core = self._start_core(
-                on_message=partial(self._on_message, vigil),
+                on_message=partial(self._on_message, monitor),
                 on_exit=exited.set_result,
                 process=self._prestarted_core.take_process() if self._prestarted_core else None,
             )
         except OSError as error:
             return f"the core's process cannot be started: {error}"
-        verdict = await self._watch_core(self._core, vigil, exited)
+        kill_reason = await self._watch_core(self._core, monitor, exited)
         self._core = None
         if self._closing.is_set():
             return None
         status = exited.result()
         self._no_restart = status == EXIT_UNRECOVERABLE
-        if verdict is not None:
-            return verdict
+        if kill_reason is not None:
+            return kill_reason
         return self._exit_message or _describe_exit(status)
 
     async def _watch_core(
         self, core: CoreHandle, monitor: HeartbeatMonitor, exited: asyncio.Future[int]
     ) -> str | None:
-        """Wait for the core's end, killing it when it hangs; the verdict if it was that."""
+        """Wait for the core's exit and kill it if it hangs. Return the reason for the kill, else None."""
         closing = asyncio.ensure_future(self._closing.wait())
-        either: set[asyncio.Future[Any]] = {exited, closing}
-        verdict = None
+        awaited: set[asyncio.Future[Any]] = {exited, closing}
+        kill_reason = None
         while not exited.done():
             await asyncio.wait(
-                either, timeout=self._heartbeat_interval_s, return_when=asyncio.FIRST_COMPLETED
+                awaited, timeout=self._heartbeat_interval_s, return_when=asyncio.FIRST_COMPLETED
             )
             if closing.done():
                 await self._shutdown_core(core, monitor, exited)
                 break
-            core.receive_pending()  # what came while we were away counts
-            verdict = monitor.check(time.monotonic())
-            if verdict is not None:
+            core.receive_pending()  # messages that arrived while this task did not run count
+            kill_reason = monitor.check(time.monotonic())
+            if kill_reason is not None:
                 core.send_signal(signal.SIGKILL)
                 await exited
         closing.cancel()
-        return verdict
+        return kill_reason
 
     async def _shutdown_core(
         self, core: CoreHandle, monitor: HeartbeatMonitor, exited: asyncio.Future[int]
     ) -> None:
         core.send(Shutdown())
-        if not monitor.is_serving:  # it does not listen yet, as far as we know
+        if not monitor.is_serving:  # a loading core does not read messages yet
             core.send_signal(signal.SIGTERM)
         await asyncio.wait({exited}, timeout=CORE_SHUTDOWN_TIMEOUT_S)
         if not exited.done():
@@ -253,10 +263,10 @@ class EngineClient:
             await exited
 
     def _on_core_exit(self, reason: str) -> float | None:
-        """A core died. How long to wait before the next one; None when there shall be none."""
+        """Handle a core's failure. Return the seconds until the next start, or None for no restart."""
         self._stats = CoreStats()
         self.kv_cache_view.reset()
-        if self._info is None:  # `start` raises it
+        if self._info is None:  # `start` raises the reason
             return None
         log.error("core_exited", reason=reason, in_flight=self.in_flight)
         if self._no_restart:
@@ -268,7 +278,9 @@ class EngineClient:
         if wait_s is None:
             return None
         self._state = "restarting"
-        log.warning("core_restarting", wait_s=wait_s, resumed=self._in_flight.queue_replay(reason))
+        log.warning(
+            "core_restart_scheduled", wait_s=wait_s, resumed=self._in_flight.queue_replay(reason)
+        )
         return wait_s
 
     def _fail_permanently(self, reason: str) -> None:
@@ -278,7 +290,7 @@ class EngineClient:
             log.error("engine_failed", reason=reason)
         self._in_flight.fail_all(f"the engine failed: {reason}")
 
-    # --- what the core says ---
+    # --- messages from the core ---
 
     def _on_message(self, monitor: HeartbeatMonitor, message: FromCore) -> None:
         now = time.monotonic()
@@ -291,7 +303,7 @@ class EngineClient:
                     self._on_step(message.stats)
                 for delta in message.deltas:
                     if self._in_flight.deliver(delta):
-                        self._consecutive_restarts = 0  # this core does its work
+                        self._consecutive_restarts = 0  # the core completes requests
             case Heartbeat():
                 monitor.record_heartbeat(message, now)
             case LoadProgress():
@@ -308,7 +320,7 @@ class EngineClient:
         if self._info is not None and self._info.fingerprint != ready.fingerprint:
             log.error("model_files_changed", in_flight=self.in_flight)
             self._in_flight.fail_all(
-                "the model's files were replaced while it ran; send the request again"
+                "the model's files were replaced during the request; send it again"
             )
         self._info = ready
         self._ready_at = now
@@ -320,10 +332,10 @@ class EngineClient:
             self._start_settled.set_result(None)
         self._in_flight.replay_next()
 
-    # --- what it is told ---
+    # --- messages to the core ---
 
     def _send(self, message: ToCore) -> None:
-        """Tell the core; what is said while there is none is for nobody."""
+        """Send a message to the core. Dropped if no core runs."""
         if self._core is not None:
             self._core.send(message)
 
@@ -333,7 +345,7 @@ class EngineClient:
             case "starting" | "restarting":
                 message = f"the engine is {self._state}; try again shortly"
             case "stopped":
-                message = "the server is stopping; ask another replica"
+                message = "the server is stopping; send the request to another replica"
             case _:
                 message = f"the engine has failed ({self._failure}); start the server again"
                 retry_s = None
@@ -345,4 +357,4 @@ def _describe_exit(status: int) -> str:
         return f"the core exited with status {status}"
     name = signal.Signals(-status).name
     hint = "; the machine may be out of memory" if name == "SIGKILL" else ""
-    return f"the core was ended by {name}{hint}"
+    return f"the core was terminated by {name}{hint}"

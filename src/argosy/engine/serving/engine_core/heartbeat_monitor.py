@@ -1,4 +1,4 @@
-"""When a core counts as hung, and how often it is started again: pure decisions about time."""
+"""Hang detection and restart policy for the core process, as pure functions of time."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from dataclasses import dataclass, field
 from argosy.engine.serving.core_messages import Heartbeat
 
 MAX_MISSED_HEARTBEATS = 10
-"""A core that misses this many beats in a row is taken for stopped."""
+"""A core that misses this many consecutive heartbeats is considered stopped."""
 LOAD_PROGRESS_TIMEOUT_S = 600.0
-"""A core that loads and reports no progress for this long is taken for hung."""
+"""A loading core that reports no progress for this long is considered hung."""
 
 
 @dataclass(frozen=True, slots=True)
 class CoreRestartPolicy:
-    """How often, and how soon, a core that dies is started again. Times are in seconds."""
+    """Number and delay of restarts of a core that fails. Times are in seconds."""
 
     max_restarts: int = 5
-    """Restarts in a row of cores that finished no request and had no healthy time."""
+    """Consecutive restarts allowed for cores that finished no request and were never healthy."""
     backoff_s: float = 0.25
-    """Wait before the first restart; doubled for each in a row."""
+    """Wait before the first restart. Doubled for each consecutive restart."""
     max_backoff_s: float = 15.0
     healthy_s: float = 30.0
-    """A core that served this long is forgiven what went before."""
+    """A core that served this long resets the count of consecutive restarts."""
 
     def next_backoff_s(self, restarts: int) -> float | None:
-        """How long to wait after `restarts` restarts in a row; None when that was the last one."""
+        """Return the wait after `restarts` consecutive restarts, or None if the limit is reached."""
         if restarts >= self.max_restarts:
             return None
         return float(min(self.backoff_s * 2**restarts, self.max_backoff_s))
@@ -33,15 +33,15 @@ class CoreRestartPolicy:
 
 @dataclass(slots=True)
 class HeartbeatMonitor:
-    """Watches one life of a core: tells loading, thinking and hanging apart by its beats."""
+    """Watches one core process: distinguishes loading, computing and hanging by its heartbeats."""
 
     stall_timeout_s: float
-    """A ready core that is busy and makes no step for this long is hung."""
+    """A ready core that is busy and completes no step for this long is considered hung."""
     heartbeat_interval_s: float
     started_at: float
-    """Seconds on the clock that every `now` below is read from."""
+    """Start time in seconds, on the clock of every `now` below."""
     is_serving: bool = field(default=False, init=False)
-    """Whether loading is done."""
+    """Whether loading is complete."""
     _last_step: int = field(default=-1, init=False)
     _last_progress_at: float = field(default=0.0, init=False)
     _last_heartbeat_at: float = field(default=0.0, init=False)
@@ -51,16 +51,16 @@ class HeartbeatMonitor:
         self._reset_clocks(self.started_at)
 
     def record_load_progress(self, now: float) -> None:
-        """Loading goes on."""
+        """Record progress of loading."""
         self._last_progress_at = now
 
     def record_ready(self, now: float) -> None:
-        """Loading is done: from now on beats and steps are expected."""
+        """Record that loading is complete. Heartbeats and steps are expected from then on."""
         self.is_serving = True
         self._reset_clocks(now)
 
     def record_heartbeat(self, heartbeat: Heartbeat, now: float) -> None:
-        """A beat came."""
+        """Record a heartbeat."""
         self._last_heartbeat_at = now
         if not heartbeat.busy or heartbeat.step != self._last_step:
             self._last_step = heartbeat.step
@@ -68,15 +68,17 @@ class HeartbeatMonitor:
                 self._last_progress_at = now
 
     def check(self, now: float) -> str | None:
-        """Why this core should be killed, or None. Expects to be asked about once a beat."""
-        slept = now - self._last_check_at > MAX_MISSED_HEARTBEATS * self.heartbeat_interval_s / 2
+        """Return why the core must be killed, or None. Call it once per heartbeat interval."""
+        was_suspended = (
+            now - self._last_check_at > MAX_MISSED_HEARTBEATS * self.heartbeat_interval_s / 2
+        )
         self._last_check_at = now
-        if slept:  # it is we who were stopped, or starved: nothing can be said of the core
+        if was_suspended:  # this process was suspended or starved, so the core cannot be judged
             self._reset_clocks(now)
             return None
         if not self.is_serving:
-            silent = now - self._last_progress_at >= LOAD_PROGRESS_TIMEOUT_S
-            return f"no progress in loading for {LOAD_PROGRESS_TIMEOUT_S:g} s" if silent else None
+            is_stuck = now - self._last_progress_at >= LOAD_PROGRESS_TIMEOUT_S
+            return f"no progress in loading for {LOAD_PROGRESS_TIMEOUT_S:g} s" if is_stuck else None
         if now - self._last_heartbeat_at >= MAX_MISSED_HEARTBEATS * self.heartbeat_interval_s:
             return f"no heartbeat for {MAX_MISSED_HEARTBEATS * self.heartbeat_interval_s:g} s"
         if now - self._last_progress_at >= self.stall_timeout_s:

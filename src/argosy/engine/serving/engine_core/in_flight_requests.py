@@ -1,4 +1,4 @@
-"""The requests in flight: each with the stream of its deltas, taken to the next core when one dies."""
+"""Requests in flight with their delta streams, which are replayed on the next core after a crash."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from argosy.engine.serving.core_messages import AbortRequests, Delta, EngineRequ
 from argosy.engine.serving.engine_core.delta_stream import DeltaStream
 
 PROBATION_TIMEOUT_S = 2.0
-"""How long the next survivor of a crash waits for the one before it to get a token."""
+"""Wait for a replayed request's first token before the next request is replayed."""
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.engine")
 
 
 class InFlightRequests:
-    """Every request whose last delta has not come yet.
+    """All requests without a final delta.
 
-    The survivors of a crash are resumed one by one, each when the one before it got a token. So a
-    request that kills cores is alone under suspicion, and its neighbours are spared. Belongs to one
-    event loop.
+    After a crash the surviving requests are replayed one by one, each when the previous one has produced a token. A
+    request that crashes cores is therefore the only suspect, and the other requests are not penalised. Not thread-safe:
+    use it from one event loop.
     """
 
     def __init__(self, send: Callable[[ToCore], None]) -> None:
-        """`send` tells the core that is up."""
+        """Create an empty set of requests. `send` sends a message to the current core."""
         self._send = send
         self._streams: dict[str, DeltaStream] = {}
         self._latest_by_request_id: dict[str, DeltaStream] = {}
-        """By the request's own id, which several may share."""
+        """Latest stream by the request's own id. Several requests may share an id."""
         self._serial_numbers = itertools.count(1)
         self._replay_queue: deque[DeltaStream] = deque()
         self._probation: DeltaStream | None = None
@@ -41,22 +41,22 @@ class InFlightRequests:
         return len(self._streams)
 
     def add(self, request: EngineRequest) -> DeltaStream:
-        """Send a request to the core; closing its stream aborts it."""
-        wire_id = f"{request.id}~{next(self._serial_numbers)}"
-        stream = DeltaStream(request, wire_id, time.monotonic(), self._on_stream_closed)
-        lead = (
+        """Send a request to the core and return its stream. Closing the stream aborts the request."""
+        core_request_id = f"{request.id}~{next(self._serial_numbers)}"
+        stream = DeltaStream(request, core_request_id, time.monotonic(), self._on_stream_closed)
+        parent = (
             self._latest_by_request_id.get(request.parent_id)
             if request.parent_id is not None
             else None
         )
-        self._streams[wire_id] = self._latest_by_request_id[request.id] = stream
-        self._submit(stream, lead)
+        self._streams[core_request_id] = self._latest_by_request_id[request.id] = stream
+        self._submit(stream, parent)
         return stream
 
     def deliver(self, delta: Delta) -> bool:
-        """Give a request what the core gave; whether that ended it."""
+        """Deliver a delta to its stream. Return whether the delta ended the request."""
         stream = self._streams.get(delta.id)
-        if stream is None:  # aborted meanwhile
+        if stream is None:  # the request was aborted
             return False
         stream.add_delta(delta)
         if stream.is_ended:
@@ -66,7 +66,13 @@ class InFlightRequests:
         return stream.is_ended
 
     def queue_replay(self, reason: str) -> int:
-        """The core died of `reason`: how many requests the next one is to go on with; others end."""
+        """Queue the surviving requests for replay after a core exited for `reason`.
+
+        Requests that were running in too many crashes end with an error.
+
+        Returns:
+            The number of queued requests.
+        """
         self._probation = None
         self._replay_queue.clear()
         for stream in list(self._streams.values()):
@@ -81,7 +87,7 @@ class InFlightRequests:
         return len(self._replay_queue)
 
     def replay_next(self) -> None:
-        """A core is up: send it the next survivor."""
+        """Send the next queued request to the core, which must be running."""
         self._probation = None
         while self._replay_queue and self._probation is None:
             stream = self._replay_queue.popleft()
@@ -98,7 +104,7 @@ class InFlightRequests:
             stream.end_with("error", message)
 
     def _submit(self, stream: DeltaStream, parent: DeltaStream | None) -> bool:
-        """Send it as it stands; False: its time is up, and it has ended."""
+        """Send a request with its tokens so far. Return False if it has timed out, which ends it."""
         request = stream.build_submission(
             time.monotonic(), parent.core_request_id if parent else None
         )

@@ -1,4 +1,4 @@
-"""Which KV blocks the core's requests would find, and what of it each reader has not been told."""
+"""Set of KV blocks in the core's prefix cache, and the changes that each reader has not received yet."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from argosy.protocol import unpack_block_names
 
 @dataclass(frozen=True, slots=True)
 class KvUpdate:
-    """What a reader has to be told, as names."""
+    """Changes for one reader, as block names."""
 
     is_snapshot: bool
-    """`stored` is all that there is."""
+    """Whether `stored` is the complete set."""
     stored: set[int]
     removed: set[int]
 
 
 class KvCacheView:
-    """One core's blocks after another's. Belongs to one event loop."""
+    """Block names in the prefix cache of the current core. Not thread-safe: use it from one event loop."""
 
     def __init__(self) -> None:
         self.block_names: set[int] = set()
         self._readers: set[KvUpdateReader] = set()
 
     def apply_change(self, change: KvChange) -> None:
-        """The core tells of its last steps."""
+        """Apply the core's report of its last steps."""
         stored = set(unpack_block_names(change.stored_names)) - self.block_names
         removed = self.block_names.intersection(unpack_block_names(change.removed_names))
         self.block_names |= stored
@@ -38,19 +38,19 @@ class KvCacheView:
             reader.record_change(stored, removed)
 
     def reset(self) -> None:
-        """The core is gone, and its blocks with it."""
+        """Clear the view after the core process has exited."""
         self.block_names = set()
         for reader in self._readers:
             reader.request_snapshot()
 
     def close(self) -> None:
-        """Let all readers go."""
+        """Close all readers."""
         for reader in self._readers:
             reader.close()
 
     @contextlib.contextmanager
     def subscribe(self) -> Iterator[KvUpdateReader]:
-        """A reader for as long as it lasts; it is told everything first."""
+        """Return a context manager with a new reader. Its first update is a snapshot."""
         reader = KvUpdateReader(self)
         self._readers.add(reader)
         try:
@@ -60,11 +60,14 @@ class KvCacheView:
 
 
 class KvUpdateReader:
-    """What one reader has not been told: the difference, however long it takes to read."""
+    """Changes that one reader has not received yet.
+
+    Only the net difference is kept, so memory stays bounded however slowly the reader reads.
+    """
 
     def __init__(self, view: KvCacheView) -> None:
         self.is_closed = False
-        """Nothing more is to be told."""
+        """Whether no more updates follow."""
         self._view = view
         self._needs_snapshot = False
         self._stored: set[int] = set()
@@ -73,28 +76,28 @@ class KvUpdateReader:
         self.request_snapshot()
 
     def record_change(self, stored: set[int], removed: set[int]) -> None:
-        """These came and went."""
+        """Add blocks that were stored and removed to the pending update."""
         if not self._needs_snapshot:
             self._stored |= stored
             self._stored -= removed
             self._removed |= removed
             self._removed -= stored
-            if len(self._removed) > len(self._view.block_names):  # all that there is takes less
+            if len(self._removed) > len(self._view.block_names):  # a snapshot is smaller
                 self.request_snapshot()
         self._has_update.set()
 
     def request_snapshot(self) -> None:
-        """What was told before no longer counts."""
+        """Replace the pending update by a snapshot of the whole cache."""
         self._needs_snapshot, self._stored, self._removed = True, set(), set()
         self._has_update.set()
 
     def close(self) -> None:
-        """Let it go."""
+        """End the reader. `next_update` returns None from then on."""
         self.is_closed = True
         self._has_update.set()
 
     async def next_update(self, timeout_s: float) -> KvUpdate | None:
-        """What it has not been told; None when there was nothing for `wait_s`, or it is over."""
+        """Return the pending update. Returns None after `timeout_s` without changes, or if the reader is closed."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._has_update.wait()
@@ -102,6 +105,6 @@ class KvUpdateReader:
             return None
         self._has_update.clear()
         stored = set(self._view.block_names) if self._needs_snapshot else self._stored
-        news = KvUpdate(self._needs_snapshot, stored, self._removed)
+        update = KvUpdate(self._needs_snapshot, stored, self._removed)
         self._needs_snapshot, self._stored, self._removed = False, set(), set()
-        return news
+        return update

@@ -1,4 +1,4 @@
-"""Where the engine's time goes: seconds by the phases of a step, summed up."""
+"""Total seconds that the engine spends in each phase of its steps."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class PhaseSeconds:
-    """Sums since the start. Phases of different steps overlap where steps are under way together."""
+    """Sums since the start. Phases of different steps overlap while several steps are in flight."""
 
     plan: float = 0.0
-    """The scheduler decides."""
+    """The scheduler plans the step."""
     launch: float = 0.0
-    """Blocks are moved and inputs built, on the host."""
+    """The host moves blocks and builds inputs."""
     compute: float = 0.0
-    """The model, on the device."""
+    """The device runs the model."""
     sample: float = 0.0
-    """From logits to tokens, on the device."""
+    """The device samples tokens from the logits."""
     commit: float = 0.0
-    """Results are taken in and deltas made."""
+    """The host commits the results and builds the deltas."""
 
     def record_step(self, durations: StepDurations, commit_s: float) -> None:
-        """One more step: what its executor took, and the seconds of its commit."""
+        """Add the executor's durations of one step and the seconds of its commit."""
         self.launch += durations.launch_s
         self.compute += durations.compute_s
         self.sample += durations.sample_s
         self.commit += commit_s
 
     def to_dict(self) -> dict[str, float]:
-        """Phase -> seconds."""
+        """Return a mapping from phase to seconds."""
         return {
             "plan": self.plan,
             "launch": self.launch,

@@ -1,4 +1,4 @@
-"""From the messages of a chat body to the plain ones that a chat template reads."""
+"""Conversion of a chat body's messages to the plain messages that a chat template reads."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ _UNSUPPORTED_FIELDS = ("tool_calls", "tool_call_id", "function_call", "audio")
 
 
 def to_template_messages(messages: list[ChatMessageParam]) -> list[dict[str, Any]]:
-    """Role, text and what else templates know of each message; content parts become one text.
+    """Convert messages to the fields that templates use. Content parts are joined to one text.
 
-    Raises ApiError (400) naming the message for anything but text.
+    Raises:
+        ApiError: 400 naming the message, for any content other than text.
     """
     if not messages:
-        raise invalid_request("'messages' is empty. Give at least one message.", "messages")
+        raise invalid_request("'messages' is empty. Send at least one message.", "messages")
     return [_to_template_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
@@ -29,16 +30,19 @@ def _to_template_message(message: ChatMessageParam, path: str) -> dict[str, Any]
     }
     for name in _UNSUPPORTED_FIELDS:
         if fields[name]:
-            raise unsupported_parameter(f"{path}.{name}", "Only text can be served yet.")
+            raise unsupported_parameter(f"{path}.{name}", "Only text is supported yet.")
     if message.role in {"tool", "function"}:
         raise unsupported_parameter(f"{path}.role", "Tool calling is not supported yet.")
-    turn: dict[str, Any] = {"role": message.role, "content": _text_content(message, path)}
+    template_message: dict[str, Any] = {
+        "role": message.role,
+        "content": _text_content(message, path),
+    }
     if message.name is not None:
-        turn["name"] = message.name
+        template_message["name"] = message.name
     reasoning = message.reasoning_content or message.reasoning
     if reasoning is not None:
-        turn |= {"reasoning_content": reasoning, "reasoning": reasoning}
-    return turn
+        template_message |= {"reasoning_content": reasoning, "reasoning": reasoning}
+    return template_message
 
 
 def _text_content(message: ChatMessageParam, path: str) -> str:
@@ -49,7 +53,7 @@ def _text_content(message: ChatMessageParam, path: str) -> str:
             return message.refusal or ""
         case None:
             raise invalid_request(
-                f"'{path}.content' is missing. Give the text of the message.", f"{path}.content"
+                f"'{path}.content' is missing. Send the text of the message.", f"{path}.content"
             )
         case parts:
             texts = [_part_text(part, f"{path}.content[{i}]") for i, part in enumerate(parts)]
@@ -62,8 +66,10 @@ def _part_text(part: ContentPart, path: str) -> str:
             text = part.text
         case "refusal":
             text = part.refusal
-        case kind:
-            raise unsupported_parameter(path, f"This model reads text only, not '{kind[:64]}'.")
+        case part_type:
+            raise unsupported_parameter(
+                path, f"This model reads text only, not '{part_type[:64]}'."
+            )
     if text is None:
-        raise invalid_request(f"'{path}' has no text. Give it, or leave the part out.", path)
+        raise invalid_request(f"'{path}' has no text. Add the text or remove the part.", path)
     return text

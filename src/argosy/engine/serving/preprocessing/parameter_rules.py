@@ -1,4 +1,4 @@
-"""What each body parameter may be: one table of what is refused by name, one of numeric ranges."""
+"""Rules for body parameters: a table of restricted parameters and a table of numeric ranges."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_TOKENS = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class ParameterRestriction:
-    """The only values of a parameter that can be served, and why not the others."""
+    """Predicate for the supported values of a parameter, and the reason for rejecting the others."""
 
     is_supported: Callable[[Any], bool]
     reason: str
@@ -25,7 +25,7 @@ class ParameterRestriction:
 
 @dataclass(frozen=True, slots=True)
 class NumericRange:
-    """A closed interval, open below where `above_low`."""
+    """Closed interval, without the lower bound if `exclusive_minimum` is set."""
 
     minimum: float
     maximum: float
@@ -44,7 +44,7 @@ def _is_empty(value: object) -> bool:
     return not value
 
 
-def _is_never_supported(value: object) -> bool:  # noqa: ARG001 - the face of the table's predicates
+def _is_never_supported(value: object) -> bool:  # noqa: ARG001 - signature of the table's predicates
     return False
 
 
@@ -73,49 +73,53 @@ RESTRICTED_PARAMETERS: dict[str, ParameterRestriction] = {
     "audio": ParameterRestriction(_is_never_supported, "Audio is not supported."),
     "modalities": ParameterRestriction(_is_one_of(["text"]), 'Only ["text"] is supported.'),
     "documents": ParameterRestriction(
-        _is_empty, "Documents are not supported; put their text into a message."
+        _is_empty, "Documents are not supported. Put their text into a message."
     ),
     "suffix": ParameterRestriction(_is_empty, "This model cannot fill in the middle."),
     "web_search_options": ParameterRestriction(_is_never_supported, "Web search is not supported."),
     "moderation": ParameterRestriction(_is_never_supported, "Moderation is not supported."),
     "prediction": ParameterRestriction(_is_never_supported, "Predicted output is not supported."),
-    # how the model answers
+    # style of the answer
     "reasoning_effort": ParameterRestriction(
         _is_one_of("none"), "The model has no reasoning levels."
     ),
     "include_reasoning": ParameterRestriction(
-        bool, "Reasoning is not told apart from the answer yet."
+        bool, "Reasoning is not separated from the answer yet."
     ),
     "thinking_token_budget": ParameterRestriction(
         _is_never_supported, "Thinking budgets are not supported."
     ),
     "verbosity": ParameterRestriction(
-        _is_one_of("medium"), "The model has no verbosity levels; ask for it in a message."
+        _is_one_of("medium"), "The model has no verbosity levels. State the wish in a message."
     ),
     "chat_template": ParameterRestriction(
         _is_never_supported,
-        "Templates from requests are not run; start the server with --chat-template.",
+        "Templates from requests are not run. Start the server with --chat-template.",
     ),
-    # sampling that we do not do
+    # sampling methods
     "use_beam_search": ParameterRestriction(_is_empty, "Beam search is not supported."),
     "length_penalty": ParameterRestriction(
-        _is_one_of(1), "It only means something to beam search, which is not supported."
+        _is_one_of(1), "The parameter only applies to beam search, which is not supported."
     ),
-    "bad_words": ParameterRestriction(_is_empty, "It is not supported; use logit_bias."),
-    "logprob_token_ids": ParameterRestriction(_is_empty, "It is not supported; use top_logprobs."),
+    "bad_words": ParameterRestriction(_is_empty, "Bad words are not supported. Use logit_bias."),
+    "logprob_token_ids": ParameterRestriction(
+        _is_empty, "Selected log-probabilities are not supported. Use top_logprobs."
+    ),
     "kv_transfer_params": ParameterRestriction(_is_empty, "KV transfer is not supported."),
-    # what the service around the model would do
-    "stream_interval": ParameterRestriction(_is_one_of(1), "Tokens are sent as they come."),
+    # service features
+    "stream_interval": ParameterRestriction(
+        _is_one_of(1), "Each token is sent as soon as it is generated."
+    ),
     "store": ParameterRestriction(_is_empty, "Completions are not stored here."),
     "service_tier": ParameterRestriction(
-        _is_one_of("auto", "default"), 'Only "auto" and "default" exist.'
+        _is_one_of("auto", "default"), 'Only "auto" and "default" are supported.'
     ),
     "priority": ParameterRestriction(
         lambda value: 0 <= value <= 8,
-        "A request may only lower its own priority: 0 (as it is) to 8.",
+        "A request may only lower its own priority. Use 0 (unchanged) to 8.",
     ),
 }
-"""Parameters whose wish we cannot honour: refused by name, never ignored."""
+"""Parameters that are rejected with an error, never ignored, if the server cannot apply them."""
 
 IGNORED_PARAMETERS = frozenset(
     {
@@ -124,14 +128,14 @@ IGNORED_PARAMETERS = frozenset(
         "safety_identifier",
         "request_id",
         "session_id",
-        "parallel_tool_calls",  # without tools it says nothing
-        "prompt_cache_key",  # hints: the prefix cache is always on, within the tenant's domain
+        "parallel_tool_calls",  # has no meaning without tools
+        "prompt_cache_key",  # hints; the prefix cache is always on within the tenant's domain
         "prompt_cache_options",
         "prompt_cache_retention",
-        "spaces_between_special_tokens",  # without effect on the tokenizers that we load
+        "spaces_between_special_tokens",  # no effect on the supported tokenizers
     }
 )
-"""Parameters that say nothing about the answer: accepted, and without effect on it."""
+"""Accepted parameters without effect on the answer."""
 
 PARAMETER_RANGES: dict[str, NumericRange] = {
     "temperature": NumericRange(0, 100),
@@ -159,55 +163,56 @@ LOGIT_BIAS_RANGE = NumericRange(-100, 100)
 
 
 def check_parameters(parameters: Mapping[str, Any]) -> None:
-    """Refuse parameters that cannot be honoured and numbers out of range; None means left out.
+    """Reject unsupported parameters and numbers out of range. None means not set.
 
-    Raises ApiError (400) naming the parameter.
+    Raises:
+        ApiError: 400 naming the parameter.
     """
-    for name, refusal in RESTRICTED_PARAMETERS.items():
+    for name, restriction in RESTRICTED_PARAMETERS.items():
         value = parameters.get(name)
-        if value is not None and not refusal.is_supported(value):
-            raise unsupported_parameter(name, refusal.reason)
-    for name, allowed in PARAMETER_RANGES.items():
+        if value is not None and not restriction.is_supported(value):
+            raise unsupported_parameter(name, restriction.reason)
+    for name, allowed_range in PARAMETER_RANGES.items():
         value = parameters.get(name)
         if value is not None:
-            check_range(name, value, allowed)
+            check_range(name, value, allowed_range)
 
 
 def check_range(name: str, value: float, allowed: NumericRange) -> None:
-    """Refuse a number outside `allowed`; NaN is outside of everything."""
+    """Raise `ApiError` (400) for a number outside `allowed`. NaN is outside every range."""
     if value not in allowed:
         raise invalid_request(f"'{name}' must be {allowed}, not {_format_number(value)}.", name)
 
 
 def unsupported_parameter(name: str, reason: str) -> ApiError:
-    """The refusal of a parameter by name."""
+    """Return the error for a parameter value that is not supported."""
     return invalid_request(
-        f"'{name}' cannot be honoured as given: {reason}", name, "unsupported_parameter"
+        f"'{name}' is not supported with this value. {reason}", name, "unsupported_parameter"
     )
 
 
 def check_token_ids(name: str, ids: list[int], vocab_size: int) -> None:
-    """Refuse ids outside of the model's vocabulary."""
+    """Raise `ApiError` (400) for ids outside the model's vocabulary."""
     if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
-        wrong = next(i for i in ids if not 0 <= i < vocab_size)
+        invalid_id = next(i for i in ids if not 0 <= i < vocab_size)
         raise invalid_request(
-            f"'{name}' has the token id {_format_number(wrong)}; the model's go from 0 to {vocab_size - 1}.",
+            f"'{name}' has the token id {_format_number(invalid_id)}. Use ids from 0 to {vocab_size - 1}.",
             name,
         )
 
 
 def normalize_token_ids(name: str, ids: list[int], vocab_size: int) -> tuple[int, ...]:
-    """A short list of token ids, checked, each once, in order."""
+    """Validate a short list of token ids. Returns them sorted, without duplicates."""
     if len(ids) > MAX_LISTED_IDS:
         raise invalid_request(
-            f"'{name}' has {len(ids)} token ids; give at most {MAX_LISTED_IDS}.", name
+            f"'{name}' has {len(ids)} token ids. Send at most {MAX_LISTED_IDS}.", name
         )
     check_token_ids(name, ids, vocab_size)
     return tuple(sorted(set(ids)))
 
 
 def check_logit_bias(bias: dict[int, float], vocab_size: int) -> dict[int, float]:
-    """The bias of each token id, checked."""
+    """Validate the bias of each token id and return the mapping unchanged."""
     normalize_token_ids("logit_bias", list(bias), vocab_size)
     for value in bias.values():
         check_range("logit_bias", value, LOGIT_BIAS_RANGE)
@@ -215,27 +220,28 @@ def check_logit_bias(bias: dict[int, float], vocab_size: int) -> dict[int, float
 
 
 def normalize_stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
-    """Stop strings, checked, each once, in order."""
-    stops = tuple(dict.fromkeys([stop] if isinstance(stop, str) else stop or []))
-    if len(stops) > MAX_STOP_STRINGS:
+    """Validate stop strings. Returns them in the given order, without duplicates."""
+    stop_strings = tuple(dict.fromkeys([stop] if isinstance(stop, str) else stop or []))
+    if len(stop_strings) > MAX_STOP_STRINGS:
         raise invalid_request(
-            f"'stop' has {len(stops)} strings; give at most {MAX_STOP_STRINGS}.", "stop"
+            f"'stop' has {len(stop_strings)} strings. Send at most {MAX_STOP_STRINGS}.", "stop"
         )
-    sizes = [len(s.encode("utf-8", "surrogatepass")) for s in stops]
+    sizes = [len(s.encode("utf-8", "surrogatepass")) for s in stop_strings]
     if 0 in sizes:
         raise invalid_request(
-            "'stop' has an empty string, which would end every answer. Leave it out.", "stop"
+            "'stop' has an empty string, which would end every answer. Remove it.", "stop"
         )
     if max(sizes, default=0) > MAX_STOP_STRING_BYTES or sum(sizes) > MAX_TOTAL_STOP_BYTES:
         raise invalid_request(
-            f"'stop' is too long: give at most {MAX_STOP_STRING_BYTES} bytes each, {MAX_TOTAL_STOP_BYTES} in all.",
+            f"'stop' is too long. Send at most {MAX_STOP_STRING_BYTES} bytes per string and "
+            f"{MAX_TOTAL_STOP_BYTES} in total.",
             "stop",
         )
-    return stops
+    return stop_strings
 
 
 def _format_number(value: float) -> str:
-    """A number as an error may quote it: clients may send a thousand digits."""
+    """Format a number for an error message. Numbers beyond 64 bits are not quoted, since they may have any length."""
     if isinstance(value, int) and abs(value) > INT64_MAX:
         return "a number beyond 64 bits"
     return str(value) if math.isfinite(value) else "NaN or infinity"

@@ -1,4 +1,4 @@
-"""The prompts of a body as token ids, at a cost bounded by the context of the model."""
+"""Tokenizer for the prompts of request bodies, with a cost bounded by the model's context."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from argosy.protocol import (
 )
 
 MAX_SEQUENCES_PER_REQUEST = 1024
-"""Most sequences (prompts times choices) of one HTTP request."""
+"""Maximum number of sequences (prompts times choices) of one HTTP request."""
 _PROBE_CHARS_PER_TOKEN = 8
 _PROBE_MARGIN_TOKENS = 8
 _MAX_TOKENIZE_CONTEXTS = 4
-"""`/tokenize` counts texts of up to so many contexts."""
+"""Longest text that `/tokenize` accepts, in multiples of the model's context."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizedPrompt:
-    """Token ids to go on from, and their text as the client sent it."""
+    """Token ids of a prompt, and its text as the client sent it."""
 
     token_ids: list[int]
     text: str
 
 
 class PromptTokenizer:
-    """Reads the prompts of bodies for one model. Immutable; may be used from many threads.
+    """Tokenizes the prompts of request bodies for one model.
 
-    Raises ApiError (400) for whatever cannot be a prompt of this model.
+    Raises `ApiError` (400) for prompts that this model cannot serve. Immutable and thread-safe.
     """
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, ready: CoreReady) -> None:
@@ -46,49 +46,55 @@ class PromptTokenizer:
         self._vocab_size = ready.vocab_size
         self._model_max_len = ready.max_model_len
         self.max_context_tokens = min(ready.max_model_len, ready.num_blocks * ready.block_size)
-        """Most tokens of one sequence: the model's limit, or the whole KV cache where that is less."""
+        """Maximum tokens of one sequence: the model's limit, or the KV cache size if that is smaller."""
 
     def tokenize_chat(self, body: ChatCompletionRequest, created_at: int | None) -> TokenizedPrompt:
-        """The conversation as the model's template renders it at that Unix time; None: now."""
+        """Render and encode a conversation. The template sees the Unix time `created_at`, or now if it is None."""
         text = self._render(body, created_at)
-        ids = self._encode(text, "messages", body, special=bool(body.add_special_tokens))
+        ids = self._encode(text, "messages", body, add_special_tokens=bool(body.add_special_tokens))
         return self._truncate(ids, text, body)
 
     def tokenize_completion(self, body: CompletionRequest) -> list[TokenizedPrompt]:
-        """The prompts in order: texts are encoded, token ids checked."""
-        given = _split_prompts(body.prompt)
-        if len(given) * (body.n or 1) > MAX_SEQUENCES_PER_REQUEST:
+        """Encode text prompts and validate prompts of token ids. Returns them in order."""
+        prompts = _split_prompts(body.prompt)
+        if len(prompts) * (body.n or 1) > MAX_SEQUENCES_PER_REQUEST:
             raise invalid_request(
-                f"{len(given)} prompts with {body.n or 1} choices each are more than the "
-                f"{MAX_SEQUENCES_PER_REQUEST} sequences of one request. Send them in several.",
+                f"{len(prompts)} prompts with {body.n or 1} choices each are more than the "
+                f"{MAX_SEQUENCES_PER_REQUEST} sequences of one request. Send several requests.",
                 "prompt",
             )
-        return [self._tokenize_prompt(prompt, body) for prompt in given]
+        return [self._tokenize_prompt(prompt, body) for prompt in prompts]
 
     def tokenize(self, body: TokenizeRequest) -> list[int]:
-        """Token ids of a prompt, or of messages, as a completion or a chat would have them."""
-        most = self.max_context_tokens * _MAX_TOKENIZE_CONTEXTS
+        """Return the token ids that a completion or a chat would have for the prompt or the messages."""
+        max_tokens = self.max_context_tokens * _MAX_TOKENIZE_CONTEXTS
         if (body.prompt is None) == (body.messages is None):
-            raise invalid_request("Give either 'prompt' or 'messages'.", "prompt")
+            raise invalid_request("Send either 'prompt' or 'messages'.", "prompt")
         if body.prompt is not None:
-            special = body.add_special_tokens is not False
-            return self._encode_bounded(body.prompt, "prompt", most, special=special)
-        special = bool(body.add_special_tokens)
-        return self._encode_bounded(self._render(body), "messages", most, special=special)
+            add_special_tokens = body.add_special_tokens is not False
+            return self._encode_bounded(
+                body.prompt, "prompt", max_tokens, add_special_tokens=add_special_tokens
+            )
+        add_special_tokens = bool(body.add_special_tokens)
+        return self._encode_bounded(
+            self._render(body), "messages", max_tokens, add_special_tokens=add_special_tokens
+        )
 
     def remaining_tokens(self, prompts: list[TokenizedPrompt], param: str) -> int:
-        """Tokens left in the context after the longest prompt: at least 1."""
+        """Return the number of context tokens left after the longest prompt, at least 1.
+
+        Raises:
+            ApiError: 400 if a prompt is empty or fills the context.
+        """
         if any(not prompt.token_ids for prompt in prompts):
-            raise invalid_request(
-                f"'{param}' has no tokens to go on from. Give at least one.", param
-            )
+            raise invalid_request(f"'{param}' contains no tokens. Send at least one.", param)
         longest = max(len(prompt.token_ids) for prompt in prompts)
         if longest >= self.max_context_tokens:
             raise self._context_length_error(param, longest)
         return self.max_context_tokens - longest
 
     def check_fit(self, prompts: list[TokenizedPrompt], max_tokens: int, param: str) -> None:
-        """Refuse prompts that leave less than `max_tokens` of the context."""
+        """Raise `ApiError` (400) if a prompt leaves less than `max_tokens` of the context."""
         longest = max(len(prompt.token_ids) for prompt in prompts)
         if longest + max_tokens > self.max_context_tokens:
             raise self._context_length_error(param, longest, max_tokens)
@@ -96,77 +102,86 @@ class PromptTokenizer:
     def _render(
         self, body: ChatCompletionRequest | TokenizeRequest, created_at: int | None = None
     ) -> str:
-        follow_on = bool(body.continue_final_message)
-        if follow_on and body.add_generation_prompt:
+        continue_final = bool(body.continue_final_message)
+        if continue_final and body.add_generation_prompt:
             raise invalid_request(
-                "'continue_final_message' and 'add_generation_prompt' exclude each other. Set one.",
+                "'continue_final_message' and 'add_generation_prompt' exclude each other. Set only one.",
                 "continue_final_message",
             )
-        wanted = body.add_generation_prompt
-        given = body.messages or []
-        if len(given) > self.max_context_tokens:  # a template gives each at least a token
-            raise self._context_length_error("messages", len(given))
+        add_generation_prompt = body.add_generation_prompt
+        messages = body.messages or []
+        # a template renders each message to at least one token
+        if len(messages) > self.max_context_tokens:
+            raise self._context_length_error("messages", len(messages))
         return self._template.render(
-            chat_messages.to_template_messages(given),
-            add_generation_prompt=not follow_on if wanted is None else wanted,
-            continue_final_message=follow_on,
+            chat_messages.to_template_messages(messages),
+            add_generation_prompt=not continue_final
+            if add_generation_prompt is None
+            else add_generation_prompt,
+            continue_final_message=continue_final,
             variables=body.chat_template_kwargs,
             created_at=created_at,
         )
 
-    def _tokenize_prompt(self, given: str | list[int], body: CompletionRequest) -> TokenizedPrompt:
-        if isinstance(given, str):
-            special = body.add_special_tokens is not False
-            return self._truncate(self._encode(given, "prompt", body, special=special), given, body)
-        if body.truncate_prompt_tokens is None and len(given) > self.max_context_tokens:
-            raise self._context_length_error("prompt", len(given))
-        prompt = self._truncate(given, "", body)
-        parameter_rules.check_token_ids("prompt", prompt.token_ids, self._vocab_size)
+    def _tokenize_prompt(self, prompt: str | list[int], body: CompletionRequest) -> TokenizedPrompt:
+        if isinstance(prompt, str):
+            add_special_tokens = body.add_special_tokens is not False
+            return self._truncate(
+                self._encode(prompt, "prompt", body, add_special_tokens=add_special_tokens),
+                prompt,
+                body,
+            )
+        if body.truncate_prompt_tokens is None and len(prompt) > self.max_context_tokens:
+            raise self._context_length_error("prompt", len(prompt))
+        tokenized = self._truncate(prompt, "", body)
+        parameter_rules.check_token_ids("prompt", tokenized.token_ids, self._vocab_size)
         return (
-            TokenizedPrompt(prompt.token_ids, self._tokenizer.decode(prompt.token_ids))
+            TokenizedPrompt(tokenized.token_ids, self._tokenizer.decode(tokenized.token_ids))
             if body.echo
-            else prompt
+            else tokenized
         )
 
     def _truncate(self, ids: list[int], text: str, body: GenerationRequest) -> TokenizedPrompt:
-        """The last (or first) tokens where the body asks for no more."""
-        most = body.truncate_prompt_tokens
-        if most is None or len(ids) <= most:
+        """Keep the last (or first) tokens if the body limits the prompt."""
+        max_tokens = body.truncate_prompt_tokens
+        if max_tokens is None or len(ids) <= max_tokens:
             return TokenizedPrompt(ids, text)
-        kept = ids[:most] if body.truncation_side == "right" else ids[-most:]
+        kept = ids[:max_tokens] if body.truncation_side == "right" else ids[-max_tokens:]
         return TokenizedPrompt(kept, self._tokenizer.decode(kept))
 
     def _encode(
-        self, text: str, param: str, body: GenerationRequest, *, special: bool
+        self, text: str, param: str, body: GenerationRequest, *, add_special_tokens: bool
     ) -> list[int]:
-        most = body.truncate_prompt_tokens
-        if most is None:
-            return self._encode_bounded(text, param, self.max_context_tokens, special=special)
-        reach = (
-            min(most, self.max_context_tokens) + _PROBE_MARGIN_TOKENS
+        max_tokens = body.truncate_prompt_tokens
+        if max_tokens is None:
+            return self._encode_bounded(
+                text, param, self.max_context_tokens, add_special_tokens=add_special_tokens
+            )
+        window_chars = (
+            min(max_tokens, self.max_context_tokens) + _PROBE_MARGIN_TOKENS
         ) * self._tokenizer.max_token_chars
-        window = text[:reach] if body.truncation_side == "right" else text[-reach:]
-        return self._encode_checked(window, param, special=special)
+        window = text[:window_chars] if body.truncation_side == "right" else text[-window_chars:]
+        return self._encode_checked(window, param, add_special_tokens=add_special_tokens)
 
     def _encode_bounded(
-        self, text: str, param: str, max_tokens: int, *, special: bool
+        self, text: str, param: str, max_tokens: int, *, add_special_tokens: bool
     ) -> list[int]:
-        """Token ids of `text`; what has far more than `most` is refused without reading it all."""
+        """Encode `text`. A text with far more than `max_tokens` is rejected without encoding all of it."""
         if len(text) > max_tokens * self._tokenizer.max_token_chars:
             raise self._context_length_error(param, len(text) // self._tokenizer.max_token_chars)
-        probe = max_tokens * _PROBE_CHARS_PER_TOKEN
-        if len(text) > 2 * probe:
-            beginning = self._encode_checked(text[:probe], param, special=False)
-            if len(beginning) > max_tokens + _PROBE_MARGIN_TOKENS:
-                raise self._context_length_error(param, len(beginning))
-        return self._encode_checked(text, param, special=special)
+        probe_chars = max_tokens * _PROBE_CHARS_PER_TOKEN
+        if len(text) > 2 * probe_chars:
+            probe_ids = self._encode_checked(text[:probe_chars], param, add_special_tokens=False)
+            if len(probe_ids) > max_tokens + _PROBE_MARGIN_TOKENS:
+                raise self._context_length_error(param, len(probe_ids))
+        return self._encode_checked(text, param, add_special_tokens=add_special_tokens)
 
-    def _encode_checked(self, text: str, param: str, *, special: bool) -> list[int]:
+    def _encode_checked(self, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
         try:
-            ids = self._tokenizer.encode(text, special)
+            ids = self._tokenizer.encode(text, add_special_tokens)
         except ValueError as error:
             raise invalid_request(
-                f"'{param}' cannot be encoded: {error}. Correct it.", param
+                f"'{param}' cannot be encoded: {error}. Correct the text.", param
             ) from error
         parameter_rules.check_token_ids(param, ids, self._vocab_size)
         return ids
@@ -176,24 +191,24 @@ class PromptTokenizer:
     ) -> ApiError:
         limit = f"This model's maximum context length is {self.max_context_tokens} tokens"
         if self.max_context_tokens < self._model_max_len:
-            limit += f" (what the KV cache holds; the model could take {self._model_max_len})"
-        asked = f"{prompt_tokens} or more tokens in '{param}' and at least one to generate"
+            limit += f" (limited by the KV cache; the model supports {self._model_max_len})"
+        needed = f"{prompt_tokens} or more tokens in '{param}' and at least one to generate"
         if max_tokens is not None:
             total = prompt_tokens + max_tokens
-            asked = f"{total} tokens ({prompt_tokens} in '{param}', {max_tokens} to generate)"
-        message = f"{limit}, but the request asks for {asked}. Shorten it or lower max_tokens."
+            needed = f"{total} tokens ({prompt_tokens} in '{param}', {max_tokens} to generate)"
+        message = f"{limit}, but the request needs {needed}. Shorten it or lower max_tokens."
         return invalid_request(message, param, "context_length_exceeded")
 
 
-def _split_prompts(given: str | list[str | int | list[int]]) -> Sequence[str | list[int]]:
-    """The four shapes of `prompt` as a list of prompts."""
-    if isinstance(given, str):
-        return [given]
-    if not given:
-        raise invalid_request("'prompt' is empty. Give a text or token ids.", "prompt")
-    if len({type(item) for item in given}) > 1:
+def _split_prompts(prompt: str | list[str | int | list[int]]) -> Sequence[str | list[int]]:
+    """Return the four shapes of `prompt` as a list of prompts."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise invalid_request("'prompt' is empty. Send a text or token ids.", "prompt")
+    if len({type(item) for item in prompt}) > 1:
         raise invalid_request(
-            "'prompt' mixes texts and token ids. Send one kind in a request.", "prompt"
+            "'prompt' mixes texts and token ids. Send only one kind in a request.", "prompt"
         )
-    ids = [item for item in given if isinstance(item, int)]
-    return [ids] if ids else [item for item in given if not isinstance(item, int)]
+    ids = [item for item in prompt if isinstance(item, int)]
+    return [ids] if ids else [item for item in prompt if not isinstance(item, int)]

@@ -1,4 +1,4 @@
-"""The door: what can be refused is refused here, and what passes becomes engine requests."""
+"""Request processor: validates a request body and converts it to engine requests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from argosy.protocol import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayHeaders:
-    """What trusted headers say about a request."""
+    """Request properties from the gateway's trusted headers."""
 
     request_id: str
     tenant: str = ""
@@ -36,49 +36,58 @@ class GatewayHeaders:
     tier: int = 1
     weight: float = 1.0
     created_at: int | None = None
-    """Unix time in seconds that the answer is to carry; None: now."""
+    """Unix time in seconds for the response's `created` field. None means now."""
     wants_resume_metadata: bool = False
-    """The answer's stream is to tell the gateway where it can be carried on."""
+    """Whether the stream includes the metadata that the gateway needs to resume it on another replica."""
     resumed_cached_tokens: int | None = None
-    """Cached tokens that were told of the prompts of a stream that this one carries on; None: it carries on none."""
+    """Cached prompt tokens that the resumed stream reported. None if this request resumes no stream."""
     resume_given_tokens: tuple[int, ...] = ()
-    """How many of the tokens that each choice goes on after its client gave itself; of what is not said, none."""
+    """Number of resumed tokens of each choice that the client itself supplied. Missing entries count as 0."""
 
-    def delivered_tokens(self, choice: int, tokens: int) -> int:
-        """How many of so many tokens that a choice goes on after a stream has told, which this one carries on."""
-        given = self.resume_given_tokens[choice] if choice < len(self.resume_given_tokens) else 0
-        return max(0, tokens - given) if self.wants_resume_metadata else 0
+    def delivered_tokens(self, choice: int, resumed_tokens: int) -> int:
+        """Return how many resumed tokens of a choice the resumed stream delivered to the client.
+
+        Args:
+            choice: Index of the choice.
+            resumed_tokens: Number of tokens that the choice continues from.
+        """
+        given_tokens = (
+            self.resume_given_tokens[choice] if choice < len(self.resume_given_tokens) else 0
+        )
+        return max(0, resumed_tokens - given_tokens) if self.wants_resume_metadata else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedRequest:
-    """What one HTTP request asks of the engine, and what its answer needs beside the tokens."""
+    """Engine requests of one HTTP request, and the options that its response needs."""
 
     requests: list[EngineRequest]
-    """Choice i of prompt p at p * n + i, which is also its `index` in the answer. Log-probabilities
-    of a prompt come with the first of its choices that has something to go on with."""
+    """Requests of all choices. Choice i of prompt p is at p * n + i, which is also its `index` in the response.
+
+    The first unfinished choice of a prompt reports the prompt's log-probabilities.
+    """
     n: int
     logprobs: int | None
-    """How many likeliest tokens to list beside each token; None for no log-probabilities."""
+    """Number of top log-probabilities to list for each token. None for no log-probabilities."""
     echo_texts: list[str]
-    """The text of each prompt when the answer is to begin with it, else empty."""
+    """Text of each prompt if the response begins with it (`echo`), else empty."""
     completed_choices: frozenset[int]
-    """Choices whose whole answer was given before (only of a stream that is carried on)."""
+    """Choices that the resumed stream already delivered completely."""
     is_scoring: bool
-    """No answer is wanted (`max_tokens` 0): the one token that the engine samples is left out."""
+    """Whether `max_tokens` is 0. The one token that the engine samples is then dropped."""
 
     @property
     def prompt_tokens(self) -> int:
-        """Prompt tokens as the usage counts them: each prompt once, however many choices."""
+        """Prompt tokens as counted in the usage. Each prompt counts once, however many choices it has."""
         return sum(len(request.prompt) for request in self.requests[:: self.n])
 
 
 class RequestProcessor:
-    """Checks and lowers request bodies for one model. Immutable; may be used from many threads.
+    """Validates request bodies for one model and converts them to engine requests.
 
-    The methods are pure but for the seed drawn where a body has none. Their time is that of
-    rendering and tokenizing, bounded by the model's context whatever the size of the body: call
-    them in a worker thread. Whatever is wrong is an ApiError (400) that names the parameter.
+    The methods are pure except for the random seed of a body without one. They render and tokenize, so call them in a
+    worker thread. Their run time is bounded by the model's context, whatever the size of the body. Each invalid body
+    raises an `ApiError` (400) that names the parameter. Immutable and thread-safe.
     """
 
     def __init__(
@@ -87,7 +96,7 @@ class RequestProcessor:
         self.tokenization_digest = hashlib.sha256(
             f"{tokenizer.digest} {template.digest}".encode()
         ).hexdigest()
-        """Doors that make the same tokens of the same text have the same."""
+        """Equal for processors that produce the same tokens from the same text."""
         self._tokenizer = tokenizer
         self._prompt_tokenizer = PromptTokenizer(tokenizer, template, ready)
         self._vocab_size = ready.vocab_size
@@ -97,15 +106,15 @@ class RequestProcessor:
 
     @property
     def max_context_tokens(self) -> int:
-        """Most tokens of one sequence, prompt and answer."""
+        """Maximum number of tokens of one sequence, prompt and output together."""
         return self._prompt_tokenizer.max_context_tokens
 
     def prepare_chat(self, body: ChatCompletionRequest, headers: GatewayHeaders) -> PreparedRequest:
-        """Lower a chat: one prompt, rendered by the model's template."""
+        """Convert a chat body. Its one prompt is rendered by the model's template."""
         self._check_parameters(body)
         if body.echo:
             raise parameter_rules.unsupported_parameter(
-                "echo", "Chats are not echoed; use /v1/completions."
+                "echo", "Chats cannot be echoed. Use /v1/completions."
             )
         logprobs = sampling_params.chat_logprobs(body)
         prompts = [self._prompt_tokenizer.tokenize_chat(body, headers.created_at)]
@@ -127,12 +136,12 @@ class RequestProcessor:
     def prepare_completion(
         self, body: CompletionRequest, headers: GatewayHeaders
     ) -> PreparedRequest:
-        """Lower a completion: one or several prompts of text or token ids."""
+        """Convert a completion body with one or several prompts of text or token ids."""
         self._check_parameters(body)
         n = body.n or 1
         if body.best_of not in {None, n}:
             raise parameter_rules.unsupported_parameter(
-                "best_of", f"All choices are returned; it must be {n}, as 'n'."
+                "best_of", f"All choices are returned. Set it to {n}, as 'n'."
             )
         logprobs = sampling_params.completion_logprobs(body)
         prompts = self._prompt_tokenizer.tokenize_completion(body)
@@ -140,42 +149,42 @@ class RequestProcessor:
             body, self._prompt_tokenizer.remaining_tokens(prompts, "prompt")
         )
         self._prompt_tokenizer.check_fit(prompts, max_tokens, "prompt")
-        asked = [body.prompt_logprobs, logprobs if body.echo else None]
-        prompt_logprobs = max((k for k in asked if k is not None), default=None)
+        requested = [body.prompt_logprobs, logprobs if body.echo else None]
+        prompt_logprobs = max((k for k in requested if k is not None), default=None)
         params = self._sampling_params(body, max(max_tokens, 1), logprobs, prompt_logprobs)
         requests = self._build_engine_requests(body, headers, prompts, params)
-        told = self._completed_choices(requests, headers)
+        completed_choices = self._completed_choices(requests, headers)
         return PreparedRequest(
-            requests=_reassign_parents(requests, told, n),
+            requests=_reassign_parents(requests, completed_choices, n),
             n=n,
             logprobs=logprobs,
             echo_texts=[prompt.text for prompt in prompts] if body.echo else [],
-            completed_choices=told,
+            completed_choices=completed_choices,
             is_scoring=max_tokens == 0,
         )
 
     def tokenize(self, body: TokenizeRequest) -> list[int]:
-        """Token ids of a prompt, or of messages, as a completion or a chat would have them."""
+        """Return the token ids that a completion or a chat would have for the prompt or the messages."""
         parameter_rules.check_parameters(msgspec.structs.asdict(body))
         return self._prompt_tokenizer.tokenize(body)
 
     def detokenize(self, body: DetokenizeRequest) -> str:
-        """The text of token ids, special tokens included."""
+        """Return the text of token ids, special tokens included."""
         parameter_rules.check_token_ids("tokens", body.tokens, self._vocab_size)
         return self._tokenizer.decode(body.tokens, skip_special_tokens=False)
 
     def _check_parameters(self, body: GenerationRequest) -> None:
         parameter_rules.check_parameters(msgspec.structs.asdict(body))
         if body.timeout_s is not None:
-            allowed = parameter_rules.NumericRange(0, self._timeout_s, exclusive_minimum=True)
-            parameter_rules.check_range("timeout_s", body.timeout_s, allowed)
+            allowed_range = parameter_rules.NumericRange(0, self._timeout_s, exclusive_minimum=True)
+            parameter_rules.check_range("timeout_s", body.timeout_s, allowed_range)
         if body.stream and body.prompt_logprobs is not None:
             raise parameter_rules.unsupported_parameter(
-                "prompt_logprobs", "Streams do not carry them; do not stream."
+                "prompt_logprobs", "Streams do not include them. Set stream to false."
             )
         if body.truncation_side is not None and body.truncate_prompt_tokens is None:
             raise invalid_request(
-                "'truncation_side' says nothing without 'truncate_prompt_tokens'. Give both.",
+                "'truncation_side' has no effect without 'truncate_prompt_tokens'. Set both.",
                 "truncation_side",
             )
 
@@ -209,10 +218,10 @@ class RequestProcessor:
         n = body.n or 1
         seed = sampling_params.request_seed(body)
         requests = []
-        resumed = self._resumed_tokens(body, n * len(prompts))
-        for index, output in enumerate(resumed):
+        resumed_by_choice = self._resumed_tokens(body, n * len(prompts))
+        for index, resumed_tokens in enumerate(resumed_by_choice):
             choice = index % n
-            own = msgspec.structs.replace(
+            choice_params = msgspec.structs.replace(
                 params,
                 seed=sampling_params.choice_seed(seed, choice),
                 prompt_logprobs=None if choice else params.prompt_logprobs,
@@ -220,8 +229,8 @@ class RequestProcessor:
             request = EngineRequest(
                 id=f"{headers.request_id}-{index}",
                 prompt=prompts[index // n].token_ids,
-                resumed_tokens=output,
-                params=own,
+                resumed_tokens=resumed_tokens,
+                params=choice_params,
                 parent_id=f"{headers.request_id}-{index - choice}" if choice else None,
                 cache_domain=_salted_domain(headers.cache_domain, body.cache_salt),
                 tenant=headers.tenant,
@@ -233,59 +242,63 @@ class RequestProcessor:
         return requests
 
     def _resumed_tokens(self, body: GenerationRequest, choices: int) -> list[list[int]]:
-        """The tokens that each choice goes on from."""
+        """Return the tokens that each choice continues from."""
         if body.resume is None:
             return [[] for _ in range(choices)]
-        given = body.resume.token_ids
-        lists = [item for item in given if isinstance(item, list)]
-        if not lists:
-            lists = [[item for item in given if isinstance(item, int)]]
-        elif len(lists) < len(given):
+        token_ids = body.resume.token_ids
+        id_lists = [item for item in token_ids if isinstance(item, list)]
+        if not id_lists:
+            id_lists = [[item for item in token_ids if isinstance(item, int)]]
+        elif len(id_lists) < len(token_ids):
             raise invalid_request(
-                "'resume.token_ids' mixes ids and lists. Give one list for each choice.",
+                "'resume.token_ids' mixes ids and lists. Send one list for each choice.",
                 "resume.token_ids",
             )
-        if len(lists) != choices:
+        if len(id_lists) != choices:
             raise invalid_request(
-                f"'resume.token_ids' has {len(lists)} lists for {choices} choices. Give one each.",
+                f"'resume.token_ids' has {len(id_lists)} lists for {choices} choices. Send one list for each choice.",
                 "resume.token_ids",
             )
-        for ids in lists:
+        for ids in id_lists:
             parameter_rules.check_token_ids("resume.token_ids", ids, self._vocab_size)
-        return lists
+        return id_lists
 
     def _completed_choices(
         self, requests: list[EngineRequest], headers: GatewayHeaders
     ) -> frozenset[int]:
-        """The choices that have nothing to go on with; refused unless a stream is carried on."""
-        told = set()
+        """Return the choices that are already complete.
+
+        Raises:
+            ApiError: 400 if a complete choice was not delivered by a resumed stream.
+        """
+        completed = set()
         for index, request in enumerate(requests):
-            ended = (
+            end_reason = (
                 self._end_reason(request.resumed_tokens, request.params)
                 if request.resumed_tokens
                 else ""
             )
-            if ended and not headers.delivered_tokens(index, len(request.resumed_tokens)):
+            if end_reason and not headers.delivered_tokens(index, len(request.resumed_tokens)):
                 raise invalid_request(
-                    f"'resume.token_ids' of choice {index} is a finished answer ({ended}): "
-                    "there is nothing to go on with. Do not ask for it again.",
+                    f"'resume.token_ids' of choice {index} is a finished answer ({end_reason}), so it "
+                    "cannot be resumed. Do not request it again.",
                     "resume.token_ids",
                     "resume_finished",
                 )
-            if ended:
-                told.add(index)
-        return frozenset(told)
+            if end_reason:
+                completed.add(index)
+        return frozenset(completed)
 
-    def _end_reason(self, ids: list[int], params: SamplingParams) -> str:
-        """Why an answer of these tokens is finished, or nothing."""
-        if len(ids) >= params.max_tokens:
-            return f"it has {params.max_tokens} tokens, the most"
-        endings = set(params.stop_token_ids)
+    def _end_reason(self, token_ids: list[int], params: SamplingParams) -> str:
+        """Return why an answer with these tokens is complete, or an empty string if it is not."""
+        if len(token_ids) >= params.max_tokens:
+            return f"it has reached the limit of {params.max_tokens} tokens"
+        end_token_ids = set(params.stop_token_ids)
         if not params.ignore_eos:
-            endings |= self._eos_token_ids
-        if not endings.isdisjoint(ids[params.min_tokens :]):
-            return "it has a token that ends it"
-        if Detokenizer(self._tokenizer, params, ids).stop_string is not None:
+            end_token_ids |= self._eos_token_ids
+        if not end_token_ids.isdisjoint(token_ids[params.min_tokens :]):
+            return "it has an end-of-sequence or stop token"
+        if Detokenizer(self._tokenizer, params, token_ids).stop_string is not None:
             return "it has a stop string"
         return ""
 
@@ -293,26 +306,30 @@ class RequestProcessor:
 def _reassign_parents(
     requests: list[EngineRequest], completed_choices: frozenset[int], n: int
 ) -> list[EngineRequest]:
-    """The same; of a prompt whose first choice has nothing to go on with, the next one that has leads the others.
+    """Reassign each prompt whose first choice is complete to its first unfinished choice.
 
-    Else nobody would compute the prompt's log-probabilities.
+    Without a parent that runs, the prompt's log-probabilities would not be computed.
     """
-    led = list(requests)
-    for first in range(0, len(led), n):
-        going = [index for index in range(first, first + n) if index not in completed_choices]
-        if first not in completed_choices or not going:
+    reassigned = list(requests)
+    for first in range(0, len(reassigned), n):
+        unfinished = [index for index in range(first, first + n) if index not in completed_choices]
+        if first not in completed_choices or not unfinished:
             continue
-        heir, *others = going
-        scored = led[first].params.prompt_logprobs
-        own = msgspec.structs.replace(led[heir].params, prompt_logprobs=scored)
-        led[heir] = msgspec.structs.replace(led[heir], parent_id=None, params=own)
-        for other in others:
-            led[other] = msgspec.structs.replace(led[other], parent_id=led[heir].id)
-    return led
+        parent, *siblings = unfinished
+        prompt_logprobs = reassigned[first].params.prompt_logprobs
+        params = msgspec.structs.replace(reassigned[parent].params, prompt_logprobs=prompt_logprobs)
+        reassigned[parent] = msgspec.structs.replace(
+            reassigned[parent], parent_id=None, params=params
+        )
+        for sibling in siblings:
+            reassigned[sibling] = msgspec.structs.replace(
+                reassigned[sibling], parent_id=reassigned[parent].id
+            )
+    return reassigned
 
 
 def _salted_domain(domain: str, salt: str | None) -> str:
-    """The tenant's cache domain, or the part of it that only requests with the salt share."""
+    """Return the tenant's cache domain, or the part of it that requests with the same salt share."""
     if salt is None:
         return domain
     return "salted:" + hashlib.sha256(msgspec.json.encode([domain, salt])).hexdigest()

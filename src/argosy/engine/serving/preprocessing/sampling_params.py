@@ -1,4 +1,4 @@
-"""From the parameters of a body to the sampling parameters of each choice."""
+"""Sampling parameters of each choice, derived from the parameters of a request body."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from argosy.protocol import (
 )
 
 _MIN_TEMPERATURE = 1e-4
-"""Temperatures below this are greedy: dividing by them would overflow."""
+"""Lower temperatures are treated as greedy, because dividing by them would overflow."""
 _DEFAULT_COMPLETION_MAX_TOKENS = 16
 
 
 def choice_seed(seed: int, index: int) -> int:
-    """The seed of choice `index` of a request with `seed`: a pure function, 0 <= result < 2**63.
+    """Derive the seed of choice `index` of a request with `seed`. Returns a value in [0, 2**63).
 
-    Choice 0 has the request's own seed modulo 2**63, so that asking for one choice or for several
-    gives the same first one. Choice i has SplitMix64's (Steele et al. 2014) i-th output from that
-    state. A single choice can therefore be asked for again on its own, by its seed.
+    Choice 0 has the request's own seed modulo 2**63, so the first choice does not depend on `n`. Choice i has the i-th
+    output of SplitMix64 (Steele et al. 2014) from that state. A single choice can therefore be reproduced with its own
+    seed.
     """
     seed %= 2**63
     if index == 0:
@@ -35,7 +35,7 @@ def choice_seed(seed: int, index: int) -> int:
 
 
 def request_seed(body: GenerationRequest) -> int:
-    """The body's seed, or one drawn for it."""
+    """Return the body's seed, or a random one if the body has none."""
     return secrets.randbits(63) if body.seed is None else body.seed
 
 
@@ -48,14 +48,15 @@ def build_sampling_params(
     vocab_size: int,
     eos_token_ids: frozenset[int],
 ) -> SamplingParams:
-    """Sampling parameters of a body that `rules.check` has passed, but for the seed.
+    """Build the sampling parameters, except the seed, of a body that `parameter_rules.check_parameters` accepted.
 
-    Raises ApiError (400) for ids outside the vocabulary, and when nothing is left to sample.
+    Raises:
+        ApiError: 400 for token ids outside the vocabulary, and if no token may be sampled.
     """
     min_tokens = body.min_tokens or 0
     if min_tokens > max_tokens:
         raise invalid_request(
-            f"'min_tokens' is {min_tokens}, but at most {max_tokens} tokens may be generated. Lower it.",
+            f"'min_tokens' is {min_tokens}, but at most {max_tokens} tokens may be generated. Lower min_tokens.",
             "min_tokens",
         )
     top_k = max(body.top_k or 0, 0)
@@ -82,12 +83,12 @@ def build_sampling_params(
         prompt_logprobs=None if prompt_logprobs is None else min(prompt_logprobs, vocab_size),
         skip_special_tokens=body.skip_special_tokens is not False,
     )
-    endings = eos_token_ids.union(params.stop_token_ids)
-    left = endings.issuperset(params.allowed_token_ids or range(vocab_size))
-    if min_tokens and left:
+    end_token_ids = eos_token_ids.union(params.stop_token_ids)
+    only_end_tokens = end_token_ids.issuperset(params.allowed_token_ids or range(vocab_size))
+    if min_tokens and only_end_tokens:
         raise invalid_request(
-            "Before 'min_tokens' no token that ends the answer may be sampled, and no other one is "
-            "allowed. Lower min_tokens or allow more tokens.",
+            "'min_tokens' forbids the tokens that end the answer, and no other tokens are allowed. "
+            "Lower min_tokens or allow more tokens.",
             "min_tokens",
         )
     return params
@@ -98,7 +99,7 @@ def _allowed_token_ids(body: GenerationRequest, vocab_size: int) -> tuple[int, .
         return ()
     if not body.allowed_token_ids:
         raise invalid_request(
-            "'allowed_token_ids' is empty, so nothing could be sampled. Leave it out.",
+            "'allowed_token_ids' is empty, so no token can be sampled. Remove the parameter or add ids.",
             "allowed_token_ids",
         )
     return parameter_rules.normalize_token_ids(
@@ -107,16 +108,18 @@ def _allowed_token_ids(body: GenerationRequest, vocab_size: int) -> tuple[int, .
 
 
 def chat_logprobs(body: ChatCompletionRequest) -> int | None:
-    """How many likeliest tokens a chat wants beside each token; None for no log-probabilities."""
+    """Return how many top log-probabilities a chat wants for each token, or None for no log-probabilities."""
     if body.logprobs:
         return body.top_logprobs or 0
     if body.top_logprobs:
-        raise invalid_request("'top_logprobs' needs 'logprobs' to be true. Set it.", "top_logprobs")
+        raise invalid_request(
+            "'top_logprobs' requires 'logprobs'. Set 'logprobs' to true.", "top_logprobs"
+        )
     return None
 
 
 def completion_logprobs(body: CompletionRequest) -> int | None:
-    """As `chat_logprobs`; here `logprobs` is the number itself."""
+    """Return the same as `chat_logprobs` for a completion, where `logprobs` is the number itself."""
     if body.logprobs is not None:
         parameter_rules.check_range(
             "logprobs", body.logprobs, parameter_rules.NumericRange(0, parameter_rules.MAX_LOGPROBS)
@@ -125,24 +128,25 @@ def completion_logprobs(body: CompletionRequest) -> int | None:
 
 
 def chat_max_tokens(body: ChatCompletionRequest, remaining_tokens: int) -> int:
-    """Most tokens of an answer; by default what is left of the context."""
-    wanted = {body.max_tokens, body.max_completion_tokens} - {None}
-    if len(wanted) > 1:
+    """Return the maximum number of tokens of a chat answer. The default is the rest of the context."""
+    limits = {body.max_tokens, body.max_completion_tokens} - {None}
+    if len(limits) > 1:
         raise invalid_request(
-            "'max_tokens' and 'max_completion_tokens' differ. Give only max_completion_tokens.",
+            "'max_tokens' and 'max_completion_tokens' differ. Set only max_completion_tokens.",
             "max_completion_tokens",
         )
-    limit = next(iter(wanted), None)
+    limit = next(iter(limits), None)
     if limit == 0:
         raise invalid_request("'max_tokens' must be at least 1.", "max_tokens")
     return remaining_tokens if limit is None else limit
 
 
 def completion_max_tokens(body: CompletionRequest, remaining_tokens: int) -> int:
-    """Most tokens of a completion, 16 by default; 0 only scores an echoed prompt."""
+    """Return the maximum number of tokens of a completion, 16 by default. 0 only scores an echoed prompt."""
     if body.max_tokens == 0 and not body.echo:
         raise invalid_request(
-            "'max_tokens' 0 needs 'echo' to be true: there would be no answer.", "max_tokens"
+            "'max_tokens' 0 requires 'echo', since the answer has no tokens. Set 'echo' to true.",
+            "max_tokens",
         )
     return (
         min(_DEFAULT_COMPLETION_MAX_TOKENS, remaining_tokens)

@@ -1,1 +1,6 @@
-"""Between text and tokens: tokenizer, chat template, detokenizer, and the choices of an answer."""
+"""Conversion between text and tokens for one model.
+
+A `Tokenizer` encodes prompts and maps tokens to bytes. A `ChatTemplate` renders messages to the prompt text. The
+`Detokenizer` turns generated tokens into text incrementally, and a `StopStringMatcher` finds stop strings in that text.
+Each choice of a response is a `Choice`, which consumes the core's deltas and keeps text, tokens and finish reason.
+"""

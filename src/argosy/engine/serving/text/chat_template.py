@@ -1,4 +1,4 @@
-"""The chat template of a checkpoint: messages to the text that the model was trained on."""
+"""Chat template of a checkpoint: renders messages to the text that the model was trained on."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from argosy.engine.serving.text.tokenizer import read_json_object, read_special_
 from argosy.protocol import ApiError, invalid_request
 
 _CONTINUE_MARKER = "ARGOSY_CONTINUES_HERE "
-"""Put after the message to continue; its trailing space tells whether the template trims."""
+"""Appended to the message to continue. The trailing space shows whether the template trims content."""
 _RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 
 class ChatTemplate:
     """A Jinja template with the variables and filters that Hugging Face templates rely on.
 
-    Rendering happens in an immutable sandbox; whatever goes wrong in it is an ApiError (400) with
-    the template's own words where it has any. Immutable; may be used from many threads.
+    Rendering runs in an immutable sandbox. Every failure becomes an `ApiError` (400) with the template's own message if
+    it raised one. Immutable and thread-safe.
     """
 
     def __init__(
@@ -36,32 +36,40 @@ class ChatTemplate:
         variables: Mapping[str, str],
         clock: Callable[[], datetime] = lambda: datetime.now(UTC).astimezone(),
     ) -> None:
-        """`source` None stands for a model without a template, which refuses every conversation.
+        """Compile the template.
 
-        Raises jinja2.TemplateSyntaxError for a source that is no template.
+        Args:
+            source: Jinja source. None stands for a model without a template, which rejects every conversation.
+            variables: Special tokens that the template may use.
+            clock: Source of the local time for `strftime_now`.
+
+        Raises:
+            jinja2.TemplateSyntaxError: `source` is not a valid template.
         """
         self._variables = dict(variables)
         self.digest = hashlib.sha256(repr((source, sorted(variables.items()))).encode()).hexdigest()
-        """Equal for templates that write alike."""
+        """SHA-256 of source and variables. Equal for templates that render alike."""
         self._has_developer_role = source is not None and "developer" in source
         self._clock = clock
         self._template = None if source is None else _environment().from_string(source)
 
     @classmethod
     def load(cls, path: Path, override: Path | None = None) -> Self:
-        """The template in the file `override`, else the one of the checkpoint directory `path`.
+        """Load the template from the file `override`, else from the checkpoint directory `path`.
 
-        Looks for chat_template.jinja, then for `chat_template` in tokenizer_config.json (a string,
-        or a list of named ones of which "default" is taken). Raises ValueError with the remedy for
-        a template that cannot be read.
+        Looks for `chat_template.jinja`, then for `chat_template` in `tokenizer_config.json`. The latter is a string, or
+        a list of named templates of which "default" is used.
+
+        Raises:
+            ValueError: The template cannot be read. The message includes the remedy.
         """
         origin, source = _find_source(path, override)
         try:
             return cls(source, read_special_tokens(path))
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(
-                f"the chat template of {origin} is no valid Jinja (line {error.lineno}: "
-                f"{error.message}); correct it or name another one with --chat-template"
+                f"the chat template of {origin} is not valid Jinja (line {error.lineno}: "
+                f"{error.message}); correct it or select another one with --chat-template"
             ) from error
 
     def render(
@@ -73,11 +81,14 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
         created_at: int | None = None,
     ) -> str:
-        """The text of a conversation, to be encoded without adding special tokens.
+        """Render a conversation to text. Encode the text without adding special tokens.
 
-        `variables` are the request's own (`chat_template_kwargs`). With `continue_final_message`
-        the text ends where the last message's content ends. `at` is the Unix time that the template
-        is told; None: now. Raises ApiError (400).
+        With `continue_final_message` the text ends where the last message's content ends. The request's own variables
+        (`chat_template_kwargs`) are passed in `variables`. The template sees the Unix time `created_at` as the current
+        time. None means now.
+
+        Raises:
+            ApiError: 400 if the model has no template, or the template cannot render the messages.
         """
         if self._template is None:
             raise invalid_request(
@@ -86,13 +97,13 @@ class ChatTemplate:
                 "messages",
                 "no_chat_template",
             )
-        taken = sorted(_RESERVED_VARIABLES.intersection(variables or ()))
-        if taken:
-            name = f"chat_template_kwargs.{taken[0]}"
+        reserved = sorted(_RESERVED_VARIABLES.intersection(variables or ()))
+        if reserved:
+            name = f"chat_template_kwargs.{reserved[0]}"
             raise invalid_request(f"'{name}' cannot be set from a request. Remove it.", name)
-        turns = [self._adapt_message(message) for message in messages]
+        template_messages = [self._adapt_message(message) for message in messages]
         if continue_final_message:
-            turns[-1]["content"] += _CONTINUE_MARKER
+            template_messages[-1]["content"] += _CONTINUE_MARKER
         text = self._render_text(
             {
                 **self._variables,
@@ -100,23 +111,27 @@ class ChatTemplate:
                 "tools": None,
                 "documents": None,
                 **(variables or {}),
-                "messages": turns,
+                "messages": template_messages,
                 "add_generation_prompt": add_generation_prompt,
             }
         )
         return _cut_at_marker(text) if continue_final_message else text
 
     def _adapt_message(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """A copy of the message; "developer" is "system" to templates from before that name."""
+        """Copy the message. The role `developer` becomes `system` for templates that do not know it."""
         if message["role"] == "developer" and not self._has_developer_role:
             return {**message, "role": "system"}
         return dict(message)
 
-    def _render_time(self, at: int | None) -> datetime:
-        return self._clock() if at is None else datetime.fromtimestamp(at, UTC).astimezone()
+    def _render_time(self, created_at: int | None) -> datetime:
+        return (
+            self._clock()
+            if created_at is None
+            else datetime.fromtimestamp(created_at, UTC).astimezone()
+        )
 
     def _render_text(self, variables: dict[str, Any]) -> str:
-        assert self._template is not None  # noqa: S101 - `render` has refused
+        assert self._template is not None  # noqa: S101 - checked by `render`
         try:
             return self._template.render(variables)
         except _TemplateRaisedError as error:
@@ -128,7 +143,7 @@ class ChatTemplate:
 
 
 class _TemplateRaisedError(jinja2.TemplateError):
-    """What a template's `raise_exception` raises: words meant for the one who asked."""
+    """Error of a template's `raise_exception`. Its message is meant for the client."""
 
 
 def _template_error(problem: str) -> ApiError:
@@ -140,54 +155,58 @@ def _template_error(problem: str) -> ApiError:
 
 
 def _cut_at_marker(text: str) -> str:
-    """The text up to the mark behind the message to continue."""
-    mark = _CONTINUE_MARKER.rstrip()
-    at = text.rfind(mark)
-    if at < 0:
+    """Return the text before the continue marker."""
+    marker = _CONTINUE_MARKER.rstrip()
+    position = text.rfind(marker)
+    if position < 0:
         raise invalid_request(
-            "The chat template leaves out the content of the last message: nothing can follow it. "
+            "The chat template drops the content of the last message, so it cannot be continued. "
             "Set continue_final_message to false.",
             "continue_final_message",
         )
-    kept = text[:at]
-    return kept if text.startswith(_CONTINUE_MARKER, at) else kept.rstrip()
+    content = text[:position]
+    return content if text.startswith(_CONTINUE_MARKER, position) else content.rstrip()
 
 
 def _find_source(path: Path, override: Path | None) -> tuple[Path, str | None]:
-    """The file with the template, and its text (None when the model has none)."""
+    """Return the file with the template, and its text (None if the model has no template)."""
     for file in (override, path / "chat_template.jinja"):
         if file is None or (file is not override and not file.is_file()):
             continue
         try:
             return file, file.read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"the chat template {file} cannot be read ({error})") from error
+            raise ValueError(
+                f"the chat template {file} cannot be read ({error}); correct it or its permissions"
+            ) from error
     file = path / "tokenizer_config.json"
     match read_json_object(file).get("chat_template"):
         case None:
             return file, None
         case str(source):
             return file, source
-        case list(several):
-            named = {t["name"]: t["template"] for t in several if {"name", "template"} <= set(t)}
-            return file, named.get("default") or next(iter(named.values()), None)
-        case other:
+        case list(templates):
+            by_name = {
+                t["name"]: t["template"] for t in templates if {"name", "template"} <= set(t)
+            }
+            return file, by_name.get("default") or next(iter(by_name.values()), None)
+        case unexpected:
             raise ValueError(
-                f"chat_template of {file} is a {type(other).__name__}; "
-                "make it a string or a list of named ones"
+                f"chat_template of {file} is a {type(unexpected).__name__}; "
+                "make it a string or a list of named templates"
             )
 
 
-# --- what Hugging Face templates expect to find --------------------------------------------------
+# --- environment that Hugging Face templates expect ----------------------------------------------
 
 
 class _GenerationTag(Extension):
-    """`{% generation %} ... {% endgeneration %}` marks what is trained on; here it marks nothing."""
+    """`{% generation %} ... {% endgeneration %}`, which marks training targets. Rendering ignores the tag."""
 
-    tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
+    tags = {"generation"}  # noqa: RUF012 - Jinja's declaration
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Jinja's hook for a tag of an extension."""
+        """Parse the tag (Jinja's hook for extensions)."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.Scope(body).set_lineno(line)
@@ -211,12 +230,12 @@ def _raise_exception(message: str) -> NoReturn:
 
 def _to_json(
     value: object,
-    ensure_ascii: bool = False,  # noqa: FBT001, FBT002 - the face that templates call
+    ensure_ascii: bool = False,  # noqa: FBT001, FBT002 - signature that templates call
     indent: int | None = None,
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,  # noqa: FBT001, FBT002 - the same
 ) -> str:
-    """Jinja's own `tojson` escapes for HTML."""
+    """Serialize to JSON without the HTML escaping of Jinja's own `tojson`."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

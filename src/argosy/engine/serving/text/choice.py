@@ -1,4 +1,4 @@
-"""One choice of an answer: turns its deltas into text, counts its tokens, and knows how it ended."""
+"""State of one choice of a response: text, token counts and finish reason, built from the core's deltas."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from argosy.protocol import ApiError, FinishReason
 
 @dataclass(slots=True)
 class PromptState:
-    """A prompt and what the engine said of it; shared by the choices that continue it."""
+    """A prompt and the data that the engine reports about it, shared by the prompt's choices."""
 
     token_ids: list[int]
     echo_text: str | None
-    """Its text, when the answer begins with it."""
+    """Text of the prompt if the response begins with it (`echo`), else None."""
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    """For positions 1.., as far as they are known."""
+    """Log-probabilities of prompt positions 1, 2, ..., as far as they are known."""
     cached_tokens: int = 0
-    """Found here; 0 where the stream that this one carries on has told how many it found."""
+    """Prompt tokens found in the prefix cache. Stays 0 if the resumed stream already reported its own number."""
     is_resumed: bool = False
-    """It has."""
+    """Whether the stream that this one resumes already reported the prompt's cached tokens."""
     block_names: bytes = b""
-    """Names of its first full KV blocks, where they are cached."""
+    """Names of the prompt's first full KV blocks, if they are cached."""
 
 
 class ChoiceOutput(NamedTuple):
-    """What a choice got since the last `take`."""
+    """Text, tokens and status that a choice gained since the last `Choice.drain`."""
 
     text: str
     tokens: list[int]
     logprobs: list[TokenLogprob]
-    """One for each of `tokens`, when asked for."""
+    """Log-probability of each of `tokens` if they are wanted."""
     finish_reason: FinishReason | None
     stop_reason: int | str | None
 
 
 class Choice:
-    """The state of one choice. Pure: no clock, no I/O."""
+    """State of one choice. Uses no clock and does no I/O."""
 
     def __init__(
         self,
@@ -55,10 +55,10 @@ class Choice:
         self.request = request
         self.prompt = prompt
         self.finish_reason: FinishReason | None = "stop" if is_complete else None
-        """Set from the start where the whole answer was told before: nothing is generated."""
+        """Set from the start if the resumed stream already delivered the whole choice. Nothing is generated then."""
         self.stop_reason: int | str | None = None
         self.generated_tokens = 0
-        """Output tokens that count so far, those of a resume not included."""
+        """Output tokens that count so far, without resumed ones."""
         self._eos_token_ids = frozenset(tokenizer.eos_token_ids) - set(
             request.params.stop_token_ids
         )
@@ -69,18 +69,21 @@ class Choice:
 
     @property
     def output_tokens(self) -> int:
-        """Output tokens that count, those of a resume included."""
+        """Output tokens that count, including resumed ones."""
         return len(self.request.resumed_tokens) + self.generated_tokens
 
     @property
     def pending_tokens(self) -> list[int]:
-        """The tokens that the next `take` will give; not to be changed."""
+        """Tokens that the next `drain` returns. Do not modify the list."""
         return self._tokens
 
     def push(self, delta: Delta) -> None:
-        """Take a delta. Raises ApiError when it says that the request failed.
+        """Add a delta.
 
-        A stop string may end the choice (`finish` is set) although the engine would go on.
+        A stop string may end the choice (`finish_reason` is set) although the engine would continue.
+
+        Raises:
+            ApiError: 500 if the engine failed the request, 499 if the request was cancelled.
         """
         prompt = self.prompt
         if self.request.parent_id is None:
@@ -98,7 +101,7 @@ class Choice:
                 500, "engine_error", f"The engine could not finish the request: {reason}."
             )
         elif delta.finish_reason == "cancelled":
-            raise ApiError(499, "cancelled", "The request was cancelled before it was done.")
+            raise ApiError(499, "cancelled", "The request was cancelled before it finished.")
         elif delta.finish_reason is not None:
             self.finish_reason = delta.finish_reason
             self._text.append(self._detokenizer.flush())
@@ -106,15 +109,15 @@ class Choice:
                 self.stop_reason = delta.stop_token
 
     def _add_tokens(self, delta: Delta) -> None:
-        added = self._detokenizer.push(delta.tokens)
-        self._text.append(added.text)
-        self._tokens += delta.tokens[: added.used_tokens]
-        self._logprobs += delta.logprobs[: added.used_tokens]
-        self.generated_tokens += added.used_tokens
+        text_delta = self._detokenizer.push(delta.tokens)
+        self._text.append(text_delta.text)
+        self._tokens += delta.tokens[: text_delta.used_tokens]
+        self._logprobs += delta.logprobs[: text_delta.used_tokens]
+        self.generated_tokens += text_delta.used_tokens
 
     def drain(self) -> ChoiceOutput:
-        """Everything new since the last call."""
-        piece = ChoiceOutput(
+        """Return everything that is new since the last call."""
+        output = ChoiceOutput(
             text="".join(self._text),
             tokens=self._tokens,
             logprobs=self._logprobs,
@@ -122,17 +125,17 @@ class Choice:
             stop_reason=self.stop_reason,
         )
         self._text, self._tokens, self._logprobs = [], [], []
-        return piece
+        return output
 
 
 class ScoringChoice(Choice):
-    """A choice of no tokens (`max_tokens` 0): only what the engine says of the prompt counts."""
+    """A choice without output tokens (`max_tokens` 0). Only the prompt's log-probabilities matter."""
 
     def push(self, delta: Delta) -> None:
-        """Take a delta; the one token that the engine samples is left out."""
+        """Add a delta. The one token that the engine samples is dropped."""
         super().push(delta)
         if self.finish_reason == "stop":
             self.finish_reason, self.stop_reason = "length", None
 
     def _add_tokens(self, delta: Delta) -> None:
-        """Nothing belongs to the answer."""
+        """Drop the tokens, since none belong to the response."""

@@ -1,4 +1,4 @@
-"""Turns tokens into text as they come, and leaks nothing that a stop string may cut off."""
+"""Incremental detokenizer that holds back text which may be the beginning of a stop string."""
 
 from __future__ import annotations
 
@@ -14,26 +14,29 @@ _utf8 = codecs.getincrementaldecoder("utf-8")
 
 
 class TextDelta(NamedTuple):
-    """What some tokens added to the text."""
+    """Text that some tokens added."""
 
     text: str
-    """Safe to send now."""
+    """Text that can be sent now."""
     used_tokens: int
-    """How many of the pushed tokens belong to the choice; fewer than pushed after a stop string."""
+    """Number of pushed tokens that belong to the choice. Smaller than pushed after a stop string."""
     stop_string: str | None
-    """The stop string that ended the text."""
+    """Stop string that ended the text."""
 
 
 class Detokenizer:
-    """The text of one choice, built token by token.
+    """Text of one choice, built token by token.
 
-    What has been given out after any tokens is a function of those tokens alone, however they
-    were grouped: tokens already generated (`resumed`) are replayed silently, and what follows is
-    exactly what the undisturbed stream would have given after them. Held back are bytes that are
-    no complete UTF-8 character yet and text that may be the beginning of a stop string; the cost
-    per token is independent of the length of the text. Of several stop strings the one that ends
-    first counts; those that end within the first `min_tokens` tokens do not. The end-of-sequence
-    or stop token that ends a generation has no text unless `include_stop_str_in_output`.
+    The text returned for a prefix of tokens depends only on those tokens, not on how they were grouped into calls.
+    Resumed tokens are replayed without output. The text that follows is exactly what an uninterrupted stream would have
+    returned after them.
+
+    Held back are bytes of an incomplete UTF-8 character, and text that may be the beginning of a stop string. The cost
+    per token does not depend on the length of the text.
+
+    Among several stop strings, the one that ends first counts. Stop strings that end within the first `min_tokens`
+    tokens do not count. The end-of-sequence or stop token that ends a generation has no text unless
+    `include_stop_str_in_output` is set.
     """
 
     def __init__(
@@ -58,11 +61,11 @@ class Detokenizer:
 
     @property
     def stop_string(self) -> str | None:
-        """The stop string that has ended the text, if one has."""
+        """Stop string that ended the text, or None."""
         return self._stop_string
 
     def push(self, token_ids: Iterable[int]) -> TextDelta:
-        """Add tokens; after a stop string nothing more is taken."""
+        """Add tokens. Tokens after a stop string are ignored."""
         texts = []
         used = 0
         for token_id in token_ids:
@@ -77,7 +80,7 @@ class Detokenizer:
         return TextDelta("".join(texts), used, self._stop_string)
 
     def flush(self) -> str:
-        """The rest of the text once no more tokens come; half a character becomes U+FFFD."""
+        """Return the rest of the text after the last token. An incomplete character becomes U+FFFD."""
         rest = (
             ""
             if self._stop_string is not None
@@ -87,7 +90,7 @@ class Detokenizer:
         return rest
 
     def _append_text(self, text: str) -> str:
-        """Add decoded text and return what may be given out."""
+        """Add decoded text and return the part that can be sent."""
         if self._stop_matcher is None or not text:
             return text
         match = None
@@ -96,10 +99,10 @@ class Detokenizer:
         else:
             self._stop_state, match = self._stop_matcher.scan(self._stop_state, text)
         if match is None:
-            keep = self._stop_matcher.held_chars(self._stop_state)
+            held_chars = self._stop_matcher.held_chars(self._stop_state)
             text = self._held_back_text + text
-            self._held_back_text = text[len(text) - keep :]
-            return text[: len(text) - keep]
+            self._held_back_text = text[len(text) - held_chars :]
+            return text[: len(text) - held_chars]
         self._stop_string = match.stop_string
         end = len(self._held_back_text) + match.end
         if not self._include_stop_string:

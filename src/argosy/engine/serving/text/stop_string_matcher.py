@@ -1,4 +1,4 @@
-"""Finds the first of many stop strings in text that arrives in pieces."""
+"""Incremental search for the first of several stop strings in text that arrives in pieces."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import NamedTuple
 
 
 class StopMatch(NamedTuple):
-    """A stop string and the index in the piece just scanned at which it ends (exclusive)."""
+    """A stop string, and the index in the scanned text at which it ends (exclusive)."""
 
     stop_string: str
     end: int
 
 
 class StopStringMatcher:
-    """The automaton of a set of stop strings (Aho and Corasick 1975): one look-up per character.
+    """Aho-Corasick automaton over a set of stop strings (Aho and Corasick 1975).
 
-    States are numbered from 0, which stands for "nothing matched so far". Immutable.
+    Needs one look-up per character. States are numbered from 0, the state in which nothing is matched. Immutable.
     """
 
     def __init__(self, stops: tuple[str, ...]) -> None:
@@ -41,7 +41,7 @@ class StopStringMatcher:
         self._build_links(depths)
 
     def _build_links(self, depths: list[int]) -> None:
-        """Breadth first: where to go on after a mismatch, what ends here, what to hold back."""
+        """Compute failure links, matches and held-back lengths of all states in breadth-first order."""
         queue = deque([0])
         while queue:
             state = queue.popleft()
@@ -57,30 +57,33 @@ class StopStringMatcher:
                 queue.append(child)
 
     def next_state(self, state: int, char: str) -> int:
-        """The state after `char`."""
+        """Return the state after `char`."""
         while state and char not in self._transitions[state]:
             state = self._failure_links[state]
         return self._transitions[state].get(char, 0)
 
     def held_chars(self, state: int) -> int:
-        """How many of the last characters may yet turn out to be the beginning of a stop string."""
+        """Return how many of the last characters may be the beginning of a stop string."""
         return self._held_chars[state]
 
     def scan(self, state: int, text: str) -> tuple[int, StopMatch | None]:
-        """The state after `text`, or after the stop string in it that ends first.
+        """Advance over `text`, up to the end of the stop string that ends first.
 
-        Of several that end at the same character the longest one is named. Which one is found, and
-        where, does not depend on how the text is cut into pieces.
+        If several stop strings end at the same character, the longest one is reported. The result does not depend on
+        how the text is split into pieces.
+
+        Returns:
+            The new state, and the match if there is one.
         """
         for index, char in enumerate(text):
             state = self.next_state(state, char)
-            stop = self._match_by_state[state]
-            if stop is not None:
-                return state, StopMatch(stop, index + 1)
+            stop_string = self._match_by_state[state]
+            if stop_string is not None:
+                return state, StopMatch(stop_string, index + 1)
         return state, None
 
     def skip(self, state: int, text: str) -> int:
-        """The state after `text` when stop strings that end in it do not count."""
+        """Return the state after `text`, ignoring stop strings that end in it."""
         for char in text:
             state = self.next_state(state, char)
         return state
@@ -88,5 +91,5 @@ class StopStringMatcher:
 
 @lru_cache(maxsize=32)
 def stop_string_matcher(stops: tuple[str, ...]) -> StopStringMatcher:
-    """The automaton of `stops`, shared by requests that name the same ones."""
+    """Return the automaton of `stops`, shared by requests with the same stop strings."""
     return StopStringMatcher(stops)

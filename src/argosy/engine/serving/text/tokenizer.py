@@ -1,4 +1,4 @@
-"""The tokenizer of a checkpoint: text to token ids, and ids to the bytes they stand for."""
+"""Tokenizer of a checkpoint: text to token ids, and token ids to bytes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_
 class Tokenizer:
     """A Hugging Face `tokenizer.json` whose decoding is plain concatenation of bytes.
 
-    Every token stands for a fixed byte string (`token_bytes`), and the text of a sequence is those
-    bytes read as UTF-8. That holds for byte-level BPE and for SentencePiece-style vocabularies with
-    byte fallback, and it is what makes streaming exact: text never depends on tokens to come. Other
-    decoders are refused when loading. Instances are immutable and may be used from many threads.
+    Every token stands for a fixed byte string (`token_bytes`). The text of a sequence is the concatenation of those
+    bytes, decoded as UTF-8. This holds for byte-level BPE and for SentencePiece-style vocabularies with byte fallback.
+    Text therefore never depends on later tokens, which makes streaming exact. Loading rejects other decoders. Immutable
+    and thread-safe.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, eos_token_ids: Iterable[int] = ()) -> None:
@@ -29,7 +29,7 @@ class Tokenizer:
         self._backend = backend
         definition = backend.to_str()
         self.digest = hashlib.sha256(definition.encode()).hexdigest()
-        """Equal for tokenizers that read alike."""
+        """SHA-256 of the tokenizer's definition. Equal for tokenizers that encode alike."""
         decoder = msgspec.json.decode(definition).get("decoder")
         to_bytes, self._leading_spaces = _build_decoder(decoder)
         vocabulary = backend.get_vocab(with_added_tokens=True)
@@ -42,13 +42,17 @@ class Tokenizer:
             b"" if i in self._special_ids else p for i, p in enumerate(self._pieces)
         ]
         self.eos_token_ids = sorted(set(eos_token_ids))
-        """Ids that end a generation."""
+        """Ids of the tokens that end a generation."""
         self.max_token_chars = max((len(_decode_utf8(p)) for p in self._pieces), default=1)
-        """Characters of the longest token."""
+        """Length of the longest token in characters."""
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """The tokenizer of the checkpoint directory `path`; ValueError when it has none we know."""
+        """Load the tokenizer of the checkpoint directory `path`.
+
+        Raises:
+            ValueError: The directory has no `tokenizer.json`, or its format is not supported.
+        """
         file = path / "tokenizer.json"
         if not file.is_file():
             raise ValueError(
@@ -63,18 +67,21 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest token id, added tokens included."""
+        """The largest token id plus 1, added tokens included."""
         return len(self._pieces)
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """Ids of the special tokens: those that `skip_special_tokens` leaves out of the text."""
+        """Ids of the special tokens, which `skip_special_tokens` leaves out of the text."""
         return self._special_ids
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:  # noqa: FBT001, FBT002 - as Hugging Face's
-        """Token ids of `text`; ValueError when it is no valid Unicode (a lone surrogate).
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:  # noqa: FBT001, FBT002 - Hugging Face's signature
+        """Encode `text` to token ids.
 
-        Other threads go on meanwhile, which the library's `encode` of one text does not let them.
+        Uses the batch call because that releases the GIL and the library's single-text `encode` does not.
+
+        Raises:
+            ValueError: `text` is not valid Unicode (a lone surrogate).
         """
         try:
             (encoded,) = self._backend.encode_batch_fast(
@@ -85,8 +92,8 @@ class Tokenizer:
         ids: list[int] = encoded.ids
         return ids
 
-    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:  # noqa: FBT001, FBT002 - as Hugging Face's
-        """The text of a whole sequence; bytes that are no UTF-8 become U+FFFD, unknown ids nothing."""
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:  # noqa: FBT001, FBT002 - Hugging Face's signature
+        """Decode a whole sequence. Invalid UTF-8 becomes U+FFFD, and unknown ids are ignored."""
         text = _decode_utf8(
             b"".join(map(self.token_decoder(skip_special_tokens=skip_special_tokens), ids))
         )
@@ -95,52 +102,56 @@ class Tokenizer:
         return text
 
     def token_decoder(self, *, skip_special_tokens: bool) -> Callable[[int], bytes]:
-        """The function from id to bytes, special tokens giving none when skipped.
+        """Return the function from token id to bytes. Skipped special tokens map to no bytes.
 
-        Unlike `decode` it keeps the space that a SentencePiece tokenizer puts before a text: it is
-        for continuing a text, where that space is the one between two words.
+        Unlike `decode`, the function keeps the space that a SentencePiece tokenizer puts before a text. Use it to
+        continue a text, where that space separates two words.
         """
         table = self._visible_pieces if skip_special_tokens else self._pieces
 
-        def piece(token_id: int) -> bytes:
+        def decode_token(token_id: int) -> bytes:
             return table[token_id] if 0 <= token_id < len(table) else b""
 
-        return piece
+        return decode_token
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of one token, special tokens by name; may be part of a UTF-8 character."""
+        """Return the bytes of one token, special tokens by name. They may be part of a UTF-8 character."""
         return self._pieces[token_id] if 0 <= token_id < len(self._pieces) else b""
 
     def token_text(self, token_id: int) -> str:
-        """`token_bytes` as text, U+FFFD where they are no complete character."""
+        """Return `token_bytes` as text, with U+FFFD for an incomplete character."""
         return _decode_utf8(self.token_bytes(token_id))
 
 
 def read_json_object(file: Path) -> dict[str, Any]:
-    """The JSON object in `file`, empty without such a file; ValueError for anything else."""
+    """Read the JSON object in `file`, or return an empty one if the file does not exist.
+
+    Raises:
+        ValueError: The file is not a JSON object.
+    """
     if not file.is_file():
         return {}
     try:
         return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} is no JSON object ({error}); download it again") from error
+        raise ValueError(f"{file} is not a JSON object ({error}); download it again") from error
 
 
 def read_special_tokens(path: Path) -> dict[str, str]:
-    """The named special tokens (`bos_token`, `eos_token`, ...) of a checkpoint directory."""
-    named = read_json_object(path / "special_tokens_map.json") | read_json_object(
+    """Read the named special tokens (`bos_token`, `eos_token`, ...) of a checkpoint directory."""
+    config = read_json_object(path / "special_tokens_map.json") | read_json_object(
         path / "tokenizer_config.json"
     )
-    found = {}
+    special_tokens = {}
     for name in SPECIAL_TOKEN_NAMES:
-        match named.get(name):
+        match config.get(name):
             case str(text) | {"content": str(text)}:
-                found[name] = text
-    return found
+                special_tokens[name] = text
+    return special_tokens
 
 
 def _read_eos_token_ids(path: Path, backend: tokenizers.Tokenizer) -> list[int]:
-    """Every end-of-sequence id that the checkpoint's files name."""
+    """Return every end-of-sequence id that the checkpoint's files name."""
     config = read_json_object(path / "config.json")
     sources = [
         read_json_object(path / "generation_config.json"),
@@ -150,12 +161,12 @@ def _read_eos_token_ids(path: Path, backend: tokenizers.Tokenizer) -> list[int]:
     ids: list[int] = []
     for source in sources:
         match source.get("eos_token_id"):
-            case int(one):
-                ids.append(one)
-            case list(many):
-                ids.extend(i for i in many if isinstance(i, int))
-    named = read_special_tokens(path).get("eos_token")
-    if named is not None and (token_id := backend.token_to_id(named)) is not None:
+            case int(eos_id):
+                ids.append(eos_id)
+            case list(eos_ids):
+                ids.extend(i for i in eos_ids if isinstance(i, int))
+    eos_token = read_special_tokens(path).get("eos_token")
+    if eos_token is not None and (token_id := backend.token_to_id(eos_token)) is not None:
         ids.append(token_id)
     return ids
 
@@ -164,18 +175,21 @@ def _decode_utf8(data: bytes) -> str:
     return data.decode("utf-8", "replace")
 
 
-# --- decoders: from the steps that tokenizer.json lists to one function, token -> bytes ----------
+# --- decoders: combine the steps of tokenizer.json into one function from token to bytes ---------
 
 _DecodeStep = Callable[[str | bytes], str | bytes]
 
 
 def _build_decoder(decoder: dict[str, Any] | None) -> tuple[Callable[[str], bytes], int]:
-    """The bytes of a token as the vocabulary spells it, and the leading spaces to take off a text.
+    """Build the function from a vocabulary token to its bytes.
 
-    Only steps that act on each token alone are known, and a Strip of the fused text.
+    Supports only steps that act on each token alone, and a Strip of the fused text.
+
+    Returns:
+        The function, and the number of leading spaces to remove from a decoded text.
     """
     steps: list[_DecodeStep] = []
-    lead_spaces = 0
+    leading_spaces = 0
     fused = False
     for step in _flatten_steps(decoder):
         match step:
@@ -189,12 +203,12 @@ def _build_decoder(decoder: dict[str, Any] | None) -> tuple[Callable[[str], byte
                 steps.append(_replace_step(old, new))
             case {"type": "Metaspace", "replacement": str(mark)}:
                 steps.append(_replace_step(mark, " "))
-                lead_spaces = 0 if step.get("prepend_scheme") == "never" else 1
+                leading_spaces = 0 if step.get("prepend_scheme") == "never" else 1
             case {"type": "Strip", "content": " ", "start": int(start), "stop": 0} if fused:
-                lead_spaces = start
+                leading_spaces = start
             case _:
                 raise ValueError(
-                    f"the decoder {step} of tokenizer.json is not supported; known are ByteLevel, "
+                    f"the decoder {step} of tokenizer.json is not supported; supported are ByteLevel, "
                     "Metaspace, ByteFallback, Fuse, Replace of a string and Strip of leading spaces"
                 )
 
@@ -204,7 +218,7 @@ def _build_decoder(decoder: dict[str, Any] | None) -> tuple[Callable[[str], byte
             piece = step(piece)
         return piece.encode("utf-8", "surrogatepass") if isinstance(piece, str) else piece
 
-    return to_bytes, lead_spaces
+    return to_bytes, leading_spaces
 
 
 def _flatten_steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
@@ -230,22 +244,22 @@ def _decode_byte_fallback(piece: str | bytes) -> str | bytes:
 
 
 def _byte_alphabet() -> dict[int, int]:
-    """GPT-2's spelling of bytes as printable characters, as a table from character to byte.
+    """Return GPT-2's byte-to-printable-character alphabet as a table from character to byte.
 
-    Printable bytes of Latin-1 are themselves, the others follow from U+0100. A character of Latin-1
-    that spells no byte maps outside Latin-1, so that encoding it fails.
+    Printable Latin-1 bytes map to themselves, and the others are numbered from U+0100. A Latin-1 character that spells
+    no byte maps outside Latin-1, so that encoding it fails.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(0x100) if byte not in printable]
-    table = dict.fromkeys(others, 0xFFFF)
-    return table | {0x100 + i: byte for i, byte in enumerate(others)}
+    unprintable = [byte for byte in range(0x100) if byte not in printable]
+    table = dict.fromkeys(unprintable, 0xFFFF)
+    return table | {0x100 + i: byte for i, byte in enumerate(unprintable)}
 
 
 _BYTE_ALPHABET = _byte_alphabet()
 
 
 def _decode_byte_level(piece: str | bytes) -> str | bytes:
-    """The bytes that a byte-level token spells; any other text (an added token) stays as it is."""
+    """Return the bytes that a byte-level token spells. Any other text (an added token) is returned unchanged."""
     if isinstance(piece, bytes):
         return piece
     try:

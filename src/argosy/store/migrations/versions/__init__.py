@@ -1,1 +1,1 @@
-"""The steps, one a file; a step that has been released is never changed."""
+"""Migration steps, one for each file. A released step is never changed."""

@@ -1,4 +1,4 @@
-"""The first tables: accounts, the audit log and the ledger."""
+"""Create the first tables: accounts, the audit log and the ledger."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ POSTGRES_APPEND_ONLY = (
 
 
 def upgrade() -> None:
-    """Create them."""
+    """Create the tables, indexes and triggers."""
     _accounts()
     _terms()
     _audit()

@@ -1,4 +1,4 @@
-"""Roles are held in an organisation or for the whole gateway; audit entries say whose they are."""
+"""Add the scope of roles and the organisation of audit entries."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ down_revision = "0001"
 
 
 def upgrade() -> None:
-    """Roles that were given before go on holding for the whole gateway; audit entries are the whole gateway's."""
+    """Add the columns. Existing roles keep the scope of the whole gateway, as do existing audit entries."""
     for name in ("users", "keys"):
         op.add_column(name, sa.Column("scope", sa.Text, nullable=False, server_default="gateway"))
-        # Whoever only asks models gets no more than their organisation when they are given another role.
+        # The lowest role gets the scope of the organisation, so that a later higher role is limited to it.
         table = sa.table(name, sa.column("role"), sa.column("scope"))
         op.execute(table.update().where(table.c.role == "caller").values(scope="organisation"))
     op.add_column("audit", sa.Column("organisation", sa.Text))

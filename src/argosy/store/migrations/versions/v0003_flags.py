@@ -1,4 +1,4 @@
-"""Projects and keys have flags."""
+"""Add flags to projects and keys."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ down_revision = "0002"
 
 
 def upgrade() -> None:
-    """Those that are there have none."""
+    """Add the columns. Existing rows have no flags."""
     for table in ("projects", "keys"):
         op.add_column(table, sa.Column("flags", sa.Text, nullable=False, server_default="[]"))

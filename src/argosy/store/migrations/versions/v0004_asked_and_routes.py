@@ -1,4 +1,4 @@
-"""The ledger says what was asked for and which route decided; what it called a route is the replica."""
+"""Add the requested model and the deciding route to the ledger. The former column `route` becomes `replica`."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ OLDER_GATEWAYS = (
     FOR EACH ROW WHEN (NEW.replica IS NULL) EXECUTE FUNCTION usage_of_older_gateways()
     """,
 )
-"""Those that go on meanwhile know no replica, and call it a route."""
+"""Statements for gateways of earlier versions that still run and write the replica as `route`."""
 
 
 def upgrade() -> None:
-    """Keep the rows that are there; of them neither is known."""
+    """Rename and add columns. Existing rows have empty values in the new columns."""
     op.alter_column("usage", "route", new_column_name="replica")
     for name in ("asked", "route"):
         op.add_column("usage", _added(name))

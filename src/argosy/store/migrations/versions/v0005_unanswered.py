@@ -1,4 +1,4 @@
-"""Sums of days say how many of their requests count against no limit."""
+"""Add to the daily sums the number of requests that count against no limit."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ down_revision = "0004"
 
 
 def upgrade() -> None:
-    """Of those that are there it is not known; older gateways, which go on meanwhile, do not say it either."""
+    """Add the column with the value 0 for existing rows and for rows of gateways of earlier versions."""
     column = sa.Column("unanswered", sa.BigInteger, nullable=False, server_default="0")
     op.add_column("usage_days", column)

@@ -1,4 +1,4 @@
-"""Parts of lists are found where the one before ended; for that keys and limits say whose they are."""
+"""Add the indexes of paged lists, and the organisation of keys and limits for these indexes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WHOSE = {
         END
         """,
 }
-"""Nobody moves to another organisation, so what was once found stays."""
+"""SQL expressions for the organisation of a row. Records never move to another organisation."""
 
 SQLITE = """
     CREATE TRIGGER {table}_organisation AFTER INSERT ON {table} WHEN NEW.organisation IS NULL
@@ -35,7 +35,7 @@ POSTGRES = (
     FOR EACH ROW WHEN (NEW.organisation IS NULL) EXECUTE FUNCTION {table}_organisation()
     """,
 )
-"""Older gateways, which go on meanwhile, do not say it; neither do we."""
+"""Triggers that set the organisation, for gateways of all versions."""
 
 LISTED = {
     "organisations": ((),),
@@ -46,7 +46,7 @@ LISTED = {
 
 
 def upgrade() -> None:
-    """Say it of those that are there, too."""
+    """Add columns, indexes and triggers, and set the organisation of existing rows."""
     sqlite = op.get_bind().dialect.name == "sqlite"
     for table, whose in WHOSE.items():
         op.add_column(table, sa.Column("organisation", sa.Text))
@@ -59,6 +59,6 @@ def upgrade() -> None:
     op.create_index("limits_listed_organisation", "limits", ["organisation", "id"])
     op.create_index("prices_listed", "prices", ["since", "id"])
     op.drop_index("ix_keys_project", "keys")
-    # By the kind first, SQLite would go by it for a list of all of one kind, and sort them for each part.
+    # With owner_kind first, SQLite would use this index for a list of one kind and sort all of it for each page.
     op.drop_index("limits_owner", "limits")
     op.create_index("limits_owner", "limits", ["owner", "owner_kind", "id"])

@@ -1,4 +1,4 @@
-"""It is kept since when projects have had their names, and users their emails: tokens are for who had them first."""
+"""Add the time since when projects have their name and users their email. Tokens match the oldest holder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BEFORE = """
         WHERE subject = {table}.id AND action = '{noun}.change' AND details LIKE '%"{name}":[%'
     )
     """
-"""The log knows of those that were renamed before. In none of its texts is a quote without a backslash before it."""
+"""Sets the time of earlier renames from the audit log, where quotes inside texts are always escaped."""
 
 SQLITE = """
     CREATE TRIGGER {table}_named_at AFTER UPDATE OF {name} ON {table}
@@ -32,11 +32,11 @@ POSTGRES_NOW = """
     CREATE FUNCTION named_at() RETURNS trigger LANGUAGE plpgsql AS
     $$ BEGIN NEW.named_at := extract(epoch FROM clock_timestamp()); RETURN NEW; END $$
     """
-"""Older gateways, which go on meanwhile, do not say when they rename: it is then, by the database's clock."""
+"""Triggers for gateways of earlier versions, which do not set the time. They use the database's clock."""
 
 
 def upgrade() -> None:
-    """Those that were never renamed have their names since they were made."""
+    """Add columns and triggers. NULL means that the name is unchanged since creation."""
     sqlite = op.get_bind().dialect.name == "sqlite"
     if not sqlite:
         op.execute(POSTGRES_NOW)

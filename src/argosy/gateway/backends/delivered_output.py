@@ -1,0 +1,39 @@
+"""Output of one request that the client has received so far, kept across replicas."""
+
+from __future__ import annotations
+
+from array import array
+
+import msgspec
+
+
+class DeliveredOutput(msgspec.Struct, eq=False):
+    """Tokens, finish reasons and prompt counts delivered to the client.
+
+    The object outlives the replicas that produced the output, so that another replica can resume the stream.
+    """
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    prompt_blocks: bytes = b""
+    """Names of the prompt's KV blocks in base64; empty if the replica does not report them."""
+    prompt_token_ids: array[int] | None = None
+    """Token ids of the prompt, if a replica of another backend than Argosy reports them."""
+    token_id_pieces: dict[int, list[bytes]] = msgspec.field(default_factory=dict)
+    """Token ids by choice, as comma-separated pieces."""
+    finish_reasons: dict[int, str] = msgspec.field(default_factory=dict)
+    """Finish reason by choice."""
+    output_tokens: int = 0
+    model_digest: bytes = b""
+    """Digest of the model that generated the output; empty if the replica reports none."""
+
+    def reset(self) -> None:
+        """Forget the output of an attempt that never reached the client."""
+        self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
+        self.model_digest = b""
+        self.token_id_pieces.clear()
+        self.finish_reasons.clear()
+
+    def token_ids(self, choice: int) -> list[int]:
+        """Return the delivered token ids of a choice."""
+        return [int(i) for i in b",".join(self.token_id_pieces.get(choice, ())).split(b",") if i]

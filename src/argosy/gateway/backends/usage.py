@@ -1,0 +1,191 @@
+"""Token usage of a response: as its server reports it, else estimated from the length of the text."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from argosy.gateway.backends.backend_adapter import BackendAdapter
+from argosy.gateway.backends.delivered_output import DeliveredOutput
+from argosy.gateway.request_fields import BYTES_PER_TOKEN, RequestFields
+
+MAX_TOKEN_COUNT = 2**31 - 1
+TokenCount = Annotated[int, Meta(ge=0, le=MAX_TOKEN_COUNT)]
+"""A plausible token count. Other numbers are not billed, because a few of them would overflow the ledger's sums."""
+
+
+MAX_SINGLE_TOKEN_BYTES = 32
+"""Text of an event up to this size counts as one token. Many servers merge several tokens into one event."""
+
+
+def estimate_tokens(*values: object) -> int:
+    """Estimate the number of tokens in one event whose server does not report it. Most events carry one token.
+
+    Args:
+        values: Texts and tool call lists of the event. The longest text counts, because some servers send the
+            same text under an old and a new field name.
+    """
+    texts = [
+        text
+        for value in values
+        for text in (_tool_call_arguments(value) if isinstance(value, list) else [value])
+    ]
+    size = max(len(text.encode()) for text in ("", *texts) if isinstance(text, str))
+    return size // BYTES_PER_TOKEN if size > MAX_SINGLE_TOKEN_BYTES else 1
+
+
+def _tool_call_arguments(calls: list[object]) -> list[object]:
+    """Return the arguments of well-formed tool calls."""
+    functions = [call.get("function") for call in calls if isinstance(call, dict)]
+    return [function.get("arguments") for function in functions if isinstance(function, dict)]
+
+
+class PromptTokensDetails(msgspec.Struct):
+    """The part of `prompt_tokens_details` that is billed."""
+
+    cached_tokens: TokenCount | None = None
+
+
+class ReportedUsage(msgspec.Struct):
+    """Token usage that a server reports. A field is None if the server omits it."""
+
+    prompt_tokens: TokenCount | None = None
+    completion_tokens: TokenCount | None = None
+    prompt_tokens_details: PromptTokensDetails | None = None
+
+    def apply_to(self, delivered: DeliveredOutput) -> None:
+        """Copy the reported counts to `delivered`."""
+        if self.prompt_tokens is not None:
+            delivered.prompt_tokens = self.prompt_tokens
+        if self.completion_tokens is not None:
+            delivered.output_tokens = self.completion_tokens
+        delivered.cached_tokens = min(self.cached_tokens, delivered.prompt_tokens)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Cached prompt tokens; 0 if the server omits them."""
+        return (self.prompt_tokens_details and self.prompt_tokens_details.cached_tokens) or 0
+
+
+class ChoiceUsageSum:
+    """Sum of the usage of all choices, for servers that report the usage of each choice."""
+
+    def __init__(self, fields: RequestFields) -> None:
+        self._fields = fields
+        self._reported = self._prompt_tokens = self._output_tokens = self._cached_tokens = 0
+
+    def add(self, usage: ReportedUsage) -> ReportedUsage | None:
+        """Add the usage of one choice. Return the total after the last choice, else None."""
+        self._reported += 1
+        self._prompt_tokens += usage.prompt_tokens or 0
+        self._output_tokens += usage.completion_tokens or 0
+        self._cached_tokens += usage.cached_tokens
+        return self.total() if self._reported == self._fields.choice_count else None
+
+    def total(self) -> ReportedUsage | None:
+        """Return the sum of the reported usage; None if no choice reported any.
+
+        Each choice repeats the tokens of its prompt, so prompt tokens are counted once per prompt.
+        """
+        if not self._reported:
+            return None
+        prompt, cached = (
+            min(MAX_TOKEN_COUNT, tokens * self._fields.prompt_count // self._reported)
+            for tokens in (self._prompt_tokens, self._cached_tokens)
+        )
+        return ReportedUsage(
+            prompt or None,
+            min(MAX_TOKEN_COUNT, self._output_tokens) or None,
+            PromptTokensDetails(cached),
+        )
+
+
+class _UsageBody(msgspec.Struct):
+    usage: ReportedUsage | None = None
+
+
+def parse_usage(
+    content: bytes, fields: RequestFields, adapter: BackendAdapter
+) -> ReportedUsage | None:
+    """Return the usage of a non-streaming response; None if the response reports none or is malformed.
+
+    If the server reports only the usage of the first choice, the tokens of the others are estimated.
+    """
+    try:
+        usage = msgspec.json.decode(content, type=_UsageBody).usage
+        if usage is None or fields.choice_count == 1 or not adapter.has_per_choice_usage:
+            return usage
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    other_choices = sum(_estimate_choice_tokens(content)[1:])
+    output = None if usage.completion_tokens is None else usage.completion_tokens + other_choices
+    prompt = usage.prompt_tokens if fields.prompt_count == 1 else None
+    return ReportedUsage(prompt, output, usage.prompt_tokens_details)
+
+
+def estimate_response_tokens(content: bytes) -> int:
+    """Estimate the output tokens of a non-streaming response whose server does not report them."""
+    return sum(_estimate_choice_tokens(content)) or len(content) // BYTES_PER_TOKEN
+
+
+def _estimate_choice_tokens(content: bytes) -> list[int]:
+    """Estimate the output tokens of each choice. The list is empty if no choice can be parsed."""
+    try:
+        choices = msgspec.json.decode(content, type=_ResponseBody).choices
+    except (msgspec.DecodeError, RecursionError):
+        return []
+    return [choice.content_bytes // BYTES_PER_TOKEN or 1 for choice in choices]
+
+
+class MessageDelta(msgspec.Struct):
+    """Content of a chat message or of a delta of one. Most fields hold text, on some servers lists of parts."""
+
+    content: Any = None
+    reasoning: Any = None
+    reasoning_content: Any = None
+    refusal: Any = None
+    tool_calls: Any = None
+    function_call: Any = None
+    audio: Any = None
+
+    @property
+    def has_content(self) -> bool:
+        """Whether the delta carries more than a role."""
+        more = self.reasoning or self.reasoning_content or self.refusal or self.tool_calls
+        return bool(self.content or more or self.function_call or self.audio)
+
+    @property
+    def estimated_tokens(self) -> int:
+        """Estimated number of tokens in the delta."""
+        return estimate_tokens(*self.texts)
+
+    @property
+    def texts(self) -> list[object]:
+        """All text fields and the arguments of tool calls."""
+        calls = self.tool_calls if isinstance(self.tool_calls, list) else []
+        texts = self.content, self.reasoning, self.reasoning_content, self.refusal
+        return [*texts, *_tool_call_arguments(calls)]
+
+
+class _ResponseChoice(msgspec.Struct):
+    text: str | None = None
+    message: MessageDelta | None = None
+
+    @property
+    def content_bytes(self) -> int:
+        """Size of the content in bytes. Parts, tool calls and audio count as JSON."""
+        message = self.message
+        values: list[object] = [self.text]
+        if message is not None:
+            values = [*message.texts, message.function_call, message.audio]
+        return sum(
+            len(value.encode() if isinstance(value, str) else msgspec.json.encode(value))
+            for value in values
+            if value
+        )
+
+
+class _ResponseBody(msgspec.Struct):
+    choices: list[_ResponseChoice] = []
