@@ -154,7 +154,7 @@ def compare_prefill(model: Path, vocabulary: int, scale: float) -> None:
         work.append(Request(now, tokens(rng, rng.randint(1024, 2048), vocabulary), 8))
         now += rng.expovariate(2.0)
     for budget, share in (*CHUNKS, WHOLE):
-        core = core_of(model, max_step_tokens=budget, prefill_share=share, prefix_cache=False)
+        core = core_of(model, max_step_tokens=budget, max_prefill_fraction=share, prefix_cache=False)
         trace = serve(core, work)
         line: dict[str, object] = {"part": "prefill", "chunked": (budget, share) != WHOLE}
         line |= {"max_step_tokens": budget, "prefill_share": share}

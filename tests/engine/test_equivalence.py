@@ -183,7 +183,7 @@ def test_rotten_host_blocks_are_recomputed_and_counted(depth: int) -> None:
         host_kv_bytes=1 << 24,
     )
     run(core, requests())
-    for block in core.executor.host.blocks.values():  # type: ignore[attr-defined]
+    for block in core.executor.host_store.blocks.values():  # type: ignore[attr-defined]
         block.numpy()[7] ^= 1
     same(run(core, requests()))
     assert core.scheduler.kv_cache.corrupt_blocks > 0

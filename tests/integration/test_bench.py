@@ -67,7 +67,7 @@ async def test_chunks_of_the_replica_are_in_order_after_the_send(
 async def test_chat_with_the_replica(served: Served, endless: FakeEngine) -> None:
     wishes = TargetOptions(url=served.url, api="chat")
     workload = msgspec.structs.replace(WORKLOAD, input=LengthDistribution("fixed", 100))
-    result = await measure(served.url, wishes=wishes, workload=workload)
+    result = await measure(served.url, target_options=wishes, workload=workload)
     assert result.runs[0].summary.completed == 12
     # Two probes tell how the server counts words, so prompts come out near the plan.
     lengths = [row.input_tokens for row in result.runs[0].rows]
@@ -86,7 +86,7 @@ async def test_conversations_carry_what_was_said(served: Served, endless: FakeEn
     wishes = TargetOptions(url=served.url, api="chat")
     workload = msgspec.structs.replace(WORKLOAD, turns=3)
     result = await measure(
-        served.url, LoadSpec(concurrency=2, requests=6), wishes=wishes, workload=workload
+        served.url, LoadSpec(concurrency=2, requests=6), target_options=wishes, workload=workload
     )
     assert result.runs[0].summary.completed == 6
     by_session: dict[int, list[RequestRow]] = {}
@@ -183,7 +183,7 @@ async def test_the_search_stops_trials_that_are_lost() -> None:
             server.url,
             LoadSpec(arrivals=ArrivalProcess(rate=2000), requests=30),
             objectives=Objectives({"ttft": 1e6}),
-            search=True,
+            find_rate=True,
             precision=0.5,
         )
     assert result.best_rate is None
@@ -209,7 +209,7 @@ async def test_the_search_finds_what_holds() -> None:
             server.url,
             LoadSpec(arrivals=ArrivalProcess(rate=500), requests=10),
             objectives=Objectives({"ttft": 1e6}),
-            search=True,
+            find_rate=True,
             precision=0.9,
         )
     assert [point.met_objectives for point in result.runs][:4] == [True, True, True, False]

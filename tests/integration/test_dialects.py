@@ -332,12 +332,12 @@ async def test_what_is_more_than_text_ends_with_an_error_that_says_so(
         assert (await stream(client, CHAT, **changes)).text == WHOLE
 
 
-@pytest.mark.parametrize(("carry", "text"), [("none", "Once upon a"), ("prefill", WHOLE)])
+@pytest.mark.parametrize(("resume_mode", "text"), [("none", "Once upon a"), ("prefill", WHOLE)])
 async def test_the_configuration_says_how_far_it_may_go(carry: ResumeMode, text: str) -> None:
     one, two = Vllm(), Vllm()
     async with (
         running(one, two),
-        gateway(behind(one, carry=carry), behind(two, carry=carry)) as (_, client),
+        gateway(behind(one, resume_mode=carry), behind(two, carry=carry)) as (_, client),
     ):
         one.faults.append(Fault("die", 4))
         seen = await stream(client, CHAT)
@@ -350,7 +350,7 @@ async def test_who_cannot_go_on_is_passed_over_for_who_can() -> None:
     one, two, three = Vllm(), Vllm(), Vllm()
     async with (
         running(one, two, three),
-        gateway(behind(one), behind(two, carry="none"), behind(three)) as (server, client),
+        gateway(behind(one), behind(two, resume_mode="none"), behind(three)) as (server, client),
     ):
         for _ in range(6):  # whoever is asked first dies
             one.faults.append(Fault("die", 4))
@@ -371,7 +371,7 @@ async def test_where_nobody_else_can_go_on_who_began_is_asked_again_or_that_is_t
     async with running(able, unable):
         replicas = [
             behind(able, name="2-able"),
-            behind(unable, carry="none", name=f"{1 if begins == 'unable' else 3}-unable"),
+            behind(unable, resume_mode="none", name=f"{1 if begins == 'unable' else 3}-unable"),
         ]
         async with gateway(*replicas) as (_, client):  # takes them by their names
             able.faults.append(Fault("die", 4))
