@@ -9,12 +9,12 @@ import pytest
 import structlog
 from hypothesis import settings
 
-from tests.integration.gateway.certificates import Authority
+from tests.support.certificates import Authority
 
 # A shell that starts the tests in the background has them, and all that they start, ignore Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-pytest_plugins = ("tests.services",)
+pytest_plugins = ("tests.support.services",)
 
 # To draw a traceback with colours and local variables takes a tenth of a second, and hundreds are logged.
 structlog.dev.ConsoleRenderer.get_active().exception_formatter = structlog.dev.plain_traceback

@@ -6,7 +6,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
 import pytest
-from tests.chaos.scripted import CORE
+from tests.support.scripted_core import CORE
 
 from argosy.engine.engine_config import EngineConfig
 from argosy.engine.serving.engine_core.engine_client import EngineClient

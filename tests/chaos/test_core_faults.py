@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import zmq
 from tests.chaos.conftest import Serve
-from tests.chaos.scripted import (
+from tests.support.request_deltas import all_deltas, next_delta
+from tests.support.scripted_core import (
     Command,
     expected,
     loads,
@@ -17,8 +18,7 @@ from tests.chaos.scripted import (
     prompt,
     stopped,
 )
-from tests.deltas import all_deltas, next_delta
-from tests.waiting import until
+from tests.support.waiting import until
 
 from argosy.engine.serving.core_messages import Delta, EngineRequest
 from argosy.engine.serving.engine_core.delta_stream import MAX_CRASHES, DeltaStream

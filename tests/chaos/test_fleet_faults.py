@@ -17,8 +17,14 @@ from typing import Any
 import httpx2
 import pytest
 from tests.chaos.test_gateway_faults import ReplicaProcess
-from tests.gateways import GatewayProcess, Tenants, gateways, tenants
-from tests.services import PostgresServer, Program, RedisServer, running_postgres, running_redis
+from tests.support.gateway_processes import GatewayProcess, Tenants, gateways, tenants
+from tests.support.services import (
+    PostgresServer,
+    Program,
+    RedisServer,
+    running_postgres,
+    running_redis,
+)
 
 from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig, Timeouts
 from argosy.gateway.filters import LimitsConfig

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import httpx2
 import pytest
-from tests.gateways import MODEL, GatewayProcess, Tenants, gateways, tenants
-from tests.integration.rough_server import Asked, rough_server
-from tests.services import RedisServer, running_redis
+from tests.support.gateway_processes import MODEL, GatewayProcess, Tenants, gateways, tenants
+from tests.support.scripted_server import Asked, rough_server
+from tests.support.services import RedisServer, running_redis
 
 from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig
 from argosy.gateway.filters.limit_filter import LimitsConfig

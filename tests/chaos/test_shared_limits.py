@@ -13,9 +13,9 @@ from typing import Any
 import httpx2
 import msgspec
 import pytest
-from tests.gateways import MODEL, GatewayProcess, Tenants, gateways, tenants
-from tests.integration.rough_server import Asked, Rough, rough_server
-from tests.services import PostgresServer, RedisServer, running_postgres, running_redis
+from tests.support.gateway_processes import MODEL, GatewayProcess, Tenants, gateways, tenants
+from tests.support.scripted_server import Asked, Rough, rough_server
+from tests.support.services import PostgresServer, RedisServer, running_postgres, running_redis
 
 from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig
 from argosy.gateway.auth import AuthConfig

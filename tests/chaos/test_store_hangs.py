@@ -14,10 +14,10 @@ import httpx2
 import psutil
 import psycopg
 import pytest
-from tests.gateways import MODEL, GatewayProcess, tenants
-from tests.integration.rough_server import rough_server
-from tests.services import PostgresServer, running_postgres
-from tests.waiting import until
+from tests.support.gateway_processes import MODEL, GatewayProcess, tenants
+from tests.support.scripted_server import rough_server
+from tests.support.services import PostgresServer, running_postgres
+from tests.support.waiting import until
 
 from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig
 from argosy.store import StoreConfig

@@ -20,7 +20,7 @@ Fate = tuple[str, int]
 
 
 def child(*arguments: object) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "tests.chaos.usage_child", *map(str, arguments)]
+    command = [sys.executable, "-m", "tests.support.usage_process", *map(str, arguments)]
     return subprocess.Popen(command, stdout=subprocess.PIPE)
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
-from tests.e2e.server import Server, serving
+from tests.support.serve_process import Server, serving
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import openai
 import pytest
-from tests.e2e.server import ARGOSY, URL, Server
+from tests.support.serve_process import ARGOSY, URL, Server
 from typer.testing import CliRunner
 
 from argosy.cli.app import app

@@ -18,10 +18,10 @@ import openai
 import psutil
 import pytest
 from openai.types.chat import ChatCompletionUserMessageParam
-from tests.e2e.server import ARGOSY, Server, argosy, serving
-from tests.integration.gateway.certificates import Authority
-from tests.pipes import fill
-from tests.waiting import listens_at
+from tests.support.certificates import Authority
+from tests.support.pipes import fill
+from tests.support.serve_process import ARGOSY, Server, argosy, serving
+from tests.support.waiting import listens_at
 
 from argosy.models import BUNDLED_MODEL
 
@@ -90,7 +90,7 @@ def test_argosy_chat_converses(server: Server) -> None:
     answers = [line for line in done.stdout.replace("> ", "").splitlines() if line]
     assert len(answers) == 2
     assert answers[0] == answers[1]  # the second was asked with no memory of the first
-    assert "/quit leaves" in done.stderr
+    assert "/quit exits" in done.stderr
 
 
 def test_argosy_chat_reports_a_refusal(server: Server) -> None:
@@ -183,7 +183,7 @@ def test_a_second_interrupt_leaves_at_once() -> None:
             pieces.get()
             server.core().suspend()  # it cannot finish
             server.process.send_signal(signal.SIGINT)
-            while "Ctrl-C leaves at once" not in next(server.said):
+            while "Press Ctrl-C again to stop at once" not in next(server.said):
                 pass
             while listens(server):
                 pass

@@ -14,7 +14,7 @@ from argosy.engine.execution.batch import KvCacheShape
 from argosy.engine.execution.native_kernels import Kernels, load_kernels
 from argosy.engine.execution.rope import apply_rope
 from argosy.native import NativeUnavailableError
-from tests.engine.worlds import (
+from tests.engine.attention_cases import (
     Chunk,
     PathName,
     World,

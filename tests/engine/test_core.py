@@ -15,7 +15,7 @@ from argosy.engine.serving.core_messages import EngineRequest
 from argosy.engine.serving.engine_core.core import MAX_CONSECUTIVE_FAILED_STEPS, EngineCore
 from argosy.models import BUNDLED_MODEL
 from argosy.protocol import SamplingParams, unpack_block_names
-from tests.engine.driver import Answer, core_of, run
+from tests.engine.core_driver import Answer, core_of, run
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 POISON = 3999

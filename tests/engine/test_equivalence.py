@@ -12,7 +12,7 @@ import pytest
 from argosy.engine.serving.core_messages import EngineRequest
 from argosy.models import BUNDLED_MODEL
 from argosy.protocol import SamplingParams
-from tests.engine.driver import Answer, core_of, run
+from tests.engine.core_driver import Answer, core_of, run
 
 if TYPE_CHECKING:
     from argosy.engine.serving.engine_core.core import EngineCore

@@ -14,8 +14,8 @@ from argosy.engine.execution.architecture_config import read_architecture
 from argosy.engine.execution.device import create_cpu_device
 from argosy.engine.execution.model_architecture import summarize_model
 from argosy.engine.execution.weight_loader import load_decoder
-from tests.engine.oracle import Runner
-from tests.engine.reference import VOCAB, Reference, make_reference
+from tests.engine.decoder_driver import Runner
+from tests.engine.transformers_reference import VOCAB, Reference, make_reference
 
 if TYPE_CHECKING:
     from collections.abc import Callable

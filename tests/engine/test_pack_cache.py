@@ -23,7 +23,7 @@ from argosy.engine.execution.pack_cache import PackCache, open_pack_cache, pack_
 from argosy.engine.serving.core_messages import EngineRequest
 from argosy.models import BUNDLED_MODEL
 from argosy.protocol import SamplingParams
-from tests.engine.driver import core_of, run
+from tests.engine.core_driver import core_of, run
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from tests.integration.fake_engine import FakeEngine, always, says
-from tests.integration.organisations import World, gateway_with_store
-from tests.integration.serving import Served, serve
+from tests.support.fake_engine import FakeEngine, always, says
+from tests.support.organisations import World, gateway_with_store
+from tests.support.replica_servers import Served, serve
 
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.models import BUNDLED_MODEL

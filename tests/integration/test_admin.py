@@ -23,7 +23,7 @@ from schemathesis.specs.openapi.checks import (
     response_schema_conformance,
     status_code_conformance,
 )
-from tests.waiting import still
+from tests.support.waiting import still
 
 from argosy.gateway.admin import build_admin_app
 from argosy.gateway.admin.app import ENDPOINTS

@@ -9,7 +9,7 @@ import httpx2
 import pytest
 import sqlalchemy as sa
 from structlog.testing import capture_logs
-from tests.integration.organisations import World, key_body, limit_body, name, user_body
+from tests.support.organisations import World, key_body, limit_body, name, user_body
 
 from argosy.store.database import Database
 

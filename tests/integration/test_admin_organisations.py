@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 
 import httpx2
 import pytest
-from tests.integration.organisations import (
+from tests.support.organisations import (
     Holding,
     Ids,
     Json,

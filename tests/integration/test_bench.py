@@ -11,10 +11,10 @@ from urllib.parse import quote
 
 import msgspec
 import pytest
-from tests.integration.benching import AT_ONCE, WORKLOAD, measure
-from tests.integration.fake_engine import FakeEngine, Script, always
-from tests.integration.rough_server import Asked, Rough, plain, rough_server
-from tests.integration.serving import MODEL, Served
+from tests.support.fake_engine import FakeEngine, Script, always
+from tests.support.replica_servers import MODEL, Served
+from tests.support.scripted_server import Asked, Rough, plain, rough_server
+from tests.support.small_benchmarks import AT_ONCE, WORKLOAD, measure
 
 from argosy.bench import (
     ArrivalProcess,

@@ -8,8 +8,8 @@ import time
 
 import msgspec
 import pytest
-from tests.integration.benching import AT_ONCE, WORKLOAD, Watch, measure, settings
-from tests.integration.rough_server import Answer, Asked, plain, rough_server
+from tests.support.scripted_server import Answer, Asked, plain, rough_server
+from tests.support.small_benchmarks import AT_ONCE, WORKLOAD, Watch, measure, settings
 
 from argosy.bench import LoadSpec, run_benchmark
 from argosy.bench.client import BenchClient
@@ -145,7 +145,7 @@ async def test_a_failure_costs_one_request(script: Answer, error: str) -> None:
 async def test_bytes_that_are_no_text_are_said_to_be_none() -> None:
     async with rough_server(half_a_character) as server:
         result = await measure(server.url, LoadSpec(concurrency=1, requests=1))
-    assert "no UTF-8" in result.runs[0].rows[0].detail
+    assert "not UTF-8" in result.runs[0].rows[0].detail
 
 
 async def test_what_a_server_says_moves_no_terminal() -> None:

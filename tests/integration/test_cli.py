@@ -138,8 +138,8 @@ def test_chat_without_a_server_says_how_to_start_one() -> None:
         (("--url", "127.0.0.1:8000"), "write it like http://"),
         (("--url", "localhost:8000"), "write it like http://"),
         (("--url", "http://"), "write it like http://"),
-        (("--api-key", "a\nb"), "is no API key"),
-        (("--api-key", "kľúč"), "is no API key"),
+        (("--api-key", "a\nb"), "the API key contains characters"),
+        (("--api-key", "kľúč"), "the API key contains characters"),
     ],
 )
 def test_what_cannot_be_explained_is_one_sentence(arguments: tuple[str, ...], said: str) -> None:
@@ -168,7 +168,7 @@ def test_who_is_no_gateway_explains_nothing(answer: bytes) -> None:
         )
         thread.join()
     assert paths == ["/admin/requests/a%2F..%2Fb%3Fc%23d"]
-    assert (result.exit_code, "is no gateway" in result.output) == (2, True)
+    assert (result.exit_code, "is not an Argosy gateway" in result.output) == (2, True)
 
 
 @pytest.mark.parametrize("refused", [False, True])

@@ -212,15 +212,15 @@ def test_the_default_project_is_there_when_it_is_meant_whatever_was_made_before(
         (("keys", "create", "--network", "10.0.0.0/99"), "10.0.0.0/99"),
         (("keys", "create", "--role", "king"), "king"),
         (("tenants", "create", "x", "-o", "nobody"), "there is no organisation 'nobody'"),
-        (("tenants", "limits", "set", "tokens", "many", "-p", "default"), "'many' is no whole"),
+        (("tenants", "limits", "set", "tokens", "many", "-p", "default"), "'many' is not a whole"),
         (("tenants", "limits", "set", "dollars", "x", "-p", "default"), "12.50"),
-        (("tenants", "limits", "set", "tokens", "5"), "give one of --organisation"),
+        (("tenants", "limits", "set", "tokens", "5"), "give exactly one of --organisation"),
         (
             ("tenants", "limits", "set", "concurrency", "4", "--per", "day", "-p", "default"),
             "Only a limit on concurrency has none",
         ),
         (("tenants", "prices", "set", "x", "--input", "0.0001", "--output", "1"), "too fine"),
-        (("tenants", "prices", "set", "x", "--input", "1e999999", "--output", "1"), "no amount"),
+        (("tenants", "prices", "set", "x", "--input", "1e999999", "--output", "1"), "not an amount"),
         (("tenants", "prices", "set", "x", "--input", "1e9", "--output", "1"), "at most 1,000,000"),
         (("tenants", "limits", "set", "dollars", "1e10", "-p", "default"), "at most 9,223,372,036"),
         (("usage", "--by", "colour"), "A report can be grouped by"),
@@ -238,10 +238,10 @@ def test_what_cannot_be_done_is_one_sentence(url: str, command: tuple[str, ...],
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        (("tenants", "change", "web"), "give what to change"),
+        (("tenants", "change", "web"), "nothing to change"),
         (("tenants", "change", "web", "--name", ""), "length >= 1 - at `$.name`"),
         (("tenants", "change", "web", "--network", "::/0", "--clear-networks"), "not both"),
-        (("tenants", "users", "change", "ann@acme.test"), "give what to change"),
+        (("tenants", "users", "change", "ann@acme.test"), "nothing to change"),
         (
             ("tenants", "users", "change", "ann@acme.test", "--email", ""),
             "length >= 1 - at `$.email`",
@@ -344,7 +344,7 @@ def test_usage_is_summed_by_name_and_exported(url: str, tmp_path: Path) -> None:
     assert "$0.0015" in shown
     (total,) = told("usage", "--by", "", "--project", "default", "--organisation", "default")
     assert total["output_tokens"] == 234
-    assert "Nothing was used." in run("usage", "--until", "30d")
+    assert "There is no usage." in run("usage", "--until", "30d")
     twice = run("usage", "--by", "model, model", "--csv", "-").splitlines()
     assert twice[0].startswith("model,requests")
     assert run("usage", "--by", "model,model").count("Model") == 1
@@ -407,7 +407,7 @@ def test_the_audit_log_is_listed_and_checked(url: str) -> None:
     assert "All 4 entries" in run("audit", "verify")
     assert told("audit", "verify")["broken"] is None
     for part in ("--organisation", "--subject", "--limit"):
-        assert "verified as a whole" in refused("audit", "verify", part, "1")
+        assert "only the whole log can be verified" in refused("audit", "verify", part, "1")
 
 
 def test_as_a_user_runs_it(tmp_path: Path) -> None:
@@ -441,7 +441,7 @@ def test_a_store_is_copied(url: str, tmp_path: Path) -> None:
     run("keys", "create")
     copy = f"sqlite:///{tmp_path}/backup/argosy.db"
     done = runner.invoke(app, ("store", "copy", copy))
-    assert (done.exit_code, "waits" in done.output) == (0, False)
+    assert (done.exit_code, "still in" in done.output) == (0, False)
     assert run("audit", "verify", "--store", copy) == run("audit", "verify")
     assert told("keys", "list", "--store", copy) == told("keys", "list")
     assert "is not empty" in refused("store", "copy", copy)
@@ -449,4 +449,4 @@ def test_a_store_is_copied(url: str, tmp_path: Path) -> None:
     (Path(f"{tmp_path}/state/argosy.db.usage")).mkdir()
     (tmp_path / "state" / "argosy.db.usage" / "1.usage").touch()
     done = runner.invoke(app, ("store", "copy", f"sqlite:///{tmp_path}/another.db"))
-    assert "what it has not settled yet waits in" in done.output
+    assert "Its latest usage is still in" in done.output

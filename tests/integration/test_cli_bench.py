@@ -12,8 +12,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.integration.rough_server import Asked, rough_server
-from tests.integration.serving import MODEL, Served
+from tests.support.replica_servers import MODEL, Served
+from tests.support.scripted_server import Asked, rough_server
 from typer.testing import CliRunner
 from typer.testing import Result as Ran
 
@@ -64,7 +64,7 @@ async def test_the_command_writes_what_other_programs_read(served: Served, tmp_p
 def test_self_check() -> None:
     ran = cli("--self-check")
     assert ran.exit_code == 0, ran.output
-    for line in ("added TTFT", "ITL error", "schedule lag", "most requests", "most chunks"):
+    for line in ("added TTFT", "ITL error", "schedule lag", "maximum requests", "maximum chunks"):
         assert line in ran.output
 
 
@@ -97,25 +97,25 @@ def test_a_self_check_ends_in_peace_at_ctrl_c() -> None:
         (("--rate", "0"), "numbers above 0"),
         (("--rate", "x"), "numbers above 0"),
         (("--concurrency", "1.5"), "whole number"),
-        (("--input-len", "zipf:1"), "is no length"),
-        (("--goodput", "speed:5"), "is no objective"),
+        (("--input-len", "zipf:1"), "is not a length"),
+        (("--goodput", "speed:5"), "is not an objective"),
         (("--trace", "/nonexistent"), "Cannot read the trace"),
         (("--prompts", "/nonexistent"), "Cannot read the prompts"),
-        (("--extra-body", "{"), "is no JSON"),
+        (("--extra-body", "{"), "is not JSON"),
         (("--extra-body", "[]"), "takes a JSON object"),
-        (("--header", "nothing"), "is no header"),
-        (("--save", "/nonexistent/a.json"), "no directory"),
+        (("--header", "nothing"), "is not a header"),
+        (("--save", "/nonexistent/a.json"), "does not exist"),
         (("--find-rate", "--rate", "1"), "needs objectives"),
-        (("--csv", "/nonexistent/a.csv"), "no directory"),
+        (("--csv", "/nonexistent/a.csv"), "does not exist"),
         (("--save", "/"), "/ is a directory"),
         (("--html", "/proc/a.html"), "Cannot write /proc/a.html"),
         (("--url", "http://a..b"), "Cannot connect to a..b"),
         (("--url", f"http://{'a' * 70}.example"), "Cannot connect"),
-        (("--api-key", "one\r\n"), "no key"),
-        (("--api-key", "\udcff"), "no key"),
-        (("--header", "a: \udcff"), "is no header"),
+        (("--api-key", "one\r\n"), "API key contains"),
+        (("--api-key", "\udcff"), "API key contains"),
+        (("--header", "a: \udcff"), "is not a header"),
         (("compare", "/nonexistent", "/nonexistent"), "Cannot read"),
-        (("compare", "/nonexistent/*.json", "/nonexistent"), "No file is like"),
+        (("compare", "/nonexistent/*.json", "/nonexistent"), "No file matches"),
     ],
 )
 def test_refusals_are_one_sentence(arguments: tuple[str, ...], sentence: str) -> None:

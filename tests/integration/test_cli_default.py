@@ -29,11 +29,11 @@ def test_a_key_without_the_default_organisation_needs_a_project() -> None:
 def test_who_begins_a_store_is_told_where(tmp_path: Path) -> None:
     """The server may have another: a key that is made for it here opens nothing there."""
     first, second = (runner.invoke(app, ["keys", "create"]) for _ in range(2))
-    assert f"A new store begins in {tmp_path}/argosy.db" in " ".join(first.stderr.split())
+    assert f"Created a new store in {tmp_path}/argosy.db" in " ".join(first.stderr.split())
     assert "--store" in first.stderr
-    assert "A new store" not in second.stderr
+    assert "new store" not in second.stderr
     backup = f"sqlite:///{tmp_path}/backup.db"
-    assert "A new store" not in runner.invoke(app, ["store", "copy", backup]).stderr
+    assert "new store" not in runner.invoke(app, ["store", "copy", backup]).stderr
 
 
 def test_the_command_that_a_new_project_is_shown_means_that_project() -> None:

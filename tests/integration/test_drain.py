@@ -12,9 +12,9 @@ import httpx2
 import msgspec
 import pytest
 from tests.integration.conftest import REPLY
-from tests.integration.fake_engine import FakeEngine, always, says
-from tests.integration.fake_replica import REPLY as PROCESS_REPLY
-from tests.integration.serving import CONFIG, Served, chat, events, replica_process
+from tests.support.fake_engine import FakeEngine, always, says
+from tests.support.fake_replica import REPLY as PROCESS_REPLY
+from tests.support.replica_servers import CONFIG, Served, chat, events, replica_process
 
 from argosy.engine.serving.api_server.replica_server_config import ReplicaServerConfig
 from argosy.engine.serving.text.tokenizer import Tokenizer

@@ -10,9 +10,9 @@ import subprocess
 import msgspec
 import pytest
 from rich.console import Console
-from tests.integration.gateway.harness import Watching, front
-from tests.integration.rough_server import Asked, rough_server
 from tests.integration.test_metrics import value
+from tests.support.gateway_harness import Watching, front
+from tests.support.scripted_server import Asked, rough_server
 
 from argosy.cli.explain import print_explanation, timeline_steps
 from argosy.gateway import ReplicaConfig
@@ -246,7 +246,7 @@ def test_the_terminal_shows_steps_candidates_and_what_stages_added() -> None:
     )
     text = shown(trace, 160)
     for part in (
-        *("cmpl-1", "completed", "queue, 4 ahead", "the replica closed", "on after 7", "c, hedge"),
+        *("cmpl-1", "completed", "queue, 4 ahead", "the replica closed", "resumed after 7", "c, hedge"),
         *("Attempt 1", "http://b", "0.6000", "idempotency", "again", "cmpl-0"),
     ):
         assert part in text

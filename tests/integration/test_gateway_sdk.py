@@ -10,12 +10,12 @@ from pathlib import Path
 
 import openai
 import pytest
-from tests.gateways import MODEL, Tenants, gateways, sdk, tenants
 from tests.integration.conftest import REPLY
-from tests.integration.fake_engine import FakeEngine, Script
-from tests.integration.javascript import javascript
-from tests.integration.serving import MODEL as BEHIND
-from tests.integration.serving import Served
+from tests.support.fake_engine import FakeEngine, Script
+from tests.support.gateway_processes import MODEL, Tenants, gateways, sdk, tenants
+from tests.support.javascript_sdk import javascript
+from tests.support.replica_servers import MODEL as BEHIND
+from tests.support.replica_servers import Served
 
 from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig
 from argosy.gateway.auth import AuthConfig

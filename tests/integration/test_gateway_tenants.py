@@ -13,9 +13,9 @@ from typing import Any
 import httpx2
 import openai
 import pytest
-from tests.integration.fake_engine import FakeEngine, Script
-from tests.integration.serving import MODEL, serve
 from tests.integration.test_metrics import value
+from tests.support.fake_engine import FakeEngine, Script
+from tests.support.replica_servers import MODEL, serve
 from typer.testing import CliRunner
 
 from argosy.cli.app import app
@@ -230,7 +230,7 @@ async def test_a_request_is_explained_to_its_tenant_and_to_operators(
         assert shown.exit_code == 0, shown.output
         assert "completed" in shown.output
         (ledger,) = [line for line in shown.output.splitlines() if line.startswith("ledger: $")]
-        assert ledger.endswith("a million")  # in a pipe a line is as long as it must be
+        assert ledger.endswith("per million tokens")  # in a pipe a line is as long as it must be
         arguments[-1] = here.keys["other"]
         refused = await asyncio.to_thread(CliRunner().invoke, app, arguments)
         assert refused.exit_code == 2

@@ -12,8 +12,8 @@ import httpx2
 import msgspec
 import pytest
 from tests.integration.conftest import REPLY
-from tests.integration.fake_engine import FakeEngine, Script, always
-from tests.integration.serving import (
+from tests.support.fake_engine import FakeEngine, Script, always
+from tests.support.replica_servers import (
     CONFIG,
     MODEL,
     Served,

@@ -12,8 +12,8 @@ import httpx2
 import msgspec
 import pytest
 from tests.integration.conftest import REPLY
-from tests.integration.fake_engine import FakeEngine
-from tests.integration.serving import CONFIG, MODEL, chat, serve, text_tools
+from tests.support.fake_engine import FakeEngine
+from tests.support.replica_servers import CONFIG, MODEL, chat, serve, text_tools
 
 from argosy.engine.engine_config import EngineConfig
 from argosy.engine.serving.api_server.replica_server import ReplicaServer

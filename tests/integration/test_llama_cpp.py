@@ -13,8 +13,8 @@ from tempfile import TemporaryDirectory
 
 import httpx2
 import pytest
-from tests.integration.gateway.doubles.behind import CHAT, COMPLETION, Seen, gateway
-from tests.waiting import until
+from tests.support.gateway_client import CHAT, COMPLETION, Seen, gateway
+from tests.support.waiting import until
 
 from argosy.gateway import ReplicaConfig
 from argosy.models import BUNDLED_MODEL
@@ -22,7 +22,7 @@ from argosy.models import BUNDLED_MODEL
 ROOT = Path(__file__).parents[2]
 PEER = Path(os.environ.get("ARGOSY_LLAMA_CPP", ROOT / ".venv-peers" / "llama-cpp"))
 SERVER = PEER / "build" / "bin" / "llama-server"
-EXPORT = "tests.integration.gateway.doubles.export_gguf"
+EXPORT = "tests.support.export_gguf"
 BODIES: dict[str, dict[str, object]] = {
     CHAT: {"messages": [{"role": "user", "content": "Tell me a story about a cat."}]},
     COMPLETION: {"prompt": "Once upon a time"},

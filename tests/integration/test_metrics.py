@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from tests.integration.fake_engine import FakeEngine, Script, always
-from tests.integration.serving import CONFIG, MODEL, Served, chat, completion, serve
-from tests.waiting import until
+from tests.support.fake_engine import FakeEngine, Script, always
+from tests.support.replica_servers import CONFIG, MODEL, Served, chat, completion, serve
+from tests.support.waiting import until
 
 from argosy.telemetry import ReplicaMetrics
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.chaos.scripted import CORE, Command, expected, prompt
-from tests.deltas import all_deltas, next_delta
-from tests.waiting import until
+from tests.support.request_deltas import all_deltas, next_delta
+from tests.support.scripted_core import CORE, Command, expected, prompt
+from tests.support.waiting import until
 
 from argosy.engine.engine_config import EngineConfig
 from argosy.engine.serving.core_messages import Delta, EngineRequest

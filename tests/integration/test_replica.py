@@ -10,7 +10,15 @@ from typing import Any
 import openai
 import pytest
 import pytest_asyncio
-from tests.integration.serving import MODEL, Served, chat, completion, events, real_engine, serve
+from tests.support.replica_servers import (
+    MODEL,
+    Served,
+    chat,
+    completion,
+    events,
+    real_engine,
+    serve,
+)
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

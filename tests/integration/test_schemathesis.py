@@ -16,8 +16,8 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
     unsupported_method,
 )
-from tests.integration.fake_engine import FakeEngine
-from tests.integration.serving import MODEL, Served
+from tests.support.fake_engine import FakeEngine
+from tests.support.replica_servers import MODEL, Served
 
 OPERATIONS = [
     ("/v1/chat/completions", "POST"),

@@ -9,9 +9,9 @@ from typing import Any
 import openai
 import pytest
 from tests.integration.conftest import REPLY
-from tests.integration.fake_engine import FakeEngine, Script, always
-from tests.integration.javascript import javascript
-from tests.integration.serving import MODEL, Served
+from tests.support.fake_engine import FakeEngine, Script, always
+from tests.support.javascript_sdk import javascript
+from tests.support.replica_servers import MODEL, Served
 
 from argosy.protocol import ApiError
 

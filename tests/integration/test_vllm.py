@@ -12,10 +12,10 @@ from typing import Any
 
 import httpx2
 import pytest
-from tests.integration.gateway.doubles.behind import CHAT, COMPLETION, Seen, gateway, said
-from tests.integration.gateway.doubles.cutting import Knife, proxied
-from tests.integration.vllm_server import CONTEXT, PEER, PYTHON, VllmServer, started
-from tests.waiting import until
+from tests.support.cutting_proxy import Knife, proxied
+from tests.support.gateway_client import CHAT, COMPLETION, Seen, gateway, said
+from tests.support.vllm_server import CONTEXT, PEER, PYTHON, VllmServer, started
+from tests.support.waiting import until
 
 from argosy.gateway import GatewayServer, ReplicaConfig, Timeouts
 

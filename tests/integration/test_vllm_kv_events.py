@@ -16,10 +16,10 @@ from typing import Any
 import httpx2
 import pytest
 import pytest_asyncio
-from tests.integration.gateway.doubles.behind import CHAT, COMPLETION
-from tests.integration.gateway.harness import Running, Watching, front
-from tests.integration.vllm_server import PEER, PYTHON, VllmServer, started
-from tests.waiting import until
+from tests.support.gateway_client import CHAT, COMPLETION
+from tests.support.gateway_harness import Running, Watching, front
+from tests.support.vllm_server import PEER, PYTHON, VllmServer, started
+from tests.support.waiting import until
 
 from argosy.gateway import ReplicaConfig
 from argosy.gateway.backends import KvEventAddress

@@ -9,21 +9,21 @@ import pytest
 import torch
 
 from argosy.engine.execution.gpu.attention import KV_FLOAT8, TritonAttention
-from tests.engine.gpu.device import DEVICE
-from tests.engine.worlds import (
+from tests.engine.attention_cases import (
     World,
     assert_blocks_move,
     assert_right,
     assert_same_bits,
     type_of,
 )
+from tests.engine.gpu.device import DEVICE
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from argosy.engine.execution.batch import AttentionParams, Batch
     from argosy.engine.execution.rope import RopeRotation
-    from tests.engine.worlds import Chunk, PathName
+    from tests.engine.attention_cases import Chunk, PathName
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy plays the GPU here
 

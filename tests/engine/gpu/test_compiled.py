@@ -25,7 +25,7 @@ def test_every_kernel_fits_hopper(tmp_path: Path) -> None:
     environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
     environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run(
-        [sys.executable, "-m", "tests.engine.gpu.compiled"],
+        [sys.executable, "-m", "tests.engine.gpu.compile_kernels"],
         env=environment,
         capture_output=True,
         text=True,

@@ -14,10 +14,10 @@ from argosy.engine.execution.gpu.device import GpuDevice
 from argosy.engine.serving.core_messages import EngineRequest
 from argosy.models import BUNDLED_MODEL
 from argosy.protocol import SamplingParams
-from tests.engine.driver import Answer, core_of, run
+from tests.engine.core_driver import Answer, core_of, run
 from tests.engine.gpu.device import INTERPRETED
 from tests.engine.gpu.host_runtime import HostRuntime
-from tests.engine.reference import make_reference
+from tests.engine.transformers_reference import make_reference
 
 if TYPE_CHECKING:
     from pathlib import Path

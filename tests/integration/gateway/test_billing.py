@@ -7,8 +7,11 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.integration.fake_engine import FakeEngine, Script, always
-from tests.integration.gateway.books import (
+from tests.support.backend_formats import Vllm
+from tests.support.fake_backend import Fault
+from tests.support.fake_backend import running as listening
+from tests.support.fake_engine import FakeEngine, Script, always
+from tests.support.metered_gateway import (
     CHATS,
     COMPLETIONS,
     PROMPT,
@@ -17,12 +20,9 @@ from tests.integration.gateway.books import (
     carriable,
     kept,
 )
-from tests.integration.gateway.doubles.families import Vllm
-from tests.integration.gateway.doubles.server import Fault
-from tests.integration.gateway.doubles.server import running as listening
-from tests.integration.rough_server import Asked, rough_server
-from tests.integration.serving import MODEL, serve
-from tests.waiting import until
+from tests.support.replica_servers import MODEL, serve
+from tests.support.scripted_server import Asked, rough_server
+from tests.support.waiting import until
 
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.gateway import ReplicaConfig

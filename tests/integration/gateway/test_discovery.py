@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 from structlog.testing import capture_logs
-from tests.integration.gateway.certificates import Authority
-from tests.integration.gateway.doubles.behind import COMPLETION, QUICK, stream
-from tests.integration.gateway.doubles.changing import (
+from tests.integration.gateway.test_tls import server_context, terminated
+from tests.support.backend_formats import Vllm
+from tests.support.certificates import Authority
+from tests.support.changing_pool import (
     BODY,
     Running,
     Steps,
@@ -23,13 +24,12 @@ from tests.integration.gateway.doubles.changing import (
     pods,
     whole,
 )
-from tests.integration.gateway.doubles.changing import gateway as changing
-from tests.integration.gateway.doubles.families import Vllm
-from tests.integration.gateway.doubles.publishing import publishing
-from tests.integration.gateway.doubles.server import WHOLE, running
-from tests.integration.gateway.test_tls import server_context, terminated
-from tests.integration.rough_server import Asked, rough_server
-from tests.waiting import until
+from tests.support.changing_pool import gateway as changing
+from tests.support.fake_backend import WHOLE, running
+from tests.support.gateway_client import COMPLETION, QUICK, stream
+from tests.support.kv_event_publisher import publishing
+from tests.support.scripted_server import Asked, rough_server
+from tests.support.waiting import until
 
 from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig, Timeouts, UpstreamTls
 from argosy.gateway.backends import KvEventAddress

@@ -20,10 +20,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
-from tests.integration.fake_engine import FakeEngine, Script
-from tests.integration.gateway.harness import Watching, front
-from tests.integration.serving import MODEL, Served, events, serve
-from tests.waiting import until
+from tests.support.fake_engine import FakeEngine, Script
+from tests.support.gateway_harness import Watching, front
+from tests.support.replica_servers import MODEL, Served, events, serve
+from tests.support.waiting import until
 
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.gateway import GatewayConfig, GatewayServer, ModelConfig, ReplicaConfig

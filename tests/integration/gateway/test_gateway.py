@@ -14,7 +14,7 @@ import msgspec
 import openai
 import pytest
 from structlog.testing import capture_logs
-from tests.integration.rough_server import Asked, Rough, rough_server
+from tests.support.scripted_server import Asked, Rough, rough_server
 
 from argosy.gateway import (
     GatewayConfig,

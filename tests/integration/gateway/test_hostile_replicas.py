@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 
 import httpx2
 import pytest
-from tests.integration.gateway.harness import Running, front
+from tests.support.gateway_harness import Running, front
 
 from argosy.gateway.backends import BackendKind, stream_events
 from argosy.gateway.config import ReplicaConfig

@@ -13,10 +13,10 @@ from pathlib import Path
 import httpx2
 import openai
 import pytest
-from tests.gateways import sdk
-from tests.integration.fake_engine import FakeEngine, Script
-from tests.integration.gateway.harness import front
-from tests.integration.gateway.keyed import (
+from tests.support.fake_engine import FakeEngine, Script
+from tests.support.gateway_harness import front
+from tests.support.gateway_processes import sdk
+from tests.support.idempotent_gateway import (
     BODIES,
     CHATS,
     COMPLETIONS,
@@ -29,8 +29,8 @@ from tests.integration.gateway.keyed import (
     fleet,
     refusal,
 )
-from tests.integration.rough_server import Answer, Asked, Rough, plain, rough_server
-from tests.integration.serving import MODEL, serve
+from tests.support.replica_servers import MODEL, serve
+from tests.support.scripted_server import Answer, Asked, Rough, plain, rough_server
 
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.gateway import ReplicaConfig

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import msgspec
 import pytest
-from tests.integration.fake_engine import FakeEngine, always, says
-from tests.integration.serving import MODEL, Served, serve
-from tests.waiting import until
+from tests.support.fake_engine import FakeEngine, always, says
+from tests.support.replica_servers import MODEL, Served, serve
+from tests.support.waiting import until
 
 from argosy.engine.serving.api_server.kv_events_handler import MAX_NAMES_PER_EVENT
 from argosy.engine.serving.core_messages import KvChange

@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
-from tests.integration.gateway.harness import Running, Watching, front
-from tests.integration.serving import MODEL, Served, completion, real_engine, serve
-from tests.waiting import until
+from tests.support.gateway_harness import Running, Watching, front
+from tests.support.replica_servers import MODEL, Served, completion, real_engine, serve
+from tests.support.waiting import until
 
 from argosy.engine.serving.engine_core.engine_client import EngineClient
 from argosy.gateway import ReplicaConfig

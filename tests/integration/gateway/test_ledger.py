@@ -15,8 +15,8 @@ import pytest
 from psycopg import sql
 from structlog.testing import capture_logs
 from structlog.typing import EventDict
-from tests.services import PostgresServer
-from tests.waiting import until
+from tests.support.services import PostgresServer
+from tests.support.waiting import until
 
 from argosy.gateway import accounting as books_module
 from argosy.gateway.accounting import AccountingService

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.integration.gateway.limit_world import (
+from tests.support.limit_harness import (
     CALLER,
     OTHER,
     Gate,

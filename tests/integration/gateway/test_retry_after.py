@@ -8,7 +8,7 @@ from email.utils import formatdate
 import pytest
 from tests.integration.gateway import test_gateway
 from tests.integration.gateway.test_hostile_replicas import BODY, CHAT, behind
-from tests.integration.rough_server import Asked, rough_server
+from tests.support.scripted_server import Asked, rough_server
 
 from argosy.gateway import Timeouts
 

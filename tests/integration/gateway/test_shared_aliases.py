@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import msgspec
-from tests.integration.gateway.limit_world import directory, limit, refusal, request
 from tests.integration.gateway.test_shared_limits import gateways
-from tests.services import running_redis
+from tests.support.limit_harness import directory, limit, refusal, request
+from tests.support.services import running_redis
 
 from argosy.gateway.pool.pool import Pool
 

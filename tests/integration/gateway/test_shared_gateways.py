@@ -10,9 +10,9 @@ from typing import Any
 
 import httpx2
 import pytest
-from tests.integration.fake_engine import FakeEngine, Script
-from tests.integration.serving import MODEL, serve
-from tests.services import running_redis
+from tests.support.fake_engine import FakeEngine, Script
+from tests.support.replica_servers import MODEL, serve
+from tests.support.services import running_redis
 
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.gateway import GatewayConfig, GatewayServer, ModelConfig, ReplicaConfig

@@ -13,10 +13,10 @@ import httpx2
 import msgspec
 import pytest
 from redis import Redis
-from tests.integration.fake_engine import FakeEngine
-from tests.integration.gateway.keyed import REPLAYED, Caller, before_replica, refusal
-from tests.services import RedisServer, running_redis
-from tests.waiting import until
+from tests.support.fake_engine import FakeEngine
+from tests.support.idempotent_gateway import REPLAYED, Caller, before_replica, refusal
+from tests.support.services import RedisServer, running_redis
+from tests.support.waiting import until
 
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.store import CachedResponse, IdempotencyConfig, InFlightClaim

@@ -17,8 +17,7 @@ import msgspec
 import pytest
 from redis.asyncio import Redis
 from structlog.testing import capture_logs
-from tests.authority import Authority
-from tests.integration.gateway.limit_world import (
+from tests.support.limit_harness import (
     Gate,
     deliver,
     directory,
@@ -27,7 +26,8 @@ from tests.integration.gateway.limit_world import (
     refusal,
     request,
 )
-from tests.services import RedisServer, running_redis
+from tests.support.quota_authority import Authority
+from tests.support.services import RedisServer, running_redis
 
 from argosy.gateway.request_context import RequestContext
 from argosy.policy import LeaseGrant, LeaseRequest, calendar_bounds
@@ -38,7 +38,7 @@ from argosy.telemetry import QuotaBackendGauges
 
 PATIENCE_S = 30.0
 ROOT = Path(__file__).resolve().parents[3]
-CHILD = "tests.integration.gateway.limits_child"
+CHILD = "tests.support.limits_process"
 
 
 @pytest.fixture

@@ -10,9 +10,7 @@ from pathlib import Path
 
 import pytest
 from structlog.testing import capture_logs
-from tests.integration.gateway.issuer import OTHER_RSA_KEY, RSA_KEY, Issuer, issuer, public_jwk
-from tests.integration.gateway.people import bearer
-from tests.integration.gateway.test_tokens import (
+from tests.integration.gateway.test_token_verifier import (
     DEADLINE_S,
     Clock,
     identify,
@@ -20,6 +18,8 @@ from tests.integration.gateway.test_tokens import (
     trusting,
     until_refused,
 )
+from tests.support.account_fixtures import bearer
+from tests.support.token_issuer import OTHER_RSA_KEY, RSA_KEY, Issuer, issuer, public_jwk
 
 from argosy.gateway.auth import Authenticator, signing_keys
 from argosy.protocol import ApiError

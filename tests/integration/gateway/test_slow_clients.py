@@ -8,11 +8,11 @@ import socket
 from typing import Any
 
 import httpx2
-from tests.integration.fake_engine import FakeEngine, Script
-from tests.integration.gateway.harness import Watching, front
 from tests.integration.gateway.test_fast_path import dechunked, ids
-from tests.integration.serving import MODEL, serve
-from tests.waiting import until
+from tests.support.fake_engine import FakeEngine, Script
+from tests.support.gateway_harness import Watching, front
+from tests.support.replica_servers import MODEL, serve
+from tests.support.waiting import until
 
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.gateway import ReplicaConfig, Timeouts

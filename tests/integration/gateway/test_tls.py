@@ -18,14 +18,14 @@ import httpx2
 import msgspec
 import openai
 import pytest
-from tests.integration.fake_engine import FakeEngine
-from tests.integration.gateway.certificates import Authority, Pair
-from tests.integration.gateway.doubles.behind import BODIES, COMPLETION, QUICK, stream
-from tests.integration.gateway.doubles.families import Vllm
-from tests.integration.gateway.doubles.server import WHOLE, Fault, running
-from tests.integration.gateway.wire import CHUNKED, OK, Kept, ask, read_request, serving
-from tests.integration.serving import CONFIG, MODEL, serve
-from tests.waiting import still
+from tests.support.backend_formats import Vllm
+from tests.support.byte_server import CHUNKED, OK, Kept, ask, read_request, serving
+from tests.support.certificates import Authority, Pair
+from tests.support.fake_backend import WHOLE, Fault, running
+from tests.support.fake_engine import FakeEngine
+from tests.support.gateway_client import BODIES, COMPLETION, QUICK, stream
+from tests.support.replica_servers import CONFIG, MODEL, serve
+from tests.support.waiting import still
 
 from argosy.gateway import GatewayConfig, GatewayServer, ModelConfig, ReplicaConfig, UpstreamTls
 from argosy.http_server import (

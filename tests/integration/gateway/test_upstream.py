@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from tests.integration.gateway.wire import CHUNKED, OK, Kept, ask, read_request, serving
-from tests.waiting import still, until
+from tests.support.byte_server import CHUNKED, OK, Kept, ask, read_request, serving
+from tests.support.waiting import still, until
 
 from argosy.gateway.upstream import connection as upstream_connection
 from argosy.gateway.upstream import upstream_response as attempts

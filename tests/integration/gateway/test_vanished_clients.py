@@ -10,9 +10,9 @@ from pathlib import Path
 
 import httpx2
 import pytest
-from tests.gateways import MODEL, gateways, tenants
 from tests.integration.gateway.test_upstream import falls_silent
-from tests.integration.rough_server import Asked, rough_server
+from tests.support.gateway_processes import MODEL, gateways, tenants
+from tests.support.scripted_server import Asked, rough_server
 
 from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig
 from argosy.store import StoreConfig

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.services import PostgresServer
+from tests.support.services import PostgresServer
 
 from argosy.store import Store, open_store
 
@@ -90,7 +90,7 @@ def at_once(count: int, what: str, url: str, *arguments: object) -> list[str]:
     workers = [
         subprocess.Popen(
             (
-                *(sys.executable, "-m", "tests.integration.store.worker", what, url),
+                *(sys.executable, "-m", "tests.support.store_process", what, url),
                 *(str(argument) for argument in (number, *arguments)),
             ),
             stdin=subprocess.PIPE,

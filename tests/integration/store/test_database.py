@@ -22,7 +22,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from tests.integration.store.conftest import at_once
-from tests.integration.store.rows import usage_row
+from tests.support.usage_rows import usage_row
 
 from argosy.store import (
     AuditVerification,

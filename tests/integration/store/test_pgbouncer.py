@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import psycopg
 import pytest
-from tests.integration.store.rows import usage_row
-from tests.services import PostgresServer, running_pgbouncer
+from tests.support.services import PostgresServer, running_pgbouncer
+from tests.support.usage_rows import usage_row
 
 from argosy.store import StoreError, StoreUnavailableError, open_store
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import psycopg
 import pytest
-from tests.integration.store.rows import usage_row
-from tests.services import PostgresServer, running_standby
+from tests.support.services import PostgresServer, running_standby
+from tests.support.usage_rows import usage_row
 
 from argosy.store import Store, StoreError, open_existing_store, open_store
 

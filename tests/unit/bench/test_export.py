@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from argosy.bench import BenchResult, Objectives, format_csv, format_prometheus
-from tests.unit.bench.rows import result, row
+from tests.support.request_rows import result, row
 
 
 def read_csv(one: BenchResult) -> list[dict[str, str]]:

@@ -104,9 +104,9 @@ def test_all_at_once() -> None:
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
 def test_impossible_rates_are_refused(bad: float) -> None:
-    with pytest.raises(BenchError, match="more than 0"):
+    with pytest.raises(BenchError, match="above 0"):
         ArrivalProcess(rate=bad)
-    with pytest.raises(BenchError, match="more than 0"):
+    with pytest.raises(BenchError, match="above 0"):
         ArrivalProcess(rate=1.0, burstiness=bad)
 
 
@@ -195,26 +195,26 @@ def test_what_begins_in_the_ramp_is_not_measured() -> None:
 @pytest.mark.parametrize(
     ("workload", "load", "message"),
     [
-        (WORKLOAD, LoadSpec(requests=5), "Say how to send"),
-        (WORKLOAD, LoadSpec(concurrency=2), "needs an end"),
-        (WORKLOAD, LoadSpec(arrivals=ArrivalProcess(rate=2)), "needs an end"),
+        (WORKLOAD, LoadSpec(requests=5), "The load is missing"),
+        (WORKLOAD, LoadSpec(concurrency=2), "has no end"),
+        (WORKLOAD, LoadSpec(arrivals=ArrivalProcess(rate=2)), "has no end"),
         (
             WORKLOAD,
             LoadSpec(arrivals=ArrivalProcess(rate=None), duration_s=5),
             "number of requests",
         ),
         (WORKLOAD, LoadSpec(concurrency=1, duration_s=5, ramp_s=5), "before its ramp"),
-        (WORKLOAD, LoadSpec(arrivals=ArrivalProcess(rate=5), duration_s=math.inf), "no end"),
-        (WORKLOAD, LoadSpec(concurrency=1, requests=5, ramp_s=math.inf), "no end"),
+        (WORKLOAD, LoadSpec(arrivals=ArrivalProcess(rate=5), duration_s=math.inf), "infinite"),
+        (WORKLOAD, LoadSpec(concurrency=1, requests=5, ramp_s=math.inf), "infinite"),
         (
             msgspec.structs.replace(WORKLOAD, think_s=math.inf),
             LoadSpec(concurrency=1, requests=5),
-            "no end",
+            "infinite",
         ),
         (
             WORKLOAD,
             LoadSpec(arrivals=ArrivalProcess(rate=1e-6), duration_s=0.001),
-            "Nothing would be sent",
+            "No request would be sent",
         ),
     ],
 )
@@ -251,7 +251,7 @@ def test_lengths_as_written(text: str, lengths: LengthDistribution) -> None:
     "text", ["", "0", "-5", "x", "uniform:9-3", "normal:5", "zipf:1,2", "1,2", "nan", "inf", "1e99"]
 )
 def test_other_lengths_are_refused(text: str) -> None:
-    with pytest.raises(BenchError, match="is no length"):
+    with pytest.raises(BenchError, match="is not a length"):
         parse_length_distribution(text)
 
 

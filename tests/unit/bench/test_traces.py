@@ -84,8 +84,8 @@ def test_a_limit_takes_the_first(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "no trace that is known"),
-        ("a,b,c\n1,2,3\n", "no trace that is known"),
+        ("", "is not a known trace"),
+        ("a,b,c\n1,2,3\n", "is not a known trace"),
         ('{"timestamp": 1}\n', "line 1"),
         (MOONCAKE + "{oops\n", "line 3"),
         (MOONCAKE + '{"timestamp": 1, "input_length": -4, "output_length": 2}\n', "line 3"),

@@ -9,7 +9,7 @@ from itertools import cycle
 from typing import cast
 
 import pytest
-from tests.integration.gateway.limit_world import request
+from tests.support.limit_harness import request
 
 from argosy.gateway import GatewayConfig, ModelConfig, QueueConfig, ReplicaConfig
 from argosy.gateway.model_registry.model_entries import build_model_entries, build_model_router

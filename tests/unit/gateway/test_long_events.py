@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tests.unit.gateway.test_pass_reader import reading
+from tests.unit.gateway.test_passthrough_parser import reading
 
 from argosy.gateway.backends import CHAT_PATH, StreamContinuation, get_adapter
 from argosy.gateway.backends.delivered_output import DeliveredOutput

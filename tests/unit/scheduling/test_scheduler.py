@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from argosy.engine.scheduling import Scheduler, SchedulerLimits, Sequence, StepResult
 from argosy.engine.scheduling.batching_policy import DynamicBatching, StaticBatching
 from argosy.protocol.sampling import SamplingParams
-from tests.unit.scheduling.fake_executor import FakeExecutor, reference
+from tests.support.fake_executor import FakeExecutor, reference
 
 
 @dataclass

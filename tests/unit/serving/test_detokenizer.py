@@ -7,7 +7,7 @@ from itertools import chain, pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.unit.serving.vocabularies import byte_level, sentencepiece
+from tests.support.vocabularies import byte_level, sentencepiece
 
 from argosy.engine.serving.text.detokenizer import Detokenizer
 from argosy.engine.serving.text.stop_string_matcher import StopStringMatcher

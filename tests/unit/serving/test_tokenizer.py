@@ -12,7 +12,7 @@ import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.unit.serving.vocabularies import (
+from tests.support.vocabularies import (
     byte_level,
     byte_level_backend,
     sentencepiece,

@@ -1,0 +1,30 @@
+"""The OpenAI SDK for JavaScript, by node."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+JS = Path(__file__).parents[1] / "integration/js"
+
+
+async def javascript(script: str, *arguments: str) -> Any:  # noqa: ANN401 - whatever it prints
+    """What this script prints, as JSON. Skips the test where node or the SDK is not there."""
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("node is not installed")
+    if not (JS / "node_modules" / "openai").is_dir():
+        pytest.skip("the JavaScript SDK is not installed: run npm ci in tests/integration/js")
+    process = await asyncio.create_subprocess_exec(
+        *(node, str(JS / script), *arguments),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    out, err = await process.communicate()
+    assert process.returncode == 0, err.decode()
+    return json.loads(out)

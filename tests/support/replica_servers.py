@@ -1,0 +1,118 @@
+"""Starts a real replica server on a free port, in this event loop, around an engine of the test's choice."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import msgspec
+
+from argosy.engine.engine_config import EngineConfig
+from argosy.engine.serving.api_server.replica_server import ReplicaServer, TextProcessing
+from argosy.engine.serving.api_server.replica_server_config import ReplicaServerConfig
+from argosy.engine.serving.api_server.replica_state import ReplicaEngine, ReplicaState
+from argosy.engine.serving.engine_core.engine_client import EngineClient
+from argosy.engine.serving.text.chat_template import ChatTemplate
+from argosy.engine.serving.text.tokenizer import Tokenizer
+from argosy.models import BUNDLED_MODEL
+from argosy.protocol import EventParser
+
+ROOT = Path(__file__).parents[2]
+MODEL = "test-model"
+CONFIG = ReplicaServerConfig(port=0, served_model_names=(MODEL,), drain_deadline_s=5.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A running server and a client of it."""
+
+    url: str
+    server: ReplicaServer
+    client: httpx2.AsyncClient
+
+    @property
+    def replica(self) -> ReplicaState:
+        return self.server.replica_state
+
+
+@functools.cache
+def text_tools() -> TextProcessing:
+    """The bundled model's tokenizer and template."""
+    return TextProcessing(Tokenizer.load(BUNDLED_MODEL), ChatTemplate.load(BUNDLED_MODEL, None))
+
+
+def real_engine(blocks: int = 512) -> EngineClient:
+    """The bundled model's, with so many KV blocks; not started yet."""
+    config = EngineConfig(model=str(BUNDLED_MODEL), threads=1, num_blocks=blocks, warmup=False)
+    return EngineClient(config)
+
+
+@contextlib.asynccontextmanager
+async def serve(
+    engine: ReplicaEngine, config: ReplicaServerConfig = CONFIG
+) -> AsyncIterator[Served]:
+    """A server that is ready; stopped at the end, running requests ended."""
+    url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    server = ReplicaServer(
+        config,
+        EngineConfig(model=str(BUNDLED_MODEL)),
+        engine=engine,
+        load_text_processing=text_tools,
+        on_ready=url.set_result,
+    )
+    running = asyncio.create_task(server.run())
+    either: set[asyncio.Future[Any]] = {running, url}
+    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+    if running.done():
+        await running
+    async with httpx2.AsyncClient(base_url=url.result(), timeout=30) as client:
+        yield Served(url.result(), server, client)
+    server.stop()
+    server.stop()
+    await running
+
+
+@contextlib.asynccontextmanager
+async def replica_process(
+    config: ReplicaServerConfig = CONFIG,
+) -> AsyncIterator[tuple[asyncio.subprocess.Process, httpx2.AsyncClient]]:
+    """A `fake_replica` process and a client of it; killed at the end if it is still there."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tests.support.fake_replica"),
+        msgspec.json.encode(config).decode(),
+        cwd=ROOT,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    url = (await process.stdout.readline()).decode().strip()
+    try:
+        async with httpx2.AsyncClient(base_url=url, timeout=30) as client:
+            yield process, client
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+def chat(content: str = "Hello", **extra: object) -> dict[str, object]:
+    """A chat body."""
+    messages = [{"role": "user", "content": content}]
+    return {"model": MODEL, "messages": messages, **extra}
+
+
+def completion(prompt: object = "Once upon", **extra: object) -> dict[str, object]:
+    """A completion body."""
+    return {"model": MODEL, "prompt": prompt, **extra}
+
+
+def events(body: bytes) -> list[bytes]:
+    """The data of the events of a whole stream."""
+    return EventParser().feed(body)

@@ -1,0 +1,147 @@
+"""Chat templates as Hugging Face checkpoints have them, and everything that can go wrong in one."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.vocabularies import TEMPLATE, write_checkpoint
+
+from argosy.engine.serving.text.chat_template import ChatTemplate
+from argosy.protocol import ApiError
+
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+def template(source: str) -> ChatTemplate:
+    return ChatTemplate(source, {"bos_token": "<s>"}, lambda: datetime(2026, 11, 20, tzinfo=UTC))
+
+
+def refusal(source: str, **arguments: Any) -> ApiError:  # noqa: ANN401 - as `render` takes them
+    with pytest.raises(ApiError) as caught:
+        template(source).render(HELLO, **arguments)
+    assert caught.value.status == 400
+    return caught.value
+
+
+def test_messages_and_generation_prompt() -> None:
+    chat = template(TEMPLATE)
+    assert chat.render(HELLO) == "<|user|>user: Hello<|end|>\n<|user|>assistant:"
+    assert chat.render(HELLO, add_generation_prompt=False) == "<|user|>user: Hello<|end|>\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("{{ bos_token }}|{{ eos_token }}|", "<s>||"),
+        ("{% if tools is none and documents is none %}none{% endif %}", "none"),
+        ("  {% if true %}\n  a\n  {% endif %}\nb", "  a\nb"),
+        ("{% for m in [1, 2, 3] %}{% if m == 2 %}{% break %}{% endif %}{{ m }}{% endfor %}", "1"),
+        ("{{ {'a': '<é>'} | tojson }}", '{"a": "<é>"}'),
+        ("{{ [1, 2] | tojson(separators=(',', ':')) }}", "[1,2]"),
+        ("{{ strftime_now('%d %b %Y') }}", "20 Nov 2026"),
+        ("{% generation %}{{ messages[0].content }}{% endgeneration %}!", "Hello!"),
+        ("{% set ns = namespace(x=1) %}{% set ns.x = 2 %}{{ ns.x }}", "2"),
+        ("{{ messages[0]['content'] }}{{ absent }}", "Hello"),
+    ],
+)
+def test_what_templates_rely_on(source: str, text: str) -> None:
+    assert template(source).render(HELLO) == text
+
+
+def test_variables_of_the_request() -> None:
+    chat = template("{{ enable_thinking }} {{ bos_token }}")
+    assert chat.render(HELLO, variables={"enable_thinking": False}) == "False <s>"
+
+
+@pytest.mark.parametrize("name", ["messages", "add_generation_prompt", "tools"])
+def test_variables_of_the_request_do_not_replace_ours(name: str) -> None:
+    assert refusal("x", variables={name: 1}).param == f"chat_template_kwargs.{name}"
+
+
+def test_raise_exception_is_a_refusal_in_the_templates_words() -> None:
+    error = refusal("{{ raise_exception('roles must alternate') }}")
+    assert "roles must alternate" in error.message
+    assert error.code == "chat_template_error"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ 1 / 0 }}",
+        "{{ absent.field }}",
+        "{{ messages.append(1) }}",
+        "{{ messages[0].__class__.__mro__ }}{{ ''.__class__.__subclasses__() }}",
+        "{{ 1 + 'a' }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{% for i in range(10 ** 9) %}{% endfor %}",
+        "{{ absent_function() }}",
+        "{{ cycler | tojson }}",
+    ],
+)
+def test_whatever_fails_in_a_template_is_a_refusal(source: str) -> None:
+    assert refusal(source).code == "chat_template_error"
+
+
+def test_a_model_without_template_takes_no_messages(tmp_path: Path) -> None:
+    with pytest.raises(ApiError) as caught:
+        ChatTemplate.load(tmp_path).render(HELLO)
+    assert (caught.value.status, caught.value.code) == (400, "no_chat_template")
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("{{ messages[0].content }}<end>", "Hel lo "),
+        ("{{ messages[0].content | trim }}<end>", "Hel lo"),
+        ("<b>{{ messages[0].content }}", "<b>Hel lo "),
+    ],
+)
+def test_continuing_the_final_message_cuts_behind_it(source: str, text: str) -> None:
+    messages = [{"role": "assistant", "content": "Hel lo "}]
+    rendered = template(source).render(messages, continue_final_message=True)
+    assert rendered == text
+    assert messages == [{"role": "assistant", "content": "Hel lo "}]
+
+
+def test_a_template_that_drops_the_final_message_cannot_continue_it() -> None:
+    error = refusal("fixed", continue_final_message=True)
+    assert error.param == "continue_final_message"
+
+
+def test_developer_is_system_unless_the_template_knows_it() -> None:
+    messages = [{"role": "developer", "content": "x"}]
+    assert template("{{ messages[0].role }}").render(messages) == "system"
+    knowing = "{% if messages[0].role == 'developer' %}known{% endif %}"
+    assert template(knowing).render(messages) == "known"
+
+
+def test_where_the_template_is_found(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
+    assert ChatTemplate.load(tmp_path).render(HELLO).startswith("<|user|>user: Hello")
+    (tmp_path / "chat_template.jinja").write_text("file {{ eos_token }}")
+    assert ChatTemplate.load(tmp_path).render(HELLO) == "file <|end|>"
+    override = tmp_path / "mine.jinja"
+    override.write_text("mine {{ bos_token }}")
+    assert ChatTemplate.load(tmp_path, override).render(HELLO) == "mine <|begin|>"
+
+
+def test_of_several_named_templates_the_default_is_taken(tmp_path: Path) -> None:
+    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    assert ChatTemplate.load(tmp_path).render(HELLO) == "plain"
+
+
+def test_templates_that_cannot_be_read_say_where(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_text("{% if %}")
+    with pytest.raises(ValueError, match=r"chat_template\.jinja.*--chat-template"):
+        ChatTemplate.load(tmp_path)
+    with pytest.raises(ValueError, match="absent"):
+        ChatTemplate.load(tmp_path, tmp_path / "absent.jinja")
+    (tmp_path / "chat_template.jinja").unlink()
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": 3}')
+    with pytest.raises(ValueError, match="a string or a list"):
+        ChatTemplate.load(tmp_path)

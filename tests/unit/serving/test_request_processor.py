@@ -1,0 +1,715 @@
+"""The door: what passes becomes the right engine requests, everything else is a 400 with its name."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from datetime import datetime
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.support.vocabularies import TEMPLATE, byte_level, byte_level_backend, sentencepiece
+
+from argosy.engine.engine_config import EngineConfig
+from argosy.engine.serving.core_messages import CoreReady, EngineRequest
+from argosy.engine.serving.preprocessing.parameter_rules import (
+    IGNORED_PARAMETERS,
+    PARAMETER_RANGES,
+    RESTRICTED_PARAMETERS,
+)
+from argosy.engine.serving.preprocessing.request_processor import (
+    GatewayHeaders,
+    PreparedRequest,
+    RequestProcessor,
+)
+from argosy.engine.serving.preprocessing.sampling_params import choice_seed
+from argosy.engine.serving.text.chat_template import ChatTemplate
+from argosy.engine.serving.text.tokenizer import Tokenizer
+from argosy.models import BUNDLED_MODEL
+from argosy.protocol import (
+    ApiError,
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    SamplingParams,
+    TokenizeRequest,
+    parse_body,
+)
+
+TOKENIZER = byte_level()
+VOCAB = TOKENIZER.vocab_size
+MAX_LEN = 128
+CONTEXT = GatewayHeaders(request_id="r", tenant="acme", cache_domain="d", tier=2, weight=3.0)
+USER = [{"role": "user", "content": "hello world"}]
+IDS: list[str | int | list[int]] = [10, 11, 12]
+
+
+class CountingTokenizer(Tokenizer):
+    """Counts the characters that it is asked to encode."""
+
+    encoded = 0
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        CountingTokenizer.encoded += len(text)
+        return super().encode(text, add_special_tokens)
+
+
+def make_door(
+    tokenizer: Tokenizer = TOKENIZER, source: str = TEMPLATE, **overrides: int
+) -> RequestProcessor:
+    ready = CoreReady(
+        max_model_len=overrides.get("max_model_len", MAX_LEN),
+        vocab_size=tokenizer.vocab_size,
+        eos_token_ids=[overrides["eos"]] if "eos" in overrides else tokenizer.eos_token_ids,
+        block_size=16,
+        num_blocks=overrides.get("num_blocks", 64),
+        max_seqs=4,
+        kv_bytes_per_token=1,
+        parameters=1,
+        load_s=0.0,
+        backend="test",
+        fingerprint="",
+    )
+    template = ChatTemplate(source, {})
+    return RequestProcessor(
+        tokenizer, template, ready, EngineConfig(model="m", request_timeout_s=60)
+    )
+
+
+DOOR = make_door()
+
+
+def chat(door: RequestProcessor = DOOR, **body: Any) -> PreparedRequest:  # noqa: ANN401 - any JSON
+    raw = msgspec.json.encode({"model": "m", "messages": USER, **body})
+    return door.prepare_chat(parse_body(ChatCompletionRequest, raw), CONTEXT)
+
+
+def complete(door: RequestProcessor = DOOR, **body: Any) -> PreparedRequest:  # noqa: ANN401 - the same
+    raw = msgspec.json.encode({"model": "m", "prompt": IDS, **body})
+    return door.prepare_completion(parse_body(CompletionRequest, raw), CONTEXT)
+
+
+def params(job: PreparedRequest) -> SamplingParams:
+    return job.requests[0].params
+
+
+def refused(call: Any, **body: Any) -> ApiError:  # noqa: ANN401 - the same
+    with pytest.raises(ApiError) as caught:
+        call(**body)
+    assert caught.value.status == 400
+    assert caught.value.message.endswith((".", ")"))
+    return caught.value
+
+
+# --- what becomes of a body ----------------------------------------------------------------------
+
+
+def test_a_chat_becomes_one_request() -> None:
+    job = chat(seed=7)
+    rendered = "<|user|>user: hello world<|end|>\n<|user|>assistant:"
+    prompt = TOKENIZER.encode(rendered, add_special_tokens=False)
+    assert job.requests == [
+        EngineRequest(
+            id="r-0",
+            prompt=prompt,
+            params=SamplingParams(max_tokens=MAX_LEN - len(prompt), seed=7),
+            cache_domain="d",
+            tenant="acme",
+            tier=2,
+            weight=3.0,
+            timeout_s=60,
+        )
+    ]
+    assert TOKENIZER.decode(prompt, skip_special_tokens=False) == rendered
+    assert (job.n, job.logprobs, job.echo_texts, job.is_scoring) == (1, None, [], False)
+    assert job.prompt_tokens == len(prompt)
+
+
+def test_a_completion_has_16_tokens_by_default_or_what_is_left() -> None:
+    assert params(complete()).max_tokens == 16
+    assert params(complete(prompt=[5] * (MAX_LEN - 3))).max_tokens == 3
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("the cat", [TOKENIZER.encode("the cat")]),
+        (["the", "cat"], [TOKENIZER.encode("the"), TOKENIZER.encode("cat")]),
+        ([1, 2, 3], [[1, 2, 3]]),
+        ([[1, 2], [3]], [[1, 2], [3]]),
+    ],
+)
+def test_the_four_shapes_of_a_prompt(prompt: object, expected: list[list[int]]) -> None:
+    assert [r.prompt for r in complete(prompt=prompt).requests] == expected
+
+
+def test_every_parameter_arrives() -> None:
+    job = complete(
+        max_tokens=9, min_tokens=2, temperature=0.5, top_k=5, top_p=0.9, min_p=0.1,
+        repetition_penalty=1.1, presence_penalty=-2, frequency_penalty=2, logit_bias={"3": -100},
+        allowed_token_ids=[9, 3, 9], seed=1, stop="x", stop_token_ids=[8],
+        include_stop_str_in_output=True, ignore_eos=True, logprobs=3, prompt_logprobs=2,
+        skip_special_tokens=False, cache_salt="s", priority=3, timeout_s=1.5,
+    )  # fmt: skip
+    assert params(job) == SamplingParams(
+        max_tokens=9, min_tokens=2, temperature=0.5, top_k=5, top_p=0.9, min_p=0.1,
+        repetition_penalty=1.1, presence_penalty=-2, frequency_penalty=2, logit_bias={3: -100},
+        allowed_token_ids=(3, 9), seed=1, stop=("x",), stop_token_ids=(8,),
+        include_stop_str_in_output=True, ignore_eos=True, logprobs=3, prompt_logprobs=2,
+        skip_special_tokens=False,
+    )  # fmt: skip
+    assert (job.requests[0].tier, job.requests[0].timeout_s) == (5, 1.5)
+
+
+@pytest.mark.parametrize(
+    ("body", "field", "value"),
+    [
+        ({"temperature": 0}, "temperature", 0.0),
+        ({"temperature": 1e-9}, "temperature", 0.0),
+        ({"top_k": -1}, "top_k", 0),
+        ({"top_k": 10**6}, "top_k", 0),
+        ({"stop": ["b", "a", "b"]}, "stop", ("b", "a")),
+        ({"seed": -1}, "seed", 2**63 - 1),
+        ({"seed": -(2**63)}, "seed", 0),
+        ({"logprobs": 0}, "logprobs", 0),
+    ],
+)
+def test_values_are_brought_to_one_form(body: dict[str, Any], field: str, value: object) -> None:
+    assert msgspec.structs.asdict(params(complete(**body)))[field] == value
+
+
+def test_chat_logprobs_and_limits() -> None:
+    assert params(chat(logprobs=True)).logprobs == 0
+    assert params(chat(logprobs=True, top_logprobs=20)).logprobs == 20
+    assert params(chat(logprobs=False, top_logprobs=0)).logprobs is None
+    assert params(chat(max_tokens=4)).max_tokens == 4
+    assert params(chat(max_completion_tokens=5)).max_tokens == 5
+    assert params(chat(max_completion_tokens=5, max_tokens=5)).max_tokens == 5
+
+
+def test_choices_are_siblings_with_seeds_of_their_own() -> None:
+    job = complete(prompt=[[1, 2], [3]], n=3, seed=11, echo=True, logprobs=1)
+    assert [r.id for r in job.requests] == ["r-0", "r-1", "r-2", "r-3", "r-4", "r-5"]
+    assert [r.parent_id for r in job.requests] == [None, "r-0", "r-0", None, "r-3", "r-3"]
+    assert [r.prompt for r in job.requests] == [[1, 2]] * 3 + [[3]] * 3
+    seeds = [r.params.seed for r in job.requests]
+    assert seeds == [choice_seed(11, i) for i in range(3)] * 2
+    assert [r.params.prompt_logprobs for r in job.requests] == [1, None, None] * 2
+    assert job.prompt_tokens == 3
+
+
+@given(seed=st.integers(-(2**63), 2**63 - 1))
+def test_seeds_of_choices_are_valid_distinct_and_fixed(seed: int) -> None:
+    seeds = [choice_seed(seed, i) for i in range(64)]
+    assert all(0 <= s < 2**63 for s in seeds)
+    assert len(set(seeds)) == 64
+    assert seeds[0] == seed % 2**63
+    assert choice_seed(seeds[0], 0) == seeds[0]
+
+
+def test_the_derivation_of_seeds_never_changes() -> None:
+    assert [choice_seed(0, i) for i in range(3)] == [
+        0,
+        0xE220A8397B1DCDAF >> 1,
+        0x6E789E6AA1B965F4 >> 1,
+    ]
+
+
+def test_without_a_seed_one_is_drawn() -> None:
+    drawn = {params(complete()).seed for _ in range(8)}
+    assert len(drawn) == 8
+    assert all(seed is not None and 0 <= seed < 2**63 for seed in drawn)
+
+
+def test_the_cache_salt_divides_the_tenants_domain() -> None:
+    salts = [None, "a", "b"]
+    domains = [complete(cache_salt=salt).requests[0].cache_domain for salt in salts]
+    assert domains[0] == "d"
+    assert len(set(domains)) == 3
+    assert complete(cache_salt="a").requests[0].cache_domain == domains[1]
+    raw = msgspec.json.encode({"model": "m", "prompt": IDS, "cache_salt": "a"})
+    other = DOOR.prepare_completion(
+        parse_body(CompletionRequest, raw), GatewayHeaders(request_id="r", cache_domain="e")
+    )
+    assert other.requests[0].cache_domain not in domains
+
+
+# --- scoring, echo, truncation, special tokens ---------------------------------------------------
+
+
+def test_scoring_a_prompt_as_lm_eval_does() -> None:
+    job = complete(prompt=[[1, 2, 3]], echo=True, max_tokens=0, logprobs=1)
+    assert (params(job).max_tokens, params(job).prompt_logprobs, job.is_scoring) == (1, 1, True)
+    assert job.echo_texts == [TOKENIZER.decode([1, 2, 3])]
+    job = complete(prompt=[[40, 41]], echo=True, max_tokens=1, logprobs=1)
+    assert (params(job).max_tokens, job.is_scoring) == (1, False)
+
+
+def test_echo_gives_the_text_as_it_was_sent() -> None:
+    assert complete(prompt=["<|user|>the", "cat"], echo=True).echo_texts == ["<|user|>the", "cat"]
+    assert complete(prompt="the").echo_texts == []
+
+
+def test_truncation_keeps_the_end_or_the_beginning() -> None:
+    ids = list(range(20, 40))
+    assert complete(prompt=ids, truncate_prompt_tokens=3).requests[0].prompt == [37, 38, 39]
+    right = complete(prompt=ids, truncate_prompt_tokens=3, truncation_side="right", echo=True)
+    assert right.requests[0].prompt == [20, 21, 22]
+    assert right.echo_texts == [TOKENIZER.decode([20, 21, 22])]
+    text = "hello world, " * 10_000 + "the cat"
+    kept = complete(prompt=text, truncate_prompt_tokens=5).requests[0].prompt
+    assert kept == TOKENIZER.encode("hello world, hello world, the cat")[-5:]
+
+
+def test_special_tokens_are_added_to_prompts_but_not_to_rendered_chats() -> None:
+    tokenizer = sentencepiece()
+    door = make_door(tokenizer)
+    begin = tokenizer.encode("")[0]
+    assert complete(door, prompt="the").requests[0].prompt[0] == begin
+    assert begin not in complete(door, prompt="the", add_special_tokens=False).requests[0].prompt
+    assert begin not in chat(door).requests[0].prompt
+    assert chat(door, add_special_tokens=True).requests[0].prompt[0] == begin
+    assert complete(door, prompt="").requests[0].prompt == [begin]
+
+
+def test_messages_of_parts_are_flattened() -> None:
+    parts = [{"type": "text", "text": "hello"}, {"type": "text", "text": "world"}]
+    by_parts = chat(messages=[{"role": "user", "content": parts}])
+    by_text = chat(messages=[{"role": "user", "content": "hello\nworld"}])
+    assert by_parts.requests[0].prompt == by_text.requests[0].prompt
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        {"annotations": []},
+        {"annotations": None, "audio": None, "function_call": None, "tool_calls": None},
+        {"refusal": None, "parsed": None},
+        {"parsed": {"name": "x"}},
+        {"provider_specific_fields": {"refusal": None}},
+        {"thinking_blocks": [{"type": "thinking", "thinking": "hm", "signature": "s"}]},
+        {"reasoning_details": [{"type": "reasoning.text", "text": "hm"}]},
+    ],
+)
+def test_answers_come_back_with_what_clients_put_beside_their_text(beside: dict[str, Any]) -> None:
+    answer = {"role": "assistant", "content": "the cat"}
+    with_it = chat(messages=[*USER, answer | beside, *USER])
+    without = chat(messages=[*USER, answer, *USER])
+    assert with_it.requests[0].prompt == without.requests[0].prompt
+
+
+def test_marks_of_what_to_cache_say_nothing_about_the_prompt() -> None:
+    """They are hints for APIs that cache only what is marked; LiteLLM passes them on."""
+    mark = {"cache_control": {"type": "ephemeral"}}
+    part = {"type": "text", "text": "hello"} | mark
+    marked = chat(messages=[{"role": "user", "content": [part]} | mark])
+    plain = chat(messages=[{"role": "user", "content": "hello"}])
+    assert marked.requests[0].prompt == plain.requests[0].prompt
+
+
+def test_continuing_the_final_message() -> None:
+    messages = [*USER, {"role": "assistant", "content": "the cat"}]
+    prompt = chat(messages=messages, continue_final_message=True).requests[0].prompt
+    assert TOKENIZER.decode(prompt).endswith("assistant: the cat")
+    error = refused(
+        chat, messages=messages, continue_final_message=True, add_generation_prompt=True
+    )
+    assert error.param == "continue_final_message"
+
+
+def test_a_chat_that_is_carried_on_is_told_the_time_at_which_it_began() -> None:
+    door = make_door(source="{{ strftime_now('%d %b %Y %H:%M:%S') }}: {{ messages[0].content }}")
+    body = parse_body(ChatCompletionRequest, msgspec.json.encode({"model": "m", "messages": USER}))
+    began = datetime(2024, 2, 28, 23, 59, 58).astimezone()
+    context = dataclasses.replace(
+        CONTEXT, created_at=int(began.timestamp()), wants_resume_metadata=True
+    )
+    (request,) = door.prepare_chat(body, context).requests
+    assert TOKENIZER.decode(request.prompt, skip_special_tokens=False) == (
+        "28 Feb 2024 23:59:58: hello world"
+    )
+
+
+def test_tokenize_and_detokenize() -> None:
+    def ids(**body: object) -> list[int]:
+        return DOOR.tokenize(parse_body(TokenizeRequest, msgspec.json.encode(body)))
+
+    assert ids(prompt="the cat") == TOKENIZER.encode("the cat")
+    assert ids(messages=USER) == chat().requests[0].prompt
+    assert refused(ids).param == "prompt"
+    assert refused(ids, prompt="a", messages=USER).param == "prompt"
+    assert refused(ids, messages=USER, chat_template="x").param == "chat_template"
+    tokens = TOKENIZER.encode("the<|end|>")
+    assert DOOR.detokenize(DetokenizeRequest(tokens=tokens)) == "the<|end|>"
+    with pytest.raises(ApiError):
+        DOOR.detokenize(DetokenizeRequest(tokens=[VOCAB]))
+
+
+# --- resuming ------------------------------------------------------------------------------------
+
+
+def test_resume_goes_on_after_the_tokens() -> None:
+    assert complete(resume={"token_ids": [4, 5]}).requests[0].resumed_tokens == [4, 5]
+    assert complete(resume={"token_ids": []}).requests[0].resumed_tokens == []
+    job = complete(n=2, resume={"token_ids": [[4], []]})
+    assert [r.resumed_tokens for r in job.requests] == [[4], []]
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        ({"resume": {"token_ids": [VOCAB]}}, "invalid_value"),
+        ({"resume": {"token_ids": [-1]}}, "invalid_value"),
+        ({"resume": {"token_ids": [[1], [2]]}}, "invalid_value"),
+        ({"resume": {"token_ids": [1, [2]]}, "n": 2}, "invalid_value"),
+        ({"resume": {"token_ids": [5, 6]}, "max_tokens": 2}, "resume_finished"),
+        ({"resume": {"token_ids": [5, TOKENIZER.eos_token_ids[0]]}}, "resume_finished"),
+        ({"resume": {"token_ids": [5, 6]}, "stop_token_ids": [6]}, "resume_finished"),
+        ({"resume": {"token_ids": TOKENIZER.encode("a stop")}, "stop": "sto"}, "resume_finished"),
+    ],
+)
+def test_what_cannot_be_resumed(body: dict[str, Any], code: str) -> None:
+    error = refused(complete, **body)
+    assert (error.param, error.code) == ("resume.token_ids", code)
+
+
+def test_an_end_that_did_not_count_can_be_resumed() -> None:
+    end = TOKENIZER.eos_token_ids[0]
+    assert complete(resume={"token_ids": [end]}, ignore_eos=True).requests[0].resumed_tokens == [
+        end
+    ]
+    stop = complete(resume={"token_ids": [end]}, stop_token_ids=[end], min_tokens=3)
+    assert stop.requests[0].resumed_tokens == [end]
+
+
+# --- refusals ------------------------------------------------------------------------------------
+
+TABLE = {
+    "tools": [{"type": "function"}],
+    "tool_choice": "required",
+    "functions": [{"name": "f"}],
+    "function_call": {"name": "f"},
+    "response_format": {"type": "json_object"},
+    "structured_outputs": {"regex": "a"},
+    "audio": {"voice": "x"},
+    "modalities": ["text", "audio"],
+    "documents": [{"text": "x"}],
+    "suffix": "x",
+    "web_search_options": {},
+    "moderation": {},
+    "prediction": {"content": "x"},
+    "reasoning_effort": "high",
+    "include_reasoning": False,
+    "thinking_token_budget": 5,
+    "verbosity": "low",
+    "chat_template": "{{ 1 }}",
+    "use_beam_search": True,
+    "length_penalty": 0.5,
+    "bad_words": ["x"],
+    "logprob_token_ids": [1],
+    "kv_transfer_params": {"x": 1},
+    "stream_interval": 5,
+    "store": True,
+    "service_tier": "flex",
+    "priority": -1,
+    "echo": True,
+}
+
+
+@pytest.mark.parametrize("name", sorted({*RESTRICTED_PARAMETERS, "echo"}))
+def test_what_we_cannot_honour_is_refused_by_name(name: str) -> None:
+    call = complete if name == "suffix" else chat
+    error = refused(call, **{name: TABLE[name]})
+    assert (error.param, error.code) == (name, "unsupported_parameter")
+
+
+HONOURED = {
+    "tools": [],
+    "tool_choice": "none",
+    "response_format": {"type": "text"},
+    "modalities": ["text"],
+    "documents": [],
+    "store": False,
+    "service_tier": "auto",
+    "length_penalty": 1.0,
+    "echo": False,
+}
+METADATA = {
+    "user": "u",
+    "metadata": {"k": "v"},
+    "safety_identifier": "s",
+    "request_id": "x",
+    "session_id": "x",
+    "parallel_tool_calls": True,
+    "prompt_cache_key": "k",
+    "prompt_cache_options": {"mode": "implicit"},
+    "prompt_cache_retention": "24h",
+    "spaces_between_special_tokens": True,
+}
+
+
+@pytest.mark.parametrize("name", sorted({*HONOURED, *IGNORED_PARAMETERS}))
+def test_what_says_nothing_else_is_accepted(name: str) -> None:
+    body: dict[str, Any] = {name: (HONOURED | METADATA)[name]}
+    assert chat(seed=1, **body) == chat(seed=1)
+
+
+USED_BY_THE_DOOR = {
+    "messages", "prompt", "model", "n", "seed", "stop", "max_tokens", "max_completion_tokens",
+    "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "logit_bias", "min_tokens", "ignore_eos", "stop_token_ids",
+    "include_stop_str_in_output", "allowed_token_ids", "logprobs", "top_logprobs", "echo",
+    "best_of", "prompt_logprobs", "truncate_prompt_tokens", "truncation_side",
+    "add_special_tokens", "skip_special_tokens", "cache_salt", "timeout_s", "resume",
+    "add_generation_prompt", "continue_final_message", "chat_template_kwargs",
+}  # fmt: skip
+USED_BY_THE_ANSWER = {
+    "stream", "stream_options", "return_token_ids",
+    "return_tokens_as_token_ids",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("body_type", [ChatCompletionRequest, CompletionRequest])
+def test_no_parameter_is_ignored_silently(body_type: type[msgspec.Struct]) -> None:
+    decided = {*RESTRICTED_PARAMETERS, *IGNORED_PARAMETERS, *USED_BY_THE_DOOR, *USED_BY_THE_ANSWER}
+    assert set(body_type.__struct_fields__) <= decided
+
+
+@pytest.mark.parametrize("name", sorted(PARAMETER_RANGES))
+def test_numbers_beside_their_range_are_refused_by_name(name: str) -> None:
+    call = chat if name in {"top_logprobs", "max_completion_tokens"} else complete
+    allowed = PARAMETER_RANGES[name]
+    for value in (
+        allowed.minimum if allowed.exclusive_minimum else allowed.minimum - 1,
+        allowed.maximum + 1,
+    ):
+        assert refused(call, **{name: value}).param == name
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", 1e300),
+        ("seed", 2**63),
+        ("n", 10**300),
+        ("n", 0),
+        ("max_tokens", 10**40),
+        ("logprobs", 21),
+        ("logprobs", -1),
+        ("timeout_s", 0),
+        ("timeout_s", 61),
+        ("timeout_s", -5.0),
+        ("logit_bias", {str(VOCAB): 1}),
+        ("logit_bias", {"-1": 1}),
+        ("logit_bias", {"1": 100.5}),
+        ("logit_bias", {str(i): 1 for i in range(2000)}),
+        ("stop_token_ids", [VOCAB]),
+        ("stop_token_ids", [1] * 2000),
+        ("allowed_token_ids", []),
+        ("allowed_token_ids", [10**30]),
+        ("stop", [""]),
+        ("stop", ""),
+        ("stop", [str(i) for i in range(65)]),
+        ("stop", ["x" * 1025]),
+        ("stop", [chr(65 + i) * 1024 for i in range(9)]),
+        ("min_tokens", 17),
+        ("best_of", 2),
+        ("prompt", ""),
+        ("prompt", []),
+        ("prompt", [[]]),
+        ("prompt", ["a", ""]),
+        ("prompt", ["a", 1]),
+        ("prompt", [[1], 1]),
+        ("prompt", [VOCAB]),
+        ("prompt", [-1]),
+        ("prompt", [[1], [2**70]]),
+        ("prompt", ["a"] * 1025),
+    ],
+)
+def test_values_that_do_not_fit_are_refused_by_name(name: str, value: object) -> None:
+    assert refused(complete, **{name: value}).param == name
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(
+    "name",
+    ["temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "timeout_s"],
+)
+def test_numbers_that_are_none_are_refused(name: str, value: float) -> None:
+    body = msgspec.structs.replace(CompletionRequest(model="m", prompt=IDS), **{name: value})
+    with pytest.raises(ApiError) as caught:
+        DOOR.prepare_completion(body, CONTEXT)
+    assert caught.value.param == name
+    bias = CompletionRequest(model="m", prompt=IDS, logit_bias={1: value})
+    with pytest.raises(ApiError):
+        DOOR.prepare_completion(bias, CONTEXT)
+
+
+@pytest.mark.parametrize(
+    ("call", "body", "param"),
+    [
+        (chat, {"top_logprobs": 3}, "top_logprobs"),
+        (chat, {"max_tokens": 0}, "max_tokens"),
+        (chat, {"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
+        (complete, {"max_tokens": 0}, "max_tokens"),
+        (complete, {"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
+        (complete, {"truncation_side": "left"}, "truncation_side"),
+        (
+            complete,
+            {"allowed_token_ids": TOKENIZER.eos_token_ids, "min_tokens": 1},
+            "min_tokens",
+        ),
+        (complete, {"prompt": ["a"] * 20, "n": 64}, "prompt"),
+        (chat, {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+        (chat, {"messages": []}, "messages"),
+        (chat, {"messages": [{"role": "user"}]}, "messages[0].content"),
+        (chat, {"messages": [*USER, {"role": "tool", "content": "x"}]}, "messages[1].role"),
+        (
+            chat,
+            {"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]},
+            "messages[0].tool_calls",
+        ),
+        (
+            chat,
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages[0].content[0]",
+        ),
+        (
+            chat,
+            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+            "messages[0].content[0]",
+        ),
+    ],
+)
+def test_combinations_are_refused(call: Any, body: dict[str, Any], param: str) -> None:  # noqa: ANN401 - either
+    assert refused(call, **body).param == param
+
+
+# --- lengths -------------------------------------------------------------------------------------
+
+
+def test_the_whole_context_can_be_used_and_no_more() -> None:
+    assert params(complete(prompt=[5] * 100, max_tokens=28)).max_tokens == 28
+    error = refused(complete, prompt=[5] * 100, max_tokens=29)
+    assert (error.code, error.param) == ("context_length_exceeded", "prompt")
+    assert params(complete(prompt=[5] * 127, max_tokens=0, echo=True)).max_tokens == 1
+    error = refused(complete, prompt=[5] * 128, max_tokens=0, echo=True)
+    assert error.code == "context_length_exceeded"
+    left = params(chat()).max_tokens
+    assert params(chat(max_tokens=left)).max_tokens == left
+    assert refused(chat, max_tokens=left + 1).code == "context_length_exceeded"
+
+
+def test_more_messages_than_tokens_are_refused_before_rendering() -> None:
+    messages = [{"role": "user", "content": ""}] * 100_000
+    assert refused(chat, messages=messages).code == "context_length_exceeded"
+
+
+def test_an_end_that_only_the_tokenizer_knows_ends_answers_too() -> None:
+    tokenizer = Tokenizer(byte_level_backend(), [2, 7])
+    door = make_door(tokenizer, eos=2)
+    assert params(complete(door, stop_token_ids=[9])).stop_token_ids == (7, 9)
+    assert params(complete(door, ignore_eos=True)).stop_token_ids == ()
+    assert params(complete(make_door(tokenizer))).stop_token_ids == ()
+
+
+def test_a_small_kv_cache_is_a_short_context() -> None:
+    door = make_door(num_blocks=2)
+    assert door.max_context_tokens == 32
+    assert len(complete(door, prompt=[5] * 31, max_tokens=1).requests) == 1
+    error = refused(lambda **body: complete(door, **body), prompt=[5] * 31, max_tokens=2)
+    assert "KV cache" in error.message
+
+
+@pytest.mark.parametrize("text", ["x", "the ", "你", "<|end|>", "hello world "])
+def test_a_huge_prompt_is_refused_without_reading_it_all(text: str) -> None:
+    tokenizer = CountingTokenizer(byte_level_backend())
+    door = make_door(tokenizer)
+    CountingTokenizer.encoded = 0
+    huge = text * (10_000_000 // len(text))
+    for body in ({"prompt": huge}, {"prompt": [huge]}):
+        assert refused(lambda **b: complete(door, **b), **body).code == "context_length_exceeded"
+    messages = [{"role": "user", "content": huge}]
+    assert refused(lambda **b: chat(door, **b), messages=messages).code == "context_length_exceeded"
+    assert CountingTokenizer.encoded < 3 * MAX_LEN * 20
+
+
+def test_a_long_prompt_within_the_bound_on_characters_is_probed() -> None:
+    tokenizer = CountingTokenizer(byte_level_backend())
+    tokenizer.max_token_chars = 10_000
+    door = make_door(tokenizer)
+    CountingTokenizer.encoded = 0
+    assert refused(lambda **b: complete(door, **b), prompt="x " * 500_000).param == "prompt"
+    assert CountingTokenizer.encoded <= MAX_LEN * 8
+
+
+@given(
+    body=st.fixed_dictionaries(
+        {},
+        optional={
+            "max_tokens": st.integers(-2, 200),
+            "min_tokens": st.integers(-2, 40),
+            "temperature": st.floats(),
+            "top_p": st.floats(-0.5, 1.5),
+            "top_k": st.integers(-3, 2**70),
+            "min_p": st.floats(),
+            "n": st.integers(-1, 66),
+            "seed": st.integers(-(2**70), 2**70),
+            "stop": st.text(max_size=3) | st.lists(st.text(max_size=3), max_size=3),
+            "logit_bias": st.dictionaries(st.integers(-1, VOCAB), st.floats(), max_size=3),
+            "stop_token_ids": st.lists(st.integers(-1, VOCAB), max_size=3),
+            "allowed_token_ids": st.lists(st.integers(-1, VOCAB), max_size=3),
+            "logprobs": st.integers(-1, 22),
+            "echo": st.booleans(),
+            "repetition_penalty": st.floats(),
+            "truncate_prompt_tokens": st.integers(-1, 200),
+        },
+    ),
+    prompt=st.text(max_size=200)
+    | st.lists(st.integers(-1, VOCAB), max_size=140)
+    | st.lists(st.text(max_size=5), max_size=3)
+    | st.lists(st.lists(st.integers(0, VOCAB - 1), max_size=4), max_size=3),
+)
+def test_any_body_gives_servable_requests_or_a_400(body: dict[str, Any], prompt: Any) -> None:  # noqa: ANN401 - JSON
+    try:
+        job = DOOR.prepare_completion(CompletionRequest(model="m", prompt=prompt, **body), CONTEXT)
+    except ApiError:
+        return
+    for request in job.requests:
+        p = request.params
+        assert p.max_tokens >= 1
+        assert 0 <= p.min_tokens <= p.max_tokens
+        assert 1 <= len(request.prompt) <= MAX_LEN - p.max_tokens
+        ids = [*request.prompt, *p.logit_bias, *p.stop_token_ids, *p.allowed_token_ids]
+        assert all(0 <= i < VOCAB for i in ids)
+        numbers = [p.temperature, p.top_p, p.min_p, p.repetition_penalty, *p.logit_bias.values()]
+        assert all(math.isfinite(x) for x in numbers)
+        assert p.top_p > 0
+        assert p.repetition_penalty > 0
+        assert p.seed is not None
+        assert 0 <= p.seed < 2**63
+
+
+# --- the bundled model ---------------------------------------------------------------------------
+
+
+def test_the_bundled_model_takes_chats_and_prompts() -> None:
+    tokenizer = Tokenizer.load(BUNDLED_MODEL)
+    assert tokenizer.eos_token_ids
+    ready = CoreReady(
+        max_model_len=512, vocab_size=tokenizer.vocab_size, eos_token_ids=tokenizer.eos_token_ids,
+        block_size=16, num_blocks=64, max_seqs=4, kv_bytes_per_token=1, parameters=1, load_s=0.0,
+        backend="test",
+        fingerprint="",
+    )  # fmt: skip
+    door = RequestProcessor(
+        tokenizer, ChatTemplate.load(BUNDLED_MODEL), ready, EngineConfig(model="m")
+    )
+    prompt = chat(door).requests[0].prompt
+    assert "hello world" in tokenizer.decode(prompt)
+    assert tokenizer.decode(tokenizer.encode("the cat, 你好", add_special_tokens=False)) == (
+        "the cat, 你好"
+    )
