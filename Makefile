@@ -1,19 +1,23 @@
-# Everyday commands. Each sets up what it needs, once.
+# Everyday commands. Each installs what it needs once, and shows it.
 #
 #   make serve [PORT=8000] [MODEL=path-or-name]   serve a model on 127.0.0.1 (default: the bundled one)
-#   make test  [ARGS="-k scheduler"]              run the tests
-#   make check                                    formatting, lint, types, floors, then the tests
+#   make test-fast [ARGS="-k scheduler"]          pure tests, under a minute
+#   make test                                     every test that a change needs
+#   make test-exhaustive                          all of it: every kernel product, both event loops, memory
+#   make soak                                     long chaos runs
+#   make check                                    format, lint, types, layers, prose, documentation, then `make test`
+#   make services                                 install the servers that some tests need (Debian packages)
+#   make docs                                     generate the reference and build the documentation in site/
+#   make mutants                                  sample 60 mutants and count those that tests find
 #   make bench                                    run the benchmarks
-#   make peers                                    install the engines that `python -m benchmarks.engine`
-#                                                 compares with; one: make peers/vllm
-#   make proxies                                  the same for `python -m benchmarks.gateway` (and apt's nginx)
-#   make format                                   let ruff rewrite the sources
-#   make clean                                    remove the environment and every cache
+#   make peers, make proxies                      install what the benchmarks compare with
+#   make format                                   format the sources
+#   make clean                                    remove environments and caches
 #
-# PYTHON=...       the interpreter to build .venv from (3.11 or newer).
-# TORCH_INDEX=...  extra arguments for pip. On Linux a plain `torch` brings gigabytes of CUDA libraries;
-#                  on a machine without a GPU take the CPU build from the index that PyTorch's
-#                  "Get started" page names:  make serve TORCH_INDEX="--extra-index-url <that index>"
+# PYTHON=...       interpreter for .venv (3.11 or later).
+# TORCH_INDEX=...  extra arguments for pip. On Linux a plain `torch` brings gigabytes of CUDA libraries.
+#                  Without a GPU use the CPU build from the index that PyTorch's "Get started" page names:
+#                  make serve TORCH_INDEX="--extra-index-url <that index>"
 
 PORT ?= 8000
 MODEL ?=
@@ -25,28 +29,73 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3; 
 BIN := .venv/bin
 JS := tests/integration/js
 JS_READY := $(if $(shell command -v npm),$(JS)/node_modules/.package-lock.json)
-PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(TORCH_INDEX)
+# What pip collects and installs is shown, but for what is there already and notes on where it looked.
+PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt $(TORCH_INDEX)
+PIP_SHOW = 2>&1 | grep -Ev '^Requirement already|is ignored: it is neither|^Looking in|^ +(Preparing|Getting|Installing build)'
+PYTEST = $(BIN)/pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 # Pins the build tools as well.
 export PIP_CONSTRAINT := constraints.txt
 
+SHELL := /bin/bash
+.SHELLFLAGS := -o pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: serve test check bench peers proxies format clean
+.PHONY: serve test test-fast test-exhaustive soak check services docs mutants bench peers proxies format clean
 
 serve: .venv/.serve
 	$(BIN)/argosy serve $(MODEL) --port $(PORT)
 
 # Tests start hundreds of processes, each of which would compile what it imports again.
-test: export PYTHONDONTWRITEBYTECODE :=
+test test-fast test-exhaustive soak: export PYTHONDONTWRITEBYTECODE :=
+
+test-fast: .venv/.dev
+	$(PYTEST) tests/unit $(ARGS)
+
 # In the order of their names, since the longest files (chaos) have few tests, and would come last.
 test: .venv/.dev $(JS_READY)
-	$(BIN)/pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(PYTEST) $(ARGS)
+
+test-exhaustive: .venv/.dev $(JS_READY)
+	$(PYTEST) -m "not soak" $(ARGS)
+
+soak: .venv/.dev
+	$(BIN)/pytest -m soak $(ARGS)
 
 check: .venv/.dev
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python tools/lint_prose.py
+	$(BIN)/python tools/lint_commits.py
+	$(BIN)/python tools/generate_docs.py --check
+	$(MAKE) docs/site-check
 	$(MAKE) test
+
+SERVICES := $(if $(shell command -v redis-server),,redis-server) \
+	$(if $(wildcard /usr/lib/postgresql/*/bin/pg_ctl),,postgresql) \
+	$(if $(or $(shell command -v pgbouncer),$(wildcard /usr/sbin/pgbouncer)),,pgbouncer) \
+	$(if $(shell command -v promtool),,prometheus)
+
+services:
+ifeq ($(strip $(SERVICES)),)
+	@echo "All servers that tests use are installed."
+else
+	@echo "Installing $(strip $(SERVICES)) ..."
+	apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends $(SERVICES)
+endif
+
+docs: .venv/.docs
+	$(BIN)/python tools/generate_docs.py
+	$(BIN)/mkdocs build --strict --quiet
+	@echo "The documentation is in site/index.html."
+
+# Broken links and pages that the navigation lacks end the build.
+docs/site-check: .venv/.docs
+	$(BIN)/mkdocs build --strict --quiet --site-dir .venv/site
+
+mutants: .venv/.dev
+	$(BIN)/python tools/mutants.py sample --seed 7 --count 60 --output .venv/mutants.json
+	$(BIN)/python tools/mutants.py run .venv/mutants.json --output .venv/mutants-results.json
 
 bench: .venv/.dev
 	$(BIN)/python -m benchmarks.record scheduler
@@ -79,7 +128,7 @@ cd $(PEERS)/llama-cpp && cmake -S src/vendor/llama.cpp -B build -DCMAKE_BUILD_TY
 cmake --build $(PEERS)/llama-cpp/build --target llama-server --parallel $$(nproc)
 endef
 
-# vLLM recommends tcmalloc; where apt has none it goes without and the benchmark says so.
+# vLLM recommends tcmalloc. Where apt has none, vLLM runs without it and the benchmark reports that.
 define allocator
 -cd $(PEERS)/vllm && apt-get download -qq libtcmalloc-minimal4 && dpkg -x libtcmalloc-minimal4*.deb apt && \
 	cp -a apt/usr/lib/*/libtcmalloc_minimal.so.4* lib/ && rm -r apt libtcmalloc-minimal4*.deb
@@ -90,24 +139,31 @@ format: .venv/.dev
 	$(BIN)/ruff format
 
 clean:
-	rm -rf .venv $(PEERS) dist build $(JS)/node_modules .hypothesis .import_linter_cache \
+	rm -rf .venv $(PEERS) dist build site $(JS)/node_modules .hypothesis .import_linter_cache \
 		.mypy_cache .pytest_cache .ruff_cache
-	find src tests models benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+	find src tests models benchmarks tools -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 .venv/.serve: pyproject.toml constraints.txt | $(BIN)/python
-	@echo "installing argosy with its engine into .venv ..."
-	$(PIP_INSTALL) -e '.[engine]'
+	@echo "Installing Argosy with its engine into .venv (about 1.5 minutes, 1.2 GB with the CPU build of torch) ..."
+	$(PIP_INSTALL) -e '.[engine]' $(PIP_SHOW)
 	@touch $@
 
 .venv/.dev: pyproject.toml constraints.txt | $(BIN)/python
-	@echo "installing argosy and its development tools into .venv ..."
-	$(PIP_INSTALL) -e '.[engine,postgres,redis,dev]'
+	@echo "Installing Argosy with its development tools into .venv (about 2 minutes) ..."
+	$(PIP_INSTALL) -e '.[engine,postgres,redis,dev]' $(PIP_SHOW)
 	@touch .venv/.serve $@
 
+.venv/.docs: .venv/.dev
+	@echo "Installing the documentation builder into .venv ..."
+	$(PIP_INSTALL) -e '.[docs]' $(PIP_SHOW)
+	@touch $@
+
 $(BIN)/python:
-	@test -n "$(PYTHON)" || { echo "Argosy needs Python 3.11 or newer: install one, or say make PYTHON=/path/to/python" >&2; exit 1; }
-	@$(PYTHON) -m venv .venv || { rm -rf .venv; echo "$(PYTHON) cannot make environments: install its venv module (Debian: python3-venv)" >&2; exit 1; }
+	@test -n "$(PYTHON)" || { echo "Argosy needs Python 3.11 or later. Install it, or run make PYTHON=/path/to/python." >&2; exit 1; }
+	@echo "Creating .venv with $(PYTHON) ..."
+	@$(PYTHON) -m venv .venv || { rm -rf .venv; echo "$(PYTHON) cannot create environments. Install its venv module (Debian: python3-venv)." >&2; exit 1; }
 
 $(JS)/node_modules/.package-lock.json: $(JS)/package.json $(JS)/package-lock.json $(JS)/.npmrc
-	cd $(JS) && npm ci --silent
+	@echo "Installing the OpenAI SDK for JavaScript, which a few tests use ..."
+	cd $(JS) && npm ci --no-audit --no-fund
 	@touch $@

@@ -48,6 +48,8 @@ BAD_START = re.compile(r"(?:It|One|Those|What|Who|Whoever|Somebody|Nobody|That w
 SEE_ONLY = re.compile(r"See `[^`]+`\.?")
 CODE = re.compile(r"``.*?``|`[^`]*`|\[([^\]]*)\]\([^)]*\)|<[^>]+>|https?://\S+")
 SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z`*\[0-9\"(])")
+BLOCK_START = re.compile(r"\n\s*\n|\n\s*[-*] |\n\s*(?:[A-Z]\w+:$|[\w*]+(?:, \w+)*: )", re.MULTILINE)
+"""Starts of paragraphs, list items and entries of `Args:` and its like."""
 WORD = re.compile(r"[A-Za-z][\w'-]*")
 
 
@@ -120,7 +122,7 @@ def check_words(line: int, text: str) -> Iterator[Finding]:
 
 def check_sentences(line: int, text: str) -> Iterator[Finding]:
     """Find sentences that are too long."""
-    for block in re.split(r"\n\s*\n|\n\s*[-*] ", text):
+    for block in BLOCK_START.split(text):
         plain = CODE.sub(r" \1code ", " ".join(block.split()))
         for sentence in SENTENCE_END.split(plain):
             count = len(WORD.findall(sentence))

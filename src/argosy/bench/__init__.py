@@ -1,7 +1,7 @@
 """Load generator and benchmark for OpenAI-compatible servers.
 
-A `Workload`, a `LoadSpec` and a seed determine a `LoadPlan` (`build_plan`): which requests are sent when. A `Driver`
-sends the plan with a `BenchClient`, and records a `RequestRow` for each request. `run_benchmark` probes the server,
+A `Workload`, a `LoadSpec` and a seed determine a `LoadPlan` (`build_plan`): which requests are sent when. A driver
+sends the plan's requests, and records a `RequestRow` for each. `run_benchmark` probes the server,
 drives each load, and searches for the highest rate if that is requested. A `BenchResult` holds the rows and their
 summaries, and can be saved. The reports, exports and `compare_results` read results and send no requests.
 """

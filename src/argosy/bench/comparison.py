@@ -5,7 +5,7 @@ the gaps of one request are not independent. For token throughput slices of the 
 covers the variation within a run. Variation between runs is only visible with several results.
 
 A side with several results contributes one value per result and measure. The estimate is their geometric mean. The
-interval is the Behrens-Fisher interval for the difference of two means of logarithms with unknown and unequal variances.
+interval is the Behrens-Fisher interval for the difference of two log means with unknown and unequal variances.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class _Resampling(msgspec.Struct, frozen=True):
 
 
 def _compare_runs(
-    label: str, a: Sequence[RunResult], b: Sequence[RunResult], dice: _Resampling
+    label: str, a: Sequence[RunResult], b: Sequence[RunResult], resampling: _Resampling
 ) -> list[MeasureRatio]:
     estimates_a, estimates_b = _estimate_measures(a, resampling), _estimate_measures(b, resampling)
     return [
@@ -108,7 +108,7 @@ def _compare_runs(
 
 
 def _estimate_measures(runs: Sequence[RunResult], resampling: _Resampling) -> dict[str, Array]:
-    """Return arrays by measure, for the measures that all runs have. The first value is the estimate, others are draws."""
+    """Return the estimate and its resamples by measure, for the measures that all runs have."""
     if len(runs) == 1:
         return _estimate_run(runs[0], resampling)
     estimates = [_estimate_run(run, _Resampling(resampling.rng, 0)) for run in runs]

@@ -22,7 +22,7 @@ _TIMER_RESOLUTION_S = 0.002
 
 
 class Driver:
-    """One run of a plan."""
+    """Run of one plan."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class Driver:
             if response.error:
                 for skipped in session[request.turn + 1 :]:
                     self._record_row(
-                        lost, BenchResponse(), self._elapsed_s(), "an earlier turn failed"
+                        skipped, BenchResponse(), self._elapsed_s(), "an earlier turn failed"
                     )
                 return
             history.append(
@@ -219,11 +219,11 @@ def build_row(
 
     Args:
         request: Planned request.
-        response: Response to it, complete or not.
-        scheduled_s: Scheduled send, in seconds after the start of the run.
-        started_at: Start of the run on the client's clock.
-        now: Current time on that clock.
-        cancel_reason: Why the request was cancelled, or an empty string.
+        response: Response, complete or not.
+        scheduled_s: Scheduled send after the start.
+        started_at: Start of the run.
+        now: Current time.
+        cancel_reason: Reason, or empty.
     """
     ok = not response.error and not cancel_reason
     end = response.last_chunk_at if ok and response.last_chunk_at is not None else now

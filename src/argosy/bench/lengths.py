@@ -21,7 +21,7 @@ class LengthDistribution(msgspec.Struct, frozen=True):
     a: float
     """Fixed: the length. Uniform: the minimum. Normal: the mean. Lognormal: the median."""
     b: float = 0.0
-    """Uniform: the maximum, inclusive. Normal: the standard deviation. Lognormal: the logarithm's standard deviation."""
+    """Uniform: the maximum, inclusive. Normal: the standard deviation. Lognormal: the sigma of the logarithm."""
 
     def draw(self, rng: np.random.Generator) -> int:
         """Draw one length in tokens."""

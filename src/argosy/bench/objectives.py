@@ -1,4 +1,4 @@
-"""Objectives as written on a command line: `ttft:200,tpot:50,e2el:4000`, in milliseconds."""
+"""Parser of latency objectives: `ttft:200,tpot:50,e2el:4000`, in milliseconds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ _METRIC_BY_NAME: dict[str, MetricName] = {
 
 
 def parse_objectives(text: str) -> Objectives:
-    """Raises BenchError for a name that is no objective, a limit that is no number, or one given twice."""
+    """Parse latency objectives.
+
+    Raises:
+        BenchError: A name is unknown or repeated, or a limit is not a number above 0.
+    """
     limits: dict[MetricName, float] = {}
     for part in text.replace(" ", ",").split(","):
         if not part:
@@ -27,7 +31,7 @@ def parse_objectives(text: str) -> Objectives:
         metric = _METRIC_BY_NAME.get(name.strip().lower())
         if metric is None:
             raise BenchError(
-                f"{name!r} is no objective: write them like ttft:200,tpot:50,e2el:4000."
+                f"{name!r} is not an objective: write objectives like ttft:200,tpot:50,e2el:4000."
             )
         if metric in limits:
             raise BenchError(f"{name} has two limits: give one.")
@@ -36,8 +40,10 @@ def parse_objectives(text: str) -> Objectives:
         except ValueError:
             limit = math.nan
         if not (math.isfinite(limit) and limit > 0):
-            raise BenchError(f"{part!r} has no limit in milliseconds: write it like ttft:200.")
+            raise BenchError(
+                f"{part!r} has no limit in milliseconds: write an objective like ttft:200."
+            )
         limits[metric] = limit
     if not limits:
-        raise BenchError("There is no objective in it: write them like ttft:200,tpot:50.")
+        raise BenchError("The list of objectives is empty: write objectives like ttft:200,tpot:50.")
     return Objectives(limits)

@@ -20,7 +20,7 @@ from argosy.bench.target import BenchTarget
 from argosy.bench.words import WORDS
 
 _MAX_CACHED_SPANS = 4096
-"""Size of the caches for generated spans. Prefixes and trace blocks repeat; the last span of a prompt is never cached."""
+"""Size of the caches for generated spans. Prefixes and trace blocks repeat, but the last span of a prompt is unique."""
 
 
 class ConversationTurn(msgspec.Struct, frozen=True):

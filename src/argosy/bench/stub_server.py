@@ -1,6 +1,6 @@
 """Stub server for the self-check, which answers with known delays and records when it sent each token.
 
-The stub supports a minimum of the OpenAI API: `/v1/models`, and streamed `/v1/completions` and `/v1/chat/completions`.
+The stub supports `/v1/models`, and streamed `/v1/completions` and `/v1/chat/completions` of the OpenAI API.
 `/served` returns the recorded times. `main` prints the URL and serves until its standard input ends.
 """
 

@@ -1,7 +1,7 @@
 """Readers of published traffic traces: Mooncake, BurstGPT and Azure LLM inference.
 
-- Mooncake (FAST'25 artifact): JSON lines with `timestamp` (ms), `input_length`, `output_length` and `hash_ids`. There is
-  one id for each block of 512 prompt tokens, and equal prefixes have equal ids.
+- Mooncake (FAST'25 artifact): JSON lines with `timestamp` (ms), `input_length`, `output_length` and `hash_ids`. Each
+  block of 512 prompt tokens has an id, and equal prefixes have equal ids.
 - BurstGPT: CSV with `Timestamp` (s), `Request tokens` and `Response tokens` (0 for failed requests).
 - Azure LLM inference 2023 and 2024: CSV with `TIMESTAMP`, `ContextTokens` and `GeneratedTokens`.
 """

@@ -211,7 +211,7 @@ def _parse_count(text: str) -> int:
     try:
         return int(text.replace(",", ""))
     except ValueError as error:
-        raise ValueError(f"{text!r} is not a whole number") from error
+        raise ValueError(f"{text!r} is not a whole number; write it like 1000") from error
 
 
 def _format_amount(limit: Limit) -> str:

@@ -33,7 +33,7 @@ def parse_dollars(text: str) -> int:
     ):
         raise typer.BadParameter(f"{text!r} must be 0 or more, in whole nanodollars-dollars")
     if nanodollars > MAX_DOLLARS * NANODOLLARS_PER_DOLLAR:
-        raise typer.BadParameter(f"{text!r} is too large; the limit is {MAX_DOLLARS:,} dollars")
+        raise typer.BadParameter(f"{text!r} is too large; give at most {MAX_DOLLARS:,} dollars")
     return int(nanodollars)
 
 
@@ -48,7 +48,7 @@ def parse_price(text: str) -> int:
         raise typer.BadParameter(f"{text!r} is too fine; give a multiple of 0.001 dollars")
     if nanodollars > MAX_PRICE_DOLLARS * NANODOLLARS_PER_DOLLAR:
         raise typer.BadParameter(
-            f"{text!r} is too large; the limit is {MAX_PRICE_DOLLARS:,} dollars"
+            f"{text!r} is too large; give at most {MAX_PRICE_DOLLARS:,} dollars"
         )
     return nanodollars // MILLION
 

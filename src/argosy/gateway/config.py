@@ -66,6 +66,7 @@ class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Settings of one server that answers for a model."""
 
     url: str
+    """Address of the server, such as `http://10.0.0.5:8000` or `unix:///run/replica.sock`."""
     discover: DiscoveryMode | None = None
     """Create one replica per address of the URL's host name, and look the name up regularly."""
     name: str | None = None
@@ -79,6 +80,7 @@ class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     api_key_env: str | None = None
     """Environment variable that holds the server's API key."""
     key_header: str = "authorization"
+    """Header that carries the backend's key."""
     key_prefix: str = "Bearer "
     """Text before the key in that header."""
     headers: dict[str, str] = {}
@@ -93,18 +95,23 @@ class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     kv_events: KvEventAddress | None = None
     """Address at which vLLM or SGLang publishes KV cache events. None: the gateway queries the server for it."""
     tls: UpstreamTls = UpstreamTls()
+    """Certificates for connections to the server."""
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A public model name and the replicas that answer for it."""
 
     name: ModelName
+    """Name that requests use."""
     aliases: tuple[ModelName, ...] = ()
+    """Other names of the model. Give each version a name and let an alias move."""
     routing: RoutingPolicyName = "least-cost"
+    """How a replica is selected; see the explanation of routing."""
     hedge_after_s: PositiveFloat | None = None
     """Send the request to a second replica if the first has not started to answer after this time. None disables
     hedging."""
     replicas: Annotated[list[ReplicaConfig], Meta(min_length=1)]
+    """The servers behind the model."""
 
 
 class Timeouts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -115,6 +122,7 @@ class Timeouts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """
 
     connect_timeout_s: PositiveFloat = 2.0
+    """For a connection to a replica."""
     first_token_timeout_s: PositiveFloat = 120.0
     """From sending the request to the first token of the stream."""
     stream_idle_timeout_s: PositiveFloat = 30.0
@@ -132,18 +140,23 @@ class QueueConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Limits of the queue in front of each pool."""
 
     max_requests: Annotated[int, Meta(ge=0)] = 5000
+    """Maximum number of queued requests."""
     max_bytes: Annotated[int, Meta(ge=0)] = 1 << 30
+    """Maximum total size of the queued request bodies."""
     timeout_s: PositiveFloat = 60.0
+    """Maximum time in the queue."""
 
 
 class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All settings of a gateway."""
 
     models: Annotated[list[ModelConfig], Meta(min_length=1)]
+    """Models and the replicas that answer for them."""
     routes: list[RouteConfig] = []
     """Routes in order. The first that matches a request decides which model answers. Without a match the requested
     model answers."""
     host: str = "127.0.0.1"
+    """Address to listen on."""
     port: Annotated[int, Meta(ge=0, le=65535)] = 8000
     """0 selects a free port."""
     uds: str | None = None
@@ -153,19 +166,28 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     store: StoreConfig | None = None
     """Accounts, keys, limits, prices and the ledger. None means a single user on the local machine."""
     auth: AuthConfig = AuthConfig()
+    """API keys, tokens, client addresses and browser origins."""
     limits: LimitsConfig = LimitsConfig()
+    """Where limits are shared between gateways."""
     timeouts: Timeouts = Timeouts()
+    """How long a replica may take."""
     queue: QueueConfig = QueueConfig()
+    """How much may wait for each model, and how long."""
     idempotency: IdempotencyConfig = IdempotencyConfig()
     """How responses are kept under their idempotency keys (`Idempotency-Key`)."""
     explain: ExplainConfig = ExplainConfig()
+    """How many explanations of requests are kept, and how long."""
     max_failed_attempts: Annotated[int, Meta(ge=1, le=10)] = 4
     """Maximum number of failures of one request: 5xx responses, or replicas lost while the request made little
     progress."""
     body_limit_bytes: Annotated[int, Meta(ge=1)] = 32 * 1024 * 1024
+    """Maximum size of a request body."""
     body_timeout_s: PositiveFloat = 60.0
+    """Maximum time in which a request body must arrive."""
     slow_reader_timeout_s: PositiveFloat = 30.0
+    """A client that reads nothing for this time is disconnected."""
     sse_keepalive_interval_s: PositiveFloat = 15.0
+    """Interval of the keep-alive comments in a stream without tokens."""
     max_connection_age_s: PositiveFloat = 600.0
     """Approximate maximum age of a client connection. An older connection is closed between two requests, so that
     clients spread over several gateways again."""
@@ -175,10 +197,13 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     fast_path: Literal["auto", "off"] = "auto"
     """Forward streams in native code where possible. `auto` needs a C++ compiler."""
     drain_deadline_s: Annotated[float, Meta(ge=0)] = 30.0
+    """How long running requests may take after SIGTERM."""
     drain_keepalive_s: Annotated[float, Meta(ge=0)] = 1.0
     """How long a draining gateway keeps idle connections open for a request that may be on its way."""
     log_format: Literal["json", "console"] = "console"
+    """Format of the log lines."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Lowest level that is logged."""
 
 
 def load_config(path: Path) -> GatewayConfig:

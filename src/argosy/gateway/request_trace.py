@@ -28,7 +28,9 @@ class ExplainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """How many ended requests can be explained, and for how long."""
 
     max_requests: Annotated[int, Meta(ge=0)] = 10_000
+    """Maximum number of explanations kept."""
     retention_s: Annotated[float, Meta(ge=0)] = 3600.0
+    """How long an explanation is kept."""
 
 
 class AttemptTrace(msgspec.Struct, gc=False, array_like=True):

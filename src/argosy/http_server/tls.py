@@ -24,6 +24,7 @@ class TlsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     certificate: str
     """Certificate file: the server's certificate and its intermediate certificates."""
     key: str
+    """Path of the private key (PEM)."""
     client_ca: str | None = None
     """Certificate authority file. If set, clients must present a certificate of this authority."""
 

@@ -7,6 +7,7 @@ publishes the blocks of its prefix cache as `KvEvent`. Server addresses are pars
 """
 
 from argosy.protocol.endpoint import Endpoint, parse_endpoint
+from argosy.protocol.error_codes import ERROR_CODES, ErrorCode
 from argosy.protocol.errors import ApiError, invalid_request
 from argosy.protocol.kv_events import (
     BLOCK_NAME_BYTES,
@@ -61,6 +62,7 @@ from argosy.protocol.sse import EventParser, LineBuffer, format_comment, format_
 
 __all__ = [
     "BLOCK_NAME_BYTES",
+    "ERROR_CODES",
     "MAX_COUNT",
     "SSE_CONTENT_TYPE",
     "SSE_DONE",
@@ -82,6 +84,7 @@ __all__ = [
     "DrainRequest",
     "Endpoint",
     "ErrorBody",
+    "ErrorCode",
     "ErrorDetail",
     "EventParser",
     "FinishReason",

@@ -29,6 +29,7 @@ ERROR_CODES = (
     ),
     ErrorCode(400, "invalid_type", "A parameter has the wrong type; `param` names it."),
     ErrorCode(400, "invalid_value", "A parameter is out of range or unknown; `param` names it."),
+    ErrorCode(400, "unknown_parameter", "The parameter does not exist. Remove it."),
     ErrorCode(
         400,
         "unsupported_parameter",
@@ -108,7 +109,7 @@ ERROR_CODES = (
     ErrorCode(
         429,
         "too_many_failures",
-        "The credential is invalid, and 20 invalid ones came from this address within 30 s. Valid ones still work.",
+        "The credential is invalid, and this address sent 20 invalid ones within 30 s. Valid ones still work.",
     ),
     ErrorCode(
         429,
@@ -131,8 +132,11 @@ ERROR_CODES = (
     ),
     ErrorCode(503, "no_replica", "No replica serves the model now."),
     ErrorCode(503, "draining", "The server is shutting down."),
-    ErrorCode(503, "engine_unavailable", "The replica's engine process is not running."),
-    ErrorCode(503, "model_loading", "The replica is still loading its model."),
+    ErrorCode(
+        503,
+        "engine_unavailable",
+        "The replica is loading its model or restarting its engine, or its engine has failed.",
+    ),
     ErrorCode(
         503,
         "limits_unavailable",

@@ -18,6 +18,7 @@ class IdempotencyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """Settings of the idempotency store."""
 
     retention_s: Annotated[float, Meta(gt=0, le=86_400)] = 86_400.0
+    """How long a response is kept for a retry."""
     max_bytes: Annotated[int, Meta(ge=0)] = 64 * 1024 * 1024
     """Maximum size of all responses, including running ones. The oldest are evicted first."""
     max_response_bytes: Annotated[int, Meta(ge=0)] = 1024 * 1024

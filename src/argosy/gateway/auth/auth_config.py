@@ -30,6 +30,7 @@ class JwtConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         "ES256",
         "EdDSA",
     )
+    """Signature algorithms that are accepted."""
     leeway_s: Annotated[float, Meta(ge=0, le=300)] = 10.0
     """Tolerated difference in seconds between the issuer's clock and the gateway's."""
     email_claim: str = "email"
@@ -54,7 +55,9 @@ class AuthConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Authentication mode, trusted token issuer, and allowed networks and origins."""
 
     mode: AuthMode = "auto"
+    """`auto` requires a key once one exists, `required` always, `disabled` never."""
     jwt: JwtConfig | None = None
+    """Accept JSON Web Tokens of an issuer."""
     trusted_proxies: tuple[str, ...] = ()
     """CIDR networks of proxies whose X-Forwarded-For header is trusted. A Unix socket counts as 127.0.0.1."""
     allowed_networks: tuple[str, ...] = ()

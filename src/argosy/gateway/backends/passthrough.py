@@ -140,9 +140,7 @@ class PassthroughParser(StreamParser):
             )
             return False
         if len(chunk.choices or ()) > MAX_CHOICES:
-            self.failure = (
-                "an event of the replica's stream has more choices than a request may ask for"
-            )
+            self.failure = f"an event of the replica's stream has more than {MAX_CHOICES} choices"
             return False
         if any(
             choice.finish_reason in self._incomplete_finish_reasons

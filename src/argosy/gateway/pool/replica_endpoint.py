@@ -190,7 +190,7 @@ class ReplicaEndpoint:
             load.prefill_tokens_per_s = self._prefill_rate.units_per_s or load.prefill_tokens_per_s
 
     def on_prefill_done(self, uncached_tokens: int, sent_at: float) -> None:
-        """Record that the prompt sent at `sent_at` was computed or cancelled, which removes its tokens from the queue."""
+        """Record that the prompt sent at `sent_at` was computed or cancelled, which ends its wait in the queue."""
         if self.load.reported_at < sent_at:  # a later report already covers these tokens
             self.load.sent_tokens = max(0, self.load.sent_tokens - uncached_tokens)
 

@@ -111,7 +111,7 @@ class Upstream:
     def _on_lookup_done(self, lookup: asyncio.Future[tuple[str, ...]]) -> None:
         self._pending_lookup = None
         if not lookup.cancelled():
-            lookup.exception()  # marks the exception as retrieved, since every caller may be gone
+            lookup.exception()  # marks the exception as retrieved, since all callers may be cancelled
 
     async def _connect_to_first(self, addresses: list[str]) -> UpstreamConnection:
         """Connect to the first address that answers. Each is tried shortly after the one before. Raises OSError."""

@@ -1,20 +1,20 @@
-// The matrix unit (AMX): permission, tile shapes, and its instructions, by the hardware or in software.
+// Matrix unit (AMX): permission, tile shapes and instructions, by the hardware or emulated in software.
 //
-// Written as assembly because GCC 12's intrinsics do not tell the optimiser which memory they read.
+// The instructions are inline assembly, because GCC 12's intrinsics do not declare which memory they read.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 
-// AMX_MADD: c += a . b in float32 for bfloat16 a [16][words] rows of pairs, b [words][16] pairs.
-// AMX_MADD_INT8: the same in int32 for bytes, four to a word, those of a signed and those of b unsigned.
+// AMX_MADD: c += a . b in float32 for a [16][words] and b [words][16], whose words hold two bfloat16 numbers.
+// AMX_MADD_INT8: c += a . b in int32 for words of four bytes, which are signed in a and unsigned in b.
 #if defined(ARGOSY_AMX_EMULATED)
 #define ARGOSY_AMX 1
 #include "amx_emulated.h"
 
 #define AMX_ZERO(t) argosy::emulated_tiles[t].zero()
-#define AMX_LOAD(t, from, stride) argosy::emulated_tiles[t].read(from, stride)
-#define AMX_STORE(t, to, stride) argosy::emulated_tiles[t].write(to, stride)
+#define AMX_LOAD(t, from, stride) argosy::emulated_tiles[t].load_rows(from, stride)
+#define AMX_STORE(t, to, stride) argosy::emulated_tiles[t].store_rows(to, stride)
 #define AMX_MADD(c, a, b) argosy::emulated_tiles[c].add_bfloat16(argosy::emulated_tiles[a], argosy::emulated_tiles[b])
 #define AMX_MADD_INT8(c, a, b) argosy::emulated_tiles[c].add_int8(argosy::emulated_tiles[a], argosy::emulated_tiles[b])
 
@@ -35,7 +35,7 @@
 #ifdef ARGOSY_AMX
 namespace argosy {
 
-// The shapes of the eight tiles while this is alive, in this thread.
+// Shapes of the current thread's eight tiles, configured for the lifetime of the object.
 class AmxTiles {
   public:
     AmxTiles(const uint8_t (&rows)[8], const uint16_t (&row_bytes)[8]) {
@@ -70,7 +70,7 @@ class AmxTiles {
 
 namespace argosy {
 
-// Whether there are tiles and the operating system lets this process use them; asked once.
+// Return whether the CPU has tiles and the operating system permits their use. Permission is requested once.
 inline bool amx_allowed() {
 #if defined(ARGOSY_AMX_EMULATED)
     return true;

@@ -1,6 +1,6 @@
-// The matrix unit in software, for tests on CPUs that have none: eight tiles a thread, and what each instruction does.
+// Software emulation of the matrix unit (AMX) for tests on CPUs without it: eight tiles per thread, and its instructions.
 //
-// Where the hardware would fault (a shape that was not configured, operands that do not fit), so does this.
+// The emulation traps where the hardware faults: on tiles that are not configured, and on operands whose shapes differ.
 #pragma once
 
 #include <cstdint>
@@ -11,13 +11,13 @@
 namespace argosy {
 
 struct EmulatedTile {
-    static constexpr int MOST_ROWS = 16, MOST_BYTES = 64;
+    static constexpr int MAX_ROWS = 16, MAX_ROW_BYTES = 64;
 
     int rows = 0, bytes = 0;
-    alignas(64) uint8_t data[MOST_ROWS][MOST_BYTES];
+    alignas(64) uint8_t data[MAX_ROWS][MAX_ROW_BYTES];
 
     void configure(int new_rows, int new_bytes) {
-        if (new_rows > MOST_ROWS || new_bytes > MOST_BYTES || new_bytes % 4) __builtin_trap();
+        if (new_rows > MAX_ROWS || new_bytes > MAX_ROW_BYTES || new_bytes % 4) __builtin_trap();
         rows = new_rows;
         bytes = new_bytes;
         std::memset(data, 0, sizeof data);
@@ -28,12 +28,12 @@ struct EmulatedTile {
         std::memset(data, 0, sizeof data);
     }
 
-    void read(const void *from, int64_t stride) {
+    void load_rows(const void *from, int64_t stride) {
         zero();
         for (int r = 0; r < rows; r++) std::memcpy(data[r], (const uint8_t *)from + r * stride, bytes);
     }
 
-    void write(void *to, int64_t stride) const {
+    void store_rows(void *to, int64_t stride) const {
         if (!rows || !bytes) __builtin_trap();
         for (int r = 0; r < rows; r++) std::memcpy((uint8_t *)to + r * stride, data[r], bytes);
     }
@@ -45,13 +45,13 @@ struct EmulatedTile {
         return word;
     }
 
-    // The lanes beyond a tile's width hold zeros in both operands, so whole rows may be computed.
+    // Trap unless the shapes fit. Lanes beyond a tile's width hold zeros in both operands, so whole rows are computed.
     void check_operands(const EmulatedTile &a, const EmulatedTile &b) const {
         const bool fit = rows && bytes && rows == a.rows && bytes == b.bytes && a.bytes == 4 * b.rows;
         if (!fit || this == &a || this == &b || &a == &b) __builtin_trap();
     }
 
-    // TDPBF16PS: the even and the odd products of a row are summed apart, then added.
+    // TDPBF16PS: even and odd products of a row are summed separately, then the two sums are added.
     void add_bfloat16(const EmulatedTile &a, const EmulatedTile &b) {
         check_operands(a, b);
         for (int r = 0; r < rows; r++) {
@@ -66,15 +66,15 @@ struct EmulatedTile {
         }
     }
 
-    // TDPBSUD: sums of four products of signed with unsigned bytes.
+    // TDPBSUD: each lane adds four products of a signed and an unsigned byte.
     void add_int8(const EmulatedTile &a, const EmulatedTile &b) {
         check_operands(a, b);
         for (int r = 0; r < rows; r++) {
             i32x16 sum = row<i32x16>(r);
             for (int k = 0; k < b.rows; k++) {
-                const uint32_t four = a.word(r, k);
-                const i32x16 fours = b.row<i32x16>(k);
-                for (int i = 0; i < 4; i++) sum += (fours >> 8 * i & 255) * (int32_t)(int8_t)(four >> 8 * i);
+                const uint32_t a_bytes = a.word(r, k);
+                const i32x16 b_bytes = b.row<i32x16>(k);
+                for (int i = 0; i < 4; i++) sum += (b_bytes >> 8 * i & 255) * (int32_t)(int8_t)(a_bytes >> 8 * i);
             }
             store(data[r], sum);
         }

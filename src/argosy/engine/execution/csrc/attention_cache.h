@@ -1,4 +1,4 @@
-// The paged cache of one layer: where keys and values lie, and how new ones get there.
+// Paged KV cache of one layer: addresses of keys and values, and the storage of new ones.
 #pragma once
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 
 namespace argosy {
 
-template <class Unit> class Cache {
+template <class Unit> class KvCache {
     using T = typename Unit::T;
     using Scalar = typename T::Scalar;
     static constexpr int N = T::PER_WORD;
@@ -17,26 +17,26 @@ template <class Unit> class Cache {
 
     const ArgosyAttention &a;
 
-    // Values of a panel with zeros after the first `held` keys, in `copy`: a cache block may still hold another
-    // sequence's there, not all of them finite.
-    const uint32_t *cut(const uint32_t *values, int64_t held, uint32_t *copy) const {
-        const int64_t whole = held / N * width;
-        std::copy_n(values, whole, copy);
-        std::fill_n(copy + whole, W / N * width - whole, 0u);
-        if (held % N)  // the last key without its partner
-            for (int64_t d = 0; d < width; d++) copy[whole + d] = values[whole + d] & 0xffffu;
+    // Copy the values of a panel to `copy`, with zeros after the first `valid` keys. The rest of a cache block may hold
+    // values of another sequence, which need not be finite.
+    const uint32_t *zero_tail(const uint32_t *values, int64_t valid, uint32_t *copy) const {
+        const int64_t full_words = valid / N * width;
+        std::copy_n(values, full_words, copy);
+        std::fill_n(copy + full_words, W / N * width - full_words, 0u);
+        if (valid % N)  // the word of the last key, without its neighbour
+            for (int64_t d = 0; d < width; d++) copy[full_words + d] = values[full_words + d] & 0xffffu;
         return copy;
     }
 
-    // One token's values beside those of its partner in the words at `base`, which another thread may be writing.
-    void store_value(int64_t base, int64_t place, const Scalar *from) const {
-        Scalar *to = (Scalar *)((uint32_t *)a.values + base) + place;
+    // Store one token's values in the words at `base`. Another thread may be writing the other element of these words.
+    void store_value(int64_t base, int64_t element, const Scalar *from) const {
+        Scalar *to = (Scalar *)((uint32_t *)a.values + base) + element;
         int64_t d = 0;
 #ifdef __AVX512BW__
         if constexpr (N == 2)
             for (; d + LANES <= a.head_dim; d += LANES) {
-                const u32x16 word = as_words(load<u16x16>(from + d)) << (place ? 16 : 0);
-                _mm512_mask_storeu_epi16(to - place + d * N, place ? 0xaaaaaaaau : 0x55555555u, (__m512i)word);
+                const u32x16 word = as_words(load<u16x16>(from + d)) << (element ? 16 : 0);
+                _mm512_mask_storeu_epi16(to - element + d * N, element ? 0xaaaaaaaau : 0x55555555u, (__m512i)word);
             }
 #endif
         for (; d < a.head_dim; d++) to[d * N] = from[d];
@@ -45,22 +45,22 @@ template <class Unit> class Cache {
   public:
     using Row = std::conditional_t<N == 2, Bfloat16Row, FloatRow>;
     const int64_t words = (a.head_dim + LANES * N - 1) / (LANES * N) * LANES;
-    const int64_t width = words * N;  // the padded head dimension
-    const int64_t head_words = a.block_size * words;  // of one block, keys or values
+    const int64_t width = words * N;  // padded head dimension
+    const int64_t head_words = a.block_size * words;  // words of one block and head, keys or values
 
-    explicit Cache(const ArgosyAttention &call) : a(call) {}
+    explicit KvCache(const ArgosyAttention &call) : a(call) {}
 
-    // A head of token t to `to`, padded with zeros, rotated.
+    // Load a head of token t to `to`, padded with zeros and rotated.
     void load_row(uint32_t *to, const void *rows, int64_t stride, int64_t t, int64_t head) const {
         const Scalar *from = (const Scalar *)rows + t * stride + head * a.head_dim;
         std::fill_n((Scalar *)to + a.head_dim, width - a.head_dim, Scalar{});
         std::memcpy(to, from, a.head_dim * sizeof(Scalar));
-        if (a.turning) rotate<Row>((Scalar *)to, from, a.cos + t * a.turning, a.sin + t * a.turning, a.turning);
+        if (a.rotary_dim) rotate<Row>((Scalar *)to, from, a.cos + t * a.rotary_dim, a.sin + t * a.rotary_dim, a.rotary_dim);
     }
 
-    // Put token t's keys and values where the layout wants them. row: memory for a row.
+    // Store token t's keys and values in the cache. `row` is scratch memory for a row.
     void store_token(int64_t t, uint32_t *row) const {
-        const int64_t block = a.slots[t] / a.block_size, offset = a.slots[t] % a.block_size;
+        const int64_t block = a.slot_mapping[t] / a.block_size, offset = a.slot_mapping[t] % a.block_size;
         for (int64_t head = 0; head < a.kv_heads; head++) {
             const int64_t base = (block * a.kv_heads + head) * head_words;
             uint32_t *key = (uint32_t *)a.keys + base + offset / W * W * words + offset % W;
@@ -71,20 +71,20 @@ template <class Unit> class Cache {
         }
     }
 
-    // The tile of keys from `start` on, up to position `newest`. copy: memory for a panel; null when the tile is only
-    // to be fetched.
-    Tile tile(int64_t sequence, int64_t head, int64_t start, int64_t newest, uint32_t *copy) const {
-        const int32_t *pages = a.pages + sequence * a.page_stride;
-        const int64_t seen = std::min<int64_t>(TILE, newest + 1 - start), length = a.seq_lens[sequence];
+    // Return the tile of keys at `start`, up to position `newest`. `copy` is scratch memory for a panel, or null if the
+    // tile is only prefetched.
+    Tile load_tile(int64_t sequence, int64_t head, int64_t start, int64_t newest, uint32_t *copy) const {
+        const int32_t *blocks = a.block_table + sequence * a.block_table_stride;
+        const int64_t visible = std::min<int64_t>(TILE, newest + 1 - start), length = a.seq_lens[sequence];
         Tile tile;
-        tile.live = (int)((seen + W - 1) / W * W);
+        tile.used_keys = (int)((visible + W - 1) / W * W);
         for (int i = 0; i < TILE / W; i++) {
-            const int64_t at = start + std::min(i * W, tile.live - W), held = std::min<int64_t>(W, length - at);
-            const int64_t base = (pages[at / a.block_size] * a.kv_heads + head) * head_words;
-            const int64_t panel = base + at % a.block_size / W * W * words;
+            const int64_t position = start + std::min(i * W, tile.used_keys - W), valid = std::min<int64_t>(W, length - position);
+            const int64_t base = (blocks[position / a.block_size] * a.kv_heads + head) * head_words;
+            const int64_t panel = base + position % a.block_size / W * W * words;
             tile.keys[i] = (const uint32_t *)a.keys + panel;
             tile.values[i] = (const uint32_t *)a.values + panel;
-            if (copy && i * W < tile.live && held < W) tile.values[i] = cut(tile.values[i], held, copy);
+            if (copy && i * W < tile.used_keys && valid < W) tile.values[i] = zero_tail(tile.values[i], valid, copy);
         }
         return tile;
     }

@@ -1,4 +1,4 @@
-// The online softmax of rows (Milakov & Gimelshein 2018): scores to weights, and sums merged in order.
+// Online softmax (Milakov & Gimelshein 2018): conversion of scores to weights, and merging of sums in order.
 #pragma once
 
 #include <algorithm>
@@ -9,29 +9,29 @@
 namespace argosy {
 
 constexpr float LOG2E = 1.44269504088896341f;
-constexpr float NONE = -INFINITY;
+constexpr float NO_SCORE = -INFINITY;
 
-// What rows have of some keys, one after the other: weighted values, the greatest score, and the weights' sum by lanes.
-struct Sums {
+// Softmax sums of consecutive rows over some keys: weighted values, largest score, and sum of the weights by lane.
+struct SoftmaxSums {
     float *out, *peak, *total;
 
-    static size_t lines(int64_t rows, int64_t width) {
-        return Scratch::lines_of<float>(rows * width) + Scratch::lines_of<float>(rows) +
-               Scratch::lines_of<float>(rows * LANES);
+    static size_t scratch_lines(int64_t rows, int64_t width) {
+        return Scratch::lines_for<float>(rows * width) + Scratch::lines_for<float>(rows) +
+               Scratch::lines_for<float>(rows * LANES);
     }
 
-    static Sums in(Scratch &memory, int64_t rows, int64_t width) {
-        return {memory.take<float>(rows * width), memory.take<float>(rows), memory.take<float>(rows * LANES)};
+    static SoftmaxSums allocate(Scratch &memory, int64_t rows, int64_t width) {
+        return {memory.allocate<float>(rows * width), memory.allocate<float>(rows), memory.allocate<float>(rows * LANES)};
     }
 
     void clear(int64_t rows, int64_t width) const {
         std::fill_n(out, rows * width, 0.0f);
         std::fill_n(total, rows * LANES, 0.0f);
-        std::fill_n(peak, rows, NONE);
+        std::fill_n(peak, rows, NO_SCORE);
     }
 };
 
-// The weights of a row of a tile as words, rounded to the element; returns `sum` with the rounded weights added.
+// Store a row's weights of a tile as words, rounded to the element type. Returns `sum` plus the rounded weights.
 template <class T> inline f32x16 store_weights(uint32_t *words, const f32x16 (&weight)[PANELS], f32x16 sum) {
     constexpr bool pairs = T::PER_WORD == 2;
     constexpr uint32_t ones = pairs ? 0x3f803f80u : 0x3f800000u;
@@ -45,64 +45,64 @@ template <class T> inline f32x16 store_weights(uint32_t *words, const f32x16 (&w
     return sum;
 }
 
-// Scores to weights, as the layer wants them.
+// Softmax with a layer's scale, softcap and sliding window.
 class Softmax {
     const float scale, softcap;
     const int64_t window;
-    const float unit;  // of a score, in log 2
+    const float score_scale_log2;  // factor from scores to exponents of 2
 
-    f32x16 capped(f32x16 x) const {  // tanh
+    f32x16 apply_softcap(f32x16 x) const {  // tanh(x * scale / softcap)
         const f32x16 doubled = x * (scale / softcap * 2 * LOG2E);
-        return 1.0f - 2.0f / (exp2_of(doubled > 126.0f ? broadcast(126.0f) : doubled) + 1.0f);
+        return 1.0f - 2.0f / (exp2_lanes(doubled > 126.0f ? broadcast(126.0f) : doubled) + 1.0f);
     }
 
-    // The factor that takes sums from one peak to a greater one.
-    float fade(float before, float now) const {
-        return exp2_of(broadcast((before - (now == NONE ? 0.0f : now)) * unit))[0];
+    // Factor that rescales sums from one peak to a larger one.
+    float rescale_factor(float old_peak, float new_peak) const {
+        return exp2_lanes(broadcast((old_peak - (new_peak == NO_SCORE ? 0.0f : new_peak)) * score_scale_log2))[0];
     }
 
   public:
     Softmax(float scale, float softcap, int64_t window)
-        : scale(scale), softcap(softcap), window(window), unit((softcap == 0 ? scale : softcap) * LOG2E) {}
+        : scale(scale), softcap(softcap), window(window), score_scale_log2((softcap == 0 ? scale : softcap) * LOG2E) {}
 
-    // The first position that a row sees.
-    int64_t oldest(int64_t position) const { return window ? std::max<int64_t>(0, position - window + 1) : 0; }
+    // First position that the token at `position` attends to.
+    int64_t first_visible(int64_t position) const { return window ? std::max<int64_t>(0, position - window + 1) : 0; }
 
-    // The scores of one row at `position` over the tile that begins at `start` to weights. Returns the factor for what
-    // it has summed so far. A row that sees nothing of the tile stays as it is.
+    // Convert the scores of a row at `position` over the tile at `start` to weights. Returns the factor that rescales
+    // the row's earlier sums. A row that sees no key of the tile keeps its sums.
     template <class T>
-    float soften(const float *scores, int64_t position, int64_t start, uint32_t *weights, float &peak,
+    float scores_to_weights(const float *scores, int64_t position, int64_t start, uint32_t *weights, float &peak,
                  float *total) const {
-        const int64_t first = oldest(position) - start, last = position - start;
+        const int64_t first = first_visible(position) - start, last = position - start;
         f32x16 score[PANELS];
         for (int p = 0; p < PANELS; p++) score[p] = load<f32x16>(scores + p * LANES);
         if (softcap != 0)
-            for (int p = 0; p < PANELS; p++) score[p] = capped(score[p]);
+            for (int p = 0; p < PANELS; p++) score[p] = apply_softcap(score[p]);
         if (first > 0 || last < TILE - 1) {
             const i32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
             const int from = (int)std::clamp<int64_t>(first, 0, TILE), to = (int)std::clamp<int64_t>(last, -1, TILE);
             for (int p = 0; p < PANELS; p++)
-                score[p] = (lane + p * LANES >= from) & (lane + p * LANES <= to) ? score[p] : broadcast(NONE);
+                score[p] = (lane + p * LANES >= from) & (lane + p * LANES <= to) ? score[p] : broadcast(NO_SCORE);
         }
-        f32x16 best = score[0];
-        for (int p = 1; p < PANELS; p++) best = maximum(best, score[p]);
-        const float before = peak, now = std::max(before, reduce_max(best));
-        const float faded = now == before ? 1.0f : fade(before, now);
-        const float base = now == NONE ? 0.0f : now * unit;
-        for (int p = 0; p < PANELS; p++) score[p] = exp2_of(score[p] * unit - base);
-        store(total, store_weights<T>(weights, score, load<f32x16>(total) * faded));
-        peak = now;
-        return faded;
+        f32x16 largest = score[0];
+        for (int p = 1; p < PANELS; p++) largest = maximum(largest, score[p]);
+        const float old_peak = peak, new_peak = std::max(old_peak, reduce_max(largest));
+        const float factor = new_peak == old_peak ? 1.0f : rescale_factor(old_peak, new_peak);
+        const float base = new_peak == NO_SCORE ? 0.0f : new_peak * score_scale_log2;
+        for (int p = 0; p < PANELS; p++) score[p] = exp2_lanes(score[p] * score_scale_log2 - base);
+        store(total, store_weights<T>(weights, score, load<f32x16>(total) * factor));
+        peak = new_peak;
+        return factor;
     }
 
-    // Add what the next range of keys gave. What saw nothing adds nothing, exactly.
-    void merge(const Sums &sums, const Sums &next, int64_t rows, int64_t width) const {
+    // Merge the sums of the next range of keys into `sums`. A range without visible keys adds exactly zero.
+    void merge(const SoftmaxSums &sums, const SoftmaxSums &next, int64_t rows, int64_t width) const {
         for (int64_t row = 0; row < rows; row++) {
-            const float now = std::max(sums.peak[row], next.peak[row]);
-            const float old_fade = fade(sums.peak[row], now), new_fade = fade(next.peak[row], now);
-            sums.peak[row] = now;
+            const float new_peak = std::max(sums.peak[row], next.peak[row]);
+            const float old_factor = rescale_factor(sums.peak[row], new_peak), new_factor = rescale_factor(next.peak[row], new_peak);
+            sums.peak[row] = new_peak;
             const auto add = [&](float *to, const float *from) {
-                store(to, load<f32x16>(to) * old_fade + load<f32x16>(from) * new_fade);
+                store(to, load<f32x16>(to) * old_factor + load<f32x16>(from) * new_factor);
             };
             add(sums.total + row * LANES, next.total + row * LANES);
             for (int64_t d = 0; d < width; d += LANES) add(sums.out + row * width + d, next.out + row * width + d);

@@ -1,4 +1,4 @@
-// Rows of either dtype rounded to signed bytes, and products of those with unsigned bytes, on any CPU.
+// Rounding of float32 and bfloat16 rows to signed bytes, and their products with unsigned bytes, on any CPU.
 #pragma once
 
 #include <cstdint>
@@ -19,12 +19,12 @@ using u16x32 = uint16_t __attribute__((vector_size(64)));
 inline u32x16 widen(u8x16 x) { return __builtin_convertvector(x, u32x16); }
 inline f32x16 to_float(u32x16 x) { return __builtin_convertvector((i32x16)x, f32x16); }
 
-// sum + the products of the four unsigned bytes of each lane of `bytes` with the four signed ones of `word`.
+// Add to each lane of `sum` the products of its four unsigned bytes in `bytes` and the four signed bytes of `word`.
 inline u32x16 dot_bytes(u32x16 sum, u32x16 bytes, uint32_t word) {
 #if defined(__AVX512VNNI__)
     return (u32x16)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)bytes, _mm512_set1_epi32((int)word));
 #elif defined(__AVX2__)
-    // Halves of 256 bits. Pairs of bytes could saturate the 16 bits that AVX2 adds them in: widen them first.
+    // Two halves of 256 bits. AVX2 adds pairs of byte products in 16 bits, which could saturate, so bytes are widened.
     struct Halves { __m256i half[2]; } s, b;
     std::memcpy(&s, &sum, 64);
     std::memcpy(&b, &bytes, 64);
@@ -48,14 +48,15 @@ inline u32x16 dot_bytes(u32x16 sum, u32x16 bytes, uint32_t word) {
 #endif
 }
 
-// The dtype of x and out: floats from it, and 32 floats to it.
-struct Wide {
+// Conversion of float32 elements: reads `count` floats, writes 32 floats.
+struct Float32Io {
     using Scalar = float;
     static void read(const float *from, int64_t count, float *to) { std::memcpy(to, from, count * 4); }
     static void write(float *to, f32x16 low, f32x16 high) { store(to, low), store(to + 16, high); }
 };
 
-struct Half {
+// Conversion of bfloat16 elements: reads `count` elements as floats, writes 32 floats as bfloat16.
+struct Bfloat16Io {
     using Scalar = uint16_t;
     static void read(const uint16_t *from, int64_t count, float *to) {
         for (int64_t i = 0; i < count; i++) {
@@ -66,37 +67,38 @@ struct Half {
     static void write(uint16_t *to, f32x16 low, f32x16 high) { store_bfloat16(to, low, high); }
 };
 
-// The nearest whole numbers, ties to even, of magnitudes below 2^22.
-inline f32x16 nearest(f32x16 x) {
-    const f32x16 magic = broadcast(12582912.0f);  // 1.5 * 2^23: the sum has no room for a fraction
+// Round to the nearest integers, ties to even. Magnitudes must be below 2^22.
+inline f32x16 round_nearest(f32x16 x) {
+    const f32x16 magic = broadcast(12582912.0f);  // 1.5 * 2^23: the sum has no fractional bits
     return x + magic - magic;
 }
 
-struct Rounded {
-    float scale;  // what a byte counts; not a number if one of the values is not finite
-    int32_t sum;  // of the bytes
+// Scale and sum of rounded values.
+struct RoundedBytes {
+    float scale;  // value of one unit, or NaN if a value is not finite
+    int32_t sum;  // sum of the bytes
 };
 
-// The nearest of -127..127 times scale, ties to even. Values too small for a scale of their own become zeros.
-template <int COUNT> inline Rounded round_to_bytes(const float *values, uint8_t *bytes) {
-    constexpr float LEAST = 1e-30f;
-    i32x16 most{};
+// Round values to bytes -127..127 times a scale, ties to even. If all magnitudes are below MIN_PEAK, the bytes are zero.
+template <int COUNT> inline RoundedBytes round_to_bytes(const float *values, uint8_t *bytes) {
+    constexpr float MIN_PEAK = 1e-30f;
+    i32x16 max_bits{};
     for (int i = 0; i < COUNT; i += LANES) {
-        const i32x16 bits = load<i32x16>(values + i) & 0x7fffffff;  // ordered as the magnitudes are, NaN above all
-        most = bits > most ? bits : most;
+        const i32x16 bits = load<i32x16>(values + i) & 0x7fffffff;  // same order as the magnitudes, NaN largest
+        max_bits = bits > max_bits ? bits : max_bits;
     }
     int32_t bits = 0;
-    for (int lane = 0; lane < LANES; lane++) bits = most[lane] > bits ? most[lane] : bits;
+    for (int lane = 0; lane < LANES; lane++) bits = max_bits[lane] > bits ? max_bits[lane] : bits;
     float peak;
     std::memcpy(&peak, &bits, 4);
-    if (bits >= 0x7f800000 || peak < LEAST) {
+    if (bits >= 0x7f800000 || peak < MIN_PEAK) {
         std::memset(bytes, 0, COUNT);
-        return {peak < LEAST ? 0.0f : __builtin_nanf(""), 0};
+        return {peak < MIN_PEAK ? 0.0f : __builtin_nanf(""), 0};
     }
     const float inverse = 1.0f / peak * 127.0f;
     i32x16 sum{};
     for (int i = 0; i < COUNT; i += LANES) {
-        const i32x16 integers = __builtin_convertvector(nearest(load<f32x16>(values + i) * inverse), i32x16);
+        const i32x16 integers = __builtin_convertvector(round_nearest(load<f32x16>(values + i) * inverse), i32x16);
         sum += integers;
         store(bytes + i, __builtin_convertvector(integers, i8x16));
     }

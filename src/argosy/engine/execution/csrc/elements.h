@@ -1,4 +1,4 @@
-// Rows of elements in memory, sixteen at a time as float lanes, and the rotation of a row.
+// Loads and stores of row elements as sixteen float32 lanes, and the rotary rotation of a row.
 #pragma once
 
 #include "simd.h"
@@ -13,59 +13,61 @@ inline u32x16 as_words(u16x16 x) {
 #endif
 }
 
-// Up to sixteen elements in float32 lanes; the lanes beyond are zero.
+// Access to float32 rows. Up to sixteen elements are loaded, and the remaining lanes are zero.
 struct FloatRow {
     using Scalar = float;
-    static f32x16 get(const float *from, int64_t count) {
+    static f32x16 load_lanes(const float *from, int64_t count) {
         if (count >= LANES) return load<f32x16>(from);
         f32x16 x{};
         std::memcpy(&x, from, count * sizeof(float));
         return x;
     }
-    static void put(float *to, f32x16 x, int64_t count) {
+    static void store_lanes(float *to, f32x16 x, int64_t count) {
         if (count >= LANES) return store(to, x);
         std::memcpy(to, &x, count * sizeof(float));
     }
-    static f32x16 rounded(f32x16 x) { return x; }
+    static f32x16 round_to_element(f32x16 x) { return x; }
 };
 
+// Access to bfloat16 rows, converted to and from float32 lanes.
 struct Bfloat16Row {
     using Scalar = uint16_t;
-    static u16x16 narrow(f32x16 x) {
+    static u16x16 to_element(f32x16 x) {
 #ifdef __AVX512BF16__
         return (u16x16)_mm512_cvtneps_pbh((__m512)x);
 #else
-        return halves(to_bfloat16(x));
+        return low_halves(to_bfloat16(x));
 #endif
     }
-    static f32x16 wide(u16x16 x) { return (f32x16)(as_words(x) << 16); }
-    static f32x16 get(const uint16_t *from, int64_t count) {
+    static f32x16 to_float(u16x16 x) { return (f32x16)(as_words(x) << 16); }
+    static f32x16 load_lanes(const uint16_t *from, int64_t count) {
         u16x16 x{};
         if (count >= LANES)
             x = load<u16x16>(from);
         else
             std::memcpy(&x, from, count * sizeof *from);
-        return wide(x);
+        return to_float(x);
     }
-    static void put(uint16_t *to, f32x16 x, int64_t count) {
-        const u16x16 bits = narrow(x);
+    static void store_lanes(uint16_t *to, f32x16 x, int64_t count) {
+        const u16x16 bits = to_element(x);
         if (count >= LANES) return store(to, bits);
         std::memcpy(to, &bits, count * sizeof *to);
     }
-    static f32x16 rounded(f32x16 x) { return wide(narrow(x)); }
+    static f32x16 round_to_element(f32x16 x) { return to_float(to_element(x)); }
 };
 
-// Rotary position embedding (Su et al. 2021) of the first `turning` elements of a row, in float32 and rounded once;
-// `to` may be `from`. cos: [turning], its halves alike; sin: [turning], its first half negative.
+// Apply the rotary position embedding (Su et al. 2021) to the first `rotary_dim` elements of a row, in float32 with one
+// rounding. `to` may equal `from`. The halves of cos [rotary_dim] are equal, and sin [rotary_dim] has its first half
+// negated.
 template <class Row, class Scalar>
-inline void rotate(Scalar *to, const Scalar *from, const float *cos, const float *sin, int64_t turning) {
-    const int64_t half = turning / 2;
+inline void rotate(Scalar *to, const Scalar *from, const float *cos, const float *sin, int64_t rotary_dim) {
+    const int64_t half = rotary_dim / 2;
     for (int64_t i = 0; i < half; i += LANES) {
-        const int64_t left = half - i;
-        const f32x16 first = Row::get(from + i, left), second = Row::get(from + half + i, left);
-        const f32x16 turn = FloatRow::get(cos + i, left), swap = FloatRow::get(sin + half + i, left);
-        Row::put(to + i, first * turn - second * swap, left);
-        Row::put(to + half + i, second * turn + first * swap, left);
+        const int64_t remaining = half - i;
+        const f32x16 first = Row::load_lanes(from + i, remaining), second = Row::load_lanes(from + half + i, remaining);
+        const f32x16 cosine = FloatRow::load_lanes(cos + i, remaining), sine = FloatRow::load_lanes(sin + half + i, remaining);
+        Row::store_lanes(to + i, first * cosine - second * sine, remaining);
+        Row::store_lanes(to + half + i, second * cosine + first * sine, remaining);
     }
 }
 

@@ -1,6 +1,6 @@
-// What a layer does to a row between its matrices: norm and gate, behind a plain C ABI.
+// Norms and gated activations, behind a C ABI.
 //
-// A row is worked on by one thread, element by element in order, with arithmetic that no other row touches.
+// One thread processes a row, element by element in order, with arithmetic that no other row affects.
 
 #include <algorithm>
 #include <cmath>
@@ -9,18 +9,20 @@
 
 extern "C" {
 
-// RMS norm of [outer, inner, size]; sizes in elements; each struct is mirrored field by field by native.py.
+// Arguments of an RMS norm of [outer_size, inner_size, size]. Sizes are in elements. native_calls.py mirrors both structs
+// field by field.
 struct ArgosyNorm {
-    void *x;              // rows of `size`, `inner` side by side, `x_stride` from one outer index to the next
-    const void *add;      // null, or [outer, inner, size], contiguous, that is added to x first
+    void *x;              // rows of `size`: `inner_size` contiguous rows for each outer index, `x_stride` apart
+    const void *delta;    // null, or [outer_size, inner_size, size], contiguous, which is added to x in place first
     const float *weight;  // [size]
-    void *out;            // [outer, inner, size], contiguous
-    int64_t outer, inner, size, x_stride, narrow, threads;  // narrow: round before the weight, too
+    void *out;            // [outer_size, inner_size, size], contiguous
+    int64_t outer_size, inner_size, size, x_stride;
+    int64_t round_before_weight, threads;  // round_before_weight: round x / rms to the dtype before the product with the weight
     float eps;
 };
 
-// out = activation(x[:, :size]) * x[:, size:]
-struct ArgosyGate {
+// Arguments of out = activation(x[:, :size]) * x[:, size:].
+struct ArgosyGatedActivation {
     const void *x;  // [rows, 2 * size], contiguous
     void *out;      // [rows, size], contiguous
     int64_t rows, size, threads;
@@ -31,65 +33,65 @@ namespace {
 
 using namespace argosy;
 
-constexpr int64_t SHARED = 1 << 17;  // elements from which on threads share: to wake one costs tens of microseconds
+constexpr int64_t MIN_PARALLEL_ELEMENTS = 1 << 17;  // below this, one thread is faster: to wake another costs tens of microseconds
 constexpr float LOG2E = 1.44269504088896341f;
 
-template <class Row> void norm(const ArgosyNorm &a) {
+template <class Row> void run_norm(const ArgosyNorm &a) {
     using Scalar = typename Row::Scalar;
-    const int64_t rows = a.outer * a.inner;
-#pragma omp parallel for schedule(static) num_threads((int)a.threads) if (rows * a.size >= SHARED)
+    const int64_t rows = a.outer_size * a.inner_size;
+#pragma omp parallel for schedule(static) num_threads((int)a.threads) if (rows * a.size >= MIN_PARALLEL_ELEMENTS)
     for (int64_t row = 0; row < rows; row++) {
-        Scalar *x = (Scalar *)a.x + row / a.inner * a.x_stride + row % a.inner * a.size;
+        Scalar *x = (Scalar *)a.x + row / a.inner_size * a.x_stride + row % a.inner_size * a.size;
         Scalar *out = (Scalar *)a.out + row * a.size;
         f32x16 squares{};
         for (int64_t i = 0; i < a.size; i += LANES) {
-            f32x16 value = Row::get(x + i, a.size - i);
-            if (a.add) {
-                value = Row::rounded(value + Row::get((const Scalar *)a.add + row * a.size + i, a.size - i));
-                Row::put(x + i, value, a.size - i);
+            f32x16 value = Row::load_lanes(x + i, a.size - i);
+            if (a.delta) {
+                value = Row::round_to_element(value + Row::load_lanes((const Scalar *)a.delta + row * a.size + i, a.size - i));
+                Row::store_lanes(x + i, value, a.size - i);
             }
             squares += value * value;
         }
         const float scale = 1.0f / std::sqrt(reduce_sum(squares) / (float)a.size + a.eps);
         for (int64_t i = 0; i < a.size; i += LANES) {
-            const f32x16 even = Row::get(x + i, a.size - i) * scale;
-            const f32x16 weight = FloatRow::get(a.weight + i, a.size - i);
-            Row::put(out + i, (a.narrow ? Row::rounded(even) : even) * weight, a.size - i);
+            const f32x16 normalized = Row::load_lanes(x + i, a.size - i) * scale;
+            const f32x16 weight = FloatRow::load_lanes(a.weight + i, a.size - i);
+            Row::store_lanes(out + i, (a.round_before_weight ? Row::round_to_element(normalized) : normalized) * weight, a.size - i);
         }
     }
 }
 
-// x / (1 + 2^-t), where t grows with x: SiLU (Elfwing et al. 2017) and GELU's tanh form (Hendrycks & Gimpel 2016).
-f32x16 gated(f32x16 x, f32x16 t) {
-    const f32x16 below = 1.0f + exp2_of(-t > 126.0f ? broadcast(126.0f) : -t);
+// Compute x / (1 + 2^-t), the form of SiLU (Elfwing et al. 2017) and of GELU's tanh variant (Hendrycks & Gimpel 2016).
+f32x16 sigmoid_gate(f32x16 x, f32x16 t) {
+    const f32x16 denominator = 1.0f + exp2_lanes(-t > 126.0f ? broadcast(126.0f) : -t);
 #ifdef __AVX512F__
-    const f32x16 near = (f32x16)_mm512_rcp14_ps((__m512)below);  // to 2^-14; a step of Newton's doubles the digits
-    return x * (near * (2.0f - below * near));
+    const f32x16 reciprocal = (f32x16)_mm512_rcp14_ps((__m512)denominator);  // error 2^-14; one Newton step doubles the precision
+    return x * (reciprocal * (2.0f - denominator * reciprocal));
 #else
-    return x / below;
+    return x / denominator;
 #endif
 }
 
 struct Silu {
-    static f32x16 of(f32x16 x) { return gated(x, x * LOG2E); }
+    static f32x16 apply(f32x16 x) { return sigmoid_gate(x, x * LOG2E); }
 };
 
 struct GeluTanh {
-    static f32x16 of(f32x16 x) {
-        const float twice = 1.5957691216057308f * LOG2E;  // 2 sqrt(2 / pi): (1 + tanh y) / 2 = 1 / (1 + e^-2y)
-        return gated(x, x * (1.0f + 0.044715f * x * x) * twice);
+    static f32x16 apply(f32x16 x) {
+        const float factor = 1.5957691216057308f * LOG2E;  // 2 sqrt(2 / pi): (1 + tanh y) / 2 = 1 / (1 + e^-2y)
+        return sigmoid_gate(x, x * (1.0f + 0.044715f * x * x) * factor);
     }
 };
 
-template <class Row, class Activation> void gate(const ArgosyGate &a) {
+template <class Row, class Activation> void run_gated_activation(const ArgosyGatedActivation &a) {
     using Scalar = typename Row::Scalar;
-#pragma omp parallel for schedule(static) num_threads((int)a.threads) if (a.rows * a.size >= SHARED)
+#pragma omp parallel for schedule(static) num_threads((int)a.threads) if (a.rows * a.size >= MIN_PARALLEL_ELEMENTS)
     for (int64_t row = 0; row < a.rows; row++) {
         const Scalar *x = (const Scalar *)a.x + row * 2 * a.size;
         Scalar *out = (Scalar *)a.out + row * a.size;
         for (int64_t i = 0; i < a.size; i += LANES) {
-            const f32x16 up = Row::get(x + a.size + i, a.size - i);
-            Row::put(out + i, Activation::of(Row::get(x + i, a.size - i)) * up, a.size - i);
+            const f32x16 up = Row::load_lanes(x + a.size + i, a.size - i);
+            Row::store_lanes(out + i, Activation::apply(Row::load_lanes(x + i, a.size - i)) * up, a.size - i);
         }
     }
 }
@@ -98,10 +100,10 @@ template <class Row, class Activation> void gate(const ArgosyGate &a) {
 
 extern "C" {
 
-void argosy_norm_float32(const ArgosyNorm *call) { norm<FloatRow>(*call); }
-void argosy_norm_bfloat16(const ArgosyNorm *call) { norm<Bfloat16Row>(*call); }
-void argosy_silu_float32(const ArgosyGate *call) { gate<FloatRow, Silu>(*call); }
-void argosy_silu_bfloat16(const ArgosyGate *call) { gate<Bfloat16Row, Silu>(*call); }
-void argosy_gelu_tanh_float32(const ArgosyGate *call) { gate<FloatRow, GeluTanh>(*call); }
-void argosy_gelu_tanh_bfloat16(const ArgosyGate *call) { gate<Bfloat16Row, GeluTanh>(*call); }
+void argosy_norm_float32(const ArgosyNorm *call) { run_norm<FloatRow>(*call); }
+void argosy_norm_bfloat16(const ArgosyNorm *call) { run_norm<Bfloat16Row>(*call); }
+void argosy_silu_float32(const ArgosyGatedActivation *call) { run_gated_activation<FloatRow, Silu>(*call); }
+void argosy_silu_bfloat16(const ArgosyGatedActivation *call) { run_gated_activation<Bfloat16Row, Silu>(*call); }
+void argosy_gelu_tanh_float32(const ArgosyGatedActivation *call) { run_gated_activation<FloatRow, GeluTanh>(*call); }
+void argosy_gelu_tanh_bfloat16(const ArgosyGatedActivation *call) { run_gated_activation<Bfloat16Row, GeluTanh>(*call); }
 }

@@ -1,4 +1,4 @@
-// A thread's working memory: kept from call to call, given out in cache lines, never returned.
+// Working memory of a thread, allocated in cache lines and kept from call to call.
 #pragma once
 
 #include <cstddef>
@@ -15,30 +15,30 @@ class Scratch {
     size_t used = 0;
 
   public:
-    // How many lines `count` elements take.
-    template <class E> static size_t lines_of(size_t count) {
+    // Number of cache lines that `count` elements occupy.
+    template <class E> static size_t lines_for(size_t count) {
         return (count * sizeof(E) + sizeof(Line) - 1) / sizeof(Line);
     }
 
-    // Begin anew with room for so many lines: what was taken before is gone.
-    void reset(size_t room) {
-        if (lines.size() < room) lines.resize(room);
+    // Start over with room for `line_count` lines. Earlier allocations become invalid.
+    void reset(size_t line_count) {
+        if (lines.size() < line_count) lines.resize(line_count);
         used = 0;
     }
 
-    // `count` elements, not cleared.
-    template <class E> E *take(size_t count) {
-        E *taken = (E *)(lines.data() + used);
-        used += lines_of<E>(count);
-        return taken;
+    // Allocate `count` elements, uninitialised.
+    template <class E> E *allocate(size_t count) {
+        E *elements = (E *)(lines.data() + used);
+        used += lines_for<E>(count);
+        return elements;
     }
 };
 
-// One use's memory in this thread: giving it back after a call costs more than most calls.
-template <int USE> uint8_t *scratch(size_t bytes) {
-    static thread_local Scratch kept;
-    kept.reset(Scratch::lines_of<uint8_t>(bytes));
-    return kept.take<uint8_t>(bytes);
+// Buffer of this thread for one purpose, numbered USE. It is kept, because freeing it costs more than most calls.
+template <int USE> uint8_t *thread_buffer(size_t bytes) {
+    static thread_local Scratch buffer;
+    buffer.reset(Scratch::lines_for<uint8_t>(bytes));
+    return buffer.allocate<uint8_t>(bytes);
 }
 
 }  // namespace argosy

@@ -1,4 +1,4 @@
-// Sixteen lanes of float and the few functions that the kernels need of them, on any CPU.
+// Vectors of sixteen lanes and the operations on them that the kernels need, on any CPU.
 #pragma once
 
 #include <cmath>
@@ -18,16 +18,16 @@ using u16x16 = uint16_t __attribute__((vector_size(32)));
 
 constexpr int LANES = 16;
 
-// Lanes of the widest vector that one register holds, and that vector: what a long-lived sum should be.
+// Number of lanes of the widest register, and vectors of that width for sums that stay in registers.
 #if defined(__AVX512F__)
-constexpr int NATIVE = 16;
+constexpr int NATIVE_LANES = 16;
 #elif defined(__AVX__)
-constexpr int NATIVE = 8;
+constexpr int NATIVE_LANES = 8;
 #else
-constexpr int NATIVE = 4;
+constexpr int NATIVE_LANES = 4;
 #endif
-using native_u32 = uint32_t __attribute__((vector_size(4 * NATIVE)));
-using native_f32 = float __attribute__((vector_size(4 * NATIVE)));
+using native_u32 = uint32_t __attribute__((vector_size(4 * NATIVE_LANES)));
+using native_f32 = float __attribute__((vector_size(4 * NATIVE_LANES)));
 
 template <class V> inline V load(const void *from) {
     V value;
@@ -61,11 +61,11 @@ inline float reduce_sum(f32x16 x) {
     return part[0];
 }
 
-// 2^x to about 2e-7 relative for x <= 126, exactly 1 at 0, 0 below -126; NaN stays NaN.
-inline f32x16 exp2_of(f32x16 x) {
+// Compute 2^x for x <= 126 to about 2e-7 relative. The result is exactly 1 at 0, 0 below -126, and NaN for NaN.
+inline f32x16 exp2_lanes(f32x16 x) {
 #ifdef __AVX512F__
-    const f32x16 whole = (f32x16)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    const f32x16 f = x - whole;
+    const f32x16 integer = (f32x16)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const f32x16 f = x - integer;
 #else
     const f32x16 clamped = x < -126.0f ? broadcast(-126.0f) : x;
     const f32x16 magic = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
@@ -73,7 +73,7 @@ inline f32x16 exp2_of(f32x16 x) {
     const f32x16 f = clamped - (shifted - magic);
     const i32x16 n = (i32x16)shifted - (i32x16)magic;
 #endif
-    f32x16 p = broadcast(1.3264727e-3f);  // minimax on [-1/2, 1/2]
+    f32x16 p = broadcast(1.3264727e-3f);  // minimax polynomial on [-1/2, 1/2]
     p = p * f + 9.6715127e-3f;
     p = p * f + 5.5507337e-2f;
     p = p * f + 2.4022242e-1f;
@@ -81,32 +81,32 @@ inline f32x16 exp2_of(f32x16 x) {
     p = p * f + 1.0f;
 #ifdef __AVX512F__
     const __mmask16 large = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
-    return (f32x16)_mm512_maskz_scalef_ps(large, (__m512)p, (__m512)whole);
+    return (f32x16)_mm512_maskz_scalef_ps(large, (__m512)p, (__m512)integer);
 #else
     p = p * (f32x16)((n + 127) << 23);
     return x < -126.0f ? f32x16{} : p;
 #endif
 }
 
-// The nearest bfloat16, ties to even, in the low half of each lane.
+// Round to the nearest bfloat16, ties to even, in the low half of each lane.
 inline u32x16 to_bfloat16(f32x16 x) {
     const u32x16 bits = (u32x16)x;
     return (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
 }
 
-inline u16x16 halves(u32x16 x) { return __builtin_convertvector(x, u16x16); }
+inline u16x16 low_halves(u32x16 x) { return __builtin_convertvector(x, u16x16); }
 
-// Thirty-two floats to bfloat16, to wherever `to` points.
+// Store 32 floats as bfloat16. `to` needs no alignment.
 inline void store_bfloat16(void *to, f32x16 first, f32x16 second) {
 #ifdef __AVX512BF16__
     _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first));
 #else
-    store(to, halves(to_bfloat16(first)));
-    store((char *)to + 32, halves(to_bfloat16(second)));
+    store(to, low_halves(to_bfloat16(first)));
+    store((char *)to + 32, low_halves(to_bfloat16(second)));
 #endif
 }
 
-// How many elements share a 32-bit word, and sum + a * b over the words of b.
+// Element types of 32-bit words: the number of elements per word, and madd, which adds a * b to `sum` per lane.
 struct Float {
     using Scalar = float;
     static constexpr int PER_WORD = 1;
