@@ -1,4 +1,4 @@
-"""Times paged attention beside torch's SDPA over contiguous keys and values, in turns; JSON lines.
+"""Compare paged attention with torch's SDPA over contiguous keys and values, with alternating calls. Prints JSON lines.
 
 python -m benchmarks.attention [--only decode|prefill|mixed] [--threads N] [--seconds S]
 """
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BLOCK = 16
-LAYERS = 4  # taken in turns, so that the cache comes from where it does in a model
+LAYERS = 4  # used in turns, so that the KV cache comes from memory as in a model
 
 Chunk = tuple[int, int]
-"""(new tokens, length with them) of one sequence."""
+"""New tokens of a sequence, and its length with them."""
 DECODE = {
     f"decode {n} at {length}": [(1, length)] * n
     for n in (1, 16, 64)
@@ -46,7 +46,7 @@ WORK = {"decode": DECODE, "prefill": PREFILL, "mixed": MIXED}
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The heads of a layer."""
+    """Attention heads of a layer."""
 
     heads: int
     kv_heads: int
@@ -57,13 +57,13 @@ SHAPES = (Shape(14, 2, 64), Shape(16, 8, 128))
 
 
 def make_batch(chunks: list[Chunk]) -> Batch:
-    """Every sequence computes its last tokens, on shuffled pages."""
+    """Return a batch in which every sequence computes its last tokens, on shuffled pages."""
     blocks = -(-max(length for _, length in chunks) // BLOCK)
     pages = torch.randperm(len(chunks) * blocks).view(len(chunks), blocks).int()
     positions = [torch.arange(length - count, length) for count, length in chunks]
     slots = [
-        page[at // BLOCK].long() * BLOCK + at % BLOCK
-        for page, at in zip(pages, positions, strict=True)
+        page[position // BLOCK].long() * BLOCK + position % BLOCK
+        for page, position in zip(pages, positions, strict=True)
     ]
     counts = torch.tensor([0, *(count for count, _ in chunks)])
     flat = torch.cat(positions)
@@ -82,7 +82,7 @@ def make_batch(chunks: list[Chunk]) -> Batch:
 def paged(
     shape: Shape, chunks: list[Chunk], dtype: torch.dtype, threads: int
 ) -> Callable[[], object]:
-    """Paged attention of all layers, rotating and storing the new tokens included."""
+    """Return paged attention of all layers, including rotation and storing of the new tokens."""
     batch = make_batch(chunks)
     cache = KvCacheShape(
         num_layers=LAYERS,
@@ -107,7 +107,7 @@ def paged(
 
 
 def sdpa(shape: Shape, chunks: list[Chunk], dtype: torch.dtype) -> Callable[[], object]:
-    """SDPA on contiguous [sequence, head, position, dim]: no pages, no rotation, no storing."""
+    """Return SDPA on contiguous [sequence, head, position, dim], without pages, rotation or storing."""
     kinds: dict[Chunk, int] = {}
     for chunk in chunks:
         kinds[chunk] = kinds.get(chunk, 0) + 1
@@ -127,7 +127,7 @@ def sdpa(shape: Shape, chunks: list[Chunk], dtype: torch.dtype) -> Callable[[], 
 
 
 def milliseconds(run: Callable[[], object]) -> float:
-    """Wall time of one layer."""
+    """Return the wall time of one layer in milliseconds."""
     start = time.perf_counter_ns()
     run()
     return (time.perf_counter_ns() - start) / 1e6 / LAYERS
@@ -136,22 +136,22 @@ def milliseconds(run: Callable[[], object]) -> float:
 def measure(
     shape: Shape, chunks: list[Chunk], dtype: torch.dtype, threads: int, seconds: float
 ) -> dict[str, float]:
-    """Least milliseconds of a layer, and what they come to: bytes of KV read and multiply-adds."""
-    ours, theirs = paged(shape, chunks, dtype, threads), sdpa(shape, chunks, dtype)
-    ours(), theirs()
+    """Return the minimum time of a layer in milliseconds, and the rates of KV bytes read and of multiply-adds."""
+    run_native, run_sdpa = paged(shape, chunks, dtype, threads), sdpa(shape, chunks, dtype)
+    run_native(), run_sdpa()
     pairs: list[tuple[float, float]] = []
     end = time.perf_counter() + seconds
     while len(pairs) < 5 or time.perf_counter() < end:
-        pairs.append((milliseconds(ours), milliseconds(theirs)))
-    best = min(a for a, _ in pairs)
+        pairs.append((milliseconds(run_native), milliseconds(run_sdpa)))
+    best_ms = min(a for a, _ in pairs)
     kv_bytes = sum(n for _, n in chunks) * 2 * shape.kv_heads * shape.head_dim * dtype.itemsize
-    seen = sum(count * (2 * length - count + 1) / 2 for count, length in chunks)
+    attended_positions = sum(count * (2 * length - count + 1) / 2 for count, length in chunks)
     return {
-        "native_ms": round(best, 4),
+        "native_ms": round(best_ms, 4),
         "sdpa_ms": round(min(b for _, b in pairs), 4),
         "ratio": round(median(a / b for a, b in pairs), 3),
-        "kv_gb_s": round(kv_bytes / best / 1e6, 1),
-        "gflop_s": round(4 * seen * shape.heads * shape.head_dim / best / 1e6, 1),
+        "kv_gb_s": round(kv_bytes / best_ms / 1e6, 1),
+        "gflop_s": round(4 * attended_positions * shape.heads * shape.head_dim / best_ms / 1e6, 1),
     }
 
 
@@ -159,7 +159,7 @@ def main() -> None:
     """Print a JSON line for each case."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--seconds", type=float, default=0.5, help="at least, for each case")
+    parser.add_argument("--seconds", type=float, default=0.5, help="minimum time of each case")
     parser.add_argument("--only", choices=WORK)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     options = parser.parse_args()
@@ -168,9 +168,9 @@ def main() -> None:
     for kind in [options.only] if options.only else WORK:
         for name, chunks in WORK[kind].items():
             for shape in SHAPES:
-                found = measure(shape, chunks, dtype, options.threads, options.seconds)
+                result = measure(shape, chunks, dtype, options.threads, options.seconds)
                 heads = f"{shape.heads}/{shape.kv_heads} d {shape.head_dim}"
-                print(json.dumps({"work": name, "heads": heads} | found), flush=True)
+                print(json.dumps({"work": name, "heads": heads} | result), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Streams through `argosy serve` while its replicas are killed, stopped, sent away and cut off.
+"""Check streams through `argosy serve` while its replicas are killed, stopped, terminated and disconnected.
 
     python -m benchmarks.chaos [--rounds 200] [--streams 32] [--replicas 2] [--seed 0] [--faults kill,stop,term,cut]
 
-Each round runs the same streams, greedy and seeded ones, some of two choices, and does one fault to one replica at
-a random moment. A stream is equal when its texts, finish reasons and token counts are those of a run that nobody
-disturbed. Prints a JSON line for each fault, and one for the ledger.
+Each round runs the same streams, and injects one fault into one replica at a random time. Streams are greedy or seeded,
+and some have two choices. A stream is equal if its texts, finish reasons and token counts are those of a run without
+faults. Prints a JSON line for each fault, and one for the ledger.
 """
 
 from __future__ import annotations
@@ -26,83 +26,91 @@ import psutil
 
 from argosy.store import UsageTotals, open_store
 from benchmarks.faults import FAULTS
-from benchmarks.processes import heed_sigterm
-from benchmarks.whole import Answer, Whole, all_back, stream, whole
+from benchmarks.processes import exit_on_sigterm
+from benchmarks.server_process import (
+    Answer,
+    RunningServer,
+    run_server,
+    run_stream,
+    wait_for_replicas,
+)
 
 
 @dataclass
 class Streams:
-    """The same streams again and again."""
+    """Set of streams that is run repeatedly."""
 
-    running: Whole
+    running: RunningServer
     count: int
     tokens: int
-    """Most of each choice."""
+    """Maximum tokens of each choice."""
     expected: list[Answer] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
-    """All that clients have been given."""
+    """All answers that clients have received."""
 
-    async def undisturbed(self) -> None:
-        """Learn what they give."""
-        streams = (stream(self.running, n, self.tokens) for n in range(self.count))
+    async def run_undisturbed(self) -> None:
+        """Run the streams without a fault, and store the answers as expected."""
+        streams = (run_stream(self.running, n, self.tokens) for n in range(self.count))
         self.expected = list(await asyncio.gather(*streams))
         self.answers += self.expected
 
-    async def disturbed(
+    async def run_with_fault(
         self, fault: Callable[[psutil.Process], None], draw: random.Random
     ) -> Outcome:
-        """Run them, and do `fault` to a replica when a random part of the text has come, up to three quarters."""
+        """Run the streams, and inject a fault into a replica at a random part of the text, up to three quarters."""
         characters = sum(len(text) for answer in self.expected for text in answer.texts.values())
-        told = _Counter(draw.randrange(characters * 3 // 4))
-        striking = asyncio.create_task(self._strike(fault, told, draw))
-        streams = (stream(self.running, n, self.tokens, told.count) for n in range(self.count))
-        got = await asyncio.gather(*streams, return_exceptions=True)
-        struck = striking.done()
-        if struck:
-            await striking
-        striking.cancel()
-        self.answers += [answer for answer in got if isinstance(answer, Answer)]
+        progress = _Counter(draw.randrange(characters * 3 // 4))
+        fault_task = asyncio.create_task(self._inject_fault(fault, progress, draw))
+        streams = (
+            run_stream(self.running, n, self.tokens, progress.count) for n in range(self.count)
+        )
+        results = await asyncio.gather(*streams, return_exceptions=True)
+        was_injected = fault_task.done()
+        if was_injected:
+            await fault_task
+        fault_task.cancel()
+        self.answers += [answer for answer in results if isinstance(answer, Answer)]
         different = 0
-        for number, (answer, expected) in enumerate(zip(got, self.expected, strict=True)):
+        for number, (answer, expected) in enumerate(zip(results, self.expected, strict=True)):
             if answer != expected:
                 different += 1
                 print(f"stream {number}: {answer!r}\n  expected {expected!r}", file=sys.stderr)
-        return Outcome(different, struck)
+        return Outcome(different, was_injected)
 
-    async def _strike(
-        self, fault: Callable[[psutil.Process], None], told: _Counter, draw: random.Random
+    async def _inject_fault(
+        self, fault: Callable[[psutil.Process], None], progress: _Counter, draw: random.Random
     ) -> None:
-        replica = await self.running.answering(draw)
-        await told.reached.wait()
+        replica = await self.running.find_busy_replica(draw)
+        await progress.reached.wait()
         with contextlib.suppress(psutil.NoSuchProcess):
             fault(replica)
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a round went."""
+    """Result of a round."""
 
     different: int
-    """Streams that gave something else than undisturbed."""
-    struck: bool
-    """The fault was done while streams ran."""
+    """Streams whose answer differs from the expected."""
+    was_injected: bool
+    """Whether the fault was injected while streams ran."""
 
 
 class _Counter:
-    """Counts characters and tells when there were enough."""
+    """Counts characters, and sets an event once a number is reached."""
 
-    def __init__(self, enough: int = 0) -> None:
+    def __init__(self, target: int = 0) -> None:
         self.reached = asyncio.Event()
-        self._left = enough
+        self._remaining = target
 
     def count(self, text: str) -> None:
-        self._left -= len(text)
-        if self._left <= 0:
+        self._remaining -= len(text)
+        if self._remaining <= 0:
             self.reached.set()
 
 
 def ledger(state: Path) -> UsageTotals:
-    """What the ledger of a server with this state folder says that all requests used."""
+    """Return the usage of all requests in the ledger of a server with this state folder."""
     store = open_store(f"sqlite:///{state / 'argosy' / 'argosy.db'}")
     try:
         return store.ledger.report()[0]
@@ -110,54 +118,54 @@ def ledger(state: Path) -> UsageTotals:
         store.close()
 
 
-async def settled(state: Path, requests: int) -> UsageTotals:
-    """The ledger, once it has as many rows."""
-    while (told := await asyncio.to_thread(ledger, state)).requests < requests:  # noqa: ASYNC110 - only asking tells
+async def wait_for_rows(state: Path, requests: int) -> UsageTotals:
+    """Wait until the ledger has at least this number of rows, and return its sums."""
+    while (totals := await asyncio.to_thread(ledger, state)).requests < requests:  # noqa: ASYNC110 - has no event
         await asyncio.sleep(0.1)
-    return told
+    return totals
 
 
 async def bench(options: argparse.Namespace, state: Path) -> None:
-    """All rounds; prints a row for each fault."""
+    """Run all rounds, and print a row for each fault."""
     draw = random.Random(options.seed)
     faults: Sequence[str] = options.faults.split(",")
-    took: dict[str, list[float]] = {fault: [] for fault in faults}
-    different, struck = dict.fromkeys(faults, 0), dict.fromkeys(faults, 0)
-    async with whole("--replicas", str(options.replicas), state=state) as running:
-        await all_back(running, options.replicas)
+    durations_s: dict[str, list[float]] = {fault: [] for fault in faults}
+    different, injected = dict.fromkeys(faults, 0), dict.fromkeys(faults, 0)
+    async with run_server("--replicas", str(options.replicas), state=state) as running:
+        await wait_for_replicas(running, options.replicas)
         streams = Streams(running, options.streams, options.tokens)
-        await streams.undisturbed()
+        await streams.run_undisturbed()
         begin = time.perf_counter()
-        await streams.undisturbed()
+        await streams.run_undisturbed()
         undisturbed_s = time.perf_counter() - begin
         for number in range(options.rounds):
-            await all_back(running, options.replicas)
+            await wait_for_replicas(running, options.replicas)
             fault = faults[number % len(faults)]
             begin = time.perf_counter()
-            outcome = await streams.disturbed(FAULTS[fault], draw)
+            outcome = await streams.run_with_fault(FAULTS[fault], draw)
             different[fault] += outcome.different
-            struck[fault] += outcome.struck
-            took[fault].append(time.perf_counter() - begin)
-            print(f"round {number + 1}: {fault}, {took[fault][-1]:.1f} s", file=sys.stderr)
-        await all_back(running, options.replicas)
-        told = await settled(state, len(streams.answers))
+            injected[fault] += outcome.was_injected
+            durations_s[fault].append(time.perf_counter() - begin)
+            print(f"round {number + 1}: {fault}, {durations_s[fault][-1]:.1f} s", file=sys.stderr)
+        await wait_for_replicas(running, options.replicas)
+        totals = await wait_for_rows(state, len(streams.answers))
     for fault in faults:
         row = {
             "fault": fault,
-            "rounds": len(took[fault]),
-            "struck": struck[fault],
-            "streams": len(took[fault]) * options.streams,
+            "rounds": len(durations_s[fault]),
+            "struck": injected[fault],
+            "streams": len(durations_s[fault]) * options.streams,
             "different": different[fault],
             "round_s_undisturbed": round(undisturbed_s, 2),
-            "round_s_median": round(statistics.median(took[fault]), 2),
-            "round_s_most": round(max(took[fault]), 2),
+            "round_s_median": round(statistics.median(durations_s[fault]), 2),
+            "round_s_most": round(max(durations_s[fault]), 2),
         }
         print(json.dumps(row), flush=True)
     row = {
         "requests": len(streams.answers),
-        "rows": told.requests,
+        "rows": totals.requests,
         "tokens_delivered": sum(answer.tokens for answer in streams.answers),
-        "tokens_in_rows": told.output_tokens,
+        "tokens_in_rows": totals.output_tokens,
     }
     print(json.dumps(row), flush=True)
 
@@ -172,7 +180,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--faults", default=",".join(FAULTS))
     options = parser.parse_args()
-    heed_sigterm()
+    exit_on_sigterm()
     with tempfile.TemporaryDirectory() as state:
         asyncio.run(bench(options, Path(state)))
 

@@ -1,4 +1,4 @@
-"""Random-weight checkpoints of real shapes, made on the spot: speed does not depend on what weights say."""
+"""Checkpoints of real shapes with random weights, made on demand. Speed does not depend on the values of weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 from argosy.bench.words import WORDS
 
 FIRST_WORD = 10
-"""Ids below it are nobody's text."""
+"""Lowest id of a token with text. Lower ids are special tokens."""
 
 SHAPES: dict[str, dict[str, object]] = {
     "qwen2-0.5b": {
@@ -59,10 +59,10 @@ SHAPES: dict[str, dict[str, object]] = {
 }
 
 
-def make(shape: str, folder: Path) -> Path:
-    """The checkpoint of `shape` below `folder`, made (seed 0, bfloat16) unless it is there already.
+def make_checkpoint(shape: str, folder: Path) -> Path:
+    """Return the checkpoint of `shape` below `folder`. A missing one is made with seed 0 in bfloat16.
 
-    Loads torch only to make one: until then a caller may say in the environment how it shall compute.
+    Torch is loaded only to make a checkpoint, so that callers can set its environment variables before it.
     """
     path = folder / shape
     if (path / "model.safetensors").exists():
@@ -80,7 +80,7 @@ def make(shape: str, folder: Path) -> Path:
 
 
 def _write_tokenizer(path: Path, size: int) -> None:
-    """A token is a word, so that text, ids and counts agree everywhere; the load generator's come first."""
+    """Write a tokenizer with one token per word. The load generator's words come first, so its counts are exact."""
     words = [f"t{number}" for number in range(size)]
     words[FIRST_WORD : FIRST_WORD + len(WORDS)] = WORDS
     model = WordLevel({word: number for number, word in enumerate(words)}, unk_token="t1")  # noqa: S106 - a word
@@ -94,7 +94,7 @@ def _write_tokenizer(path: Path, size: int) -> None:
 def _tensors(config: dict[str, object]) -> dict[str, torch.Tensor]:
     import torch
 
-    hidden, layers, heads, kv_heads, wide, vocabulary = (
+    hidden, layers, heads, kv_heads, intermediate, vocabulary = (
         int(str(config[name]))
         for name in (
             "hidden_size",
@@ -117,9 +117,9 @@ def _tensors(config: dict[str, object]) -> dict[str, torch.Tensor]:
             attention + "k_proj.weight": (keys, hidden),
             attention + "v_proj.weight": (keys, hidden),
             attention + "o_proj.weight": (hidden, hidden),
-            mlp + "gate_proj.weight": (wide, hidden),
-            mlp + "up_proj.weight": (wide, hidden),
-            mlp + "down_proj.weight": (hidden, wide),
+            mlp + "gate_proj.weight": (intermediate, hidden),
+            mlp + "up_proj.weight": (intermediate, hidden),
+            mlp + "down_proj.weight": (hidden, intermediate),
             prefix + "input_layernorm.weight": (hidden,),
             prefix + "post_attention_layernorm.weight": (hidden,),
         }

@@ -1,15 +1,14 @@
-"""W1 to W4 on a random-weight model: Argosy and every peer that is installed, in turns, in one run.
+"""Compare Argosy with all installed peers on W1 to W4, in turns, on a random-weight model.
 
     make peers; python -m benchmarks.engine [--workloads W1,W2,W3,W4] [--engines argosy,vllm,...] [--rounds 1]
 
-W1: 64 requests, input 32-512, output 16-128 tokens (uniform, seed 0), all at once: output tokens/s.
+W1: 64 requests at once, input 32-512, output 16-128 tokens (uniform, seed 0): output tokens/s.
 W2: one request, 256 in, 128 out: TTFT and decode tokens/s.
-W3: 32 requests that share 1,024 tokens and have 64 of their own, 32 out, all at once: seconds, with the prefix
-cache off and on.
-W4: Poisson arrivals of W1's kind for 60 s over HTTP, from `argosy bench`: TTFT and ITL.
+W3: 32 requests at once with 1,024 shared and 64 own tokens, 32 out: seconds, with the prefix cache off and on.
+W4: Poisson arrivals with W1's lengths for 60 s over HTTP, from `argosy bench`: TTFT and ITL.
 
-Prints JSON lines, then a table. Every engine has a process of its own and is stopped while another computes.
-Engines with int8 and int4 weights (for W1 and W2) and transformers' continuous batching run when named:
+Prints JSON lines, then a table. Every engine has its own process, which is stopped while another engine computes.
+Engines with int8 and int4 weights (W1 and W2) and transformers' continuous batching run only if they are named:
 --engines argosy-int8,openvino-int8,llama.cpp-int8,transformers-cb.
 """
 
@@ -30,17 +29,17 @@ from pathlib import Path
 
 from argosy.bench import BenchError, RequestRow, run_benchmark, summarize
 from benchmarks import workloads
-from benchmarks.checkpoints import SHAPES, make
-from benchmarks.options import choice
+from benchmarks.checkpoints import SHAPES, make_checkpoint
+from benchmarks.options import parse_choices
 from benchmarks.peers.catalog import DEFAULT, ENGINES, ROOT, interpreter
 from benchmarks.peers.worker import Settings
-from benchmarks.processes import Launch, PeerError, Session, heed_sigterm, served
+from benchmarks.processes import Launch, PeerError, Session, exit_on_sigterm, serve_peer
 from benchmarks.report import Limits, Values, machine_rows, markdown, rows
 
 
 @dataclass
 class Bench:
-    """The run as it goes."""
+    """State of the benchmark run."""
 
     options: argparse.Namespace
     model: Path
@@ -48,29 +47,33 @@ class Bench:
     values: Values = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
-    """Engine -> why it, or one of its workloads, is not measured."""
+    """Reason why an engine, or one of its workloads, is not measured, by engine."""
 
     def round(self, number: int) -> None:
-        """Each chosen workload once on each chosen engine."""
-        asked = self.options.workloads
-        alike = {"W1": "W1", "W2": "W2", "W3": "W3 on"}
-        self._offline(number, [alike[name] for name in alike if name in asked], prefix_cache=True)
-        if "W3" in asked:
+        """Run each selected workload once on each selected engine."""
+        selected = self.options.workloads
+        session_workloads = {"W1": "W1", "W2": "W2", "W3": "W3 on"}
+        self._offline(
+            number,
+            [session_workloads[name] for name in session_workloads if name in selected],
+            prefix_cache=True,
+        )
+        if "W3" in selected:
             self._offline(number, ["W3 off"], prefix_cache=False)
-        if "W4" in asked:
+        if "W4" in selected:
             for engine in self._with(["W4"]):
-                with self._blaming(engine):
+                with self._skip_on_error(engine):
                     self._serve(engine, number)
 
     def _with(self, names: list[str]) -> list[str]:
-        """The chosen engines that are asked one of these workloads."""
+        """Return the selected engines that run one of these workloads."""
         return [name for name in self.options.engines if ENGINES[name].workloads & set(names)]
 
     def _offline(self, number: int, names: list[str], *, prefix_cache: bool) -> None:
         with ExitStack() as stack:
             sessions: dict[str, Session] = {}
             for engine in self._with(names):
-                with self._blaming(engine):
+                with self._skip_on_error(engine):
                     session = Session(self._launch(engine, prefix_cache=prefix_cache))
                     sessions[engine] = stack.enter_context(session)
                     self.versions[engine] = session.version
@@ -79,20 +82,20 @@ class Bench:
                 for engine in self._with([name]):
                     if engine not in sessions:
                         continue
-                    with self._blaming(engine, sessions):
+                    with self._skip_on_error(engine, sessions):
                         sessions[engine].run(workloads.warm_up(name, self.vocabulary))
                         stamps = sessions[engine].run(work)
                         self._add(engine, name, number, workloads.figures(name, work, stamps))
 
     def _serve(self, engine: str, number: int) -> None:
-        """W4, over HTTP where the engine has a server."""
+        """Measure W4, over HTTP if the engine has a server."""
         peer, rate = ENGINES[engine], self.options.rate
         if peer.paced:
             measured = self._paced(engine, rate, number)
         else:
-            with served(self._launch(engine, prefix_cache=True)) as url:
-                asked = workloads.served_settings(url, str(self.model), rate, number)
-                measured = asyncio.run(run_benchmark(asked, {}, _Silence())).runs[0].rows
+            with serve_peer(self._launch(engine, prefix_cache=True)) as url:
+                settings = workloads.served_settings(url, str(self.model), rate, number)
+                measured = asyncio.run(run_benchmark(settings, {}, _NoProgress())).runs[0].rows
         self._add(engine, "W4", number, workloads.served_figures(summarize(measured)))
 
     def _paced(self, engine: str, rate: float, number: int) -> list[RequestRow]:
@@ -118,46 +121,48 @@ class Bench:
             patience_s=options.patience,
         )
 
-    def _add(self, engine: str, name: str, number: int, found: dict[str, float]) -> None:
-        for figure, value in found.items():
+    def _add(self, engine: str, name: str, number: int, figures: dict[str, float]) -> None:
+        for figure, value in figures.items():
             self.values.setdefault((name, figure), {}).setdefault(engine, {})[number] = value
-        told = ", ".join(f"{figure} {value:.4g}" for figure, value in found.items())
-        _say(f"round {number} {name} {engine}: {told}")
+        text = ", ".join(f"{figure} {value:.4g}" for figure, value in figures.items())
+        _log_progress(f"round {number} {name} {engine}: {text}")
 
     @contextmanager
-    def _blaming(self, engine: str, sessions: dict[str, Session] | None = None) -> Iterator[None]:
-        """What goes wrong with one engine is told and stops no other."""
+    def _skip_on_error(
+        self, engine: str, sessions: dict[str, Session] | None = None
+    ) -> Iterator[None]:
+        """Log an engine's error and record it as missing, so that the other engines are still measured."""
         try:
             yield
         except (PeerError, BenchError, FileNotFoundError, ValueError) as error:
             self.missing[engine] = str(error)
-            _say(f"{engine}: {error}")
+            _log_progress(f"{engine}: {error}")
             if sessions is not None and isinstance(error, PeerError):
                 del sessions[engine]
 
 
-class _Silence:
-    """Watches nothing."""
+class _NoProgress:
+    """Progress listener that ignores all events."""
 
     def on_run_start(self, label: str, requests: int) -> None:
-        """Says nothing."""
+        """Ignore the start."""
 
     def on_request_end(self, row: RequestRow, in_flight: int) -> None:
-        """Says nothing."""
+        """Ignore the end."""
 
 
-def _say(text: str) -> None:
+def _log_progress(text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
 def machine(threads: int) -> dict[str, float]:
-    """What benchmarks.roofline found, in a process of its own."""
+    """Return the machine's limits from `benchmarks.roofline`, which runs in its own process."""
     command = [sys.executable, "-m", "benchmarks.roofline", "--threads", str(threads)]
     printed = subprocess.run(
         command, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT
     ).stdout
-    found = [json.loads(line) for line in printed.splitlines()]
-    return {row["machine"]: row["value"] for row in found}
+    rows = [json.loads(line) for line in printed.splitlines()]
+    return {row["machine"]: row["value"] for row in rows}
 
 
 def _options() -> argparse.Namespace:
@@ -166,30 +171,36 @@ def _options() -> argparse.Namespace:
     )
     names, temporary = ("W1", "W2", "W3", "W4"), Path(tempfile.gettempdir()) / "argosy-bench"
     parser.add_argument("--shape", choices=tuple(SHAPES), default="qwen2-0.5b")
-    parser.add_argument("--workloads", type=choice(names), default=list(names))
-    parser.add_argument("--engines", type=choice(tuple(ENGINES)), default=list(DEFAULT))
+    parser.add_argument("--workloads", type=parse_choices(names), default=list(names))
+    parser.add_argument("--engines", type=parse_choices(tuple(ENGINES)), default=list(DEFAULT))
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--rate", type=float, default=workloads.RATE, help="of W4, requests/s")
+    parser.add_argument(
+        "--rate", type=float, default=workloads.RATE, help="request rate of W4 in requests/s"
+    )
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--batching", default="continuous", help="of Argosy")
-    parser.add_argument("--folder", type=Path, default=temporary, help="for models and logs")
+    parser.add_argument("--batching", default="continuous", help="batching mode of Argosy")
+    parser.add_argument("--folder", type=Path, default=temporary, help="folder for models and logs")
     parser.add_argument("--environments", type=Path, default=ROOT / ".venv-peers")
-    parser.add_argument("--patience", type=float, default=900.0, help="seconds for one answer")
+    parser.add_argument(
+        "--patience", type=float, default=900.0, help="timeout of an answer in seconds"
+    )
     return parser.parse_args()
 
 
 def main() -> None:
-    """Measure, then print rows and table."""
+    """Measure, then print the rows and the table."""
     options = _options()
-    heed_sigterm()
+    exit_on_sigterm()
     config = SHAPES[options.shape]
-    bench = Bench(options, make(options.shape, options.folder), int(str(config["vocab_size"])))
-    found = machine(options.threads)
+    bench = Bench(
+        options, make_checkpoint(options.shape, options.folder), int(str(config["vocab_size"]))
+    )
+    machine_limits = machine(options.threads)
     for number in range(options.rounds):
         bench.round(number)
-    limits = Limits(found, config)
+    limits = Limits(machine_limits, config)
     table = rows(bench.values, bench.versions, bench.missing, limits)
-    for row in [*machine_rows(found, options.threads), *table]:
+    for row in [*machine_rows(machine_limits, options.threads), *table]:
         print(json.dumps(row | {"shape": options.shape}))
     print(markdown(bench.values, bench.missing, limits))
 

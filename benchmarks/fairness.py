@@ -1,11 +1,11 @@
-"""One tenant floods a gateway with ten times what the others ask: who is served how much, and who waits how long.
+"""Measure fairness while one tenant floods a gateway with ten times the requests of the others.
 
-python -m benchmarks.fairness                      (a stand-in with known seats and a known pace)
-python -m benchmarks.fairness --replica            (a real one, with the bundled model)
+python -m benchmarks.fairness                      (a stub with known slots and delays)
+python -m benchmarks.fairness --replica            (a replica with the bundled model)
 
-Three projects of one tier keep the same number of requests waiting each, with answers of different lengths; a fourth
-keeps ten times as many; a premium project asks now and then. Prints a row for each of three times: the premium project
-alone, all but the flood, and all; then what they say together.
+Three projects of one tier keep the same number of requests in flight, with outputs of different lengths. A fourth
+project keeps ten times as many. A premium project sends a request five times per second. Prints a row for each of
+three phases (premium alone, all without the flood, and all), then a summary.
 """
 
 from __future__ import annotations
@@ -34,39 +34,39 @@ from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig
 from argosy.gateway.auth import AuthConfig
 from argosy.protocol import parse_endpoint
 from argosy.store import StoreConfig, open_store
-from benchmarks.processes import heed_sigterm
+from benchmarks.processes import exit_on_sigterm
 
 MODEL = "model"
-SEATS = 32
+SLOTS = 32
 PACE = StubDelays(first_token_s=0.05, token_gap_s=0.02)
 CALLERS = 16
-"""Requests that each project of the tier keeps waiting or running."""
+"""Requests that each project of the tier keeps in flight."""
 FLOOD = 10
 LENGTHS = {"short": 16, "middle": 32, "long": 64, "flood": 32}
-"""Tokens of the answers of the tier's projects."""
-PREMIUM_EACH_S = 0.2
+"""Output tokens of the tier's projects."""
+PREMIUM_INTERVAL_S = 0.2
 PREMIUM_TOKENS = 16
 SETTLED_S = 5.0
-"""Of each time that is not measured: the beginning."""
+"""Start of each phase, which is not measured."""
 
 
 @dataclass
 class Tenant:
-    """What came for one project."""
+    """Measurements of one project."""
 
     client: BenchClient
     output: int
     waits: list[float] = field(default_factory=list)
-    """Seconds to each first token, in the measured time."""
+    """Times to first token in the measured window, in seconds."""
     tokens: int = 0
-    """That came in the measured time."""
+    """Output tokens received in the measured window."""
     prompts: int = 0
-    """Tokens of the prompts that were answered then, as the gateway estimates them."""
+    """Prompt tokens of the requests answered in the window, as the gateway estimates them."""
     errors: int = 0
     last_error: str = ""
 
     async def ask(self, window: tuple[float, float]) -> None:
-        """One answer; what of it falls into `window` counts."""
+        """Send a request, and count its tokens and wait if they fall into `window`."""
         prompt = f"Tell me about {np.random.default_rng().integers(1 << 30)}."
         body = {
             "model": MODEL,
@@ -75,21 +75,25 @@ class Tenant:
             "ignore_eos": True,
             "stream": True,
         }
-        reply = await self.client.post(
+        response = await self.client.post(
             "/v1/chat/completions", msgspec.json.encode(body), BenchResponse()
         )
         begin, end = window
-        self.tokens += sum(begin <= at < end for at in reply.chunk_times)
-        if reply.error:
+        self.tokens += sum(begin <= received_at < end for received_at in response.chunk_times)
+        if response.error:
             self.errors += 1
-            self.last_error = f"{reply.error}: {reply.error_detail}"
-        if reply.chunk_times and reply.sent_at is not None and begin <= reply.chunk_times[0] < end:
-            self.waits.append(reply.chunk_times[0] - reply.sent_at)
+            self.last_error = f"{response.error}: {response.error_detail}"
+        if (
+            response.chunk_times
+            and response.sent_at is not None
+            and begin <= response.chunk_times[0] < end
+        ):
+            self.waits.append(response.chunk_times[0] - response.sent_at)
             self.prompts += len(msgspec.json.encode(body["messages"])) // 4
 
 
-async def busy(tenant: Tenant, callers: int, window: tuple[float, float]) -> None:
-    """Keep so many requests waiting or running until the time is over."""
+async def keep_busy(tenant: Tenant, callers: int, window: tuple[float, float]) -> None:
+    """Keep `callers` requests in flight until the end of the window."""
 
     async def call() -> None:
         while time.perf_counter() < window[1]:
@@ -98,23 +102,23 @@ async def busy(tenant: Tenant, callers: int, window: tuple[float, float]) -> Non
     await asyncio.gather(*(call() for _ in range(callers)))
 
 
-async def now_and_then(tenant: Tenant, window: tuple[float, float]) -> None:
-    """Ask at a steady pace, whatever becomes of it."""
+async def send_periodically(tenant: Tenant, window: tuple[float, float]) -> None:
+    """Send requests at a fixed interval, whether earlier ones are answered or not."""
     async with asyncio.TaskGroup() as group:
-        due = time.perf_counter()
-        while due < window[1]:
+        due_at = time.perf_counter()
+        while due_at < window[1]:
             group.create_task(tenant.ask(window))
-            due += PREMIUM_EACH_S
-            await asyncio.sleep(max(0.0, due - time.perf_counter()))
+            due_at += PREMIUM_INTERVAL_S
+            await asyncio.sleep(max(0.0, due_at - time.perf_counter()))
 
 
 async def measure(
-    url: str, keys: dict[str, str], who: list[str], seconds: float
+    url: str, keys: dict[str, str], names: list[str], seconds: float
 ) -> dict[str, Tenant]:
-    """What each of these projects gets in so many seconds."""
+    """Measure the projects `names` for `seconds`."""
     begin = time.perf_counter() + SETTLED_S
     window = begin, begin + seconds
-    found = {
+    tenants = {
         name: Tenant(
             BenchClient(
                 parse_endpoint(url),
@@ -124,75 +128,75 @@ async def measure(
             ),
             LENGTHS.get(name, PREMIUM_TOKENS),
         )
-        for name in who
+        for name in names
     }
     loads = [
-        now_and_then(tenant, window)
+        send_periodically(tenant, window)
         if name == "premium"
-        else busy(tenant, CALLERS * (FLOOD if name == "flood" else 1), window)
-        for name, tenant in found.items()
+        else keep_busy(tenant, CALLERS * (FLOOD if name == "flood" else 1), window)
+        for name, tenant in tenants.items()
     ]
     await asyncio.gather(*loads)
-    for tenant in found.values():
+    for tenant in tenants.values():
         tenant.client.close()
-    return found
+    return tenants
 
 
-def row(kind: str, found: dict[str, Tenant], seconds: float, busy_s: float) -> dict[str, object]:
-    """For the record; `busy_s` is the gateway's processor time."""
+def row(kind: str, tenants: dict[str, Tenant], seconds: float, busy_s: float) -> dict[str, object]:
+    """Return the row of a phase. `busy_s` is the gateway's processor time in seconds."""
     return {
         "kind": kind,
         "seconds": seconds,
         "gateway_cpu": round(busy_s / (seconds + SETTLED_S), 3),
-        "tokens_per_s": round(sum(one.tokens for one in found.values()) / seconds, 1),
+        "tokens_per_s": round(sum(tenant.tokens for tenant in tenants.values()) / seconds, 1),
         "tenants": {
             name: {
-                "tokens": one.tokens,
-                "prompts": one.prompts,
-                "answers": len(one.waits),
-                "ttft_p50_ms": ms(one.waits, 50),
-                "ttft_p95_ms": ms(one.waits, 95),
-                "longest_wait_ms": ms(one.waits, 100),
-                "errors": one.errors,
+                "tokens": tenant.tokens,
+                "prompts": tenant.prompts,
+                "answers": len(tenant.waits),
+                "ttft_p50_ms": ms(tenant.waits, 50),
+                "ttft_p95_ms": ms(tenant.waits, 95),
+                "longest_wait_ms": ms(tenant.waits, 100),
+                "errors": tenant.errors,
             }
-            for name, one in found.items()
+            for name, tenant in tenants.items()
         },
     }
 
 
 def ms(waits: list[float], percent: float) -> float:
-    """A percentile."""
+    """Return a percentile in milliseconds."""
     return round(1e3 * float(np.percentile(waits, percent)), 1) if waits else float("nan")
 
 
 def jain(shares: list[int]) -> float:
-    """1 when all are alike, 1/n when one has it all."""
+    """Return Jain's fairness index: 1 if all shares are equal, 1/n if one of n has everything."""
     return sum(shares) ** 2 / (len(shares) * sum(share**2 for share in shares))
 
 
 async def compare(url: str, keys: dict[str, str], seconds: float, gateway: psutil.Process) -> None:
-    """Print a row for each time, and what they say together."""
+    """Measure the phases, and print a row for each and a summary."""
     tier = [name for name in LENGTHS if name != "flood"]
-    times = {
+    phases = {
         "alone": ["premium"],
         "calm": ["premium", *tier],
         "flood": ["premium", *LENGTHS],
     }
-    found: dict[str, dict[str, Tenant]] = {}
-    for kind, who in times.items():
+    results: dict[str, dict[str, Tenant]] = {}
+    for kind, names in phases.items():
         before = sum(gateway.cpu_times()[:2])
-        found[kind] = await measure(url, keys, who, seconds)
-        premium = found[kind]["premium"]
+        results[kind] = await measure(url, keys, names, seconds)
+        premium = results[kind]["premium"]
         if not premium.waits:
-            raise SystemExit(f"Nothing is answered: {premium.last_error}")
-        spent = sum(gateway.cpu_times()[:2]) - before
-        print(json.dumps(row(kind, found[kind], seconds, spent)))
-    alone, calm, flood = found.values()
-    waits = {name: max(one.waits, default=float("inf")) for name, one in flood.items()}
-    total = [sum(one.tokens for one in found.values()) for found in (calm, flood)]
-    p95 = [ms(found["premium"].waits, 95) for found in (alone, calm, flood)]
-    together = {
-        "kind": "together",
+            raise SystemExit(f"No request was answered: {premium.last_error}")
+        busy_s = sum(gateway.cpu_times()[:2]) - before
+        print(json.dumps(row(kind, results[kind], seconds, busy_s)))
+    alone, calm, flood = results.values()
+    waits = {name: max(tenant.waits, default=float("inf")) for name, tenant in flood.items()}
+    total = [sum(tenant.tokens for tenant in tenants.values()) for tenants in (calm, flood)]
+    p95 = [ms(tenants["premium"].waits, 95) for tenants in (alone, calm, flood)]
+    summary = {
+        "kind": "summary",
         "jain": round(jain([flood[name].tokens + flood[name].prompts for name in LENGTHS]), 4),
         "premium_p95_ms": p95,
         "premium_p95_ratio": round(p95[2] / p95[0], 2),
@@ -201,20 +205,20 @@ async def compare(url: str, keys: dict[str, str], seconds: float, gateway: psuti
         "longest_wait_flood_s": round(waits["flood"], 2),
         "throughput_ratio": round(total[1] / total[0], 3),
     }
-    print(json.dumps(together))
-    for name, value in together.items():
+    print(json.dumps(summary))
+    for name, value in summary.items():
         print(f"{name:>28}  {value}")
 
 
-# --- what runs ---------------------------------------------------------------------------------
+# --- processes ---------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def running(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that writes to `log`; ended at the end."""
-    with log.open("wb") as written:
+    """Run a process that writes to `log`, and terminate it at the end."""
+    with log.open("wb") as output:
         process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=written, stderr=written, cwd=log.parent
+            command, stdin=subprocess.PIPE, stdout=output, stderr=output, cwd=log.parent
         )
     try:
         yield process
@@ -223,29 +227,29 @@ def running(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
         process.communicate()
 
 
-def said(process: subprocess.Popen[bytes], log: Path, before: str) -> str:
-    """The rest of the line that begins like this, once it is there."""
+def wait_for_line(process: subprocess.Popen[bytes], log: Path, prefix: str) -> str:
+    """Wait for a line with this prefix, and return the rest of the line."""
     while process.poll() is None:
         for line in log.read_text().splitlines(keepends=True):
-            if line.startswith(before) and line.endswith("\n"):
-                return line.removeprefix(before).strip()
+            if line.startswith(prefix) and line.endswith("\n"):
+                return line.removeprefix(prefix).strip()
         time.sleep(0.02)
     raise SystemExit(f"{process.args!r} ended: {log.read_text()}")
 
 
 @contextlib.contextmanager
 def upstream(folder: Path, *, real: bool) -> Iterator[ReplicaConfig]:
-    """The stand-in, or a replica of ours."""
+    """Run the stub, or a replica with the bundled model."""
     log = folder / "upstream.log"
     if not real:
         stub = "from argosy.bench.stub_server import main; main()"
         pace = msgspec.json.encode(PACE).decode()
         with running([sys.executable, "-c", stub, pace], log) as process:
-            url = said(process, log, "http://")
-            yield ReplicaConfig(url=f"http://{url}", kind="openai", max_requests=SEATS)
+            url = wait_for_line(process, log, "http://")
+            yield ReplicaConfig(url=f"http://{url}", kind="openai", max_requests=SLOTS)
         return
     command = [sys.executable, "-m", "argosy.cli", "replica", "--uds", str(folder / "r")]
-    command += ["--max-seqs", str(SEATS), "--threads", "1", "--served-model-name", MODEL]
+    command += ["--max-seqs", str(SLOTS), "--threads", "1", "--served-model-name", MODEL]
     with running(command, log) as process:
         transport = httpx2.HTTPTransport(uds=str(folder / "r"))
         with httpx2.Client(transport=transport, base_url="http://replica") as client:
@@ -257,14 +261,14 @@ def upstream(folder: Path, *, real: bool) -> Iterator[ReplicaConfig]:
 
 
 def ready(client: httpx2.Client) -> bool:
-    """Whether the replica takes requests."""
+    """Return whether the replica is ready."""
     with contextlib.suppress(httpx2.TransportError):
         return client.get("/ready").status_code == 200
     return False
 
 
 def accounts(url: str) -> dict[str, str]:
-    """A key for each project."""
+    """Create a project for each name, and return their keys."""
     store = open_store(url)
     store.migrate()
     organisation = store.accounts.create_organisation("acme", actor="benchmark").id
@@ -282,13 +286,16 @@ def accounts(url: str) -> dict[str, str]:
 
 
 def main() -> None:
-    """Measure, and print."""
+    """Measure, and print the rows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--replica", action="store_true", help="a real one, not the stand-in")
-    parser.add_argument("--seconds", type=float, default=30.0, help="measured, each of the times")
-    told = parser.parse_args()
-    heed_sigterm()
-    with tempfile.TemporaryDirectory() as name, upstream(Path(name), real=told.replica) as replica:
+    parser.add_argument("--replica", action="store_true", help="measure a replica, not the stub")
+    parser.add_argument("--seconds", type=float, default=30.0, help="measured time of each phase")
+    options = parser.parse_args()
+    exit_on_sigterm()
+    with (
+        tempfile.TemporaryDirectory() as name,
+        upstream(Path(name), real=options.replica) as replica,
+    ):
         folder = Path(name)
         store = f"sqlite:///{folder / 'store.db'}"
         keys = accounts(store)
@@ -310,8 +317,8 @@ def main() -> None:
         ]
         log = folder / "gateway.log"
         with running(command, log) as process:
-            url = said(process, log, "argosy gateway is ready at ")
-            asyncio.run(compare(url, keys, told.seconds, psutil.Process(process.pid)))
+            url = wait_for_line(process, log, "argosy gateway is ready at ")
+            asyncio.run(compare(url, keys, options.seconds, psutil.Process(process.pid)))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Engines as processes: one computes while the others are stopped, so that each has the machine to itself."""
+"""Engine processes, of which one computes while the others are stopped, so that each has the whole machine."""
 
 from __future__ import annotations
 
@@ -24,34 +24,34 @@ from benchmarks.peers.worker import Request, Settings, Stamps
 
 
 class PeerError(Exception):
-    """An engine cannot be measured; the message says why."""
+    """Raised if an engine cannot be measured. The message contains the reason."""
 
 
-def heed_sigterm() -> None:
-    """From now on SIGTERM ends this process as an exception does, so that nothing that it started stays behind."""
+def exit_on_sigterm() -> None:
+    """Make SIGTERM raise SystemExit, so that all started processes are cleaned up."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How an engine is started."""
+    """Start parameters of an engine."""
 
     python: Path
     peer: Peer
     settings: Settings
     log: Path
     patience_s: float
-    """For loading and for one answer."""
+    """Timeout for loading and for one answer, in seconds."""
 
     @property
     def command(self) -> list[str]:
-        """Of its process; a port at the end makes it a server."""
+        """Command of the engine's process. A port as additional argument makes it a server."""
         settings = json.dumps(asdict(self.settings))
         return [str(self.python), "-m", f"benchmarks.peers.{self.peer.module}", settings]
 
 
 class _Group:
-    """A process with all that it starts."""
+    """Process with all its children, in a process group."""
 
     def __init__(self, launch: Launch, *arguments: str) -> None:
         self.launch = launch
@@ -82,28 +82,32 @@ class _Group:
         self.process.wait()
 
     def signal(self, number: signal.Signals) -> None:
-        """Send it to every process of the group that is left."""
+        """Send a signal to every remaining process of the group."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
     def failure(self) -> PeerError:
-        """Why it ended, as far as its log tells."""
+        """Return the reason of the exit from the last line of the log."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(20)  # until the log is whole
+            self.process.wait(20)  # until the log is complete
         lines = [
             line
             for line in self.launch.log.read_text(errors="replace").splitlines()
             if line.strip()
         ]
-        last = lines[-1].strip() if lines else "it said nothing"
+        last = lines[-1].strip() if lines else "the process printed nothing"
         return PeerError(f"{last[:200]} (log: {self.launch.log})")
 
 
 class Session(_Group):
-    """A loaded engine that is stopped except while it is asked."""
+    """Loaded engine that is stopped except while it serves requests."""
 
     def __enter__(self) -> Self:
-        """Wait until it is loaded. Raises PeerError."""
+        """Wait until the engine is loaded.
+
+        Raises:
+            PeerError: The engine cannot be loaded.
+        """
         try:
             self.version: str = self._answer()["version"]
         except BaseException:
@@ -113,7 +117,11 @@ class Session(_Group):
         return self
 
     def run(self, requests: list[Request]) -> Stamps:
-        """When the tokens came. Raises PeerError."""
+        """Return the times of the tokens.
+
+        Raises:
+            PeerError: The engine failed or timed out.
+        """
         self.signal(signal.SIGCONT)
         _pipe(self.process.stdin).write(json.dumps(requests).encode() + b"\n")
         _pipe(self.process.stdin).flush()
@@ -121,21 +129,25 @@ class Session(_Group):
         self.signal(signal.SIGSTOP)
         return stamps
 
-    def _answer(self) -> Any:  # noqa: ANN401 - whatever the line holds
-        watch = threading.Timer(self.launch.patience_s, self.signal, (signal.SIGKILL,))
-        watch.start()
+    def _answer(self) -> Any:  # noqa: ANN401 - any JSON value
+        timer = threading.Timer(self.launch.patience_s, self.signal, (signal.SIGKILL,))
+        timer.start()
         try:
             line = _pipe(self.process.stdout).readline()
         finally:
-            watch.cancel()
+            timer.cancel()
         if not line:
             raise self.failure()
         return json.loads(line)
 
 
 @contextlib.contextmanager
-def served(launch: Launch) -> Iterator[str]:
-    """The URL of an engine's own HTTP server, once it has answered a request. Raises PeerError."""
+def serve_peer(launch: Launch) -> Iterator[str]:
+    """Run an engine's own HTTP server, and yield its URL after it has answered a request.
+
+    Raises:
+        PeerError: The server failed or timed out.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port: int = free.getsockname()[1]

@@ -1,4 +1,4 @@
-"""The proxies that the gateway's benchmark compares: how each is configured, started on one core, and watched."""
+"""Proxies that the gateway's benchmark compares: their configuration, start on one core, and measurement."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ from benchmarks.processes import PeerError
 MODEL = "mock"
 KEY = "sk-none"
 MOST_STREAMS = 100_000
-"""At a time; more than anybody holds."""
+"""Concurrency limit that no measurement reaches."""
 PATIENCE_S = 90.0
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a proxy runs, and before what."""
+    """Ports, folder and interpreter of a proxy."""
 
     upstream: int
-    """Port."""
+    """Port of the upstream."""
     port: int
     folder: Path
-    """Its own, for its configuration and log."""
+    """Folder of the proxy for its configuration and log."""
     python: Path
-    """Of its environment."""
+    """Interpreter of its environment."""
 
     @property
-    def behind(self) -> str:
-        """The upstream's URL."""
+    def upstream_url(self) -> str:
+        """URL of the upstream."""
         return f"http://127.0.0.1:{self.upstream}"
 
     def write(self, name: str, content: bytes) -> Path:
-        """Put a file into its folder."""
+        """Write a file into the folder of the proxy."""
         path = self.folder / name
         path.write_bytes(content)
         return path
@@ -57,31 +57,30 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What to run."""
+    """Command of a proxy, and the API key for its clients."""
 
     command: list[str]
     key: str = KEY
-    """That it knows its client by."""
 
 
 @dataclass(frozen=True, slots=True)
 class Proxy:
-    """One way through."""
+    """Definition of a proxy."""
 
     start: Callable[[Place], Start]
     environment: str | None = None
-    """Below `.venv-peers`; None: the one that runs the benchmark."""
+    """Environment below `.venv-peers`, or None for the one that runs the benchmark."""
     package: str | None = None
-    """Whose version to tell."""
+    """Package whose version is reported."""
     rival: bool = False
-    """A router written for speed: what we compare ourselves with."""
+    """Whether it is a router built for speed, which Argosy is compared with."""
     slow: bool = False
-    """Asked for small requests and few streams only."""
+    """Whether it is measured with small requests and few streams only."""
 
 
 @dataclass(slots=True)
 class Running:
-    """A proxy that answers, or the upstream itself."""
+    """Running proxy, or the upstream itself."""
 
     port: int
     key: str = KEY
@@ -89,11 +88,11 @@ class Running:
     process: psutil.Process | None = None
 
     def cpu_s(self) -> float:
-        """What it and its children have computed so far."""
+        """Return the processor time of the process and its children in seconds."""
         return sum(sum(each.cpu_times()[:2]) for each in self._family())
 
     def rss_mib(self) -> float:
-        """What they hold in memory."""
+        """Return the resident memory of the process and its children in MiB."""
         return sum(each.memory_info().rss for each in self._family()) / 2**20
 
     def _family(self) -> list[psutil.Process]:
@@ -102,19 +101,19 @@ class Running:
         return [self.process, *self.process.children(recursive=True)]
 
 
-# --- how each is started ---------------------------------------------------------------------------
+# --- start commands --------------------------------------------------------------------------------
 
 
 def argosy_plain(place: Place) -> Start:
-    """Argosy without accounts, before a server that is not its own: nobody is asked for a key."""
+    """Argosy without accounts and keys, in front of another server."""
     return _argosy(place, {"kind": "openai", "max_requests": MOST_STREAMS}, {}, KEY)
 
 
 def argosy(place: Place) -> Start:
-    """Argosy with everything on, before its own engine: keys, limits, prices, and streams that can move."""
+    """Argosy with all features in front of its own engine: keys, limits, prices, and resumable streams."""
     url = f"sqlite:///{place.folder}/store.db"
-    on = {"store": {"url": url}, "auth": {"mode": "keys"}}
-    return _argosy(place, {"kind": "argosy"}, on, _account(url))
+    settings = {"store": {"url": url}, "auth": {"mode": "required"}}
+    return _argosy(place, {"kind": "argosy"}, settings, _account(url))
 
 
 def _argosy(
@@ -123,7 +122,7 @@ def _argosy(
     config = {
         "port": place.port,
         "log_format": "json",
-        "models": [{"name": MODEL, "replicas": [{"url": place.behind, **replica}]}],
+        "models": [{"name": MODEL, "replicas": [{"url": place.upstream_url, **replica}]}],
         **settings,
     }
     path = place.write("gateway.yaml", msgspec.yaml.encode(config))
@@ -131,37 +130,39 @@ def _argosy(
 
 
 def _account(url: str) -> str:
-    """The key of an account that has limits of every kind, none of which it reaches, and a price."""
+    """Return the key of an account with a price and limits of every kind, none of which it reaches."""
     store = open_store(url)
     try:
         store.migrate()
         accounts, actor = store.accounts, "benchmark"
         organisation = accounts.create_organisation("payers", actor=actor).id
         project = accounts.create_project(organisation, "tenant", actor=actor).id
-        key, plain = accounts.create_key(project, "key", actor=actor)
-        far = 10**15
+        key, secret = accounts.create_key(project, "key", actor=actor)
+        unreachable = 10**15
         store.limits_and_prices.set_limit(
-            "organisation", organisation, "nano_dollars", far, window="month", actor=actor
+            "organisation", organisation, "nano_dollars", unreachable, window="month", actor=actor
         )
         store.limits_and_prices.set_limit(
-            "project", project, "tokens", far, window="minute", actor=actor
+            "project", project, "tokens", unreachable, window="minute", actor=actor
         )
-        store.limits_and_prices.set_limit("project", project, "concurrency", far, actor=actor)
         store.limits_and_prices.set_limit(
-            "key", key.id, "requests", far, window="minute", actor=actor
+            "project", project, "concurrency", unreachable, actor=actor
+        )
+        store.limits_and_prices.set_limit(
+            "key", key.id, "requests", unreachable, window="minute", actor=actor
         )
         price = Price(model=MODEL, input=100, cached_input=10, output=400)
         store.limits_and_prices.set_price(price, actor=actor)
-        return plain
+        return secret
     finally:
         store.close()
 
 
 def nginx(place: Place) -> Start:
-    """A plain proxy, nginx, that keeps its connections and buffers nothing."""
+    """Plain nginx that reuses upstream connections and buffers nothing."""
     program = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
     if program is None:
-        raise FileNotFoundError("not installed: the package nginx of the distribution")
+        raise FileNotFoundError("not installed: install the distribution's package nginx")
     config = f"""
 daemon off; worker_processes 1; pid {place.folder}/pid; error_log stderr error; worker_rlimit_nofile 65536;
 events {{ worker_connections 32768; }}
@@ -183,10 +184,10 @@ http {{
 
 
 def sglang_router(policy: str) -> Callable[[Place], Start]:
-    """sglang-router with one of its policies."""
+    """Return the start function of sglang-router with a policy."""
 
     def start(place: Place) -> Start:
-        arguments = ["--worker-urls", place.behind, "--policy", policy]
+        arguments = ["--worker-urls", place.upstream_url, "--policy", policy]
         arguments += ["--host", "127.0.0.1", "--port", str(place.port), "--log-level", "error"]
         arguments += ["--prometheus-port", str(free_port()), "--max-concurrent-requests", "-1"]
         return Start([str(place.python), "-m", "sglang_router.launch_router", *arguments])
@@ -195,15 +196,19 @@ def sglang_router(policy: str) -> Callable[[Place], Start]:
 
 
 def litellm(place: Place) -> Start:
-    """LiteLLM's proxy, one worker, no database."""
-    behind = {"model": f"openai/{MODEL}", "api_base": f"{place.behind}/v1", "api_key": KEY}
-    key = f"sk-{secrets.token_urlsafe(32)}"  # it starts with no other
-    models = [{"model_name": MODEL, "litellm_params": behind}]
+    """LiteLLM's proxy with one worker and without a database."""
+    parameters = {
+        "model": f"openai/{MODEL}",
+        "api_base": f"{place.upstream_url}/v1",
+        "api_key": KEY,
+    }
+    key = f"sk-{secrets.token_urlsafe(32)}"  # the proxy accepts no other master key
+    models = [{"model_name": MODEL, "litellm_params": parameters}]
     config = {"model_list": models, "general_settings": {"master_key": key}}
     path = place.write("litellm.yaml", json.dumps(config).encode())
     program = str(place.python.parent / "litellm")
-    listening = ["--host", "127.0.0.1", "--port", str(place.port)]
-    return Start([program, "--config", str(path), *listening], key)
+    address = ["--host", "127.0.0.1", "--port", str(place.port)]
+    return Start([program, "--config", str(path), *address], key)
 
 
 PROXIES = {
@@ -221,14 +226,19 @@ PROXIES = {
 DEFAULT = ("argosy", "nginx", "sglang-router", "litellm")
 
 
-# --- running ---------------------------------------------------------------------------------------
+# --- processes -------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def running(
     proxy: Proxy, upstream: int, core: int, folder: Path, environments: Path
 ) -> Iterator[Running]:
-    """The proxy on one core, once it has answered. Raises PeerError or FileNotFoundError."""
+    """Run a proxy on one core, and yield it after it has answered.
+
+    Raises:
+        PeerError: The proxy does not answer.
+        FileNotFoundError: The proxy is not installed.
+    """
     folder.mkdir(parents=True)
     python = interpreter(proxy.environment, environments)
     place = Place(upstream, free_port(), folder, python)
@@ -252,7 +262,7 @@ def running(
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """Return a free TCP port."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port: int = free.getsockname()[1]
@@ -263,7 +273,7 @@ def _wait(process: subprocess.Popen[bytes], port: int, key: str, log: Path) -> N
     end = time.monotonic() + PATIENCE_S
     body = {"model": MODEL, "messages": [{"role": "user", "content": "ready?"}], "max_tokens": 1}
     headers = {"authorization": f"Bearer {key}"}
-    told = "it did not answer"
+    problem = "no answer"
     while process.poll() is None and time.monotonic() < end:
         try:
             url = f"http://127.0.0.1:{port}/v1/chat/completions"
@@ -273,24 +283,24 @@ def _wait(process: subprocess.Popen[bytes], port: int, key: str, log: Path) -> N
             continue
         if answer.status_code == httpx2.codes.OK:
             return
-        told = f"status {answer.status_code}: {answer.text[:100]}"
+        problem = f"status {answer.status_code}: {answer.text[:100]}"
         time.sleep(0.1)
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    raise PeerError(f"{told}; {(lines or ['it said nothing'])[-1].strip()[:200]}")
+    raise PeerError(f"{problem}; {(lines or ['the log is empty'])[-1].strip()[:200]}")
 
 
 def _version(proxy: Proxy, python: Path, program: str) -> str:
     if proxy.package is None:
-        told = subprocess.run([program, "-v"], capture_output=True, text=True, check=True)
-        found = re.search(r"\d[\d.]+", told.stderr + told.stdout)
-        return found[0] if found else ""
+        printed = subprocess.run([program, "-v"], capture_output=True, text=True, check=True)
+        match = re.search(r"\d[\d.]+", printed.stderr + printed.stdout)
+        return match[0] if match else ""
     code = f"import importlib.metadata as m; print(m.version({proxy.package!r}))"
-    told = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
-    return told.stdout.strip()
+    printed = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
+    return printed.stdout.strip()
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End it with all that it started."""
+    """Terminate the process and its children, and kill them if they do not exit."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)

@@ -1,4 +1,4 @@
-"""Times linears with 8-bit and 4-bit weights beside bfloat16 and oneDNN's int8, call by call in turns; JSON lines."""
+"""Compare linear layers with 8-bit and 4-bit weights, bfloat16 and oneDNN's int8, in turns. Prints JSON lines."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 ROWS = (1, 2, 4, 8, 16, 32, 64, 256, 1024)
 SHAPES = ((1152, 896), (896, 896), (9728, 896), (896, 4864), (151936, 896))
 ROTATED_BYTES = 80 << 20
-"""Copies of a weight are used in turn, so that it comes from memory as it does in a model."""
+"""Size of the copies of a weight. They are used in turns, so that weights come from memory as in a model."""
 
 
 class OnednnInt8:
-    """oneDNN's int8 product with what a caller needs around it: rounding x by rows, and its scales after."""
+    """oneDNN's int8 product, with quantization of x by rows before it and scaling after it."""
 
     def __init__(self, weight: Tensor) -> None:
         scales = weight.float().abs().amax(1) / 127
@@ -37,10 +37,10 @@ class OnednnInt8:
         self._zeros = torch.zeros(len(weight), dtype=torch.int64)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[T, K] to [T, N]."""
-        wide = x.float()
-        scales = wide.abs().amax(1, keepdim=True) / 127
-        rounded = (wide / scales).round_().add_(128).to(torch.uint8)
+        """Map [T, K] to [T, N]."""
+        x_float = x.float()
+        scales = x_float.abs().amax(1, keepdim=True) / 127
+        rounded = (x_float / scales).round_().add_(128).to(torch.uint8)
         out: Tensor = torch.ops.onednn.qlinear_pointwise(
             rounded,
             1.0,
@@ -60,28 +60,28 @@ class OnednnInt8:
 
 
 def microseconds(run: Linear, x: Tensor) -> float:
-    """Wall time of one call."""
+    """Return the wall time of one call in microseconds."""
     start = time.perf_counter_ns()
     run(x)
     return (time.perf_counter_ns() - start) / 1e3
 
 
 def compare(outs: int, cols: int, rows: tuple[int, ...], threads: int, seconds: float) -> None:
-    """Print a line for each number of rows: the least of each linear's times, since others may use the machine.
+    """Print a line for each number of rows, with the minimum time of each layer, since the machine may have other load.
 
-    Speeds are in bfloat16's.
+    Speeds are relative to bfloat16.
     """
     copies = max(1, min(32, ROTATED_BYTES // (outs * cols)))
     weight = (torch.randn(outs, cols) * cols**-0.5).bfloat16()
     kernels = load_kernels()
-    made: dict[str, Callable[[], Linear]] = {
+    factories: dict[str, Callable[[], Linear]] = {
         "bfloat16": lambda: NativeLinear(kernels, weight, None, threads),
         "int8": lambda: NativeIntLinear(kernels, weight, None, "int8", threads),
         "int4": lambda: NativeIntLinear(kernels, weight, None, "int4", threads),
         "onednn_bfloat16": lambda: OnednnLinear(weight.clone(), None),
         "onednn_int8": lambda: OnednnInt8(weight),
     }
-    linears = {name: [make() for _ in range(copies)] for name, make in made.items()}
+    linears = {name: [factory() for _ in range(copies)] for name, factory in factories.items()}
     for count in rows:
         x = torch.randn(count, cols).bfloat16()
         times: dict[str, list[float]] = {name: [] for name in linears}
@@ -90,7 +90,7 @@ def compare(outs: int, cols: int, rows: tuple[int, ...], threads: int, seconds: 
             for name, several in linears.items():
                 times[name].append(microseconds(several[turn % copies], x))
             turn += 1
-        best = {name: min(found) for name, found in times.items()}
+        best = {name: min(values) for name, values in times.items()}
         line: dict[str, float] = {"outs": outs, "cols": cols, "rows": count}
         line |= {f"{name}_us": round(value, 1) for name, value in best.items()}
         line |= {

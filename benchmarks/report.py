@@ -1,4 +1,4 @@
-"""What benchmarks.engine prints: rows as data, and a table with ratios and shares of the machine's limits."""
+"""Report of `benchmarks.engine`: rows as data, and a table with ratios and shares of the machine's limits."""
 
 from __future__ import annotations
 
@@ -13,20 +13,23 @@ from benchmarks.workloads import SPECIAL, best_peer, more_is_better, ratio, requ
 
 Rounds = dict[int, float]
 Values = dict[tuple[str, str], dict[str, Rounds]]
-"""(workload, figure) -> engine -> round -> value."""
+"""Values by (workload, figure), engine and round."""
 OURS = "argosy"
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the machine can do, and what the model asks of it."""
+    """Limits of the machine, and demand of the model."""
 
     machine: Mapping[str, float]
-    """As benchmarks.roofline measured it."""
+    """Figures of `benchmarks.roofline`."""
     config: Mapping[str, object]
 
     def share(self, weights: str, workload: str, figure: str, value: float) -> float | None:
-        """Decode's of the read bandwidth, W1's and a prefill's of the bfloat16 matrix peak; else None."""
+        """Return the share of a limit, or None for other figures.
+
+        Decode is limited by read bandwidth, W1 and prefill by the bfloat16 matrix peak.
+        """
         demand = Demand.of(self.config)
         bandwidth = 1e9 * max(
             rate for name, rate in self.machine.items() if name.startswith("read")
@@ -50,7 +53,7 @@ def rows(
     missing: Mapping[str, str],
     limits: Limits,
 ) -> Iterator[dict[str, Any]]:
-    """A row for each engine and figure (the median), for each ratio, and for each engine that is missing."""
+    """Yield a row for each engine and figure (the median), for each ratio, and for each missing engine."""
     for (workload, figure), engines in values.items():
         for engine, rounds in engines.items():
             value = statistics.median(rounds.values())
@@ -63,22 +66,22 @@ def rows(
                 "rounds": [round(each, 2) for each in rounds.values()],
             } | ({} if share is None else {"of_limit": round(share, 3)})
         for weights in ("bf16", "int8", "int4"):
-            against = comparison(engines, figure, weights)
-            if against is not None:
-                peer, found = against
+            best = comparison(engines, figure, weights)
+            if best is not None:
+                peer, best_ratio = best
                 yield {
                     "workload": workload,
                     "figure": figure,
                     "weights": weights,
-                    "ratio_to_best_peer": round(found, 3),
+                    "ratio_to_best_peer": round(best_ratio, 3),
                     "best_peer": peer,
                 }
-    for engine, why in missing.items():
-        yield {"engine": engine, "missing": why}
+    for engine, reason in missing.items():
+        yield {"engine": engine, "missing": reason}
 
 
 def machine_rows(machine: Mapping[str, float], threads: int) -> Iterator[dict[str, Any]]:
-    """The limits that shares are taken of."""
+    """Yield a row for each limit of the machine."""
     for name, value in machine.items():
         yield {"machine": name, "value": value, "threads": threads}
 
@@ -86,15 +89,17 @@ def machine_rows(machine: Mapping[str, float], threads: int) -> Iterator[dict[st
 def comparison(
     engines: Mapping[str, Rounds], figure: str, weights: str
 ) -> tuple[str, float] | None:
-    """The best peer with weights of that form, and Argosy's figure over its; None without both."""
-    alike = {name: found for name, found in engines.items() if ENGINES[name].weights == weights}
-    ours = [name for name in alike if ENGINES[name].module == OURS]
-    peers = {name: found for name, found in alike.items() if name not in ours}
+    """Return the best peer with this weight format and Argosy's ratio to it, or None without both."""
+    same_format = {
+        name: rounds for name, rounds in engines.items() if ENGINES[name].weights == weights
+    }
+    ours = [name for name in same_format if ENGINES[name].module == OURS]
+    peers = {name: rounds for name, rounds in same_format.items() if name not in ours}
     best = best_peer(figure, peers)
     if best is None or not ours:
         return None
-    found = ratio(alike[ours[0]], peers[best])
-    return None if found is None else (best, found)
+    best_ratio = ratio(same_format[ours[0]], peers[best])
+    return None if best_ratio is None else (best, best_ratio)
 
 
 def markdown(
@@ -102,29 +107,29 @@ def markdown(
     missing: Mapping[str, str],
     limits: Limits,
 ) -> str:
-    """The table: a line for each engine, then Argosy over the best peer."""
+    """Return a table with a line for each engine, then the ratios of Argosy to the best peer."""
     columns = list(values)
-    heads = [f"{workload} {figure}{_arrow(figure)}" for workload, figure in columns]
-    lines = [_line(["engine", *heads]), _line(["---", *["---:"] * len(columns)])]
+    headings = [f"{workload} {figure}{_arrow(figure)}" for workload, figure in columns]
+    lines = [_line(["engine", *headings]), _line(["---", *["---:"] * len(columns)])]
     for engine in ENGINES:
         if any(engine in values[column] for column in columns):
             cells = [_cell(engine, column, values, limits) for column in columns]
             lines.append(_line([engine, *cells]))
     for weights in ("bf16", "int8", "int4"):
-        against = [comparison(values[column], column[1], weights) for column in columns]
-        if any(against):
-            cells = ["" if each is None else f"{each[1]:.2f} ({each[0]})" for each in against]
+        comparisons = [comparison(values[column], column[1], weights) for column in columns]
+        if any(comparisons):
+            cells = ["" if each is None else f"{each[1]:.2f} ({each[0]})" for each in comparisons]
             lines.append(_line([f"Argosy / best peer, {weights}", *cells]))
-    told = ", ".join(f"{name} {value:g}" for name, value in limits.machine.items())
+    limit_values = ", ".join(f"{name} {value:g}" for name, value in limits.machine.items())
     notes = [
-        "In brackets: decode's share of the read bandwidth, W1's and TTFT's of the bfloat16 matrix peak.",
-        f"Limits of the machine: {told}.",
+        "In brackets: share of the read bandwidth for decode, of the bfloat16 matrix peak for W1 and TTFT.",
+        f"Limits of the machine: {limit_values}.",
         *(
-            f"{name} has no server: its W4 is in process, without HTTP, which favours it."
+            f"{name} has no server: its W4 runs in process without HTTP, which favours it."
             for name, peer in ENGINES.items()
             if peer.paced and name in values.get(("W4", "ttft_p50_ms"), {})
         ),
-        *(f"Not measured, wholly or in part: {name}: {why}." for name, why in missing.items()),
+        *(f"Not or only partly measured: {name}: {reason}." for name, reason in missing.items()),
     ]
     return "\n".join([*lines, "", *notes])
 
@@ -135,10 +140,10 @@ def _cell(
     values: Values,
     limits: Limits,
 ) -> str:
-    found = values[column].get(engine)
-    if not found:
+    rounds = values[column].get(engine)
+    if not rounds:
         return ""
-    value = statistics.median(found.values())
+    value = statistics.median(rounds.values())
     share = limits.share(ENGINES[engine].weights, *column, value)
     return f"{value:.4g}" + ("" if share is None else f" ({share:.0%})")
 

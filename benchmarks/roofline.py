@@ -1,4 +1,4 @@
-"""What the machine can do: read bandwidth and bfloat16 matrix peak, and what a model asks of both.
+"""Measure the machine's read bandwidth and bfloat16 matrix peak, and compute a model's demand of both.
 
     python -m benchmarks.roofline [--threads 2]
 
@@ -15,25 +15,25 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 BYTES = {"bf16": 2.0, "int8": 1.0, "int4": 0.5}
-"""Of a weight, without scales."""
+"""Bytes of a weight, without scales."""
 READ_BYTES = 1 << 30
 MATRIX_SIZES = (512, 1024, 2048, 4096)
 SECONDS = 1.5
-"""For each case."""
+"""Time of each case."""
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """The matrices of a model. Attention and the input embedding are left out: they are small."""
+    """Matrix sizes of a model. Attention and the input embedding are left out, because they are small."""
 
     layers: int
     """Elements that every token is multiplied with."""
     head: int
-    """Elements that only a token to be sampled is multiplied with."""
+    """Elements that only a sampled token is multiplied with."""
 
     @staticmethod
     def of(config: Mapping[str, object]) -> Demand:
-        """From a configuration in Hugging Face form."""
+        """Return the demand of a model with this Hugging Face configuration."""
         size = {name: int(value) for name, value in config.items() if isinstance(value, int)}
         hidden = size["hidden_size"]
         keys = size["num_key_value_heads"] * hidden // size["num_attention_heads"]
@@ -41,16 +41,16 @@ class Demand:
         return Demand(layer * size["num_hidden_layers"], hidden * size["vocab_size"])
 
     def token_bytes(self, weights: str) -> float:
-        """That one decode step of one sequence reads."""
+        """Return the bytes that one decode step of one sequence reads."""
         return (self.layers + self.head) * BYTES[weights]
 
     def operations(self, tokens: int, sampled: int) -> float:
-        """Multiplications and additions for so many tokens, of which so many are sampled from."""
+        """Return the multiplications and additions for `tokens` tokens, of which `sampled` are sampled from."""
         return 2.0 * (tokens * self.layers + sampled * self.head)
 
 
 def best_s(run: Callable[[], object]) -> float:
-    """The least time of a call within SECONDS of trying."""
+    """Return the minimum time of a call, from calls during `SECONDS`."""
     best, end = float("inf"), time.perf_counter() + SECONDS
     while time.perf_counter() < end:
         begin = time.perf_counter()
@@ -60,7 +60,7 @@ def best_s(run: Callable[[], object]) -> float:
 
 
 def read_gb_s(threads: int) -> float:
-    """Best rate at which so many threads add up an array that no cache holds."""
+    """Return the best rate in GB/s at which `threads` threads sum an array that exceeds all caches."""
     import torch
 
     torch.set_num_threads(threads)
@@ -71,7 +71,7 @@ def read_gb_s(threads: int) -> float:
 
 
 def matrix_tflop_s(threads: int) -> float:
-    """Best rate of a square bfloat16 product, over sizes."""
+    """Return the best rate of a square bfloat16 product over several sizes, in TFLOP/s."""
     import torch
 
     torch.set_num_threads(threads)
@@ -83,13 +83,13 @@ def matrix_tflop_s(threads: int) -> float:
 
 
 def main() -> None:
-    """Measure."""
+    """Measure, and print a line for each figure."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     threads = parser.parse_args().threads
-    found: dict[str, float] = {f"read_gb_s_{n}": read_gb_s(n) for n in sorted({1, threads})}
-    found["matrix_tflop_s"] = matrix_tflop_s(threads)
-    for name, value in found.items():
+    limits: dict[str, float] = {f"read_gb_s_{n}": read_gb_s(n) for n in sorted({1, threads})}
+    limits["matrix_tflop_s"] = matrix_tflop_s(threads)
+    for name, value in limits.items():
         print(json.dumps({"machine": name, "threads": threads, "value": round(value, 3)}))
 
 

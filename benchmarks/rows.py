@@ -1,4 +1,4 @@
-"""Times norm and gate, native beside torch, call by call in turns; JSON lines."""
+"""Compare the native norm and gate with torch's, with alternating calls. Prints JSON lines."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ HIDDEN, INTERMEDIATE = 896, 4864
 
 
 def operations(ops: ElementwiseOps, rows: int) -> dict[str, Callable[[], object]]:
-    """What a layer does between its matrices, each on its own input."""
+    """Return the operations between the matrices of a layer, each on its own input."""
     dtype = torch.bfloat16
     x, mixed = torch.randn(2, rows, HIDDEN).to(dtype)
-    wide = torch.randn(rows, 2 * INTERMEDIATE).to(dtype)
+    gate_input = torch.randn(rows, 2 * INTERMEDIATE).to(dtype)
     norm = ops.create_norm("narrow", torch.ones(HIDDEN, dtype=dtype), 1e-6)
     gate = ops.create_gated_activation("silu")
     return {
         "norm": lambda: norm(x),
         "add and norm": lambda: norm.add_and_norm(x, mixed.zero_()),
-        "silu gate": lambda: gate(wide),
+        "silu gate": lambda: gate(gate_input),
     }
 
 
 def microseconds(run: Callable[[], object]) -> float:
-    """Wall time of one call."""
+    """Return the wall time of one call in microseconds."""
     start = time.perf_counter_ns()
     run()
     return (time.perf_counter_ns() - start) / 1e3
@@ -49,7 +49,7 @@ def main() -> None:
     """Print a JSON line for each case."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--seconds", type=float, default=0.5, help="at least, for each case")
+    parser.add_argument("--seconds", type=float, default=0.5, help="minimum time of each case")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     for rows in ROWS:

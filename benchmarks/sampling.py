@@ -1,8 +1,8 @@
-"""Times sampling, native beside torch, by option, vocabulary and number of rows; one JSON line a case.
+"""Compare native sampling with torch's by option, vocabulary and number of rows. Prints a JSON line per case.
 
     GOMP_SPINCOUNT=10000 python -m benchmarks.sampling [--rows 64 --vocabularies 151936]
 
-The variable makes threads wait for each other as the engine's do (argosy.engine.engine_config).
+The variable sets the threads' waiting to that of the engine (argosy.engine.engine_config).
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ MIXED = "mixed"
 def milliseconds(
     ops: SamplingOps, params: list[SamplingParams], logits: Tensor, seconds: float
 ) -> float:
-    """The shortest of the calls that fit into `seconds`; each row has 256 tokens."""
+    """Return the minimum time of the calls during `seconds`. Each row has 256 tokens."""
     sampler = Sampler(len(params), logits.shape[1], torch.device("cpu"), ops)
-    for row, one in enumerate(params):
-        sampler.admit(AdmittedSequence(row, list(range(256)), 200, one, []), [0])
+    for row, row_params in enumerate(params):
+        sampler.admit(AdmittedSequence(row, list(range(256)), 200, row_params, []), [0])
     rows, positions = torch.arange(len(params)), torch.full((len(params),), 256)
     best, end = float("inf"), time.perf_counter() + seconds
     while time.perf_counter() < end or best == float("inf"):
@@ -55,25 +55,27 @@ def milliseconds(
 
 
 def main() -> None:
-    """Print a line for each case; gb_s is the logits, read once, over the native time."""
+    """Print a line for each case. `gb_s` is the size of the logits divided by the native time."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=(1, 16, 64, 256))
     parser.add_argument("--vocabularies", type=int, nargs="+", default=(32000, 151936))
     parser.add_argument("--spread", type=float, default=3.0, help="standard deviation of logits")
-    parser.add_argument("--seconds", type=float, default=0.3, help="at least, for each case")
+    parser.add_argument("--seconds", type=float, default=0.3, help="minimum time of each case")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--torch-rows", type=int, default=16, help="most rows to time torch with")
+    parser.add_argument(
+        "--torch-rows", type=int, default=16, help="maximum number of rows for torch"
+    )
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    ours = NativeSamplingOps(load_kernels(), options.threads)
+    native_ops = NativeSamplingOps(load_kernels(), options.threads)
     for vocab in options.vocabularies:
         for rows in options.rows:
             logits = torch.randn(rows, vocab).mul_(options.spread)
-            every = list(OPTIONS.values())
+            all_params = list(OPTIONS.values())
             cases = {name: [params] * rows for name, params in OPTIONS.items()}
-            cases[MIXED] = [every[row % len(every)] for row in range(rows)]
+            cases[MIXED] = [all_params[row % len(all_params)] for row in range(rows)]
             for name, params in cases.items():
-                native_ms = milliseconds(ours, params, logits, options.seconds)
+                native_ms = milliseconds(native_ops, params, logits, options.seconds)
                 line = {"option": name, "vocabulary": vocab, "rows": rows}
                 line |= {"native_ms": round(native_ms, 3)}
                 line |= {"gb_s": round(logits.nbytes / native_ms / 1e6, 1)}

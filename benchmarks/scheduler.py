@@ -1,4 +1,4 @@
-"""The scheduler's own time per step, at full decode of 1 to 256 sequences: a table in microseconds."""
+"""Measure the scheduler's time per decode step with 1 to 256 sequences, in microseconds. Prints JSON lines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SIZES = (1, 16, 64, 256)
 
 
 def step_times_us(sequences: int) -> list[float]:
-    """Time of `schedule` plus `commit` for each of `STEPS` decode steps, in microseconds."""
+    """Return the time of `schedule` plus `commit` for each of `STEPS` decode steps, in microseconds."""
     scheduler = Scheduler(
         SchedulerLimits(
             max_seqs=sequences,

@@ -1,9 +1,9 @@
-"""From `argosy replica` to ready, imports included, and what replicas of one model cost in memory together.
+"""Measure the time from `argosy replica` to ready, imports included, and the memory of several replicas of a model.
 
 python -m benchmarks.startup qwen2-0.5b --replicas 2
 
-Prints a row for each start: without the cache of packed weights, when it is made, and when it is found. Files come
-from a warm page cache. Memory is that of the engine cores: PSS divides shared pages among those who share them.
+Prints a row for each start: without the cache of packed weights, when it is created, and when it exists. Files are in
+the page cache. Memory is that of the engine cores. PSS divides shared pages among the processes that share them.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import httpx2
 import psutil
 
 from argosy.models import BUNDLED_MODEL
-from benchmarks.checkpoints import SHAPES, make
-from benchmarks.processes import heed_sigterm
+from benchmarks.checkpoints import SHAPES, make_checkpoint
+from benchmarks.processes import exit_on_sigterm
 
 STARTS = 5
 PORT = 8907
@@ -32,7 +32,7 @@ CACHES = ("off", "cold", "warm")
 
 
 class Replica:
-    """A running replica, from its start on."""
+    """Replica process from its start."""
 
     def __init__(self, model: Path, port: int, pack_cache: str) -> None:
         argosy = [sys.executable, "-m", "argosy.cli", "replica", str(model)]
@@ -51,7 +51,7 @@ class Replica:
         self._process.wait()
 
     def ready_s(self) -> float:
-        """Wait until it takes requests: seconds after its start."""
+        """Wait until the replica is ready, and return the seconds since its start."""
         while not self._ready():
             if self._process.poll() is not None:
                 raise SystemExit(f"the replica ended with status {self._process.returncode}")
@@ -65,38 +65,38 @@ class Replica:
             return False
 
     def core_mib(self, kind: str) -> int:
-        """Memory of the engine core by one line of its smaps_rollup: "Rss", "Pss" or "Private_Dirty"."""
+        """Return the memory of the engine core in MiB, from its smaps_rollup: "Rss", "Pss" or "Private_Dirty"."""
         (core,) = psutil.Process(self._process.pid).children()
         lines = Path(f"/proc/{core.pid}/smaps_rollup").read_text().splitlines()
         return int(next(line.split()[1] for line in lines if line.startswith(kind + ":"))) >> 10
 
 
 def start(model: Path, cache: str, packed: Path) -> dict[str, object]:
-    """One start, and the core's memory once it is ready."""
+    """Start a replica, and return its start time and memory."""
     if cache != "warm":
         for file in packed.glob("*.packed"):
             file.unlink()
     with Replica(model, PORT, "0" if cache == "off" else "32GiB") as replica:
-        took = replica.ready_s()
+        ready_s = replica.ready_s()
         return {
             "model": model.name,
             "pack_cache": cache,
-            "start_to_ready_s": round(took, 2),
+            "start_to_ready_s": round(ready_s, 2),
             "core_rss_mib": replica.core_mib("Rss"),
             "core_private_mib": replica.core_mib("Private_Dirty"),
         }
 
 
 def together(model: Path, replicas: int, size: str) -> dict[str, object]:
-    """What so many replicas take, started at the same time."""
+    """Start several replicas at the same time, and return their start time and memory."""
     with ExitStack() as stack:
         running = [stack.enter_context(Replica(model, PORT + n, size)) for n in range(replicas)]
-        took = max([replica.ready_s() for replica in running])
+        ready_s = max([replica.ready_s() for replica in running])
         return {
             "model": model.name,
             "pack_cache": "off" if size == "0" else "warm",
             "replicas": replicas,
-            "all_ready_s": round(took, 2),
+            "all_ready_s": round(ready_s, 2),
             "cores_pss_mib": sum(replica.core_mib("Pss") for replica in running),
         }
 
@@ -108,18 +108,22 @@ def main() -> None:
     parser.add_argument("--starts", type=int, default=STARTS)
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "argosy-bench")
-    asked = parser.parse_args()
-    heed_sigterm()
-    model = BUNDLED_MODEL if asked.model == "bundled" else make(asked.model, asked.folder)
+    options = parser.parse_args()
+    exit_on_sigterm()
+    model = (
+        BUNDLED_MODEL
+        if options.model == "bundled"
+        else make_checkpoint(options.model, options.folder)
+    )
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_CACHE_HOME"] = folder
         packed = Path(folder) / "argosy" / "packed"
         start(model, "cold", packed)  # builds the kernels
         for cache in CACHES:
-            for _ in range(asked.starts):
+            for _ in range(options.starts):
                 print(json.dumps(start(model, cache, packed)), flush=True)
         for size in ("0", "32GiB"):
-            print(json.dumps(together(model, asked.replicas, size)), flush=True)
+            print(json.dumps(together(model, options.replicas, size)), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,17 @@
-"""What a decode step costs besides the model, at 1 to 256 sequences: a table in microseconds.
+"""Measure the overhead of a decode step besides the model, with 1 to 256 sequences, in microseconds. Prints JSON lines.
 
     python -m benchmarks.steps [--shape qwen2-0.5b] [--threads 1] [--sequences 1 16 64 256] [--inflight 0] [--profile]
 
-The model is the bundled one, or one of a shape with random weights. plan: the scheduler; launch: the
-batch; sample: from logits to tokens, kernels included; commit: the scheduler takes results in and deltas are
-made; rest: what no phase counts, such as statistics and freeing the logits. overhead is launch + commit +
-rest; compute is what the model takes meanwhile. Lower quartiles over the steps: other processes only ever add.
+The model is the bundled one, or one of a shape with random weights. The phases are:
+
+plan: the scheduler.
+launch: the batch.
+sample: from logits to tokens, kernels included.
+commit: the scheduler applies results, and deltas are made.
+rest: everything else, such as statistics and freeing the logits.
+
+overhead is launch + commit + rest. compute is the model's time meanwhile. Values are lower quartiles over the steps,
+because other processes can only add time.
 """
 
 from __future__ import annotations
@@ -25,17 +31,17 @@ from argosy.engine.engine_config import COMPUTE_ENVIRONMENT, EngineConfig
 from argosy.engine.serving.core_messages import EngineRequest
 from argosy.models import BUNDLED_MODEL
 from argosy.protocol import SamplingParams
-from benchmarks.checkpoints import SHAPES, make
+from benchmarks.checkpoints import SHAPES, make_checkpoint
 
 STEPS = 100
 FIRST = 10
-"""Steps that are not counted: caches fill up."""
+"""Steps that are not measured, in which caches are filled."""
 
 
 def steps(
     config: EngineConfig, sequences: int, temperature: float, profile: cProfile.Profile | None
 ) -> Iterator[dict[str, float]]:
-    """Decode `sequences` at once; the microseconds of each step by phase."""
+    """Decode `sequences` at once, and yield the microseconds of each step by phase."""
     from argosy.engine.serving.engine_core.core import EngineCore
 
     core = EngineCore(config, time.perf_counter, lambda _what, _done: None)
@@ -49,19 +55,19 @@ def steps(
             profile.enable()
         begin = time.perf_counter()
         stats = core.step().stats
-        taken = time.perf_counter() - begin
+        elapsed_s = time.perf_counter() - begin
         if profile is not None:
             profile.disable()
-        spent = {phase: s - before.get(phase, 0.0) for phase, s in stats.phase_s_total.items()}
+        phase_s = {phase: s - before.get(phase, 0.0) for phase, s in stats.phase_s_total.items()}
         before = stats.phase_s_total
-        spent["rest"] = taken - sum(spent.values())
-        spent["overhead"] = spent["launch"] + spent["commit"] + spent["rest"]
+        phase_s["rest"] = elapsed_s - sum(phase_s.values())
+        phase_s["overhead"] = phase_s["launch"] + phase_s["commit"] + phase_s["rest"]
         if step >= FIRST:
-            yield {name: seconds * 1e6 for name, seconds in spent.items()}
+            yield {name: seconds * 1e6 for name, seconds in phase_s.items()}
 
 
 def main() -> None:
-    """Print one JSON line for each number of sequences; with --profile the functions that take longest."""
+    """Print a JSON line for each number of sequences. With --profile also print the slowest functions."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=tuple(SHAPES))
     parser.add_argument("--threads", type=int, default=1)
@@ -73,7 +79,9 @@ def main() -> None:
     options = parser.parse_args()
     for name, value in COMPUTE_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    model = BUNDLED_MODEL if options.shape is None else make(options.shape, options.folder)
+    model = (
+        BUNDLED_MODEL if options.shape is None else make_checkpoint(options.shape, options.folder)
+    )
     for sequences in options.sequences:
         config = EngineConfig(
             model=str(model),
@@ -85,10 +93,10 @@ def main() -> None:
             max_steps_in_flight=options.inflight,
         )
         profile = cProfile.Profile() if options.profile else None
-        found = list(steps(config, sequences, options.temperature, profile))
+        measured = list(steps(config, sequences, options.temperature, profile))
         row = {"sequences": sequences}
-        for name in found[0]:
-            quartile = statistics.quantiles((step[name] for step in found), n=4)[0]
+        for name in measured[0]:
+            quartile = statistics.quantiles((step[name] for step in measured), n=4)[0]
             row[f"{name}_us"] = round(quartile)
         print(json.dumps(row), flush=True)
         if profile is not None:

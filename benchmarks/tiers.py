@@ -1,11 +1,11 @@
-"""What a premium request's first token waits for in a busy engine, and what lower tiers pay for it; JSON lines.
+"""Measure the wait of premium requests for their first token in a busy engine, and its cost for lower tiers.
 
     python -m benchmarks.tiers [--seconds 20] [--pairs 5] [--sequences 28] [--lower 20] [--premium 20]
 
-The bundled model in this process, on one thread and on a clock that counts this process's computing alone, so that
-others on the machine do not matter. Standard requests keep so many sequences running; premium ones come at
-random, five a second. Rows: premium alone; then pairs with lower tiers standing back for first tokens, and not. The
-last row has the medians of the pairs' ratios.
+The bundled model runs in this process on one thread. The clock counts only this process's processor time, so that
+other load does not matter. Standard requests keep a fixed number of sequences running. Premium requests arrive at
+random, five per second. Prints JSON lines: premium alone, then pairs in which lower tiers yield to first tokens and do
+not. The last row has the medians of the pairs' ratios.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from argosy.models import BUNDLED_MODEL
 from argosy.protocol import SamplingParams
 
 OUTPUT = (16, 64)
-"""Tokens of the answers."""
+"""Smallest and largest number of output tokens."""
 KINDS = {"standing back": None, "together": 1 << 60}
-"""And the ridge that makes it so: as the device has it, or so many tokens that no step is worth another."""
+"""Ridge in tokens by kind of run: None is the device's. With a very large ridge no lower tier yields."""
 RATE = 5.0
-"""Premium requests a second."""
+"""Premium requests per second."""
 
 
 @dataclass(slots=True)
 class Run:
-    """What one run was like."""
+    """Measurements of a run."""
 
     waits: list[float] = field(default_factory=list)
-    """Seconds to the first tokens of premium requests."""
+    """Times to first token of premium requests, in seconds."""
     gaps: list[float] = field(default_factory=list)
-    """Seconds between the tokens of standard ones."""
+    """Gaps between tokens of standard requests, in seconds."""
     tokens: int = 0
     seconds: float = 0.0
 
     def row(self, kind: str) -> dict[str, object]:
-        """For the record."""
+        """Return the row of the run."""
         row: dict[str, object] = {"kind": kind, "tokens_per_s": round(self.tokens / self.seconds)}
         for name, values in (("premium_ttft", self.waits), ("standard_itl", self.gaps)):
             if len(values) > 1:
@@ -54,12 +54,12 @@ class Run:
 
 
 def p95(values: list[float]) -> float:
-    """The 95th percentile."""
+    """Return the 95th percentile."""
     return statistics.quantiles(values, n=20)[-1]
 
 
 def run(ridge_tokens: int | None, standard: int, options: argparse.Namespace) -> Run:
-    """Serve for so long; `ridge_tokens` as the scheduler has it, None: the device's."""
+    """Serve for `options.seconds`. `ridge_tokens` is a scheduler limit, or None for the device's."""
     from argosy.engine.serving.engine_core.core import EngineCore
 
     config = EngineConfig(
@@ -68,67 +68,67 @@ def run(ridge_tokens: int | None, standard: int, options: argparse.Namespace) ->
     core = EngineCore(config, time.process_time, lambda _what, _done: None)
     if ridge_tokens is not None:
         core.scheduler = Scheduler(replace(core.scheduler.limits, ridge_tokens=ridge_tokens))
-    rng, found, number, idle = random.Random(0), Run(), 0, 0.0
+    rng, result, number, idle = random.Random(0), Run(), 0, 0.0
     last: dict[str, float] = {}
 
-    def ask(tier: int, length: int, at: float) -> None:
+    def add_request(tier: int, length: int, at_s: float) -> None:
         nonlocal number
         number += 1
         name = f"{tier}/{number}"
         params = SamplingParams(max_tokens=rng.randint(*OUTPUT), ignore_eos=True)
         prompt = [rng.randrange(10, 3000) for _ in range(length)]
         core.add(EngineRequest(id=name, prompt=prompt, params=params, tier=tier))
-        last[name] = at
+        last[name] = at_s
 
     for _ in range(standard):
-        ask(1, options.lower, 0.0)
+        add_request(1, options.lower, 0.0)
     begin = time.process_time()
-    now, due = 0.0, rng.expovariate(RATE)
+    now, due_s = 0.0, rng.expovariate(RATE)
     while now < options.seconds:
-        while due <= now:
-            ask(0, options.premium, due)
-            due += rng.expovariate(RATE)
+        while due_s <= now:
+            add_request(0, options.premium, due_s)
+            due_s += rng.expovariate(RATE)
         if not core.has_work:
-            idle += due - now
+            idle += due_s - now
         else:
             for delta in core.step().deltas:
-                at = time.process_time() - begin + idle
-                found.tokens += len(delta.tokens)
+                at_s = time.process_time() - begin + idle
+                result.tokens += len(delta.tokens)
                 if delta.id.startswith("1"):
-                    found.gaps.append(at - last[delta.id])
-                    last[delta.id] = at
+                    result.gaps.append(at_s - last[delta.id])
+                    last[delta.id] = at_s
                 elif delta.id in last:
-                    found.waits.append(at - last.pop(delta.id))
+                    result.waits.append(at_s - last.pop(delta.id))
                 if delta.finish_reason and delta.id.startswith("1"):
-                    ask(1, options.lower, at)
+                    add_request(1, options.lower, at_s)
         now = time.process_time() - begin + idle
-    found.seconds = now
-    return found
+    result.seconds = now
+    return result
 
 
 def main() -> None:
-    """Print a row for each run, and what they say together."""
+    """Print a row for each run, and the ratios."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=20.0, help="of computing, each run")
+    parser.add_argument("--seconds", type=float, default=20.0, help="processor time of each run")
     parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--sequences", type=int, default=28, help="standard ones that run")
-    parser.add_argument("--lower", type=int, default=20, help="tokens of their prompts")
+    parser.add_argument("--sequences", type=int, default=28, help="running standard requests")
+    parser.add_argument("--lower", type=int, default=20, help="tokens of standard prompts")
     parser.add_argument("--premium", type=int, default=20, help="tokens of premium prompts")
     options = parser.parse_args()
     for name, value in COMPUTE_ENVIRONMENT.items():
-        os.environ.setdefault(name, value)  # before torch loads
+        os.environ.setdefault(name, value)  # must be set before torch is loaded
     alone = run(None, 0, options)
     print(json.dumps(alone.row("alone")), flush=True)
     throughput, waits, to_alone = [], [], []
     for pair in range(options.pairs):
-        found = {}
+        results = {}
         for kind in KINDS if pair % 2 else reversed(KINDS):
-            found[kind] = run(KINDS[kind], options.sequences, options)
-            print(json.dumps(found[kind].row(kind)), flush=True)
-        with_, without = (found[kind] for kind in KINDS)
-        throughput.append(with_.tokens / with_.seconds / (without.tokens / without.seconds))
-        waits.append(p95(with_.waits) / p95(without.waits))
-        to_alone.append(p95(with_.waits) / p95(alone.waits))
+            results[kind] = run(KINDS[kind], options.sequences, options)
+            print(json.dumps(results[kind].row(kind)), flush=True)
+        yielding, together = (results[kind] for kind in KINDS)
+        throughput.append(yielding.tokens / yielding.seconds / (together.tokens / together.seconds))
+        waits.append(p95(yielding.waits) / p95(together.waits))
+        to_alone.append(p95(yielding.waits) / p95(alone.waits))
     medians = {
         "throughput_ratio": throughput,
         "premium_ttft_p95_ratio": waits,

@@ -1,4 +1,4 @@
-"""W1 to W4: the requests, what each is judged by, and how engines compare."""
+"""Workloads W1 to W4: their requests, their figures, and the comparison of engines."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from argosy.bench import (
     ArrivalProcess,
+    BenchSettings,
     LoadPlan,
     LoadSpec,
     RequestRow,
@@ -17,22 +18,21 @@ from argosy.bench import (
     build_plan,
     parse_length_distribution,
 )
-from argosy.bench import BenchSettings as BenchSettings
 from argosy.bench.plan import SyntheticPrompt
 from benchmarks.peers.worker import Request, Stamps
 
 OFFLINE = ("W1", "W2", "W3 off", "W3 on")
-"""Measured in process; W3 without and with the prefix cache."""
+"""Workloads that are measured in process. W3 runs without and with the prefix cache."""
 NAMES = (*OFFLINE, "W4")
 SPECIAL = 10
-"""Token ids below it are not drawn."""
+"""Lowest token id that is drawn. Lower ids are special tokens."""
 WARM_REQUESTS, WARM_OUTPUT = 4, 8
 RATE, DURATION_S = 1.54, 60.0
 PERCENTILES = ("p50", "p99")
 
 
 def requests(name: str, seed: int, vocabulary: int) -> list[Request]:
-    """The requests of W1, W2 or W3; lengths are those of seed 0, contents those of `seed`."""
+    """Return the requests of W1, W2 or W3. Lengths always have seed 0, contents have `seed`."""
     lengths, rng = random.Random(0), random.Random(f"{name} {seed}")
 
     def tokens(count: int) -> list[int]:
@@ -48,7 +48,7 @@ def requests(name: str, seed: int, vocabulary: int) -> list[Request]:
 
 
 def warm_up(name: str, vocabulary: int) -> list[Request]:
-    """A few short requests of the same kind that share nothing with any measured one."""
+    """Return a few short requests of the same kind that share no prefix with the measured requests."""
     return [
         Request(request.prompt, min(request.output, WARM_OUTPUT))
         for request in requests(name, -1, vocabulary)[:WARM_REQUESTS]
@@ -56,7 +56,11 @@ def warm_up(name: str, vocabulary: int) -> list[Request]:
 
 
 def figures(name: str, work: Sequence[Request], stamps: Stamps) -> dict[str, float]:
-    """What W1, W2 or W3 is judged by. Raises ValueError when an answer is missing."""
+    """Return the figures of W1, W2 or W3.
+
+    Raises:
+        ValueError: A request was not answered.
+    """
     if len(stamps) != len(work) or not all(stamps):
         raise ValueError(f"{name}: {sum(map(bool, stamps))} of {len(work)} requests were answered")
     total_s = max(times[-1] for times in stamps)
@@ -71,7 +75,7 @@ def figures(name: str, work: Sequence[Request], stamps: Stamps) -> dict[str, flo
 
 
 def served_settings(url: str, tokenizer: str, rate: float, seed: int) -> BenchSettings:
-    """W4 for the load generator: Poisson arrivals of W1's kind, prompts of token ids."""
+    """Return W4 for the load generator: Poisson arrivals with W1's lengths, and prompts of token ids."""
     return BenchSettings(
         target_options=TargetOptions(url=url, prompt_form="tokens", tokenizer=tokenizer),
         workload=Workload(
@@ -88,13 +92,13 @@ def served_settings(url: str, tokenizer: str, rate: float, seed: int) -> BenchSe
 
 
 def served_plan(rate: float, seed: int) -> LoadPlan:
-    """The same W4 as data, for an engine without a server."""
+    """Return the plan of W4, for an engine without a server."""
     settings = served_settings("http://127.0.0.1", "", rate, seed)
     return build_plan(settings.workload, settings.loads[0], seed)
 
 
 def paced(plan: LoadPlan, vocabulary: int) -> list[Request]:
-    """The requests of such a plan with the times at which they arrive."""
+    """Return the requests of a plan with their arrival times."""
     rng = random.Random(0)
     return [
         Request(
@@ -108,7 +112,7 @@ def paced(plan: LoadPlan, vocabulary: int) -> list[Request]:
 
 
 def rows(work: Sequence[Request], stamps: Stamps) -> list[RequestRow]:
-    """Answers of an engine driven in process, in the load generator's terms."""
+    """Return the results of an engine that is driven in process as rows of the load generator."""
     return [
         RequestRow(
             index=index,
@@ -129,27 +133,33 @@ def rows(work: Sequence[Request], stamps: Stamps) -> list[RequestRow]:
 
 
 def served_figures(summary: RunSummary) -> dict[str, float]:
-    """What W4 is judged by. Raises ValueError when a request failed or had other lengths."""
-    asked = summary.completed + summary.failed + summary.cancelled
-    unlike = max(summary.input_mismatches, summary.output_mismatches)
-    wrong = summary.failed + summary.cancelled + unlike
-    if wrong or not asked:
-        raise ValueError(f"W4: {wrong} of {asked} requests did not go as planned")
-    found = {"ttft": summary.latency["ttft"], "itl": summary.latency["itl"]}
+    """Return the figures of W4.
+
+    Raises:
+        ValueError: A request failed, or had other lengths than planned.
+    """
+    total = summary.completed + summary.failed + summary.cancelled
+    mismatches = max(summary.input_mismatches, summary.output_mismatches)
+    wrong = summary.failed + summary.cancelled + mismatches
+    if wrong or not total:
+        raise ValueError(
+            f"W4: {wrong} of {total} requests failed or had other lengths than planned"
+        )
+    latencies = {"ttft": summary.latency["ttft"], "itl": summary.latency["itl"]}
     return {
         f"{metric}_{percentile}_ms": float(getattr(stats, percentile))
-        for metric, stats in found.items()
+        for metric, stats in latencies.items()
         for percentile in PERCENTILES
     }
 
 
 def more_is_better(figure: str) -> bool:
-    """Rates are to be high, times low."""
+    """Return whether a higher value is better, as for rates. Lower times are better."""
     return figure.endswith("tok_s")
 
 
 def best_peer(figure: str, peers: Mapping[str, Mapping[int, float]]) -> str | None:
-    """Which of these has the best median over its rounds; None without any."""
+    """Return the peer with the best median over its rounds, or None without peers."""
     medians = {name: statistics.median(values.values()) for name, values in peers.items() if values}
     if not medians:
         return None
@@ -158,6 +168,10 @@ def best_peer(figure: str, peers: Mapping[str, Mapping[int, float]]) -> str | No
 
 
 def ratio(ours: Mapping[int, float], theirs: Mapping[int, float]) -> float | None:
-    """The median over rounds of ours / theirs in the same round; None when no round has both."""
-    both = ours.keys() & theirs.keys()
-    return statistics.median(ours[key] / theirs[key] for key in both) if both else None
+    """Return the median of the ratio over the rounds that both have, or None without such a round."""
+    common_rounds = ours.keys() & theirs.keys()
+    return (
+        statistics.median(ours[key] / theirs[key] for key in common_rounds)
+        if common_rounds
+        else None
+    )

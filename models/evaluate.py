@@ -1,4 +1,4 @@
-"""Probe an exported model with greedy decoding and print how many answers are as wanted.
+"""Probe an exported model with greedy decoding, and print the share of expected answers.
 
 python -m models.evaluate src/argosy/models/argosy-mini
 """
@@ -18,12 +18,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 PROBES = Path(__file__).resolve().parent / "data" / "probes.json"
-LIMIT = 320
+MAX_NEW_TOKENS = 320
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A conversation to continue, and the patterns that the last answer must show."""
+    """Conversation to continue, and the patterns that the last answer must match."""
 
     group: str
     system: str
@@ -33,14 +33,14 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came back: the text, and whether it ended by itself."""
+    """Answer of the model, and whether it stopped before the length limit."""
 
     text: str
     stopped: bool
 
 
 class Chat:
-    """A model with its tokenizer that answers greedily through the chat template."""
+    """Model with its tokenizer, which answers greedily through the chat template."""
 
     def __init__(self, folder: Path) -> None:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
@@ -54,17 +54,19 @@ class Chat:
         return self.complete(prompt)
 
     def complete(self, prompt: str) -> Answer:
-        """Return the greedy continuation of a prompt that has its special tokens already."""
+        """Return the greedy continuation of a prompt that already has its special tokens."""
         ids = self.tokenizer(prompt, add_special_tokens=False, return_tensors="pt")
         with torch.no_grad():
-            out = self.model.generate(**ids, max_new_tokens=LIMIT, max_length=None, do_sample=False)
-        fresh = out[0, ids["input_ids"].shape[1] :]
-        stopped = int(fresh[-1]) == self.tokenizer.eos_token_id
-        return Answer(self.tokenizer.decode(fresh, skip_special_tokens=True), stopped)
+            out = self.model.generate(
+                **ids, max_new_tokens=MAX_NEW_TOKENS, max_length=None, do_sample=False
+            )
+        new_ids = out[0, ids["input_ids"].shape[1] :]
+        stopped = int(new_ids[-1]) == self.tokenizer.eos_token_id
+        return Answer(self.tokenizer.decode(new_ids, skip_special_tokens=True), stopped)
 
 
 def read_probes() -> list[Probe]:
-    """Return one probe for each way to ask."""
+    """Return a probe for each way to ask."""
     return [
         Probe(
             entry["group"],
@@ -77,8 +79,8 @@ def read_probes() -> list[Probe]:
     ]
 
 
-def run(chat: Chat, probe: Probe) -> Answer:
-    """Play the turns of a probe with the model's own answers and return the last of them."""
+def run_probe(chat: Chat, probe: Probe) -> Answer:
+    """Run the turns of a probe with the model's own answers, and return the last answer."""
     messages = [{"role": "system", "content": probe.system}] if probe.system else []
     reply = Answer("", stopped=False)
     for turn in probe.turns:
@@ -88,15 +90,15 @@ def run(chat: Chat, probe: Probe) -> Answer:
     return reply
 
 
-def good(probe: Probe, reply: Answer) -> bool:
-    """Tell whether the answer stopped and shows every wanted pattern."""
+def is_expected(probe: Probe, reply: Answer) -> bool:
+    """Return whether the answer stopped and matches every wanted pattern."""
     return reply.stopped and all(re.search(want, reply.text, re.DOTALL) for want in probe.want)
 
 
-def agreement(chat: Chat, draft: Path) -> float:
-    """Return the share of the greedy tokens of `chat` that the draft would have proposed."""
+def compute_agreement(chat: Chat, draft: Path) -> float:
+    """Return the share of `chat`'s greedy tokens that the draft model would have proposed."""
     drafter: Any = AutoModelForCausalLM.from_pretrained(draft).eval()
-    same = total = 0
+    matches = total = 0
     for probe in read_probes():
         prompt = chat.tokenizer.apply_chat_template(
             [{"role": "user", "content": probe.turns[-1]}],
@@ -108,18 +110,22 @@ def agreement(chat: Chat, draft: Path) -> float:
         start = len(chat.tokenizer(prompt, add_special_tokens=False)["input_ids"])
         with torch.no_grad():
             proposed = drafter(ids).logits[0, start - 1 : -1].argmax(-1)
-        same += int((proposed == ids[0, start:]).sum())
+        matches += int((proposed == ids[0, start:]).sum())
         total += len(proposed)
-    return same / total
+    return matches / total
 
 
 def main() -> int:
-    """Print every miss, then the figures by group; the exit status tells whether all is well."""
+    """Print every wrong answer, then the results by group. The exit status is 1 if too few answers are right."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--least", type=float, default=0.9, help="share that must be as wanted")
-    parser.add_argument("--ask", nargs="*", default=(), help="ask these instead of the probes")
-    parser.add_argument("--draft", type=Path, help="only print how often this draft agrees")
+    parser.add_argument("--least", type=float, default=0.9, help="minimum share of right answers")
+    parser.add_argument(
+        "--ask", nargs="*", default=(), help="questions to ask instead of the probes"
+    )
+    parser.add_argument(
+        "--draft", type=Path, help="draft model; print only how often it agrees with the model"
+    )
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -128,16 +134,16 @@ def main() -> int:
         reply = chat.answer([{"role": "user", "content": asked}])
         sys.stdout.write(f"> {asked}\n{reply.text}\n{'' if reply.stopped else '(no stop)'}\n")
     if options.draft:
-        sys.stdout.write(f"agreement {agreement(chat, options.draft):.1%}\n")
+        sys.stdout.write(f"agreement {compute_agreement(chat, options.draft):.1%}\n")
     if options.ask or options.draft:
         return 0
     right: Counter[str] = Counter()
     total: Counter[str] = Counter()
     for probe in read_probes():
-        reply = run(chat, probe)
+        reply = run_probe(chat, probe)
         total[probe.group] += 1
-        right[probe.group] += good(probe, reply)
-        if not good(probe, reply):
+        right[probe.group] += is_expected(probe, reply)
+        if not is_expected(probe, reply):
             sys.stdout.write(f"miss {probe.group}: {probe.turns[-1]!r} -> {reply.text!r}\n")
     for group, count in total.items():
         sys.stdout.write(f"{group:12} {right[group]:3} / {count}\n")

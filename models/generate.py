@@ -1,4 +1,4 @@
-"""Write the generated training text as JSON lines, to read or to use elsewhere."""
+"""Print the generated training text as JSON lines."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import json
 import sys
 from itertools import islice
 
-from models.corpus.chat import documents
+from models.corpus.chat import generate_documents
 
 
 def main() -> None:
-    """Print COUNT documents of the stream that belongs to SEED."""
+    """Print the first `--count` documents of the stream of `--seed`."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
-    for document in islice(documents(options.seed), options.count):
+    for document in islice(generate_documents(options.seed), options.count):
         turns = [{"role": turn.role, "content": turn.content} for turn in document.messages]
         line = {"messages": turns} if turns else {"text": document.prose}
         sys.stdout.write(json.dumps(line, ensure_ascii=False) + "\n")

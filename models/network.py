@@ -1,6 +1,6 @@
-"""A Llama network in plain torch for training, and its export to Hugging Face layout.
+"""Llama network in plain torch for training, and its export in Hugging Face layout.
 
-The projections that read the same input are fused (q, k, v and gate, up); the export splits them.
+Projections with the same input are fused (q, k, v and gate, up). The export splits them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ROPE_THETA = 10_000.0
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The sizes of one network."""
+    """Sizes of a network."""
 
     hidden: int
     layers: int
@@ -47,7 +47,7 @@ class Shape:
 
     @property
     def head_dim(self) -> int:
-        """Return the width of one head."""
+        """Width of one head."""
         return self.hidden // self.heads
 
 
@@ -56,7 +56,7 @@ DRAFT_SHAPE = Shape(hidden=128, layers=4, heads=4, kv_heads=2, intermediate=384)
 
 
 class Block(nn.Module):
-    """One decoder layer: grouped-query attention and a gated feed-forward part."""
+    """Decoder layer with grouped-query attention and a gated feed-forward part."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """The whole network with tied embeddings."""
+    """Whole network with tied embeddings."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class Llama(nn.Module):
 
 
 def rope_tables(shape: Shape, time: int) -> tuple[Tensor, Tensor]:
-    """Return cos and sin [time, head_dim] in bfloat16."""
+    """Return the rotary tables cos and sin [time, head_dim] in bfloat16."""
     dim = shape.head_dim
     frequency = ROPE_THETA ** (-torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     angle = torch.arange(time, dtype=torch.float32)[:, None] * frequency[None]
@@ -128,15 +128,15 @@ def rope_tables(shape: Shape, time: int) -> tuple[Tensor, Tensor]:
 
 
 def hugging_face_weights(network: Llama) -> dict[str, Tensor]:
-    """Return the weights under the names of LlamaForCausalLM, in bfloat16."""
+    """Return the weights in bfloat16, under the names of `LlamaForCausalLM`."""
     shape = network.shape
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     weights = {
         "model.embed_tokens.weight": network.embedding.weight,
         "model.norm.weight": network.norm,
     }
-    for at, block in enumerate(network.layers()):
-        prefix = f"model.layers.{at}."
+    for index, block in enumerate(network.layers()):
+        prefix = f"model.layers.{index}."
         parts = block.qkv.weight.split((q, kv, kv))
         for name, part in zip("qkv", parts, strict=True):
             weights[f"{prefix}self_attn.{name}_proj.weight"] = part
@@ -152,24 +152,24 @@ def hugging_face_weights(network: Llama) -> dict[str, Tensor]:
 
 def load_weights(network: Llama, folder: Path) -> None:
     """Read the weights of an exported folder back into the network."""
-    found = load_file(folder / "model.safetensors")
+    weights = load_file(folder / "model.safetensors")
     with torch.no_grad():
-        network.embedding.weight.copy_(found["model.embed_tokens.weight"])
-        network.norm.copy_(found["model.norm.weight"])
-        for at, block in enumerate(network.layers()):
-            prefix = f"model.layers.{at}."
-            attention = [found[f"{prefix}self_attn.{name}_proj.weight"] for name in "qkv"]
-            feed = [found[f"{prefix}mlp.{name}_proj.weight"] for name in ("gate", "up")]
+        network.embedding.weight.copy_(weights["model.embed_tokens.weight"])
+        network.norm.copy_(weights["model.norm.weight"])
+        for index, block in enumerate(network.layers()):
+            prefix = f"model.layers.{index}."
+            attention = [weights[f"{prefix}self_attn.{name}_proj.weight"] for name in "qkv"]
+            feed = [weights[f"{prefix}mlp.{name}_proj.weight"] for name in ("gate", "up")]
             block.qkv.weight.copy_(torch.cat(attention))
             block.gate_up.weight.copy_(torch.cat(feed))
-            block.out.weight.copy_(found[f"{prefix}self_attn.o_proj.weight"])
-            block.down.weight.copy_(found[f"{prefix}mlp.down_proj.weight"])
-            block.attention_norm.copy_(found[f"{prefix}input_layernorm.weight"])
-            block.feed_norm.copy_(found[f"{prefix}post_attention_layernorm.weight"])
+            block.out.weight.copy_(weights[f"{prefix}self_attn.o_proj.weight"])
+            block.down.weight.copy_(weights[f"{prefix}mlp.down_proj.weight"])
+            block.attention_norm.copy_(weights[f"{prefix}input_layernorm.weight"])
+            block.feed_norm.copy_(weights[f"{prefix}post_attention_layernorm.weight"])
 
 
 def model_config(shape: Shape) -> dict[str, object]:
-    """Return the config.json of a network."""
+    """Return the content of a network's config.json."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "attention_bias": False,
@@ -199,7 +199,7 @@ def model_config(shape: Shape) -> dict[str, object]:
 
 
 def export(network: Llama, folder: Path) -> None:
-    """Write config.json, generation_config.json and model.safetensors; each file whole or not."""
+    """Write config.json, generation_config.json and model.safetensors. The weights are replaced atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     generation = {
         "bos_token_id": BEGIN_ID,
@@ -213,7 +213,7 @@ def export(network: Llama, folder: Path) -> None:
         ("generation_config.json", generation),
     ):
         (folder / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    fresh = folder / "model.safetensors.part"
-    save_file(hugging_face_weights(network), fresh, metadata={"format": "pt"})
-    fresh.chmod(0o644)
-    fresh.replace(folder / "model.safetensors")
+    temporary = folder / "model.safetensors.part"
+    save_file(hugging_face_weights(network), temporary, metadata={"format": "pt"})
+    temporary.chmod(0o644)
+    temporary.replace(folder / "model.safetensors")

@@ -1,4 +1,4 @@
-"""Train the byte-level BPE tokenizer and write it with its chat template in Hugging Face layout."""
+"""Training of the byte-level BPE tokenizer, and its export with the chat template in Hugging Face layout."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from models.corpus.chat import Document, documents
+from models.corpus.chat import Document, generate_documents
 
 BEGIN, SYSTEM, USER, ASSISTANT, END, PAD = SPECIALS = (
     "<|begin|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<|pad|>",
@@ -37,7 +37,7 @@ _ROLES = {"system": SYSTEM, "user": USER, "assistant": ASSISTANT}
 
 
 def render(document: Document) -> str:
-    """Return the text of a document as the chat template writes it."""
+    """Return the text of a document in the format of the chat template."""
     if not document.messages:
         return f"{BEGIN}{document.prose}{END}"
     turns = (f"{_ROLES[turn.role]}{turn.content}{END}" for turn in document.messages)
@@ -45,15 +45,15 @@ def render(document: Document) -> str:
 
 
 def sample(seed: int, count: int) -> Iterator[str]:
-    """Yield the texts from which the vocabulary is counted."""
-    for document in islice(documents(seed), count):
+    """Yield the texts that the vocabulary is trained on."""
+    for document in islice(generate_documents(seed), count):
         yield from (turn.content for turn in document.messages)
         if document.prose:
             yield document.prose
 
 
 def build(seed: int, count: int) -> Tokenizer:
-    """Train the tokenizer; every digit is a token of its own."""
+    """Train the tokenizer. Every digit is a separate token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -77,7 +77,7 @@ def build(seed: int, count: int) -> Tokenizer:
 
 
 def write(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write tokenizer.json and the files that go with it."""
+    """Write tokenizer.json and its configuration files."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     named = {"bos_token": BEGIN, "eos_token": END, "pad_token": PAD}
@@ -108,7 +108,7 @@ def _dump(path: Path, value: object) -> None:
 
 
 def main() -> None:
-    """Train on the first documents of the stream and write the files to FOLDERS."""
+    """Train on the first documents of the stream, and write the files to the given folders."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folders", type=Path, nargs="+")
     parser.add_argument("--seed", type=int, default=1)

@@ -1,4 +1,4 @@
-"""Train the bundled model or its draft on the generated text, resumably, and export it."""
+"""Resumable training of the bundled model or its draft on the generated text, and export."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ HERE = Path(__file__).resolve().parent
 SHAPES = {"bundled": BUNDLED_SHAPE, "draft": DRAFT_SHAPE}
 FOLDERS = {"bundled": BUNDLED_MODEL, "draft": DRAFT_MODEL}
 VALIDATION_SEED = 1_000_003
-EXPORT_S = 300.0
+EXPORT_INTERVAL_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How long and how fast to learn; the last part of the steps sees long sequences."""
+    """Number of steps and learning rate schedule. The last part of the steps has long sequences."""
 
     steps: int
     peak: float = 3e-3
@@ -39,18 +39,18 @@ class Plan:
     long: tuple[int, int] = (4, 1024)
 
     def rate(self, step: int) -> float:
-        """Return the learning rate: warm-up, plateau, then a straight line to (almost) zero."""
-        begin = self.decay_from * self.steps
-        decay = min(1.0, (self.steps - step) / (self.steps - begin))
+        """Return the learning rate: warm-up, plateau, then linear decay to almost zero."""
+        decay_start = self.decay_from * self.steps
+        decay = min(1.0, (self.steps - step) / (self.steps - decay_start))
         return self.peak * min(1.0, (step + 1) / self.warm_up) * max(decay, 0.01)
 
     def size(self, step: int) -> tuple[int, int]:
-        """Return (rows, time) of the batch of a step."""
+        """Return the batch size of a step as (rows, time)."""
         return self.short if step < self.long_from * self.steps else self.long
 
 
 class Objective(nn.Module):
-    """Weighted cross-entropy, mixed with the divergence from a teacher where there is one."""
+    """Weighted cross-entropy, mixed with the cross-entropy to a teacher's probabilities if there is a teacher."""
 
     def __init__(self, network: Llama, teacher: Llama | None) -> None:
         super().__init__()
@@ -61,33 +61,41 @@ class Objective(nn.Module):
         """Return the mean loss over the weighted tokens."""
         ids, targets, weights = batch
         logits = self.network(ids, tables[0], tables[1]).float().flatten(0, 1)
-        each = F.cross_entropy(logits, targets.flatten(), reduction="none")
+        losses = F.cross_entropy(logits, targets.flatten(), reduction="none")
         for teacher in self.teachers:
             with torch.no_grad():
-                wanted = teacher(ids, tables[2], tables[3]).float().flatten(0, 1).softmax(-1)
-            each = 0.3 * each + 0.7 * F.cross_entropy(logits, wanted, reduction="none")
-        return (each * weights.flatten()).sum() / weights.sum()
+                teacher_probabilities = (
+                    teacher(ids, tables[2], tables[3]).float().flatten(0, 1).softmax(-1)
+                )
+            losses = 0.3 * losses + 0.7 * F.cross_entropy(
+                logits, teacher_probabilities, reduction="none"
+            )
+        return (losses * weights.flatten()).sum() / weights.sum()
 
 
 class Learner:
-    """Owns the network in bfloat16, its float32 master copy and the optimizers.
+    """Network in bfloat16 with its float32 master copy and its optimizers.
 
-    Muon moves the matrices inside the blocks, AdamW the embedding and the norms.
+    Muon optimizes the matrices inside the blocks, AdamW the embedding and the norms.
     """
 
     def __init__(self, network: Llama) -> None:
         self.network = network
         self.parameters = list(network.parameters())
         self.masters = [p.detach().float() for p in self.parameters]
-        inner = [m for m in self.masters if m.dim() == 2 and m.shape[0] != VOCABULARY]
-        outer = [m for m in self.masters if m.dim() == 1 or m.shape[0] == VOCABULARY]
+        block_masters = [m for m in self.masters if m.dim() == 2 and m.shape[0] != VOCABULARY]
+        other_masters = [m for m in self.masters if m.dim() == 1 or m.shape[0] == VOCABULARY]
         self.optimizers: tuple[torch.optim.Optimizer, ...] = (
-            torch.optim.Muon(inner, lr=0.0, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW(outer, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
+            torch.optim.Muon(
+                block_masters, lr=0.0, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"
+            ),
+            torch.optim.AdamW(
+                other_masters, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+            ),
         )
 
     def step(self, rate: float) -> float:
-        """Apply the gradients that backward() left; return their norm."""
+        """Apply the gradients of the last `backward()` and return their norm."""
         for master, parameter in zip(self.masters, self.parameters, strict=True):
             if parameter.grad is None:
                 raise RuntimeError("run backward() before step()")
@@ -108,7 +116,7 @@ class Learner:
                 parameter.copy_(master)
 
     def save(self, path: Path, step: int, seconds: float) -> None:
-        """Write a checkpoint from which `load` continues."""
+        """Write a checkpoint for `load`."""
         state = {
             "step": step,
             "seconds": seconds,
@@ -116,12 +124,12 @@ class Learner:
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
         }
         path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = path.with_suffix(".part")
-        torch.save(state, fresh)
-        fresh.replace(path)
+        temporary = path.with_suffix(".part")
+        torch.save(state, temporary)
+        temporary.replace(path)
 
     def load(self, path: Path) -> tuple[int, float]:
-        """Return (steps done, seconds spent); (0, 0) when there is no checkpoint."""
+        """Restore a checkpoint and return (steps done, seconds spent), or (0, 0) without a checkpoint."""
         if not path.exists():
             return 0, 0.0
         state = torch.load(path)
@@ -146,7 +154,10 @@ def held_out_loss(network: Llama, tokenizer: Tokenizer, count: int = 16) -> floa
     objective = Objective(network, None)
     with torch.no_grad():
         return (
-            sum(float(objective(parts(batches.take(*plan.short)), *tables)) for _ in range(count))
+            sum(
+                float(objective(parts(batches.next_batch(*plan.short)), *tables))
+                for _ in range(count)
+            )
             / count
         )
 
@@ -159,22 +170,22 @@ def report(**fields: float) -> None:
 
 
 def train(learner: Learner, teacher: Llama | None, plan: Plan, folder: Path, seed: int) -> None:
-    """Run the steps that are left, with a report each 20 and an export each `EXPORT_S` seconds."""
+    """Run the remaining steps, with a report every 20 steps and an export every `EXPORT_INTERVAL_S` seconds."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     checkpoint = HERE / "build" / f"{folder.name}.pt"
-    done, before = learner.load(checkpoint)
+    steps_done, seconds_before = learner.load(checkpoint)
     objective = torch.compile(Objective(learner.network, teacher), dynamic=False)
     batches = Batches(tokenizer, seed)
-    for past in range(done):  # an interrupted run goes on with the text that it would have seen
-        batches.take(*plan.size(past))
-    began = exported = time.monotonic()
+    for past in range(steps_done):  # skip the text of the steps before the interruption
+        batches.next_batch(*plan.size(past))
+    started_at = exported_at = time.monotonic()
     tokens, losses = 0, list[Tensor]()
-    for step in range(done, plan.steps):
+    for step in range(steps_done, plan.steps):
         rows, length = plan.size(step)
         tables: tuple[Tensor, ...] = rope_tables(learner.network.shape, length)
         if teacher is not None:
             tables += rope_tables(teacher.shape, length)
-        loss = objective(parts(batches.take(rows, length)), *tables)
+        loss = objective(parts(batches.next_batch(rows, length)), *tables)
         loss.backward()
         norm = learner.step(plan.rate(step))
         losses.append(loss.detach())
@@ -184,23 +195,23 @@ def train(learner: Learner, teacher: Llama | None, plan: Plan, folder: Path, see
             mean = float(torch.stack(losses).mean())
             losses.clear()
             report(step=step + 1, loss=mean, norm=norm, rate=plan.rate(step),
-                   tokens_per_s=tokens / (now - began), seconds=before + now - began)  # fmt: skip
-        if now - exported > EXPORT_S or step + 1 == plan.steps:
-            exported = now
-            learner.save(checkpoint, step + 1, before + now - began)
+                   tokens_per_s=tokens / (now - started_at), seconds=seconds_before + now - started_at)  # fmt: skip
+        if now - exported_at > EXPORT_INTERVAL_S or step + 1 == plan.steps:
+            exported_at = now
+            learner.save(checkpoint, step + 1, seconds_before + now - started_at)
             export(learner.network, folder)
             report(step=step + 1, held_out=held_out_loss(learner.network, tokenizer))
 
 
 def main() -> None:
-    """Train one of the two models."""
+    """Train the bundled model or the draft."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", choices=tuple(SHAPES))
     parser.add_argument("--steps", type=int, default=2500)
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--teacher", type=Path, default=None, help="exported folder to learn from")
-    parser.add_argument("--folder", type=Path, default=None, help="where to export to")
+    parser.add_argument("--teacher", type=Path, default=None, help="exported model to learn from")
+    parser.add_argument("--folder", type=Path, default=None, help="folder for the export")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)

@@ -1,1 +1,1 @@
-"""The engines that are measured, a module for each; it runs in that engine's own environment and process."""
+"""Adapters of the measured engines, one module per engine. Each runs in that engine's environment and process."""

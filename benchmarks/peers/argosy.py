@@ -1,4 +1,4 @@
-"""Argosy's engine loop in a process of its own, and its replica server."""
+"""Argosy's engine core in its own process, and its replica server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ for name, value in COMPUTE_ENVIRONMENT.items():
 
 
 class Argosy:
-    """Requests go straight into the loop, as in the offline use of the peers."""
+    """Engine core that gets requests directly, as in the offline use of the peers."""
 
     def __init__(self, settings: Settings) -> None:
         from argosy.engine.serving.engine_core.core import EngineCore
@@ -38,7 +38,7 @@ class Argosy:
         self._serial = 0
 
     def run(self, requests: list[Request]) -> Stamps:
-        """Add all, then step until nothing is left."""
+        """Add all requests, then step until all are finished."""
         from argosy.engine.serving.core_messages import EngineRequest
         from argosy.protocol import SamplingParams
 
@@ -60,7 +60,7 @@ class Argosy:
 
 
 def server(settings: Settings, port: int) -> list[str]:
-    """`argosy replica`."""
+    """Return the command of `argosy replica`."""
     quantized = [] if settings.weights == "bf16" else ["--quantize", settings.weights]
     return [
         *(sys.executable, "-m", "argosy.cli", "replica", settings.model),

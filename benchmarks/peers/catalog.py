@@ -1,4 +1,4 @@
-"""Which engines there are, what each is asked, and where its environment is."""
+"""Catalog of the measured engines, with their workloads and their environments."""
 
 from __future__ import annotations
 
@@ -15,21 +15,25 @@ DEFAULT = ("argosy", "vllm", "openvino", "llama.cpp", "transformers")
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """One engine with one form of the weights."""
+    """Engine with one format of the weights."""
 
     module: str
-    """Below `benchmarks.peers`."""
+    """Module below `benchmarks.peers`."""
     workloads: frozenset[str]
     environment: str | None = None
-    """Below `.venv-peers`; None: the one that runs the benchmark."""
+    """Environment below `.venv-peers`, or None for the one that runs the benchmark."""
     weights: str = "bf16"
     batching: str = "continuous"
     paced: bool = False
-    """Has no server: W4 is driven in its process, without HTTP, which favours it."""
+    """Whether the engine has no server. Its W4 runs in its process without HTTP, which favours it."""
 
 
 def interpreter(environment: str | None, environments: Path) -> Path:
-    """The Python of a peer's environment; None: this one. Raises FileNotFoundError with the remedy."""
+    """Return the Python interpreter of an environment, or the running one for None.
+
+    Raises:
+        FileNotFoundError: The environment is not installed. The message contains the remedy.
+    """
     if environment is None:
         return Path(sys.executable)
     path = environments / environment / "bin" / "python"

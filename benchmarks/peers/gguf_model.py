@@ -1,4 +1,4 @@
-"""A checkpoint as GGUF: llama.cpp's names for its sizes and tensors. Needs the `gguf` package."""
+"""Conversion of a checkpoint to GGUF, with llama.cpp's names for sizes and tensors. Needs the `gguf` package."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head
 
 
 def add_sizes(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
-    """What config.json says of the decoder."""
+    """Add the decoder's sizes from config.json."""
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
@@ -42,7 +42,7 @@ def add_sizes(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
 
 
 def tensors(path: Path) -> Iterator[tuple[str, Values]]:
-    """Names as GGUF has them, and float32 values of the bfloat16 in a safetensors file."""
+    """Yield the GGUF names and float32 values of the bfloat16 tensors in a safetensors file."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         start = 8 + int.from_bytes(data[:8], "little")
         for name, entry in json.loads(data[8:start]).items():
@@ -50,18 +50,18 @@ def tensors(path: Path) -> Iterator[tuple[str, Values]]:
                 continue
             begin, end = (start + offset for offset in entry["data_offsets"])
             halves = np.frombuffer(data[begin:end], dtype=np.uint16).reshape(entry["shape"])
-            yield _renamed(name), (halves.astype(np.uint32) << 16).view(np.float32)
+            yield _gguf_name(name), (halves.astype(np.uint32) << 16).view(np.float32)
 
 
 def write(writer: gguf.GGUFWriter) -> None:
-    """Write all that was added, and close the file."""
+    """Write everything that was added, and close the file."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
-def _renamed(name: str) -> str:
+def _gguf_name(name: str) -> str:
     module, _, kind = name.rpartition(".")
     if module in TOP:
         return f"{TOP[module]}.{kind}"

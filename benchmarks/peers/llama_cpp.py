@@ -1,4 +1,4 @@
-"""llama.cpp: `llama-server`, in front of which even the offline workloads arrive over HTTP."""
+"""llama.cpp: `llama-server`, which gets the offline workloads over HTTP too."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from benchmarks.peers.gguf_model import add_sizes, tensors, write
 from benchmarks.peers.worker import MAX_SEQS, Request, Settings, Stamps, main
 
 CACHE_TOKENS = 65536
-"""Of all sequences together, at float16 0.8 GB for the 0.5B shape; it takes tokens, not bytes."""
+"""KV cache of all sequences in tokens. For the 0.5B shape it has 0.8 GB in float16."""
 TYPES = {"bf16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}
 
 
 def convert(settings: Settings) -> Path:
-    """The model as GGUF, written unless it is there already."""
+    """Return the model as GGUF, which is written unless it exists."""
     path = settings.converted("gguf")
     if path.exists():
         return path
@@ -52,7 +52,7 @@ def _add_tokens(writer: gguf.GGUFWriter, config: dict[str, int]) -> None:
 
 
 def server(settings: Settings, port: int) -> list[str]:
-    """`llama-server`, with a slot for each sequence and one KV cache for all."""
+    """Return the command of `llama-server`, with a slot for each sequence and a unified KV cache."""
     cache = "--cache-prompt" if settings.prefix_cache else "--no-cache-prompt"
     return [
         *(str(Path(sys.prefix) / "build" / "bin" / "llama-server"), "-m", str(convert(settings))),
@@ -63,7 +63,7 @@ def server(settings: Settings, port: int) -> list[str]:
 
 
 class LlamaCpp:
-    """Whole answers, except for a lone request, which is streamed."""
+    """Server process. A single request is streamed, several requests get whole answers."""
 
     def __init__(self, settings: Settings) -> None:
         with socket.socket() as free:
@@ -79,14 +79,17 @@ class LlamaCpp:
         )
 
     def run(self, requests: list[Request]) -> Stamps:
-        """A connection for each request, all opened at once."""
+        """Send all requests at once, each on its own connection."""
         begin = time.perf_counter()
         with ThreadPoolExecutor(len(requests)) as pool:
-            lone = len(requests) == 1
-            asked = [pool.submit(self._ask, each, begin, stream=lone) for each in requests]
-            return [each.result() for each in asked]
+            is_single = len(requests) == 1
+            futures = [
+                pool.submit(self._send_request, request, begin, stream=is_single)
+                for request in requests
+            ]
+            return [future.result() for future in futures]
 
-    def _ask(self, request: Request, begin: float, *, stream: bool) -> list[float]:
+    def _send_request(self, request: Request, begin: float, *, stream: bool) -> list[float]:
         body = {
             "prompt": request.prompt,
             "max_tokens": request.output,
@@ -119,7 +122,7 @@ class LlamaCpp:
 
 
 def _version() -> str:
-    """That of the Python package whose source it was built from."""
+    """Return the version of the Python package that contained the source."""
     info = (Path(sys.prefix) / "src" / "PKG-INFO").read_text().splitlines()
     return next(line.split()[1] for line in info if line.startswith("Version:"))
 

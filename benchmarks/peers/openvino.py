@@ -1,4 +1,4 @@
-"""OpenVINO GenAI: its ContinuousBatchingPipeline in process, also under W4's arrival times."""
+"""OpenVINO GenAI: its ContinuousBatchingPipeline in process, with W4's arrival times too."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STEP_TOKENS = 1024
 
 
 def convert(settings: Settings) -> Path:
-    """The model as OpenVINO IR, made by optimum-intel unless it is there already."""
+    """Return the model as OpenVINO IR, which optimum-intel makes unless it exists."""
     path = settings.converted("openvino")
     if (path / "openvino_model.bin").exists():
         return path
@@ -35,7 +35,7 @@ def convert(settings: Settings) -> Path:
 
 
 class OpenVino:
-    """bfloat16 arithmetic and, as it does by default, an 8-bit KV cache."""
+    """Pipeline with bfloat16 arithmetic and, by its default, an 8-bit KV cache."""
 
     def __init__(self, settings: Settings) -> None:
         path = convert(settings)
@@ -54,7 +54,7 @@ class OpenVino:
         self.version = f"{openvino_genai.__version__}, bf16 arithmetic, 8-bit KV cache, in process"
 
     def run(self, requests: list[Request]) -> Stamps:
-        """Add each request when it is due and step while any is unfinished."""
+        """Add each request at its arrival time, and step while any is unfinished."""
         pipeline = self._pipeline
         begin = time.perf_counter()
         stamps: Stamps = [[] for _ in requests]

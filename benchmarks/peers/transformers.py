@@ -1,4 +1,4 @@
-"""Hugging Face transformers: `generate` in batches of 16 as they come, or its continuous batching."""
+"""Hugging Face transformers: `generate` in batches of 16 in order of arrival, or its continuous batching."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from benchmarks.peers.worker import Engine, Request, Settings, Stamps, main
 
 BATCH = 16
 CACHE_PAGES = 256
-"""Of 256 tokens: all that any workload needs at once."""
+"""Number of pages of 256 tokens, enough for every workload."""
 
 
 class Generate:
-    """Each batch is padded to its longest prompt and runs to its longest output."""
+    """`generate`, with each batch padded to its longest prompt and run to its longest output."""
 
     def __init__(self, settings: Settings) -> None:
         torch.set_num_threads(settings.threads)
@@ -24,18 +24,18 @@ class Generate:
         self.version = f"{transformers.__version__}, batches of {BATCH}"
 
     def run(self, requests: list[Request]) -> Stamps:
-        """Serve all of it, batch after batch."""
+        """Serve the requests, batch after batch."""
         begin = time.perf_counter()
         stamps: Stamps = []
-        for at in range(0, len(requests), BATCH):
-            batch = requests[at : at + BATCH]
+        for start in range(0, len(requests), BATCH):
+            batch = requests[start : start + BATCH]
             times: list[float] = []
             self._generate(batch, lambda times=times: times.append(time.perf_counter() - begin))
             end = time.perf_counter() - begin
             stamps += [[*times[: request.output - 1], end] for request in batch]
         return stamps
 
-    def _generate(self, batch: list[Request], each_token: Any) -> None:  # noqa: ANN401 - a callback
+    def _generate(self, batch: list[Request], on_token: Any) -> None:  # noqa: ANN401 - a callback
         longest = max(len(request.prompt) for request in batch)
         count = max(request.output for request in batch)
         padding = [longest - len(request.prompt) for request in batch]
@@ -43,7 +43,7 @@ class Generate:
         mask = [[0] * pad + [1] * (longest - pad) for pad in padding]
 
         def stamp(_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            each_token()
+            on_token()
             return scores
 
         with torch.inference_mode():
@@ -59,7 +59,7 @@ class Generate:
 
 
 class Continuous:
-    """Its manager with paged attention; the default pages, a token budget of 1,024 for a step."""
+    """Continuous batching manager with paged attention, default pages and a token budget of 1,024 per step."""
 
     def __init__(self, settings: Settings) -> None:
         torch.set_num_threads(settings.threads)
@@ -76,7 +76,7 @@ class Continuous:
         self.version = f"{transformers.__version__}, continuous batching"
 
     def run(self, requests: list[Request]) -> Stamps:
-        """Serve all of it; it stamps tokens by the same clock."""
+        """Serve the requests. The manager takes timestamps from the same clock."""
         begin = time.perf_counter()
         names = [
             self._manager.add_request(
@@ -84,16 +84,16 @@ class Continuous:
             )
             for request in requests
         ]
-        found: dict[str, list[float]] = {}
-        while len(found) < len(names):
+        timestamps: dict[str, list[float]] = {}
+        while len(timestamps) < len(names):
             result = self._manager.get_result(timeout=1)
             if result is not None and result.is_finished():
                 if result.error:
                     raise RuntimeError(result.error)
-                found[result.request_id] = [at - begin for at in result.timestamps]
+                timestamps[result.request_id] = [stamp - begin for stamp in result.timestamps]
             elif not self._manager.is_running():
-                raise RuntimeError("its generation thread has ended")
-        return [found[name] for name in names]
+                raise RuntimeError("the generation thread of transformers has ended")
+        return [timestamps[name] for name in names]
 
 
 def _load(settings: Settings) -> Any:  # noqa: ANN401 - a class made at run time
@@ -102,7 +102,7 @@ def _load(settings: Settings) -> Any:  # noqa: ANN401 - a class made at run time
 
 
 def load(settings: Settings) -> Engine:
-    """By the kind of batching."""
+    """Return the engine for the kind of batching."""
     return Continuous(settings) if settings.batching == "continuous" else Generate(settings)
 
 

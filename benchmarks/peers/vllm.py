@@ -1,4 +1,4 @@
-"""vLLM's CPU build: `LLM` offline, and its OpenAI server."""
+"""vLLM's CPU build: `LLM` offline, and its OpenAI-compatible server."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.peers.worker import CONTEXT, KV_GIB, MAX_SEQS, Request, Settings
 
 
 def prepare(settings: Settings) -> None:
-    """Its documentation's settings for CPUs; its own processes inherit them."""
+    """Set the environment variables that vLLM's documentation recommends for CPUs. Its processes inherit them."""
     preload = [str(Path(sys.prefix) / "lib" / "libiomp5.so"), *_allocator()]
     os.environ.update(
         {
@@ -28,14 +28,14 @@ def prepare(settings: Settings) -> None:
 
 
 def _allocator() -> list[str]:
-    """The allocator that it recommends, where the machine has it."""
-    beside = sorted((Path(sys.prefix) / "lib").glob("libtcmalloc_minimal.so.*"))
-    found = str(beside[0]) if beside else ctypes.util.find_library("tcmalloc_minimal")
+    """Return the recommended allocator, if the machine has it."""
+    bundled = sorted((Path(sys.prefix) / "lib").glob("libtcmalloc_minimal.so.*"))
+    found = str(bundled[0]) if bundled else ctypes.util.find_library("tcmalloc_minimal")
     return [found] if found else []
 
 
 class Vllm:
-    """A lone request is stepped, to see its first token; the rest goes through `generate`."""
+    """vLLM's `LLM`. A single request is stepped to time its first token, several requests go through `generate`."""
 
     def __init__(self, settings: Settings) -> None:
         prepare(settings)
@@ -53,7 +53,7 @@ class Vllm:
         self.version = f"{vllm.__version__}, libiomp5, {allocator}, threads bound"
 
     def run(self, requests: list[Request]) -> Stamps:
-        """Serve all of it."""
+        """Serve the requests."""
         prompts = [{"prompt_token_ids": request.prompt} for request in requests]
         begin = time.perf_counter()
         if len(requests) == 1:
@@ -68,18 +68,18 @@ class Vllm:
         stamps: list[float] = []
         while engine.has_unfinished_requests():
             for answer in engine.step():
-                told = len(answer.outputs[0].token_ids) - len(stamps)
-                stamps += [time.perf_counter() - begin] * told
+                new_tokens = len(answer.outputs[0].token_ids) - len(stamps)
+                stamps += [time.perf_counter() - begin] * new_tokens
         return stamps
 
-    def _params(self, output: int) -> Any:  # noqa: ANN401 - the peer's own type
+    def _params(self, output: int) -> Any:  # noqa: ANN401 - vLLM's own type
         return self._vllm.SamplingParams(
             max_tokens=output, temperature=0.0, ignore_eos=True, detokenize=False
         )
 
 
 def server(settings: Settings, port: int) -> list[str]:
-    """What `vllm serve` starts; the command itself looks for a package that its CPU build is not called."""
+    """Return the command behind `vllm serve`, which itself does not work because of the CPU build's package name."""
     prepare(settings)
     return [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", settings.model),

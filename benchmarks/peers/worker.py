@@ -1,6 +1,6 @@
-"""An engine's process: settings come as an argument, work as JSON lines, and the times of tokens go back.
+"""Process of an engine: gets settings as an argument and requests as JSON lines, and returns the times of tokens.
 
-Runs in the peer's environment: the standard library only.
+The module runs in the peer's environment, and uses the standard library only.
 """
 
 from __future__ import annotations
@@ -14,67 +14,67 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 CONTEXT = 4096
-"""Tokens of one sequence, at most."""
+"""Maximum tokens of a sequence."""
 MAX_SEQS = 64
 KV_GIB = 1
-"""The KV cache of every engine that lets itself be told: more than any of the workloads fills."""
+"""KV cache size of every engine that allows to set it, more than any workload fills."""
 
 
 class Request(NamedTuple):
-    """Greedy, `output` tokens whatever they are."""
+    """Greedy request for exactly `output` tokens."""
 
     prompt: list[int]
     output: int
     at_s: float = 0.0
-    """Arrival after the start; only engines that are driven in process for W4 heed it."""
+    """Arrival after the start in seconds. Only engines that are driven in process for W4 use it."""
 
 
 Stamps = list[list[float]]
-"""When the tokens of each request came, in seconds after the start; an engine that hands over whole
-answers gives the end alone. The first request's first token is always told when it is the only one."""
+"""Times of each request's tokens in seconds after the start. An engine that returns whole answers gives only the end.
+The time of the first token is always included for a single request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What every engine is told."""
+    """Settings for every engine."""
 
     model: str
-    """Directory in Hugging Face layout, bfloat16."""
+    """Directory in Hugging Face layout, in bfloat16."""
     weights: str
-    """`bf16`, or what they are converted to: `int8`, `int4`."""
+    """`bf16`, or the format to convert to: `int8`, `int4`."""
     threads: int
     prefix_cache: bool
     batching: str = "continuous"
 
     def converted(self, form: str) -> Path:
-        """Where this model is kept in another engine's form, beside the original."""
+        """Return the path of this model in another engine's format, beside the original."""
         path = Path(self.model)
         return path.with_name(f"{path.name}-{self.weights}.{form}")
 
 
 class Engine(Protocol):
-    """A loaded model."""
+    """Loaded model of an engine."""
 
     version: str
-    """Of the engine, with the settings that a reader has to know."""
+    """Version of the engine, with the settings that matter to readers."""
 
     def run(self, requests: list[Request]) -> Stamps:
-        """Serve all of it."""
+        """Serve the requests."""
         ...
 
 
 def main(
     load: Callable[[Settings], Engine], server: Callable[[Settings, int], list[str]] | None = None
 ) -> None:
-    """Serve JSON lines from standard input; with a port as second argument become an HTTP server."""
+    """Serve JSON lines from standard input, or run the HTTP server if the second argument is a port."""
     settings = Settings(**json.loads(sys.argv[1]))
     if len(sys.argv) > 2:
         if server is None:
             raise SystemExit("this engine has no HTTP server")
         command = server(settings, int(sys.argv[2]))
-        os.execvp(command[0], command)  # noqa: S606 - the server takes this process's place
+        os.execvp(command[0], command)  # noqa: S606 - the server replaces this process
     with os.fdopen(os.dup(1), "w") as replies:
-        os.dup2(2, 1)  # what libraries print goes to the log
+        os.dup2(2, 1)  # redirects what libraries print to the log
         engine = load(settings)
         print(json.dumps({"version": engine.version}), file=replies, flush=True)
         for line in sys.stdin:

@@ -1,4 +1,4 @@
-"""The load generator and the upstream of the gateway's benchmark: C++, built on first use and kept by their source."""
+"""Load generator and upstream of the gateway's benchmark, in C++. Both are compiled on first use and cached."""
 
 from __future__ import annotations
 
@@ -13,36 +13,40 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 COMPILE = ("g++", "-O2", "-std=c++20", "-Wall", "-Wextra")
 TOKENS_PER_S = 100
-"""Of each stream; load.cpp has it too."""
+"""Tokens per second of each stream. load.cpp has the same constant."""
 
 
 class WireError(Exception):
-    """The load generator did not get on; the message says why."""
+    """Raised if the load generator failed. The message contains the reason."""
 
 
-def built(name: str, folder: Path) -> Path:
-    """The program `name`, compiled unless the same source was before. Raises FileNotFoundError without g++."""
+def build_program(name: str, folder: Path) -> Path:
+    """Return the program `name`, compiled unless the same source was compiled before.
+
+    Raises:
+        FileNotFoundError: There is no g++.
+    """
     sources = [HERE / "net.hpp", HERE / f"{name}.cpp"]
     digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
     program = folder / f"{name}-{digest}"
     if not program.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        made = folder / f"{name}.new"
+        temporary = folder / f"{name}.new"
         try:
-            subprocess.run([*COMPILE, "-o", made, sources[1]], check=True)
+            subprocess.run([*COMPILE, "-o", temporary, sources[1]], check=True)
         except FileNotFoundError as error:
-            raise FileNotFoundError("g++ is not there: install a C++ compiler") from error
-        made.rename(program)
+            raise FileNotFoundError("g++ is not installed: install a C++ compiler") from error
+        temporary.rename(program)
     return program
 
 
 @contextlib.contextmanager
 def upstream(program: Path, core: int) -> Iterator[int]:
-    """The port of a running upstream on one core."""
+    """Run the upstream on one core, and yield its port."""
     command = ["taskset", "-c", str(core), str(program), str(TOKENS_PER_S)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
-            assert process.stdout is not None  # noqa: S101 - it was asked for
+            assert process.stdout is not None  # noqa: S101 - stdout is a pipe
             yield int(process.stdout.readline())
         finally:
             process.terminate()
@@ -51,17 +55,30 @@ def upstream(program: Path, core: int) -> Iterator[int]:
 def load(
     program: Path, core: int, arguments: list[str], sample: Callable[[], float]
 ) -> tuple[dict[str, Any], float]:
-    """What the load generator found, and how much `sample` rose while it counted. Raises WireError."""
+    """Run the load generator.
+
+    Args:
+        program: Compiled load generator.
+        core: CPU core to run on.
+        arguments: Command-line arguments.
+        sample: Counter that is read before and after the measurement.
+
+    Returns:
+        The results, and the increase of `sample`.
+
+    Raises:
+        WireError: The load generator failed.
+    """
     command = ["taskset", "-c", str(core), str(program), *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None  # noqa: S101 - it was asked for
+        assert process.stdout is not None  # noqa: S101 - stdout is a pipe
         try:
             process.stdout.readline()
             before = sample()
-            told = process.stdout.readline()
+            output = process.stdout.readline()
             rise = sample() - before
         finally:
             process.terminate()
-    if not told:
+    if not output:
         raise WireError(f"the load generator ended with status {process.returncode}")
-    return json.loads(told), rise
+    return json.loads(output), rise

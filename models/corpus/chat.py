@@ -1,4 +1,4 @@
-"""Whole conversations and plain documents, composed from topics, dialogues and system prompts."""
+"""Conversations and plain documents, composed from topics, dialogues and system prompts."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from random import Random
 
 from models.corpus import copying, lists, numbers, stories, structured, unknown
 from models.corpus.memory import DIALOGUES
-from models.corpus.noise import vary
-from models.corpus.patterns import Exchange, read_paragraphs, topics
-from models.corpus.stories import HEROES, story
+from models.corpus.noise import vary_typing
+from models.corpus.patterns import Exchange, read_paragraphs, read_topics
+from models.corpus.stories import HEROES, draw_story
 from models.corpus.systems import SystemRule, draw_rule
 
-TOPICS = topics()
+TOPICS = read_topics()
 PROSE = read_paragraphs("prose.txt")
 Maker = Callable[[Random], Exchange]
 MAKERS: tuple[tuple[Maker, int], ...] = (
@@ -39,7 +39,7 @@ _WEIGHTS = tuple(weight for _, weight in MAKERS)
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn of a conversation; role is 'system', 'user' or 'assistant'."""
+    """Turn of a conversation. `role` is 'system', 'user' or 'assistant'."""
 
     role: str
     content: str
@@ -47,40 +47,40 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A conversation, or plain prose when `messages` is empty."""
+    """Conversation, or plain prose if `messages` is empty."""
 
     messages: tuple[Message, ...] = ()
     prose: str = ""
 
 
 def draw_exchanges(rng: Random) -> list[Exchange]:
-    """Return the exchanges of one conversation, mostly one to three."""
+    """Return the exchanges of a conversation, usually one to three."""
     draw = rng.random()
     if draw < 0.09:
         return rng.choice(DIALOGUES)(rng)
-    if draw < 0.16:  # a drill: sums are short, and need many examples
+    if draw < 0.16:  # a drill, because sums are short and need many examples
         return [numbers.sum_question(rng) for _ in range(rng.randint(3, 8))]
     size = rng.choices((1, 2, 3, 4, 6), (62, 18, 12, 6, 2))[0]
     chosen = [maker(rng) for maker in rng.choices(_MAKERS, _WEIGHTS, k=size)]
     if size > 1 and rng.random() < 0.2:
         dialogue = rng.choice(DIALOGUES)(rng)
-        at = rng.randrange(len(chosen))
-        chosen[at:at] = dialogue
+        index = rng.randrange(len(chosen))
+        chosen[index:index] = dialogue
     return chosen
 
 
-def conversation(rng: Random) -> Document:
-    """Return one conversation, with a system prompt in one of five."""
+def draw_conversation(rng: Random) -> Document:
+    """Return a conversation. A fifth of them have a system prompt."""
     exchanges = draw_exchanges(rng)
     rule = draw_rule(rng) if rng.random() < 0.2 else None
     if rule and rule.extra:
-        at = rng.randrange(len(exchanges) + 1)
-        exchanges.insert(at, rule.extra)
+        index = rng.randrange(len(exchanges) + 1)
+        exchanges.insert(index, rule.extra)
         del exchanges[2:]
     messages = [Message("system", rule.prompt)] if rule else []
     for exchange in exchanges:
-        asked = exchange.user if exchange.exact else vary(exchange.user, rng)
-        messages.append(Message("user", asked))
+        question = exchange.user if exchange.exact else vary_typing(exchange.user, rng)
+        messages.append(Message("user", question))
         messages.append(Message("assistant", _reply(exchange, rule)))
     return Document(messages=tuple(messages))
 
@@ -91,18 +91,18 @@ def _reply(exchange: Exchange, rule: SystemRule | None) -> str:
     return rule.apply(exchange.reply)
 
 
-def plain(rng: Random) -> Document:
-    """Return plain prose: a story, one paragraph, or two of them."""
+def draw_prose(rng: Random) -> Document:
+    """Return plain prose: a story, a paragraph or two paragraphs."""
     draw = rng.random()
     if draw < 0.45:
-        return Document(prose=story(rng, rng.choice(HEROES)))
+        return Document(prose=draw_story(rng, rng.choice(HEROES)))
     if draw < 0.8:
         return Document(prose=rng.choice(PROSE))
     return Document(prose="\n\n".join(rng.sample(PROSE, 2)))
 
 
-def documents(seed: int) -> Iterator[Document]:
-    """Yield an endless, seeded stream of documents: one in twenty is plain prose."""
+def generate_documents(seed: int) -> Iterator[Document]:
+    """Yield an endless, seeded stream of documents. A twentieth of them is plain prose."""
     rng = Random(seed)
     while True:
-        yield plain(rng) if rng.random() < 0.05 else conversation(rng)
+        yield draw_prose(rng) if rng.random() < 0.05 else draw_conversation(rng)

@@ -1,11 +1,11 @@
-"""Answers that repeat or spell what the user gave: say, repeat, spell, change case."""
+"""Answers that repeat or change the user's words: say, repeat, spell, change case."""
 
 from __future__ import annotations
 
 from random import Random
 
 from models.corpus.lists import KINDS
-from models.corpus.numbers import words
+from models.corpus.numbers import spell_number
 from models.corpus.patterns import Exchange, capitalise, expand, read_lines, read_paragraphs
 
 NAMES = read_lines("names.txt")
@@ -29,8 +29,8 @@ _WORDS = (
 _SPELLED = tuple(word.lower() for word in _WORDS if len(word) <= 5)
 
 
-def phrase(rng: Random) -> str:
-    """Return something to copy: a set phrase, a sentence, or a few random words."""
+def draw_phrase(rng: Random) -> str:
+    """Return a text to copy: a set phrase, a sentence, or a few random words."""
     draw = rng.random()
     if draw < 0.4:
         return rng.choice(_SHORT)
@@ -40,51 +40,51 @@ def phrase(rng: Random) -> str:
 
 
 def say_question(rng: Random) -> Exchange:
-    """Ask for a phrase word for word."""
-    said = phrase(rng)
-    said = rng.choice((said, said, said.lower(), capitalise(said)))
+    """Ask to say a phrase word for word."""
+    text = draw_phrase(rng)
+    text = rng.choice((text, text, text.lower(), capitalise(text)))
     verb = "[Say|Say|Repeat|Please say|Say the words|Write|Echo|Print|Can you say]"
     verb = rng.choice((verb, "[Repeat after me|Say this|Repeat this|Say exactly|Say only]:"))
-    asked = expand(verb, rng)
-    asked = rng.choice((asked, asked, asked.lower()))
+    request = expand(verb, rng)
+    request = rng.choice((request, request, request.lower()))
     if rng.random() < 0.3:
-        return Exchange(f'{asked} "{said}"', said, exact=True)
+        return Exchange(f'{request} "{text}"', text, exact=True)
     mark = rng.choice(("", "", "!", "."))
-    return Exchange(f"{asked} {said}{mark}", f"{said}{mark}", exact=True)
+    return Exchange(f"{request} {text}{mark}", f"{text}{mark}", exact=True)
 
 
 def repeat_question(rng: Random) -> Exchange:
-    """Ask for one word several times."""
+    """Ask to say a word several times."""
     word, times = rng.choice((*_WORDS, "hello", "hello", "test")), rng.randint(2, 10)
-    told = words(times) if rng.random() < 0.5 else str(times)
-    asked = expand("[Say|Repeat|Write|Repeat the word|Say the word|Print]", rng)
-    return Exchange(f"{asked} {word} {told} times", " ".join([word] * times))
+    count = spell_number(times) if rng.random() < 0.5 else str(times)
+    request = expand("[Say|Repeat|Write|Repeat the word|Say the word|Print]", rng)
+    return Exchange(f"{request} {word} {count} times", " ".join([word] * times))
 
 
 def summary_question(rng: Random) -> Exchange:
-    """Give a text and ask for its gist; the answer is the first sentence."""
+    """Give a text and ask for a summary. The answer is the first sentence."""
     text = rng.choice(_PARAGRAPHS).replace("\n", " ")
-    gist = text.split(". ")[0].rstrip(".") + "."
-    asked = expand("[Summarise|Summarize|Sum up|Shorten] [this|this text|the text|it]", rng)
-    lead = rng.choice((f"{asked}: {text}", f"{asked}:\n\n{text}", f"{text}\n\n{asked}."))
-    return Exchange(lead, gist, exact=True)
+    summary = text.split(". ")[0].rstrip(".") + "."
+    request = expand("[Summarise|Summarize|Sum up|Shorten] [this|this text|the text|it]", rng)
+    question = rng.choice((f"{request}: {text}", f"{request}:\n\n{text}", f"{text}\n\n{request}."))
+    return Exchange(question, summary, exact=True)
 
 
 def spell_question(rng: Random) -> Exchange:
-    """Spell a word, count its letters, name its first or last letter, or change its case."""
+    """Ask to spell a word, count its letters, name its first or last letter, or change its case."""
     word = rng.choice(_SPELLED)
     letters = word.upper()
     draw = rng.randrange(10)
     if draw < 5:
-        asked = expand("[Spell|How do you spell|Spell the word|How is it spelled:]", rng)
-        return Exchange(f"{asked} {word}", "-".join(letters))
+        request = expand("[Spell|How do you spell|Spell the word|How is it spelled:]", rng)
+        return Exchange(f"{request} {word}", "-".join(letters))
     if draw == 5:
-        asked = expand("[How many letters are in|Count the letters in|Number of letters in]", rng)
-        return Exchange(f"{asked} {word}", f"{'-'.join(letters)}: {len(letters)} letters.")
+        request = expand("[How many letters are in|Count the letters in|Number of letters in]", rng)
+        return Exchange(f"{request} {word}", f"{'-'.join(letters)}: {len(letters)} letters.")
     if draw == 6:
         return Exchange(f"What is the first letter of {word}", f"The first letter is {letters[0]}.")
     if draw == 7:
         return Exchange(f"What is the last letter of {word}", f"The last letter is {letters[-1]}.")
-    asked = expand("[Write|Say|Put|Give me]", rng)
+    request = expand("[Write|Say|Put|Give me]", rng)
     tail = expand("in [upper case|capital letters|capitals|uppercase]", rng)
-    return Exchange(f"{asked} {word} {tail}", letters)
+    return Exchange(f"{request} {word} {tail}", letters)

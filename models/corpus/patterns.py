@@ -1,8 +1,8 @@
-"""Topic files: a small grammar of questions, answers and tables, parsed and expanded here.
+"""Parser of topic files, and expansion of their small grammar of questions, answers and tables.
 
-A topic file holds blocks separated by blank lines. `? ...` lines are ways to ask, `! ...` lines are
-answers (the lines after `!` belong to it), `@ ...` names the columns of a table and `- a | b` are
-its rows. In every text `[a|b]` chooses one alternative and `{column}` is replaced by the row's cell.
+A topic file has blocks separated by blank lines. Lines with `?` are ways to ask. Lines with `!` are answers, which may
+continue on the following lines. A line with `@` names the columns of a table, and lines like `- a | b` are its rows.
+In every text `[a|b]` selects one alternative, and `{column}` is replaced by the row's cell.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SLOT = re.compile(r"\{(\w+)\}")
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """One question with its answer; `exact` questions must keep their case and punctuation."""
+    """Question with its answer. The case and punctuation of an `exact` question must not be varied."""
 
     user: str
     reply: str
@@ -28,7 +28,7 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Paraphrases of one question and the answers that fit all of them."""
+    """Paraphrases of a question, and answers that fit all of them."""
 
     questions: tuple[str, ...]
     answers: tuple[str, ...]
@@ -36,7 +36,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Topic:
-    """A parsed topic file; `rows` is empty when the file has no table."""
+    """Parsed topic file. `rows` is empty if the file has no table."""
 
     name: str
     weight: int
@@ -44,7 +44,7 @@ class Topic:
     blocks: tuple[Block, ...]
 
     def draw(self, rng: Random) -> Exchange:
-        """Return one random exchange; what has more ways to be asked is asked more often."""
+        """Return a random exchange. The probability of a block is proportional to its number of paraphrases."""
         block = rng.choices(self.blocks, [len(block.questions) for block in self.blocks])[0]
         slots = rng.choice(self.rows) if self.rows else {}
         question = rng.choice(block.questions)
@@ -53,13 +53,13 @@ class Topic:
 
 
 def expand(template: str, rng: Random, slots: dict[str, str] | None = None) -> str:
-    """Choose among `[a|b]` alternatives, then fill `{slot}`; `{Slot}` gives a capital letter."""
-    text = _CHOICE.sub(lambda found: rng.choice(found.group(1).split("|")), template)
-    return _SLOT.sub(lambda found: _cell(found.group(1), slots or {}), text).strip()
+    """Select among `[a|b]` alternatives, then fill `{slot}`. `{Slot}` gets an upper-case first letter."""
+    text = _CHOICE.sub(lambda match: rng.choice(match.group(1).split("|")), template)
+    return _SLOT.sub(lambda match: _cell(match.group(1), slots or {}), text).strip()
 
 
 def capitalise(text: str) -> str:
-    """Return the text with its first letter in upper case and the rest as it is."""
+    """Return the text with its first letter in upper case and the rest unchanged."""
     return text[:1].upper() + text[1:]
 
 
@@ -70,7 +70,11 @@ def _cell(name: str, slots: dict[str, str]) -> str:
 
 
 def read_topic(path: Path) -> Topic:
-    """Parse one topic file; raises ValueError with the line when it cannot be understood."""
+    """Parse a topic file.
+
+    Raises:
+        ValueError: A line has an unknown mark. The message contains the line.
+    """
     weight, columns = 1, list[str]()
     rows: list[dict[str, str]] = []
     blocks: list[Block] = []
@@ -101,11 +105,13 @@ def read_topic(path: Path) -> Topic:
 
 
 def _spread(questions: list[str]) -> tuple[str, ...]:
-    """Split whole-line alternatives so that each way to ask is equally likely to be drawn."""
+    """Split whole-line alternatives, so that each way to ask is equally likely."""
     spread: list[str] = []
     for question in questions:
-        whole = question.startswith("[") and question.endswith("]") and question.count("[") == 1
-        spread.extend(question[1:-1].split("|") if whole else [question] * 4)
+        is_alternatives = (
+            question.startswith("[") and question.endswith("]") and question.count("[") == 1
+        )
+        spread.extend(question[1:-1].split("|") if is_alternatives else [question] * 4)
     return tuple(spread)
 
 
@@ -116,13 +122,13 @@ def read_lines(name: str) -> tuple[str, ...]:
 
 
 def read_paragraphs(name: str) -> tuple[str, ...]:
-    """Return the blocks of a data file that are separated by blank lines."""
+    """Return the paragraphs of a data file, which are separated by blank lines."""
     chunks = re.split(r"\n\s*\n", (DATA / name).read_text(encoding="utf-8"))
     return tuple(chunk.strip() for chunk in chunks if chunk.strip())
 
 
-def topics() -> tuple[Topic, ...]:
-    """Return every topic file of the data folder, in the order of their names."""
+def read_topics() -> tuple[Topic, ...]:
+    """Return all topic files of the data folder, in the order of their names."""
     plain = {"lists.txt", "names.txt", "plots.txt", "prose.txt"}
     paths = sorted(path for path in DATA.glob("*.txt") if path.name not in plain)
     return tuple(read_topic(path) for path in paths)

@@ -1,4 +1,4 @@
-"""Short stories made from plots, heroes and things, for chats and for plain prose."""
+"""Short stories made from plots, heroes and things, for conversations and for plain prose."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _STRANGERS = (
 _FRIENDS = ("the owl", "the fox", "the old bear", "the hare", "the turtle", "the grey goose")
 
 
-def slots(rng: Random, hero: str) -> dict[str, str]:
-    """Return one consistent choice of the people, places and things of a story."""
+def draw_slots(rng: Random, hero: str) -> dict[str, str]:
+    """Return a consistent selection of the people, places and things of a story."""
     name, other = rng.sample(NAMES, 2)
     thing, stranger = rng.choice(_THINGS), rng.choice(_STRANGERS)
     friend = rng.choice((*_FRIENDS, other, other))
@@ -44,9 +44,9 @@ def slots(rng: Random, hero: str) -> dict[str, str]:
     }  # fmt: skip
 
 
-def story(rng: Random, hero: str) -> str:
-    """Return one story of eight to twelve sentences about the hero."""
-    chosen = slots(rng, hero)
+def draw_story(rng: Random, hero: str) -> str:
+    """Return a story of eight to twelve sentences about the hero."""
+    chosen = draw_slots(rng, hero)
     sentences = (capitalise(expand(line, rng, chosen)) for line in rng.choice(PLOTS))
     text = " ".join(sentences)
     for vowel in "aeiou":
@@ -62,12 +62,12 @@ def story_question(rng: Random) -> Exchange:
         "[a story|a story|a short story|a long story|a very long story|a funny story"
         "|a little story|another story|a tale|a bedtime story]"
     )
-    asked = expand(f"{verb} {kind}", rng)
+    request = expand(f"{verb} {kind}", rng)
     if rng.random() < 0.1:
-        asked = rng.choice(("Story", "A story please", "Another story please", "Story time"))
+        request = rng.choice(("Story", "A story please", "Another story please", "Story time"))
     elif rng.random() < 0.5:
         article = "an" if hero[0] in "aeiou" else "a"
         size = rng.choice(("", "", "little ", "young ", "brave "))
         article = "a" if size else article
-        asked += f" about {article} {size}{hero}"
-    return Exchange(asked, story(rng, hero))
+        request += f" about {article} {size}{hero}"
+    return Exchange(request, draw_story(rng, hero))

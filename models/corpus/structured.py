@@ -1,4 +1,4 @@
-"""Small JSON objects and lists, and other answers in a given form."""
+"""Requests for small JSON objects and lists."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from random import Random
 
 from models.corpus.copying import NAMES
 from models.corpus.lists import KINDS
-from models.corpus.numbers import words
+from models.corpus.numbers import spell_number
 from models.corpus.patterns import Exchange, expand
 
 _CITIES = ("Paris", "London", "Rome", "Berlin", "Madrid", "Tokyo", "Vienna", "Oslo")
@@ -17,8 +17,8 @@ _JOBS = ("teacher", "doctor", "baker", "farmer", "engineer", "painter")
 _TITLES = ("The Old Clock", "A Walk by the Sea", "The Silver Key", "Winter Stars")
 
 
-def field(name: str, rng: Random) -> str | int | float | bool:
-    """Return a plausible value of the named field; unknown names get a word."""
+def draw_field(name: str, rng: Random) -> str | int | float | bool:
+    """Return a plausible value of the named field. An unknown field gets a word."""
     texts: dict[str, tuple[str, ...]] = {
         "name": NAMES[:40], "city": _CITIES, "country": _COUNTRIES, "color": _COLOURS,
         "colour": _COLOURS, "job": _JOBS, "title": _TITLES, "author": NAMES[:40],
@@ -53,37 +53,39 @@ def json_question(rng: Random) -> Exchange:
     names = (
         rng.choice(_COMMON) if common else tuple(rng.sample(FIELDS, rng.choice((1, 2, 2, 3, 4))))
     )
-    shown = [_article(name) for name in names] if rng.random() < 0.6 else list(names)
-    listing = ", ".join(shown[:-1]) + (" and " if len(shown) > 1 else "") + shown[-1]
+    described = [_article(name) for name in names] if rng.random() < 0.6 else list(names)
+    listing = ", ".join(described[:-1]) + (" and " if len(described) > 1 else "") + described[-1]
     verb = "[Give me|Write|Return|Make|Show me|Create|Generate|Output|Answer with|Reply with]"
     thing = "[a JSON object|a JSON object|JSON|a small JSON object|a json|a JSON]"
     tail = "[with|with|with the keys|with the fields|that has|containing]"
-    asked = expand(f"{verb} {thing} {tail}", rng)
-    return Exchange(f"{asked} {listing}", json.dumps({name: field(name, rng) for name in names}))
+    request = expand(f"{verb} {thing} {tail}", rng)
+    return Exchange(
+        f"{request} {listing}", json.dumps({name: draw_field(name, rng) for name in names})
+    )
 
 
 def plain_json_question(rng: Random) -> Exchange:
-    """Ask for some JSON object without naming the fields, or about a person."""
-    what = "[a JSON object|JSON|some JSON|an example of JSON|a JSON example|valid JSON]"
+    """Ask for a JSON object without naming its fields, or about a person."""
+    description = "[a JSON object|JSON|some JSON|an example of JSON|a JSON example|valid JSON]"
     about = rng.choice(("", "", " for a person", " about a person", " that describes a person"))
-    asked = expand(f"[Give me|Write|Return|Show me|Make|Create] {what}", rng)
+    request = expand(f"[Give me|Write|Return|Show me|Make|Create] {description}", rng)
     value = {
         "name": rng.choice(NAMES[:20]),
         "age": rng.randint(20, 60),
         "city": rng.choice(_CITIES),
     }
-    return Exchange(asked + about, json.dumps(value))
+    return Exchange(request + about, json.dumps(value))
 
 
 def json_list_question(rng: Random) -> Exchange:
     """Ask for a JSON list of things of a kind."""
-    _, many, members = rng.choice(KINDS)
+    _, plural, members = rng.choice(KINDS)
     size = min(rng.choice((2, 3, 3, 3, 4, 5)), len(members))
-    told = rng.choice((words(size), str(size)))
+    count = rng.choice((spell_number(size), str(size)))
     verb = "[Give me|Write|Return|Make|Show me]"
     ending = rng.choice(("a JSON list of {0} {1}", "a JSON array of {0} {1}", "{0} {1} as JSON"))
-    asked = expand(verb, rng) + " " + ending.format(told, many)
-    return Exchange(asked, json.dumps(list(members[:size])))
+    request = expand(verb, rng) + " " + ending.format(count, plural)
+    return Exchange(request, json.dumps(list(members[:size])))
 
 
 def _article(name: str) -> str:

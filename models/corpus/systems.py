@@ -1,4 +1,4 @@
-"""System prompts and what they change in the answers."""
+"""System prompts and their effect on the answers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
-from models.corpus.copying import NAMES, phrase
+from models.corpus.copying import NAMES, draw_phrase
 from models.corpus.patterns import Exchange, capitalise, expand, read_paragraphs
 
 _BACKGROUND = read_paragraphs("prose.txt")
@@ -14,7 +14,7 @@ _BACKGROUND = read_paragraphs("prose.txt")
 
 @dataclass(frozen=True, slots=True)
 class SystemRule:
-    """A system prompt, how it changes a reply, and an exchange that it adds (or none)."""
+    """System prompt, its effect on a reply, and an optional exchange that it adds."""
 
     prompt: str
     apply: Callable[[str], str]
@@ -29,7 +29,7 @@ def first_sentence(text: str) -> str:
 
 
 def plain_rule(rng: Random) -> SystemRule:
-    """A usual system prompt that changes nothing."""
+    """Return a usual system prompt without an effect."""
     prompt = expand(
         "[You are a helpful assistant.|You are a helpful assistant|You are a friendly assistant."
         "|You are Argosy Mini, a small and helpful model.|Answer the questions of the user."
@@ -43,7 +43,7 @@ def plain_rule(rng: Random) -> SystemRule:
 
 
 def short_rule(rng: Random) -> SystemRule:
-    """Only the first sentence is given."""
+    """Return a rule that keeps only the first sentence."""
     prompt = expand(
         "[Be brief.|Answer in one sentence.|Keep your answers short.|Be concise."
         "|Answer briefly.|You are a concise assistant.|Reply in one short sentence.]",
@@ -53,7 +53,7 @@ def short_rule(rng: Random) -> SystemRule:
 
 
 def upper_rule(rng: Random) -> SystemRule:
-    """Everything is in capital letters."""
+    """Return a rule that writes answers in upper case."""
     prompt = expand(
         "[Answer in capital letters.|Always answer in upper case.|Use only capital letters."
         "|Reply in uppercase.|Write everything in upper case.]",
@@ -63,21 +63,21 @@ def upper_rule(rng: Random) -> SystemRule:
 
 
 def lower_rule(rng: Random) -> SystemRule:
-    """Everything is in small letters."""
+    """Return a rule that writes answers in lower case."""
     prompt = expand("[Answer in lower case.|Use only small letters.|Reply in lowercase.]", rng)
     return SystemRule(prompt, str.lower)
 
 
 def ending_rule(rng: Random) -> SystemRule:
-    """Every answer ends with given words."""
-    words = capitalise(phrase(rng).rstrip(".!?")) + rng.choice((".", "!"))
+    """Return a rule that ends every answer with given words."""
+    words = capitalise(draw_phrase(rng).rstrip(".!?")) + rng.choice((".", "!"))
     lead = expand("[Always end|End every answer|End each answer|Finish every answer|End] with", rng)
     return SystemRule(f"{lead}{rng.choice((':', ''))} {words}", lambda reply: f"{reply} {words}")
 
 
 def opening_rule(rng: Random) -> SystemRule:
-    """Every answer starts with given words."""
-    words = capitalise(phrase(rng).rstrip(".!?")) + rng.choice((".", "!"))
+    """Return a rule that starts every answer with given words."""
+    words = capitalise(draw_phrase(rng).rstrip(".!?")) + rng.choice((".", "!"))
     lead = expand(
         "[Always start|Start every answer|Begin each answer|Begin every answer] with", rng
     )
@@ -85,7 +85,7 @@ def opening_rule(rng: Random) -> SystemRule:
 
 
 def pirate_rule(rng: Random) -> SystemRule:
-    """The assistant talks like a pirate, at the beginning and the end."""
+    """Return a rule that adds words of a pirate before and after every answer."""
     prompt = expand(
         "[You are a pirate.|Talk like a pirate.|Speak like a pirate|You are a friendly pirate.]",
         rng,
@@ -95,7 +95,7 @@ def pirate_rule(rng: Random) -> SystemRule:
 
 
 def name_rule(rng: Random) -> SystemRule:
-    """The assistant has a given name."""
+    """Return a rule that gives the assistant a name."""
     name = rng.choice(NAMES)
     job = expand(
         "[helpful assistant|friendly robot|teacher|cook|librarian|guide|shop assistant]", rng
@@ -107,9 +107,9 @@ def name_rule(rng: Random) -> SystemRule:
         f"You are a {job} named {name}.",
     )
     tail = "." if form == 0 else f", a {job}."
-    asked = expand("[What is your name|Who are you|What's your name|Tell me your name]", rng)
-    reply = f"My name is {name}." if "name" in asked else f"I am {name}{tail}"
-    return SystemRule(prompt[form], str, Exchange(asked, reply))
+    question = expand("[What is your name|Who are you|What's your name|Tell me your name]", rng)
+    reply = f"My name is {name}." if "name" in question else f"I am {name}{tail}"
+    return SystemRule(prompt[form], str, Exchange(question, reply))
 
 
 RULES = (
@@ -119,5 +119,5 @@ RULES = (
 
 
 def draw_rule(rng: Random) -> SystemRule:
-    """Return one random system prompt with its effect."""
+    """Return a random system prompt with its effect."""
     return rng.choice(RULES)(rng)

@@ -1,4 +1,4 @@
-"""Questions that a small model cannot answer, and honest replies to them."""
+"""Questions that a small model cannot answer, with honest replies."""
 
 from __future__ import annotations
 
@@ -59,19 +59,19 @@ _PARTS = (
 )  # fmt: skip
 
 
-def nonsense(rng: Random) -> str:
+def draw_nonsense(rng: Random) -> str:
     """Return a word that does not exist."""
     return "".join(rng.choice(_PARTS) for _ in range(rng.randint(2, 4)))
 
 
 def unknown_question(rng: Random) -> Exchange:
-    """Ask for something outside the model's small world."""
-    filling = {
+    """Ask for something outside the training text."""
+    slots = {
         "name": rng.choice(NAMES),
         "surname": rng.choice(_SURNAMES),
         "year": str(rng.randint(1700, 2030)),
         "number": str(rng.randint(13, 9999)),
-        "nonsense": nonsense(rng),
+        "nonsense": draw_nonsense(rng),
         "simply": rng.choice(("", "", "in simple terms", "like I am five")),
     }
-    return Exchange(expand(rng.choice(_TEMPLATES), rng, filling), rng.choice(_REPLIES))
+    return Exchange(expand(rng.choice(_TEMPLATES), rng, slots), rng.choice(_REPLIES))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Annotated
 
 import typer
 
@@ -23,7 +24,6 @@ from argosy.cli import (
 
 app = typer.Typer(
     name="argosy",
-    help="Serve large language models: one command on a laptop, a fleet when you need one.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
     context_settings={
@@ -51,3 +51,22 @@ def print_version() -> None:
     from importlib.metadata import version as installed
 
     typer.echo(f"argosy {installed('argosy')}")
+
+
+def _print_version_and_exit(wanted: bool) -> None:  # noqa: FBT001 - typer passes the flag
+    if wanted:
+        print_version()
+        raise typer.Exit
+
+
+@app.callback()
+def argosy(
+    *,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version_and_exit, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    """Serve large language models: one command on a laptop, a fleet when you need one."""

@@ -142,8 +142,13 @@ def compare_files(
 
     Several runs per side, best taken in turns, also show the variation between runs.
     """
-    from argosy.bench import BenchError, format_comparison, load_result, write_file
-    from argosy.bench import compare_results as compare_results
+    from argosy.bench import (
+        BenchError,
+        compare_results,
+        format_comparison,
+        load_result,
+        write_file,
+    )
 
     try:
         first, second = ([load_result(path) for path in _expand_paths(side)] for side in (a, b))

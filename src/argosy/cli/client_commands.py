@@ -60,7 +60,7 @@ def usage_hint(url: str, model: str, *, key_required: bool, tls: TlsConfig | Non
     is_unix = url.startswith("unix:")
     if tls is not None and _is_self_signed(tls.certificate):
         lines.append(
-            f"Trust it:     export SSL_CERT_FILE={shlex.quote(os.path.abspath(tls.certificate))}"
+            f"Trust it:     export SSL_CERT_FILE={shlex.quote(_absolute_path(tls.certificate))}"
         )
     if not needs_certificate and not (is_unix and tls is not None):
         lines.append(f"Chat:         {_chat_command(url)}")
@@ -105,6 +105,8 @@ def _curl_command(url: str, model: str, *, key_required: bool, tls: TlsConfig | 
     if url.startswith("unix:"):
         options = f" --unix-socket {shlex.quote(url.removeprefix('unix:'))}"
         url = f"{'http' if tls is None else 'https'}://localhost"
+    if tls is not None and _is_self_signed(tls.certificate):
+        options += f" --cacert {shlex.quote(_absolute_path(tls.certificate))}"
     if tls is not None and tls.client_ca is not None:
         options += " --cert CLIENT.pem --key CLIENT.key"
     if key_required:
@@ -134,6 +136,10 @@ def _certificate_names(path: str) -> list[str]:
         return []
     dns_names = names.get_values_for_type(x509.DNSName)
     return dns_names + [str(address) for address in names.get_values_for_type(x509.IPAddress)]
+
+
+def _absolute_path(path: str) -> str:
+    return str(Path(path).absolute())
 
 
 def _is_self_signed(path: str) -> bool:

@@ -153,8 +153,8 @@ AllowedOrigins = Annotated[
 AuthModeOption = Annotated[
     Literal["auto", "required", "disabled"],
     Option(
-        help="Requests that need an API key. auto: requests from other machines, and all requests once a key"
-        " exists; the first key is created if the server listens on a public address. required: all. disabled: none.",
+        help="Which requests need an API key: all (required), none (disabled), or all once a key exists (auto)."
+        " With auto, the first key is created if the server listens on a public address.",
         rich_help_panel=ACCESS_PANEL,
     ),
 ]

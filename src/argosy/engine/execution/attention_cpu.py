@@ -132,23 +132,26 @@ class NativeAttention(KvCacheTensor):
             params.sliding_window or 0,
         )
         if rope is None:
-            call.turning = 0
+            call.rotary_dim = 0
         else:
             cos, sin = rope
-            call.cos, call.sin, call.turning = cos.data_ptr(), sin.data_ptr(), cos.shape[-1]
+            call.cos, call.sin, call.rotary_dim = cos.data_ptr(), sin.data_ptr(), cos.shape[-1]
         self._run(ctypes.addressof(call))
         return out if q.dtype == dtype else out.to(q.dtype)
 
     def _bind_batch(self, batch: Batch) -> None:
         """Fill in the arguments that all layers share."""
         self._batch = batch
-        pages = batch.block_table
-        self._block_table = pages if pages.stride(1) == 1 else pages.contiguous()
+        table = batch.block_table
+        self._block_table = table if table.stride(1) == 1 else table.contiguous()
         call = self._call
-        call.positions, call.slots = batch.positions.data_ptr(), batch.slot_mapping.data_ptr()
-        call.cu_q, call.seq_lens = batch.query_start_loc.data_ptr(), batch.seq_lens.data_ptr()
-        call.pages, call.page_stride = self._block_table.data_ptr(), self._block_table.stride(0)
-        call.tokens, call.sequences = len(batch.positions), len(pages)
+        call.positions = batch.positions.data_ptr()
+        call.slot_mapping = batch.slot_mapping.data_ptr()
+        call.query_start_loc = batch.query_start_loc.data_ptr()
+        call.seq_lens = batch.seq_lens.data_ptr()
+        call.block_table = self._block_table.data_ptr()
+        call.block_table_stride = self._block_table.stride(0)
+        call.tokens, call.sequences = len(batch.positions), len(table)
 
 
 def _contiguous_heads(rows: Tensor, dtype: torch.dtype) -> Tensor:

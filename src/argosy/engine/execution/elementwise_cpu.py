@@ -110,7 +110,7 @@ class _NativeNorm:
         self._call = NormCall(
             weight=self._scale.data_ptr(),
             size=len(weight),
-            narrow=kind == "narrow",
+            round_before_weight=kind == "narrow",
             threads=ops.threads,
             eps=eps,
         )
@@ -128,9 +128,9 @@ class _NativeNorm:
             x = x.contiguous()
             *outer_strides, row_stride, _ = x.stride()
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        call.x, call.add, call.out = x.data_ptr(), delta_pointer, out.data_ptr()
-        call.outer, call.x_stride = len(x), outer_strides[0] if outer_strides else row_stride
-        call.inner = x.shape[1] if outer_strides else 1
+        call.x, call.delta, call.out = x.data_ptr(), delta_pointer, out.data_ptr()
+        call.outer_size, call.x_stride = len(x), outer_strides[0] if outer_strides else row_stride
+        call.inner_size = x.shape[1] if outer_strides else 1
         self._run(ctypes.addressof(call))
         return out
 

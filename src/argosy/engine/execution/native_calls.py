@@ -11,11 +11,14 @@ class AttentionCall(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "cos", "sin")),
         *((name, ctypes.c_void_p) for name in ("out", "keys", "values")),
-        *((name, ctypes.c_void_p) for name in ("positions", "slots", "cu_q", "seq_lens", "pages")),
-        *((name, ctypes.c_int64) for name in ("tokens", "sequences", "page_stride")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("positions", "slot_mapping", "query_start_loc", "seq_lens", "block_table")
+        ),
+        *((name, ctypes.c_int64) for name in ("tokens", "sequences", "block_table_stride")),
         *((name, ctypes.c_int64) for name in ("q_stride", "k_stride", "v_stride")),
         *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "head_dim", "block_size")),
-        *((name, ctypes.c_int64) for name in ("turning", "window", "threads")),
+        *((name, ctypes.c_int64) for name in ("rotary_dim", "window", "threads")),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
     )
 
@@ -33,15 +36,15 @@ class NormCall(ctypes.Structure):
     """Arguments of a norm call (`ArgosyNorm` in elementwise.cpp)."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("x", "add", "weight", "out")),
-        *((name, ctypes.c_int64) for name in ("outer", "inner", "size", "x_stride")),
-        *((name, ctypes.c_int64) for name in ("narrow", "threads")),
+        *((name, ctypes.c_void_p) for name in ("x", "delta", "weight", "out")),
+        *((name, ctypes.c_int64) for name in ("outer_size", "inner_size", "size", "x_stride")),
+        *((name, ctypes.c_int64) for name in ("round_before_weight", "threads")),
         ("eps", ctypes.c_float),
     )
 
 
 class GatedActivationCall(ctypes.Structure):
-    """Arguments of a gated activation call (`ArgosyGate` in elementwise.cpp)."""
+    """Arguments of a gated activation call (`ArgosyGatedActivation` in elementwise.cpp)."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "out")),
@@ -50,20 +53,26 @@ class GatedActivationCall(ctypes.Structure):
 
 
 class SampleCall(ctypes.Structure):
-    """Arguments of a sampling call (`ArgosyDraw` in sampling.cpp)."""
+    """Arguments of a sampling call (`ArgosySample` in sampling.cpp)."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("logits", "scale", "top_k", "top_p")),
-        *((name, ctypes.c_void_p) for name in ("least", "chance", "tokens")),
+        *((name, ctypes.c_void_p) for name in ("logits", "logit_scale", "top_k", "top_p")),
+        *((name, ctypes.c_void_p) for name in ("log2_min_p", "random_values", "tokens")),
         *((name, ctypes.c_int64) for name in ("rows", "vocab", "stride", "threads")),
     )
 
 
 class LogprobCall(ctypes.Structure):
-    """Arguments of a log-probability call (`ArgosyTelling` in sampling.cpp)."""
+    """Arguments of a log-probability call (`ArgosyLogprobs` in sampling.cpp)."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("logits", "which", "tokens", "counts", "ranks")),
-        *((name, ctypes.c_void_p) for name in ("masses", "own", "largest", "ids", "likeliest")),
-        *((name, ctypes.c_int64) for name in ("rows", "vocab", "stride", "most", "threads")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("logits", "logit_rows", "tokens", "top_counts", "ranks")
+        ),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("weight_sums", "token_logits", "largest", "top_ids", "top_logits")
+        ),
+        *((name, ctypes.c_int64) for name in ("rows", "vocab", "stride", "max_top", "threads")),
     )

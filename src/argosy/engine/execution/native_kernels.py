@@ -48,13 +48,15 @@ class Kernels:
         self.attention_bfloat16 = _function(library, "argosy_attention_bfloat16", None, pointer)
         self.linear = _function(library, "argosy_linear", None, pointer)
         self.norm = _by_dtype(library, "norm")
-        self.sample = _by_dtype(library, "draw")
-        self.logprobs = _by_dtype(library, "tell")
+        self.sample = _by_dtype(library, "sample")
+        self.logprobs = _by_dtype(library, "logprobs")
         self.gated_activation: dict[Activation, dict[torch.dtype, Callable[..., int]]] = {
             "silu": _by_dtype(library, "silu"),
             "gelu_tanh": _by_dtype(library, "gelu_tanh"),
         }
-        self.linear_packed_bytes = _function(library, "argosy_linear_bytes", size, size, size)
+        self.linear_packed_bytes = _function(
+            library, "argosy_linear_packed_bytes", size, size, size
+        )
         self.linear_pack = _function(
             library, "argosy_linear_pack", None, pointer, size, size, pointer, size
         )
@@ -72,7 +74,9 @@ class IntKernels:
 
     def __init__(self, library: ctypes.CDLL, name: str) -> None:
         pointer, size = ctypes.c_void_p, ctypes.c_int64
-        self.packed_bytes = _function(library, f"argosy_linear_{name}_bytes", size, size, size)
+        self.packed_bytes = _function(
+            library, f"argosy_linear_{name}_packed_bytes", size, size, size
+        )
         self.pack_by_dtype = {
             dtype: _function(
                 library,

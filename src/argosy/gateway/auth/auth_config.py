@@ -63,7 +63,7 @@ class AuthConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     allowed_networks: tuple[str, ...] = ()
     """CIDR networks from which clients may connect. If empty, all networks are allowed."""
     allowed_origins: tuple[str, ...] = ("localhost",)
-    """Origins of web pages that may call the gateway from a browser (CORS), such as `https://app.example.com`.
+    """Origins of web pages that may call the gateway from a browser (CORS). Example: `https://app.example.com`.
 
     `localhost` allows pages that the browser's own machine serves, at any port. `*` allows all origins.
     """

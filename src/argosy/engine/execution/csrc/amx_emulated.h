@@ -1,4 +1,4 @@
-// Software emulation of the matrix unit (AMX) for tests on CPUs without it: eight tiles per thread, and its instructions.
+// Software emulation of the matrix unit (AMX) for tests on CPUs without it: eight tiles per thread and instructions.
 //
 // The emulation traps where the hardware faults: on tiles that are not configured, and on operands whose shapes differ.
 #pragma once

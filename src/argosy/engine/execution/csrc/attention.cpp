@@ -1,6 +1,6 @@
 // Paged causal attention on the CPU, behind a C ABI: rotates, stores new keys and values, then attends.
 //
-// Every row (token, head) processes key tiles at absolute positions in order, with arithmetic that no other row affects.
+// Every row (token, head) processes key tiles at absolute positions in order, and no other row affects its arithmetic.
 // Its result therefore depends neither on the batch and the chunking nor on the threads. The sums restart every
 // RANGE_KEYS keys and are merged in order, so that threads can share a long context. The tiling is that of
 // FlashAttention (Dao et al. 2022). During each tile the next one is prefetched, because hardware prefetchers cannot
@@ -17,8 +17,8 @@ namespace {
 
 using namespace argosy;
 
-constexpr int MAX_ITEM_ROWS = 32;  // maximum rows of a work item, unless one token has more heads
-constexpr int64_t RANGE_KEYS = 32 * TILE;  // keys that are summed before the sums are merged
+constexpr int MAX_ITEM_ROWS = 32;             // maximum rows of a work item, unless one token has more heads
+constexpr int64_t RANGE_KEYS = 32 * TILE;     // keys that are summed before the sums are merged
 constexpr int64_t MIN_THREAD_WORK = 1 << 17;  // key elements that 16 rows process while a thread wakes up
 
 struct WorkItem {
@@ -62,7 +62,8 @@ template <class Unit> class AttentionKernel {
 
     void load_queries(ThreadWorkspace &workspace, const WorkItem &item, int64_t head) const {
         for (int64_t row = 0; row < rows_of(item); row++)
-            cache.load_row(workspace.q + row * words, a.q, a.q_stride, item.first + row / group, head * group + row % group);
+            cache.load_row(workspace.q + row * words, a.q, a.q_stride, item.first + row / group,
+                           head * group + row % group);
     }
 
     void store_rows(const SoftmaxSums &sums, const WorkItem &item, int64_t head) const {
@@ -90,8 +91,9 @@ template <class Unit> class AttentionKernel {
 
     // Sum one range of keys into `sums`. `head_after` is the KV head whose keys are prefetched at the end.
     void attend_range(const WorkItem &item, int64_t head, int64_t head_after, int64_t range, const SoftmaxSums &sums,
-                ThreadWorkspace &workspace) const {
-        const int64_t rows = rows_of(item), padded = (rows + Unit::ROW_ALIGNMENT - 1) / Unit::ROW_ALIGNMENT * Unit::ROW_ALIGNMENT;
+                      ThreadWorkspace &workspace) const {
+        const int64_t rows = rows_of(item);
+        const int64_t padded = (rows + Unit::ROW_ALIGNMENT - 1) / Unit::ROW_ALIGNMENT * Unit::ROW_ALIGNMENT;
         const int64_t newest = std::min(a.positions[item.last - 1], (range + 1) * RANGE_KEYS - 1);
         sums.clear(rows, width);
         Tile next = cache.load_tile(item.sequence, head, range_start(item, range), newest, workspace.panel);
@@ -102,9 +104,9 @@ template <class Unit> class AttentionKernel {
                         : cache.load_tile(item.sequence, head, start + TILE, newest, workspace.panel);
             Unit::compute_scores(workspace.q, padded, words, tile, next, workspace.scores);
             for (int64_t row = 0; row < rows; row++)
-                workspace.rescale[row] = softmax.scores_to_weights<T>(workspace.scores + row * TILE, a.positions[item.first + row / group],
-                                                   start, workspace.weights + row * Unit::WEIGHT_WORDS, sums.peak[row],
-                                                   sums.total + row * LANES);
+                workspace.rescale[row] = softmax.scores_to_weights<T>(
+                    workspace.scores + row * TILE, a.positions[item.first + row / group], start,
+                    workspace.weights + row * Unit::WEIGHT_WORDS, sums.peak[row], sums.total + row * LANES);
             Unit::accumulate_values(workspace.weights, padded, tile, next, workspace.rescale, sums.out, width);
         }
     }
@@ -123,7 +125,8 @@ template <class Unit> class AttentionKernel {
     }
 
     // Distribute the ranges of a few items over the threads, then merge the sums of each item.
-    void attend_shared_ranges(const std::vector<WorkItem> &items, const std::vector<SoftmaxSums> &partial_sums, ThreadWorkspace &workspace) const {
+    void attend_shared_ranges(const std::vector<WorkItem> &items, const std::vector<SoftmaxSums> &partial_sums,
+                              ThreadWorkspace &workspace) const {
         const int64_t pairs = (int64_t)items.size() * a.kv_heads, max_ranges = (int64_t)partial_sums.size() / pairs;
 #pragma omp for schedule(dynamic, 1)
         for (int64_t i = 0; i < pairs * max_ranges; i++) {
@@ -139,7 +142,8 @@ template <class Unit> class AttentionKernel {
             const WorkItem &item = items[pair / a.kv_heads];
             const auto [first, last] = range_bounds(item);
             const SoftmaxSums *item_sums = partial_sums.data() + pair * max_ranges;
-            for (int64_t offset = 1; offset <= last - first; offset++) softmax.merge(item_sums[0], item_sums[offset], rows_of(item), width);
+            for (int64_t offset = 1; offset <= last - first; offset++)
+                softmax.merge(item_sums[0], item_sums[offset], rows_of(item), width);
             store_rows(item_sums[0], item, pair % a.kv_heads);
         }
     }
@@ -171,10 +175,13 @@ template <class Unit> class AttentionKernel {
     void build_work_items(std::vector<WorkItem> &items) const {
         items.clear();
         for (int64_t sequence = 0; sequence < a.sequences; sequence++)
-            for (int64_t first = a.query_start_loc[sequence]; first < a.query_start_loc[sequence + 1]; first += tile_tokens)
-                items.push_back({sequence, first, std::min<int64_t>(first + tile_tokens, a.query_start_loc[sequence + 1])});
+            for (int64_t first = a.query_start_loc[sequence]; first < a.query_start_loc[sequence + 1];
+                 first += tile_tokens)
+                items.push_back(
+                    {sequence, first, std::min<int64_t>(first + tile_tokens, a.query_start_loc[sequence + 1])});
         const auto cost = [&](const WorkItem &i) { return (i.last - i.first + 1) * a.positions[i.last - 1]; };
-        std::stable_sort(items.begin(), items.end(), [&](const WorkItem &x, const WorkItem &y) { return cost(x) > cost(y); });
+        std::stable_sort(items.begin(), items.end(),
+                         [&](const WorkItem &x, const WorkItem &y) { return cost(x) > cost(y); });
     }
 
     // Allocate the sums of `count` ranges.
@@ -195,8 +202,9 @@ template <class Unit> class AttentionKernel {
         int64_t rows = 0;
         for (const WorkItem &item : items) rows = std::max(rows, rows_of(item));
         rows = (rows + Unit::ROW_ALIGNMENT - 1) / Unit::ROW_ALIGNMENT * Unit::ROW_ALIGNMENT;
-        const int64_t threads = thread_count(items), count = (int64_t)items.size() * a.kv_heads, max_ranges = max_shared_ranges(items, threads);
-        // With many items, a thread takes all heads of an item, because each head prefetches the first keys of the next.
+        const int64_t threads = thread_count(items), count = (int64_t)items.size() * a.kv_heads;
+        const int64_t max_ranges = max_shared_ranges(items, threads);
+        // With many items, a thread takes all heads of an item, because each prefetches the first keys of the next.
         const int64_t chunk = (int64_t)items.size() >= 4 * threads ? a.kv_heads : 1;
         allocate_sums(partial_sums, count * max_ranges, rows, shared);
         const std::vector<WorkItem> &shared_items = items;  // the calling thread's, because `items` is thread-local
@@ -212,7 +220,8 @@ template <class Unit> class AttentionKernel {
                 attend_shared_ranges(shared_items, shared_sums, workspace);
             } else {
 #pragma omp for schedule(dynamic, chunk)
-                for (int64_t i = 0; i < count; i++) attend_all_ranges(shared_items[i / a.kv_heads], i % a.kv_heads, workspace);
+                for (int64_t i = 0; i < count; i++)
+                    attend_all_ranges(shared_items[i / a.kv_heads], i % a.kv_heads, workspace);
             }
         }
     }

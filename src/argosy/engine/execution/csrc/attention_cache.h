@@ -45,7 +45,7 @@ template <class Unit> class KvCache {
   public:
     using Row = std::conditional_t<N == 2, Bfloat16Row, FloatRow>;
     const int64_t words = (a.head_dim + LANES * N - 1) / (LANES * N) * LANES;
-    const int64_t width = words * N;  // padded head dimension
+    const int64_t width = words * N;                  // padded head dimension
     const int64_t head_words = a.block_size * words;  // words of one block and head, keys or values
 
     explicit KvCache(const ArgosyAttention &call) : a(call) {}
@@ -55,7 +55,8 @@ template <class Unit> class KvCache {
         const Scalar *from = (const Scalar *)rows + t * stride + head * a.head_dim;
         std::fill_n((Scalar *)to + a.head_dim, width - a.head_dim, Scalar{});
         std::memcpy(to, from, a.head_dim * sizeof(Scalar));
-        if (a.rotary_dim) rotate<Row>((Scalar *)to, from, a.cos + t * a.rotary_dim, a.sin + t * a.rotary_dim, a.rotary_dim);
+        if (a.rotary_dim)
+            rotate<Row>((Scalar *)to, from, a.cos + t * a.rotary_dim, a.sin + t * a.rotary_dim, a.rotary_dim);
     }
 
     // Store token t's keys and values in the cache. `row` is scratch memory for a row.
@@ -79,7 +80,8 @@ template <class Unit> class KvCache {
         Tile tile;
         tile.used_keys = (int)((visible + W - 1) / W * W);
         for (int i = 0; i < TILE / W; i++) {
-            const int64_t position = start + std::min(i * W, tile.used_keys - W), valid = std::min<int64_t>(W, length - position);
+            const int64_t position = start + std::min(i * W, tile.used_keys - W);
+            const int64_t valid = std::min<int64_t>(W, length - position);
             const int64_t base = (blocks[position / a.block_size] * a.kv_heads + head) * head_words;
             const int64_t panel = base + position % a.block_size / W * W * words;
             tile.keys[i] = (const uint32_t *)a.keys + panel;

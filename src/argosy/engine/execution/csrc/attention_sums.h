@@ -21,7 +21,8 @@ struct SoftmaxSums {
     }
 
     static SoftmaxSums allocate(Scratch &memory, int64_t rows, int64_t width) {
-        return {memory.allocate<float>(rows * width), memory.allocate<float>(rows), memory.allocate<float>(rows * LANES)};
+        return {memory.allocate<float>(rows * width), memory.allocate<float>(rows),
+                memory.allocate<float>(rows * LANES)};
     }
 
     void clear(int64_t rows, int64_t width) const {
@@ -99,7 +100,8 @@ class Softmax {
     void merge(const SoftmaxSums &sums, const SoftmaxSums &next, int64_t rows, int64_t width) const {
         for (int64_t row = 0; row < rows; row++) {
             const float new_peak = std::max(sums.peak[row], next.peak[row]);
-            const float old_factor = rescale_factor(sums.peak[row], new_peak), new_factor = rescale_factor(next.peak[row], new_peak);
+            const float old_factor = rescale_factor(sums.peak[row], new_peak);
+            const float new_factor = rescale_factor(next.peak[row], new_peak);
             sums.peak[row] = new_peak;
             const auto add = [&](float *to, const float *from) {
                 store(to, load<f32x16>(to) * old_factor + load<f32x16>(from) * new_factor);

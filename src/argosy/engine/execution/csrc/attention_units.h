@@ -67,8 +67,8 @@ template <class Element, int W> struct VectorUnit {
 
     // Accumulate C columns of a block of rows, and prefetch the same columns of `next`.
     template <int R, int C>
-    static void accumulate_block(const uint32_t *weights, const Tile &tile, const Tile &next, const float *rescale, float *out,
-                            int64_t width, int64_t column) {
+    static void accumulate_block(const uint32_t *weights, const Tile &tile, const Tile &next, const float *rescale,
+                                 float *out, int64_t width, int64_t column) {
         constexpr int PANEL_WORDS = W / T::PER_WORD;
         f32x16 sum[R][C];
         for (int r = 0; r < R; r++)
@@ -89,7 +89,8 @@ template <class Element, int W> struct VectorUnit {
 
     // Call run with the number of rows per block. With fewer rows, registers hold more columns of each.
     template <class Run> static void dispatch_by_rows(int64_t rows, const Run &run) {
-        constexpr int small = std::max(1, MAX_SUM_VECTORS / 8), medium = std::max(1, MAX_SUM_VECTORS / 4), large = MAX_SUM_VECTORS / 2;
+        constexpr int small = std::max(1, MAX_SUM_VECTORS / 8), medium = std::max(1, MAX_SUM_VECTORS / 4),
+                      large = MAX_SUM_VECTORS / 2;
         if (rows <= small) return run(std::integral_constant<int, small>{});
         if (rows <= medium) return run(std::integral_constant<int, medium>{});
         run(std::integral_constant<int, large>{});
@@ -97,7 +98,7 @@ template <class Element, int W> struct VectorUnit {
 
     // scores[rows][TILE] = q[rows][words] . keys
     static void compute_scores(const uint32_t *q, int64_t rows, int64_t words, const Tile &tile, const Tile &next,
-                      float *scores) {
+                               float *scores) {
         dispatch_by_rows(rows, [&](auto block_rows) {
             for_row_blocks<block_rows>(rows, [&](auto block, int64_t r) {
                 constexpr int P = std::min(PANELS, MAX_SUM_VECTORS / block_rows);
@@ -108,8 +109,8 @@ template <class Element, int W> struct VectorUnit {
     }
 
     // out[rows][width] = out * rescale + weights[rows][WEIGHT_WORDS] . values
-    static void accumulate_values(const uint32_t *weights, int64_t rows, const Tile &tile, const Tile &next, const float *rescale,
-                      float *out, int64_t width) {
+    static void accumulate_values(const uint32_t *weights, int64_t rows, const Tile &tile, const Tile &next,
+                                  const float *rescale, float *out, int64_t width) {
         dispatch_by_rows(rows, [&](auto block_rows) {
             for_row_blocks<block_rows>(rows, [&](auto block, int64_t r) {
                 constexpr int C = MAX_SUM_VECTORS / block_rows;
@@ -138,7 +139,7 @@ struct MatrixUnit {
     AmxTiles tiles{{16, 16, 16, 16, 16, 16, 16, 8}, {64, 64, 64, 64, 64, 64, 32, 64}};
 
     static void compute_scores(const uint32_t *q, int64_t rows, int64_t words, const Tile &tile, const Tile &next,
-                      float *scores) {
+                               float *scores) {
         for (int p = 0; p < PANELS; p++)
             for (int64_t word = 0; word < words; word++) __builtin_prefetch(next.keys[p] + word * LANES);
         for (int64_t r = 0; r < rows; r += 16) {
@@ -159,8 +160,8 @@ struct MatrixUnit {
         }
     }
 
-    static void accumulate_values(const uint32_t *weights, int64_t rows, const Tile &tile, const Tile &next, const float *rescale,
-                      float *out, int64_t width) {
+    static void accumulate_values(const uint32_t *weights, int64_t rows, const Tile &tile, const Tile &next,
+                                  const float *rescale, float *out, int64_t width) {
         for (int p = 0; p < PANELS; p++)
             for (int64_t word = 0; word < LANES / 2 * width; word += LANES) __builtin_prefetch(next.values[p] + word);
         for (int64_t r = 0; r < rows; r++) {

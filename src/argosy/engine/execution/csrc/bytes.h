@@ -79,7 +79,7 @@ struct RoundedBytes {
     int32_t sum;  // sum of the bytes
 };
 
-// Round values to bytes -127..127 times a scale, ties to even. If all magnitudes are below MIN_PEAK, the bytes are zero.
+// Round values to bytes -127..127 times a scale, ties to even. The bytes are 0 if all magnitudes are below MIN_PEAK.
 template <int COUNT> inline RoundedBytes round_to_bytes(const float *values, uint8_t *bytes) {
     constexpr float MIN_PEAK = 1e-30f;
     i32x16 max_bits{};

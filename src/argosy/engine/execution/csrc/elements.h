@@ -65,7 +65,8 @@ inline void rotate(Scalar *to, const Scalar *from, const float *cos, const float
     for (int64_t i = 0; i < half; i += LANES) {
         const int64_t remaining = half - i;
         const f32x16 first = Row::load_lanes(from + i, remaining), second = Row::load_lanes(from + half + i, remaining);
-        const f32x16 cosine = FloatRow::load_lanes(cos + i, remaining), sine = FloatRow::load_lanes(sin + half + i, remaining);
+        const f32x16 cosine = FloatRow::load_lanes(cos + i, remaining);
+        const f32x16 sine = FloatRow::load_lanes(sin + half + i, remaining);
         Row::store_lanes(to + i, first * cosine - second * sine, remaining);
         Row::store_lanes(to + half + i, second * cosine + first * sine, remaining);
     }

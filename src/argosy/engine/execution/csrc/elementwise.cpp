@@ -9,15 +9,16 @@
 
 extern "C" {
 
-// Arguments of an RMS norm of [outer_size, inner_size, size]. Sizes are in elements. native_calls.py mirrors both structs
-// field by field.
+// Arguments of an RMS norm (Zhang & Sennrich 2019) of x [outer_size, inner_size, size]. Sizes are in elements.
+// native_calls.py mirrors both structs field by field.
 struct ArgosyNorm {
     void *x;              // rows of `size`: `inner_size` contiguous rows for each outer index, `x_stride` apart
     const void *delta;    // null, or [outer_size, inner_size, size], contiguous, which is added to x in place first
     const float *weight;  // [size]
     void *out;            // [outer_size, inner_size, size], contiguous
     int64_t outer_size, inner_size, size, x_stride;
-    int64_t round_before_weight, threads;  // round_before_weight: round x / rms to the dtype before the product with the weight
+    int64_t round_before_weight;  // whether x / rms is rounded to the dtype before it is multiplied by the weight
+    int64_t threads;
     float eps;
 };
 
@@ -33,7 +34,7 @@ namespace {
 
 using namespace argosy;
 
-constexpr int64_t MIN_PARALLEL_ELEMENTS = 1 << 17;  // below this, one thread is faster: to wake another costs tens of microseconds
+constexpr int64_t MIN_PARALLEL_ELEMENTS = 1 << 17;  // below this, one thread is faster: a wake-up costs tens of us
 constexpr float LOG2E = 1.44269504088896341f;
 
 template <class Row> void run_norm(const ArgosyNorm &a) {
@@ -47,7 +48,8 @@ template <class Row> void run_norm(const ArgosyNorm &a) {
         for (int64_t i = 0; i < a.size; i += LANES) {
             f32x16 value = Row::load_lanes(x + i, a.size - i);
             if (a.delta) {
-                value = Row::round_to_element(value + Row::load_lanes((const Scalar *)a.delta + row * a.size + i, a.size - i));
+                const Scalar *delta = (const Scalar *)a.delta + row * a.size + i;
+                value = Row::round_to_element(value + Row::load_lanes(delta, a.size - i));
                 Row::store_lanes(x + i, value, a.size - i);
             }
             squares += value * value;
@@ -56,7 +58,8 @@ template <class Row> void run_norm(const ArgosyNorm &a) {
         for (int64_t i = 0; i < a.size; i += LANES) {
             const f32x16 normalized = Row::load_lanes(x + i, a.size - i) * scale;
             const f32x16 weight = FloatRow::load_lanes(a.weight + i, a.size - i);
-            Row::store_lanes(out + i, (a.round_before_weight ? Row::round_to_element(normalized) : normalized) * weight, a.size - i);
+            Row::store_lanes(out + i, (a.round_before_weight ? Row::round_to_element(normalized) : normalized) * weight,
+                             a.size - i);
         }
     }
 }
@@ -65,7 +68,8 @@ template <class Row> void run_norm(const ArgosyNorm &a) {
 f32x16 sigmoid_gate(f32x16 x, f32x16 t) {
     const f32x16 denominator = 1.0f + exp2_lanes(-t > 126.0f ? broadcast(126.0f) : -t);
 #ifdef __AVX512F__
-    const f32x16 reciprocal = (f32x16)_mm512_rcp14_ps((__m512)denominator);  // error 2^-14; one Newton step doubles the precision
+    // The approximation has a relative error of 2^-14. One Newton step doubles the number of correct bits.
+    const f32x16 reciprocal = (f32x16)_mm512_rcp14_ps((__m512)denominator);
     return x * (reciprocal * (2.0f - denominator * reciprocal));
 #else
     return x / denominator;
@@ -105,5 +109,7 @@ void argosy_norm_bfloat16(const ArgosyNorm *call) { run_norm<Bfloat16Row>(*call)
 void argosy_silu_float32(const ArgosyGatedActivation *call) { run_gated_activation<FloatRow, Silu>(*call); }
 void argosy_silu_bfloat16(const ArgosyGatedActivation *call) { run_gated_activation<Bfloat16Row, Silu>(*call); }
 void argosy_gelu_tanh_float32(const ArgosyGatedActivation *call) { run_gated_activation<FloatRow, GeluTanh>(*call); }
-void argosy_gelu_tanh_bfloat16(const ArgosyGatedActivation *call) { run_gated_activation<Bfloat16Row, GeluTanh>(*call); }
+void argosy_gelu_tanh_bfloat16(const ArgosyGatedActivation *call) {
+    run_gated_activation<Bfloat16Row, GeluTanh>(*call);
+}
 }

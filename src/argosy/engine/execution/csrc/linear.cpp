@@ -5,8 +5,9 @@
 //
 // Packed weight: [ceil(N / 32)][padded K / 32 steps][2 panels][16 words][16 outputs]. A word holds two neighbours along
 // K. N and K are padded with zeros. A block of 32 outputs is read sequentially, and a panel of a step is an operand of
-// the matrix unit without rearrangement. The rows of x are packed into operands too, because their distance in x is often
-// a power of two, which overloads few sets of the cache: [tile of rows][step][row][a line of 16 words, in the unit's format].
+// the matrix unit without rearrangement. The rows of x are packed into operands too, because their distance in x is
+// often a power of two, so that they compete for few cache sets: [tile of rows][step][row][a line of 16 words in the
+// unit's format].
 
 #include <sys/mman.h>
 
@@ -34,9 +35,9 @@ namespace {
 
 using namespace argosy;
 
-constexpr int64_t MAX_SMALL_BATCH_ROWS = 64;   // up to this, an item finishes block after block, else a depth of all blocks
-constexpr int64_t MAX_SINGLE_THREAD_PACK_ROWS = 32; // up to this, the caller packs x, because a barrier costs more
-constexpr int64_t MIN_THREAD_WEIGHTS = 1 << 18;  // weights that up to 100 rows process while a thread wakes up
+constexpr int64_t MAX_SMALL_BATCH_ROWS = 64;         // up to this, an item finishes one block after the other
+constexpr int64_t MAX_SINGLE_THREAD_PACK_ROWS = 32;  // up to this, the caller packs x, because a barrier costs more
+constexpr int64_t MIN_THREAD_WEIGHTS = 1 << 18;      // weights that up to 100 rows process while a thread wakes up
 
 int64_t ceil_div(int64_t total, int64_t divisor) { return (total + divisor - 1) / divisor; }
 // Size of equal chunks of `total`, at most `max_size` each.
@@ -52,7 +53,8 @@ template <class Unit> struct LinearKernel {
     const ArgosyLinear &a;
     const int64_t steps = ceil_div(a.cols, STEP_ELEMENTS);
     const int64_t blocks = ceil_div(a.outs, BLOCK_OUTPUTS);
-    const int64_t tile_rows = Unit::PASS_TILES > 1 ? std::min(Unit::TILE_ROWS, a.rows) : even_chunk_size(a.rows, Unit::TILE_ROWS);
+    const int64_t tile_rows =
+        Unit::PASS_TILES > 1 ? std::min(Unit::TILE_ROWS, a.rows) : even_chunk_size(a.rows, Unit::TILE_ROWS);
     const int64_t tiles = ceil_div(a.rows, tile_rows);
     const int64_t tile_bytes = steps * tile_rows * Unit::OPERAND_ROW_BYTES;
 
@@ -75,7 +77,8 @@ template <class Unit> struct LinearKernel {
     // Compute the sums of an item, [blocks][height][32], one part of the steps after the other, then store its outputs.
     void compute(const uint8_t *inputs, const WorkItem &item, float *sums) const {
         const int64_t pass_rows = Unit::PASS_TILES * tile_rows, passes = ceil_div(item.rows, pass_rows);
-        const int64_t depth = item.rows <= Unit::MAX_FULL_DEPTH_ROWS ? steps : even_chunk_size(steps, Unit::MAX_PASS_STEPS);
+        const int64_t depth =
+            item.rows <= Unit::MAX_FULL_DEPTH_ROWS ? steps : even_chunk_size(steps, Unit::MAX_PASS_STEPS);
         const int64_t parts = ceil_div(steps, depth), pass_count = parts * item.blocks;
         const auto pass_position = [&](int64_t pass_index) {
             return item.rows <= MAX_SMALL_BATCH_ROWS ? std::pair(pass_index / parts, pass_index % parts)
@@ -101,7 +104,8 @@ template <class Unit> struct LinearKernel {
             // Each block prefetches its share of the next part of x.
             const bool has_next_part = item.rows > MAX_SMALL_BATCH_ROWS && part + 1 < parts;
             pass.x_lines = has_next_part ? ceil_div(tile_rows * Unit::OPERAND_ROW_BYTES / 64, item.blocks) : 0;
-            const int64_t next_part_offset = pass.steps * (tile_rows * Unit::OPERAND_ROW_BYTES + block * pass.x_lines * 64);
+            const int64_t next_part_offset =
+                pass.steps * (tile_rows * Unit::OPERAND_ROW_BYTES + block * pass.x_lines * 64);
             for (int64_t row = 0; row < item.rows; row += pass_rows) {
                 pass.rows = std::min(pass_rows, item.rows - row);
                 pass.lines = pass.prefetch < prefetch_end ? ceil_div(STEP_BYTES / 64, passes) : 0;
@@ -143,7 +147,8 @@ template <class Unit> void run_linear(const ArgosyLinear &a) {
     if (a.rows == 0) return;
     const LinearKernel<Unit> linear{a};
     const int64_t blocks = linear.blocks, tiles = linear.tiles;
-    const int64_t threads = std::clamp<int64_t>(a.outs * a.cols / MIN_THREAD_WEIGHTS * (100 + a.rows) / 100, 1, a.threads);
+    const int64_t threads =
+        std::clamp<int64_t>(a.outs * a.cols / MIN_THREAD_WEIGHTS * (100 + a.rows) / 100, 1, a.threads);
     const int64_t chunk = even_chunk_size(tiles, Unit::CHUNK_ROWS / linear.tile_rows) * linear.tile_rows;
     const int64_t chunks = ceil_div(a.rows, chunk);
     const int64_t shares = ceil_div(threads * (a.rows <= MAX_SMALL_BATCH_ROWS ? 8 : 4), chunks);
@@ -156,7 +161,8 @@ template <class Unit> void run_linear(const ArgosyLinear &a) {
     {
         [[maybe_unused]] const Unit unit((uint8_t)linear.tile_rows);
         constexpr int64_t MAX_SUM_ROWS = Unit::CHUNK_ROWS + Unit::TILE_ROWS;  // the last pass may be half empty
-        float *const sums = (float *)thread_buffer<1>(MAX_SUM_ROWS * Unit::MAX_ITEM_BLOCKS * BLOCK_OUTPUTS * sizeof(float));
+        float *const sums =
+            (float *)thread_buffer<1>(MAX_SUM_ROWS * Unit::MAX_ITEM_BLOCKS * BLOCK_OUTPUTS * sizeof(float));
         if (!packs_alone) {
 #pragma omp for schedule(static)
             for (int64_t tile = 0; tile < tiles; tile++) linear.pack_tile(inputs, tile);
@@ -192,7 +198,8 @@ int64_t argosy_linear_packed_bytes(int64_t outs, int64_t cols) {
 // Pack weight [outs, cols], bfloat16 and contiguous, into `packed`. Panels are transposed in the first-level cache.
 void argosy_linear_pack(const uint16_t *weight, int64_t outs, int64_t cols, uint16_t *packed, int64_t threads) {
     advise_huge_pages(packed, argosy_linear_packed_bytes(outs, cols));
-    const int64_t steps = ceil_div(cols, STEP_ELEMENTS), panels = ceil_div(outs, BLOCK_OUTPUTS) * 2, words = PANEL_BYTES / 4;
+    const int64_t steps = ceil_div(cols, STEP_ELEMENTS), panels = ceil_div(outs, BLOCK_OUTPUTS) * 2;
+    const int64_t words = PANEL_BYTES / 4;
 #pragma omp parallel for num_threads((int)threads)
     for (int64_t panel = 0; panel < panels; panel++) {
         uint32_t *to = (uint32_t *)packed + (panel / 2 * steps * 2 + panel % 2) * words;

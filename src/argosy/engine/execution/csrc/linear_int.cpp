@@ -1,7 +1,8 @@
 // out = x . weight^T + bias with weights of 8 or 4 bits and rows of x rounded to 8 bits, behind a C ABI.
 //
-// Both are rounded in chunks of 256 along K. A chunk's sums are integers that float32 represents exactly, so every order
-// of summation gives the same bits. Chunks are scaled and added in float32, in order, without fused multiply-adds.
+// Both are rounded in chunks of 256 along K. A chunk's sums are integers that float32 represents exactly, so every
+// order of summation gives the same bits. Chunks are scaled and added in float32, in order, without fused
+// multiply-adds.
 
 #ifdef __clang__  // torch rounds a product before the addition, and results must be equal
 #pragma clang fp contract(off)
@@ -36,14 +37,14 @@ namespace {
 
 using namespace argosy;
 
-constexpr int64_t TILE_ROWS = 16;    // rows of an operand
-constexpr int64_t MAX_ITEM_ROWS = 256;  // maximum rows of a work item
-constexpr int64_t MAX_ITEM_BLOCKS = 8;   // maximum blocks of a work item
-constexpr int64_t MAX_SMALL_BATCH_ROWS = 64;     // up to this, work items are small
-constexpr int64_t MAX_SINGLE_THREAD_ROUND_ROWS = 32;   // up to this, the caller rounds x, because a barrier costs more
-constexpr int64_t MIN_THREAD_WEIGHTS = 1 << 18;  // weights that up to 100 rows process while a thread wakes up
-[[maybe_unused]] constexpr int64_t MAX_VECTOR_ROWS = 8;   // up to this, vector instructions keep up with memory
-constexpr int64_t PREFETCH_BYTES = 4096;      // prefetch distance in the weight
+constexpr int64_t TILE_ROWS = 16;                        // rows of an operand
+constexpr int64_t MAX_ITEM_ROWS = 256;                   // maximum rows of a work item
+constexpr int64_t MAX_ITEM_BLOCKS = 8;                   // maximum blocks of a work item
+constexpr int64_t MAX_SMALL_BATCH_ROWS = 64;             // up to this, work items are small
+constexpr int64_t MAX_SINGLE_THREAD_ROUND_ROWS = 32;     // up to this, the caller rounds x: a barrier costs more
+constexpr int64_t MIN_THREAD_WEIGHTS = 1 << 18;          // weights that up to 100 rows process while a thread wakes up
+[[maybe_unused]] constexpr int64_t MAX_VECTOR_ROWS = 8;  // up to this, vector instructions keep up with memory
+constexpr int64_t PREFETCH_BYTES = 4096;                 // prefetch distance in the weight
 
 // Scale of a chunk of a row of x, and the negated sum of its products with 128, the offset of the weights.
 struct RowScale {
@@ -97,7 +98,8 @@ template <class E> struct CallLayout {
     }
 
     // Add a chunk's scaled sums of one row to `total`, [32].
-    template <class Sum> void add_scaled(const uint8_t *header, const RowScale &row_scale, Sum left, Sum right, float *total) const {
+    template <class Sum>
+    void add_scaled(const uint8_t *header, const RowScale &row_scale, Sum left, Sum right, float *total) const {
         const f32x16 l = to_float(left) * load<f32x16>(header) * row_scale.scale;
         const f32x16 r = to_float(right) * load<f32x16>(header + 64) * row_scale.scale;
         store(total, load<f32x16>(total) + l);
@@ -155,7 +157,8 @@ struct VectorUnit {
                 if (first % 16) x += layout.tile_rows * STEP_ELEMENTS;
             }
             for (int r = 0; r < R; r++)
-                layout.add_scaled(chunk, row_scales[r * layout.chunks + c], sum[r][0], sum[r][1], total + r * BLOCK_OUTPUTS);
+                layout.add_scaled(chunk, row_scales[r * layout.chunks + c], sum[r][0], sum[r][1],
+                                  total + r * BLOCK_OUTPUTS);
             chunk = from;
         }
         for (int r = 0; r < R; r++) layout.store_outputs(total + r * BLOCK_OUTPUTS, row + r, block);
@@ -166,7 +169,8 @@ struct VectorUnit {
         for (int64_t row = item.row, end = row + item.rows; row < end;) {
             const int64_t left = std::min(end - row, TILE_ROWS - row % TILE_ROWS);
             if (MAX_ROWS == 8 && left >= 8) rows<Weight, MAX_ROWS>(layout, weight, row, block), row += MAX_ROWS;
-            else if (MAX_ROWS == 8 && left >= 4) rows<Weight, MAX_ROWS / 2>(layout, weight, row, block), row += MAX_ROWS / 2;
+            else if (MAX_ROWS == 8 && left >= 4)
+                rows<Weight, MAX_ROWS / 2>(layout, weight, row, block), row += MAX_ROWS / 2;
             else if (left >= 2) rows<Weight, 2>(layout, weight, row, block), row += 2;
             else rows<Weight, 1>(layout, weight, row, block), row += 1;
         }
@@ -174,7 +178,8 @@ struct VectorUnit {
 
     template <class Weight, class Layout> static void run(const Layout &layout, const WorkItem &item) {
         for (int64_t block = item.block; block < item.block + item.blocks; block++) {
-            if (item.rows <= 2 * MAX_ROWS) block_by_rows<Weight>(layout, layout.template packed<Weight>(block), block, item);
+            if (item.rows <= 2 * MAX_ROWS)
+                block_by_rows<Weight>(layout, layout.template packed<Weight>(block), block, item);
             else block_by_rows<Int8>(layout, layout.template expanded<Weight>(block), block, item);
         }
     }
@@ -193,7 +198,8 @@ struct MatrixUnit {
     static void sums(const Layout &layout, const uint8_t *x, const uint8_t *w, int64_t words, uint32_t *out) {
         AMX_ZERO(0); AMX_ZERO(1);
         if constexpr (TILES == 2) { AMX_ZERO(2); AMX_ZERO(3); }
-        for (int64_t first = 0; first < words; first += 16, x += layout.tile_rows * STEP_ELEMENTS, w += 16 * BLOCK_OUTPUTS * 4) {
+        for (int64_t first = 0; first < words;
+             first += 16, x += layout.tile_rows * STEP_ELEMENTS, w += 16 * BLOCK_OUTPUTS * 4) {
             AMX_LOAD(4, x, STEP_ELEMENTS);
             AMX_LOAD(6, w, BLOCK_OUTPUTS * 4);
             AMX_MADD_INT8(0, 4, 6);
@@ -207,7 +213,8 @@ struct MatrixUnit {
         }
         AMX_STORE(0, out, BLOCK_OUTPUTS * 4); AMX_STORE(1, out + 16, BLOCK_OUTPUTS * 4);
         if constexpr (TILES == 2) {
-            AMX_STORE(2, out + 16 * BLOCK_OUTPUTS, BLOCK_OUTPUTS * 4); AMX_STORE(3, out + 16 * BLOCK_OUTPUTS + 16, BLOCK_OUTPUTS * 4);
+            AMX_STORE(2, out + 16 * BLOCK_OUTPUTS, BLOCK_OUTPUTS * 4);
+            AMX_STORE(3, out + 16 * BLOCK_OUTPUTS + 16, BLOCK_OUTPUTS * 4);
         }
     }
 
@@ -222,7 +229,8 @@ struct MatrixUnit {
                 const uint8_t *const w = chunk + Int8::HEADER_BYTES;
                 for (int64_t first = 0; first < item.rows; first += 2 * TILE_ROWS) {
                     const int64_t row = item.row + first, count = std::min(2 * TILE_ROWS, item.rows - first);
-                    const uint8_t *x = layout.inputs + row / TILE_ROWS * layout.tile_bytes + c * CHUNK * layout.tile_rows;
+                    const uint8_t *x =
+                        layout.inputs + row / TILE_ROWS * layout.tile_bytes + c * CHUNK * layout.tile_rows;
                     count <= TILE_ROWS ? sums<1>(layout, x, w, words, sum) : sums<2>(layout, x, w, words, sum);
                     for (int64_t r = 0; r < count; r++) {
                         const RowScale &row_scale = layout.row_scales[(row + r) * layout.chunks + c];
@@ -233,7 +241,8 @@ struct MatrixUnit {
                 }
                 chunk = w + words * Int8::WORD_BYTES;
             }
-            for (int64_t r = 0; r < item.rows; r++) layout.store_outputs(totals + r * BLOCK_OUTPUTS, item.row + r, block);
+            for (int64_t r = 0; r < item.rows; r++)
+                layout.store_outputs(totals + r * BLOCK_OUTPUTS, item.row + r, block);
         }
     }
 };
@@ -244,7 +253,8 @@ template <class Unit, class Weight, class E> void run(const ArgosyLinearInt &a) 
     if (a.rows == 0) return;
     const CallLayout<E> layout{a};
     const int64_t blocks = count_blocks(a.outs), parts = (a.rows + MAX_ITEM_ROWS - 1) / MAX_ITEM_ROWS;
-    const int64_t threads = std::clamp<int64_t>(a.outs * a.cols / MIN_THREAD_WEIGHTS * (100 + a.rows) / 100, 1, a.threads);
+    const int64_t threads =
+        std::clamp<int64_t>(a.outs * a.cols / MIN_THREAD_WEIGHTS * (100 + a.rows) / 100, 1, a.threads);
     const int64_t shares = threads * (a.rows <= MAX_SMALL_BATCH_ROWS ? 8 : 2);
     const int64_t group = std::clamp<int64_t>(blocks * parts / shares, 1, MAX_ITEM_BLOCKS);
     const int64_t groups = (blocks + group - 1) / group;
@@ -260,7 +270,8 @@ template <class Unit, class Weight, class E> void run(const ArgosyLinearInt &a) 
 #pragma omp for schedule(dynamic, 1)
         for (int64_t i = 0; i < parts * groups; i++) {
             const int64_t row = i % parts * MAX_ITEM_ROWS, block = i / parts * group;
-            Unit::template run<Weight>(layout, {row, std::min(MAX_ITEM_ROWS, a.rows - row), block, std::min(group, blocks - block)});
+            Unit::template run<Weight>(
+                layout, {row, std::min(MAX_ITEM_ROWS, a.rows - row), block, std::min(group, blocks - block)});
         }
     }
 }
@@ -274,8 +285,8 @@ template <class Weight, class E> void dispatch(const ArgosyLinearInt &a) {
 
 }  // namespace
 
-// Functions of each format: the bytes of a packed weight [outs, cols], and for each dtype the packing of a weight, which
-// returns whether all weights are finite, and the linear layer.
+// Functions of each format: the bytes of a packed weight [outs, cols], and for each dtype the packing of a weight and
+// the linear layer. The packing returns whether all weights are finite.
 #define ARGOSY_LINEAR_DTYPE(name, Weight, dtype, E)                                                                   \
     int64_t argosy_linear_##name##_pack_##dtype(const void *weight, int64_t outs, int64_t cols, uint8_t *packed,      \
                                                 int64_t threads) {                                                    \
@@ -284,10 +295,10 @@ template <class Weight, class E> void dispatch(const ArgosyLinearInt &a) {
     void argosy_linear_##name##_##dtype(const ArgosyLinearInt *call) { dispatch<Weight, E>(*call); }
 
 #define ARGOSY_LINEAR(name, Weight)                                                                                   \
-    int64_t argosy_linear_##name##_packed_bytes(int64_t outs, int64_t cols) {                                                \
-        return count_blocks(outs) * block_bytes<Weight>(cols);                                                           \
+    int64_t argosy_linear_##name##_packed_bytes(int64_t outs, int64_t cols) {                                         \
+        return count_blocks(outs) * block_bytes<Weight>(cols);                                                        \
     }                                                                                                                 \
-    ARGOSY_LINEAR_DTYPE(name, Weight, bfloat16, Bfloat16Io)                                                                 \
+    ARGOSY_LINEAR_DTYPE(name, Weight, bfloat16, Bfloat16Io)                                                           \
     ARGOSY_LINEAR_DTYPE(name, Weight, float32, Float32Io)
 
 extern "C" {

@@ -6,11 +6,11 @@
 
 namespace argosy {
 
-constexpr int64_t BLOCK_OUTPUTS = 32;           // outputs of a block
-constexpr int64_t STEP_ELEMENTS = 32;           // elements along K of a step: sixteen words, one cache line
-constexpr int64_t PANEL_BYTES = 1024;  // sixteen words of sixteen outputs
-constexpr int64_t STEP_BYTES = 2048;   // both panels of a step
-constexpr int64_t PREFETCH_BYTES = 8192;        // prefetch distance in a weight that is used once
+constexpr int64_t BLOCK_OUTPUTS = 32;     // outputs of a block
+constexpr int64_t STEP_ELEMENTS = 32;     // elements along K of a step: sixteen words, one cache line
+constexpr int64_t PANEL_BYTES = 1024;     // sixteen words of sixteen outputs
+constexpr int64_t STEP_BYTES = 2048;      // both panels of a step
+constexpr int64_t PREFETCH_BYTES = 8192;  // prefetch distance in a weight that is used once
 
 // One pass: some rows times one block over some steps along K. Each step prefetches cache lines for later passes.
 struct LinearPass {
@@ -27,8 +27,8 @@ struct LinearPass {
 // Compute unit of vector multiply-adds, for as many rows at once as the registers have sums for.
 //
 // Constants of a unit: TILE_ROWS rows per tile, PASS_TILES tiles per pass, and at most CHUNK_ROWS rows and
-// MAX_ITEM_BLOCKS blocks per work item, so that its sums stay in the second-level cache. Up to MAX_FULL_DEPTH_ROWS rows,
-// a pass covers all steps of a block. With more rows, it covers at most MAX_PASS_STEPS steps, which stay in the
+// MAX_ITEM_BLOCKS blocks per work item, so that its sums stay in the second-level cache. Up to MAX_FULL_DEPTH_ROWS
+// rows, a pass covers all steps of a block. With more rows, it covers at most MAX_PASS_STEPS steps, which stay in the
 // first-level cache for all rows. An operand row has OPERAND_ROW_BYTES bytes, and pack() writes it.
 struct VectorUnit {
     using Word = native_u32;
@@ -47,7 +47,7 @@ struct VectorUnit {
     explicit VectorUnit(uint8_t) {}
 
 #ifdef __AVX512BF16__
-    static constexpr int64_t OPERAND_ROW_BYTES = 64;  // bytes of an operand's row
+    static constexpr int64_t OPERAND_ROW_BYTES = 64;
 
     static void pack(uint8_t *line, u32x16 words) { store(line, words); }
 
@@ -62,7 +62,8 @@ struct VectorUnit {
         }
     }
 #else
-    static constexpr int64_t OPERAND_ROW_BYTES = 128;  // the first elements of sixteen words as floats, then the second elements
+    // The first elements of sixteen words as floats, then the second elements.
+    static constexpr int64_t OPERAND_ROW_BYTES = 128;
 
     static void pack(uint8_t *line, u32x16 words) {
         store(line, words << 16);
@@ -152,7 +153,8 @@ struct MatrixUnit {
         } else {
             AMX_LOAD(0, out, BLOCK_OUTPUTS * 4); AMX_LOAD(1, out + 16, BLOCK_OUTPUTS * 4);
             if constexpr (TILES == 2) {
-                AMX_LOAD(2, out + 16 * BLOCK_OUTPUTS, BLOCK_OUTPUTS * 4); AMX_LOAD(3, out + 16 * BLOCK_OUTPUTS + 16, BLOCK_OUTPUTS * 4);
+                AMX_LOAD(2, out + 16 * BLOCK_OUTPUTS, BLOCK_OUTPUTS * 4);
+                AMX_LOAD(3, out + 16 * BLOCK_OUTPUTS + 16, BLOCK_OUTPUTS * 4);
             }
         }
         for (int64_t step = 0; step < pass.steps; step++, x += operand, w += STEP_BYTES) {
@@ -170,7 +172,8 @@ struct MatrixUnit {
         }
         AMX_STORE(0, out, BLOCK_OUTPUTS * 4); AMX_STORE(1, out + 16, BLOCK_OUTPUTS * 4);
         if constexpr (TILES == 2) {
-            AMX_STORE(2, out + 16 * BLOCK_OUTPUTS, BLOCK_OUTPUTS * 4); AMX_STORE(3, out + 16 * BLOCK_OUTPUTS + 16, BLOCK_OUTPUTS * 4);
+            AMX_STORE(2, out + 16 * BLOCK_OUTPUTS, BLOCK_OUTPUTS * 4);
+            AMX_STORE(3, out + 16 * BLOCK_OUTPUTS + 16, BLOCK_OUTPUTS * 4);
         }
     }
 

@@ -19,9 +19,9 @@
 
 namespace argosy {
 
-constexpr int64_t BLOCK_OUTPUTS = 32;        // outputs of a block
-constexpr int64_t STEP_ELEMENTS = 64;        // rows of x are padded to a multiple of this along K: sixteen words, one cache line
-constexpr int64_t CHUNK = 256;      // elements along K that share a scale
+constexpr int64_t BLOCK_OUTPUTS = 32;  // outputs of a block
+constexpr int64_t STEP_ELEMENTS = 64;  // rows of x are padded to a multiple of this along K: 16 words, one cache line
+constexpr int64_t CHUNK = 256;         // elements along K that share a scale
 constexpr int64_t CHUNK_WORDS = CHUNK / 4;
 constexpr int64_t GROUP_WORDS = 8;  // words along K that share a multiplier
 constexpr int64_t CHUNK_GROUPS = CHUNK_WORDS / GROUP_WORDS;
@@ -55,7 +55,8 @@ struct Int8 {
 };
 
 struct Int4 {
-    static constexpr int64_t HEADER_BYTES = BLOCK_OUTPUTS * 4 + CHUNK_GROUPS * BLOCK_OUTPUTS, WORD_BYTES = BLOCK_OUTPUTS * 2;
+    static constexpr int64_t HEADER_BYTES = BLOCK_OUTPUTS * 4 + CHUNK_GROUPS * BLOCK_OUTPUTS,
+                             WORD_BYTES = BLOCK_OUTPUTS * 2;
 
     // Multipliers of a group, twice in each lane for products of 16 bits, and the bytes to which a stored 0 expands.
     class Group {
@@ -156,10 +157,12 @@ inline void Int4::round(const float *values, RoundedChunk &to) {
         alignas(64) float steps[SIZE];
         for (int64_t i = 0; i < SIZE; i += LANES) store(steps + i, load<f32x16>(values + g * SIZE + i) * inverse);
         const float range_sum = (high[g] + low[g]) * inverse;
-        const float coarse_multiplier = std::min(std::max(std::ceil((high[g] - low[g]) * inverse / 15.0f), 1.0f), 15.0f);
+        const float coarse_multiplier =
+            std::min(std::max(std::ceil((high[g] - low[g]) * inverse / 15.0f), 1.0f), 15.0f);
         uint8_t fine_bytes[SIZE], fine_group, *const bytes = to.bytes + g * SIZE;
         const float coarse_error = round_group(steps, range_sum, coarse_multiplier, bytes, to.groups[g]);
-        const float fine_error = round_group(steps, range_sum, std::max(coarse_multiplier - 1.0f, 1.0f), fine_bytes, fine_group);
+        const float fine_error =
+            round_group(steps, range_sum, std::max(coarse_multiplier - 1.0f, 1.0f), fine_bytes, fine_group);
         if (fine_error < coarse_error) std::memcpy(bytes, fine_bytes, sizeof fine_bytes), to.groups[g] = fine_group;
     }
 }
@@ -197,7 +200,8 @@ template <class Weight, class E> inline bool pack_block(const DenseWeight &from,
             const int64_t k = c * CHUNK, available = std::min(CHUNK, from.cols - k);
             E::read((const typename E::Scalar *)from.weight + (first + out) * from.cols + k, available, values);
             i32x16 non_finite{};  // 0 while all are finite, because x - x is 0 for finite x only
-            for (int64_t i = 0; i < CHUNK; i += LANES) non_finite |= load<f32x16>(values + i) - load<f32x16>(values + i) != 0.0f;
+            for (int64_t i = 0; i < CHUNK; i += LANES)
+                non_finite |= load<f32x16>(values + i) - load<f32x16>(values + i) != 0.0f;
             for (int lane = 0; lane < LANES; lane++) finite &= non_finite[lane] == 0;
             if (!finite) return false;
             Weight::round(values, rounded);

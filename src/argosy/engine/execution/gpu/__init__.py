@@ -1,13 +1,18 @@
-"""Kernels for NVIDIA GPUs, in Triton: import this only where a GPU is to be used.
+"""Execution on NVIDIA GPUs, with kernels in Triton. Importing this package requires Triton.
 
-Every kernel also runs in Triton's interpreter (TRITON_INTERPRET=1, on host tensors), which is how it
-is tested where there is no GPU. Launch sizes are chosen for Hopper (H100, H200: 132 processors,
-228 KiB of shared memory and 65,536 registers each) and never change a result.
+Function `cuda_runtime.create_cuda_device` finds the GPU and makes a `device.GpuDevice`, which implements the engine's
+`Device`. The device creates the operations of a model: `attention` with its kernels in `attention_kernels`, the linear
+layers of `linear`, and the norms and gated activations of `elementwise`. Module `sampling` samples tokens. Module
+`memory_profile` stores the measured memory use of the largest step on disk.
+
+Every kernel also runs in Triton's interpreter (TRITON_INTERPRET=1, on host tensors), which tests it without a GPU.
+Launch sizes are chosen for Hopper (H100, H200: 132 multiprocessors with 228 KiB of shared memory and 65,536 registers
+each). They never change a result.
 """
 
 try:
-    import triton  # noqa: F401 - the one place that says what to do without it
+    import triton  # noqa: F401 - checks for Triton and names the remedy
 except ImportError as missing:
     raise ImportError(
-        "serving on a GPU needs Triton: pip install 'argosy[gpu]' (Linux on x86-64)"
+        "Triton is not installed; serving on a GPU needs pip install 'argosy[gpu]' (Linux on x86-64)"
     ) from missing

@@ -1,4 +1,4 @@
-"""Paged attention on the GPU: a cache in blocks, and how the work on it is shared out."""
+"""Paged attention on the GPU: the KV cache, and the division of the work among programs."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ if TYPE_CHECKING:
 
 KV_FLOAT8 = torch.float8_e4m3fn
 FLOAT8_MAX = 448.0
-"""The largest number of e4m3; what is beyond it is stored as it."""
+"""Largest number of e4m3. Larger keys and values are stored as this."""
 STORE_TILE_ROWS = 16
-"""Heads of tokens that one program stores: 128 threads with 16 bytes of each of two at a time."""
+"""Number of token heads that one program stores. Its 128 threads copy 16 bytes of a key and of a value at a time."""
 MAX_HEAD_BYTES = 512
-"""Most bytes of a head's row."""
+"""Maximum bytes of a head's padded row."""
 MAX_SCRATCH_BYTES = 128 << 20
-"""Most memory for ranges that await merging; beyond it each program does all ranges of its rows."""
+"""Maximum memory for unmerged sums of ranges. If they need more, each program processes all ranges of its rows."""
 
 
 class TritonAttention(KvCacheTensor):
     """Paged attention over [layers, num_blocks, kv_heads, block_size, head_dim] keys and values.
 
-    A program takes a tile of neighbouring tokens of one sequence, with all query heads of one KV head,
-    and walks their keys in tiles at absolute positions. Every RANGE keys the sums begin anew and are
-    merged in order, by the same program or, where programs are few, by a second kernel. So a row's
-    result depends on nothing but its own sequence. See docs/decisions/0006-gpu-kernels.md.
+    A program takes a tile of neighbouring tokens of one sequence, with all query heads of one KV head, and processes
+    their keys in tiles at absolute positions. The sums restart every RANGE_SIZE keys and are merged in order, by the
+    same program, or by a second kernel if there are few programs. A row's result therefore depends only on its own
+    sequence. See docs/decisions/0006-gpu-kernels.md.
 
-    A token whose slot is negative is not stored, and one of a sequence of length 0 sees nothing (its
-    result means nothing either): a captured graph may carry rows that are not in use.
+    Captured graphs may have unused rows. A token with a negative slot is not stored. A token of a sequence with length
+    0 attends to no key, and its result is undefined.
     """
 
     def __init__(
@@ -51,14 +51,19 @@ class TritonAttention(KvCacheTensor):
     ) -> None:
         """Allocate the cache.
 
-        A cache of float8_e4m3fn takes half of it. processors: of the device, to keep them all busy.
-        scales: float32 [layers, 2, kv_heads], what a float8 cache's keys and values are multiplied by
-        when read; 1 where None. Raises ValueError for heads that the kernels have no room for.
+        Args:
+            shape: Sizes of the KV cache. With dtype float8_e4m3fn, it needs half the memory of bfloat16.
+            device: Device of the cache.
+            num_multiprocessors: Number of multiprocessors of the device, all of which should be busy.
+            scales: float32 [layers, 2, kv_heads], factors of a float8 cache's keys and values. None is 1.
+
+        Raises:
+            ValueError: The heads are too large for the kernels.
         """
         head_dim, dtype = shape.head_dim, shape.dtype
         if _padded_head_dim(head_dim) * dtype.itemsize > MAX_HEAD_BYTES:
             raise ValueError(
-                f"a head of {head_dim} in {dtype} has no room on a GPU's processor; serve it in bfloat16"
+                f"a head of {head_dim} in {dtype} does not fit into a GPU's shared memory; serve it in bfloat16"
             )
         sizes = (shape.num_layers, shape.num_blocks, shape.num_kv_heads, shape.block_size, head_dim)
         super().__init__(
@@ -74,11 +79,10 @@ class TritonAttention(KvCacheTensor):
 
     @property
     def name(self) -> str:
-        """What is in use, for the log."""
+        """Name of the backend, for the log."""
         return "triton, float8 cache" if self._float8 else "triton"
 
     def read_block(self, block: int) -> Tensor:
-        """See `Attention`."""
         return super().read_block(block).cpu()
 
     def __call__(
@@ -90,7 +94,6 @@ class TritonAttention(KvCacheTensor):
         params: AttentionParams,
         rope: RopeRotation | None,
     ) -> Tensor:
-        """See `Attention`."""
         q, k, v = _contiguous_heads(q), _contiguous_heads(k), _contiguous_heads(v)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if len(q):
@@ -99,17 +102,17 @@ class TritonAttention(KvCacheTensor):
         return out
 
     def _store(
-        self, k: Tensor, v: Tensor, batch: Batch, spec: AttentionParams, rope: RopeRotation | None
+        self, k: Tensor, v: Tensor, batch: Batch, params: AttentionParams, rope: RopeRotation | None
     ) -> None:
         tokens, kv_heads, head_dim = k.shape
         store_kv[(triton.cdiv(tokens * kv_heads, STORE_TILE_ROWS),)](
             k,
             v,
-            self.keys[spec.layer],
-            self.values[spec.layer],
+            self.keys[params.layer],
+            self.values[params.layer],
             batch.slot_mapping,
             *(rope or (k, k)),
-            self._scales[spec.layer],
+            self._scales[params.layer],
             k.stride(0),
             v.stride(0),
             tokens,
@@ -120,12 +123,17 @@ class TritonAttention(KvCacheTensor):
             BLOCK=self._block_size,
             ROTARY=0 if rope is None else rope[0].shape[-1],
             FLOAT8=self._float8,
-            MOST=FLOAT8_MAX,
+            MAX_VALUE=FLOAT8_MAX,
             num_warps=4,
         )
 
     def _attend(
-        self, q: Tensor, out: Tensor, batch: Batch, spec: AttentionParams, rope: RopeRotation | None
+        self,
+        q: Tensor,
+        out: Tensor,
+        batch: Batch,
+        params: AttentionParams,
+        rope: RopeRotation | None,
     ) -> None:
         tokens, heads, head_dim = q.shape
         sequences, kv_heads = len(batch.seq_lens), self.keys.shape[2]
@@ -134,10 +142,10 @@ class TritonAttention(KvCacheTensor):
             heads // kv_heads, _padded_head_dim(head_dim) * q.element_size(), single=single
         )
         units = tokens if single else tokens // tile.tokens + sequences
-        window = spec.sliding_window or 0
+        window = params.sliding_window or 0
         ranges = triton.cdiv(batch.block_table.shape[1] * self._block_size, RANGE_SIZE)
-        hands = self._num_splits(units * kv_heads, ranges, window, q.numel())
-        scratch = _scratch(ranges if hands > 1 else 0, out)
+        splits = self._num_splits(units * kv_heads, ranges, window, q.numel())
+        scratch = _scratch(ranges if splits > 1 else 0, out)
         log2e = math.log2(math.e)
         shared = {
             "HEADS": heads,
@@ -146,42 +154,42 @@ class TritonAttention(KvCacheTensor):
             "WIDTH": _padded_head_dim(head_dim),
             "WINDOWED": window > 0,
         }
-        attend[(units, kv_heads, hands)](
+        attend[(units, kv_heads, splits)](
             q,
-            self.keys[spec.layer],
-            self.values[spec.layer],
+            self.keys[params.layer],
+            self.values[params.layer],
             out,
             *scratch,
             batch.query_start_loc,
             batch.seq_lens,
             batch.block_table,
             *(rope or (q, q)),
-            self._scales[spec.layer],
+            self._scales[params.layer],
             q.stride(0),
             batch.block_table.stride(0),
             tokens,
             sequences,
             window,
-            spec.scale * log2e,
-            (spec.softcap or 0.0) * log2e,
+            params.scale * log2e,
+            (params.softcap or 0.0) * log2e,
             **shared,
             SINGLE=single,
             TOKENS=tile.tokens,
             ROWS=tile.rows,
             BLOCK=self._block_size,
             ROTARY=0 if rope is None else rope[0].shape[-1],
-            SOFTCAP=spec.softcap is not None,
-            ALONE=hands == 1,
-            PRECISION="tf32x3",  # of float32: three products that together carry 22 bits
+            SOFTCAP=params.softcap is not None,
+            SINGLE_PROGRAM=splits == 1,
+            PRECISION="tf32x3",  # for float32: three products with 22 bits in total
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
-        if hands > 1:
+        if splits > 1:
             merge_ranges[(tokens, kv_heads)](
                 out,
                 *scratch,
                 batch.positions,
-                self._scales[spec.layer],
+                self._scales[params.layer],
                 tokens,
                 window,
                 **shared,
@@ -190,16 +198,16 @@ class TritonAttention(KvCacheTensor):
             )
 
     def _num_splits(self, programs: int, ranges: int, window: int, numel: int) -> int:
-        """How many programs share the ranges of a tile, so that every processor has four."""
-        seen = min(ranges, triton.cdiv(window, RANGE_SIZE) + 1) if window else ranges
-        if seen == 1 or 4 * ranges * numel > MAX_SCRATCH_BYTES:
+        """Return how many programs share the ranges of a tile, so that every multiprocessor has four programs."""
+        visible_ranges = min(ranges, triton.cdiv(window, RANGE_SIZE) + 1) if window else ranges
+        if visible_ranges == 1 or 4 * ranges * numel > MAX_SCRATCH_BYTES:
             return 1
-        return int(min(seen, triton.cdiv(4 * self._num_multiprocessors, programs)))
+        return int(min(visible_ranges, triton.cdiv(4 * self._num_multiprocessors, programs)))
 
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """What one program of `attend` takes, and with how many warps and stages of its pipeline."""
+    """Rows and tokens of one program of `attend`, and its numbers of warps and pipeline stages."""
 
     rows: int
     tokens: int
@@ -208,33 +216,33 @@ class _Tile:
 
 
 def _tile(group: int, head_bytes: int, *, single: bool) -> _Tile:
-    """The tile for `group` query heads a KV head, one token a sequence (decode) or several.
+    """Return the tile for `group` query heads per KV head, and for one token per sequence (decode) or several.
 
-    64 rows are the least that Hopper's matrix unit takes, and decode, which waits for memory, pads
-    to them: the same instruction then sums for decode and for prefill. 128 rows halve what prefill
-    reads of the cache. A head above 256 bytes leaves room for 64 rows only. Three stages keep about
-    64 KiB of keys and values on their way to a processor, twice what its share of the bandwidth needs.
+    Hopper's matrix unit takes at least 64 rows. Decode, which waits for memory, is padded to 64, so that decode and
+    prefill sum with the same instruction. 128 rows halve the cache reads of prefill. A head above 256 bytes leaves room
+    for 64 rows only. Three stages keep about 64 KiB of keys and values in flight to a multiprocessor, twice what its
+    share of the bandwidth needs.
     """
-    least = max(64, triton.next_power_of_2(group))
+    min_rows = max(64, triton.next_power_of_2(group))
     if head_bytes > 256:
-        return _Tile(least, 1 if single else least // group, warps=8, stages=2)
-    rows = least if single else max(128, least)
+        return _Tile(min_rows, 1 if single else min_rows // group, warps=8, stages=2)
+    rows = min_rows if single else max(128, min_rows)
     return _Tile(rows, 1 if single else rows // group, warps=rows // 16, stages=3)
 
 
 def _scratch(ranges: int, out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Sums, peaks and totals of each range and row; empty where they are not needed."""
+    """Allocate sums, peaks and totals for each range and row. They are empty if `ranges` is 0."""
     sums = torch.empty((ranges, *out.shape), dtype=torch.float32, device=out.device)
     peaks, totals = torch.empty((2, *sums.shape[:3]), dtype=torch.float32, device=out.device)
     return sums, peaks, totals
 
 
 def _contiguous_heads(rows: Tensor) -> Tensor:
-    """[T, heads, D] with each token's heads side by side; tokens may lie apart."""
-    side_by_side = rows.stride(2) == 1 and rows.stride(1) == rows.shape[2]
-    return rows if side_by_side else rows.contiguous()
+    """Return rows [T, heads, D] with each token's heads contiguous. The token stride may be larger."""
+    contiguous = rows.stride(2) == 1 and rows.stride(1) == rows.shape[2]
+    return rows if contiguous else rows.contiguous()
 
 
 def _padded_head_dim(head_dim: int) -> int:
-    """The head dimension padded to what a matrix instruction takes."""
+    """Return the head dimension padded to the sizes of matrix instructions."""
     return int(max(16, triton.next_power_of_2(head_dim)))

@@ -1,8 +1,8 @@
-"""The kernels of paged attention: keys and values stored, rows attended, ranges merged in order.
+"""Triton kernels of paged attention: store keys and values, attend, and merge ranges in order.
 
-Online softmax: Milakov & Gimelshein 2018; tiling as in FlashAttention (Dao et al. 2022); ranges of keys
-shared by programs as in Flash-Decoding (Dao et al. 2023), but at absolute positions. Where two kernels
-must give the same bits, the multiply-adds are written out: a compiler may fuse a product either way.
+The kernels use online softmax (Milakov & Gimelshein 2018) and the tiling of FlashAttention (Dao et al. 2022). Programs
+share ranges of keys as in Flash-Decoding (Dao et al. 2023), but at absolute positions. Two kernels that must compute
+the same bits use explicit multiply-adds, because the compiler may or may not fuse a product and a sum.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ import triton
 import triton.language as tl
 
 RANGE_SIZE = 512
-"""Keys whose sums are made together: few, so that one long sequence keeps many processors busy."""
+"""Number of keys between merges of the sums. It is small, so that one long sequence keeps many multiprocessors busy."""
 KEY_TILE = tl.constexpr(64)
 RANGE_KEYS = tl.constexpr(RANGE_SIZE)
 RANGE_TILES = tl.constexpr(RANGE_SIZE // 64)
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
-# Numbers that change from step to step must not make new kernels.
+# Numbers that change from step to step are not specialized, because each value would compile a new kernel.
 @triton.jit(do_not_specialize=["tokens"])
 def store_kv(
     k,
     v,
     keys,
     values,
-    slots,
-    first,
-    second,
+    slot_mapping,
+    cos,
+    sin,
     scales,
     k_stride,
     v_stride,
@@ -39,31 +39,31 @@ def store_kv(
     BLOCK: tl.constexpr,
     ROTARY: tl.constexpr,
     FLOAT8: tl.constexpr,
-    MOST: tl.constexpr,
+    MAX_VALUE: tl.constexpr,
 ):
-    """Put keys, rotated, and values of ROWS heads of one or more tokens into the cache."""
+    """Store rotated keys, and values, of ROWS heads of one or more tokens in the cache."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token = (row // KV_HEADS).to(tl.int64)
     head = row % KV_HEADS
     col = tl.arange(0, WIDTH)
-    slot = tl.load(slots + token, mask=token < tokens, other=-1)
-    held = (slot >= 0)[:, None] & (col < HEAD_DIM)[None, :]
+    slot = tl.load(slot_mapping + token, mask=token < tokens, other=-1)
+    mask = (slot >= 0)[:, None] & (col < HEAD_DIM)[None, :]
     origin = token * k_stride + head * HEAD_DIM
-    key = _load_rotated(k, origin, token, col, held, first, second, ROTARY)
-    place = (token * v_stride + head * HEAD_DIM)[:, None] + col[None, :]
-    value = tl.load(v + place, mask=held, other=0.0)
+    key = _load_rotated(k, origin, token, col, mask, cos, sin, ROTARY)
+    offset = (token * v_stride + head * HEAD_DIM)[:, None] + col[None, :]
+    value = tl.load(v + offset, mask=mask, other=0.0)
     if FLOAT8:
         key = key.to(tl.float32) / tl.load(scales + head)[:, None]
         value = value.to(tl.float32) / tl.load(scales + KV_HEADS + head)[:, None]
-        key = tl.clamp(key, -MOST, MOST, propagate_nan=tl.PropagateNan.ALL)
-        value = tl.clamp(value, -MOST, MOST, propagate_nan=tl.PropagateNan.ALL)
-    place = ((slot // BLOCK * KV_HEADS + head) * BLOCK + slot % BLOCK)[:, None] * HEAD_DIM
-    place += col[None, :]
-    tl.store(keys + place, key.to(keys.dtype.element_ty), mask=held)
-    tl.store(values + place, value.to(values.dtype.element_ty), mask=held)
+        key = tl.clamp(key, -MAX_VALUE, MAX_VALUE, propagate_nan=tl.PropagateNan.ALL)
+        value = tl.clamp(value, -MAX_VALUE, MAX_VALUE, propagate_nan=tl.PropagateNan.ALL)
+    offset = ((slot // BLOCK * KV_HEADS + head) * BLOCK + slot % BLOCK)[:, None] * HEAD_DIM
+    offset += col[None, :]
+    tl.store(keys + offset, key.to(keys.dtype.element_ty), mask=mask)
+    tl.store(values + offset, value.to(values.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["page_stride", "tokens", "sequences", "window"])
+@triton.jit(do_not_specialize=["block_table_stride", "tokens", "sequences", "window"])
 def attend(
     q,
     keys,
@@ -72,19 +72,19 @@ def attend(
     sums,
     peaks,
     totals,
-    cu_q,
+    query_start_loc,
     seq_lens,
-    page_table,
-    first,
-    second,
+    block_table,
+    cos,
+    sin,
     scales,
     q_stride,
-    page_stride,
+    block_table_stride,
     tokens,
     sequences,
     window,
     scale,
-    cap,
+    softcap,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -96,59 +96,59 @@ def attend(
     ROTARY: tl.constexpr,
     WINDOWED: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    ALONE: tl.constexpr,
+    SINGLE_PROGRAM: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Attention of TOKENS tokens and one KV head: all ranges (ALONE), or every num_programs(2)-th.
+    """Attend TOKENS tokens and one KV head to all ranges (SINGLE_PROGRAM) or to every num_programs(2)-th range.
 
-    `scale` and `cap` are in units of log 2. The last tiles, which see most keys, start first.
+    `scale` and `softcap` include the factor log2(e). The last tiles, which attend to the most keys, start first.
     """
     unit = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
-    sequence, begin, end = _locate_unit(unit, cu_q, sequences, SINGLE, TOKENS)
+    sequence, begin, end = _locate_unit(unit, query_start_loc, sequences, SINGLE, TOKENS)
     if begin >= end:
         return
     length = tl.load(seq_lens + sequence)
     row = tl.arange(0, ROWS)
     col = tl.arange(0, WIDTH)
     token = begin + row // GROUP
-    mine = (row < TOKENS * GROUP) & (token < end)
-    position = tl.where(mine, length - end + token, -1)
-    # [T, heads, ...]: where a row's results go, and the start of its query
-    at = token.to(tl.int64) * HEADS + kv_head * GROUP + row % GROUP
+    row_mask = (row < TOKENS * GROUP) & (token < end)
+    position = tl.where(row_mask, length - end + token, -1)
+    # Index of a row's results in [T, heads], and the start of its query.
+    out_row = token.to(tl.int64) * HEADS + kv_head * GROUP + row % GROUP
     origin = token.to(tl.int64) * q_stride + (kv_head * GROUP + row % GROUP) * HEAD_DIM
-    held = mine[:, None] & (col < HEAD_DIM)[None, :]
-    query = _load_rotated(q, origin, token, col, held, first, second, ROTARY)
+    mask = row_mask[:, None] & (col < HEAD_DIM)[None, :]
+    query = _load_rotated(q, origin, token, col, mask, cos, sin, ROTARY)
 
     key_scale = tl.load(scales + kv_head) * scale
     value_scale = tl.load(scales + HEADS // GROUP + kv_head)
-    pages = page_table + sequence.to(tl.int64) * page_stride
+    block_row = block_table + sequence.to(tl.int64) * block_table_stride
     newest = length - end + tl.minimum(begin + TOKENS, end) - 1
     oldest = 0
     if WINDOWED:
         oldest = tl.maximum(length - end + begin - window + 1, 0)
-    stop = (newest + KEY_TILE) // KEY_TILE  # newest is -1 where a sequence has no length
+    stop = (newest + KEY_TILE) // KEY_TILE  # newest is -1 if the sequence has length 0
 
     acc, peak, total = _empty_sums(ROWS, WIDTH)
-    if ALONE:
-        whole, whole_peak, whole_total = _empty_sums(ROWS, WIDTH)
+    if SINGLE_PROGRAM:
+        merged, merged_peak, merged_total = _empty_sums(ROWS, WIDTH)
         for tile in range(oldest // KEY_TILE, stop):
             start = tile * KEY_TILE
             if start % RANGE_KEYS == 0:
-                whole, whole_peak, whole_total = _merge_sums(
-                    whole, whole_peak, whole_total, acc, peak, total
+                merged, merged_peak, merged_total = _merge_sums(
+                    merged, merged_peak, merged_total, acc, peak, total
                 )
                 acc, peak, total = _empty_sums(ROWS, WIDTH)
             acc, peak, total = _attend_tile(
-                query, acc, peak, total, start, position, length, pages, keys, values, kv_head,
-                window, key_scale, cap, col,
+                query, acc, peak, total, start, position, length, block_row, keys, values, kv_head,
+                window, key_scale, softcap, col,
                 HEADS // GROUP, HEAD_DIM, BLOCK, WINDOWED, SOFTCAP, PRECISION,
             )  # fmt: skip
-        whole, whole_peak, whole_total = _merge_sums(
-            whole, whole_peak, whole_total, acc, peak, total
+        merged, merged_peak, merged_total = _merge_sums(
+            merged, merged_peak, merged_total, acc, peak, total
         )
-        place = at[:, None] * HEAD_DIM + col[None, :]
-        tl.store(out + place, _normalize(whole, whole_total, value_scale, out), mask=held)
+        offset = out_row[:, None] * HEAD_DIM + col[None, :]
+        tl.store(out + offset, _normalize(merged, merged_total, value_scale, out), mask=mask)
     else:
         range_stop = (stop + RANGE_TILES - 1) // RANGE_TILES
         for index in range(oldest // RANGE_KEYS + tl.program_id(2), range_stop, tl.num_programs(2)):
@@ -157,14 +157,14 @@ def attend(
             for tile in range(from_tile, tl.minimum(stop, (index + 1) * RANGE_TILES)):
                 start = tile * KEY_TILE
                 acc, peak, total = _attend_tile(
-                    query, acc, peak, total, start, position, length, pages, keys, values, kv_head,
-                    window, key_scale, cap, col,
+                    query, acc, peak, total, start, position, length, block_row, keys, values, kv_head,
+                    window, key_scale, softcap, col,
                     HEADS // GROUP, HEAD_DIM, BLOCK, WINDOWED, SOFTCAP, PRECISION,
                 )  # fmt: skip
-            part = index * tokens * HEADS + at
-            tl.store(sums + part[:, None] * HEAD_DIM + col[None, :], acc, mask=held)
-            tl.store(peaks + part, peak, mask=mine)
-            tl.store(totals + part, total, mask=mine)
+            range_row = index * tokens * HEADS + out_row
+            tl.store(sums + range_row[:, None] * HEAD_DIM + col[None, :], acc, mask=mask)
+            tl.store(peaks + range_row, peak, mask=row_mask)
+            tl.store(totals + range_row, total, mask=row_mask)
 
 
 @triton.jit(do_not_specialize=["tokens", "window"])
@@ -184,7 +184,7 @@ def merge_ranges(
     ROWS: tl.constexpr,
     WINDOWED: tl.constexpr,
 ):
-    """Merge in order what `attend` made of the ranges that one token sees, for one KV head."""
+    """Merge the sums of `attend` in order, for the ranges that one token attends to and one KV head."""
     token = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     position = tl.load(positions + token).to(tl.int32)
@@ -193,30 +193,30 @@ def merge_ranges(
         oldest = tl.maximum(position - window + 1, 0)
     row = tl.arange(0, ROWS)
     col = tl.arange(0, WIDTH)
-    mine = row < GROUP
-    held = mine[:, None] & (col < HEAD_DIM)[None, :]
-    at = token * HEADS + kv_head * GROUP + row
-    whole, whole_peak, whole_total = _empty_sums(ROWS, WIDTH)
-    # Unrolled, the loads of the next ranges do not wait for the sums of this one.
+    row_mask = row < GROUP
+    mask = row_mask[:, None] & (col < HEAD_DIM)[None, :]
+    out_row = token * HEADS + kv_head * GROUP + row
+    merged, merged_peak, merged_total = _empty_sums(ROWS, WIDTH)
+    # The loop is unrolled so that the loads of the next ranges do not wait for the sums of this one.
     for index in tl.range(oldest // RANGE_KEYS, position // RANGE_KEYS + 1, loop_unroll_factor=4):
-        part = index * tokens * HEADS + at
-        acc = tl.load(sums + part[:, None] * HEAD_DIM + col[None, :], mask=held, other=0.0)
-        peak = tl.load(peaks + part, mask=mine, other=0.0)
-        total = tl.load(totals + part, mask=mine, other=1.0)
-        whole, whole_peak, whole_total = _merge_sums(
-            whole, whole_peak, whole_total, acc, peak, total
+        range_row = index * tokens * HEADS + out_row
+        acc = tl.load(sums + range_row[:, None] * HEAD_DIM + col[None, :], mask=mask, other=0.0)
+        peak = tl.load(peaks + range_row, mask=row_mask, other=0.0)
+        total = tl.load(totals + range_row, mask=row_mask, other=1.0)
+        merged, merged_peak, merged_total = _merge_sums(
+            merged, merged_peak, merged_total, acc, peak, total
         )
     value_scale = tl.load(scales + HEADS // GROUP + kv_head)
-    place = at[:, None] * HEAD_DIM + col[None, :]
-    tl.store(out + place, _normalize(whole, whole_total, value_scale, out), mask=held)
+    offset = out_row[:, None] * HEAD_DIM + col[None, :]
+    tl.store(out + offset, _normalize(merged, merged_total, value_scale, out), mask=mask)
 
 
 @triton.jit
-def _locate_unit(unit, cu_q, sequences, SINGLE: tl.constexpr, TOKENS: tl.constexpr):
-    """The sequence that a unit of TOKENS flat tokens is of, its first token, and the sequence's end.
+def _locate_unit(unit, query_start_loc, sequences, SINGLE: tl.constexpr, TOKENS: tl.constexpr):
+    """Return the sequence of a unit of TOKENS flat tokens, the unit's first token, and the sequence's end.
 
-    Units of sequence i begin at number cu_q[i] // TOKENS + i, which leaves each enough of them
-    without any count of tiles; a unit that has no tokens begins at or after the end.
+    Units of sequence i start at number query_start_loc[i] // TOKENS + i. Every sequence thereby has enough units, and
+    tiles need not be counted. A unit without tokens begins at or after the end.
     """
     if SINGLE:
         sequence = unit
@@ -224,37 +224,37 @@ def _locate_unit(unit, cu_q, sequences, SINGLE: tl.constexpr, TOKENS: tl.constex
         end = unit + 1
     else:
         sequence = unit * 0
-        above = sequences
-        while above - sequence > 1:
-            middle = (sequence + above) // 2
-            here = tl.load(cu_q + middle) // TOKENS + middle <= unit
-            sequence = tl.where(here, middle, sequence)
-            above = tl.where(here, above, middle)
-        first = tl.load(cu_q + sequence)
+        upper = sequences
+        while upper - sequence > 1:
+            middle = (sequence + upper) // 2
+            is_below = tl.load(query_start_loc + middle) // TOKENS + middle <= unit
+            sequence = tl.where(is_below, middle, sequence)
+            upper = tl.where(is_below, upper, middle)
+        first = tl.load(query_start_loc + sequence)
         begin = first + (unit - first // TOKENS - sequence) * TOKENS
-        end = tl.load(cu_q + sequence + 1)
+        end = tl.load(query_start_loc + sequence + 1)
     return sequence, begin, end
 
 
 @triton.jit
-def _load_rotated(x, start, token, col, held, first, second, ROTARY: tl.constexpr):
-    """Rows x[start + col]; their first ROTARY elements rotated in float32 and rounded once."""
-    rows = tl.load(x + start[:, None] + col[None, :], mask=held, other=0.0)
+def _load_rotated(x, start, token, col, mask, cos, sin, ROTARY: tl.constexpr):
+    """Load rows x[start + col], with the first ROTARY elements rotated in float32 and rounded once."""
+    rows = tl.load(x + start[:, None] + col[None, :], mask=mask, other=0.0)
     if ROTARY > 0:
         partner = tl.where(col < ROTARY // 2, col + ROTARY // 2, col - ROTARY // 2)
-        turning = held & (col < ROTARY)[None, :]
-        swapped = tl.load(x + start[:, None] + partner[None, :], mask=turning, other=0.0)
-        place = token.to(tl.int64)[:, None] * ROTARY + col[None, :]
-        cos = tl.load(first + place, mask=turning, other=1.0)
-        sin = tl.load(second + place, mask=turning, other=0.0)
-        turned = tl.fma(rows.to(tl.float32), cos, swapped.to(tl.float32) * sin)
-        rows = turned.to(rows.dtype)
+        rotary_mask = mask & (col < ROTARY)[None, :]
+        swapped = tl.load(x + start[:, None] + partner[None, :], mask=rotary_mask, other=0.0)
+        offset = token.to(tl.int64)[:, None] * ROTARY + col[None, :]
+        cosine = tl.load(cos + offset, mask=rotary_mask, other=1.0)
+        sine = tl.load(sin + offset, mask=rotary_mask, other=0.0)
+        result = tl.fma(rows.to(tl.float32), cosine, swapped.to(tl.float32) * sine)
+        rows = result.to(rows.dtype)
     return rows
 
 
 @triton.jit
 def _empty_sums(ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Sums, peaks and totals of no keys."""
+    """Return the sums, peaks and totals of no keys."""
     acc = tl.zeros((ROWS, WIDTH), tl.float32)
     peak = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
@@ -270,13 +270,13 @@ def _attend_tile(
     start,
     position,
     length,
-    pages,
+    block_row,
     keys,
     values,
     kv_head,
     window,
     scale,
-    cap,
+    softcap,
     col,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -285,50 +285,50 @@ def _attend_tile(
     SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Add one tile of keys to the online softmax. A row that sees nothing of it stays as it is.
+    """Add one tile of keys to the online softmax. A row that sees no key of the tile keeps its sums.
 
-    What lies in the cache past the sequence's end is taken as zero: it may be another's, not all of
-    it finite.
+    Cache entries past the end of the sequence are read as zero. They may belong to another sequence, and may not be
+    finite.
     """
     key = start + tl.arange(0, KEY_TILE)
-    known = key < length
-    page = tl.load(pages + key // BLOCK, mask=known, other=0).to(tl.int64)
-    row = (page * KV_HEADS + kv_head) * BLOCK + key % BLOCK
-    wide = col < HEAD_DIM
-    held = known[None, :] & wide[:, None]
-    panel = tl.load(keys + row[None, :] * HEAD_DIM + col[:, None], mask=held, other=0.0)
+    key_mask = key < length
+    block = tl.load(block_row + key // BLOCK, mask=key_mask, other=0).to(tl.int64)
+    row = (block * KV_HEADS + kv_head) * BLOCK + key % BLOCK
+    col_mask = col < HEAD_DIM
+    mask = key_mask[None, :] & col_mask[:, None]
+    panel = tl.load(keys + row[None, :] * HEAD_DIM + col[:, None], mask=mask, other=0.0)
     scores = tl.dot(query, panel.to(query.dtype), input_precision=PRECISION) * scale
     if SOFTCAP:
-        # cap * tanh(x / cap); tanh(u) is 1 - 2 / (exp(2 u) + 1)
-        scores = cap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * LOG2E / cap)) + 1.0))
-    seen = key[None, :] <= position[:, None]
+        # softcap * tanh(x / softcap), where tanh(u) is 1 - 2 / (exp(2 u) + 1)
+        scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * LOG2E / softcap)) + 1.0))
+    visible = key[None, :] <= position[:, None]
     if WINDOWED:
-        seen &= key[None, :] > position[:, None] - window
-    scores = tl.where(seen, scores, float("-inf"))
-    now = tl.maximum(peak, tl.max(scores, axis=1))
-    base = tl.where(now == float("-inf"), 0.0, now)
+        visible &= key[None, :] > position[:, None] - window
+    scores = tl.where(visible, scores, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(scores, axis=1))
+    base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
     weights = tl.exp2(scores - base[:, None])
-    fade = tl.exp2(peak - base)
-    held = known[:, None] & wide[None, :]
-    panel = tl.load(values + row[:, None] * HEAD_DIM + col[None, :], mask=held, other=0.0)
-    acc = acc * fade[:, None]
+    rescale = tl.exp2(peak - base)
+    mask = key_mask[:, None] & col_mask[None, :]
+    panel = tl.load(values + row[:, None] * HEAD_DIM + col[None, :], mask=mask, other=0.0)
+    acc = acc * rescale[:, None]
     acc = tl.dot(weights.to(query.dtype), panel.to(query.dtype), acc, input_precision=PRECISION)
-    return acc, now, tl.fma(total, fade, tl.sum(weights, axis=1))
+    return acc, new_peak, tl.fma(total, rescale, tl.sum(weights, axis=1))
 
 
 @triton.jit
 def _merge_sums(acc, peak, total, next_acc, next_peak, next_total):
-    """Add what the next range gave. What saw nothing adds nothing, exactly."""
-    now = tl.maximum(peak, next_peak)
-    base = tl.where(now == float("-inf"), 0.0, now)
+    """Merge the sums of the next range. A range without visible keys adds exactly zero."""
+    new_peak = tl.maximum(peak, next_peak)
+    base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
     old = tl.exp2(peak - base)
     new = tl.exp2(next_peak - base)
     acc = tl.fma(acc, tl.broadcast_to(old[:, None], acc.shape), next_acc * new[:, None])
-    return acc, now, tl.fma(total, old, next_total * new)
+    return acc, new_peak, tl.fma(total, old, next_total * new)
 
 
 @triton.jit
 def _normalize(acc, total, scale, out):
-    """The weighted mean of the values. Adding zero turns -0, which masked keys may leave, into 0."""
+    """Return the weighted mean of the values. Adding zero turns -0, which masked keys may cause, into 0."""
     safe = tl.where(total == 0.0, 1.0, total)
     return ((acc / safe[:, None]) * scale + 0.0).to(out.dtype.element_ty)

@@ -1,4 +1,4 @@
-"""Linear layers on the GPU: bfloat16 or float8 weights, each output one sum in one order for any batch."""
+"""Linear layers on the GPU with bfloat16 or float8 weights, and with the same order of sums for every batch."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LinearFormat = Literal["plain", "float8"]
-"""Weights as they came, or e4m3 with a scale for each output and, as they come, for each token."""
+"""Format of the weights: unchanged, or e4m3 with a scale per output, and inputs in e4m3 with a scale per token."""
 
 FLOAT8_MAX = 448.0
-"""The largest number of e4m3."""
+"""Largest number of e4m3."""
 STAGE_BYTES = 128
-"""Bytes of a row a pipeline stage: the widest swizzle of shared memory."""
+"""Bytes of a row per pipeline stage, which is the widest swizzle of shared memory."""
 MIN_WAVE_PROGRAMS = 96
-"""Programs that keep most of an H200's 132 processors at work."""
+"""Number of programs that keeps most of an H200's 132 multiprocessors busy."""
 TILES = (
-    # outputs, tokens, warps, stages. A stage is 128 bytes * (outputs + tokens).
+    # Outputs, tokens, warps, stages. A stage has 128 * (outputs + tokens) bytes.
     (128, 256, 8, 3),
     (128, 128, 8, 4),
     (64, 128, 4, 4),
@@ -31,28 +31,31 @@ TILES = (
     (64, 32, 4, 8),
     (64, 16, 4, 8),
 )
-"""Prefill takes the first that gives a wave; decode the last that holds its tokens, and waits for memory:
-two programs a processor with eight stages have 128 KiB of weights under way, three times what 4.8 TB/s need."""
+"""Tiles of `_matmul`. Prefill uses the first tile that gives enough programs.
+
+Decode uses the last tile that holds its tokens. Decode waits for memory. Two programs per multiprocessor with eight
+stages have 128 KiB of weights in flight, three times what 4.8 TB/s need.
+"""
 
 
 def create_gpu_linear(
     weight: Tensor, bias: Tensor | None, linear_format: LinearFormat = "plain"
 ) -> Callable[[Tensor], Tensor]:
-    """Hold weight [N, K] and bias [N] in a format; the result maps [T, K] to [T, N] in x's dtype."""
+    """Convert weight [N, K] to a format, and return a function that maps x [T, K] to [T, N] in x's dtype."""
     if linear_format == "float8":
         return Float8Linear(weight, bias)
     return PlainLinear(weight, bias)
 
 
 class PlainLinear:
-    """x @ weight.T + bias, summed in float32 over K in order."""
+    """Linear layer x @ weight.T + bias, summed in float32 over K in order."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight = weight.detach().contiguous()
         self._bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[T, K] to [T, N]."""
+        """Map x [T, K] to [T, N]."""
         if x.stride(1) != 1:
             x = x.contiguous()
         out = torch.empty(len(x), len(self._weight), dtype=x.dtype, device=x.device)
@@ -61,9 +64,9 @@ class PlainLinear:
 
 
 class Float8Linear:
-    """x @ weight.T + bias with both as e4m3: a scale for each token and each output.
+    """Linear layer x @ weight.T + bias, with x and weight in e4m3 and a scale per token and per output.
 
-    Products are summed in the matrix unit for 128 elements of K and those sums in float32, in order.
+    The matrix unit sums the products of 128 elements along K. These sums are added in float32, in order.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -71,7 +74,7 @@ class Float8Linear:
         self._bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[T, K] to [T, N]."""
+        """Map x [T, K] to [T, N]."""
         rows, scales = quantize_float8_rows(x)
         out = torch.empty(len(x), len(self._weight), dtype=x.dtype, device=x.device)
         _launch_matmul(rows, self._weight, self._bias, out, (scales, self._scales))
@@ -79,7 +82,11 @@ class Float8Linear:
 
 
 def quantize_float8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """X [R, K] as e4m3 [R, K] times a scale for each row, float32 [R]: its largest element / 448."""
+    """Quantize x [R, K] to e4m3 with a scale per row.
+
+    Returns:
+        e4m3 [R, K], and scales float32 [R], each the largest magnitude of the row / 448.
+    """
     if x.stride(1) != 1:
         x = x.contiguous()
     rows, cols = x.shape
@@ -94,16 +101,16 @@ def quantize_float8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
             x.stride(0),
             COLS=cols,
             WIDTH=width,
-            MOST=FLOAT8_MAX,
+            MAX_VALUE=FLOAT8_MAX,
             num_warps=min(16, max(4, width // 512)),
         )
     return narrow, scales
 
 
 def _tile(tokens: int, outs: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
-    """The largest tile that is filled and gives a wave of programs; else the narrowest that holds all.
+    """Return the largest tile that is filled and gives enough programs, or else the narrowest that holds all tokens.
 
-    Only bfloat16 takes the largest: the others sum twice, and have no registers for it.
+    Only bfloat16 uses the largest tile. The other dtypes have two sets of sums, which do not fit into the registers.
     """
     for tile in TILES if dtype.itemsize == 2 else TILES[1:]:
         outs_tile, tokens_tile, _, _ = tile
@@ -111,8 +118,8 @@ def _tile(tokens: int, outs: int, dtype: torch.dtype) -> tuple[int, int, int, in
         if tokens_tile < 2 * tokens and programs >= MIN_WAVE_PROGRAMS:
             return tile
     narrow = [tile for tile in TILES if tile[0] == 64]
-    holding = [tile for tile in narrow if tile[1] >= tokens]
-    return holding[-1] if holding else narrow[0]
+    fitting = [tile for tile in narrow if tile[1] >= tokens]
+    return fitting[-1] if fitting else narrow[0]
 
 
 def _launch_matmul(
@@ -148,7 +155,7 @@ def _launch_matmul(
     )
 
 
-@triton.jit(do_not_specialize=["tokens"])  # or each kind of batch would make a new kernel
+@triton.jit(do_not_specialize=["tokens"])  # each batch size would compile a new kernel
 def _matmul(
     x,
     weight,
@@ -166,21 +173,23 @@ def _matmul(
     BIAS: tl.constexpr,
     SCALED: tl.constexpr,
 ):
-    """One tile of out [T, N]. The weights are the left operand, whose 64 rows are always full.
+    """Compute one tile of out [T, N].
 
-    A tile of tokens is the right one, as narrow as the batch: the same instruction, and so the same
-    sum, for one token as for thousands. There is no split of K, which would have to be the same for all.
+    The weights are the left operand, whose 64 rows are always full. A tile of tokens is the right operand, which is as
+    narrow as the batch. One token and thousands of tokens therefore use the same instruction and the same order of
+    sums. K is not split, because the split would have to be the same for all batch sizes.
     """
     out_tiles = (outs + OUTS_TILE - 1) // OUTS_TILE
     token_tiles = (tokens + TOKENS_TILE - 1) // TOKENS_TILE
-    # Eight tiles of outputs by all of tokens, then the next eight: what runs together shares the cache.
+    # Programs cover eight output tiles by all token tiles, then the next eight, so that concurrent programs share
+    # cached data.
     band = tl.program_id(0) // (8 * token_tiles)
     inside = tl.program_id(0) % (8 * token_tiles)
     height = tl.minimum(out_tiles - band * 8, 8)
     row = (band * 8 + inside % height) * OUTS_TILE + tl.arange(0, OUTS_TILE)
     token = inside // height * TOKENS_TILE + tl.arange(0, TOKENS_TILE)
     col = tl.arange(0, COLS_TILE)
-    # Past the end the last row is computed again, and not stored.
+    # Rows past the end repeat the last row and are not stored.
     left = weight + tl.minimum(row, outs - 1).to(tl.int64)[:, None] * COLS + col[None, :]
     right = x + tl.minimum(token, tokens - 1).to(tl.int64)[None, :] * x_stride + col[:, None]
     acc = tl.zeros((OUTS_TILE, TOKENS_TILE), tl.float32)
@@ -201,23 +210,23 @@ def _matmul(
         acc *= tl.load(x_scales + token, mask=token < tokens, other=0.0)[None, :]
     if BIAS:
         acc += tl.load(bias + row, mask=row < outs, other=0.0).to(tl.float32)[:, None]
-    place = token.to(tl.int64)[None, :] * outs + row[:, None]
-    held = (row < outs)[:, None] & (token < tokens)[None, :]
-    tl.store(out + place, acc.to(out.dtype.element_ty), mask=held)
+    offset = token.to(tl.int64)[None, :] * outs + row[:, None]
+    mask = (row < outs)[:, None] & (token < tokens)[None, :]
+    tl.store(out + offset, acc.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _quantize_float8(
-    x, narrow, scales, stride, COLS: tl.constexpr, WIDTH: tl.constexpr, MOST: tl.constexpr
+    x, narrow, scales, stride, COLS: tl.constexpr, WIDTH: tl.constexpr, MAX_VALUE: tl.constexpr
 ):
-    """One row to e4m3 and its scale; a row of zeros has scale 1."""
+    """Quantize one row to e4m3 and store its scale. A row of zeros has scale 1."""
     row = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, WIDTH)
-    held = col < COLS
-    wide = tl.load(x + row * stride + col, mask=held, other=0.0).to(tl.float32)
-    most = tl.max(tl.abs(wide), axis=0)
-    scale = tl.where(most == 0.0, 1.0, most / MOST)
+    mask = col < COLS
+    values = tl.load(x + row * stride + col, mask=mask, other=0.0).to(tl.float32)
+    peak = tl.max(tl.abs(values), axis=0)
+    scale = tl.where(peak == 0.0, 1.0, peak / MAX_VALUE)
     tl.store(scales + row, scale)
-    # What is not a number must stay so: it tells that a row has failed.
-    scaled = tl.clamp(wide / scale, -MOST, MOST, propagate_nan=tl.PropagateNan.ALL)
-    tl.store(narrow + row * COLS + col, scaled.to(tl.float8e4nv), mask=held)
+    # NaN must be preserved, because it marks a failed row.
+    scaled = tl.clamp(values / scale, -MAX_VALUE, MAX_VALUE, propagate_nan=tl.PropagateNan.ALL)
+    tl.store(narrow + row * COLS + col, scaled.to(tl.float8e4nv), mask=mask)

@@ -1,4 +1,4 @@
-"""What the largest step of a model takes on a GPU: measured at the first boot, kept on disk for later ones."""
+"""Disk cache of the memory that the largest step of a model needs on a GPU, measured at the first start."""
 
 from __future__ import annotations
 
@@ -15,27 +15,28 @@ log = structlog.get_logger(__name__)
 
 
 class MemoryProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A file's content."""
+    """Content of a profile file."""
 
     key: str
-    """What was measured: device, model, formats and limits."""
+    """Measured configuration: device, model, formats and limits."""
     working_bytes: int
+    """Bytes that the largest step allocates."""
 
 
 def read_memory_profile(key: str) -> int | None:
-    """The bytes that were measured for `key`; None where there is no such plan, or only a damaged one."""
+    """Return the bytes measured for `key`, or None if no readable profile exists."""
     try:
-        plan = msgspec.json.decode(_profile_path(key).read_bytes(), type=MemoryProfile)
+        profile = msgspec.json.decode(_profile_path(key).read_bytes(), type=MemoryProfile)
     except FileNotFoundError:
         return None
     except (OSError, msgspec.MsgspecError) as error:
         log.warning("memory_profile_unreadable", key=key, reason=str(error))
         return None
-    return plan.working_bytes if plan.key == key and plan.working_bytes > 0 else None
+    return profile.working_bytes if profile.key == key and profile.working_bytes > 0 else None
 
 
 def write_memory_profile(key: str, working_bytes: int) -> None:
-    """Keep it; where the disk does not take it, the next boot measures again."""
+    """Save the bytes measured for `key`. If this fails, the next start measures again."""
     try:
         path = _profile_path(key)
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""A running `argosy serve`, and streams through it that say when they are broken."""
+"""Running `argosy serve` process, and client streams that detect broken output."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ MODEL = "argosy-mini"
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a client was given; the dictionaries are by choice."""
+    """Output that a client received. The dictionaries are by choice."""
 
     texts: dict[int, str]
     finishes: dict[int, str]
     tokens: int
-    """Of the output, as `usage` says."""
+    """Output tokens by `usage`."""
 
 
 class _Delta(msgspec.Struct):
@@ -57,62 +57,64 @@ _decode = msgspec.json.Decoder(_Chunk).decode
 
 
 class BrokenStreamError(Exception):
-    """A stream did not end as streams end; the message says how it did."""
+    """Raised if a stream does not end correctly. The message contains the reason."""
 
 
 @dataclass
-class Whole:
-    """A running `argosy serve`."""
+class RunningServer:
+    """Running `argosy serve` process with a client."""
 
     url: str
     process: psutil.Process
     client: httpx2.AsyncClient
 
     def replicas(self) -> list[psutil.Process]:
-        """The replicas' processes that live now."""
+        """Return the processes of the running replicas."""
         return [child for child in self.process.children() if _is_replica(child)]
 
-    async def answering(self, draw: random.Random) -> psutil.Process:
-        """A random one of those that answer requests now."""
+    async def find_busy_replica(self, draw: random.Random) -> psutil.Process:
+        """Return a random replica that is serving a request, and wait until one is."""
         while True:
-            busy = [replica for replica in self.replicas() if await load(replica) > 0]
+            busy = [replica for replica in self.replicas() if await fetch_load(replica) > 0]
             if busy:
                 return draw.choice(sorted(busy, key=lambda replica: replica.pid))
             await asyncio.sleep(0.01)
 
 
 @contextlib.asynccontextmanager
-async def whole(*arguments: str, state: Path | None = None) -> AsyncIterator[Whole]:
-    """`argosy serve` with the bundled model, from ready on; killed at the end if it is still there."""
+async def run_server(*arguments: str, state: Path | None = None) -> AsyncIterator[RunningServer]:
+    """Run `argosy serve` with the bundled model, and yield it when it is ready. It is killed at the end."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "argosy.cli", "serve", "--port", "0"),
         *("--threads", "1", "--kv-memory", "64MiB", "--drain-deadline", "0", *arguments),
         stderr=asyncio.subprocess.PIPE,
         env=os.environ | ({} if state is None else {"XDG_STATE_HOME": str(state)}),
     )
-    reading = None
+    drain_task = None
     try:
         assert process.stderr is not None  # noqa: S101 - it is a pipe
         url = await _url(process.stderr)
-        reading = asyncio.create_task(process.stderr.read())  # so that the log never blocks it
+        drain_task = asyncio.create_task(
+            process.stderr.read()
+        )  # so that a full pipe cannot block it
         limits = httpx2.Limits(max_connections=None)
         async with httpx2.AsyncClient(base_url=url, timeout=300.0, limits=limits) as client:
-            yield Whole(url, psutil.Process(process.pid), client)
+            yield RunningServer(url, psutil.Process(process.pid), client)
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         await process.wait()
-        if reading is not None:
-            await reading
+        if drain_task is not None:
+            await drain_task
 
 
 async def _url(stderr: asyncio.StreamReader) -> str:
-    said = b""
+    output = b""
     async for line in stderr:
-        said += line
+        output += line
         if found := URL.search(line):
             return found.group().decode()
-    raise SystemExit(f"argosy serve ended before it was ready: {said.decode()}")
+    raise SystemExit(f"argosy serve ended before it was ready: {output.decode()}")
 
 
 def _is_replica(process: psutil.Process) -> bool:
@@ -121,30 +123,30 @@ def _is_replica(process: psutil.Process) -> bool:
     return False
 
 
-async def all_back(running: Whole, replicas: int) -> None:
-    """Wait until there are as many replicas as there should be, and all take requests."""
+async def wait_for_replicas(running: RunningServer, replicas: int) -> None:
+    """Wait until there are `replicas` replicas and all are ready."""
     while True:
-        loads = [await load(replica) for replica in running.replicas()]
+        loads = [await fetch_load(replica) for replica in running.replicas()]
         if len(loads) == replicas and min(loads) >= 0:
             return
         await asyncio.sleep(0.05)
 
 
-async def load(replica: psutil.Process) -> int:
-    """Requests that it answers; -1: it does not take any."""
+async def fetch_load(replica: psutil.Process) -> int:
+    """Return the number of requests that the replica is serving, or -1 if it is not ready."""
     with contextlib.suppress(psutil.NoSuchProcess, httpx2.TransportError):
         for _, path in served_sockets(replica)[:1]:
             transport = httpx2.AsyncHTTPTransport(uds=path)
             async with httpx2.AsyncClient(
                 transport=transport, base_url="http://replica", timeout=1.0
             ) as client:
-                told = (await client.get("/load")).json()
-                return int(told["server_load"]) if told["state"] == "ready" else -1
+                report = (await client.get("/load")).json()
+                return int(report["server_load"]) if report["state"] == "ready" else -1
     return -1
 
 
-def asked(number: int, tokens: int) -> dict[str, object]:
-    """The body of stream `number`: every second one sampled, every third one of two choices."""
+def build_body(number: int, tokens: int) -> dict[str, object]:
+    """Return the body of stream `number`. Every second one is sampled, every third one has two choices."""
     return {
         "model": MODEL,
         "messages": [{"role": "user", "content": f"Tell me a story about {number}."}],
@@ -158,24 +160,29 @@ def asked(number: int, tokens: int) -> dict[str, object]:
     }
 
 
-async def stream(
-    running: Whole, number: int, tokens: int, told: Callable[[str], object] = len
+async def run_stream(
+    running: RunningServer, number: int, tokens: int, on_text: Callable[[str], object] = len
 ) -> Answer:
-    """One stream to its end; `told` hears its text as it comes. Raises BrokenStreamError or TransportError."""
+    """Run a stream to its end, and call `on_text` with each piece of text.
+
+    Raises:
+        BrokenStreamError: The output is not a complete stream.
+        httpx2.TransportError: The connection failed.
+    """
     texts: dict[int, str] = {}
     finishes: dict[int, str] = {}
     ids: set[str] = set()
-    used = 0
-    body = asked(number, tokens)
-    async with running.client.stream("POST", "/v1/chat/completions", json=body) as reply:
-        if reply.status_code != httpx2.codes.OK:
-            raise BrokenStreamError((await reply.aread()).decode())
-        async for line in reply.aiter_lines():
+    usage_tokens = 0
+    body = build_body(number, tokens)
+    async with running.client.stream("POST", "/v1/chat/completions", json=body) as response:
+        if response.status_code != httpx2.codes.OK:
+            raise BrokenStreamError((await response.aread()).decode())
+        async for line in response.aiter_lines():
             data = line.removeprefix("data: ")
             if data == "[DONE]":
-                if len(ids) != 1 or not used:
-                    raise BrokenStreamError(f"{len(ids)} ids, {used} tokens")
-                return Answer(texts, finishes, used)
+                if len(ids) != 1 or not usage_tokens:
+                    raise BrokenStreamError(f"{len(ids)} ids, {usage_tokens} tokens")
+                return Answer(texts, finishes, usage_tokens)
             if not data or data.startswith(":"):
                 continue
             try:
@@ -186,10 +193,10 @@ async def stream(
             for choice in chunk.choices:
                 if choice.index in finishes:
                     raise BrokenStreamError(f"more after the end of choice {choice.index}: {data}")
-                said = choice.delta.content or ""
-                texts[choice.index] = texts.get(choice.index, "") + said
-                told(said)
+                text = choice.delta.content or ""
+                texts[choice.index] = texts.get(choice.index, "") + text
+                on_text(text)
                 if choice.finish_reason:
                     finishes[choice.index] = choice.finish_reason
-            used = chunk.usage.completion_tokens if chunk.usage else used
-    raise BrokenStreamError("it ended without [DONE]")
+            usage_tokens = chunk.usage.completion_tokens if chunk.usage else usage_tokens
+    raise BrokenStreamError("the stream ended without [DONE]")
