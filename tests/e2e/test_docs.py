@@ -1,0 +1,153 @@
+"""The tutorials work as written: every command runs, and prints what the page shows."""
+
+from __future__ import annotations
+
+import doctest
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from tests.support.serve_process import ServeProcess
+
+TUTORIALS = Path(__file__).parents[2] / "docs/tutorials"
+PORTS = ("8000", "8001", "8002")
+SMALL = "--threads 1 --kv-memory 64MiB"
+END_OF_BLOCK = "end-of-block"
+CHECKER = doctest.OutputChecker()
+
+
+class Block(NamedTuple):
+    """A fenced block of a page."""
+
+    language: str
+    title: str
+    """`Server`, `Output`, the name of a file to write, or empty."""
+    text: str
+
+
+def read_blocks(page: str) -> list[Block]:
+    text = (TUTORIALS / page).read_text()
+    pattern = r'^```(\w+)(?: title="([^"]*)")?\n(.*?)^```$'
+    found = re.findall(pattern, text, re.MULTILINE | re.DOTALL)
+    return [Block(*parts) for parts in found]
+
+
+PYTHON = [block for block in read_blocks("first-server.md") if block.language == "python"]
+
+
+@dataclass
+class Terminal:
+    """A shell that keeps its variables and functions from block to block."""
+
+    process: subprocess.Popen[str]
+
+    def run(self, commands: str) -> str:
+        """Run the commands of a block and return what they print."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(f"{commands}\necho {END_OF_BLOCK} $?\n")
+        self.process.stdin.flush()
+        printed = []
+        for line in self.process.stdout:
+            before, marker, status = line.partition(END_OF_BLOCK)
+            printed.append(before)
+            if marker:
+                assert status.strip() == "0", "".join(printed)
+                return "".join(printed)
+        pytest.fail(f"the shell ended: {''.join(printed)}")
+
+
+def free_ports() -> dict[str, str]:
+    """Return a free port for each port of the tutorials."""
+    with ExitStack() as sockets:
+        opened = [sockets.enter_context(socket.socket()) for _ in PORTS]
+        for one in opened:
+            one.bind(("127.0.0.1", 0))
+        return {port: str(one.getsockname()[1]) for port, one in zip(PORTS, opened, strict=True)}
+
+
+@contextmanager
+def serving(command: str, terminal_environment: dict[str, str], folder: Path) -> Iterator[None]:
+    """Run a server in a terminal of its own until the tutorial ends, and stop it with Ctrl-C."""
+    with subprocess.Popen(
+        command.split(), cwd=folder, env=terminal_environment, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        try:
+            shown = ""
+            for line in process.stderr:
+                shown += line
+                if "is ready at" in line:
+                    break
+            else:
+                pytest.fail(f"the server ended: {shown}")
+            yield
+        finally:
+            process.send_signal(signal.SIGINT)
+        process.stderr.read()
+        assert process.wait() == 0
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("page", sorted(path.name for path in TUTORIALS.glob("*.md")))
+def test_tutorial_commands_print_the_shown_output(page: str, tmp_path: Path) -> None:
+    ports = free_ports()
+    environment = os.environ | {
+        "XDG_STATE_HOME": str(tmp_path / "state"),
+        "ARGOSY_URL": f"http://127.0.0.1:{ports['8000']}",
+        "COLUMNS": "200",
+    }
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv/bin").symlink_to(Path(sys.executable).parent)
+
+    def adapt(text: str) -> str:
+        """Use free ports, and servers that are small."""
+        text = text.replace("make serve", ".venv/bin/argosy serve --port 8000")
+        text = re.sub(r"argosy (serve|replica) ", rf"argosy \1 {SMALL} ", text)
+        text = text.replace("fleet.yaml\n", "fleet.yaml --port 8000\n")
+        return re.sub(
+            r"(127\.0\.0\.1:|--port )(\d{4})\b", lambda found: found[1] + ports[found[2]], text
+        )
+
+    printed = ""
+    with ExitStack() as running:
+        shell = subprocess.Popen(
+            ["bash"],
+            cwd=tmp_path,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        running.enter_context(shell)
+        running.callback(lambda: os.killpg(shell.pid, signal.SIGKILL))
+        terminal = Terminal(shell)
+        for language, title, text in read_blocks(page):
+            if title == "Server":
+                running.enter_context(serving(adapt(text), environment, tmp_path))
+            elif language == "yaml":
+                (tmp_path / title).write_text(adapt(text))
+            elif language == "sh":
+                printed = terminal.run(adapt(text))
+            elif title == "Output":
+                flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+                assert CHECKER.check_output(text.rstrip() + "...", printed + "\n.", flags), printed
+
+
+@pytest.mark.parametrize("block", PYTHON, ids=range(len(PYTHON)))
+def test_tutorial_python_prints_an_answer(block: Block, server: ServeProcess) -> None:
+    code = block.text.replace("http://127.0.0.1:8000", server.url)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()

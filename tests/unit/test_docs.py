@@ -1,0 +1,158 @@
+"""The documentation names only what exists: links, settings, metrics, log events, error codes, tests."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from argosy.gateway import load_config
+from argosy.protocol import ERROR_CODES
+from argosy.telemetry import GatewayGauges, GatewayMetrics, QuotaBackendGauges
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+SOURCE = ROOT / "src/argosy"
+PAGES = sorted(DOCS.rglob("*.md"))
+OPERATOR_PAGES = [DOCS / "how-to/troubleshoot.md", DOCS / "how-to/alerts.md"]
+CODE = re.compile(r"`([^`\n]+)`")
+NAME = re.compile(r"[a-z]+(?:_[a-z0-9]+)+")
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+LOG_METHODS = {
+    "debug": "debug",
+    "info": "info",
+    "warning": "warning",
+    "error": "error",
+    "exception": "error",
+}
+LOGGED_BY_A_VARIABLE_METHOD = {"request"}
+"""Events whose level depends on the route, which the search for calls of a logger misses."""
+
+
+def page_id(page: Path) -> str:
+    return str(page.relative_to(DOCS))
+
+
+def read_blocks(page: Path, language: str) -> list[str]:
+    """Return the fenced blocks of a language."""
+    return re.findall(
+        rf"^```{language}[^\n]*\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL
+    )
+
+
+def slugify(heading: str) -> str:
+    """Return the anchor of a heading, as the site and GitHub make it."""
+    plain = re.sub(r"[^\w\s-]", "", heading.replace("`", "")).strip().lower()
+    return re.sub(r"\s+", "-", plain)
+
+
+def anchors(page: Path) -> set[str]:
+    text = FENCED.sub("", page.read_text())
+    return {slugify(heading) for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE)}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_links_point_to_existing_pages_and_headings(page: Path) -> None:
+    for link in LINK.findall(FENCED.sub("", page.read_text())):
+        if link.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.is_relative_to(DOCS), f"{link} leaves the documentation"
+        assert target.is_file(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_yaml_examples_are_valid(page: Path, tmp_path: Path) -> None:
+    for block in read_blocks(page, "yaml"):
+        document = msgspec.yaml.decode(block)
+        if "models" in document:
+            (tmp_path / "fleet.yaml").write_text(block)
+            load_config(tmp_path / "fleet.yaml")
+
+
+def test_pages_name_existing_tests_and_results() -> None:
+    for page in PAGES:
+        if "decisions" in page.parts or page.name == "roadmap.md":
+            continue
+        for code in CODE.findall(FENCED.sub("", page.read_text())):
+            if re.fullmatch(r"(tests|tools|benchmarks)/[\w/.-]+", code):
+                assert (ROOT / code).exists(), f"{page}: {code}"
+            if re.fullmatch(r"20\d\d-[\w-]+\.json", code):
+                assert (ROOT / "benchmarks/results" / code).exists(), f"{page}: {code}"
+
+
+def gateway_metrics() -> set[str]:
+    quota = QuotaBackendGauges(is_connected=True, degraded_allowed=0, degraded_rejected=0)
+    gauges = GatewayGauges(store_up=True, quota_backend=quota)
+    exposition = GatewayMetrics().exposition(gauges).decode()
+    return set(re.findall(r"^# TYPE (\S+)", exposition, re.MULTILINE))
+
+
+def test_pages_name_existing_gateway_metrics() -> None:
+    known = gateway_metrics()
+    for page in PAGES:
+        if "decisions" not in page.parts:
+            named = set(re.findall(r"\bargosy_gateway_\w+", page.read_text()))
+            samples = {re.sub(r"_(bucket|count|sum)$", "", name) for name in named}
+            assert samples - known == set(), page
+
+
+def test_operator_pages_name_existing_events_codes_and_settings() -> None:
+    words = set(re.findall(r"\w+", "".join(path.read_text() for path in SOURCE.rglob("*.py"))))
+    known = words | gateway_metrics() | {error.code for error in ERROR_CODES}
+    for page in OPERATOR_PAGES:
+        named = {name for code in CODE.findall(page.read_text()) for name in NAME.findall(code)}
+        assert named - known == set(), page
+
+
+def logged_events() -> Iterator[tuple[str, str, set[str]]]:
+    """Yield name, level and fields of each call that logs an event."""
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and node.func.attr in LOG_METHODS
+                and ast.unparse(node.func.value) in {"log", "self._log"}
+                and isinstance(node.args[0], ast.Constant)
+            ):
+                continue
+            name = node.args[0].value
+            if isinstance(name, str) and re.fullmatch(r"[a-z_]+", name):
+                fields = {keyword.arg for keyword in node.keywords if keyword.arg is not None}
+                fields |= {"traceback"} if node.func.attr == "exception" else set()
+                yield name, LOG_METHODS[node.func.attr], fields
+
+
+def documented_events() -> Iterator[tuple[str, set[str], set[str]]]:
+    """Yield name, levels and fields of each row of the page of log events."""
+    page = (DOCS / "reference/log-events.md").read_text()
+    for name, levels, fields in re.findall(
+        r"^\| `([a-z_]+)` \| ([a-z, ]+) \|([^|]*)\|[^|]*\|$", page, re.MULTILINE
+    ):
+        named = set(CODE.findall(fields)) | ({"traceback"} if "traceback" in fields else set())
+        yield name, set(levels.split(", ")), named
+
+
+def test_log_events_page_lists_every_event_with_its_level_and_fields() -> None:
+    levels, fields = defaultdict[str, set[str]](set), defaultdict[str, set[str]](set)
+    for name, level, named in logged_events():
+        levels[name].add(level)
+        fields[name] |= named
+    shown_levels, shown_fields = defaultdict[str, set[str]](set), defaultdict[str, set[str]](set)
+    for name, all_levels, named in documented_events():
+        shown_levels[name] |= all_levels
+        shown_fields[name] |= named
+    for name in LOGGED_BY_A_VARIABLE_METHOD:
+        del shown_levels[name], shown_fields[name]
+    assert shown_levels == levels
+    for name, named in fields.items():
+        assert named <= shown_fields[name], name
