@@ -55,7 +55,7 @@ test: .venv/.dev $(JS_READY)
 	$(PYTEST) $(ARGS)
 
 test-exhaustive: .venv/.dev $(JS_READY)
-	$(PYTEST) -m "not soak" $(ARGS)
+	$(PYTEST) -m "not soak" --hypothesis-profile=exhaustive $(ARGS)
 
 soak: .venv/.dev
 	$(BIN)/pytest -m soak $(ARGS)
@@ -86,12 +86,12 @@ endif
 
 docs: .venv/.docs
 	$(BIN)/python tools/generate_docs.py
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "The documentation is in site/index.html."
 
 # Broken links and pages that the navigation lacks end the build.
 docs/site-check: .venv/.docs
-	$(BIN)/mkdocs build --strict --quiet --site-dir .venv/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir .venv/site
 
 mutants: .venv/.dev
 	$(BIN)/python tools/mutants.py sample --seed 7 --count 60 --output .venv/mutants.json

@@ -1,4 +1,4 @@
-"""What every test shares: how hypothesis behaves, the databases, and state that is not the user's own."""
+"""Configuration of all tests: hypothesis profiles, databases, and state outside the user's own folders."""
 
 import os
 import signal
@@ -11,39 +11,41 @@ from hypothesis import settings
 
 from tests.support.certificates import Authority
 
-# A shell that starts the tests in the background has them, and all that they start, ignore Ctrl-C.
+# A shell that starts the tests in the background makes them and their processes ignore SIGINT.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 pytest_plugins = ("tests.support.services",)
 
-# To draw a traceback with colours and local variables takes a tenth of a second, and hundreds are logged.
+# A traceback with colours and local variables takes a tenth of a second, and hundreds are logged.
 structlog.dev.ConsoleRenderer.get_active().exception_formatter = structlog.dev.plain_traceback
 
-# Timings never decide a test, so no deadlines; CI draws the same examples every time.
-settings.register_profile("default", deadline=None)
-settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+# Timings never decide a test, so no deadlines. CI draws the same examples every time.
+# `--hypothesis-profile=exhaustive` draws more examples.
+settings.register_profile("default", deadline=None, max_examples=50)
+settings.register_profile("ci", settings.get_profile("default"), derandomize=True, print_blob=True)
+settings.register_profile("exhaustive", deadline=None, max_examples=500)
 settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _own_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Whatever keeps state for its user keeps it here."""
-    with pytest.MonkeyPatch.context() as patch:
-        folder = tmp_path_factory.mktemp("state")
-        patch.setenv("XDG_STATE_HOME", str(folder))
-        yield folder
+def _isolated_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Replace the user's state folder."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        state_folder = tmp_path_factory.mktemp("state")
+        monkeypatch.setenv("XDG_STATE_HOME", str(state_folder))
+        yield state_folder
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _own_trust(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """No test speaks with anybody else's server: to read all authorities of the system would take each client 40 ms."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SSL_CERT_FILE", Authority(tmp_path_factory.mktemp("trust")).ca)
+def _test_authorities(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Trust a test authority only, because each client would read the system's authorities in 40 ms."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("SSL_CERT_FILE", Authority(tmp_path_factory.mktemp("trust")).ca)
         yield
 
 
 @pytest.fixture(autouse=True)
-def _own_logs() -> Iterator[None]:
-    """What a test changes of how logs are written, as `argosy.LLM` does, is over with it."""
+def _default_logging() -> Iterator[None]:
+    """Restore the logging configuration, which `argosy.LLM` changes."""
     yield
     structlog.reset_defaults()

@@ -211,7 +211,7 @@ def metrics() -> str:
         f"{gateway}\n"
         "## Replica\n\n"
         "`GET /metrics` of a native replica, or `GET /replicas/NAME/metrics` through the gateway.\n"
-        "The same values are exported under vLLM's names, so that dashboards made for vLLM work.\n\n"
+        "With `--vllm-metrics` the same values are exported under vLLM's names too.\n\n"
         f"{engine}"
     )
 

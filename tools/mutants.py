@@ -39,11 +39,12 @@ if TYPE_CHECKING:
     import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-STORE_TESTS = ["unit/store", "integration/store", "integration/test_admin*.py"]
+SHARED_TESTS = ["integration/gateway/test_shared*.py", "unit/gateway/test_limit_filter.py"]
+STORE_TESTS = ["unit/store", "integration/store", "integration/test_admin*.py", *SHARED_TESTS]
 GATEWAY_TESTS = ["unit/gateway", "integration/gateway", "integration/test_gateway*.py"]
 AREAS = {
     "policy": ["unit"],
-    "gateway": [*GATEWAY_TESTS, "integration/test_dialects.py"],
+    "gateway": GATEWAY_TESTS,
     "store": [*STORE_TESTS, "integration/test_cli_accounts.py"],
 }
 """Packages of `src/argosy`, each with the files, folders and patterns of its tests in `tests`."""

@@ -1,4 +1,4 @@
-"""Cores that fail on command, and clients in front of them."""
+"""Engine clients whose core follows a fault script."""
 
 import os
 from collections.abc import AsyncIterator, Callable
@@ -15,16 +15,16 @@ from argosy.engine.serving.engine_core.heartbeat_monitor import CoreRestartPolic
 ROOT = Path(__file__).parents[2]
 QUICK = CoreRestartPolicy(backoff_s=0.01)
 
-Serve = Callable[..., AbstractAsyncContextManager[EngineClient]]
+StartClient = Callable[..., AbstractAsyncContextManager[EngineClient]]
 
 
 @pytest.fixture
-def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Serve:
-    """What starts clients, as an asynchronous context manager."""
+def start_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StartClient:
+    """Return an asynchronous context manager that starts a client."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
 
     @asynccontextmanager
-    async def started(
+    async def run_client(
         stall_timeout_s: float = 60.0, restarts: CoreRestartPolicy = QUICK
     ) -> AsyncIterator[EngineClient]:
         config = EngineConfig(model=str(tmp_path), stall_timeout_s=stall_timeout_s)
@@ -35,4 +35,4 @@ def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Serve:
         finally:
             await client.close()
 
-    return started
+    return run_client

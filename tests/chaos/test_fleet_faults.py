@@ -1,4 +1,4 @@
-"""Gateways, replicas, Redis and PostgreSQL die in turns: who asks again is answered, and each answer has its row."""
+"""Gateways, replicas, Redis and PostgreSQL fail in turn. Every retried request completes and has its usage row."""
 
 from __future__ import annotations
 
@@ -16,8 +16,13 @@ from typing import Any
 
 import httpx2
 import pytest
-from tests.chaos.test_gateway_faults import ReplicaProcess
-from tests.support.gateway_processes import GatewayProcess, Tenants, gateways, tenants
+from tests.support.gateway_processes import (
+    GatewayProcess,
+    OrganisationAccounts,
+    gateways,
+    open_organisation,
+)
+from tests.support.replica_process import MODEL, ReplicaProcess
 from tests.support.services import (
     PostgresServer,
     Program,
@@ -32,20 +37,17 @@ from argosy.store import StoreConfig
 
 pytestmark = pytest.mark.timeout(480)
 
-MODEL = "argosy-mini"
 CLIENTS = 6
-BETWEEN = 8
-"""Answers that come while something is away, and after it is back."""
-PASSING = (httpx2.TransportError, ConnectionError)
-"""What befalls who asks a gateway that dies."""
+RETRYABLE = (httpx2.TransportError, ConnectionError)
+"""Errors of a request whose gateway dies."""
 
-Answer = tuple[dict[int, str], int]
-"""Text by choice, and output tokens."""
+Output = tuple[dict[int, str], int]
+"""Text by choice, and the number of output tokens."""
 Step = Callable[[], Awaitable[object]]
 
 
-def asked(number: int) -> dict[str, Any]:
-    """The body of a request: every second one streams, every third one has two choices."""
+def make_body(number: int) -> dict[str, Any]:
+    """Return a request body. Every second request streams, every third one has two choices."""
     body = {
         "model": MODEL,
         "messages": [{"role": "user", "content": f"Tell me a story about {number}."}],
@@ -58,87 +60,95 @@ def asked(number: int) -> dict[str, Any]:
     return body | (streams if number % 2 else {})
 
 
-def read(content: str) -> Answer:
-    """An answer, streamed or whole. Raises ConnectionError for one that broke off."""
+def parse_response(content: str) -> Output:
+    """Parse a streamed or non-streamed response.
+
+    Raises:
+        ConnectionError: The stream ended early.
+    """
     if content.startswith("{"):
-        whole = json.loads(content)
-        texts = {one["index"]: one["message"]["content"] for one in whole["choices"]}
-        return texts, whole["usage"]["completion_tokens"]
-    told, tokens = defaultdict[int, str](str), 0
+        body = json.loads(content)
+        texts = {each["index"]: each["message"]["content"] for each in body["choices"]}
+        return texts, body["usage"]["completion_tokens"]
+    stream_texts, tokens = defaultdict[int, str](str), 0
     events = [line.removeprefix("data: ") for line in content.split("\n\n") if line[:1] == "d"]
     if events[-1:] != ["[DONE]"]:
         raise ConnectionError(content[-200:])
     for chunk in map(json.loads, events[:-1]):
         for choice in chunk["choices"]:
-            told[choice["index"]] += choice["delta"].get("content") or ""
+            stream_texts[choice["index"]] += choice["delta"].get("content") or ""
         tokens = (chunk.get("usage") or {}).get("completion_tokens", tokens)
-    return dict(told), tokens
+    return dict(stream_texts), tokens
 
 
 @dataclass
-class Fleet:
-    """Three gateways that share accounts, limits and replicas, and clients who ask again until they are answered."""
+class SharedFleet:
+    """Gateways that share accounts, limits and replicas, and clients that retry until they succeed."""
 
     gateways: list[GatewayProcess]
     replicas: list[ReplicaProcess]
     redis: RedisServer
     postgres: PostgresServer
-    tenants: Tenants
+    tenants: OrganisationAccounts
     key: str
-    expected: list[Answer] = field(default_factory=list)
+    responses_per_step: int
+    expected: list[Output] = field(default_factory=list)
     rows: dict[str, int] = field(default_factory=dict)
-    """Tokens of each answer, by its id; not of those that were kept, and given again."""
-    came: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
-    """One for each answer."""
+    """Output tokens by request id, without replayed responses."""
+    responses: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
+    """Released once per response."""
 
-    async def answer(self, client: httpx2.AsyncClient, number: int, key: str) -> Answer:
-        """One request, sent to one gateway after another."""
-        for gateway in itertools.cycle(self.gateways[number % 3 :] + self.gateways[: number % 3]):
-            with contextlib.suppress(*PASSING):
-                told = await client.post(
+    async def send(self, client: httpx2.AsyncClient, number: int, key: str) -> Output:
+        """Send a request to one gateway after another until one returns a complete response."""
+        first = number % len(self.gateways)
+        for gateway in itertools.cycle(self.gateways[first:] + self.gateways[:first]):
+            with contextlib.suppress(*RETRYABLE):
+                response = await client.post(
                     f"{gateway.url}/v1/chat/completions",
-                    json=asked(number),
+                    json=make_body(number),
                     headers={"authorization": f"Bearer {self.key}", "idempotency-key": key},
                 )
-                if told.status_code == 200:
-                    answer = read(told.text)
-                    if "idempotent-replayed" not in told.headers:
-                        self.rows[told.headers["x-argosy-request"]] = answer[1]
-                    return answer
-                assert told.status_code in {409, 429, 502, 503}, told.text
-            await asyncio.sleep(0.05)  # as clients do
+                if response.status_code == 200:
+                    output = parse_response(response.text)
+                    if "idempotent-replayed" not in response.headers:
+                        self.rows[response.headers["x-argosy-request"]] = output[1]
+                    return output
+                assert response.status_code in {409, 429, 502, 503}, response.text
+            await asyncio.sleep(0.05)  # the pause of a client before its retry
         raise AssertionError
 
-    async def ask_on(self, number: int) -> None:
-        """One client: its request again and again, each time under another key."""
+    async def send_repeatedly(self, number: int) -> None:
+        """Repeat one request, with a new idempotency key each time."""
         async with httpx2.AsyncClient(timeout=60.0) as client:
             for turn in itertools.count():
-                answer = await self.answer(client, number, f"{number}-{turn}")
-                assert answer == self.expected[number]
-                self.came.release()
+                output = await self.send(client, number, f"{number}-{turn}")
+                assert output == self.expected[number]
+                self.responses.release()
 
-    async def without(self, goes: Step, is_back: Step) -> None:
-        """Answers come while a part of it is away, and after that."""
-        for step in (goes, is_back):
+    async def during_outage(self, fail: Step, recover: Step) -> None:
+        """Check that responses arrive during an outage and after it."""
+        for step in (fail, recover):
             await step()
-            for _ in range(BETWEEN):
-                await self.came.acquire()
+            for _ in range(self.responses_per_step):
+                await self.responses.acquire()
 
 
 @contextlib.asynccontextmanager
-async def started(folder: Path) -> AsyncIterator[Fleet]:
+async def run_fleet(
+    folder: Path, gateway_count: int, responses_per_step: int
+) -> AsyncIterator[SharedFleet]:
     replicas = [ReplicaProcess(folder / f"{number}.sock") for number in range(2)]
     with running_postgres() as postgres, running_redis() as redis:
         url = postgres.create("fleet")
-        behind = [ReplicaConfig(url=f"unix:{replica.socket}") for replica in replicas]
+        replica_configs = [ReplicaConfig(url=f"unix:{replica.socket}") for replica in replicas]
         config = GatewayConfig(
             port=0,
-            models=[ModelConfig(name=MODEL, replicas=behind)],
+            models=[ModelConfig(name=MODEL, replicas=replica_configs)],
             store=StoreConfig(url=url),
             limits=LimitsConfig(redis=redis.url),
             timeouts=Timeouts(stream_idle_timeout_s=4.0, first_token_timeout_s=20.0),
         )
-        with tenants(url) as store:
+        with open_organisation(url) as store:
             project = store.project("web")
             store.limit(project, "tokens", 10**9, "day")
             store.limit(project, "concurrency", 100)
@@ -146,60 +156,60 @@ async def started(folder: Path) -> AsyncIterator[Fleet]:
             try:
                 for replica in replicas:
                     await replica.start()
-                await asyncio.gather(*(replica.ready() for replica in replicas))
-                async with gateways(config, folder, 3) as running:
-                    yield Fleet(running, replicas, redis, postgres, store, key)
+                await asyncio.gather(*(replica.wait_ready() for replica in replicas))
+                async with gateways(config, folder, gateway_count) as running:
+                    yield SharedFleet(
+                        running, replicas, redis, postgres, store, key, responses_per_step
+                    )
             finally:
                 for replica in replicas:
-                    await replica.end()
+                    await replica.kill()
 
 
-async def faults(fleet: Fleet) -> None:
-    """One after the other, each part away for a while."""
-    first, second, third = fleet.gateways
+async def inject_faults(fleet: SharedFleet) -> None:
+    """Make each component fail once, one after the other. With a third gateway, kill two of them."""
+    first, *others, last = fleet.gateways
     left, right = fleet.replicas
-    await fleet.without(first.kill, first.start)
-    await fleet.without(left.end, partial(begin, left))
-    await fleet.without(*dying(fleet.redis.program))
-    await fleet.without(second.kill, second.start)
-    await fleet.without(*dying(fleet.postgres.program))
-    await fleet.without(partial(stand_still, right), partial(begin, right))
-    await fleet.without(third.stop, third.start)
+    await fleet.during_outage(first.kill, first.start)
+    await fleet.during_outage(left.kill, left.restart)
+    await fleet.during_outage(*restart_steps(fleet.redis.program))
+    for gateway in others:
+        await fleet.during_outage(gateway.kill, gateway.start)
+    await fleet.during_outage(*restart_steps(fleet.postgres.program))
+    await fleet.during_outage(partial(suspend, right), right.restart)
+    await fleet.during_outage(last.stop, last.start)
 
 
-def dying(program: Program) -> tuple[Step, Step]:
-    """How a server goes, with all that it keeps in memory, and how it is back."""
+def restart_steps(program: Program) -> tuple[Step, Step]:
+    """Return the steps that kill a server with its in-memory data and start it again."""
     return partial(asyncio.to_thread, program.stop), partial(asyncio.to_thread, program.start)
 
 
-async def begin(replica: ReplicaProcess) -> None:
-    await replica.end()
-    await replica.start()
-    await replica.ready()
-
-
-async def stand_still(replica: ReplicaProcess) -> None:
+async def suspend(replica: ReplicaProcess) -> None:
     assert replica.process is not None
     replica.process.send_signal(signal.SIGSTOP)
 
 
-async def test_whatever_dies_who_asks_again_is_answered_and_each_answer_has_its_row(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("gateway_count", "responses_per_step"), [(2, 2), pytest.param(3, 8, marks=pytest.mark.soak)]
+)
+async def test_retried_requests_complete_and_have_usage_rows(
+    tmp_path: Path, gateway_count: int, responses_per_step: int
 ) -> None:
-    async with started(tmp_path) as fleet:
+    async with run_fleet(tmp_path, gateway_count, responses_per_step) as fleet:
         async with httpx2.AsyncClient(timeout=60.0) as client:
             for number in range(CLIENTS):
-                fleet.expected.append(await fleet.answer(client, number, f"calm-{number}"))
-        clients = [asyncio.create_task(fleet.ask_on(number)) for number in range(CLIENTS)]
-        suffering = asyncio.create_task(faults(fleet))
-        done, _ = await asyncio.wait({suffering, *clients}, return_when=asyncio.FIRST_COMPLETED)
+                fleet.expected.append(await fleet.send(client, number, f"undisturbed-{number}"))
+        clients = [asyncio.create_task(fleet.send_repeatedly(n)) for n in range(CLIENTS)]
+        faults = asyncio.create_task(inject_faults(fleet))
+        done, _ = await asyncio.wait({faults, *clients}, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()
         for task in clients:
             task.cancel()
         await asyncio.gather(*clients, return_exceptions=True)
-        there: dict[str, int] = {}
-        while not fleet.rows.keys() <= there.keys():
+        recorded: dict[str, int] = {}
+        while not fleet.rows.keys() <= recorded.keys():
             rows = await asyncio.to_thread(fleet.tenants.rows)
-            there = {row.request: row.output_tokens for row in rows}
-        assert {name: there[name] for name in fleet.rows} == fleet.rows
+            recorded = {row.request: row.output_tokens for row in rows}
+        assert {name: recorded[name] for name in fleet.rows} == fleet.rows

@@ -1,4 +1,4 @@
-"""Two gateways on one Redis, asked again and again with the same keys, while a gateway or Redis dies."""
+"""Retries with the same idempotency keys at two gateways on one Redis while Redis or a gateway is killed."""
 
 from __future__ import annotations
 
@@ -11,120 +11,140 @@ from pathlib import Path
 
 import httpx2
 import pytest
-from tests.support.gateway_processes import MODEL, GatewayProcess, Tenants, gateways, tenants
-from tests.support.scripted_server import Asked, rough_server
+from tests.support.fake_upstream import UpstreamRequest, fake_upstream
+from tests.support.gateway_processes import (
+    MODEL,
+    GatewayProcess,
+    OrganisationAccounts,
+    gateways,
+    open_organisation,
+)
+from tests.support.idempotent_gateway import KEY_HEADER, REPLAYED
 from tests.support.services import RedisServer, running_redis
 
 from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig
 from argosy.gateway.filters.limit_filter import LimitsConfig
 from argosy.store import StoreConfig
 
-GATEWAYS = 2
-KEYS = 20
-RETRIES = 6
-"""Of each key, at a time."""
+NUM_GATEWAYS = 2
+NUM_KEYS = 10
+NUM_RETRIES = 4
+"""Concurrent requests with each key."""
 TOKENS = 20
-SOON_S = 0.02
+RESPONSE_S = 0.02
+RETRY_INTERVAL_S = 0.1
 
 
 @dataclass
-class Engine:
-    """Answers, and counts how often to which prompt; to one that says "hold" it begins, and waits."""
+class CountingEngine:
+    """Counts responses by prompt. The first response to the prompt "hang" hangs after five tokens."""
 
-    runs: Counter[str] = field(default_factory=Counter)
-    holds: asyncio.Event = field(default_factory=asyncio.Event)
+    num_responses: Counter[str] = field(default_factory=Counter)
+    hanging: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def __call__(self, asked: Asked) -> None:
-        prompt = str(asked.body["prompt"])
-        self.runs[prompt] += 1
-        asked.stream()
-        for place in range(TOKENS):
-            if place == 5 and prompt == "hold" and self.runs[prompt] == 1:
-                await asked.writer.drain()
-                self.holds.set()
+    async def __call__(self, request: UpstreamRequest) -> None:
+        prompt = str(request.body["prompt"])
+        self.num_responses[prompt] += 1
+        request.start_stream()
+        for position in range(TOKENS):
+            if position == 5 and prompt == "hang" and self.num_responses[prompt] == 1:
+                await request.writer.drain()
+                self.hanging.set()
                 await asyncio.Event().wait()
-            asked.say(f" {place}", "length" if place == TOKENS - 1 else None)
-            await asked.writer.drain()
-            await asyncio.sleep(SOON_S / TOKENS)
-        asked.end(tokens=TOKENS)
+            request.send_text(f" {position}", "length" if position == TOKENS - 1 else None)
+            await request.writer.drain()
+            await asyncio.sleep(RESPONSE_S / TOKENS)
+        request.end_stream(tokens=TOKENS)
 
 
 @dataclass
 class Fleet:
-    running: list[GatewayProcess]
-    people: Tenants
+    """Gateway processes in front of one engine."""
+
+    processes: list[GatewayProcess]
+    accounts: OrganisationAccounts
     redis: RedisServer
-    engine: Engine
+    engine: CountingEngine
     client: httpx2.AsyncClient
 
-    async def ask(self, gateway: int, prompt: str) -> httpx2.Response:
-        """The answer to a stream whose key is its prompt, once the key is not in use."""
+    async def post(self, gateway: int, prompt: str) -> httpx2.Response:
+        """Send a request whose key is its prompt, again while the key is in use."""
         body = {"model": MODEL, "prompt": prompt, "max_tokens": TOKENS, "stream": True}
-        url = f"{self.running[gateway].url}/v1/completions"
+        url = f"{self.processes[gateway].url}/v1/completions"
         while True:
-            answer = await self.client.post(url, json=body, headers={"Idempotency-Key": prompt})
-            if answer.status_code != 409:
-                return answer
-            await asyncio.sleep(SOON_S)
+            response = await self.client.post(url, json=body, headers={KEY_HEADER: prompt})
+            if response.status_code != 409:
+                return response
+            await asyncio.sleep(RETRY_INTERVAL_S)
 
 
 @contextlib.asynccontextmanager
-async def fleet(folder: Path) -> AsyncIterator[Fleet]:
-    engine, store = Engine(), f"sqlite:///{folder / 'argosy.db'}"
-    with running_redis() as redis, tenants(store) as people:
-        key = people.key(people.project("shop"))
-        people.price(1)
-        async with rough_server(engine) as rough:
-            behind = ReplicaConfig(url=rough.url, kind="openai", model="rough")
+async def run_fleet(folder: Path) -> AsyncIterator[Fleet]:
+    engine, store = CountingEngine(), f"sqlite:///{folder / 'argosy.db'}"
+    with running_redis() as redis, open_organisation(store) as accounts:
+        key = accounts.key(accounts.project("shop"))
+        accounts.price(1)
+        async with fake_upstream(engine) as server:
+            replica = ReplicaConfig(url=server.url, kind="openai", model="rough")
             config = GatewayConfig(
                 port=0,
-                models=[ModelConfig(name=MODEL, replicas=[behind])],
+                models=[ModelConfig(name=MODEL, replicas=[replica])],
                 store=StoreConfig(url=store),
                 limits=LimitsConfig(redis=redis.url),
             )
             headers = {"authorization": f"Bearer {key}"}
             async with (
-                gateways(config, folder, GATEWAYS) as running,
+                gateways(config, folder, NUM_GATEWAYS) as processes,
                 httpx2.AsyncClient(headers=headers, timeout=60) as client,
             ):
-                yield Fleet(running, people, redis, engine, client)
+                yield Fleet(processes, accounts, redis, engine, client)
 
 
-@pytest.mark.parametrize("killed", [False, True])
-async def test_a_storm_of_retries_is_answered_once(killed: bool, tmp_path: Path) -> None:
-    async with fleet(tmp_path) as here:
-        asked = [
-            asyncio.create_task(here.ask(number % GATEWAYS, f"p{key}"))
-            for number in range(RETRIES)
-            for key in range(KEYS)
+@pytest.mark.parametrize(
+    "redis_killed",
+    [
+        pytest.param(True, id="redis-killed"),
+        pytest.param(False, id="redis-up", marks=pytest.mark.soak),
+    ],
+)
+async def test_concurrent_retries_generate_one_response_per_key(
+    redis_killed: bool, tmp_path: Path
+) -> None:
+    """Without Redis each gateway may generate one response per key."""
+    async with run_fleet(tmp_path) as fleet:
+        requests = [
+            asyncio.create_task(fleet.post(retry % NUM_GATEWAYS, f"p{key}"))
+            for retry in range(NUM_RETRIES)
+            for key in range(NUM_KEYS)
         ]
-        if killed:
-            await asked[0]
-            here.redis.process.kill()
-        told: dict[str, list[httpx2.Response]] = {}
-        for number, answer in enumerate(await asyncio.gather(*asked)):
-            told.setdefault(f"p{number % KEYS}", []).append(answer)
-        most = GATEWAYS if killed else 1
-        for answers in told.values():
-            assert {answer.status_code for answer in answers} == {200}
-            first = [one.content for one in answers if "idempotent-replayed" not in one.headers]
-            assert 1 <= len(first) <= most
-            assert {answer.content for answer in answers} == set(first)
-        assert max(here.engine.runs.values()) <= most
-        runs = here.engine.runs.total()
-        rows = await here.people.settled(runs)
-        assert sum(row.output_tokens for row in rows) == runs * TOKENS
+        if redis_killed:
+            await requests[0]
+            fleet.redis.process.kill()
+        responses_by_key: dict[str, list[httpx2.Response]] = {}
+        for number, response in enumerate(await asyncio.gather(*requests)):
+            responses_by_key.setdefault(f"p{number % NUM_KEYS}", []).append(response)
+        max_generated = NUM_GATEWAYS if redis_killed else 1
+        for responses in responses_by_key.values():
+            assert {response.status_code for response in responses} == {200}
+            generated = [each.content for each in responses if REPLAYED not in each.headers]
+            assert 1 <= len(generated) <= max_generated
+            assert {response.content for response in responses} == set(generated)
+        assert max(fleet.engine.num_responses.values()) <= max_generated
+        num_responses = fleet.engine.num_responses.total()
+        records = await fleet.accounts.wait_for_rows(num_responses)
+        assert sum(record.output_tokens for record in records) == num_responses * TOKENS
 
 
-async def test_the_key_of_a_gateway_that_is_killed_is_free_soon(tmp_path: Path) -> None:
-    async with fleet(tmp_path) as here:
-        asking = asyncio.create_task(here.ask(0, "hold"))
-        await here.engine.holds.wait()
-        await here.running[0].kill()
+@pytest.mark.soak
+async def test_key_of_killed_gateway_becomes_free(tmp_path: Path) -> None:
+    async with run_fleet(tmp_path) as fleet:
+        request = asyncio.create_task(fleet.post(0, "hang"))
+        await fleet.engine.hanging.wait()
+        await fleet.processes[0].kill()
         with pytest.raises(httpx2.TransportError):
-            await asking
-        answer = await here.ask(1, "hold")
-        assert (answer.status_code, "idempotent-replayed" in answer.headers) == (200, False)
-        assert here.engine.runs["hold"] == 2
-        again = await here.ask(1, "hold")
-        assert (again.content, again.headers["idempotent-replayed"]) == (answer.content, "true")
+            await request
+        response = await fleet.post(1, "hang")
+        assert (response.status_code, REPLAYED in response.headers) == (200, False)
+        assert fleet.engine.num_responses["hang"] == 2
+        second = await fleet.post(1, "hang")
+        assert (second.content, second.headers[REPLAYED]) == (response.content, "true")

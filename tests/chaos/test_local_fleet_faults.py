@@ -1,4 +1,4 @@
-"""`argosy serve` under many streams while its replicas die, stall, leave and are cut off, and while it dies itself."""
+"""`argosy serve` with many streams while its replicas or the gateway are killed, stopped or disconnected."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from benchmarks.chaos import Streams, settled
+from benchmarks.chaos import Streams, wait_for_rows
 from benchmarks.faults import FAULTS
-from benchmarks.whole import all_back, stream, whole
+from benchmarks.server_process import run_server, run_stream, wait_for_replicas
 
 pytestmark = [pytest.mark.timeout(480), pytest.mark.asyncio(loop_scope="module")]
 
@@ -26,52 +26,54 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def streams(state: Path) -> AsyncIterator[Streams]:
-    async with whole("--replicas", str(REPLICAS), state=state) as running:
-        await all_back(running, REPLICAS)
+    async with run_server("--replicas", str(REPLICAS), state=state) as running:
+        await wait_for_replicas(running, REPLICAS)
         streams = Streams(running, STREAMS, 150)
-        await streams.undisturbed()
+        await streams.run_undisturbed()
         assert sum(answer.tokens for answer in streams.expected) > 50 * STREAMS
         yield streams
 
 
 @pytest.mark.parametrize("fault", ["kill", "cut", "term", "stop"])
-async def test_every_stream_gives_what_it_would_have_given(streams: Streams, fault: str) -> None:
-    await all_back(streams.running, REPLICAS)
+async def test_streams_survive_replica_fault(streams: Streams, fault: str) -> None:
+    await wait_for_replicas(streams.running, REPLICAS)
     try:
-        outcome = await streams.disturbed(FAULTS[fault], random.Random(fault))
+        outcome = await streams.run_with_fault(FAULTS[fault], random.Random(fault))
     except PermissionError:
         pytest.skip("this system does not let a process borrow its children's sockets (ptrace)")
-    assert outcome.struck
+    assert outcome.was_injected
     assert not outcome.different
-    await all_back(streams.running, REPLICAS)
+    await wait_for_replicas(streams.running, REPLICAS)
 
 
-async def test_the_ledger_has_a_row_for_each_request_and_the_tokens_that_were_delivered(
+async def test_ledger_counts_every_request_and_delivered_token(
     streams: Streams, state: Path
 ) -> None:
-    told = await settled(state, len(streams.answers))
-    assert told.requests == len(streams.answers)
-    assert told.output_tokens == sum(answer.tokens for answer in streams.answers)
+    rows = await wait_for_rows(state, len(streams.answers))
+    assert rows.requests == len(streams.answers)
+    assert rows.output_tokens == sum(answer.tokens for answer in streams.answers)
 
 
-async def test_a_killed_gateway_loses_its_streams_and_not_their_rows(tmp_path: Path) -> None:
-    given, enough = 0, asyncio.Event()
+async def test_killed_gateway_keeps_usage_of_its_streams(tmp_path: Path) -> None:
+    delivered, enough_delivered = 0, asyncio.Event()
 
-    def told(text: str) -> None:
-        nonlocal given
-        given += bool(text)  # at least a token
-        if given == 10 * STREAMS:
-            enough.set()
+    def count_chunk(text: str) -> None:
+        nonlocal delivered
+        delivered += bool(text)  # a chunk with text has at least one token
+        if delivered == 10 * STREAMS:
+            enough_delivered.set()
 
-    async with whole(state=tmp_path) as running:
-        lost = [asyncio.create_task(stream(running, n, 500, told)) for n in range(STREAMS)]
-        await enough.wait()
+    async with run_server(state=tmp_path) as running:
+        interrupted = [
+            asyncio.create_task(run_stream(running, n, 500, count_chunk)) for n in range(STREAMS)
+        ]
+        await enough_delivered.wait()
         running.process.kill()
-        ended = await asyncio.gather(*lost, return_exceptions=True)
-    cut = sum(isinstance(end, Exception) for end in ended)
-    assert cut
-    async with whole(state=tmp_path) as running:
-        again = await stream(running, 0, 5)
-        rows = await settled(tmp_path, STREAMS + 1)
+        results = await asyncio.gather(*interrupted, return_exceptions=True)
+    failed = sum(isinstance(result, Exception) for result in results)
+    assert failed
+    async with run_server(state=tmp_path) as running:
+        final = await run_stream(running, 0, 5)
+        rows = await wait_for_rows(tmp_path, STREAMS + 1)
     assert rows.requests == STREAMS + 1
-    assert given <= rows.output_tokens - again.tokens
+    assert delivered <= rows.output_tokens - final.tokens

@@ -1,4 +1,4 @@
-"""Three gateways on one Redis and one PostgreSQL, hammered; both die and come back, and so does a gateway."""
+"""Three gateway processes on one Redis and one PostgreSQL under load, while each of them is killed and restarted."""
 
 from __future__ import annotations
 
@@ -13,8 +13,14 @@ from typing import Any
 import httpx2
 import msgspec
 import pytest
-from tests.support.gateway_processes import MODEL, GatewayProcess, Tenants, gateways, tenants
-from tests.support.scripted_server import Asked, Rough, rough_server
+from tests.support.fake_upstream import UpstreamRequest, fake_upstream
+from tests.support.gateway_processes import (
+    MODEL,
+    GatewayProcess,
+    OrganisationAccounts,
+    gateways,
+    open_organisation,
+)
 from tests.support.services import PostgresServer, RedisServer, running_postgres, running_redis
 
 from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig
@@ -23,308 +29,326 @@ from argosy.gateway.filters.limit_filter import LimitsConfig
 from argosy.protocol import EventParser
 from argosy.store import StoreConfig, UsageRecord
 
-GATEWAYS = 3
-CALLERS = 12
-"""That ask at once, spread over the gateways."""
-ANSWER = 40
-"""Tokens of an answer, when nothing ends it."""
-PIECE_S = 0.002
-DEADLINE_S = 45.0
+NUM_GATEWAYS = 3
+NUM_CLIENTS = 12
+"""Concurrent clients, spread over the gateways."""
+RESPONSE_TOKENS = 40
+"""Tokens of a complete response."""
+TOKEN_INTERVAL_S = 0.002
+TIMEOUT_S = 45.0
+MANY_CONNECTIONS = httpx2.Limits(max_connections=None)
+CLOSED = {"quota_failure_mode": "closed"}
 
 
 @dataclass
-class Engine:
-    """An engine whose answers begin and go on as the test wants, and which counts who runs."""
+class CountingEngine:
+    """Counts concurrent responses by project, the first word of the prompt."""
 
-    at_once: Counter[str] = field(default_factory=Counter)
-    most: Counter[str] = field(default_factory=Counter)
-    """Requests at a time, by the first word of their prompts."""
-    go_on: asyncio.Event = field(default_factory=asyncio.Event)
-    """Ends the answers to prompts that say "hold", which wait after their fifth token."""
+    running: Counter[str] = field(default_factory=Counter)
+    max_running: Counter[str] = field(default_factory=Counter)
+    resume: asyncio.Event = field(default_factory=asyncio.Event)
+    """Ends the pause after the fifth token of responses to prompts with the word "pause"."""
 
-    async def __call__(self, asked: Asked) -> None:
-        who, *how = str(asked.body["prompt"]).split()
-        self.at_once[who] += 1
-        self.most[who] = max(self.most[who], self.at_once[who])
+    async def __call__(self, request: UpstreamRequest) -> None:
+        project, *options = str(request.body["prompt"]).split()
+        self.running[project] += 1
+        self.max_running[project] = max(self.max_running[project], self.running[project])
         try:
-            asked.stream()
-            for place in range(ANSWER):
-                if place == 5 and "hold" in how:
-                    await self.go_on.wait()
-                asked.say(f" {place}", "length" if place == ANSWER - 1 else None)
-                await asked.writer.drain()
-                await asyncio.sleep(PIECE_S)
-            asked.end(tokens=ANSWER)
+            request.start_stream()
+            for position in range(RESPONSE_TOKENS):
+                if position == 5 and "pause" in options:
+                    await self.resume.wait()
+                is_last = position == RESPONSE_TOKENS - 1
+                request.send_text(f" {position}", "length" if is_last else None)
+                await request.writer.drain()
+                await asyncio.sleep(TOKEN_INTERVAL_S)
+            request.end_stream(tokens=RESPONSE_TOKENS)
         finally:
-            self.at_once[who] -= 1
+            self.running[project] -= 1
 
 
 @dataclass
-class Got:
-    """What one request got."""
+class Result:
+    """Response as a client received it."""
 
     gateway: int
     status: int = 0
     code: str = ""
     tokens: int = 0
-    finish: str | None = None
+    finish_reason: str | None = None
+
+    @property
+    def is_rejected(self) -> bool:
+        return self.status == 429
+
+    def add_event(self, event: bytes, on_token: Callable[[], object]) -> None:
+        """Count the tokens of a stream event."""
+        if event == b"[DONE]":
+            return
+        for choice in msgspec.json.decode(event)["choices"]:
+            self.finish_reason = choice["finish_reason"] or self.finish_reason
+            if choice["text"]:
+                self.tokens += 1
+                on_token()
 
 
 @dataclass
 class Fleet:
-    """Gateways before an engine, and who calls them."""
+    """Gateway processes in front of one engine, and the projects that call them."""
 
-    running: list[GatewayProcess]
-    people: Tenants
-    engine: Engine
-    rough: Rough
+    processes: list[GatewayProcess]
+    accounts: OrganisationAccounts
+    engine: CountingEngine
     client: httpx2.AsyncClient
-    keys: dict[str, str] = field(default_factory=dict)
+    api_keys: dict[str, str]
 
-    async def ask(
-        self, gateway: int, who: str, how: str = "", told: Callable[[], object] = lambda: None
-    ) -> Got:
-        """One streamed completion on behalf of a project; `told` is called for each token."""
-        got = Got(gateway)
-        body = {"model": MODEL, "prompt": f"{who} {how}", "stream": True}
-        url = f"{self.running[gateway].url}/v1/completions"
-        headers = {"authorization": f"Bearer {self.keys[who]}"}
+    async def post(
+        self,
+        gateway: int,
+        project: str,
+        option: str = "",
+        on_token: Callable[[], object] = lambda: None,
+    ) -> Result:
+        """Send a streamed completion of a project. `on_token` is called for each token."""
+        result = Result(gateway)
+        body = {"model": MODEL, "prompt": f"{project} {option}", "stream": True}
+        url = f"{self.processes[gateway].url}/v1/completions"
+        headers = {"authorization": f"Bearer {self.api_keys[project]}"}
         async with self.client.stream("POST", url, json=body, headers=headers) as response:
-            got.status = response.status_code
-            if got.status != 200:
-                got.code = msgspec.json.decode(await response.aread())["error"]["code"]
-                return got
+            result.status = response.status_code
+            if result.status != 200:
+                result.code = msgspec.json.decode(await response.aread())["error"]["code"]
+                return result
             parser = EventParser()
-            with contextlib.suppress(httpx2.TransportError):  # its gateway was killed
+            with contextlib.suppress(httpx2.TransportError):  # the gateway was killed
                 async for data in response.aiter_raw():
                     for event in parser.feed(data):
-                        take(got, event, told)
-        return got
+                        result.add_event(event, on_token)
+        return result
 
-    async def hold(self, gateway: int, who: str, count: int) -> list[asyncio.Task[Got]]:
-        """So many streams at once, each of which has told five tokens and waits."""
-        told = asyncio.Semaphore(0)
-        asks = [self.let_in(gateway, who, "hold", told.release) for _ in range(count)]
-        streams = [asyncio.create_task(ask) for ask in asks]
-        async with asyncio.timeout(DEADLINE_S):
+    async def post_until_admitted(
+        self,
+        gateway: int,
+        project: str,
+        option: str = "",
+        on_token: Callable[[], object] = lambda: None,
+    ) -> Result:
+        """Send a completion again until the project's limits admit it."""
+        async with asyncio.timeout(TIMEOUT_S):
+            while (result := await self.post(gateway, project, option, on_token)).status != 200:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        return result
+
+    async def start_paused(
+        self, gateway: int, project: str, count: int
+    ) -> list[asyncio.Task[Result]]:
+        """Start streams and return once each has delivered five tokens and is paused."""
+        tokens = asyncio.Semaphore(0)
+        posts = [
+            self.post_until_admitted(gateway, project, "pause", tokens.release)
+            for _ in range(count)
+        ]
+        streams = [asyncio.create_task(post) for post in posts]
+        async with asyncio.timeout(TIMEOUT_S):
             for _ in range(5 * count):
-                await told.acquire()
+                await tokens.acquire()
         return streams
 
-    async def hammer(self, who: str, until: Callable[[Got], bool]) -> list[Got]:
-        """All callers ask for a project again and again, each until it gets what it waits for."""
-        found: list[Got] = []
+    async def send_load(self, project: str, is_last: Callable[[Result], bool]) -> list[Result]:
+        """Let every client send requests of a project until `is_last` accepts a result."""
+        results: list[Result] = []
 
-        async def call(number: int) -> None:
+        async def run_client(number: int) -> None:
             while True:
-                found.append(await self.ask(number % GATEWAYS, who))
-                if until(found[-1]):
+                result = await self.post(number % NUM_GATEWAYS, project)
+                results.append(result)
+                if is_last(result):
                     return
-                if found[-1].status != 200:
+                if result.status != 200:
                     await asyncio.sleep(0.05)
 
-        async with asyncio.timeout(DEADLINE_S):
-            await asyncio.gather(*(call(number) for number in range(CALLERS)))
-        return found
+        async with asyncio.timeout(TIMEOUT_S):
+            await asyncio.gather(*(run_client(number) for number in range(NUM_CLIENTS)))
+        return results
 
-    async def let_in(
-        self, gateway: int, who: str, how: str = "", told: Callable[[], object] = lambda: None
-    ) -> Got:
-        """The answer that a project gets once its limits have room."""
-        async with asyncio.timeout(DEADLINE_S):
-            while (got := await self.ask(gateway, who, how, told)).status != 200:  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
-        return got
+    def records_of(self, records: list[UsageRecord], project: str) -> list[UsageRecord]:
+        """Return the usage records of a project."""
+        ids = {each.name: each.id for each in self.accounts.store.accounts.list_projects()}
+        return [record for record in records if record.project == ids[project]]
 
-
-def take(got: Got, event: bytes, told: Callable[[], object]) -> None:
-    """Count what an event brings."""
-    if event == b"[DONE]":
-        return
-    for choice in msgspec.json.decode(event)["choices"]:
-        got.finish = choice["finish_reason"] or got.finish
-        if choice["text"]:
-            got.tokens += 1
-            told()
+    async def stop(self) -> None:
+        """Stop all gateways, which must exit without an error."""
+        await asyncio.gather(*(process.stop() for process in self.processes))
 
 
 @pytest.fixture(scope="module")
 def redis_server() -> Iterator[RedisServer]:
-    """Ours, to kill."""
+    """Redis of this module, which tests may kill."""
     with running_redis() as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def postgres_server() -> Iterator[PostgresServer]:
-    """Ours, to stop."""
+    """PostgreSQL of this module, which tests may stop."""
     with running_postgres() as server:
         yield server
 
 
 @contextlib.asynccontextmanager
-async def fleet(
+async def run_fleet(
     redis: RedisServer,
     postgres: PostgresServer,
     folder: Path,
     projects: Mapping[str, tuple[Mapping[str, Any], tuple[Any, ...] | None]],
 ) -> AsyncIterator[Fleet]:
-    """Gateways and projects: name -> settings, and unit, amount and window of its limit."""
-    engine = Engine()
-    with postgres.database() as url, tenants(url) as people:
-        keys = {}
+    """Run gateways and create projects, given as settings and (unit, amount, window) of a limit by name."""
+    engine = CountingEngine()
+    with postgres.database() as url, open_organisation(url) as accounts:
+        api_keys = {}
         for name, (settings, limit) in projects.items():
-            project = people.project(name, **settings)
-            keys[name] = people.key(project)
+            project = accounts.project(name, **settings)
+            api_keys[name] = accounts.key(project)
             if limit is not None:
-                people.limit(project, *limit)
-        people.price(1_000)
-        async with rough_server(engine) as rough:
+                accounts.limit(project, *limit)
+        accounts.price(1_000)
+        async with fake_upstream(engine) as server:
+            replica = ReplicaConfig(url=server.url, kind="openai")
             config = GatewayConfig(
                 port=0,
-                models=[
-                    ModelConfig(name=MODEL, replicas=[ReplicaConfig(url=rough.url, kind="openai")])
-                ],
+                models=[ModelConfig(name=MODEL, replicas=[replica])],
                 store=StoreConfig(url=url),
                 auth=AuthConfig(mode="required"),
                 limits=LimitsConfig(redis=redis.url),
                 drain_deadline_s=5.0,
             )
             async with (
-                gateways(config, folder, GATEWAYS) as running,
-                httpx2.AsyncClient(timeout=DEADLINE_S, limits=MANY) as client,
+                gateways(config, folder, NUM_GATEWAYS) as processes,
+                httpx2.AsyncClient(timeout=TIMEOUT_S, limits=MANY_CONNECTIONS) as client,
             ):
-                yield Fleet(running, people, engine, rough, client, keys)
+                yield Fleet(processes, accounts, engine, client, api_keys)
 
 
-MANY = httpx2.Limits(max_connections=None)
-CLOSED = {"quota_failure_mode": "closed"}
-
-
-def refused(got: Got) -> bool:
-    return got.status == 429
-
-
-def of(rows: list[UsageRecord], people: Tenants, name: str) -> list[UsageRecord]:
-    """A project's rows."""
-    named = {one.name: one.id for one in people.store.accounts.list_projects()}
-    return [row for row in rows if row.project == named[name]]
-
-
-async def test_no_limit_is_passed_by_more_than_its_bound_and_the_ledger_is_what_was_delivered(
+@pytest.mark.soak
+async def test_limits_hold_under_load_and_usage_equals_delivered_tokens(
     redis_server: RedisServer, postgres_server: PostgresServer, tmp_path: Path
 ) -> None:
     projects = {
         "requests": (CLOSED, ("requests", 50, "hour")),
         "tokens": (CLOSED, ("tokens", 2_000, "hour")),
-        "places": (CLOSED, ("concurrency", 5, None)),
+        "concurrency": (CLOSED, ("concurrency", 5, None)),
         "budget": (CLOSED, ("nano_dollars", 2_000_000, "day")),
     }
-    async with fleet(redis_server, postgres_server, tmp_path, projects) as world:
-        wanted = Counter[int]()
+    async with run_fleet(redis_server, postgres_server, tmp_path, projects) as fleet:
+        completed = Counter[int]()
 
-        def served_often(got: Got) -> bool:
-            wanted[got.gateway] += got.status == 200
-            return wanted[got.gateway] >= 8
+        def has_eight_per_gateway(result: Result) -> bool:
+            completed[result.gateway] += result.status == 200
+            return completed[result.gateway] >= 8
 
-        found = dict(
-            zip(
-                projects,
-                await asyncio.gather(
-                    *(
-                        world.hammer(name, served_often if name == "places" else refused)
-                        for name in projects
-                    )
-                ),
-                strict=True,
+        async def load(project: str) -> list[Result]:
+            is_concurrency = project == "concurrency"
+            return await fleet.send_load(
+                project, has_eight_per_gateway if is_concurrency else lambda each: each.is_rejected
             )
-        )
-        served = {name: [got for got in all_ if got.status == 200] for name, all_ in found.items()}
+
+        results = await asyncio.gather(*map(load, projects))
+        served = {
+            project: [each for each in of_project if each.status == 200]
+            for project, of_project in zip(projects, results, strict=True)
+        }
         assert 25 <= len(served["requests"]) <= 50
-        assert world.engine.most["places"] <= 5
-        assert len(served["places"]) >= 3 * 8
-        running = CALLERS * ANSWER
-        for name in ("tokens", "budget"):
-            assert 1_000 <= sum(got.tokens for got in served[name]) <= 2_000 + running, name
-        assert {got.finish for got in served["tokens"]} <= {"length", "limit"}
-        assert {got.finish for got in served["budget"]} <= {"length", "budget"}
+        assert fleet.engine.max_running["concurrency"] <= 5
+        assert len(served["concurrency"]) >= 3 * 8
+        max_overdraft = NUM_CLIENTS * RESPONSE_TOKENS
+        for project in ("tokens", "budget"):
+            tokens = sum(each.tokens for each in served[project])
+            assert 1_000 <= tokens <= 2_000 + max_overdraft, project
+        assert {each.finish_reason for each in served["tokens"]} <= {"length", "limit"}
+        assert {each.finish_reason for each in served["budget"]} <= {"length", "budget"}
 
-        rows = await world.people.settled(sum(len(some) for some in served.values()))
-        for name, some in served.items():
-            told = of(rows, world.people, name)
-            assert sorted(row.output_tokens for row in told) == sorted(g.tokens for g in some), name
-            assert {row.status for row in told} <= {"completed", "stopped"}
-            assert all(row.nano_dollars == 1_000 * row.output_tokens for row in told)
-        await asyncio.gather(*(gateway.stop() for gateway in world.running))
+        all_records = await fleet.accounts.wait_for_rows(sum(map(len, served.values())))
+        for project, of_project in served.items():
+            records = fleet.records_of(all_records, project)
+            delivered = sorted(each.tokens for each in of_project)
+            assert sorted(record.output_tokens for record in records) == delivered, project
+            assert {record.status for record in records} <= {"completed", "stopped"}
+            assert all(each.nano_dollars == 1_000 * each.output_tokens for each in records)
+        await fleet.stop()
 
 
-async def test_redis_is_killed_and_postgres_stopped_and_both_come_back(
+async def test_limits_and_usage_survive_outages_of_redis_and_postgres(
     redis_server: RedisServer, postgres_server: PostgresServer, tmp_path: Path
 ) -> None:
     limit = ("requests", 30, "hour")
-    projects = {
-        "open": ({}, limit),
-        "closed": (CLOSED, limit),
-        "free": (CLOSED, None),
-    }
-    async with fleet(redis_server, postgres_server, tmp_path, projects) as world:
-        found = {
-            name: [await world.ask(number, name) for number in range(GATEWAYS)]
-            for name in ("open", "closed")
+    projects = {"open": ({}, limit), "closed": (CLOSED, limit), "unlimited": (CLOSED, None)}
+    async with run_fleet(redis_server, postgres_server, tmp_path, projects) as fleet:
+        results = {
+            project: [await fleet.post(number, project) for number in range(NUM_GATEWAYS)]
+            for project in ("open", "closed")
         }
-        assert {got.status for some in found.values() for got in some} == {200}
+
+        def num_admitted() -> dict[str, int]:
+            return {
+                project: sum(each.status == 200 for each in of_project)
+                for project, of_project in results.items()
+            }
+
+        assert num_admitted() == {"open": NUM_GATEWAYS, "closed": NUM_GATEWAYS}
 
         redis_server.process.kill()
         redis_server.process.wait()
-        found["closed"] += await world.hammer("closed", lambda got: got.status == 503)
-        assert "limits_unavailable" in {got.code for got in found["closed"]}
-        found["open"] += await world.hammer("open", refused)
-        admitted = {name: sum(got.status == 200 for got in some) for name, some in found.items()}
-        assert 3 + GATEWAYS < admitted["open"] <= 2 * 30
-        assert admitted["closed"] <= 30
+        results["closed"] += await fleet.send_load("closed", lambda each: each.status == 503)
+        assert "limits_unavailable" in {each.code for each in results["closed"]}
+        results["open"] += await fleet.send_load("open", lambda each: each.is_rejected)
+        assert 2 * NUM_GATEWAYS < num_admitted()["open"] <= 2 * 30
+        assert num_admitted()["closed"] <= 30
 
         postgres_server.program.stop()
-        found["free"] = await asyncio.gather(
-            *(world.ask(number % GATEWAYS, "free") for number in range(CALLERS))
+        results["unlimited"] = await asyncio.gather(
+            *(fleet.post(number % NUM_GATEWAYS, "unlimited") for number in range(NUM_CLIENTS))
         )
-        assert {got.status for got in found["free"]} == {200}
+        assert num_admitted()["unlimited"] == NUM_CLIENTS
         postgres_server.program.start()
         redis_server.program.start()
 
-        found["closed"] += await world.hammer("closed", lambda got: got.status != 503)
-        for name, some in found.items():
-            admitted[name] = sum(got.status == 200 for got in some)
-        assert 3 < admitted["closed"] <= 30
-        rows = await world.people.settled(sum(admitted.values()))
-        assert {name: len(of(rows, world.people, name)) for name in projects} == admitted
-        assert sum(row.output_tokens for row in rows) == ANSWER * len(rows)
-        await asyncio.gather(*(gateway.stop() for gateway in world.running))
+        results["closed"] += await fleet.send_load("closed", lambda each: each.status != 503)
+        admitted = num_admitted()
+        assert NUM_GATEWAYS < admitted["closed"] <= 30
+        records = await fleet.accounts.wait_for_rows(sum(admitted.values()))
+        recorded = {project: len(fleet.records_of(records, project)) for project in projects}
+        assert recorded == admitted
+        assert sum(record.output_tokens for record in records) == RESPONSE_TOKENS * len(records)
+        await fleet.stop()
 
 
-async def test_a_killed_gateway_leaves_its_rows_and_gives_its_places_back(
+@pytest.mark.soak
+async def test_killed_gateway_keeps_its_usage_and_frees_its_concurrency_slots(
     redis_server: RedisServer, postgres_server: PostgresServer, tmp_path: Path
 ) -> None:
-    projects: dict[str, Any] = {"held": (CLOSED, ("concurrency", 4, None)), "free": ({}, None)}
-    async with fleet(redis_server, postgres_server, tmp_path, projects) as world:
-        victim = world.running[0]
-        streams = await world.hold(0, "held", 4)
-        assert (await world.ask(1, "held")).code == "rate_limit_exceeded"
-        assert (await world.ask(0, "free")).status == 200
-        await world.client.get(
-            f"{victim.url}/health"
-        )  # what was told has been counted, and rows ended
+    projects: dict[str, Any] = {
+        "limited": (CLOSED, ("concurrency", 4, None)),
+        "unlimited": ({}, None),
+    }
+    async with run_fleet(redis_server, postgres_server, tmp_path, projects) as fleet:
+        victim = fleet.processes[0]
+        streams = await fleet.start_paused(0, "limited", 4)
+        assert (await fleet.post(1, "limited")).code == "rate_limit_exceeded"
+        assert (await fleet.post(0, "unlimited")).status == 200
+        # A response shows that the gateway has counted all delivered tokens.
+        await fleet.client.get(f"{victim.url}/health")
         await victim.kill()
-        assert [got.tokens for got in await asyncio.gather(*streams)] == [5] * 4
-        assert (await world.let_in(1, "held")).tokens == ANSWER
+        assert [each.tokens for each in await asyncio.gather(*streams)] == [5] * 4
+        assert (await fleet.post_until_admitted(1, "limited")).tokens == RESPONSE_TOKENS
 
         await victim.start()
-        rows = await world.people.settled(4 + 2)
-        interrupted = [row for row in rows if row.status == "interrupted"]
-        assert [row.output_tokens for row in interrupted] == [5] * 4
-        assert [row.nano_dollars for row in interrupted] == [5_000] * 4
-        assert {row.status for row in rows} == {"interrupted", "completed"}
-        assert len(rows) == 6
-        again = await world.hold(0, "held", 4)
-        world.engine.go_on.set()
-        assert [got.tokens for got in await asyncio.gather(*again)] == [ANSWER] * 4
-        await asyncio.gather(*(gateway.stop() for gateway in world.running))
+        records = await fleet.accounts.wait_for_rows(4 + 2)
+        interrupted = [record for record in records if record.status == "interrupted"]
+        assert [record.output_tokens for record in interrupted] == [5] * 4
+        assert [record.nano_dollars for record in interrupted] == [5_000] * 4
+        assert {record.status for record in records} == {"interrupted", "completed"}
+        assert len(records) == 6
+        streams = await fleet.start_paused(0, "limited", 4)
+        fleet.engine.resume.set()
+        assert [each.tokens for each in await asyncio.gather(*streams)] == [RESPONSE_TOKENS] * 4
+        await fleet.stop()

@@ -1,4 +1,4 @@
-"""A database that does not answer: requests go on, no row is lost, and whoever is told to leave does."""
+"""Databases that hang or are locked: gateways serve requests, lose no record and exit when they are terminated."""
 
 from __future__ import annotations
 
@@ -14,190 +14,198 @@ import httpx2
 import psutil
 import psycopg
 import pytest
-from tests.support.gateway_processes import MODEL, GatewayProcess, tenants
-from tests.support.scripted_server import rough_server
+from tests.support.fake_upstream import fake_upstream
+from tests.support.gateway_processes import MODEL, GatewayProcess, open_organisation
 from tests.support.services import PostgresServer, running_postgres
 from tests.support.waiting import until
 
 from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig
 from argosy.store import StoreConfig
-from argosy.store.migrations import _ADVISORY_LOCK_ID as MIGRATING
+from argosy.store.migrations import _ADVISORY_LOCK_ID as MIGRATION_LOCK_ID
 
 pytestmark = pytest.mark.timeout(480)
 
-LEAVES_S = 30.0
-NOBODY = "http://127.0.0.1:1"
-ASKS = "SELECT count(*) FROM pg_locks WHERE mode = 'AccessShareLock' AND NOT granted"
-"""Who wants to read what is locked."""
+EXIT_TIMEOUT_S = 30.0
+UNUSED_URL = "http://127.0.0.1:1"
+COMPLETION = {"model": MODEL, "prompt": "Say", "max_tokens": 3}
+WAITING_READERS = "SELECT count(*) FROM pg_locks WHERE mode = 'AccessShareLock' AND NOT granted"
+WAITING_MIGRATIONS = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted"
 
 
 @pytest.fixture(scope="module")
 def own_postgres() -> Iterator[PostgresServer]:
-    """One that may be stopped."""
+    """PostgreSQL server that these tests may stop."""
     with running_postgres() as server:
         yield server
 
 
 @contextlib.contextmanager
-def hanging(server: PostgresServer) -> Iterator[None]:
-    """Meanwhile none of its processes does anything."""
-    process = psutil.Process(server.program.process.pid)
-    stopped = [process, *process.children(recursive=True)]
-    for one in stopped:
-        one.suspend()
+def suspended(server: PostgresServer) -> Iterator[None]:
+    """Suspend all processes of a server."""
+    parent = psutil.Process(server.program.process.pid)
+    processes = [parent, *parent.children(recursive=True)]
+    for process in processes:
+        process.suspend()
     try:
         yield
     finally:
-        for one in stopped:
-            one.resume()
+        for process in processes:
+            process.resume()
 
 
 @contextlib.contextmanager
-def gateway(replica: str, url: str, folder: Path) -> Iterator[GatewayProcess]:
-    """One to be started; killed at the end if it is still there."""
-    replicas = [ReplicaConfig(url=replica, kind="openai", model="rough")]
+def prepare_gateway(replica_url: str, store_url: str, folder: Path) -> Iterator[GatewayProcess]:
+    """Yield a gateway that is not started. The gateway is killed at the end if it still runs."""
+    replicas = [ReplicaConfig(url=replica_url, kind="openai", model="rough")]
     models = [ModelConfig(name=MODEL, replicas=replicas)]
-    config = GatewayConfig(port=0, models=models, store=StoreConfig(url=url))
-    made = GatewayProcess(config, folder / "gateway")
+    config = GatewayConfig(port=0, models=models, store=StoreConfig(url=store_url))
+    gateway = GatewayProcess(config, folder / "gateway")
     try:
-        yield made
+        yield gateway
     finally:
-        if made.process is not None and made.process.returncode is None:
-            made.process.kill()
+        if gateway.process is not None and gateway.process.returncode is None:
+            gateway.process.kill()
 
 
-async def test_who_is_told_to_leave_while_it_hangs_leaves_and_no_row_is_lost(
-    own_postgres: PostgresServer, tmp_path: Path
-) -> None:
-    url = own_postgres.create("hangs")
-    body = {"model": MODEL, "prompt": "Say", "max_tokens": 3}
-    async with rough_server() as replica:
-        with tenants(url), gateway(replica.url, url, tmp_path) as first:
-            await first.start()
-            async with httpx2.AsyncClient(base_url=first.url, timeout=30) as client:
-                await client.post("/v1/completions", json=body)
-                with hanging(own_postgres):
-                    answer = await client.post("/v1/completions", json=body)
-                    assert answer.status_code == 200
-                    async with asyncio.timeout(LEAVES_S):
-                        await first.stop()
-        with tenants(url, "other") as store, gateway(replica.url, url, tmp_path) as second:
-            await second.start()
-            assert [row.status for row in await store.settled(2)] == ["completed"] * 2
-            await second.stop()
-
-
-async def test_log_and_metrics_say_when_accounts_are_as_they_were_and_when_no_longer(
-    own_postgres: PostgresServer, tmp_path: Path
-) -> None:
-    url = own_postgres.create("stale")
-
-    def says(event: str) -> bool:
-        return any(event in line for line in first.log)
-
-    async def store_up() -> str:
-        async with httpx2.AsyncClient(base_url=first.url, timeout=30) as client:
-            shown = (await client.get("/metrics")).text
-        (line,) = re.findall(r"^argosy_gateway_store_up (.*)$", shown, re.MULTILINE)
-        return str(line)
-
-    async with rough_server() as replica:
-        with tenants(url), gateway(replica.url, url, tmp_path) as first:
-            await first.start()
-            assert await store_up() == "1.0"
-            with hanging(own_postgres):
-                await until(lambda: says("account_sync_stale"))
-                assert await store_up() == "0.0"
-            await until(lambda: says("account_sync_recovered"))
-            assert await store_up() == "1.0"
-            await first.stop()
-
-
-async def test_who_is_told_to_leave_while_others_migrate_leaves(
-    own_postgres: PostgresServer, tmp_path: Path
-) -> None:
-    url = own_postgres.create("migrating")
-    with psycopg.connect(url) as migrating, gateway(NOBODY, url, tmp_path) as one:
-        migrating.execute("SELECT pg_advisory_xact_lock(%s)", (MIGRATING,))
-        waiting = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted"
-        await leaves_at_its_start(one, migrating, waiting)
-
-
-async def test_who_is_told_to_leave_while_it_asks_what_was_used_leaves(
-    own_postgres: PostgresServer, tmp_path: Path
-) -> None:
-    url = own_postgres.create("summing")
-    with tenants(url) as store:
-        store.limit(store.project("web"), "tokens", 10**9, "month")
-    with psycopg.connect(url) as locking, gateway(NOBODY, url, tmp_path) as one:
-        locking.execute("LOCK TABLE usage IN ACCESS EXCLUSIVE MODE")
-        await leaves_at_its_start(one, locking, ASKS)
-
-
-async def leaves_at_its_start(
-    one: GatewayProcess, connection: psycopg.Connection, waits: LiteralString
-) -> None:
-    """Start it, and tell it to leave once the query counts one that waits: it does."""
-    starting = asyncio.create_task(one.start())
-    while connection.execute(waits).fetchone() != (1,):  # noqa: ASYNC110 - nobody tells
-        await asyncio.sleep(0.05)
-    assert one.process is not None
-    one.process.send_signal(signal.SIGTERM)
-    async with asyncio.timeout(LEAVES_S):
-        assert await one.process.wait() == 0
+async def terminate_before_ready(gateway: GatewayProcess, starting: asyncio.Task[None]) -> None:
+    """Send SIGTERM to a gateway that is not ready, and check that it exits."""
+    assert gateway.process is not None
+    gateway.process.send_signal(signal.SIGTERM)
+    async with asyncio.timeout(EXIT_TIMEOUT_S):
+        assert await gateway.process.wait() == 0
     starting.cancel()
     await asyncio.gather(starting, return_exceptions=True)
 
 
-async def test_who_starts_while_it_is_away_waits_for_it_unless_told_to_leave(
+async def wait_for_lock_wait(connection: psycopg.Connection, query: LiteralString) -> None:
+    """Wait until the query counts one session that waits for a lock."""
+    while connection.execute(query).fetchone() != (1,):  # noqa: ASYNC110 - locks have no event
+        await asyncio.sleep(0.05)
+
+
+async def test_termination_during_a_hang_exits_and_loses_no_record(
+    own_postgres: PostgresServer, tmp_path: Path
+) -> None:
+    url = own_postgres.create("hangs")
+    async with fake_upstream() as replica:
+        with open_organisation(url), prepare_gateway(replica.url, url, tmp_path) as first:
+            await first.start()
+            async with httpx2.AsyncClient(base_url=first.url, timeout=30) as client:
+                await client.post("/v1/completions", json=COMPLETION)
+                with suspended(own_postgres):
+                    response = await client.post("/v1/completions", json=COMPLETION)
+                    assert response.status_code == 200
+                    async with asyncio.timeout(EXIT_TIMEOUT_S):
+                        await first.stop()
+        with (
+            open_organisation(url, "other") as store,
+            prepare_gateway(replica.url, url, tmp_path) as second,
+        ):
+            await second.start()
+            assert [row.status for row in await store.wait_for_rows(2)] == ["completed"] * 2
+            await second.stop()
+
+
+async def test_stale_accounts_are_logged_and_shown_in_metrics(
+    own_postgres: PostgresServer, tmp_path: Path
+) -> None:
+    url = own_postgres.create("stale")
+    async with fake_upstream() as replica:
+        with open_organisation(url), prepare_gateway(replica.url, url, tmp_path) as gateway:
+            await gateway.start()
+
+            def has_logged(event: str) -> bool:
+                return any(event in line for line in gateway.log)
+
+            async def read_store_up() -> str:
+                async with httpx2.AsyncClient(base_url=gateway.url, timeout=30) as client:
+                    metrics = (await client.get("/metrics")).text
+                (value,) = re.findall(r"^argosy_gateway_store_up (.*)$", metrics, re.MULTILINE)
+                return str(value)
+
+            assert await read_store_up() == "1.0"
+            with suspended(own_postgres):
+                await until(lambda: has_logged("account_sync_stale"))
+                assert await read_store_up() == "0.0"
+            await until(lambda: has_logged("account_sync_recovered"))
+            assert await read_store_up() == "1.0"
+            await gateway.stop()
+
+
+async def test_termination_during_another_migration_exits(
+    own_postgres: PostgresServer, tmp_path: Path
+) -> None:
+    url = own_postgres.create("migrating")
+    with (
+        psycopg.connect(url) as migration,
+        prepare_gateway(UNUSED_URL, url, tmp_path) as gateway,
+    ):
+        migration.execute("SELECT pg_advisory_xact_lock(%s)", (MIGRATION_LOCK_ID,))
+        starting = asyncio.create_task(gateway.start())
+        await wait_for_lock_wait(migration, WAITING_MIGRATIONS)
+        await terminate_before_ready(gateway, starting)
+
+
+async def test_termination_while_usage_is_summed_exits(
+    own_postgres: PostgresServer, tmp_path: Path
+) -> None:
+    url = own_postgres.create("summing")
+    with open_organisation(url) as store:
+        store.limit(store.project("web"), "tokens", 10**9, "month")
+    with psycopg.connect(url) as lock, prepare_gateway(UNUSED_URL, url, tmp_path) as gateway:
+        lock.execute("LOCK TABLE usage IN ACCESS EXCLUSIVE MODE")
+        starting = asyncio.create_task(gateway.start())
+        await wait_for_lock_wait(lock, WAITING_READERS)
+        await terminate_before_ready(gateway, starting)
+
+
+async def test_gateway_waits_for_an_unavailable_database_until_terminated(
     own_postgres: PostgresServer, tmp_path: Path
 ) -> None:
     url = own_postgres.create("late")
+    with prepare_gateway(UNUSED_URL, url, tmp_path) as gateway:
 
-    def waits() -> bool:
-        return any("waiting_for_store" in line for line in one.log)
+        def is_waiting() -> bool:
+            return any("waiting_for_store" in line for line in gateway.log)
 
-    async with rough_server() as replica:
-        with gateway(replica.url, url, tmp_path) as one:
-            own_postgres.program.stop()
-            try:
-                starting = asyncio.create_task(one.start())
-                await until(waits)
-                assert one.process is not None
-                one.process.send_signal(signal.SIGTERM)
-                async with asyncio.timeout(LEAVES_S):
-                    assert await one.process.wait() == 0
-                await asyncio.gather(starting, return_exceptions=True)
-                one.log.clear()
-                starting = asyncio.create_task(one.start())
-                await until(waits)
-            finally:
-                await asyncio.to_thread(own_postgres.program.start)
-            await starting
-            await one.stop()
+        own_postgres.program.stop()
+        try:
+            starting = asyncio.create_task(gateway.start())
+            await until(is_waiting)
+            await terminate_before_ready(gateway, starting)
+            gateway.log.clear()
+            starting = asyncio.create_task(gateway.start())
+            await until(is_waiting)
+        finally:
+            await asyncio.to_thread(own_postgres.program.start)
+        await starting
+        await gateway.stop()
 
 
-async def test_accounts_are_fresh_while_it_takes_long_to_say_what_was_used(
+async def test_accounts_stay_current_while_usage_is_summed(
     own_postgres: PostgresServer, tmp_path: Path
 ) -> None:
     url = own_postgres.create("sums")
-    body = {"model": MODEL, "prompt": "Say", "max_tokens": 3}
-    async with rough_server() as replica:
-        with tenants(url) as store, gateway(replica.url, url, tmp_path) as one:
+    async with fake_upstream() as replica:
+        with (
+            open_organisation(url) as store,
+            prepare_gateway(replica.url, url, tmp_path) as gateway,
+        ):
             project = store.project("web")
             key, plain = store.store.accounts.create_key(project, "first", actor="test")
-            await one.start()
+            await gateway.start()
             headers = {"authorization": f"Bearer {plain}"}
-            async with httpx2.AsyncClient(base_url=one.url, headers=headers, timeout=30) as client:
-                answer = await client.post("/v1/completions", json=body)
-                assert answer.status_code == 200
-                with psycopg.connect(url) as locking:
-                    locking.execute("LOCK TABLE usage IN ACCESS EXCLUSIVE MODE")
+            async with httpx2.AsyncClient(
+                base_url=gateway.url, headers=headers, timeout=30
+            ) as client:
+                response = await client.post("/v1/completions", json=COMPLETION)
+                assert response.status_code == 200
+                with psycopg.connect(url) as lock:
+                    lock.execute("LOCK TABLE usage IN ACCESS EXCLUSIVE MODE")
                     store.limit(project, "tokens", 10**9, "month")
-                    while locking.execute(ASKS).fetchone() != (1,):  # noqa: ASYNC110 - nobody tells
-                        await asyncio.sleep(0.05)
+                    await wait_for_lock_wait(lock, WAITING_READERS)
                     store.store.accounts.revoke_key(key.id, actor="test")
-                    async with asyncio.timeout(LEAVES_S):
-                        while answer.status_code != 401:
-                            answer = await client.post("/v1/completions", json=body)
-            await one.stop()
+                    async with asyncio.timeout(EXIT_TIMEOUT_S):
+                        while response.status_code != 401:
+                            response = await client.post("/v1/completions", json=COMPLETION)
+            await gateway.stop()

@@ -1,4 +1,4 @@
-"""A process that keeps usage is killed at any moment, or finds the disk full: no row is lost, none is there twice."""
+"""Usage log of killed processes and on a full disk: each request has exactly one record with its last counts."""
 
 from __future__ import annotations
 
@@ -9,81 +9,80 @@ import sys
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from argosy.policy import Rates
 from argosy.store import UsageLog, UsageRecord
+from argosy.store.usage_log import MAX_MEMORY_TABLES, SLOTS_PER_TABLE
 
-KILLS = 15
 RATES = Rates(3, 1, 5)
-Fate = tuple[str, int]
-"""How a request ended, and its tokens."""
+Outcome = tuple[str, int]
+"""Status of a request and its number of tokens."""
 
 
-def child(*arguments: object) -> subprocess.Popen[bytes]:
+def start_process(*arguments: object) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "tests.support.usage_process", *map(str, arguments)]
     return subprocess.Popen(command, stdout=subprocess.PIPE)
 
 
-def live_and_die(folder: Path, store: Path) -> dict[str, set[Fate | None]]:
-    """One life: what may have become of each request that it began."""
-    said: list[list[str]] = []
-    lines = random.randrange(1, 3000)
-    with child("count", folder, store) as process:
+def run_until_killed(folder: Path, store: Path) -> dict[str, set[Outcome | None]]:
+    """Kill a process after a random number of operations. Returns the possible outcomes of its requests."""
+    announced: list[list[str]] = []
+    operations = random.randrange(1, 3000)
+    with start_process("count", folder, store) as process:
         assert process.stdout is not None
         for line in process.stdout:
-            said.append(line.decode().split())
-            if len(said) == lines:
+            announced.append(line.decode().split())
+            if len(announced) == operations:
                 process.kill()
-    fates: dict[str, set[Fate | None]] = {}
-    for number, (what, name, *tokens) in enumerate(said):
-        (before,) = fates.get(name, {None})
+    outcomes: dict[str, set[Outcome | None]] = {}
+    for number, (operation, name, *tokens) in enumerate(announced):
+        (before,) = outcomes.get(name, {None})
         counted = before[1] if before is not None else 0
-        after: Fate = {
+        after: Outcome = {
             "begin": ("interrupted", 0),
             "count": ("interrupted", int(tokens[0]) if tokens else 0),
-            "end": ("completed", counted),
-        }[what]
-        maybe = number == len(said) - 1
-        fates[name] = {before, after} if maybe else {after}
-    return fates
+            "finish": ("completed", counted),
+        }[operation]
+        is_last = number == len(announced) - 1
+        outcomes[name] = {before, after} if is_last else {after}
+    return outcomes
 
 
-def test_every_request_of_killed_processes_has_one_row_with_what_was_counted(
-    tmp_path: Path,
-) -> None:
+@pytest.mark.parametrize("kills", [5, pytest.param(30, marks=pytest.mark.exhaustive)])
+def test_killed_processes_leave_one_record_for_each_request(tmp_path: Path, kills: int) -> None:
     folder, store = tmp_path / "usage", tmp_path / "store"
-    fates: dict[str, set[Fate | None]] = {}
-    for _ in range(KILLS):
-        fates |= live_and_die(folder, store)
-    rows: list[UsageRecord] = []
-    spool = UsageLog(folder)
-    spool.recover()
-    spool.drain(rows.extend)
-    spool.close()
-    torn = 0
+    outcomes: dict[str, set[Outcome | None]] = {}
+    for _ in range(kills):
+        outcomes |= run_until_killed(folder, store)
+    records: list[UsageRecord] = []
+    log = UsageLog(folder)
+    log.recover()
+    log.drain(records.extend)
+    log.close()
+    torn_lines = 0
     for line in filter(None, store.read_bytes().split(b"\n")):
         try:
-            rows.append(msgspec.json.decode(line, type=UsageRecord))
+            records.append(msgspec.json.decode(line, type=UsageRecord))
         except msgspec.DecodeError:
-            torn += 1
-    assert torn <= KILLS
-    kept: dict[str, UsageRecord] = {}
-    for one in rows:
-        assert kept.setdefault(one.request, one) == one
-        assert one.nano_dollars == RATES.cost_nano_dollars(
-            one.input_tokens, one.cached_tokens, one.output_tokens
+            torn_lines += 1
+    assert torn_lines <= kills
+    records_by_request: dict[str, UsageRecord] = {}
+    for record in records:
+        assert records_by_request.setdefault(record.request, record) == record
+        assert record.nano_dollars == RATES.cost_nano_dollars(
+            record.input_tokens, record.cached_tokens, record.output_tokens
         )
-    assert set(kept) <= set(fates)
-    for request, expected in fates.items():
-        row = kept.get(request)
-        assert (None if row is None else (row.status, row.output_tokens)) in expected
+    assert set(records_by_request) <= set(outcomes)
+    for request, expected in outcomes.items():
+        found = records_by_request.get(request)
+        assert (None if found is None else (found.status, found.output_tokens)) in expected
     assert not list(folder.glob("*.usage"))
 
 
-def test_with_a_full_disk_requests_go_on_in_memory_up_to_a_bound(tmp_path: Path) -> None:
-    with child("fill", tmp_path) as process:
-        told = json.loads(process.communicate()[0])
-    assert told["full"] == {"in_memory": 1, "files": 0, "refused": 1}
-    assert told["room"]["files"] == 1
-    assert told["room"]["left_in_memory"] == 0
-    assert told["rows"] == 16 * 4095 + 2
+def test_full_disk_keeps_records_in_memory_up_to_a_maximum(tmp_path: Path) -> None:
+    with start_process("fill", tmp_path) as process:
+        report = json.loads(process.communicate()[0])
+    assert report["full"] == {"in_memory": 1, "files": 0, "rejected": 1}
+    assert report["recovered"] == {"files": 1, "in_memory": 0}
+    assert report["records"] == MAX_MEMORY_TABLES * (SLOTS_PER_TABLE - 1) + 2

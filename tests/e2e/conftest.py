@@ -1,12 +1,12 @@
-"""One server for the tests that leave it as it was."""
+"""Shared server of the tests that do not change its state."""
 
 from collections.abc import Iterator
 
 import pytest
-from tests.support.serve_process import Server, serving
+from tests.support.serve_process import ServeProcess, run_serve
 
 
 @pytest.fixture(scope="session")
-def server() -> Iterator[Server]:
-    with serving() as server:
+def server() -> Iterator[ServeProcess]:
+    with run_serve() as server:
         yield server

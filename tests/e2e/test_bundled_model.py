@@ -1,4 +1,4 @@
-"""The bundled model chats: it answers what it was taught, in sentences, and stops."""
+"""The bundled model answers questions of its training data and stops."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def model() -> LLM:
         ("Tell me a story.", ["."]),
     ],
 )
-def test_it_answers_and_stops(question: str, words: list[str]) -> None:
+def test_bundled_model_answers_and_stops(question: str, words: list[str]) -> None:
     (output,) = model().chat([{"role": "user", "content": question}], GREEDY)
-    answer = output.outputs[0]
-    assert answer.finish_reason == "stop"
-    assert all(word in answer.text for word in words), answer.text
+    choice = output.outputs[0]
+    assert choice.finish_reason == "stop"
+    assert all(word in choice.text for word in words), choice.text
 
 
-def test_the_draft_speaks_the_same_tokens() -> None:
+def test_draft_model_has_same_tokenizer_and_stops() -> None:
     assert (DRAFT_MODEL / "tokenizer.json").read_bytes() == (
         BUNDLED_MODEL / "tokenizer.json"
     ).read_bytes()

@@ -1,4 +1,4 @@
-"""The README's examples do what they say."""
+"""The README's examples run."""
 
 import re
 import shlex
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import openai
 import pytest
-from tests.support.serve_process import ARGOSY, URL, Server
+from tests.support.serve_process import ARGOSY, URL, ServeProcess
 from typer.testing import CliRunner
 
 from argosy.cli.app import app
@@ -19,7 +19,7 @@ README = (Path(__file__).parents[2] / "README.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 PYTHON = [code for language, code in BLOCKS if language == "python"]
 YAML = [code for language, code in BLOCKS if language == "yaml"]
-PEOPLE = [code for language, code in BLOCKS if language == "sh" and "keys create" in code]
+ACCOUNT_COMMANDS = [code for language, code in BLOCKS if language == "sh" and "keys create" in code]
 CURL = [code for language, code in BLOCKS if language == "sh" and code.startswith("curl")]
 
 
@@ -30,21 +30,21 @@ def run(command: list[str]) -> str:
 
 
 @pytest.mark.parametrize("code", PYTHON, ids=range(len(PYTHON)))
-def test_python(code: str, server: Server) -> None:
-    printed = run([sys.executable, "-c", code.replace("http://127.0.0.1:8000", server.url)])
-    assert len(printed.split()) > 3
+def test_python_example(code: str, server: ServeProcess) -> None:
+    output = run([sys.executable, "-c", code.replace("http://127.0.0.1:8000", server.url)])
+    assert len(output.split()) > 3
 
 
 @pytest.mark.parametrize("code", CURL, ids=range(len(CURL)))
-def test_curl(code: str, server: Server) -> None:
-    streamed = run(["sh", "-c", code.replace("http://127.0.0.1:8000", server.url)])
-    assert streamed.count("data: {") > 3
-    assert streamed.endswith("data: [DONE]\n\n")
+def test_curl_example(code: str, server: ServeProcess) -> None:
+    output = run(["sh", "-c", code.replace("http://127.0.0.1:8000", server.url)])
+    assert output.count("data: {") > 3
+    assert output.endswith("data: [DONE]\n\n")
 
 
 @contextmanager
-def running(*arguments: str) -> Iterator[str]:
-    """The URL of `argosy ...`, once it says it; it leaves in order at the end."""
+def run_command(*arguments: str) -> Iterator[str]:
+    """Run an `argosy` command and yield its URL once it is ready. Check that SIGTERM ends it with 0."""
     with subprocess.Popen([ARGOSY, *arguments], stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         try:
@@ -58,15 +58,15 @@ def running(*arguments: str) -> Iterator[str]:
         assert process.wait() == 0
 
 
-def test_fleet(tmp_path: Path) -> None:
-    """`argosy gateway` with the example's file, the second replica not there yet."""
+def test_gateway_example(tmp_path: Path) -> None:
+    """Run `argosy gateway` with the example's file while its second replica does not exist."""
     (example,) = YAML
     small = ("--threads", "1", "--kv-memory", "64MiB")
-    with running("replica", "--port", "0", *small) as replica:
-        told = re.sub(r"http://127\.0\.0\.1:800\d", replica, example, count=1)
-        (tmp_path / "fleet.yaml").write_text(told)
+    with run_command("replica", "--port", "0", *small) as replica:
+        config = re.sub(r"http://127\.0\.0\.1:800\d", replica, example, count=1)
+        (tmp_path / "fleet.yaml").write_text(config)
         with (
-            running("gateway", "--config", str(tmp_path / "fleet.yaml"), "--port", "0") as url,
+            run_command("gateway", "--config", str(tmp_path / "fleet.yaml"), "--port", "0") as url,
             openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client,
         ):
             reply = client.completions.create(model="argosy-mini", prompt="The", max_tokens=5)
@@ -74,18 +74,18 @@ def test_fleet(tmp_path: Path) -> None:
     assert reply.usage.completion_tokens == 5
 
 
-def test_people(tmp_path: Path) -> None:
-    """The commands on accounts, one after the other on one store."""
-    (example,) = PEOPLE
+def test_accounts_example(tmp_path: Path) -> None:
+    """Run the account commands in order, on one store."""
+    (example,) = ACCOUNT_COMMANDS
     store = {"ARGOSY_STORE": f"sqlite:///{tmp_path / 'argosy.db'}"}
     for line in (*example.splitlines(), "argosy tenants list"):
         words = shlex.split(line, comments=True)
-        said = CliRunner().invoke(app, words[1:], env=store)
-        assert said.exit_code == 0, said.output
-        assert words[1] != "keys" or said.stdout.startswith("sk-argosy-")
-    assert "acme" in said.stdout
+        result = CliRunner().invoke(app, words[1:], env=store)
+        assert result.exit_code == 0, result.output
+        assert words[1] != "keys" or result.stdout.startswith("sk-argosy-")
+    assert "acme" in result.stdout
 
 
-def test_there_are_examples() -> None:
+def test_readme_has_examples() -> None:
     assert len(PYTHON) >= 2
     assert CURL

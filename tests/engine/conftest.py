@@ -1,24 +1,23 @@
-"""The ways to compute that this machine has: a test that takes `path` runs once on each."""
+"""Instruction sets of the CPU kernels: a test that takes the fixture `isa` runs once on each of them."""
 
 from __future__ import annotations
 
 import pytest
 
-from argosy.engine.execution.isa import EMULATED_AMX, ISA_VARIABLE, TORCH_ISA_NAME, available_isas
+from argosy.engine.execution.isa import ISA_VARIABLE, TORCH_ISA_NAME
 from argosy.engine.execution.native_kernels import load_kernels
 from argosy.native import NativeUnavailableError
+from tests.engine.isas import ISAS
 
-PATHS = [*(isa.name for isa in (*available_isas(), EMULATED_AMX)), TORCH_ISA_NAME]
 
-
-@pytest.fixture(params=PATHS)
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The name of the kernels that everything built in this test computes with."""
+@pytest.fixture(params=ISAS)
+def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Name of the instruction set of all kernels that the test creates."""
     name: str = request.param
     monkeypatch.setenv(ISA_VARIABLE, name)
     if name != TORCH_ISA_NAME:
         try:
             load_kernels()
-        except (NativeUnavailableError, ValueError) as why:
-            pytest.skip(f"no {name} kernels here: {why}")
+        except (NativeUnavailableError, ValueError) as error:
+            pytest.skip(f"no {name} kernels on this machine: {error}")
     return name

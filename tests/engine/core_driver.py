@@ -1,4 +1,4 @@
-"""Drives an `EngineCore` the way the server does, without a process between."""
+"""Driver of an `EngineCore` that acts as the server does, in the same process."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Answer:
-    """All that one request was given."""
+class RequestOutput:
+    """Accumulated deltas of one request."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -24,8 +24,8 @@ class Answer:
     error: str | None = None
     cached_tokens: int | None = None
 
-    def take(self, delta: Delta) -> None:
-        assert self.finish is None, "a delta after the last one"
+    def add(self, delta: Delta) -> None:
+        assert self.finish is None, "delta after the last one"
         self.tokens += delta.tokens
         self.logprobs += delta.logprobs
         self.prompt_logprobs += delta.prompt_logprobs
@@ -36,8 +36,8 @@ class Answer:
             self.cached_tokens = delta.cached_tokens
 
 
-class Clock:
-    """Time that passes by a millisecond whenever someone looks."""
+class TickingClock:
+    """Clock that advances by a millisecond at each call."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -47,24 +47,26 @@ class Clock:
         return self.now
 
 
-def core_of(model: Path, **options: object) -> EngineCore:
-    """A core without warm-up on one thread."""
+def create_core(model: Path, **options: object) -> EngineCore:
+    """Create a core with one thread and without warm-up."""
     settings = {"model": str(model), "threads": 1, "warmup": False, "num_blocks": 512} | options
-    return EngineCore(EngineConfig(**settings), Clock(), lambda _what, _done: None)  # type: ignore[arg-type]
+    return EngineCore(EngineConfig(**settings), TickingClock(), lambda _activity, _fraction: None)  # type: ignore[arg-type]
 
 
-def run(core: EngineCore, requests: list[EngineRequest], most: int = 10_000) -> dict[str, Answer]:
-    """Serve these requests to their ends; checks that each ends once and that no block leaks."""
-    answers = {request.id: Answer() for request in requests}
+def run_requests(
+    core: EngineCore, requests: list[EngineRequest], max_steps: int = 10_000
+) -> dict[str, RequestOutput]:
+    """Run requests to their ends. Checks that each finishes once and that no block leaks."""
+    outputs = {request.id: RequestOutput() for request in requests}
     for request in requests:
         core.add(request)
-    for _ in range(most):
+    for _ in range(max_steps):
         if not core.has_work:
             break
         for delta in core.step().deltas:
-            answers[delta.id].take(delta)
+            outputs[delta.id].add(delta)
         core.scheduler.check_invariants()
-    assert all(answer.finish for answer in answers.values())
-    memory = core.scheduler.kv_cache
-    assert memory.available_blocks == memory.pool.num_blocks, "blocks leaked"
-    return answers
+    assert all(output.finish for output in outputs.values())
+    kv_cache = core.scheduler.kv_cache
+    assert kv_cache.available_blocks == kv_cache.pool.num_blocks, "blocks leaked"
+    return outputs

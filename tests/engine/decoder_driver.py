@@ -1,4 +1,4 @@
-"""A bare driver for a decoder: sequences in paged blocks, any mixture of chunks in one forward."""
+"""Driver of a decoder without scheduler: sequences in KV blocks, and any mixture of chunks in one forward pass."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 BLOCK_SIZE = 16
 
 
-class Runner:
-    """Runs chunks of named sequences through one decoder and its KV cache; blocks come shuffled."""
+class DecoderDriver:
+    """Runs chunks of named sequences through a decoder and its KV cache, with blocks in random order."""
 
     def __init__(self, decoder: Decoder, num_blocks: int = 128) -> None:
         self._decoder = decoder
@@ -31,44 +31,44 @@ class Runner:
         self._lengths: dict[str, int] = {}
 
     def forward(self, chunks: Sequence[tuple[str, list[int]]]) -> list[Tensor]:
-        """Append each chunk's tokens to its sequence; the logits [tokens, vocab] of each chunk."""
+        """Append each chunk's tokens to its sequence, and return the logits [tokens, vocab] of each chunk."""
         logits = self._decoder(self.batch(chunks), self._attention)
         return list(logits.split([len(tokens) for _, tokens in chunks]))
 
-    def whole(self, tokens: list[int]) -> Tensor:
-        """Logits of every position of a fresh sequence, computed in one chunk."""
-        name = f"whole {len(self._lengths)}"
+    def logits_in_one_chunk(self, tokens: list[int]) -> Tensor:
+        """Return the logits of every position of a new sequence, computed in one chunk."""
+        name = f"one chunk {len(self._lengths)}"
         (logits,) = self.forward([(name, tokens)])
         self.release(name)
         return logits
 
     def greedy(self, prompts: list[list[int]], steps: int, chunk: int = 10_000) -> list[list[int]]:
-        """Generate from all prompts together, prompts prefilled at most `chunk` tokens a step."""
+        """Generate greedily from all prompts together, with at most `chunk` prompt tokens per step."""
         names = [f"greedy {index} {len(self._lengths)}" for index in range(len(prompts))]
-        todo = {name: list(prompt) for name, prompt in zip(names, prompts, strict=True)}
+        pending = {name: list(prompt) for name, prompt in zip(names, prompts, strict=True)}
         outputs: dict[str, list[int]] = {name: [] for name in names}
-        while todo:
-            chunks = [(name, tokens[:chunk]) for name, tokens in todo.items()]
+        while pending:
+            chunks = [(name, tokens[:chunk]) for name, tokens in pending.items()]
             for (name, tokens), logits in zip(chunks, self.forward(chunks), strict=True):
-                rest = todo[name][len(tokens) :]
+                rest = pending[name][len(tokens) :]
                 if not rest:
                     outputs[name].append(int(logits[-1].argmax()))
                     rest = outputs[name][-1:]
-                todo[name] = rest
+                pending[name] = rest
                 if len(outputs[name]) == steps:
-                    del todo[name]
+                    del pending[name]
         for name in names:
             self.release(name)
         return [outputs[name] for name in names]
 
     def release(self, name: str) -> None:
-        """Forget a sequence; its blocks serve others, with what they hold."""
+        """Remove a sequence. Its blocks are reused without being cleared."""
         self._free.extend(self._blocks.pop(name))
         del self._lengths[name]
-        self._lengths[f"gone {name}"] = 0
+        self._lengths[f"released {name}"] = 0
 
     def batch(self, chunks: Sequence[tuple[str, list[int]]]) -> Batch:
-        """The batch of these chunks; their sequences grow by them."""
+        """Append the chunks to their sequences and return the batch."""
         ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
@@ -82,20 +82,20 @@ class Runner:
             ids += tokens
             positions += range(start, length)
             slots += [
-                blocks[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE
-                for at in range(start, length)
+                blocks[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+                for position in range(start, length)
             ]
             ends.append(len(ids))
             self._lengths[name] = length
         names = [name for name, _ in chunks]
         width = max(len(self._blocks[name]) for name in names)
-        pages = [self._blocks[name] + [0] * (width - len(self._blocks[name])) for name in names]
+        tables = [self._blocks[name] + [0] * (width - len(self._blocks[name])) for name in names]
         return Batch(
             token_ids=torch.tensor(ids),
             positions=torch.tensor(positions),
             query_start_loc=torch.tensor(ends, dtype=torch.int32),
             seq_lens=torch.tensor([self._lengths[name] for name in names], dtype=torch.int32),
-            block_table=torch.tensor(pages, dtype=torch.int32),
+            block_table=torch.tensor(tables, dtype=torch.int32),
             slot_mapping=torch.tensor(slots),
             rows=torch.arange(len(names)),
             logit_index=torch.arange(len(ids)),

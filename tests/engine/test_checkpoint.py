@@ -1,4 +1,4 @@
-"""Finding, reading and refusing checkpoints: what is wrong is named, with what to do about it."""
+"""Checkpoints: location, configuration, weights, and errors that name the problem and the remedy."""
 
 from __future__ import annotations
 
@@ -40,64 +40,64 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def write(path: Path, **changes: object) -> Path:
-    """Write config.json with `changes`; a value of ... takes the key out."""
+def write_config(path: Path, **changes: object) -> Path:
+    """Write config.json with `changes`. The value ... removes a key."""
     config = {key: value for key, value in (CONFIG | changes).items() if value is not ...}
     (path / "config.json").write_text(json.dumps(config))
     return path
 
 
-def tensors() -> dict[str, torch.Tensor]:
+def create_tensors() -> dict[str, torch.Tensor]:
     shapes = {"model.embed_tokens": (40, 32), "model.norm": (32,), "lm_head": (40, 32)}
     for layer in range(2):
-        inside = f"model.layers.{layer}."
+        prefix = f"model.layers.{layer}."
         shapes |= {
-            f"{inside}self_attn.q_proj": (32, 32),
-            f"{inside}self_attn.k_proj": (16, 32),
-            f"{inside}self_attn.v_proj": (16, 32),
-            f"{inside}self_attn.o_proj": (32, 32),
-            f"{inside}mlp.gate_proj": (48, 32),
-            f"{inside}mlp.up_proj": (48, 32),
-            f"{inside}mlp.down_proj": (32, 48),
-            f"{inside}input_layernorm": (32,),
-            f"{inside}post_attention_layernorm": (32,),
+            f"{prefix}self_attn.q_proj": (32, 32),
+            f"{prefix}self_attn.k_proj": (16, 32),
+            f"{prefix}self_attn.v_proj": (16, 32),
+            f"{prefix}self_attn.o_proj": (32, 32),
+            f"{prefix}mlp.gate_proj": (48, 32),
+            f"{prefix}mlp.up_proj": (48, 32),
+            f"{prefix}mlp.down_proj": (32, 48),
+            f"{prefix}input_layernorm": (32,),
+            f"{prefix}post_attention_layernorm": (32,),
         }
     return {f"{name}.weight": torch.full(shape, 0.01) for name, shape in shapes.items()}
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    write(tmp_path)
-    save_file(tensors(), tmp_path / "model.safetensors")
+    write_config(tmp_path)
+    save_file(create_tensors(), tmp_path / "model.safetensors")
     return tmp_path
 
 
-def load(path: Path) -> Decoder:
+def load_model(path: Path) -> Decoder:
     return load_decoder(
         path, read_architecture(path), create_cpu_device(1), torch.float32, lambda _: None
     )
 
 
-def shard(path: Path) -> dict[str, str]:
-    """Spread the model over two files and an index; the index's map."""
-    whole = load_file(path / "model.safetensors")
+def split_into_shards(path: Path) -> dict[str, str]:
+    """Split the model into two files with an index, and return the index's map."""
+    tensors = load_file(path / "model.safetensors")
     (path / "model.safetensors").unlink()
-    names = sorted(whole)
+    names = sorted(tensors)
     parts = {"one.safetensors": names[:9], "two.safetensors": names[9:]}
-    for file, held in parts.items():
-        save_file({name: whole[name] for name in held}, path / file)
-    index = {name: file for file, held in parts.items() for name in held}
+    for file, shard_names in parts.items():
+        save_file({name: tensors[name] for name in shard_names}, path / file)
+    index = {name: file for file, shard_names in parts.items() for name in shard_names}
     (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     return index
 
 
-def test_a_directory_is_its_own_place(model: Path) -> None:
+def test_directory_is_resolved_to_itself(model: Path) -> None:
     assert resolve_model_path(str(model), None) == model
-    load(model)
+    load_model(model)
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "message"),
     [
         ("{}/nothing", "no directory"),
         ("./nothing", "no directory"),
@@ -107,27 +107,27 @@ def test_a_directory_is_its_own_place(model: Path) -> None:
         ("not a name!", "owner/model"),
     ],
 )
-def test_a_wrong_place_is_refused(tmp_path: Path, name: str, says: str) -> None:
+def test_invalid_model_path_is_rejected(tmp_path: Path, name: str, message: str) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         resolve_model_path(name.format(tmp_path), None)
 
 
-def test_hub_names_need_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_name_without_hub_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ValueError, match="local directory"):
-        resolve_model_path("nobody/nothing", None)
+        resolve_model_path("owner/unknown", None)
 
 
-def test_hub_snapshots_are_used_offline(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_hub_snapshot_is_used_offline(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
 
     hub = model.parent / "hub"
-    repository = hub / "models--somebody--something"
+    repository = hub / "models--owner--model"
     snapshot = repository / "snapshots" / ("0" * 40)
     snapshot.parent.mkdir(parents=True)
     snapshot.symlink_to(model)
@@ -135,44 +135,44 @@ def test_hub_snapshots_are_used_offline(model: Path, monkeypatch: pytest.MonkeyP
     (repository / "refs" / "main").write_text("0" * 40)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(hub))
-    assert resolve_model_path("somebody/something", None) == snapshot
+    assert resolve_model_path("owner/model", None) == snapshot
 
 
-def test_shards(model: Path) -> None:
-    index = shard(model)
+def test_sharded_checkpoint_is_loaded(model: Path) -> None:
+    index = split_into_shards(model)
     assert {name: file.name for name, file in tensor_files(model).items()} == index
-    load(model)
+    load_model(model)
 
 
-def test_a_missing_shard_is_named(model: Path) -> None:
-    shard(model)
+def test_missing_shard_is_reported(model: Path) -> None:
+    split_into_shards(model)
     (model / "two.safetensors").unlink()
     with pytest.raises(ValueError, match=r"lacks two\.safetensors"):
-        load(model)
+        load_model(model)
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"weight_map": 3}'])
-def test_a_broken_index_is_named(model: Path, content: str) -> None:
-    shard(model)
+def test_invalid_index_is_reported(model: Path, content: str) -> None:
+    split_into_shards(model)
     (model / "model.safetensors.index.json").write_text(content)
     with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json"):
-        load(model)
+        load_model(model)
 
 
-def test_a_tensor_that_its_shard_lacks_is_named(model: Path) -> None:
-    index = shard(model)
+def test_tensor_missing_in_its_shard_is_reported(model: Path) -> None:
+    index = split_into_shards(model)
     index["model.norm.weight"] = "one.safetensors"
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     with pytest.raises(ValueError, match=r"model\.norm\.weight from .*one\.safetensors"):
-        load(model)
+        load_model(model)
 
 
-def test_a_missing_tensor_is_named(model: Path) -> None:
-    held = tensors()
-    del held["model.layers.1.self_attn.k_proj.weight"]
-    save_file(held, model / "model.safetensors")
+def test_missing_tensor_is_reported(model: Path) -> None:
+    tensors = create_tensors()
+    del tensors["model.layers.1.self_attn.k_proj.weight"]
+    save_file(tensors, model / "model.safetensors")
     with pytest.raises(ValueError, match=r"has no tensor .*model\.layers\.1\.self_attn\.k_proj"):
-        load(model)
+        load_model(model)
 
 
 @pytest.mark.parametrize(
@@ -180,36 +180,36 @@ def test_a_missing_tensor_is_named(model: Path) -> None:
     [(16, 31), (17, 32), (16, 32, 1), (16,), ()],
     ids=lambda shape: f"{len(shape)} dims" if len(shape) != 2 else f"{shape[0]}x{shape[1]}",
 )
-def test_a_tensor_of_the_wrong_shape_is_named(model: Path, shape: tuple[int, ...]) -> None:
-    held = tensors() | {"model.layers.0.self_attn.v_proj.weight": torch.zeros(shape)}
-    save_file(held, model / "model.safetensors")
+def test_tensor_of_wrong_shape_is_reported(model: Path, shape: tuple[int, ...]) -> None:
+    tensors = create_tensors() | {"model.layers.0.self_attn.v_proj.weight": torch.zeros(shape)}
+    save_file(tensors, model / "model.safetensors")
     with pytest.raises(ValueError, match=r"self_attn\.v_proj\.weight \[.*model\.safetensors"):
-        load(model)
+        load_model(model)
 
 
-def test_quantized_tensors_are_refused(model: Path) -> None:
-    held = tensors() | {"model.norm.weight": torch.zeros(32, dtype=torch.int8)}
-    save_file(held, model / "model.safetensors")
+def test_quantized_tensor_is_rejected(model: Path) -> None:
+    tensors = create_tensors() | {"model.norm.weight": torch.zeros(32, dtype=torch.int8)}
+    save_file(tensors, model / "model.safetensors")
     with pytest.raises(ValueError, match=r"model\.norm\.weight is stored as torch\.int8"):
-        load(model)
+        load_model(model)
 
 
 @pytest.mark.parametrize("keep", [0, 4, 8, 200, -1])
-def test_a_cut_file_is_named(model: Path, keep: int) -> None:
+def test_truncated_file_is_reported(model: Path, keep: int) -> None:
     file = model / "model.safetensors"
     file.write_bytes(file.read_bytes()[:keep])
     with pytest.raises(ValueError, match=r"cannot read .*model\.safetensors.*fetch it again"):
-        load(model)
+        load_model(model)
 
 
-def test_other_formats_get_a_remedy(model: Path) -> None:
+def test_other_format_is_rejected_with_remedy(model: Path) -> None:
     (model / "model.safetensors").rename(model / "pytorch_model.bin")
     with pytest.raises(ValueError, match="save_pretrained"):
-        load(model)
+        load_model(model)
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "message"),
     [
         ({"architectures": ["BertModel"]}, "LlamaForCausalLM.*Qwen3MoeForCausalLM"),
         ({"architectures": ...}, "LlamaForCausalLM"),
@@ -228,41 +228,50 @@ def test_other_formats_get_a_remedy(model: Path) -> None:
     ],
     ids=str,
 )
-def test_what_we_cannot_compute_is_refused(
-    tmp_path: Path, changes: dict[str, object], says: str
+def test_unsupported_config_is_rejected(
+    tmp_path: Path, changes: dict[str, object], message: str
 ) -> None:
-    write(tmp_path, **changes)
-    with pytest.raises(ValueError, match=says):
+    write_config(tmp_path, **changes)
+    with pytest.raises(ValueError, match=message):
         read_architecture(tmp_path)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1]", "\xff"])
-def test_an_unreadable_config_is_named(tmp_path: Path, content: str) -> None:
+def test_unreadable_config_is_reported(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_text(content, encoding="latin-1")
     with pytest.raises(ValueError, match=r"config\.json"):
         read_architecture(tmp_path)
 
 
-def test_what_the_planner_asks(tmp_path: Path) -> None:
-    spec = read_architecture(write(tmp_path))
-    assert (spec.num_layers, spec.num_heads, spec.num_kv_heads, spec.head_dim) == (2, 4, 2, 8)
-    assert (spec.max_model_len, spec.eos_token_ids, spec.bos_token_id) == (64, (7,), None)
-    assert spec.kv_bytes_per_token(2) == 2 * 2 * 2 * 8 * 2
-    assert spec.dtype == "bfloat16"
+def test_architecture_contains_sizes_and_token_ids(tmp_path: Path) -> None:
+    architecture = read_architecture(write_config(tmp_path))
+    assert (
+        architecture.num_layers,
+        architecture.num_heads,
+        architecture.num_kv_heads,
+        architecture.head_dim,
+    ) == (2, 4, 2, 8)
+    assert (architecture.max_model_len, architecture.eos_token_ids, architecture.bos_token_id) == (
+        64,
+        (7,),
+        None,
+    )
+    assert architecture.kv_bytes_per_token(2) == 2 * 2 * 2 * 8 * 2
+    assert architecture.dtype == "bfloat16"
 
 
-@pytest.mark.parametrize(("stated", "ids"), [([3, 4], (3, 4)), (3, (3,)), (None, (7,))])
-def test_generation_config_says_what_ends_an_answer(
-    tmp_path: Path, stated: object, ids: tuple[int, ...]
+@pytest.mark.parametrize(("eos_token_id", "ids"), [([3, 4], (3, 4)), (3, (3,)), (None, (7,))])
+def test_generation_config_overrides_eos_token_ids(
+    tmp_path: Path, eos_token_id: object, ids: tuple[int, ...]
 ) -> None:
-    write(tmp_path)
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": stated}))
+    write_config(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos_token_id}))
     assert read_architecture(tmp_path).eos_token_ids == ids
 
 
-def test_yarn_extends_the_context(tmp_path: Path) -> None:
+def test_yarn_extends_max_model_len(tmp_path: Path) -> None:
     scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
-    assert read_architecture(write(tmp_path, rope_scaling=scaling)).max_model_len == 128
+    assert read_architecture(write_config(tmp_path, rope_scaling=scaling)).max_model_len == 128
 
 
 @given(
@@ -281,7 +290,7 @@ def test_yarn_extends_the_context(tmp_path: Path) -> None:
         },
     ),
 )
-def test_every_family_reads_sane_configurations(
+def test_every_family_reads_valid_configs(
     tmp_path_factory: pytest.TempPathFactory,
     architecture: str,
     layers: int,
@@ -289,7 +298,7 @@ def test_every_family_reads_sane_configurations(
     change: dict[str, object],
 ) -> None:
     path = tmp_path_factory.mktemp("any", numbered=True)
-    write(
+    write_config(
         path,
         architectures=[architecture],
         num_hidden_layers=layers,
@@ -299,18 +308,18 @@ def test_every_family_reads_sane_configurations(
         moe_intermediate_size=8,
         **change,
     )
-    spec = read_architecture(path)
-    assert len(spec.layer_architectures) == layers
-    for layer in spec.layer_architectures:
-        assert isinstance(spec.ropes[layer.rope_index], RopeParams)
+    parsed = read_architecture(path)
+    assert len(parsed.layer_architectures) == layers
+    for layer in parsed.layer_architectures:
+        assert isinstance(parsed.ropes[layer.rope_index], RopeParams)
         assert layer.sliding_window is None or layer.sliding_window == (
             change.get("sliding_window") or 4096
         )
-    ways = checkpoint_tensor_names(spec, "layers.0.qkv.weight")
-    assert all(part.endswith(".weight") for way in ways for part in way)
+    alternatives = checkpoint_tensor_names(parsed, "layers.0.qkv.weight")
+    assert all(name.endswith(".weight") for names in alternatives for name in names)
 
 
-def test_configurations_are_read_without_torch() -> None:
+def test_configs_are_read_without_torch() -> None:
     code = (
         "import sys\n"
         "import argosy.engine.execution.architecture_config, argosy.engine.execution.checkpoint\n"
@@ -319,7 +328,7 @@ def test_configurations_are_read_without_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_a_digest_is_of_what_is_in_the_files_and_not_of_where_they_are(tmp_path: Path) -> None:
+def test_digest_depends_on_file_contents_only(tmp_path: Path) -> None:
     folders = [tmp_path / name for name in ("one", "two")]
     for folder in folders:
         folder.mkdir()
@@ -337,7 +346,7 @@ def test_a_digest_is_of_what_is_in_the_files_and_not_of_where_they_are(tmp_path:
     assert checkpoint_digest(one) != checkpoint_digest(two)
 
 
-def test_of_a_large_file_a_part_of_every_matrix_counts(tmp_path: Path) -> None:
+def test_digest_of_large_file_samples_every_matrix(tmp_path: Path) -> None:
     matrix = 8 << 20
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.truncate(16 * matrix)

@@ -1,4 +1,4 @@
-"""The CPU device: threads, memory figures, which kernels it takes and how they are built."""
+"""CPU device: threads, free memory, and the selection and build of kernels."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def test_who_waits_for_an_engine_is_told_for_what() -> None:
-    heard: list[str] = []
+def test_loading_reports_its_activities() -> None:
+    activities: list[str] = []
     config = EngineConfig(model=str(BUNDLED_MODEL), threads=1, warmup=False, num_blocks=64)
-    load_executor(config, lambda what, _done: heard.append(what))
-    assert list(dict.fromkeys(heard)) == ["preparing the kernels", "loading weights"]
+    load_executor(config, lambda activity, _fraction: activities.append(activity))
+    assert list(dict.fromkeys(activities)) == ["preparing the kernels", "loading weights"]
 
 
 @pytest.fixture
@@ -39,37 +39,37 @@ def device() -> Iterator[Device]:
     torch.set_num_threads(before)
 
 
-def native_kernels() -> Kernels | None:
+def load_kernels_or_none() -> Kernels | None:
     try:
         return load_kernels()
     except NativeUnavailableError:
         return None
 
 
-def test_threads_are_set_and_checked(device: Device) -> None:
+def test_thread_count_is_set_and_validated(device: Device) -> None:
     assert torch.get_num_threads() == 2
     assert "2 threads" in device.name
     with pytest.raises(ValueError, match="1 or more"):
         create_cpu_device(0)
 
 
-def test_all_usable_cpus_by_default() -> None:
+def test_default_thread_count_divides_usable_cpus() -> None:
     before = torch.get_num_threads()
     create_cpu_device(None)
-    alone = torch.get_num_threads()
-    assert 1 <= alone <= len(os.sched_getaffinity(0))
+    default = torch.get_num_threads()
+    assert 1 <= default <= len(os.sched_getaffinity(0))
     create_cpu_device(None, colocated_replicas=1)
-    assert torch.get_num_threads() == max(1, alone // 2)
+    assert torch.get_num_threads() == max(1, default // 2)
     create_cpu_device(None, colocated_replicas=1000)
     assert torch.get_num_threads() == 1
     torch.set_num_threads(before)
 
 
-def test_free_memory_is_within_the_machine(device: Device) -> None:
+def test_free_bytes_do_not_exceed_total_memory(device: Device) -> None:
     assert 0 < device.free_bytes() <= psutil.virtual_memory().total
 
 
-def test_free_memory_respects_the_cgroup(
+def test_free_bytes_respect_cgroup_limit(
     device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     figures = {"memory.max": "5000", "memory.current": "3000"}
@@ -81,26 +81,26 @@ def test_free_memory_respects_the_cgroup(
     assert device.free_bytes() > 2700
 
 
-def test_staging_and_events_cost_nothing_on_cpu(device: Device) -> None:
+def test_copies_and_events_are_free_on_cpu(device: Device) -> None:
     tensor = torch.zeros(3)
     assert device.to_device(tensor) is tensor
     assert device.torch_device.type == "cpu"
     device.record_event().synchronize()
 
 
-def test_the_path_is_named(path: str) -> None:
-    assert create_cpu_device(1).name == f"cpu ({path}, 1 threads)"
+def test_device_name_contains_isa(isa: str) -> None:
+    assert create_cpu_device(1).name == f"cpu ({isa}, 1 threads)"
 
 
-def test_the_fastest_path_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_isa_is_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(ISA_VARIABLE, raising=False)
-    expected = available_isas()[0].name if native_kernels() else TORCH_ISA_NAME
+    expected = available_isas()[0].name if load_kernels_or_none() else TORCH_ISA_NAME
     assert f"({expected}," in create_cpu_device(1).name
 
 
-def test_a_path_that_the_cpu_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    old = next(isa.required_features for isa in isa_module.ISAS if isa.name == "avx2")
-    monkeypatch.setattr(isa_module, "cpu_features", lambda: old)
+def test_unsupported_isa_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    avx2_features = next(isa.required_features for isa in isa_module.ISAS if isa.name == "avx2")
+    monkeypatch.setattr(isa_module, "cpu_features", lambda: avx2_features)
     assert [isa.name for isa in available_isas()] == ["avx2", "generic"]
     monkeypatch.setenv(ISA_VARIABLE, "avx512")
     with pytest.raises(ValueError, match=r"lacks avx512bw.*choose one of avx2, generic, .*torch"):
@@ -110,24 +110,24 @@ def test_a_path_that_the_cpu_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -
         create_cpu_device(1)
 
 
-def test_a_compiler_that_knows_less_builds_the_next_path(tmp_path: Path) -> None:
-    """This one fails for the fastest instruction set and has the next one's library at hand."""
-    if native_kernels() is None or len(available_isas()) < 2:
-        pytest.skip("no compiler, or a CPU with one path only")
+def test_compiler_failure_selects_next_isa(tmp_path: Path) -> None:
+    """The fake compiler rejects the flags of the fastest instruction set, and copies a finished library for others."""
+    kernels = load_kernels_or_none()
+    if kernels is None or len(available_isas()) < 2:
+        pytest.skip("no compiler, or a CPU with only one instruction set")
     fastest, following = available_isas()[:2]
-    library = load_kernels(isa=following.name).path
     compiler = tmp_path / "c++"
     compiler.write_text(
         "#!/bin/sh\n"
         f'case "$*" in *"{" ".join(fastest.compiler_flags)}"*) echo unknown flag >&2; exit 1;; esac\n'
-        f'for last; do :; done; [ "$last" = --version ] || cp {library} "$last"\n'
+        f'for last; do :; done; [ "$last" = --version ] || cp {kernels.path} "$last"\n'
     )
     compiler.chmod(0o755)
     assert load_kernels(str(compiler), tmp_path / "built").isa == following.name
 
 
-def test_a_build_is_used_again(tmp_path: Path) -> None:
-    kernels = native_kernels()
+def test_existing_build_is_reused(tmp_path: Path) -> None:
+    kernels = load_kernels_or_none()
     if kernels is None:
         pytest.skip("no compiler")
     copy = tmp_path / kernels.path.parent.name / kernels.path.name

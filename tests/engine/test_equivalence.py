@@ -1,4 +1,4 @@
-"""Same bytes whatever the batch: every way to run a request gives its tokens and log-probabilities."""
+"""Bit-identical results: batching, chunking, caching, preemption and resumption do not change a request's output."""
 
 from __future__ import annotations
 
@@ -12,14 +12,20 @@ import pytest
 from argosy.engine.serving.core_messages import EngineRequest
 from argosy.models import BUNDLED_MODEL
 from argosy.protocol import SamplingParams
-from tests.engine.core_driver import Answer, core_of, run
+from tests.engine.core_driver import RequestOutput, create_core, run_requests
+from tests.engine.pairwise import pairwise
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from _pytest.mark.structures import ParameterSet
+
     from argosy.engine.serving.engine_core.core import EngineCore
 
-DEFAULT = "default"
-"""The path that the engine takes by itself: the full set of cases runs on it."""
-VARIETY = [
+DEFAULT_ISA = "default"
+"""The instruction set that the engine selects itself."""
+DTYPES = ["bfloat16", "float32", "int8", "int4"]
+SAMPLING_PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=2),
     SamplingParams(temperature=0.8, seed=1, max_tokens=24, ignore_eos=True),
     SamplingParams(temperature=1.0, top_p=0.9, seed=2, max_tokens=20, logprobs=0, min_tokens=10),
@@ -41,173 +47,197 @@ VARIETY = [
 ]
 
 
-def weights_of(dtype: str) -> dict[str, str]:
-    """The options of a core whose weights are held so."""
+def weight_options(dtype: str) -> dict[str, str]:
+    """Return the core's options for a dtype or a quantized format."""
     quantized = dtype.startswith("int")
     return {"dtype": "bfloat16", "quantize": dtype} if quantized else {"dtype": dtype}
 
 
 @cache
-def plain_core(dtype: str = "bfloat16", path: str = DEFAULT) -> EngineCore:
-    """One core for each dtype and path; the path is the one of the running test."""
-    return core_of(BUNDLED_MODEL, prefix_cache=False, **weights_of(dtype))
+def shared_core(dtype: str = "bfloat16", isa: str = DEFAULT_ISA) -> EngineCore:
+    """Return one core for each dtype and instruction set. The running test has selected the instruction set."""
+    return create_core(BUNDLED_MODEL, prefix_cache=False, **weight_options(dtype))
 
 
 @cache
 def requests() -> list[EngineRequest]:
-    """Prompts of many lengths, some with a shared beginning."""
+    """Return requests with prompts of many lengths, some with a shared prefix."""
     rng = random.Random(5)
     shared = [rng.randint(5, 4000) for _ in range(40)]
-    made = []
+    result = []
     for number in range(14):
-        own = [rng.randint(5, 4000) for _ in range(rng.randint(1, 60))]
-        prompt = shared[: rng.choice([0, 0, 33, 40])] + own
-        params = VARIETY[number % len(VARIETY)]
-        made.append(EngineRequest(id=str(number), prompt=prompt, params=params))
-    return made
+        suffix = [rng.randint(5, 4000) for _ in range(rng.randint(1, 60))]
+        prompt = shared[: rng.choice([0, 0, 33, 40])] + suffix
+        params = SAMPLING_PARAMS[number % len(SAMPLING_PARAMS)]
+        result.append(EngineRequest(id=str(number), prompt=prompt, params=params))
+    return result
 
 
 @cache
-def alone(dtype: str = "bfloat16", path: str = DEFAULT) -> dict[str, Answer]:
-    """The reference: each request by itself, its prompt in one piece."""
-    found: dict[str, Answer] = {}
+def reference_outputs(dtype: str = "bfloat16", isa: str = DEFAULT_ISA) -> dict[str, RequestOutput]:
+    """Run each request alone, with its prompt in one chunk."""
+    outputs: dict[str, RequestOutput] = {}
     for request in requests():
-        found |= run(plain_core(dtype, path), [request])
-    return found
+        outputs |= run_requests(shared_core(dtype, isa), [request])
+    return outputs
 
 
-@pytest.fixture(params=[0, 1], ids=lambda depth: f"inflight{depth}", name="depth")
-def a_depth(request: pytest.FixtureRequest) -> int:
-    """How many steps are under way while the next one is planned."""
-    depth: int = request.param
-    return depth
+def alternate(values: Iterable[object]) -> list[ParameterSet]:
+    """Combine values with 0 and 1 steps in flight. The default tier runs each value with one of them, alternating."""
+    return [
+        pytest.param(value, steps, id=f"{value}-inflight{steps}", marks=marks)
+        for index, value in enumerate(values)
+        for steps in (0, 1)
+        for marks in [() if steps == index % 2 else pytest.mark.exhaustive]
+    ]
 
 
-def same(answers: dict[str, Answer], dtype: str = "bfloat16", path: str = DEFAULT) -> None:
-    for name, answer in answers.items():
-        expected = alone(dtype, path)[name]
-        assert answer.tokens == expected.tokens, f"request {name}"
-        assert answer.logprobs == expected.logprobs
-        assert answer.prompt_logprobs == expected.prompt_logprobs
-        assert answer.finish == expected.finish
+@pytest.fixture(params=[0, 1], ids=lambda steps: f"inflight{steps}")
+def steps_in_flight(request: pytest.FixtureRequest) -> int:
+    """Maximum number of steps in flight while the next one is planned."""
+    steps: int = request.param
+    return steps
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int8", "int4"])
-def test_batched(dtype: str, depth: int) -> None:
-    core = core_of(
-        BUNDLED_MODEL, max_steps_in_flight=depth, prefix_cache=False, **weights_of(dtype)
-    )
-    same(run(core, requests()), dtype)
+def assert_equal_to_reference(
+    outputs: dict[str, RequestOutput], dtype: str = "bfloat16", isa: str = DEFAULT_ISA
+) -> None:
+    for request_id, output in outputs.items():
+        expected = reference_outputs(dtype, isa)[request_id]
+        assert output.tokens == expected.tokens, f"request {request_id}"
+        assert output.logprobs == expected.logprobs
+        assert output.prompt_logprobs == expected.prompt_logprobs
+        assert output.finish == expected.finish
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int8", "int4"])
-@pytest.mark.parametrize("budget", [8, 17, 64])
-def test_chunked(budget: int, dtype: str, depth: int) -> None:
-    core = core_of(
+@pytest.mark.parametrize(
+    ("dtype", "steps_in_flight"), alternate(DTYPES), indirect=["steps_in_flight"]
+)
+def test_batched_requests_equal_reference(dtype: str, steps_in_flight: int) -> None:
+    core = create_core(
         BUNDLED_MODEL,
-        max_steps_in_flight=depth,
+        max_steps_in_flight=steps_in_flight,
+        prefix_cache=False,
+        **weight_options(dtype),
+    )
+    assert_equal_to_reference(run_requests(core, requests()), dtype)
+
+
+@pairwise(budget=[8, 17, 64], dtype=DTYPES, steps_in_flight=[0, 1], indirect=["steps_in_flight"])
+def test_chunked_prompts_equal_reference(budget: int, dtype: str, steps_in_flight: int) -> None:
+    core = create_core(
+        BUNDLED_MODEL,
+        max_steps_in_flight=steps_in_flight,
         max_step_tokens=budget,
         max_seqs=5,
-        **weights_of(dtype),
+        **weight_options(dtype),
     )
-    same(run(core, requests()), dtype)
+    assert_equal_to_reference(run_requests(core, requests()), dtype)
 
 
-def test_batched_and_chunked_on_every_path(path: str) -> None:
-    """Decodes beside decodes, and beside pieces of prompts: the sizes of batch that kernels tell apart."""
-    same(run(plain_core(path=path), requests()), path=path)
-    core = core_of(BUNDLED_MODEL, max_step_tokens=17, max_seqs=5, dtype="bfloat16")
-    same(run(core, requests()), path=path)
+def test_every_isa_equals_its_reference(isa: str) -> None:
+    """Decodes run beside decodes and beside prompt chunks, in batch sizes that kernels handle differently."""
+    assert_equal_to_reference(run_requests(shared_core(isa=isa), requests()), isa=isa)
+    core = create_core(BUNDLED_MODEL, max_step_tokens=17, max_seqs=5, dtype="bfloat16")
+    assert_equal_to_reference(run_requests(core, requests()), isa=isa)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int4"])
-def test_prefix_hits(dtype: str, depth: int) -> None:
-    core = core_of(BUNDLED_MODEL, max_steps_in_flight=depth, **weights_of(dtype))
-    run(core, requests())
-    again = run(core, requests())
-    assert sum(answer.cached_tokens or 0 for answer in again.values()) > 100
-    same(again, dtype)
+def test_prefix_cache_hits_equal_reference(dtype: str, steps_in_flight: int) -> None:
+    core = create_core(BUNDLED_MODEL, max_steps_in_flight=steps_in_flight, **weight_options(dtype))
+    run_requests(core, requests())
+    second_run = run_requests(core, requests())
+    assert sum(output.cached_tokens or 0 for output in second_run.values()) > 100
+    assert_equal_to_reference(second_run, dtype)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-def test_preemption_in_a_tiny_pool(dtype: str, depth: int) -> None:
-    core = core_of(
-        BUNDLED_MODEL, max_steps_in_flight=depth, num_blocks=11, max_seqs=8, **weights_of(dtype)
+def test_preempted_requests_equal_reference(dtype: str, steps_in_flight: int) -> None:
+    core = create_core(
+        BUNDLED_MODEL,
+        max_steps_in_flight=steps_in_flight,
+        num_blocks=11,
+        max_seqs=8,
+        **weight_options(dtype),
     )
     core.scheduler.output_estimator.fraction = 0.0
-    same(run(core, requests()), dtype)
+    assert_equal_to_reference(run_requests(core, requests()), dtype)
     assert core.scheduler.preemptions > 0
 
 
-def test_lower_tiers_that_stand_back(depth: int) -> None:
-    """A premium request comes while others decode: its first token has a step of its own."""
+def test_requests_deferred_for_premium_prompt_equal_reference(steps_in_flight: int) -> None:
+    """A premium request arrives while others decode. Its prompt is computed in a step of its own."""
     premium, *others = requests()
-    core = core_of(BUNDLED_MODEL, max_steps_in_flight=depth, dtype="bfloat16")
-    answers = {request.id: Answer() for request in requests()}
-    stood_back = False
+    core = create_core(BUNDLED_MODEL, max_steps_in_flight=steps_in_flight, dtype="bfloat16")
+    outputs = {request.id: RequestOutput() for request in requests()}
+    deferred = False
     for request in others:
         core.add(request)
-    for step in range(100):
-        if step == 3:
+    for number in range(100):
+        if number == 3:
             core.add(msgspec.structs.replace(premium, tier=0))
-        outputs = core.step()
-        for delta in outputs.deltas:
-            answers[delta.id].take(delta)
-        several = outputs.stats.running > 2
-        stood_back |= several and [delta.id for delta in outputs.deltas] == [premium.id]
-    assert stood_back
-    same(answers)
+        step = core.step()
+        for delta in step.deltas:
+            outputs[delta.id].add(delta)
+        several = step.stats.running > 2
+        deferred |= several and [delta.id for delta in step.deltas] == [premium.id]
+    assert deferred
+    assert_equal_to_reference(outputs)
 
 
-def test_host_tier(depth: int) -> None:
-    core = core_of(
+def test_host_cache_hits_equal_reference(steps_in_flight: int) -> None:
+    core = create_core(
         BUNDLED_MODEL,
-        max_steps_in_flight=depth,
+        max_steps_in_flight=steps_in_flight,
         dtype="bfloat16",
         num_blocks=11,
         max_seqs=3,
         host_kv_bytes=1 << 24,
     )
-    same(run(core, requests()))
-    same(run(core, requests()))
+    assert_equal_to_reference(run_requests(core, requests()))
+    assert_equal_to_reference(run_requests(core, requests()))
     assert core.scheduler.kv_cache.host_hit_tokens > 0
 
 
-def test_rotten_host_blocks_are_recomputed_and_counted(depth: int) -> None:
-    core = core_of(
+def test_corrupt_host_blocks_are_recomputed_and_counted(steps_in_flight: int) -> None:
+    core = create_core(
         BUNDLED_MODEL,
-        max_steps_in_flight=depth,
+        max_steps_in_flight=steps_in_flight,
         dtype="bfloat16",
         num_blocks=11,
         max_seqs=3,
         host_kv_bytes=1 << 24,
     )
-    run(core, requests())
+    run_requests(core, requests())
     for block in core.executor.host_store.blocks.values():  # type: ignore[attr-defined]
         block.numpy()[7] ^= 1
-    same(run(core, requests()))
+    assert_equal_to_reference(run_requests(core, requests()))
     assert core.scheduler.kv_cache.corrupt_blocks > 0
 
 
-@pytest.mark.parametrize("number", range(len(VARIETY)), ids=lambda number: f"params{number}")
-def test_resume_at_every_token(number: int, depth: int) -> None:
-    request, whole = requests()[number], alone()[str(number)]
+@pytest.mark.parametrize(
+    ("number", "steps_in_flight"),
+    alternate(range(len(SAMPLING_PARAMS))),
+    indirect=["steps_in_flight"],
+)
+def test_resume_at_every_token_continues_output(number: int, steps_in_flight: int) -> None:
+    request, reference = requests()[number], reference_outputs()[str(number)]
     resumed = [
-        msgspec.structs.replace(request, id=str(index), resumed_tokens=whole.tokens[:index])
-        for index in range(1, len(whole.tokens))
+        msgspec.structs.replace(request, id=str(index), resumed_tokens=reference.tokens[:index])
+        for index in range(1, len(reference.tokens))
     ]
-    core = core_of(BUNDLED_MODEL, max_steps_in_flight=depth, dtype="bfloat16")
-    for name, answer in run(core, resumed).items():
-        index = int(name)
-        assert answer.tokens == whole.tokens[index:]
-        assert answer.logprobs == whole.logprobs[index:]
-        assert answer.finish == whole.finish
+    core = create_core(BUNDLED_MODEL, max_steps_in_flight=steps_in_flight, dtype="bfloat16")
+    for request_id, output in run_requests(core, resumed).items():
+        index = int(request_id)
+        assert output.tokens == reference.tokens[index:]
+        assert output.logprobs == reference.logprobs[index:]
+        assert output.finish == reference.finish
 
 
-def test_siblings_fork(depth: int) -> None:
-    """`n` choices: the siblings take over the lead's prompt, and each is what it would be alone."""
+def test_siblings_share_prompt_and_equal_reference(steps_in_flight: int) -> None:
+    """With `n` choices, siblings reuse the first choice's prompt, and each equals a request alone."""
     request = requests()[1]
-    several = [
+    siblings = [
         msgspec.structs.replace(
             request,
             id=str(index),
@@ -216,20 +246,22 @@ def test_siblings_fork(depth: int) -> None:
         )
         for index in range(4)
     ]
-    answers = run(core_of(BUNDLED_MODEL, max_steps_in_flight=depth, dtype="bfloat16"), several)
-    assert all((answers[str(i)].cached_tokens or 0) >= len(request.prompt) - 1 for i in (1, 2, 3))
-    for one in several:
-        single = run(plain_core(), [msgspec.structs.replace(one, parent_id=None)])
-        assert answers[one.id].tokens == single[one.id].tokens
+    outputs = run_requests(
+        create_core(BUNDLED_MODEL, max_steps_in_flight=steps_in_flight, dtype="bfloat16"), siblings
+    )
+    assert all((outputs[str(i)].cached_tokens or 0) >= len(request.prompt) - 1 for i in (1, 2, 3))
+    for sibling in siblings:
+        single = run_requests(shared_core(), [msgspec.structs.replace(sibling, parent_id=None)])
+        assert outputs[sibling.id].tokens == single[sibling.id].tokens
 
 
 @pytest.mark.parametrize("batching", ["static", "dynamic"])
-def test_batching_modes(batching: str, depth: int) -> None:
-    same(
-        run(
-            core_of(
+def test_batching_modes_equal_reference(batching: str, steps_in_flight: int) -> None:
+    assert_equal_to_reference(
+        run_requests(
+            create_core(
                 BUNDLED_MODEL,
-                max_steps_in_flight=depth,
+                max_steps_in_flight=steps_in_flight,
                 dtype="bfloat16",
                 batching=batching,
                 max_seqs=4,

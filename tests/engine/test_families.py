@@ -1,4 +1,4 @@
-"""Every family against transformers: the same logits and the same greedy text from one checkpoint."""
+"""Model families against transformers: equal logits and greedy tokens from the same checkpoint."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from argosy.engine.execution.architecture_config import read_architecture
 from argosy.engine.execution.device import create_cpu_device
 from argosy.engine.execution.model_architecture import summarize_model
 from argosy.engine.execution.weight_loader import load_decoder
-from tests.engine.decoder_driver import Runner
+from tests.engine.decoder_driver import DecoderDriver
 from tests.engine.transformers_reference import VOCAB, Reference, make_reference
 
 if TYPE_CHECKING:
@@ -88,79 +88,87 @@ ROPES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Reference]:
-    def build(family: str, options: dict[str, Any], **how: Any) -> Reference:  # noqa: ANN401
+def create_reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Reference]:
+    def build(family: str, options: dict[str, Any], **settings: Any) -> Reference:  # noqa: ANN401
         path = tmp_path_factory.mktemp(family)
-        return make_reference(path, family, options, model=MODELS.get(family, ""), **how)
+        return make_reference(path, family, options, model=MODELS.get(family, ""), **settings)
 
     return build
 
 
-def load(
-    path: Path, spec: ModelArchitecture | None = None, dtype: torch.dtype = torch.float32
+def load_reference(
+    path: Path, architecture: ModelArchitecture | None = None, dtype: torch.dtype = torch.float32
 ) -> Decoder:
     return load_decoder(
-        path, spec or read_architecture(path), create_cpu_device(1), dtype, lambda _: None
+        path, architecture or read_architecture(path), create_cpu_device(1), dtype, lambda _: None
     )
 
 
 def prompts(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
-    draw = torch.Generator().manual_seed(5)
-    return [torch.randint(3, VOCAB, (n,), generator=draw).tolist() for n in lengths]
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(3, VOCAB, (n,), generator=generator).tolist() for n in lengths]
 
 
-def assert_close(ours: Tensor, theirs: Tensor) -> None:
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-4)
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=2e-4)
 
 
-def check_logits(reference: Reference, runner: Runner, lengths: tuple[int, ...] = LENGTHS) -> None:
+def assert_logits_match(
+    reference: Reference, driver: DecoderDriver, lengths: tuple[int, ...] = LENGTHS
+) -> None:
     for prompt in prompts(lengths):
-        assert_close(runner.whole(prompt), reference.logits(prompt))
+        assert_close(driver.logits_in_one_chunk(prompt), reference.logits(prompt))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_family_computes_what_transformers_does(make: Callable[..., Reference], name: str) -> None:
+def test_family_matches_transformers(create_reference: Callable[..., Reference], name: str) -> None:
     family, options = FAMILIES[name]
-    reference = make(family, options)
-    runner = Runner(load(reference.path))
-    given = prompts()
-    alone = [runner.whole(prompt) for prompt in given]
-    for prompt, logits in zip(given, alone, strict=True):
+    reference = create_reference(family, options)
+    driver = DecoderDriver(load_reference(reference.path))
+    all_prompts = prompts()
+    unbatched = [driver.logits_in_one_chunk(prompt) for prompt in all_prompts]
+    for prompt, logits in zip(all_prompts, unbatched, strict=True):
         assert_close(logits, reference.logits(prompt))
 
-    together = runner.forward([(f"t{i}", prompt) for i, prompt in enumerate(given)])
-    for mine, batched in zip(alone, together, strict=True):
-        assert torch.equal(batched, mine)
+    together = driver.forward([(f"t{i}", prompt) for i, prompt in enumerate(all_prompts)])
+    for single, batched in zip(unbatched, together, strict=True):
+        assert torch.equal(batched, single)
 
-    longest = given[-1]
-    pieces = [longest[:1], longest[1:9], longest[9:41], longest[41:]]
-    parts = [runner.forward([("n", [7]), ("c", piece)])[1] for piece in pieces]
-    assert torch.equal(torch.cat(parts), alone[-1])
+    longest = all_prompts[-1]
+    chunks = [longest[:1], longest[1:9], longest[9:41], longest[41:]]
+    parts = [driver.forward([("n", [7]), ("c", chunk)])[1] for chunk in chunks]
+    assert torch.equal(torch.cat(parts), unbatched[-1])
 
-    few = [given[1], given[3], given[6]]
-    expected = [reference.greedy(prompt, 24) for prompt in few]
-    assert runner.greedy(few, 24) == expected
-    assert runner.greedy(few, 24, chunk=5) == expected
+    some_prompts = [all_prompts[1], all_prompts[3], all_prompts[6]]
+    expected = [reference.greedy(prompt, 24) for prompt in some_prompts]
+    assert driver.greedy(some_prompts, 24) == expected
+    assert driver.greedy(some_prompts, 24, chunk=5) == expected
     if not reference.model.config.tie_word_embeddings:  # tied random models repeat themselves
         assert len({token for tokens in expected for token in tokens}) > 5
 
 
 @pytest.mark.parametrize("name", ROPES)
-def test_rope_scaling(make: Callable[..., Reference], name: str) -> None:
-    reference = make("Llama", {"rope_parameters": ROPES[name]})
-    check_logits(reference, Runner(load(reference.path)), (1, 33, 70, 200))
+def test_rope_scaling_matches_transformers(
+    create_reference: Callable[..., Reference], name: str
+) -> None:
+    reference = create_reference("Llama", {"rope_parameters": ROPES[name]})
+    assert_logits_match(reference, DecoderDriver(load_reference(reference.path)), (1, 33, 70, 200))
 
 
 @pytest.mark.parametrize(("max_len", "lengths"), [(32, (1, 17, 32)), (256, (33, 70, 200))])
-def test_longrope_takes_its_factors_by_the_context_served(
-    make: Callable[..., Reference], max_len: int, lengths: tuple[int, ...]
+def test_longrope_selects_factors_by_max_model_len(
+    create_reference: Callable[..., Reference], max_len: int, lengths: tuple[int, ...]
 ) -> None:
-    reference = make("Phi3", {"rope_parameters": LONG, "original_max_position_embeddings": 32})
-    spec = replace(read_architecture(reference.path), max_model_len=max_len)
-    check_logits(reference, Runner(load(reference.path, spec)), lengths)
+    reference = create_reference(
+        "Phi3", {"rope_parameters": LONG, "original_max_position_embeddings": 32}
+    )
+    architecture = replace(read_architecture(reference.path), max_model_len=max_len)
+    assert_logits_match(
+        reference, DecoderDriver(load_reference(reference.path, architecture)), lengths
+    )
 
 
-def rewrite(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+def rewrite_config(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     file = path / "config.json"
     config = json.loads(file.read_text())
     change(config)
@@ -168,48 +176,60 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
 
 @pytest.mark.parametrize("name", ["linear", "llama3", "yarn"])
-def test_transformers_4_writes_ropes_otherwise(make: Callable[..., Reference], name: str) -> None:
-    reference = make("Llama", {"rope_parameters": ROPES[name]})
-    new = read_architecture(reference.path)
+def test_transformers_4_rope_config_is_read(
+    create_reference: Callable[..., Reference], name: str
+) -> None:
+    reference = create_reference("Llama", {"rope_parameters": ROPES[name]})
+    expected = read_architecture(reference.path)
 
-    def age(config: dict[str, Any]) -> None:
+    def convert_to_transformers_4(config: dict[str, Any]) -> None:
         rope = config.pop("rope_parameters")
         config["rope_theta"] = rope.pop("rope_theta")
         rope["type"] = rope.pop("rope_type")
         config["rope_scaling"] = rope
         config["torch_dtype"] = config.pop("dtype")
 
-    rewrite(reference.path, age)
-    assert read_architecture(reference.path) == new
+    rewrite_config(reference.path, convert_to_transformers_4)
+    assert read_architecture(reference.path) == expected
 
 
 @pytest.mark.parametrize("name", ["qwen 2 with windows", "gemma 2", "mistral", "qwen 3 moe"])
-def test_transformers_4_leaves_the_kinds_of_layers_to_the_family(
-    make: Callable[..., Reference], name: str
+def test_missing_layer_types_default_to_family(
+    create_reference: Callable[..., Reference], name: str
 ) -> None:
-    reference = make(*FAMILIES[name])
-    new = read_architecture(reference.path)
-    rewrite(reference.path, lambda config: config.pop("layer_types", None))
-    assert read_architecture(reference.path) == new
+    reference = create_reference(*FAMILIES[name])
+    expected = read_architecture(reference.path)
+    rewrite_config(reference.path, lambda config: config.pop("layer_types", None))
+    assert read_architecture(reference.path) == expected
 
 
-def test_gemma_3_of_transformers_4(make: Callable[..., Reference]) -> None:
-    reference = make("Gemma3Text", GEMMA | {"num_hidden_layers": 7})
-    new = read_architecture(reference.path)
-    assert [layer.sliding_window for layer in new.layer_architectures] == [8, 8, 8, 8, 8, None, 8]
-    assert [rope.theta for rope in new.ropes] == [1_000_000.0, 10_000.0]
+def test_transformers_4_gemma_3_config_is_read(create_reference: Callable[..., Reference]) -> None:
+    reference = create_reference("Gemma3Text", GEMMA | {"num_hidden_layers": 7})
+    expected = read_architecture(reference.path)
+    assert [layer.sliding_window for layer in expected.layer_architectures] == [
+        8,
+        8,
+        8,
+        8,
+        8,
+        None,
+        8,
+    ]
+    assert [rope.theta for rope in expected.ropes] == [1_000_000.0, 10_000.0]
 
-    def age(config: dict[str, Any]) -> None:
+    def convert_to_transformers_4(config: dict[str, Any]) -> None:
         del config["rope_parameters"], config["layer_types"]
         config |= {"rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0}
         config |= {"sliding_window_pattern": 6, "rope_scaling": None}
 
-    rewrite(reference.path, age)
-    assert read_architecture(reference.path) == new
+    rewrite_config(reference.path, convert_to_transformers_4)
+    assert read_architecture(reference.path) == expected
 
 
-def test_text_part_of_gemma_3_with_images(make: Callable[..., Reference]) -> None:
-    reference = make("Gemma3Text", GEMMA)
+def test_text_model_of_multimodal_gemma_3_is_read(
+    create_reference: Callable[..., Reference],
+) -> None:
+    reference = create_reference("Gemma3Text", GEMMA)
     expected = reference.logits(prompts()[-1])
 
     def wrap(config: dict[str, Any]) -> None:
@@ -217,79 +237,94 @@ def test_text_part_of_gemma_3_with_images(make: Callable[..., Reference]) -> Non
         config.clear()
         config |= {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text}
 
-    rewrite(reference.path, wrap)
+    rewrite_config(reference.path, wrap)
     file = reference.path / "model.safetensors"
     for prefix in ("language_model.model.", "model.language_model."):
         tensors = load_file(file)
         renamed = {prefix + name.split("model.")[-1]: tensor for name, tensor in tensors.items()}
         save_file(renamed, file)
-        logits = Runner(load(reference.path)).whole(prompts()[-1])
+        logits = DecoderDriver(load_reference(reference.path)).logits_in_one_chunk(prompts()[-1])
         assert_close(logits, expected)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen 3 moe"])
-def test_experts_may_be_stored_in_one_tensor(make: Callable[..., Reference], name: str) -> None:
-    reference = make(*FAMILIES[name])
+def test_fused_expert_tensors_are_read(
+    create_reference: Callable[..., Reference], name: str
+) -> None:
+    reference = create_reference(*FAMILIES[name])
     tensors = load_file(reference.path / "model.safetensors")
-    own = reference.model.state_dict()
-    assert set(tensors) != set(own)  # transformers splits its fused experts when it saves
+    fused = reference.model.state_dict()
+    assert set(tensors) != set(fused)  # transformers splits its fused experts when it saves
     save_file(
-        {key: tensor.contiguous() for key, tensor in own.items()},
+        {key: tensor.contiguous() for key, tensor in fused.items()},
         reference.path / "model.safetensors",
     )
-    check_logits(reference, Runner(load(reference.path)), (1, 33))
+    assert_logits_match(reference, DecoderDriver(load_reference(reference.path)), (1, 33))
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_sharded_checkpoints(make: Callable[..., Reference], tied: bool) -> None:
-    reference = make("Qwen3", {"tie_word_embeddings": tied}, shard="60KB")
+def test_sharded_checkpoint_is_loaded_with_progress(
+    create_reference: Callable[..., Reference], tied: bool
+) -> None:
+    reference = create_reference("Qwen3", {"tie_word_embeddings": tied}, shard="60KB")
     assert len(list(reference.path.glob("*.safetensors"))) > 3
-    told: list[float] = []
+    progress: list[float] = []
     decoder = load_decoder(
         reference.path,
         read_architecture(reference.path),
         create_cpu_device(1),
         torch.float32,
-        told.append,
+        progress.append,
     )
-    check_logits(reference, Runner(decoder), (1, 33))
-    assert told == sorted(told)
-    assert (told[0], told[-1]) == (0.0, 1.0)
+    assert_logits_match(reference, DecoderDriver(decoder), (1, 33))
+    assert progress == sorted(progress)
+    assert (progress[0], progress[-1]) == (0.0, 1.0)
 
 
 @pytest.mark.parametrize("name", ["llama 3", "gemma 3", "olmo 2", "mixtral"])
-def test_bfloat16(make: Callable[..., Reference], name: str) -> None:
+def test_bfloat16_logits_are_close_to_float32(
+    create_reference: Callable[..., Reference], name: str
+) -> None:
     family, options = FAMILIES[name]
-    reference = make(family, options, dtype=torch.bfloat16)
-    runner = Runner(load(reference.path, dtype=torch.bfloat16))
+    reference = create_reference(family, options, dtype=torch.bfloat16)
+    driver = DecoderDriver(load_reference(reference.path, dtype=torch.bfloat16))
     reference.model.float()
     for prompt in prompts((1, 33)):
-        exact, logits = reference.logits(prompt), runner.whole(prompt)
+        exact, logits = reference.logits(prompt), driver.logits_in_one_chunk(prompt)
         assert logits.dtype == torch.float32
-        error = (logits - exact).std(-1) / exact.std(-1)  # of each token; routing may flip in some
+        error = (logits - exact).std(-1) / exact.std(
+            -1
+        )  # per token; rounding may change the routing of some
         assert error.median() < 0.05
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_description_counts_what_the_checkpoint_holds(
-    make: Callable[..., Reference], name: str
+def test_model_summary_matches_checkpoint(
+    create_reference: Callable[..., Reference], name: str
 ) -> None:
-    reference = make(*FAMILIES[name])
-    held = sum(parameter.numel() for parameter in reference.model.parameters())
-    spec = read_architecture(reference.path)
-    facts = summarize_model(spec, dtype_bytes=2)
-    assert facts.num_parameters == held
-    assert facts.weight_bytes == 2 * held
+    reference = create_reference(*FAMILIES[name])
+    num_parameters = sum(parameter.numel() for parameter in reference.model.parameters())
+    architecture = read_architecture(reference.path)
+    summary = summarize_model(architecture, dtype_bytes=2)
+    assert summary.num_parameters == num_parameters
+    assert summary.weight_bytes == 2 * num_parameters
     experts = sum(p.numel() for key, p in reference.model.named_parameters() if ".experts." in key)
-    share = spec.moe.num_experts_per_token / spec.moe.num_experts if spec.moe else 1.0
-    assert facts.num_active_parameters == held - experts * (1 - share)
-    assert facts.kv_bytes_per_token == 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * 2
+    share = (
+        architecture.moe.num_experts_per_token / architecture.moe.num_experts
+        if architecture.moe
+        else 1.0
+    )
+    assert summary.num_active_parameters == num_parameters - experts * (1 - share)
+    assert (
+        summary.kv_bytes_per_token
+        == 2 * architecture.num_layers * architecture.num_kv_heads * architecture.head_dim * 2
+    )
 
 
-def test_no_logits_wanted(make: Callable[..., Reference]) -> None:
-    reference = make(*FAMILIES["llama 2"])
-    decoder = load(reference.path)
-    runner = Runner(decoder, num_blocks=8)
-    batch = replace(runner.batch([("a", [1, 2, 3])]), logit_index=torch.empty(0, dtype=torch.long))
+def test_empty_logit_index_gives_no_logits(create_reference: Callable[..., Reference]) -> None:
+    reference = create_reference(*FAMILIES["llama 2"])
+    decoder = load_reference(reference.path)
+    driver = DecoderDriver(decoder, num_blocks=8)
+    batch = replace(driver.batch([("a", [1, 2, 3])]), logit_index=torch.empty(0, dtype=torch.long))
     attention = decoder.create_attention(8, 16)
     assert decoder(batch, attention).shape == (0, VOCAB)

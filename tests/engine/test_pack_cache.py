@@ -1,4 +1,4 @@
-"""Packed weights on disk: found again, shared, bounded, and neither trusted nor needed."""
+"""Disk cache of packed weights: reuse, sharing between processes, eviction, and recovery from damage and full disks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from argosy.engine.execution.pack_cache import PackCache, open_pack_cache, pack_
 from argosy.engine.serving.core_messages import EngineRequest
 from argosy.models import BUNDLED_MODEL
 from argosy.protocol import SamplingParams
-from tests.engine.core_driver import core_of, run
+from tests.engine.core_driver import create_core, run_requests
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,33 +36,33 @@ PAYLOADS = {"a": b"some weights" * 700, "b": b"", "c": b"x" * 4096}
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    create_cpu_device(1)  # builds its kernels where they always are
+    create_cpu_device(1)  # builds the kernels in the usual folder before it changes
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return pack_cache_folder()
 
 
-def fill(data: bytes) -> Callable[[Tensor], None]:
+def packer(data: bytes) -> Callable[[Tensor], None]:
     def pack(out: Tensor) -> None:
         out.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else out)
 
     return pack
 
 
-def never(out: Tensor) -> None:
+def fail_if_packed(out: Tensor) -> None:
     raise AssertionError("packed again")
 
 
 def get_all(packs: PackCache, payloads: dict[str, bytes] = PAYLOADS) -> dict[str, bytes]:
-    found = {key: packs.get(key, len(data), fill(data)) for key, data in payloads.items()}
-    return {key: bytes(tensor.tolist()) for key, tensor in found.items()}
+    tensors = {key: packs.get(key, len(data), packer(data)) for key, data in payloads.items()}
+    return {key: bytes(tensor.tolist()) for key, tensor in tensors.items()}
 
 
-def opened(*identity: str, need_bytes: int = 0, limit_bytes: int = LIMIT) -> PackCache:
-    return open_pack_cache(identity, required_bytes=need_bytes, limit_bytes=limit_bytes)
+def open_cache(*identity: str, required_bytes: int = 0, limit_bytes: int = LIMIT) -> PackCache:
+    return open_pack_cache(identity, required_bytes=required_bytes, limit_bytes=limit_bytes)
 
 
-def load(*identity: str, limit_bytes: int = LIMIT) -> None:
-    with opened(*identity, limit_bytes=limit_bytes) as packs:
+def load_all(*identity: str, limit_bytes: int = LIMIT) -> None:
+    with open_cache(*identity, limit_bytes=limit_bytes) as packs:
         assert get_all(packs) == PAYLOADS
 
 
@@ -72,31 +72,33 @@ def only_file(folder: Path) -> Path:
 
 
 @given(payloads=st.dictionaries(st.text(max_size=9), st.binary(max_size=9000), min_size=1))
-def test_what_was_packed_once_is_found(payloads: dict[str, bytes]) -> None:
+def test_packed_weights_are_found_again(payloads: dict[str, bytes]) -> None:
     with TemporaryDirectory() as base, pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", base)
-        with opened("model") as packs:
+        with open_cache("model") as packs:
             assert not any(key in packs for key in payloads)
             assert get_all(packs, payloads) == payloads
-        with opened("model") as packs:
+        with open_cache("model") as packs:
             assert all(key in packs for key in payloads)
-            found = {key: packs.get(key, len(data), never) for key, data in payloads.items()}
+            tensors = {
+                key: packs.get(key, len(data), fail_if_packed) for key, data in payloads.items()
+            }
             assert packs.mapped_bytes == sum(map(len, payloads.values()))
-        assert {key: bytes(tensor.tolist()) for key, tensor in found.items()} == payloads
+        assert {key: bytes(tensor.tolist()) for key, tensor in tensors.items()} == payloads
         assert [file.suffix for file in pack_cache_folder().iterdir()] == [".packed"]
 
 
-def test_identities_do_not_share(folder: Path) -> None:
-    load("model", "bfloat16")
+def test_identities_have_separate_files(folder: Path) -> None:
+    load_all("model", "bfloat16")
     for other in (("model", "float32"), ("modelbfloat16",), ("model", "bfloat", "16")):
-        with opened(*other) as packs:
+        with open_cache(*other) as packs:
             assert "a" not in packs
-    assert "a" in opened("model", "bfloat16")
+    assert "a" in open_cache("model", "bfloat16")
 
 
-def flip(file: Path, at: int) -> None:
+def flip_bit(file: Path, offset: int) -> None:
     with file.open("r+b") as stream:
-        stream.seek(at, os.SEEK_SET if at >= 0 else os.SEEK_END)
+        stream.seek(offset, os.SEEK_SET if offset >= 0 else os.SEEK_END)
         byte = stream.read(1)[0]
         stream.seek(-1, os.SEEK_CUR)
         stream.write(bytes([byte ^ 1]))
@@ -109,39 +111,39 @@ def flip(file: Path, at: int) -> None:
         pytest.param(lambda file: os.truncate(file, 30), id="header only"),
         pytest.param(lambda file: os.truncate(file, file.stat().st_size - 1), id="truncated"),
         pytest.param(lambda file: file.write_bytes(file.read_bytes() + b"x"), id="longer"),
-        pytest.param(lambda file: flip(file, 3), id="magic"),
-        pytest.param(lambda file: flip(file, 10), id="place of the index"),
-        pytest.param(lambda file: flip(file, -2), id="index"),
-        pytest.param(lambda file: flip(file, 4096), id="first byte of a payload"),
-        pytest.param(lambda file: flip(file, 4096 + 8399), id="last byte of a payload"),
+        pytest.param(lambda file: flip_bit(file, 3), id="magic"),
+        pytest.param(lambda file: flip_bit(file, 10), id="index offset"),
+        pytest.param(lambda file: flip_bit(file, -2), id="index"),
+        pytest.param(lambda file: flip_bit(file, 4096), id="first byte of a payload"),
+        pytest.param(lambda file: flip_bit(file, 4096 + 8399), id="last byte of a payload"),
     ],
 )
-def test_a_damaged_file_is_made_anew(folder: Path, damage: Callable[[Path], None]) -> None:
-    load("model")
+def test_damaged_file_is_replaced(folder: Path, damage: Callable[[Path], None]) -> None:
+    load_all("model")
     file = only_file(folder)
     damage(file)
-    with capture_logs() as logs, opened("model") as packs:
+    with capture_logs() as logs, open_cache("model") as packs:
         assert "a" not in packs
         assert get_all(packs) == PAYLOADS
     assert [line["event"] for line in logs] == ["pack_cache_file_damaged"]
-    with capture_logs() as logs, opened("model") as packs:
+    with capture_logs() as logs, open_cache("model") as packs:
         assert "a" in packs
     assert logs == []
     assert only_file(folder) == file
 
 
-def test_a_payload_of_another_size_removes_the_file(folder: Path) -> None:
-    load("model")
-    with opened("model") as packs, pytest.raises(RuntimeError, match="removed"):
-        packs.get("a", 7, never)
+def test_payload_of_wrong_size_removes_file(folder: Path) -> None:
+    load_all("model")
+    with open_cache("model") as packs, pytest.raises(RuntimeError, match="removed"):
+        packs.get("a", 7, fail_if_packed)
     assert list(folder.iterdir()) == []
 
 
-def test_only_the_first_of_several_at_once_packs(folder: Path) -> None:
+def test_concurrent_opens_pack_once(folder: Path) -> None:
     packed: list[str] = []
 
     def start(_: int) -> dict[str, bytes]:
-        with opened("model") as packs:
+        with open_cache("model") as packs:
             if "a" not in packs:
                 packed.append("again")
             return get_all(packs)
@@ -152,131 +154,138 @@ def test_only_the_first_of_several_at_once_packs(folder: Path) -> None:
     assert only_file(folder).suffix == ".packed"
 
 
-def test_when_the_first_fails_the_next_packs(folder: Path) -> None:
-    first = opened("model")
+def test_waiting_open_packs_after_failure(folder: Path) -> None:
+    first = open_cache("model")
     get_all(first)
     with ThreadPoolExecutor(1) as pool:
-        second = pool.submit(load, "model")
+        second = pool.submit(load_all, "model")
         first.__exit__(ValueError, ValueError("the checkpoint is damaged"), None)
         second.result()
-    assert "a" in opened("model")
+    assert "a" in open_cache("model")
 
 
-def test_a_load_that_fails_leaves_nothing(folder: Path) -> None:
-    def broken(_: Tensor) -> None:
+def test_failed_load_leaves_no_file(folder: Path) -> None:
+    def fail(_: Tensor) -> None:
         raise ValueError("the checkpoint is damaged")
 
-    packs = opened("model")
+    packs = open_cache("model")
     get_all(packs)
     with pytest.raises(ValueError, match="damaged"), packs:
-        packs.get("d", 5, broken)
+        packs.get("d", 5, fail)
     assert list(folder.iterdir()) == []
 
 
-def test_what_a_dead_process_left_is_used_or_removed(folder: Path) -> None:
-    load("model")
+def test_partial_files_of_dead_processes_are_replaced_or_removed(folder: Path) -> None:
+    load_all("model")
     file = only_file(folder)
     file.with_suffix(".partial").write_bytes(b"junk" * 9999)
     file.unlink()
     (folder / "other.partial").write_bytes(b"junk")
     with (folder / "alive.partial").open("wb") as alive:
         fcntl.flock(alive, fcntl.LOCK_EX)
-        load("model")
+        load_all("model")
         assert {path.name for path in folder.iterdir()} == {file.name, "alive.partial"}
-    assert "a" in opened("model")
+    assert "a" in open_cache("model")
 
 
-def test_the_file_used_longest_ago_gives_way(folder: Path) -> None:
-    load("first")
+def test_least_recently_used_file_is_evicted(folder: Path) -> None:
+    load_all("first")
     size = only_file(folder).stat().st_size
-    load("second")
+    load_all("second")
     for file in folder.iterdir():
         os.utime(file, (1, 1))
-    assert "a" in opened("first")  # used now
-    load("third", limit_bytes=2 * size + size // 2)
-    assert "a" in opened("first")
-    assert "a" in opened("third")
+    assert "a" in open_cache("first")  # marks it as used
+    load_all("third", limit_bytes=2 * size + size // 2)
+    assert "a" in open_cache("first")
+    assert "a" in open_cache("third")
     assert len(list(folder.iterdir())) == 2
 
 
-def test_a_mapping_outlives_its_file(folder: Path) -> None:
-    load("model")
-    payload = opened("model").get("a", len(PAYLOADS["a"]), never)
+def test_mapped_payload_outlives_file(folder: Path) -> None:
+    load_all("model")
+    payload = open_cache("model").get("a", len(PAYLOADS["a"]), fail_if_packed)
     only_file(folder).unlink()
     assert bytes(payload.tolist()) == PAYLOADS["a"]
 
 
-def goes_on_without(packs: PackCache, folder: Path) -> None:
+def assert_works_without_cache(packs: PackCache, folder: Path) -> None:
     with packs:
         assert get_all(packs) == PAYLOADS
     assert not folder.is_dir() or list(folder.iterdir()) == []
 
 
-def test_nothing_is_kept_without_a_limit(folder: Path) -> None:
+def test_limit_of_zero_disables_cache(folder: Path) -> None:
     with capture_logs() as logs:
-        goes_on_without(opened("model", limit_bytes=0), folder)
+        assert_works_without_cache(open_cache("model", limit_bytes=0), folder)
     assert logs == []
 
 
-@pytest.mark.parametrize("need_bytes", [LIMIT + 1, 0])
-def test_what_does_not_fit_is_not_kept(folder: Path, need_bytes: int) -> None:
-    limit = LIMIT if need_bytes else 9000
+@pytest.mark.parametrize(("required_bytes", "limit_bytes"), [(LIMIT + 1, LIMIT), (0, 9000)])
+def test_weights_above_limit_disable_cache(
+    folder: Path, required_bytes: int, limit_bytes: int
+) -> None:
     with capture_logs() as logs:
-        goes_on_without(opened("model", need_bytes=need_bytes, limit_bytes=limit), folder)
+        assert_works_without_cache(
+            open_cache("model", required_bytes=required_bytes, limit_bytes=limit_bytes), folder
+        )
     assert [line["event"] for line in logs] == ["pack_cache_disabled"]
 
 
 @pytest.mark.parametrize("writes", [0, 1, 2, 3])
-def test_a_full_disk(folder: Path, monkeypatch: pytest.MonkeyPatch, writes: int) -> None:
-    whole, left = os.pwrite, [writes]
+def test_full_disk_disables_cache(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, writes: int
+) -> None:
+    original_pwrite, remaining = os.pwrite, [writes]
 
-    def pwrite(fd: int, data: bytes, offset: int) -> int:
-        if not left[0]:
+    def failing_pwrite(fd: int, data: bytes, offset: int) -> int:
+        if not remaining[0]:
             raise OSError(errno.ENOSPC, "No space left on device")
-        left[0] -= 1
-        return whole(fd, data, offset)
+        remaining[0] -= 1
+        return original_pwrite(fd, data, offset)
 
-    monkeypatch.setattr(os, "pwrite", pwrite)
+    monkeypatch.setattr(os, "pwrite", failing_pwrite)
     with capture_logs() as logs:
-        goes_on_without(opened("model"), folder)
+        assert_works_without_cache(open_cache("model"), folder)
     assert [line["event"] for line in logs] == ["pack_cache_disabled"]
 
 
-def test_hardly_any_space(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_low_disk_space_disables_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage("/")
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage._replace(free=8192))
     with capture_logs() as logs:
-        goes_on_without(opened("model"), folder)
+        assert_works_without_cache(open_cache("model"), folder)
     assert [line["event"] for line in logs] == ["pack_cache_disabled"]
 
 
-def test_a_place_that_cannot_be_written(folder: Path) -> None:
+def test_unwritable_folder_disables_cache(folder: Path) -> None:
     folder.parent.parent.mkdir(exist_ok=True)
     folder.parent.write_text("a file where a directory should be")
     with capture_logs() as logs:
-        goes_on_without(opened("model"), folder)
+        assert_works_without_cache(open_cache("model"), folder)
     assert [line["event"] for line in logs] == ["pack_cache_disabled"]
 
 
-def test_the_engine_computes_the_same_from_the_cache(folder: Path) -> None:
+def test_engine_output_is_equal_from_cache(folder: Path) -> None:
     requests = [
         EngineRequest(
             id="r", prompt=[5, 6, 7], params=SamplingParams(temperature=0, max_tokens=9, logprobs=2)
         )
     ]
-    expected = run(core_of(BUNDLED_MODEL, dtype="bfloat16", pack_cache_bytes=0), requests)
+    expected = run_requests(
+        create_core(BUNDLED_MODEL, dtype="bfloat16", pack_cache_bytes=0), requests
+    )
     assert not folder.exists()
-    assert run(core_of(BUNDLED_MODEL, dtype="bfloat16"), requests) == expected
+    assert run_requests(create_core(BUNDLED_MODEL, dtype="bfloat16"), requests) == expected
     if not create_cpu_device(1).weight_layout_id(torch.bfloat16):
-        pytest.skip("without a C++ compiler nothing is packed by us")
+        pytest.skip("without a C++ compiler, weights are not packed")
     state = only_file(folder).stat()
-    assert run(core_of(BUNDLED_MODEL, dtype="bfloat16"), requests) == expected
+    assert run_requests(create_core(BUNDLED_MODEL, dtype="bfloat16"), requests) == expected
     assert only_file(folder).stat().st_ino == state.st_ino
-    core_of(BUNDLED_MODEL, dtype="float32")
+    create_core(BUNDLED_MODEL, dtype="float32")
     assert only_file(folder).stat().st_ino == state.st_ino
 
 
-def test_equal_names_sizes_and_times_are_not_the_same_checkpoint(tmp_path: Path) -> None:
+def test_fingerprints_differ_for_equal_names_sizes_and_times(tmp_path: Path) -> None:
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         file = tmp_path / name / "model.safetensors"

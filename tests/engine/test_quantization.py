@@ -1,4 +1,4 @@
-"""Quantized weights: near what they stand for, the same bits on every path and in every batch, and refused by name."""
+"""Quantized weights: accuracy, equal bits on every instruction set and in every batch, and rejected formats."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from argosy.engine.execution.layers import Projection
 from argosy.engine.execution.quantization import QuantizedWeight, quantize_rows, quantize_weight
 from argosy.engine.execution.weight_loader import load_decoder
 from argosy.models import BUNDLED_MODEL
-from tests.engine.decoder_driver import Runner
+from tests.engine.decoder_driver import DecoderDriver
+from tests.engine.isas import ISAS
+from tests.engine.pairwise import pairwise
 from tests.engine.transformers_reference import VOCAB, make_reference
 
 if TYPE_CHECKING:
@@ -32,10 +34,10 @@ FORMATS: list[IntFormat] = ["int8", "int4"]
 SHAPES = [(896, 896), (100, 70), (17, 33), (33, 320), (64, 256), (1, 1), (130, 1000)]
 BATCHES = (1, 2, 3, 4, 5, 8, 9, 15, 16, 17, 31, 33, 64, 129, 259)
 NOISE = {"int8": 0.009, "int4": 0.09}
-"""Most error of a product of normal random numbers, as a share of its spread."""
+"""Maximum error of a product of normal random numbers, relative to its standard deviation."""
 
 
-def made(outs: int, cols: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+def random_linear(outs: int, cols: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(outs + cols)
     weight = torch.randn(outs, cols, generator=generator) * cols**-0.5
     return (
@@ -45,108 +47,116 @@ def made(outs: int, cols: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-def linear_of(
-    weight: Tensor, bias: Tensor | None, form: IntFormat, threads: int = 2
+def create_linear(
+    weight: Tensor, bias: Tensor | None, weight_format: IntFormat, threads: int = 2
 ) -> Callable[[Tensor], Tensor]:
     before = torch.get_num_threads()
-    linear = create_cpu_device(threads).create_linear(weight, bias, form)
+    linear = create_cpu_device(threads).create_linear(weight, bias, weight_format)
     torch.set_num_threads(before)
     return linear
 
 
-def whole_of(weight: Tensor, form: IntFormat) -> QuantizedWeight:
-    (found,) = quantize_weight(weight, form)
-    return found
+def quantize(weight: Tensor, weight_format: IntFormat) -> QuantizedWeight:
+    (quantized,) = quantize_weight(weight, weight_format)
+    return quantized
 
 
 @cache
-def by_torch(shape: tuple[int, int], dtype: torch.dtype, form: IntFormat) -> Tensor:
-    """The definition: torch's own result."""
+def torch_reference(shape: tuple[int, int], dtype: torch.dtype, weight_format: IntFormat) -> Tensor:
+    """Compute the result that torch's operations define."""
     from argosy.engine.execution.linear_int_cpu import TorchIntLinear
 
-    weight, bias, x = made(*shape, max(BATCHES))
-    return TorchIntLinear(weight.to(dtype), bias.to(dtype), form)(x.to(dtype))
+    weight, bias, x = random_linear(*shape, max(BATCHES))
+    return TorchIntLinear(weight.to(dtype), bias.to(dtype), weight_format)(x.to(dtype))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("form", FORMATS)
-def test_every_path_and_batch_gives_the_same_bits(
-    form: IntFormat, shape: tuple[int, int], dtype: torch.dtype, path: str
+@pairwise(
+    weight_format=FORMATS,
+    shape=SHAPES,
+    dtype=[torch.float32, torch.bfloat16],
+    isa=ISAS,
+    indirect=["isa"],
+)
+def test_every_isa_and_batch_gives_same_bits(
+    weight_format: IntFormat, shape: tuple[int, int], dtype: torch.dtype, isa: str
 ) -> None:
-    weight, bias, x = (each.to(dtype) for each in made(*shape, max(BATCHES)))
-    expected = by_torch(shape, dtype, form)
+    weight, bias, x = (each.to(dtype) for each in random_linear(*shape, max(BATCHES)))
+    expected = torch_reference(shape, dtype, weight_format)
     assert expected.dtype == dtype
     for threads in (1, 3):
-        linear = linear_of(weight, bias, form, threads)
+        linear = create_linear(weight, bias, weight_format, threads)
         for rows in BATCHES:
-            assert torch.equal(linear(x[:rows]), expected[:rows]), f"{rows} rows on {path}"
+            assert torch.equal(linear(x[:rows]), expected[:rows]), f"{rows} rows on {isa}"
             assert torch.equal(linear(x[-rows:]), expected[-rows:])
 
 
 @pytest.mark.parametrize("shape", SHAPES[:-2], ids=str)
-@pytest.mark.parametrize("form", FORMATS)
-def test_results_are_near_the_exact_ones(form: IntFormat, shape: tuple[int, int]) -> None:
-    weight, bias, x = made(*shape, 100)
+@pytest.mark.parametrize("weight_format", FORMATS)
+def test_results_are_close_to_exact(weight_format: IntFormat, shape: tuple[int, int]) -> None:
+    weight, bias, x = random_linear(*shape, 100)
     exact = x.double() @ weight.double().T + bias.double()
-    error = (linear_of(weight, bias, form)(x) - exact).square().mean().sqrt()
-    assert error < NOISE[form] * exact.std()
+    error = (create_linear(weight, bias, weight_format)(x) - exact).square().mean().sqrt()
+    assert error < NOISE[weight_format] * exact.std()
 
 
-@pytest.mark.parametrize("form", FORMATS)
-def test_an_outlier_costs_its_own_chunk_only(form: IntFormat) -> None:
-    """One input a thousand times the others, as real models have them."""
-    weight, bias, x = made(256, 1024, 8)
+@pytest.mark.parametrize("weight_format", FORMATS)
+def test_outlier_affects_accuracy_of_its_chunk_only(weight_format: IntFormat) -> None:
+    """Real models have single inputs that are a thousand times larger than the others."""
+    weight, bias, x = random_linear(256, 1024, 8)
     x[:, 300] = 1000.0
     weight[:, 300] = 0.0
     exact = x.double() @ weight.double().T + bias.double()
-    found = linear_of(weight, bias, form)(x)
-    assert (found - exact).square().mean().sqrt() < 0.6 * exact.std()
+    out = create_linear(weight, bias, weight_format)(x)
+    assert (out - exact).square().mean().sqrt() < 0.6 * exact.std()
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")], ids=str)
-@pytest.mark.parametrize("form", FORMATS)
-def test_a_value_that_is_not_finite_spoils_its_row_only(
-    form: IntFormat, bad: float, path: str
+@pairwise(
+    weight_format=FORMATS,
+    value=[float("nan"), float("inf"), float("-inf")],
+    isa=ISAS,
+    indirect=["isa"],
+)
+def test_non_finite_input_affects_own_row_only(
+    weight_format: IntFormat, value: float, isa: str
 ) -> None:
-    weight, bias, x = made(100, 600, 40)
-    linear = linear_of(weight, bias, form)
+    weight, bias, x = random_linear(100, 600, 40)
+    linear = create_linear(weight, bias, weight_format)
     clean = linear(x)
-    x[7, 599] = bad
-    spoilt = linear(x)
-    assert spoilt[7].isnan().all(), path
+    x[7, 599] = value
+    with_value = linear(x)
+    assert with_value[7].isnan().all()
     others = [row for row in range(40) if row != 7]
-    assert torch.equal(spoilt[others], clean[others])
+    assert torch.equal(with_value[others], clean[others])
 
 
-@pytest.mark.parametrize("form", FORMATS)
-def test_zeros_and_specks_are_zero(form: IntFormat, path: str) -> None:
-    weight, bias, x = made(64, 300, 3)
+@pytest.mark.parametrize("weight_format", FORMATS)
+def test_zero_and_denormal_values_give_zero(weight_format: IntFormat, isa: str) -> None:
+    weight, bias, x = random_linear(64, 300, 3)
     x[0], x[1] = 0.0, 1e-38
-    out = linear_of(weight, bias, form)(x)
-    assert torch.equal(out[:2], bias.expand(2, -1)), path
-    nothing = linear_of(torch.zeros(64, 300), bias, form)(x)
-    assert torch.equal(nothing, bias.expand(3, -1))
+    out = create_linear(weight, bias, weight_format)(x)
+    assert torch.equal(out[:2], bias.expand(2, -1))
+    out = create_linear(torch.zeros(64, 300), bias, weight_format)(x)
+    assert torch.equal(out, bias.expand(3, -1))
 
 
-@pytest.mark.parametrize("form", FORMATS)
-def test_rows_may_lie_apart_and_be_none(form: IntFormat, path: str) -> None:
-    weight, bias, x = made(64, 96, 20)
-    linear = linear_of(weight, bias, form)
+@pytest.mark.parametrize("weight_format", FORMATS)
+def test_strided_and_empty_inputs_are_accepted(weight_format: IntFormat, isa: str) -> None:
+    weight, bias, x = random_linear(64, 96, 20)
+    linear = create_linear(weight, bias, weight_format)
     wide = torch.zeros(20, 200)
     wide[:, 50:146] = x
-    assert torch.equal(linear(wide[:, 50:146]), linear(x)), path
+    assert torch.equal(linear(wide[:, 50:146]), linear(x))
     assert linear(x.T.contiguous().T).equal(linear(x))
     assert linear(x[:0]).shape == (0, 64)
 
 
-@pytest.mark.parametrize("form", FORMATS)
-def test_half_precision_is_taken_too(form: IntFormat) -> None:
-    weight, bias, x = (each.half() for each in made(64, 96, 5))
-    out = linear_of(weight, bias, form)(x)
+@pytest.mark.parametrize("weight_format", FORMATS)
+def test_float16_is_accepted(weight_format: IntFormat) -> None:
+    weight, bias, x = (each.half() for each in random_linear(64, 96, 5))
+    out = create_linear(weight, bias, weight_format)(x)
     assert out.dtype == torch.float16
     exact = x.double() @ weight.double().T + bias.double()
-    assert (out - exact).square().mean().sqrt() < NOISE[form] * exact.std()
+    assert (out - exact).square().mean().sqrt() < NOISE[weight_format] * exact.std()
 
 
 @settings(max_examples=60, deadline=None)
@@ -156,52 +166,53 @@ def test_half_precision_is_taken_too(form: IntFormat) -> None:
     spread=st.sampled_from([1e-33, 1e-6, 1.0, 1e6]),
     shift=st.sampled_from([0.0, 0.9, -3.0]),
 )
-def test_4_bits_are_8_bits_in_fewer(seed: int, cols: int, spread: float, shift: float) -> None:
-    """Whatever the weights: whole numbers that 8 bits hold, near the weights."""
+def test_int4_weights_expand_to_int8(seed: int, cols: int, spread: float, shift: float) -> None:
+    """All weights give integers that fit into 8 bits and are close to the weights."""
     generator = torch.Generator().manual_seed(seed)
     weight = (torch.randn(3, cols, generator=generator) + shift) * spread
-    found = whole_of(weight, "int4")
-    assert found.groups is not None
-    zeros, multipliers = found.groups.int() >> 4, found.groups.int() & 15
-    values = found.values.int()
+    quantized = quantize(weight, "int4")
+    assert quantized.groups is not None
+    zeros, multipliers = quantized.groups.int() >> 4, quantized.groups.int() & 15
+    values = quantized.values.int()
     assert int(values.min()) >= 0
     assert int(values.max()) <= 15
-    wide = (values - widened(zeros, cols)) * widened(multipliers, cols)
-    assert torch.equal(wide, found.to_int8().int())
-    assert int(wide.abs().max()) <= 127
+    expanded = (values - expand_groups(zeros, cols)) * expand_groups(multipliers, cols)
+    assert torch.equal(expanded, quantized.to_int8().int())
+    assert int(expanded.abs().max()) <= 127
     if spread >= 1e-6:
-        assert (found.dequantize() - weight).abs().amax() <= weight.abs().amax() * 0.2
+        assert (quantized.dequantize() - weight).abs().amax() <= weight.abs().amax() * 0.2
 
 
-def widened(groups: Tensor, cols: int) -> Tensor:
-    """[N, groups of 32] to [N, cols]."""
+def expand_groups(groups: Tensor, cols: int) -> Tensor:
+    """Repeat values of groups of 32, [N, groups], to [N, cols]."""
     return groups.repeat_interleave(32, 1)[:, :cols]
 
 
 @given(seed=st.integers(0, 2**32), cols=st.integers(1, 600))
 @settings(max_examples=40, deadline=None)
-def test_8_bits_are_off_by_half_a_step(seed: int, cols: int) -> None:
+def test_int8_error_is_at_most_half_a_step(seed: int, cols: int) -> None:
     weight = torch.randn(3, cols, generator=torch.Generator().manual_seed(seed))
-    found = whole_of(weight, "int8")
-    steps = found.scales.repeat_interleave(256, 1)[:, :cols]
-    assert ((found.dequantize() - weight).abs() <= steps * 0.5001).all()
+    quantized = quantize(weight, "int8")
+    steps = quantized.scales.repeat_interleave(256, 1)[:, :cols]
+    assert ((quantized.dequantize() - weight).abs() <= steps * 0.5001).all()
     integers, scales = quantize_rows(weight)
-    near = (integers * scales.unsqueeze(-1)).flatten(1)[:, :cols]
-    assert ((near - weight).abs() <= steps * 0.5001).all()
+    dequantized = (integers * scales.unsqueeze(-1)).flatten(1)[:, :cols]
+    assert ((dequantized - weight).abs() <= steps * 0.5001).all()
 
 
-def test_weights_that_are_not_finite_are_refused() -> None:
+def test_non_finite_weights_are_rejected() -> None:
     weight = torch.ones(40, 300)
     weight[33, 2] = float("inf")
-    for form in FORMATS:
+    for weight_format in FORMATS:
         with pytest.raises(ValueError, match="damaged, fetch it again"):
-            create_cpu_device(1).create_linear(weight, None, form)
+            create_cpu_device(1).create_linear(weight, None, weight_format)
 
 
-def test_the_cpu_refuses_fp8_by_name() -> None:
+def test_fp8_is_rejected_on_cpu() -> None:
     with pytest.raises(ValueError, match="no fp8 weights; set quantize to int8 or int4"):
         load_executor(
-            EngineConfig(model=str(BUNDLED_MODEL), quantize="fp8"), lambda _what, _done: None
+            EngineConfig(model=str(BUNDLED_MODEL), quantize="fp8"),
+            lambda _activity, _fraction: None,
         )
 
 
@@ -214,78 +225,87 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_families(family: str, tmp_path: Path) -> None:
-    """Logits near the dense model's with 8 bits, further with 4; batched and chunked bit for bit alike."""
+def test_quantized_family_is_close_to_dense_model(family: str, tmp_path: Path) -> None:
+    """The error of the logits is small with 8 bits and larger with 4. Batching and chunking do not change bits."""
     name, options = FAMILIES[family]
     path = make_reference(tmp_path, name, options).path
-    tokens = [(7 * at + 3) % VOCAB for at in range(50)]
+    tokens = [(7 * index + 3) % VOCAB for index in range(50)]
     logits = {}
-    for form in (None, *FORMATS):
+    for weight_format in (None, *FORMATS):
         decoder = load_decoder(
             path,
             read_architecture(path),
             create_cpu_device(1),
             torch.float32,
-            lambda _done: None,
-            quantize=form,
+            lambda _fraction: None,
+            quantize=weight_format,
         )
-        runner = Runner(decoder)
-        logits[form] = runner.whole(tokens)
-        if form is not None:
-            runner.forward([("a", tokens[:9])])
-            pieces = runner.forward([("b", tokens[20:]), ("a", tokens[9:])])
-            assert torch.equal(pieces[1], logits[form][9:])
+        driver = DecoderDriver(decoder)
+        logits[weight_format] = driver.logits_in_one_chunk(tokens)
+        if weight_format is not None:
+            driver.forward([("a", tokens[:9])])
+            chunk_logits = driver.forward([("b", tokens[20:]), ("a", tokens[9:])])
+            assert torch.equal(chunk_logits[1], logits[weight_format][9:])
     spread = logits[None].std()
-    off = {form: (logits[form] - logits[None]).square().mean().sqrt() / spread for form in FORMATS}
-    assert off["int8"] < 0.1
-    assert off["int8"] < off["int4"] < 0.6
+    errors = {
+        weight_format: (logits[weight_format] - logits[None]).square().mean().sqrt() / spread
+        for weight_format in FORMATS
+    }
+    assert errors["int8"] < 0.1
+    assert errors["int8"] < errors["int4"] < 0.6
 
 
-def test_the_head_keeps_8_bits_and_routers_stay_dense(tmp_path: Path) -> None:
+def test_int4_keeps_head_at_int8_and_routers_dense(tmp_path: Path) -> None:
     path = make_reference(tmp_path, "Mixtral", {"num_local_experts": 4}).path
     decoder = load_decoder(
         path,
         read_architecture(path),
         create_cpu_device(1),
         torch.float32,
-        lambda _done: None,
+        lambda _fraction: None,
         quantize="int4",
     )
-    forms = {
-        place.rsplit(".", 1)[-1]: module.weight_format
-        for place, module in decoder.named_modules()
+    formats = {
+        name.rsplit(".", 1)[-1]: module.weight_format
+        for name, module in decoder.named_modules()
         if isinstance(module, Projection)
     }
-    assert forms["head"] == "int8"
-    assert forms["router"] is None
-    assert {forms[name] for name in ("qkv", "o", "gate_up", "down")} == {"int4"}
+    assert formats["head"] == "int8"
+    assert formats["router"] is None
+    assert {formats[name] for name in ("qkv", "o", "gate_up", "down")} == {"int4"}
 
 
-def test_the_format_is_told_and_is_part_of_the_state() -> None:
-    built = {
-        form: load_executor(
+def test_format_is_reported_and_changes_fingerprint() -> None:
+    executors = {
+        weight_format: load_executor(
             EngineConfig(
-                model=str(BUNDLED_MODEL), quantize=form, num_blocks=64, warmup=False, threads=1
+                model=str(BUNDLED_MODEL),
+                quantize=weight_format,
+                num_blocks=64,
+                warmup=False,
+                threads=1,
             ),
-            lambda _what, _done: None,
+            lambda _activity, _fraction: None,
         )
-        for form in (None, *FORMATS)
+        for weight_format in (None, *FORMATS)
     }
-    for form in FORMATS:
-        assert f" {form} " in built[form].backend
-    assert len({each.fingerprint for each in built.values()}) == 3
+    for weight_format in FORMATS:
+        assert f" {weight_format} " in executors[weight_format].backend
+    assert len({executor.fingerprint for executor in executors.values()}) == 3
 
 
 @cache
-def prompts_scored(form: IntFormat | None) -> list[quality.Prediction]:
-    return quality.predictions(BUNDLED_MODEL, quality.held_out(2000), form)
+def predict_held_out_text(weight_format: IntFormat | None) -> list[quality.Prediction]:
+    return quality.predictions(BUNDLED_MODEL, quality.held_out(2000), weight_format)
 
 
 @pytest.mark.parametrize(
-    ("form", "ratio", "agreement"), [("int8", 1.01, 0.97), ("int4", 1.02, 0.95)]
+    ("weight_format", "ratio", "agreement"), [("int8", 1.01, 0.97), ("int4", 1.02, 0.95)]
 )
-def test_quality_on_the_bundled_model(form: IntFormat, ratio: float, agreement: float) -> None:
-    """The gate: perplexity on text that the model was not trained on, and its likeliest tokens."""
-    reference, found = prompts_scored(None), prompts_scored(form)
-    assert quality.perplexity(found) < ratio * quality.perplexity(reference)
-    assert quality.agreement(found, reference) >= agreement
+def test_quantized_bundled_model_keeps_quality(
+    weight_format: IntFormat, ratio: float, agreement: float
+) -> None:
+    """Perplexity and likeliest tokens, on text that the model was not trained on, stay within limits."""
+    dense, quantized = predict_held_out_text(None), predict_held_out_text(weight_format)
+    assert quality.perplexity(quantized) < ratio * quality.perplexity(dense)
+    assert quality.agreement(quantized, dense) >= agreement

@@ -1,4 +1,4 @@
-"""Sampling: each option against its plain definition, and rows that do not feel their neighbours."""
+"""Sampler: each sampling parameter against its definition, and independence of rows."""
 
 from __future__ import annotations
 
@@ -20,26 +20,28 @@ VOCAB = 40
 CPU = torch.device("cpu")
 
 
-def sampler_of(*params: SamplingParams, tokens: list[int] | None = None) -> Sampler:
+def create_sampler(*params: SamplingParams, tokens: list[int] | None = None) -> Sampler:
     sampler = Sampler(len(params), VOCAB, CPU)
-    known = tokens or [1, 2, 3]
-    for row, one in enumerate(params):
-        sampler.admit(AdmittedSequence(row, known, min(3, len(known)), one, []), [0])
+    tokens = tokens or [1, 2, 3]
+    for row, row_params in enumerate(params):
+        sampler.admit(AdmittedSequence(row, tokens, min(3, len(tokens)), row_params, []), [0])
     return sampler
 
 
-def draw(sampler: Sampler, logits: torch.Tensor, position: int = 3) -> list[int]:
+def sample(sampler: Sampler, logits: torch.Tensor, position: int = 3) -> list[int]:
     rows = torch.arange(len(logits))
     positions = torch.full((len(logits),), position)
     return list(sampler(logits.clone(), rows, positions).tokens.tolist())
 
 
-def logits_of(seed: int, rows: int = 1) -> torch.Tensor:
+def random_logits(seed: int, rows: int = 1) -> torch.Tensor:
     return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
 
 
-def frequencies(params: SamplingParams, logits: torch.Tensor, draws: int = 4000) -> Counter[int]:
-    many = [
+def sample_counts(
+    params: SamplingParams, logits: torch.Tensor, samples: int = 4000
+) -> Counter[int]:
+    params_by_seed = [
         SamplingParams(
             temperature=params.temperature,
             top_k=params.top_k,
@@ -47,15 +49,15 @@ def frequencies(params: SamplingParams, logits: torch.Tensor, draws: int = 4000)
             min_p=params.min_p,
             seed=seed,
         )
-        for seed in range(draws)
+        for seed in range(samples)
     ]
-    return Counter(draw(sampler_of(*many), logits.expand(draws, -1)))
+    return Counter(sample(create_sampler(*params_by_seed), logits.expand(samples, -1)))
 
 
-def test_greedy_takes_the_likeliest() -> None:
-    logits = logits_of(0, rows=5)
-    sampler = sampler_of(*[SamplingParams(temperature=0.0)] * 5)
-    assert draw(sampler, logits) == logits.argmax(-1).tolist()
+def test_greedy_selects_largest_logit() -> None:
+    logits = random_logits(0, rows=5)
+    sampler = create_sampler(*[SamplingParams(temperature=0.0)] * 5)
+    assert sample(sampler, logits) == logits.argmax(-1).tolist()
 
 
 @pytest.mark.parametrize(
@@ -67,38 +69,38 @@ def test_greedy_takes_the_likeliest() -> None:
         (SamplingParams(temperature=0.5), lambda _: range(VOCAB)),
     ],
 )
-def test_draws_follow_the_restricted_distribution(params: SamplingParams, kept: object) -> None:
-    logits = logits_of(1)
+def test_samples_follow_restricted_distribution(params: SamplingParams, kept: object) -> None:
+    logits = random_logits(1)
     probs = torch.softmax(logits[0] / params.temperature, -1)
     if kept == "nucleus":
-        falling, order = probs.sort(descending=True)
-        size = int((falling.cumsum(0) < params.top_p).sum()) + 1
+        sorted_probs, order = probs.sort(descending=True)
+        size = int((sorted_probs.cumsum(0) < params.top_p).sum()) + 1
         allowed = set(order[:size].tolist())
     else:
         allowed = set(kept(probs))  # type: ignore[operator]
-    found = frequencies(params, logits)
-    assert set(found) <= allowed
+    counts = sample_counts(params, logits)
+    assert set(counts) <= allowed
     total = sum(float(probs[i]) for i in allowed)
     for token in allowed:
         share = float(probs[token]) / total
         slack = 5 * math.sqrt(share * (1 - share) / 4000) + 1e-3
-        assert abs(found[token] / 4000 - share) < slack
+        assert abs(counts[token] / 4000 - share) < slack
 
 
-def test_the_draw_depends_on_seed_and_position_alone() -> None:
-    logits = logits_of(2)
-    one = SamplingParams(seed=7)
-    alone = [draw(sampler_of(one), logits, position)[0] for position in range(30)]
+def test_sampled_token_depends_on_seed_and_position_only() -> None:
+    logits = random_logits(2)
+    params = SamplingParams(seed=7)
+    unbatched = [sample(create_sampler(params), logits, position)[0] for position in range(30)]
     other = SamplingParams(seed=8, top_p=0.9, frequency_penalty=1.0)
-    both = sampler_of(other, one, SamplingParams(temperature=0.0))
-    crowd = torch.cat([logits_of(3), logits, logits_of(4)])
-    assert [draw(both, crowd, position)[1] for position in range(30)] == alone
-    assert len(set(alone)) > 3
+    sampler = create_sampler(other, params, SamplingParams(temperature=0.0))
+    batch = torch.cat([random_logits(3), logits, random_logits(4)])
+    assert [sample(sampler, batch, position)[1] for position in range(30)] == unbatched
+    assert len(set(unbatched)) > 3
 
 
 @settings(max_examples=50)
 @given(st.integers(0, 2**63 - 1), st.integers(0, 10**6))
-def test_uniform_numbers(seed: int, position: int) -> None:
+def test_uniform_random_is_in_range_and_reproducible(seed: int, position: int) -> None:
     seeds, positions = np.array([seed], np.uint64), np.array([position])
     value = uniform_random(seeds, positions)[0]
     assert 0.0 <= value < 1.0
@@ -106,7 +108,7 @@ def test_uniform_numbers(seed: int, position: int) -> None:
     assert value != uniform_random(seeds, positions + 1)[0]
 
 
-def test_uniform_numbers_are_uniform() -> None:
+def test_uniform_random_is_uniform() -> None:
     values = uniform_random(
         np.arange(100, dtype=np.uint64).repeat(100), np.tile(np.arange(100), 100)
     )
@@ -115,8 +117,8 @@ def test_uniform_numbers_are_uniform() -> None:
     assert counts.min() > 400
 
 
-def test_penalties_count_prompt_and_output_as_documented() -> None:
-    tokens = [1, 2, 3, 4, 4]  # a prompt of three, an output of two
+def test_penalties_count_prompt_and_output_tokens() -> None:
+    tokens = [1, 2, 3, 4, 4]  # three prompt tokens and two output tokens
     logits = torch.zeros(1, VOCAB)
     logits[0, [1, 4, 9]] = torch.tensor([2.0, 2.0, 1.5])
     cases = [
@@ -127,92 +129,94 @@ def test_penalties_count_prompt_and_output_as_documented() -> None:
         (SamplingParams(temperature=0.0, frequency_penalty=0.2, logit_bias={1: -1.0}), 4),
     ]
     for params, expected in cases:
-        assert draw(sampler_of(params, tokens=tokens), logits, 5) == [expected]
+        assert sample(create_sampler(params, tokens=tokens), logits, 5) == [expected]
 
 
-def test_sampled_tokens_are_counted() -> None:
-    sampler = sampler_of(SamplingParams(temperature=0.0, presence_penalty=1.5))
+def test_sampled_tokens_count_for_penalties() -> None:
+    sampler = create_sampler(SamplingParams(temperature=0.0, presence_penalty=1.5))
     logits = torch.zeros(1, VOCAB)
     logits[0, [5, 6]] = torch.tensor([2.0, 1.0])
-    assert [draw(sampler, logits, position)[0] for position in (3, 4)] == [5, 6]
+    assert [sample(sampler, logits, position)[0] for position in (3, 4)] == [5, 6]
 
 
-def test_bias_allowed_tokens_and_min_tokens() -> None:
+def test_logit_bias_allowed_tokens_and_min_tokens_edit_logits() -> None:
     logits = torch.zeros(4, VOCAB)
     logits[:, 0] = 5.0  # the end-of-sequence token
     logits[:, 7] = 4.0
-    sampler = sampler_of(
+    sampler = create_sampler(
         SamplingParams(temperature=0.0),
         SamplingParams(temperature=0.0, logit_bias={7: 2.0}),
         SamplingParams(temperature=0.0, allowed_token_ids=(11, 12), logit_bias={12: 1.0}),
         SamplingParams(temperature=0.0, min_tokens=2),
     )
-    assert draw(sampler, logits, 3) == [0, 7, 12, 7]
-    assert draw(sampler, logits, 5) == [0, 7, 12, 0]
+    assert sample(sampler, logits, 3) == [0, 7, 12, 7]
+    assert sample(sampler, logits, 5) == [0, 7, 12, 0]
 
 
-def test_logprobs_are_those_of_the_untouched_logits() -> None:
-    logits = logits_of(5, rows=2)
-    sampler = sampler_of(
+def test_logprobs_use_unedited_logits() -> None:
+    logits = random_logits(5, rows=2)
+    sampler = create_sampler(
         SamplingParams(temperature=0.0, logprobs=3, logit_bias={4: 100.0}), SamplingParams(seed=1)
     )
     sampled = sampler(logits.clone(), torch.arange(2), torch.tensor([3, 3]))
     raw = torch.log_softmax(logits[0], -1)
     assert list(sampled.logprobs) == [0]
-    found = sampled.logprobs[0]
-    assert found.token == 4
-    assert found.logprob == pytest.approx(float(raw[4]))
-    assert found.rank == int((raw > raw[4]).sum()) + 1
-    assert [token for token, _ in found.top_logprobs] == raw.topk(3).indices.tolist()
+    logprob = sampled.logprobs[0]
+    assert logprob.token == 4
+    assert logprob.logprob == pytest.approx(float(raw[4]))
+    assert logprob.rank == int((raw > raw[4]).sum()) + 1
+    assert [token for token, _ in logprob.top_logprobs] == raw.topk(3).indices.tolist()
 
 
-def test_a_row_without_valid_numbers_is_reported_and_the_others_go_on() -> None:
-    logits = logits_of(6, rows=3)
+def test_invalid_row_is_reported_and_others_are_sampled() -> None:
+    logits = random_logits(6, rows=3)
     expected = logits.argmax(-1).tolist()
     logits[1, 3] = float("nan")
-    sampler = sampler_of(*[SamplingParams(temperature=0.0)] * 3)
+    sampler = create_sampler(*[SamplingParams(temperature=0.0)] * 3)
     sampled = sampler(logits, torch.arange(3), torch.tensor([3, 3, 3]))
     assert sampled.invalid_rows == [1]
     assert sampled.tokens[[0, 2]].tolist() == [expected[0], expected[2]]
 
 
-def test_rows_are_reused_cleanly() -> None:
-    sampler = sampler_of(
+def test_reused_row_forgets_previous_params() -> None:
+    sampler = create_sampler(
         SamplingParams(temperature=0.0, logit_bias={3: 9.0}, presence_penalty=2.0, logprobs=1)
     )
     sampler.admit(AdmittedSequence(0, [1], 1, SamplingParams(temperature=0.0), []), [0])
-    logits = logits_of(8)
+    logits = random_logits(8)
     sampled = sampler(logits.clone(), torch.tensor([0]), torch.tensor([1]))
     assert sampled.tokens.tolist() == logits.argmax(-1).tolist()
     assert not sampled.logprobs
 
 
-EDITING = (
+EDITING_PARAMS = (
     SamplingParams(seed=1, logit_bias={4: 3.0, 2: -1.0}),
     SamplingParams(seed=2, allowed_token_ids=(5, 2, 9), logit_bias={5: 1.0}, min_tokens=4),
     SamplingParams(seed=3, repetition_penalty=1.3, frequency_penalty=0.2, min_tokens=4),
     SamplingParams(seed=4, presence_penalty=0.4, logit_bias={1: 2.0, 3: 1.0}),
     SamplingParams(seed=5),
 )
-"""Every way in which a row may ask for other logits than the model's, and none."""
+"""Parameters with every kind of logit edit, and without any."""
 
 
-def test_logits_come_back_bit_for_bit() -> None:
-    logits = logits_of(9, rows=len(EDITING))
+def test_logits_are_restored_bit_for_bit() -> None:
+    logits = random_logits(9, rows=len(EDITING_PARAMS))
     logits[2, 1] = -0.0
     logits[3, 3] = math.nan
     before = logits.view(torch.int32).clone()
-    known = [1, 2, 3, 3, 1]
-    sampler = sampler_of(*EDITING, tokens=known)
-    sampler(logits, torch.arange(len(EDITING)), torch.full((len(EDITING),), len(known)))
+    tokens = [1, 2, 3, 3, 1]
+    sampler = create_sampler(*EDITING_PARAMS, tokens=tokens)
+    sampler(
+        logits, torch.arange(len(EDITING_PARAMS)), torch.full((len(EDITING_PARAMS),), len(tokens))
+    )
     assert torch.equal(logits.view(torch.int32), before)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("token", [0, 1, 4, 7])  # barred, penalised, biased, not allowed
-def test_no_edit_hides_what_is_not_sound(bad: float, token: int) -> None:
-    logits = logits_of(10, rows=len(EDITING))
-    logits[:, token] = bad
-    rows = torch.arange(len(EDITING))
-    sampled = sampler_of(*EDITING)(logits, rows, torch.full_like(rows, 3))
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("token", [0, 1, 4, 7])  # suppressed, penalised, biased, not allowed
+def test_edits_do_not_hide_invalid_logits(value: float, token: int) -> None:
+    logits = random_logits(10, rows=len(EDITING_PARAMS))
+    logits[:, token] = value
+    rows = torch.arange(len(EDITING_PARAMS))
+    sampled = create_sampler(*EDITING_PARAMS)(logits, rows, torch.full_like(rows, 3))
     assert sampled.invalid_rows == rows.tolist()

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints made by transformers, and what transformers computes from them."""
+"""Tiny random checkpoints made by transformers, and its results for them."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ SIZES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Reference:
-    """A checkpoint in `path` and the transformers model that was saved there."""
+    """Checkpoint in `path`, and the transformers model that it contains."""
 
     path: Path
     model: Any
 
     def logits(self, tokens: list[int]) -> Tensor:
-        """Logits [tokens, vocab] float32 of one sequence computed at once, without a cache."""
+        """Compute the logits [tokens, vocab] float32 of one sequence at once, without a cache."""
         with torch.no_grad():
             logits: Tensor = self.model(torch.tensor([tokens]), use_cache=False).logits[0]
         return logits.float()
 
     def greedy(self, prompt: list[int], steps: int) -> list[int]:
-        """The likeliest continuation, each token from the whole sequence before it."""
+        """Generate greedily, and compute each token from the full sequence before it."""
         tokens = list(prompt)
         for _ in range(steps):
             tokens.append(int(self.logits(tokens)[-1].argmax()))
@@ -63,15 +63,17 @@ def make_reference(
     shard: str = "1GB",
     dtype: torch.dtype = torch.float32,
 ) -> Reference:
-    """Save a random model of `<family>Config(SIZES | options)` in `path`, the same every time."""
+    """Save a random model of `<family>Config(SIZES | options)` in `path`, with the same weights every time."""
     torch.manual_seed(11)
     config = getattr(transformers, f"{family}Config")(**(SIZES | options))
-    config._attn_implementation = "eager"  # noqa: SLF001 - the one way that all versions honour
+    config._attn_implementation = "eager"  # noqa: SLF001 - works in all versions
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         built = getattr(transformers, model or f"{family}ForCausalLM")(config).eval()
         for parameter in built.parameters():
-            if parameter.dim() == 1:  # norms start as ones and biases as zeros: tell them apart
+            if (
+                parameter.dim() == 1
+            ):  # norms start as ones and biases as zeros, which would hide errors
                 torch.nn.init.normal_(parameter, mean=float(parameter.mean()), std=0.2)
         built.to(dtype).save_pretrained(path, max_shard_size=shard)
     return Reference(path, built)

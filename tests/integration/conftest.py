@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from tests.support.fake_engine import FakeEngine, always, says
-from tests.support.organisations import World, gateway_with_store
-from tests.support.replica_servers import Served, serve
+from tests.support.fake_engine import FakeEngine, constant_script, reply_script
+from tests.support.organisations import AdminGateway, run_admin_gateway
+from tests.support.replica_servers import RunningReplica, serve
 
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.models import BUNDLED_MODEL
@@ -25,12 +25,12 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture
 def engine(tokenizer: Tokenizer) -> FakeEngine:
-    """Says `REPLY` to whatever it is asked, until the test scripts it."""
-    return FakeEngine(tokenizer, always(says(tokenizer, REPLY)))
+    """Engine that replies `REPLY` to every request, unless the test sets another script."""
+    return FakeEngine(tokenizer, constant_script(reply_script(tokenizer, REPLY)))
 
 
 @pytest.fixture
-async def served(engine: FakeEngine) -> AsyncIterator[Served]:
+async def replica_server(engine: FakeEngine) -> AsyncIterator[RunningReplica]:
     async with serve(engine) as running:
         yield running
 
@@ -46,8 +46,8 @@ def migrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-async def world(migrated: Path, tmp_path: Path) -> AsyncIterator[World]:
+async def admin_gateway(migrated: Path, tmp_path: Path) -> AsyncIterator[AdminGateway]:
     path = tmp_path / "argosy.db"
     shutil.copy(migrated, path)
-    async with gateway_with_store(f"sqlite:///{path}") as running:
+    async with run_admin_gateway(f"sqlite:///{path}") as running:
         yield running

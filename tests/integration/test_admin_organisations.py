@@ -1,4 +1,4 @@
-"""Every operation of the admin API by every role, held in the gateway, the organisation concerned, and another one."""
+"""Role matrix of the admin API: every endpoint, called with every role held in the gateway or in an organisation."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dataclasses import asdict, dataclass, field
 import httpx2
 import pytest
 from tests.support.organisations import (
-    Holding,
-    Ids,
+    AdminGateway,
+    CallerReach,
     Json,
-    World,
+    ResourceIds,
     key_body,
     limit_body,
-    name,
+    unique_name,
     user_body,
 )
 
@@ -24,185 +24,190 @@ from argosy.gateway.admin.endpoints import AdminEndpoint
 from argosy.store import Role, RoleScope
 
 ROLES: tuple[Role, ...] = ("user", "viewer", "operator", "admin")
+BodyBuilder = Callable[[ResourceIds], Json]
 
 
-def nothing(ids: Ids) -> Json:
+def no_fields(ids: ResourceIds) -> Json:
     del ids
     return {}
 
 
 @dataclass(frozen=True)
-class Case:
-    """Who may do one operation, and how it is asked for."""
+class EndpointCase:
+    """Expected permissions of an endpoint, and how to call it."""
 
     role: Role
     scope: RoleScope = "organisation"
-    id: str = ""
-    """Of which kind the id in the path is."""
-    query: Callable[[Ids], Json] = nothing
-    body: Callable[[Ids], Json] = nothing
-    alike: bool = False
-    """Its answer says nothing of any organisation."""
-    refused: int = 403
+    id_kind: str = ""
+    """Kind of resource that the id in the path names."""
+    query: BodyBuilder = no_fields
+    body: BodyBuilder = no_fields
+    is_organisation_independent: bool = False
+    """Whether the response contains no data of an organisation."""
+    forbidden_status: int = 403
     """Status for lower roles."""
-    more: list[Callable[[Ids], Json]] = field(default_factory=list)
-    """Other bodies, each with an id of another organisation in a place of its own."""
+    other_bodies: list[BodyBuilder] = field(default_factory=list)
+    """Bodies that refer to the organisation with other fields than `body`."""
 
 
-def of_organisation(ids: Ids) -> Json:
+def organisation_field(ids: ResourceIds) -> Json:
     return {"organisation": ids.organisation}
 
 
-CASES: dict[str, Case] = {
-    "list_organisations": Case("viewer"),
-    "create_organisation": Case("admin", "gateway", body=lambda _: {"name": name()}),
-    "get_organisation": Case("viewer", id="organisation"),
-    "change_organisation": Case(
-        "admin", "gateway", id="organisation", body=lambda _: {"name": name()}
+def name_field(ids: ResourceIds) -> Json:
+    del ids
+    return {"name": unique_name()}
+
+
+CASES: dict[str, EndpointCase] = {
+    "list_organisations": EndpointCase("viewer"),
+    "create_organisation": EndpointCase("admin", "gateway", body=name_field),
+    "get_organisation": EndpointCase("viewer", id_kind="organisation"),
+    "change_organisation": EndpointCase(
+        "admin", "gateway", id_kind="organisation", body=name_field
     ),
-    "archive_organisation": Case("admin", "gateway", id="organisation"),
-    "list_projects": Case("viewer", query=of_organisation),
-    "create_project": Case("admin", body=lambda ids: of_organisation(ids) | {"name": name()}),
-    "get_project": Case("viewer", id="project"),
-    "change_project": Case("admin", id="project", body=lambda _: {"name": name()}),
-    "archive_project": Case("admin", id="project"),
-    "list_users": Case("viewer", query=of_organisation),
-    "create_user": Case("admin", body=user_body),
-    "get_user": Case("viewer", id="user"),
-    "change_user": Case("admin", id="user", body=lambda ids: {"project": ids.project}),
-    "disable_user": Case("admin", id="user"),
-    "list_keys": Case("viewer", query=lambda ids: {"project": ids.project}),
-    "create_key": Case("operator", body=key_body),
-    "get_key": Case("viewer", id="key"),
-    "rotate_key": Case("operator", id="key"),
-    "revoke_key": Case("operator", id="key"),
-    "list_limits": Case("viewer", query=lambda ids: {"owner": ids.project}),
-    "set_limit": Case(
-        "operator", body=limit_body("project"), more=[limit_body("user"), limit_body("key")]
+    "archive_organisation": EndpointCase("admin", "gateway", id_kind="organisation"),
+    "list_projects": EndpointCase("viewer", query=organisation_field),
+    "create_project": EndpointCase(
+        "admin", body=lambda ids: organisation_field(ids) | name_field(ids)
     ),
-    "delete_limit": Case("operator", id="limit"),
-    "list_prices": Case("viewer", alike=True),
-    "set_price": Case(
+    "get_project": EndpointCase("viewer", id_kind="project"),
+    "change_project": EndpointCase("admin", id_kind="project", body=name_field),
+    "archive_project": EndpointCase("admin", id_kind="project"),
+    "list_users": EndpointCase("viewer", query=organisation_field),
+    "create_user": EndpointCase("admin", body=user_body),
+    "get_user": EndpointCase("viewer", id_kind="user"),
+    "change_user": EndpointCase("admin", id_kind="user", body=lambda ids: {"project": ids.project}),
+    "disable_user": EndpointCase("admin", id_kind="user"),
+    "list_keys": EndpointCase("viewer", query=lambda ids: {"project": ids.project}),
+    "create_key": EndpointCase("operator", body=key_body),
+    "get_key": EndpointCase("viewer", id_kind="key"),
+    "rotate_key": EndpointCase("operator", id_kind="key"),
+    "revoke_key": EndpointCase("operator", id_kind="key"),
+    "list_limits": EndpointCase("viewer", query=lambda ids: {"owner": ids.project}),
+    "set_limit": EndpointCase(
+        "operator",
+        body=limit_body("project"),
+        other_bodies=[limit_body("user"), limit_body("key")],
+    ),
+    "delete_limit": EndpointCase("operator", id_kind="limit"),
+    "list_prices": EndpointCase("viewer", is_organisation_independent=True),
+    "set_price": EndpointCase(
         "admin",
         "gateway",
         body=lambda _: {"model": "big", "input": 1, "cached_input": 1, "output": 1},
     ),
-    "report_usage": Case(
+    "report_usage": EndpointCase(
         "viewer", query=lambda ids: {"project": ids.project, "group_by": "organisation"}
     ),
-    "export_usage": Case("viewer", query=of_organisation),
-    "get_caller": Case("user", alike=True),
-    "report_own_usage": Case("user", alike=True),
-    "explain_request": Case("viewer", id="request", refused=404),
-    "list_audit_entries": Case("viewer", query=lambda ids: {"subject": ids.project}),
-    "verify_audit_log": Case("viewer", "gateway", alike=True),
-    "get_openapi_document": Case("user", alike=True),
+    "export_usage": EndpointCase("viewer", query=organisation_field),
+    "get_caller": EndpointCase("user", is_organisation_independent=True),
+    "report_own_usage": EndpointCase("user", is_organisation_independent=True),
+    "explain_request": EndpointCase("viewer", id_kind="request", forbidden_status=404),
+    "list_audit_entries": EndpointCase("viewer", query=lambda ids: {"subject": ids.project}),
+    "verify_audit_log": EndpointCase("viewer", "gateway", is_organisation_independent=True),
+    "get_openapi_document": EndpointCase("user", is_organisation_independent=True),
 }
 
 
-async def ask(world: World, operation: AdminEndpoint, ids: Ids, headers: Json) -> httpx2.Response:
-    return await send(world, operation, ids, headers, CASES[operation.name].body(ids))
+@dataclass(frozen=True)
+class EndpointCaller:
+    """Calls one endpoint of a gateway."""
+
+    gateway: AdminGateway
+    endpoint: AdminEndpoint
+
+    @property
+    def case(self) -> EndpointCase:
+        return CASES[self.endpoint.name]
+
+    @property
+    def is_list(self) -> bool:
+        return self.endpoint.method == "GET" and not self.case.id_kind
+
+    async def call(
+        self, ids: ResourceIds, headers: Json, build_body: BodyBuilder | None = None
+    ) -> httpx2.Response:
+        body = (build_body or self.case.body)(ids)
+        return await self.gateway.client.request(
+            self.endpoint.method,
+            self.endpoint.path.format(id=asdict(ids).get(self.case.id_kind)),
+            params=self.case.query(ids),
+            json=body if self.endpoint.body_type is not None else None,
+            headers=headers | {"x-request-id": "one"},
+        )
+
+    async def assert_resource_hidden(self, customer: ResourceIds, headers: Json) -> None:
+        """Check that an id of another organisation is answered like an unknown id, in every field."""
+        for build_body in (self.case.body, *self.case.other_bodies):
+            foreign = await self.call(customer, headers, build_body)
+            unknown = await self.call(ResourceIds(), headers, build_body)
+            assert mask_ids(foreign, customer) == mask_ids(unknown, ResourceIds())
+            assert foreign.status_code == (200 if self.is_list else 404), foreign.text
 
 
-async def send(
-    world: World, operation: AdminEndpoint, ids: Ids, headers: Json, body: Json
-) -> httpx2.Response:
-    case = CASES[operation.name]
-    return await world.client.request(
-        operation.method,
-        operation.path.format(id=asdict(ids).get(case.id)),
-        params=case.query(ids),
-        json=body if operation.body_type is not None else None,
-        headers=headers | {"x-request-id": "one"},
-    )
-
-
-def without_ids(answer: httpx2.Response, ids: Ids) -> tuple[int, str]:
-    """Status and text of an answer, the ids in it replaced."""
-    text = answer.text
+def mask_ids(response: httpx2.Response, ids: ResourceIds) -> tuple[int, str]:
+    """Return the status and the text of a response, in which placeholders replace the ids."""
+    text = response.text
     for kind, value in asdict(ids).items():
         text = text.replace(value, f"<{kind}>")
-    return answer.status_code, text
+    return response.status_code, text
 
 
-def test_no_operation_is_forgotten() -> None:
-    assert set(CASES) == {operation.name for operation in ENDPOINTS}
-    told = {op.name: (op.scope, "{id}" in op.path) for op in ENDPOINTS}
-    assert told == {name: (case.scope, case.id != "") for name, case in CASES.items()}
+def test_matrix_covers_every_endpoint() -> None:
+    registered = {
+        endpoint.name: (endpoint.scope, "{id}" in endpoint.path) for endpoint in ENDPOINTS
+    }
+    assert registered == {name: (case.scope, case.id_kind != "") for name, case in CASES.items()}
 
 
-@pytest.mark.parametrize("operation", ENDPOINTS, ids=lambda operation: operation.name)
-async def test_who_may(world: World, operation: AdminEndpoint) -> None:
-    """With the role and within its reach, and nobody learns even that there is anything beyond it."""
-    case = CASES[operation.name]
-    holdings: tuple[Holding, ...] = ("gateway", "own", "other")
-    customer = await world.customer()
-    for holding, role in itertools.product(holdings, ROLES):
-        headers = await world.holder(role, holding, customer)
-        before = world.store.load_snapshot().version
-        answer = await ask(world, operation, customer, headers)
-        cell = f"{operation.name} by {role} of {holding}: {answer.text}"
-        if ROLES.index(role) < ROLES.index(case.role):
-            assert answer.status_code == case.refused, cell
-        elif holding != "gateway" and case.scope == "gateway":
-            assert answer.status_code == 403, cell
-            assert answer.json()["error"]["code"] == "insufficient_role"
-        elif holding == "other" and not case.alike:
-            await unknown(world, operation, customer, headers, answer)
-        else:
-            assert answer.status_code == 200, cell
-            if operation.method == "GET" and not case.alike:
-                assert any(value in answer.text for value in asdict(customer).values()), cell
-            assert (world.store.load_snapshot().version > before) == (operation.method != "GET"), (
-                cell
-            )
-            if operation.method != "GET":
-                customer = await world.customer()  # of this one something has ended, or changed
-            continue
-        assert world.store.load_snapshot().version == before, cell
-
-
-async def unknown(
-    world: World, operation: AdminEndpoint, customer: Ids, headers: Json, answer: httpx2.Response
+@pytest.mark.parametrize("endpoint", ENDPOINTS, ids=lambda endpoint: endpoint.name)
+async def test_endpoint_permits_exactly_the_expected_callers(
+    admin_gateway: AdminGateway, endpoint: AdminEndpoint
 ) -> None:
-    """What is another organisation's is answered as what is nobody's, wherever its id stands."""
-    asked = await ask(world, operation, Ids(), headers)
-    assert without_ids(answer, customer) == without_ids(asked, Ids())
-    lists = operation.method == "GET" and CASES[operation.name].id == ""
-    assert answer.status_code == (200 if lists else 404), answer.text
-    for body in CASES[operation.name].more:
-        theirs = await send(world, operation, customer, headers, body(customer))
-        nobodys = await send(world, operation, customer, headers, body(Ids()))
-        assert theirs.status_code == 404
-        assert without_ids(theirs, customer) == without_ids(nobodys, Ids())
+    """Callers with a sufficient role reach their own organisation and cannot detect resources of others."""
+    caller = EndpointCaller(admin_gateway, endpoint)
+    case, store = caller.case, admin_gateway.store
+    reaches: tuple[CallerReach, ...] = ("gateway", "own", "other")
+    customer = await admin_gateway.create_customer()
+    for reach, role in itertools.product(reaches, ROLES):
+        headers = await admin_gateway.caller_headers(role, reach, customer)
+        before = store.load_snapshot().version
+        is_hidden = reach == "other" and not case.is_organisation_independent
+        if ROLES.index(role) < ROLES.index(case.role):
+            response = await caller.call(customer, headers)
+            assert response.status_code == case.forbidden_status, (role, reach, response.text)
+        elif reach != "gateway" and case.scope == "gateway":
+            response = await caller.call(customer, headers)
+            assert response.status_code == 403, (role, reach, response.text)
+            assert response.json()["error"]["code"] == "insufficient_role"
+        elif is_hidden:
+            await caller.assert_resource_hidden(customer, headers)
+        else:
+            response = await caller.call(customer, headers)
+            assert response.status_code == 200, (role, reach, response.text)
+            if endpoint.method == "GET":
+                assert case.is_organisation_independent or any(
+                    value in response.text for value in asdict(customer).values()
+                ), (role, reach, response.text)
+            else:
+                assert store.load_snapshot().version > before
+                customer = await admin_gateway.create_customer()  # the call changed or ended it
+                continue
+        assert store.load_snapshot().version == before, (role, reach)
 
 
-async def test_nothing_is_moved_into_or_taken_from_another_organisation(world: World) -> None:
-    mine, theirs = await world.customer(), await world.customer()
-    headers = await world.headers("admin", "organisation", mine.organisation)
-    before = world.store.load_snapshot().version
-    refused = [
-        ("PATCH", f"/admin/users/{mine.user}", {"project": theirs.project}),
-        ("POST", "/admin/users", user_body(mine) | {"project": theirs.project}),
-        ("POST", "/admin/users", user_body(mine) | {"organisation": theirs.organisation}),
-        ("POST", "/admin/keys", key_body(mine) | {"user": theirs.user}),
-        ("POST", "/admin/keys", key_body(mine) | {"project": theirs.project}),
-    ]
-    for method, path, body in refused:
-        answer = await world.client.request(method, path, json=body, headers=headers)
-        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found"), path
-    assert world.store.load_snapshot().version == before
-
-
-async def test_lists_without_a_filter_hold_ones_own_only(world: World) -> None:
-    mine, theirs = await world.customer(), await world.customer()
-    headers = await world.headers("viewer", "organisation", mine.organisation)
-    for operation in ENDPOINTS:
-        if operation.method == "GET" and "{id}" not in operation.path:
-            params = {"group_by": "organisation,project,key"} if "usage" in operation.path else {}
-            answer = await world.client.get(operation.path, params=params, headers=headers)
-            leaked = [value for value in asdict(theirs).values() if value in answer.text]
-            assert not leaked, operation.name
-    # The same in a list of another's key, of the place after it, and of its entries.
-    listed = await world.client.get(f"/admin/keys?after={theirs.key}", headers=headers)
-    assert listed.status_code == 400
+async def test_unfiltered_lists_hold_only_the_callers_organisation(
+    admin_gateway: AdminGateway,
+) -> None:
+    own, foreign = await admin_gateway.create_customer(), await admin_gateway.create_customer()
+    headers = await admin_gateway.key_headers("viewer", "organisation", own.organisation)
+    client = admin_gateway.client
+    for endpoint in ENDPOINTS:
+        if endpoint.method == "GET" and "{id}" not in endpoint.path:
+            params = {"group_by": "organisation,project,key"} if "usage" in endpoint.path else {}
+            response = await client.get(endpoint.path, params=params, headers=headers)
+            leaked = [value for value in asdict(foreign).values() if value in response.text]
+            assert not leaked, endpoint.name
+    page = await client.get(f"/admin/keys?after={foreign.key}", headers=headers)
+    assert page.status_code == 400

@@ -1,4 +1,4 @@
-"""The command line without a server: what it says when something is missing, and `argosy models`."""
+"""Commands that need no server: messages about missing parts, and `argosy models`."""
 
 import json
 import os
@@ -20,13 +20,13 @@ runner = CliRunner()
 
 
 def test_version() -> None:
-    result = runner.invoke(app, ["version"])
+    result = runner.invoke(app, ["--version"])
     assert result.exit_code == 0
     assert result.output.startswith("argosy 0.")
 
 
 @pytest.mark.parametrize("command", ["version", "--help"])
-def test_who_reads_on_a_full_disk_is_told_so_in_one_sentence(command: str) -> None:
+def test_full_disk_is_one_error_line(command: str) -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
             [sys.executable, "-m", "argosy.cli", command],
@@ -48,21 +48,19 @@ structlog.get_logger("argosy").warning("wrong")
 @pytest.mark.parametrize(
     "command", [("-m", "argosy.cli", "explain", "x", "--url", "x"), ("-c", LOGS)]
 )
-@pytest.mark.parametrize("plain", ["", "1"])
-def test_a_terminal_gets_no_colours_where_none_are_wanted(
-    command: tuple[str, ...], plain: str
-) -> None:
-    ours, theirs = os.openpty()
-    with os.fdopen(ours, "rb", 0) as terminal:
-        environment = {**os.environ, "NO_COLOR": plain}
-        subprocess.run([sys.executable, *command], stderr=theirs, env=environment, check=False)
-        os.close(theirs)
-        said = terminal.read(4096)
-    assert said.strip()
-    assert (b"\x1b[" in said) is not bool(plain)
+@pytest.mark.parametrize("no_color", ["", "1"])
+def test_no_color_disables_colours_on_terminal(command: tuple[str, ...], no_color: str) -> None:
+    controller_fd, terminal_fd = os.openpty()
+    with os.fdopen(controller_fd, "rb", 0) as terminal:
+        environment = {**os.environ, "NO_COLOR": no_color}
+        subprocess.run([sys.executable, *command], stderr=terminal_fd, env=environment, check=False)
+        os.close(terminal_fd)
+        output = terminal.read(4096)
+    assert output.strip()
+    assert (b"\x1b[" in output) is not bool(no_color)
 
 
-def test_importing_argosy_and_its_command_stays_cheap() -> None:
+def test_import_of_argosy_loads_no_heavy_package() -> None:
     code = "import sys, argosy, argosy.cli; print(sorted(sys.modules))"
     loaded = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
@@ -72,7 +70,7 @@ def test_importing_argosy_and_its_command_stays_cheap() -> None:
 
 
 @pytest.mark.parametrize("loaded", ["typer", "msgspec"])
-def test_ctrl_c_while_the_command_is_being_loaded_ends_it_without_a_word(loaded: str) -> None:
+def test_sigint_during_imports_ends_silently(loaded: str) -> None:
     command = [sys.executable, "-X", "importtime", "-m", "argosy.cli", "serve"]
     with subprocess.Popen(
         command, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
@@ -83,15 +81,15 @@ def test_ctrl_c_while_the_command_is_being_loaded_ends_it_without_a_word(loaded:
                 break
         process.send_signal(signal.SIGINT)
         try:
-            said = process.communicate(timeout=60)[1].splitlines()
+            lines = process.communicate(timeout=60)[1].splitlines()
         finally:
             process.kill()
     assert process.returncode == -signal.SIGINT
-    assert all(line.startswith("import time:") for line in said)
+    assert all(line.startswith("import time:") for line in lines)
 
 
 @pytest.mark.parametrize("command", ["serve", "replica"])
-def test_missing_model_is_one_sentence(command: str) -> None:
+def test_missing_model_is_one_error_line(command: str) -> None:
     result = runner.invoke(app, [command, "/no/such/model", "--port", "0"])
     assert result.exit_code == 2
     assert "there is no directory /no/such/model" in result.output
@@ -99,40 +97,40 @@ def test_missing_model_is_one_sentence(command: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("--uds", "/" + 200 * "x"), "path too long"),
         (("--threads", "99999"), "'--threads'"),
     ],
 )
-def test_what_cannot_be_served_is_said(arguments: tuple[str, ...], said: str) -> None:
+def test_invalid_serve_option_is_named(arguments: tuple[str, ...], message: str) -> None:
     result = runner.invoke(app, ["serve", *arguments])
     assert result.exit_code == 2
-    assert said in " ".join(result.output.split())
+    assert message in " ".join(result.output.split())
 
 
-def test_missing_torch_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_torch_names_engine_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     result = runner.invoke(app, ["serve"])
     assert result.exit_code == 2
     assert "pip install 'argosy[engine]'" in result.output
 
 
-def test_setting_that_the_model_cannot_meet(tmp_path: Path) -> None:
+def test_max_model_len_above_model_limit_is_rejected(tmp_path: Path) -> None:
     result = runner.invoke(app, ["serve", "--port", "0", "--max-model-len", "1000000"])
     assert result.exit_code == 2
     assert "1000000 exceeds the model's" in result.output
     assert "Traceback" not in result.output
 
 
-def test_chat_without_a_server_says_how_to_start_one() -> None:
+def test_chat_without_server_suggests_serve() -> None:
     result = runner.invoke(app, ["chat", "--url", "http://127.0.0.1:9", "Hello"])
     assert result.exit_code == 2
     assert "argosy serve" in result.output
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("--url", "http://127.0.0.1:9"), "no gateway answers"),
         (("--url", "127.0.0.1:8000"), "write it like http://"),
@@ -142,15 +140,17 @@ def test_chat_without_a_server_says_how_to_start_one() -> None:
         (("--api-key", "kľúč"), "the API key contains characters"),
     ],
 )
-def test_what_cannot_be_explained_is_one_sentence(arguments: tuple[str, ...], said: str) -> None:
+def test_explain_with_invalid_option_is_one_error_line(
+    arguments: tuple[str, ...], message: str
+) -> None:
     result = runner.invoke(app, ["explain", "some-id", *arguments])
     assert result.exit_code == 2
-    assert said in " ".join(result.output.split())
+    assert message in " ".join(result.output.split())
     assert "some-id" not in result.output
 
 
 @pytest.mark.parametrize("answer", [b"<html>", b"[]", b'{"id": 1}'])
-def test_who_is_no_gateway_explains_nothing(answer: bytes) -> None:
+def test_explain_reports_server_that_is_no_gateway(answer: bytes) -> None:
     paths: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -171,19 +171,19 @@ def test_who_is_no_gateway_explains_nothing(answer: bytes) -> None:
     assert (result.exit_code, "is not an Argosy gateway" in result.output) == (2, True)
 
 
-@pytest.mark.parametrize("refused", [False, True])
-def test_no_model_or_server_commands_the_terminal(refused: bool) -> None:
-    said = "\x1b]0;mine\x07\x9b2J\r\tWell, \U0001f469\u200d\U0001f680\n"
-    answer = json.dumps({"choices": [{"delta": {"content": said}}]})
-    error = json.dumps({"error": {"message": said}})
+@pytest.mark.parametrize("rejected", [False, True])
+def test_chat_removes_terminal_control_characters(rejected: bool) -> None:
+    message = "\x1b]0;mine\x07\x9b2J\r\tWell, \U0001f469\u200d\U0001f680\n"
+    answer = json.dumps({"choices": [{"delta": {"content": message}}]})
+    error = json.dumps({"error": {"message": message}})
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers["content-length"]))
-            self.send_response(400 if refused else 200)
+            self.send_response(400 if rejected else 200)
             self.end_headers()
-            told = error if refused else f"data: {answer}\n\ndata: [DONE]\n\n"
-            self.wfile.write(told.encode())
+            response = error if rejected else f"data: {answer}\n\ndata: [DONE]\n\n"
+            self.wfile.write(response.encode())
 
     with HTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = Thread(target=server.handle_request)
@@ -192,14 +192,16 @@ def test_no_model_or_server_commands_the_terminal(refused: bool) -> None:
         result = runner.invoke(app, ["chat", "Hi", "--url", url, "--model", "m"], color=True)
         thread.join()
     assert "]0;mine" in result.output
-    shown = result.output.replace("\x1b[31m", "").replace("\x1b[0m", "")  # our own red
+    shown = result.output.replace("\x1b[31m", "").replace(
+        "\x1b[0m", ""
+    )  # the CLI itself prints errors in red
     assert not {"\x1b", "\x07", "\x9b", "\r"} & set(shown)
     assert "]0;mine2J\tWell, \U0001f469\u200d\U0001f680\n" in shown
-    if not refused:
+    if not rejected:
         assert result.stdout == "]0;mine2J\tWell, \U0001f469\u200d\U0001f680\n\n"
 
 
-def test_models_inspects_the_bundled_model() -> None:
+def test_models_inspects_bundled_model() -> None:
     table = runner.invoke(app, ["models"])
     assert table.exit_code == 0
     assert "LlamaForCausalLM" in table.output
@@ -213,7 +215,7 @@ def test_models_inspects_the_bundled_model() -> None:
     assert fit["weight_bytes"] == 2 * fit["parameters"]
 
 
-def test_models_plans_for_other_memory() -> None:
+def test_models_plans_for_given_memory() -> None:
     arguments = ["models", "inspect", "--output", "json", "--memory"]
     small = json.loads(runner.invoke(app, [*arguments, "1GiB"]).stdout)
     large = json.loads(runner.invoke(app, [*arguments, "64GiB"]).stdout)
@@ -224,20 +226,20 @@ def test_models_plans_for_other_memory() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("size", "expected"),
     [("1024", 1024), ("1KiB", 1024), ("1.5GB", 1_500_000_000), ("2g", 2 * 10**9)],
 )
-def test_sizes_are_read(given: str, expected: int) -> None:
-    result = runner.invoke(app, ["models", "inspect", "--memory", given, "--output", "json"])
+def test_memory_size_is_parsed(size: str, expected: int) -> None:
+    result = runner.invoke(app, ["models", "inspect", "--memory", size, "--output", "json"])
     assert json.loads(result.stdout)["free_bytes"] == expected
 
 
-def test_a_bad_size_is_refused() -> None:
+def test_invalid_memory_size_is_rejected() -> None:
     result = runner.invoke(app, ["models", "inspect", "--memory", "lots"])
     assert result.exit_code == 2
     assert "8GiB" in result.output
 
 
-def test_sizes_are_shown() -> None:
+def test_sizes_and_counts_are_formatted() -> None:
     assert [format_size(n) for n in (512, 4096, 3 * 2**30)] == ["512 B", "4 KiB", "3 GiB"]
     assert [format_count(n) for n in (12, 8_130_000, 7e9)] == ["12", "8.13 M", "7 B"]

@@ -1,4 +1,4 @@
-"""`argosy bench` as a command: what it writes, and what it refuses in one sentence."""
+"""`argosy bench` as a command: output files, and one-line error messages."""
 
 from __future__ import annotations
 
@@ -12,32 +12,34 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.support.replica_servers import MODEL, Served
-from tests.support.scripted_server import Asked, rough_server
+from tests.support.fake_upstream import UpstreamRequest, fake_upstream
+from tests.support.replica_servers import MODEL, RunningReplica
 from typer.testing import CliRunner
-from typer.testing import Result as Ran
+from typer.testing import Result as CommandResult
 
 from argosy.bench import load_result
 from argosy.cli.app import app
 
 
-def cli(*arguments: str) -> Ran:
+def cli(*arguments: str) -> CommandResult:
     return CliRunner().invoke(app, ["bench", *arguments])
 
 
-async def test_the_command_writes_what_compare_reads(served: Served, tmp_path: Path) -> None:
+async def test_saved_results_can_be_compared(
+    replica_server: RunningReplica, tmp_path: Path
+) -> None:
     a, b, page = tmp_path / "a.json", tmp_path / "b.json", tmp_path / "a.html"
-    common = ("--url", served.url, "--rate", "200", "--requests", "8", "--output-len", "4")
+    common = ("--url", replica_server.url, "--rate", "200", "--requests", "8", "--output-len", "4")
     more = ("--goodput", "ttft:5000", "--warmup", "1", "--save", str(a), "--html", str(page))
-    ran = await asyncio.to_thread(cli, *common, *more, "--api-key", "secret-key")
-    assert ran.exit_code == 0, ran.output
-    assert "Successful requests:                     8" in ran.output
-    assert "Request goodput" in ran.output
+    result = await asyncio.to_thread(cli, *common, *more, "--api-key", "secret-key")
+    assert result.exit_code == 0, result.output
+    assert "Successful requests:                     8" in result.output
+    assert "Request goodput" in result.output
     assert load_result(a).runs[0].summary.completed == 8
     assert "secret-key" not in a.read_text()
     assert page.read_text().startswith("<!doctype html>")
-    ran = await asyncio.to_thread(cli, *common, "--save", str(b))
-    assert ran.exit_code == 0, ran.output
+    result = await asyncio.to_thread(cli, *common, "--save", str(b))
+    assert result.exit_code == 0, result.output
     for sides, runs in (((a, b), [1, 1]), ((f"{a},{b}", tmp_path / "?.json"), [2, 2])):
         compared = await asyncio.to_thread(cli, "compare", *map(str, sides), "--output", str(page))
         assert compared.exit_code == 0, compared.output
@@ -47,28 +49,30 @@ async def test_the_command_writes_what_compare_reads(served: Served, tmp_path: P
         assert all(each["runs"] == runs for each in ratios)
 
 
-async def test_the_command_writes_what_other_programs_read(served: Served, tmp_path: Path) -> None:
+async def test_csv_and_prometheus_files_are_written(
+    replica_server: RunningReplica, tmp_path: Path
+) -> None:
     table, metrics = tmp_path / "a.csv", tmp_path / "a.prom"
-    metrics.write_text("of an earlier run")
-    ran = await asyncio.to_thread(
+    metrics.write_text("previous run")
+    result = await asyncio.to_thread(
         cli,
-        *("--url", served.url, "--rate", "200", "--requests", "8", "--output-len", "4"),
+        *("--url", replica_server.url, "--rate", "200", "--requests", "8", "--output-len", "4"),
         *("--csv", str(table), "--prometheus", str(metrics)),
     )
-    assert ran.exit_code == 0, ran.output
+    assert result.exit_code == 0, result.output
     assert len(table.read_text().splitlines()) == 9
     assert 'argosy_bench_requests{load="rate 200"' in metrics.read_text()
-    assert set(os.listdir(tmp_path)) == {"a.csv", "a.prom"}  # noqa: PTH208 - blocks no one
+    assert set(os.listdir(tmp_path)) == {"a.csv", "a.prom"}  # noqa: PTH208 - no other task runs
 
 
-def test_self_check() -> None:
-    ran = cli("--self-check")
-    assert ran.exit_code == 0, ran.output
+def test_self_check_prints_measures() -> None:
+    result = cli("--self-check")
+    assert result.exit_code == 0, result.output
     for line in ("added TTFT", "ITL error", "schedule lag", "maximum requests", "maximum chunks"):
-        assert line in ran.output
+        assert line in result.output
 
 
-def test_a_self_check_ends_in_peace_at_ctrl_c() -> None:
+def test_interrupted_self_check_prints_no_traceback() -> None:
     with subprocess.Popen(
         [sys.executable, "-m", "argosy.cli", "bench", "--self-check"],
         stdout=subprocess.DEVNULL,
@@ -76,18 +80,18 @@ def test_a_self_check_ends_in_peace_at_ctrl_c() -> None:
         start_new_session=True,
         text=True,
     ) as process:
-        checking = psutil.Process(process.pid)
-        while not any(child.net_connections() for child in checking.children()):
+        self_check = psutil.Process(process.pid)
+        while not any(child.net_connections() for child in self_check.children()):
             assert process.poll() is None
         os.killpg(process.pid, signal.SIGINT)
-        said = process.communicate()[1]
+        stderr = process.communicate()[1]
     assert process.returncode
-    assert "Traceback" not in said
-    assert "failed" not in said
+    assert "Traceback" not in stderr
+    assert "failed" not in stderr
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("arguments", "message"),
     [
         (("--url", "localhost:1"), "is no URL"),
         (("--url", "http://127.0.0.1:99999"), "is no URL"),
@@ -118,69 +122,69 @@ def test_a_self_check_ends_in_peace_at_ctrl_c() -> None:
         (("compare", "/nonexistent/*.json", "/nonexistent"), "No file matches"),
     ],
 )
-def test_refusals_are_one_sentence(arguments: tuple[str, ...], sentence: str) -> None:
-    ran = cli(*arguments)
-    assert ran.exit_code == 2
-    assert sentence in ran.output
-    assert "Traceback" not in ran.output
-    assert len(ran.output.strip().splitlines()) == 1
+def test_invalid_argument_is_one_error_line(arguments: tuple[str, ...], message: str) -> None:
+    result = cli(*arguments)
+    assert result.exit_code == 2
+    assert message in result.output
+    assert "Traceback" not in result.output
+    assert len(result.output.strip().splitlines()) == 1
 
 
 @pytest.mark.parametrize("option", ["--prefix-groups", "--prefix-len", "--requests", "--warmup"])
-def test_what_no_memory_would_hold_is_refused(option: str) -> None:
-    ran = cli(option, "9999999999999999999999")
-    assert ran.exit_code == 2
-    assert "10000000" in ran.output
+def test_huge_count_is_rejected(option: str) -> None:
+    result = cli(option, "9999999999999999999999")
+    assert result.exit_code == 2
+    assert "10000000" in result.output
 
 
-async def test_no_more_are_sent_at_once_than_there_are(served: Served) -> None:
-    few = ("--requests", "3", "--output-len", "2", "--concurrency", "1e30")
-    ran = await asyncio.to_thread(cli, "--url", served.url, *few)
-    assert ran.exit_code == 0, ran.output
-    assert "Successful requests:                     3" in ran.output
+async def test_concurrency_above_request_count_is_accepted(replica_server: RunningReplica) -> None:
+    options = ("--requests", "3", "--output-len", "2", "--concurrency", "1e30")
+    result = await asyncio.to_thread(cli, "--url", replica_server.url, *options)
+    assert result.exit_code == 0, result.output
+    assert "Successful requests:                     3" in result.output
 
 
-async def test_a_wrong_model_is_refused(served: Served) -> None:
-    ran = await asyncio.to_thread(cli, "--url", served.url, "--model", "none")
-    assert ran.exit_code == 2
-    assert f"it has {MODEL}" in ran.output
+async def test_unknown_model_is_rejected(replica_server: RunningReplica) -> None:
+    result = await asyncio.to_thread(cli, "--url", replica_server.url, "--model", "none")
+    assert result.exit_code == 2
+    assert f"only {MODEL}" in result.output
 
 
-async def test_a_malformed_trace_is_refused(served: Served, tmp_path: Path) -> None:
+async def test_malformed_trace_names_line(replica_server: RunningReplica, tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"timestamp": "soon"}\n')
-    ran = await asyncio.to_thread(cli, "--url", served.url, "--trace", str(trace))
-    assert ran.exit_code == 2
-    assert "line 1" in ran.output
+    result = await asyncio.to_thread(cli, "--url", replica_server.url, "--trace", str(trace))
+    assert result.exit_code == 2
+    assert "line 1" in result.output
 
 
-async def test_a_run_without_an_answer_is_no_success() -> None:
-    async def refused(asked: Asked) -> None:
-        asked.json(429, {"error": {"message": "slow down"}})
+async def test_run_without_completed_request_exits_1() -> None:
+    async def reject(request: UpstreamRequest) -> None:
+        request.send_json(429, {"error": {"message": "slow down"}})
 
-    async with rough_server(refused) as server:
-        ran = await asyncio.to_thread(
+    async with fake_upstream(reject) as server:
+        result = await asyncio.to_thread(
             cli, "--url", server.url, "--concurrency", "1", "--requests", "3"
         )
-    assert ran.exit_code == 1
-    assert "slow down" in ran.output
+    assert result.exit_code == 1
+    assert "slow down" in result.output
 
 
-async def test_the_key_is_the_one_that_the_other_commands_take(
+async def test_api_key_comes_from_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     heads: list[bytes] = []
 
-    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def reject_key(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         heads.append(await reader.readuntil(b"\r\n\r\n"))
         writer.write(b"HTTP/1.1 401 X\r\ncontent-length: 0\r\n\r\n")
         await reader.read()
         writer.close()
 
-    async with await asyncio.start_server(refuse, "127.0.0.1", 0) as server:
+    async with await asyncio.start_server(reject_key, "127.0.0.1", 0) as server:
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         for name in ("OPENAI_API_KEY", "ARGOSY_API_KEY"):
             monkeypatch.setenv(name, f"key-of-{name}")
-            ran = await asyncio.to_thread(cli, "--url", url)
-            assert ran.exit_code == 2, ran.output
+            result = await asyncio.to_thread(cli, "--url", url)
+            assert result.exit_code == 2, result.output
             assert f"Bearer key-of-{name}".encode() in heads[-1]

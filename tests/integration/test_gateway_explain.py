@@ -1,4 +1,4 @@
-"""What the gateway can tell afterwards: of one request in `explain`, of all of them in `/metrics`."""
+"""Diagnostics of past requests: one request in `argosy explain`, all of them in `/metrics`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import msgspec
 import pytest
 from rich.console import Console
 from tests.integration.test_metrics import value
-from tests.support.gateway_harness import Watching, front
-from tests.support.scripted_server import Asked, rough_server
+from tests.support.fake_upstream import UpstreamRequest, fake_upstream
+from tests.support.gateway_harness import RecordingFilter, run_gateway
 
 from argosy.cli.explain import print_explanation, timeline_steps
 from argosy.gateway import ReplicaConfig
@@ -32,21 +32,21 @@ from argosy.protocol import ApiError
 BODY = {"model": "big", "prompt": "Say something", "max_tokens": 3}
 
 
-async def broken(asked: Asked) -> None:
-    asked.json(500, {"error": {"message": "out of order"}})
+async def send_500(request: UpstreamRequest) -> None:
+    request.send_json(500, {"error": {"message": "out of order"}})
 
 
-async def test_a_request_that_was_tried_twice_is_explained() -> None:
+async def test_retried_request_has_two_attempts_in_trace() -> None:
     async with (
-        rough_server(broken) as one,
-        rough_server() as two,
-        front(
+        fake_upstream(send_500) as one,
+        fake_upstream() as two,
+        run_gateway(
             [],
             ReplicaConfig(url=one.url, kind="openai"),
             ReplicaConfig(url=two.url, kind="openai"),
         ) as running,
     ):
-        told = []
+        explanations = []
         for number in range(2):
             headers = {"x-request-id": f"mine-{number}"}
             answer = await running.client.post(
@@ -55,9 +55,9 @@ async def test_a_request_that_was_tried_twice_is_explained() -> None:
             assert answer.headers["x-request-id"] == f"mine-{number}"
             trace = running.traces.find(f"mine-{number}")
             assert trace is not None
-            told.append(trace.to_dict())
+            explanations.append(trace.to_dict())
         text = (await running.client.get("/metrics")).text
-    retried = max(told, key=lambda one: len(one["attempts"]))
+    retried = max(explanations, key=lambda each: len(each["attempts"]))
     failed, answered = retried["attempts"]
     assert (failed["replica"], failed["outcome"]) == (one.url, "failure")
     assert failed["reason"] == "status 500"
@@ -70,61 +70,61 @@ async def test_a_request_that_was_tried_twice_is_explained() -> None:
     assert 0 <= ms["read"] <= ms["admitted"] <= answered["sent_ms"] <= ms["first_token"]
     assert ms["first_token"] <= ms["last_token"] <= ms["ended"]
     assert value(text, "argosy_gateway_requests_total", status="completed", model="big") == 2
-    retries = sum(len(one["attempts"]) - 1 for one in told)
+    retries = sum(len(each["attempts"]) - 1 for each in explanations)
     assert value(text, "argosy_gateway_retries_total", model="big") == retries
     assert value(text, "argosy_gateway_tokens_total", kind="output") == 6
     assert value(text, "argosy_gateway_time_to_first_token_seconds_count") == 2
     assert value(text, "argosy_gateway_http_requests_total", route="/v1/completions") == 2
 
 
-async def test_why_a_request_was_refused_is_told_and_counted() -> None:
-    full = Watching(refuses=ApiError(429, "rate_limit_exceeded", "Too many."))
-    async with front([full]) as running:
+async def test_rejected_request_has_error_code_in_trace_and_metrics() -> None:
+    reject_all = RecordingFilter(rejection=ApiError(429, "rate_limit_exceeded", "Too many."))
+    async with run_gateway([reject_all]) as running:
         headers = {"x-request-id": "refused"}
         answer = await running.client.post("/v1/completions", json=BODY, headers=headers)
         assert answer.status_code == 429
         trace = running.traces.find("refused")
         assert trace is not None
-        told = trace.to_dict()
+        explanation = trace.to_dict()
         text = (await running.client.get("/metrics")).text
-    assert (told["status"], told["error"]) == ("refused", "rate_limit_exceeded")
+    assert (explanation["status"], explanation["error"]) == ("refused", "rate_limit_exceeded")
     assert value(text, "argosy_gateway_request_errors_total", code="rate_limit_exceeded") == 1
 
 
-async def test_a_running_request_is_explained_too() -> None:
-    asked_for, more = asyncio.Event(), asyncio.Event()
+async def test_running_request_has_trace() -> None:
+    received, may_respond = asyncio.Event(), asyncio.Event()
 
-    async def slow(asked: Asked) -> None:
-        asked_for.set()
-        await more.wait()
-        asked.stream()
-        asked.say("late", "stop")
-        asked.end()
+    async def respond_later(request: UpstreamRequest) -> None:
+        received.set()
+        await may_respond.wait()
+        request.start_stream()
+        request.send_text("late", "stop")
+        request.end_stream()
 
     async with (
-        rough_server(slow) as rough,
-        front([], ReplicaConfig(url=rough.url, kind="openai")) as running,
+        fake_upstream(respond_later) as upstream,
+        run_gateway([], ReplicaConfig(url=upstream.url, kind="openai")) as running,
     ):
-        asking = asyncio.create_task(
+        pending = asyncio.create_task(
             running.client.post(
                 "/v1/completions", json=BODY | {"stream": True}, headers={"x-request-id": "now"}
             )
         )
-        await asked_for.wait()
+        await received.wait()
         trace = running.traces.find("now")
         assert trace is not None
         assert trace.to_dict()["status"] == "running"
-        more.set()
-        await asking
+        may_respond.set()
+        await pending
 
 
-async def test_promtool_is_content() -> None:
+async def test_gateway_metrics_pass_promtool() -> None:
     promtool = shutil.which("promtool")
     if promtool is None:
         pytest.skip("promtool is not installed (Debian package prometheus)")
     async with (
-        rough_server() as rough,
-        front([], ReplicaConfig(url=rough.url, kind="openai")) as running,
+        fake_upstream() as upstream,
+        run_gateway([], ReplicaConfig(url=upstream.url, kind="openai")) as running,
     ):
         await running.client.post("/v1/completions", json=BODY | {"stream": True})
         text = (await running.client.get("/metrics")).content
@@ -134,7 +134,7 @@ async def test_promtool_is_content() -> None:
     assert done.returncode == 0, done.stderr.decode()
 
 
-def test_what_is_kept_is_bounded_in_number_and_age() -> None:
+def test_trace_store_is_bounded_in_count_and_age() -> None:
     traces = TraceStore(ExplainConfig(max_requests=3, retention_s=10.0))
     for number in range(5):
         trace = RequestTrace(response_id=f"a{number}", request_id="same")
@@ -152,21 +152,21 @@ def test_what_is_kept_is_bounded_in_number_and_age() -> None:
     assert traces.find("same") is None
 
 
-def test_nobody_hides_an_answer_by_choosing_its_id_for_a_request() -> None:
+def test_response_id_takes_precedence_over_equal_request_id() -> None:
     traces = TraceStore(ExplainConfig())
-    mine, other = (
+    first, other = (
         RequestTrace(response_id="chatcmpl-1", request_id="a"),
         RequestTrace(response_id="chatcmpl-2", request_id="chatcmpl-1"),
     )
-    for trace in (mine, other):
+    for trace in (first, other):
         traces.add(trace)
-        assert traces.find("chatcmpl-1") is mine
-    for trace in (mine, other):
+        assert traces.find("chatcmpl-1") is first
+    for trace in (first, other):
         traces.complete(trace, 1.0)
-    assert traces.find("chatcmpl-1") == mine
+    assert traces.find("chatcmpl-1") == first
 
 
-def test_no_organisation_hides_a_request_of_another_by_calling_its_own_like_it() -> None:
+def test_equal_request_ids_are_separate_per_organisation() -> None:
     traces = TraceStore(ExplainConfig(max_requests=2))
     for number, organisation in enumerate(("acme", "zeta")):
         trace = RequestTrace(
@@ -185,7 +185,7 @@ def test_no_organisation_hides_a_request_of_another_by_calling_its_own_like_it()
     assert traces.find("same", "acme") is None
 
 
-def test_what_is_told_of_a_request_is_kept_when_it_has_ended() -> None:
+def test_completed_trace_keeps_all_fields() -> None:
     costs = (RoutingCost("http://a", 0.1, 0.2, 0.3, 0.0, 0.0),)
     trace = RequestTrace(
         response_id="cmpl-1",
@@ -195,29 +195,31 @@ def test_what_is_told_of_a_request_is_kept_when_it_has_ended() -> None:
         limits=[LimitTrace("key", "tokens", "minute", None, 100, 0, 5, None)],
         usage=UsageTrace(5, 0, 0, 15, Rates(3, 1, 5)),
     )
-    told = msgspec.json.encode(trace.to_dict())
-    assert msgspec.json.decode(told)["limits"][0]["asked"] == 5
-    assert msgspec.json.decode(told)["ledger"]["rates"]["output"] == 5
+    encoded = msgspec.json.encode(trace.to_dict())
+    assert msgspec.json.decode(encoded)["limits"][0]["asked"] == 5
+    assert msgspec.json.decode(encoded)["ledger"]["rates"]["output"] == 5
     traces = TraceStore(ExplainConfig())
     traces.complete(trace, 1.0)
     kept = traces.find("cmpl-1")
     assert kept is not None
     assert kept is not trace
-    assert msgspec.json.encode(kept.to_dict()) == told
+    assert msgspec.json.encode(kept.to_dict()) == encoded
 
 
-def test_attempts_and_candidates_are_bounded() -> None:
+def test_attempts_and_candidates_in_trace_are_bounded() -> None:
     trace = RequestTrace()
     costs = tuple(RoutingCost(f"http://{n}", float(n), 0.0, 0.0, 0.0, 0.0) for n in range(100))
     for number in range(1000):
         trace.begin_attempt(f"http://{number % 100}", float(number), 0, costs[::-1])
-    told = trace.to_dict()["attempts"]
-    assert len(told) == 64
-    assert [told[0]["replica"], told[-1]["replica"]] == ["http://0", "http://99"]
-    assert [one["replica"] for one in told[0]["candidates"]] == [f"http://{n}" for n in range(16)]
+    attempts = trace.to_dict()["attempts"]
+    assert len(attempts) == 64
+    assert [attempts[0]["replica"], attempts[-1]["replica"]] == ["http://0", "http://99"]
+    assert [each["replica"] for each in attempts[0]["candidates"]] == [
+        f"http://{n}" for n in range(16)
+    ]
 
 
-def test_the_terminal_shows_steps_candidates_and_what_stages_added() -> None:
+def test_terminal_shows_steps_candidates_and_filter_traces() -> None:
     costs = tuple(RoutingCost(name, 0.1, 0.2, 0.3, 0.0, 0.0) for name in ("http://a", "http://b"))
     trace = RequestTrace(
         response_id="cmpl-1",
@@ -244,23 +246,32 @@ def test_the_terminal_shows_steps_candidates_and_what_stages_added() -> None:
         finish_reasons={0: "stop"},
         idempotency=IdempotencyTrace("again", "cmpl-0"),
     )
-    text = shown(trace, 160)
+    text = render(trace, 160)
     for part in (
-        *("cmpl-1", "completed", "queue, 4 ahead", "the replica closed", "resumed after 7", "c, hedge"),
+        *(
+            "cmpl-1",
+            "completed",
+            "queue, 4 ahead",
+            "the replica closed",
+            "resumed after 7",
+            "c, hedge",
+        ),
         *("Attempt 1", "http://b", "0.6000", "idempotency", "again", "cmpl-0"),
     ):
         assert part in text
 
 
-def test_no_replica_commands_the_terminal() -> None:
-    said = "\x1b]0;mine\x07"
-    failed = AttemptTrace("a", 1.2, ended_at=1.3, outcome="failure", reason=said)
-    text = shown(RequestTrace(ended_at=2.0, attempts=[failed], finish_reasons={0: said}), 160)
+def test_terminal_output_replaces_control_characters() -> None:
+    control_sequence = "\x1b]0;mine\x07"
+    failed = AttemptTrace("a", 1.2, ended_at=1.3, outcome="failure", reason=control_sequence)
+    text = render(
+        RequestTrace(ended_at=2.0, attempts=[failed], finish_reasons={0: control_sequence}), 160
+    )
     assert "\x1b" not in text
     assert text.count("\ufffd]0;mine\ufffd") == 2
 
 
-def test_the_terminal_shows_what_limits_and_prices_come_to() -> None:
+def test_terminal_shows_limits_and_cost() -> None:
     trace = RequestTrace(
         ended_at=2.0,
         limits=[
@@ -271,7 +282,7 @@ def test_the_terminal_shows_what_limits_and_prices_come_to() -> None:
         ],
         usage=UsageTrace(1_105, 5, 70, 3_702, Rates(3, 1, 5)),
     )
-    lines = [" ".join(line.split()) for line in shown(trace, 100).splitlines()]
+    lines = [" ".join(line.split()) for line in render(trace, 100).splitlines()]
     for line in (
         "organisation dollars per month $1,000,000,000.00 $1,265.00 $0.000000042 yes",
         "key tokens per minute for big 1,000,000 7 12,345 in 3.2 s",
@@ -279,36 +290,36 @@ def test_the_terminal_shows_what_limits_and_prices_come_to() -> None:
         "user concurrency 2 2 1 no",
     ):
         assert line in lines
-    priced = "1,100 input at $0.003 + 5 cached at $0.001 + 70 output at $0.005 a million"
+    priced = "1,100 input at $0.003 + 5 cached at $0.001 + 70 output at $0.005 per million tokens"
     assert f"ledger: $0.000003702 = {priced}" in " ".join(lines)
 
 
-def shown(trace: RequestTrace, columns: int) -> str:
-    """An explanation in a terminal."""
+def render(trace: RequestTrace, columns: int) -> str:
+    """Return the explanation as a terminal of this width shows it."""
     console = Console(record=True, width=columns, file=io.StringIO())
     print_explanation(console, trace.to_dict())
     return console.export_text()
 
 
-def test_a_long_reason_is_seen_to_be_cut() -> None:
+def test_long_failure_reason_is_truncated_with_ellipsis() -> None:
     closed = "the replica closed the connection (before the end)"
-    tries = [
+    attempts = [
         AttemptTrace("a", 1.2, ended_at=1.3, outcome="failure", reason=closed),
         AttemptTrace("b", 1.4, ended_at=1.5, outcome="failure", reason="x" * 300),
     ]
-    whole, cut = [
+    short, truncated = [
         step.name
-        for step in timeline_steps(RequestTrace(ended_at=2.0, attempts=tries).to_dict())
+        for step in timeline_steps(RequestTrace(ended_at=2.0, attempts=attempts).to_dict())
         if step.style == "red"
     ]
-    assert whole == f"a: failure ({closed})"
-    assert cut.endswith("x…)")
-    assert len(cut) < 150
+    assert short == f"a: failure ({closed})"
+    assert truncated.endswith("x…)")
+    assert len(truncated) < 150
 
 
 @pytest.mark.parametrize("last", ["success", "failure", "ended", "none", "refused"])
-def test_the_steps_leave_no_time_out(last: str) -> None:
-    tries = [
+def test_timeline_steps_cover_whole_request(last: str) -> None:
+    attempts = [
         AttemptTrace("http://a", 1.2, 0, (), 1.2, 1.3, 1.5, "failure", "the replica closed"),
         AttemptTrace("http://b", 2.5, 7, (), 2.5, None, 2.6, "backpressure", "status 429"),
         AttemptTrace("http://c", 2.55, 7, (), 2.56, 2.58, 2.8, last, is_hedge=True),
@@ -319,7 +330,7 @@ def test_the_steps_leave_no_time_out(last: str) -> None:
         admitted_at=1.15,
         queued_at=1.15,
         ended_at=3.4,
-        attempts=tries,
+        attempts=attempts,
     )
     if last == "none":
         trace.attempts = []

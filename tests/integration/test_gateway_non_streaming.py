@@ -1,4 +1,4 @@
-"""Whole answers come through the gateway as a replica would have given them, and survive the replica."""
+"""Non-streamed responses equal the replica's own, and survive the failure of a replica."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest_asyncio
 from tests.support.fake_engine import FakeEngine, Script
-from tests.support.gateway_harness import Watching, front
+from tests.support.gateway_harness import RecordingFilter, run_gateway
 from tests.support.replica_servers import (
     MODEL,
-    Served,
+    RunningReplica,
+    bundled_model_engine,
     chat,
     completion,
     events,
-    real_engine,
     serve,
 )
 
@@ -63,69 +63,69 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest_asyncio.fixture
-async def real() -> AsyncIterator[Served]:
-    async with serve(real_engine()) as served:
-        yield served
+async def real_replica() -> AsyncIterator[RunningReplica]:
+    async with serve(bundled_model_engine()) as replica_server:
+        yield replica_server
 
 
-def anonymous(text: str) -> str:
-    """Without what differs from answer to answer."""
+def normalize(text: str) -> str:
+    """Remove ids, timestamps and cache counts, which differ between responses."""
     text = re.sub(r'"id":"[^"]*"', '"id":""', text)
     text = re.sub(r'"request_id":"[^"]*"', '"request_id":""', text)
     text = re.sub(r'"cached_tokens":\d+', "", text)
     return re.sub(r'"created":\d+', '"created":0', text)
 
 
-async def test_whole_answers_are_the_replicas_own_byte_for_byte(real: Served) -> None:
-    watching = Watching()
-    behind = ReplicaConfig(url=real.url, model=MODEL)
-    async with front([watching], behind) as running:
+async def test_non_streamed_response_equals_replica_response(real_replica: RunningReplica) -> None:
+    recorder = RecordingFilter()
+    replica = ReplicaConfig(url=real_replica.url, model=MODEL)
+    async with run_gateway([recorder], replica) as running:
         for kind, (path, body) in BODIES.items():
-            own = await real.client.post(path, json=body)
-            ours = await running.client.post(path, json=body | {"model": "big"})
-            assert ours.status_code == own.status_code, kind
-            assert anonymous(ours.text) == anonymous(own.text), kind
-            if own.status_code == 200:
-                used = own.json()["usage"]
-                delivered = watching.left[-1].delivered
-                assert delivered.output_tokens == used["completion_tokens"], kind
-                assert delivered.prompt_tokens == used["prompt_tokens"], kind
+            direct = await real_replica.client.post(path, json=body)
+            proxied = await running.client.post(path, json=body | {"model": "big"})
+            assert proxied.status_code == direct.status_code, kind
+            assert normalize(proxied.text) == normalize(direct.text), kind
+            if direct.status_code == 200:
+                usage = direct.json()["usage"]
+                delivered = recorder.completed[-1].delivered
+                assert delivered.output_tokens == usage["completion_tokens"], kind
+                assert delivered.prompt_tokens == usage["prompt_tokens"], kind
 
 
-async def test_a_whole_answer_is_carried_on_elsewhere(tokenizer: Tokenizer) -> None:
+async def test_non_streamed_response_resumes_on_other_replica(tokenizer: Tokenizer) -> None:
     tokens = list(range(100, 120))
-    broken = FakeEngine(tokenizer, lambda _: Script(tokens[:7], crash=RuntimeError("gone")))
-    good = FakeEngine(tokenizer, lambda _: Script(tokens, finish="length"))
-    watching = Watching()
+    failing_engine = FakeEngine(tokenizer, lambda _: Script(tokens[:7], crash=RuntimeError("gone")))
+    working_engine = FakeEngine(tokenizer, lambda _: Script(tokens, finish="length"))
+    recorder = RecordingFilter()
     async with (
-        serve(broken) as one,
-        serve(good) as two,
-        front(
-            [watching],
+        serve(failing_engine) as one,
+        serve(working_engine) as two,
+        run_gateway(
+            [recorder],
             ReplicaConfig(url=one.url, model=MODEL),
             ReplicaConfig(url=two.url, model=MODEL),
         ) as running,
     ):
         body = completion("Once", max_tokens=20, return_token_ids=True) | {"model": "big"}
-        for _ in range(2):  # one of them begins at the broken one
-            answer = await running.client.post("/v1/completions", json=body)
-            assert answer.json()["choices"][0]["token_ids"] == tokens
-            assert answer.json()["usage"]["completion_tokens"] == 20
-        traces = [running.traces.find(context.response_id) for context in watching.left]
+        for _ in range(2):  # one of the two starts on the failing replica
+            response = await running.client.post("/v1/completions", json=body)
+            assert response.json()["choices"][0]["token_ids"] == tokens
+            assert response.json()["usage"]["completion_tokens"] == 20
+        traces = [running.traces.find(context.response_id) for context in recorder.completed]
     assert max(len(trace.attempts) for trace in traces if trace) == 2
-    assert any(request.resumed_tokens == tokens[:7] for request in good.requests)
+    assert any(request.resumed_tokens == tokens[:7] for request in working_engine.requests)
 
 
-async def test_a_resumed_stream_is_carried_on_after_what_its_client_had(
+async def test_stream_resumed_by_client_resumes_on_other_replica(
     tokenizer: Tokenizer,
 ) -> None:
     tokens = list(range(100, 120))
-    broken = FakeEngine(tokenizer, lambda _: Script(tokens[:9], crash=RuntimeError("gone")))
-    good = FakeEngine(tokenizer, lambda _: Script(tokens, finish="length"))
+    failing_engine = FakeEngine(tokenizer, lambda _: Script(tokens[:9], crash=RuntimeError("gone")))
+    working_engine = FakeEngine(tokenizer, lambda _: Script(tokens, finish="length"))
     async with (
-        serve(broken) as one,
-        serve(good) as two,
-        front(
+        serve(failing_engine) as one,
+        serve(working_engine) as two,
+        run_gateway(
             [],
             ReplicaConfig(url=one.url, model=MODEL),
             ReplicaConfig(url=two.url, model=MODEL),
@@ -133,16 +133,18 @@ async def test_a_resumed_stream_is_carried_on_after_what_its_client_had(
     ):
         body = completion("Once", max_tokens=20, stream=True, return_token_ids=True)
         body |= {"model": "big", "resume": {"token_ids": tokens[:4]}}
-        for _ in range(2):  # one of them begins at the broken one
-            answer = await running.client.post("/v1/completions", json=body)
-            *chunks, done = events(answer.content)
+        for _ in range(2):  # one of the two starts on the failing replica
+            response = await running.client.post("/v1/completions", json=body)
+            *chunks, done = events(response.content)
             assert done == b"[DONE]"
-            told = [json.loads(chunk)["choices"][0]["token_ids"] for chunk in chunks]
-            assert [one for ids in told for one in ids] == tokens[4:]
-        asked = chat(max_tokens=20, stream=True)
-        asked |= {"model": "big", "resume": {"token_ids": tokens[:4]}}
+            token_ids = [json.loads(chunk)["choices"][0]["token_ids"] for chunk in chunks]
+            assert [token for ids in token_ids for token in ids] == tokens[4:]
+        chat_body = chat(max_tokens=20, stream=True)
+        chat_body |= {"model": "big", "resume": {"token_ids": tokens[:4]}}
         for _ in range(2):
-            answer = await running.client.post("/v1/chat/completions", json=asked)
-            deltas = [json.loads(one)["choices"][0]["delta"] for one in events(answer.content)[:-1]]
+            response = await running.client.post("/v1/chat/completions", json=chat_body)
+            deltas = [
+                json.loads(one)["choices"][0]["delta"] for one in events(response.content)[:-1]
+            ]
             assert ["role" in delta for delta in deltas] == [True] + [False] * (len(deltas) - 1)
-    assert any(request.resumed_tokens == tokens[:9] for request in good.requests)
+    assert any(request.resumed_tokens == tokens[:9] for request in working_engine.requests)

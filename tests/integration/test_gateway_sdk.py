@@ -1,4 +1,4 @@
-"""The OpenAI SDKs with keys of a gateway: what they are given, and which of their errors says what is refused."""
+"""OpenAI SDKs with API keys of a gateway: responses, and the exception class of each rejection."""
 
 from __future__ import annotations
 
@@ -12,90 +12,104 @@ import openai
 import pytest
 from tests.integration.conftest import REPLY
 from tests.support.fake_engine import FakeEngine, Script
-from tests.support.gateway_processes import MODEL, Tenants, gateways, sdk, tenants
-from tests.support.javascript_sdk import javascript
-from tests.support.replica_servers import MODEL as BEHIND
-from tests.support.replica_servers import Served
+from tests.support.gateway_processes import (
+    MODEL,
+    OrganisationAccounts,
+    gateways,
+    open_organisation,
+    open_sdk_client,
+)
+from tests.support.javascript_sdk import run_javascript
+from tests.support.replica_servers import MODEL as REPLICA_MODEL
+from tests.support.replica_servers import RunningReplica
 
 from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig
 from argosy.gateway.auth import AuthConfig
 from argosy.store import StoreConfig
 
 HELLO: list[openai.types.chat.ChatCompletionMessageParam] = [{"role": "user", "content": "Hello"}]
-SOON_S = 1.0
-LONGEST_S = 62
-"""A minute and the slot of the window in which a request was counted."""
+EXPIRY_S = 1.0
+MAX_RETRY_AFTER_S = 62
+"""A minute, and the window slot in which the request was counted."""
 
 
 @dataclass(frozen=True)
 class Keys:
-    """Of callers that differ in what they may."""
+    """API keys with different permissions."""
 
     good: str
     expired: str
-    elsewhere: str
-    """For another model."""
+    other_model: str
+    """Allows another model only."""
     limited: str
-    """To one request a minute."""
-    poor: str
-    """With a budget for 20 tokens a day."""
+    """Allows one request per minute."""
+    low_budget: str
+    """Has a budget of 20 tokens per day."""
 
 
-def make_keys(people: Tenants) -> Keys:
-    shop = people.project("shop")
-    limited, poor = people.project("limited"), people.project("poor")
-    people.limit(limited, "requests", 1, "minute")
-    people.limit(limited, "tokens", 10_000, "minute")
-    people.price(1_000)
-    people.limit(poor, "nano_dollars", 20_000, "day")
+def make_keys(accounts: OrganisationAccounts) -> Keys:
+    shop = accounts.project("shop")
+    limited, low_budget = accounts.project("limited"), accounts.project("poor")
+    accounts.limit(limited, "requests", 1, "minute")
+    accounts.limit(limited, "tokens", 10_000, "minute")
+    accounts.price(1_000)
+    accounts.limit(low_budget, "nano_dollars", 20_000, "day")
     return Keys(
-        good=people.key(shop),
-        expired=people.key(shop, "old", expires_at=time.time() + SOON_S),
-        elsewhere=people.key(shop, "elsewhere", models=("another",)),
-        limited=people.key(limited),
-        poor=people.key(poor),
+        good=accounts.key(shop),
+        expired=accounts.key(shop, "old", expires_at=time.time() + EXPIRY_S),
+        other_model=accounts.key(shop, "elsewhere", models=("another",)),
+        limited=accounts.key(limited),
+        low_budget=accounts.key(low_budget),
     )
 
 
 @pytest.fixture
-async def fleet(served: Served, tmp_path: Path) -> AsyncIterator[tuple[str, Keys]]:
-    """URL and keys of a gateway before a replica with a scripted engine."""
+async def gateway_and_keys(
+    replica_server: RunningReplica, tmp_path: Path
+) -> AsyncIterator[tuple[str, Keys]]:
+    """Yield URL and keys of a gateway whose replica has a scripted engine."""
     store = f"sqlite:///{tmp_path / 'store.db'}"
     config = GatewayConfig(
         port=0,
-        models=[ModelConfig(name=MODEL, replicas=[ReplicaConfig(url=served.url, model=BEHIND)])],
+        models=[
+            ModelConfig(
+                name=MODEL, replicas=[ReplicaConfig(url=replica_server.url, model=REPLICA_MODEL)]
+            )
+        ],
         store=StoreConfig(url=store),
         auth=AuthConfig(mode="required"),
     )
-    with tenants(store) as people:
-        keys = make_keys(people)
+    with open_organisation(store) as accounts:
+        keys = make_keys(accounts)
         async with gateways(config, tmp_path) as (gateway,):
             yield gateway.url, keys
             await gateway.stop()
 
 
-async def test_python(fleet: tuple[str, Keys], engine: FakeEngine) -> None:
-    url, keys = fleet
-    async with sdk(url, keys.good) as client:
+async def test_python_sdk_gets_responses_and_key_errors(
+    gateway_and_keys: tuple[str, Keys], engine: FakeEngine
+) -> None:
+    url, keys = gateway_and_keys
+    async with open_sdk_client(url, keys.good) as client:
         assert [model.id async for model in await client.models.list()] == [MODEL]
-        whole = await client.chat.completions.create(model=MODEL, messages=HELLO)
-        assert whole.choices[0].message.content == REPLY
+        response = await client.chat.completions.create(model=MODEL, messages=HELLO)
+        assert response.choices[0].message.content == REPLY
         stream = await client.chat.completions.create(
             model=MODEL, messages=HELLO, stream=True, stream_options={"include_usage": True}
         )
         chunks = [chunk async for chunk in stream]
         assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == REPLY
-        assert whole.usage is not None
-        assert chunks[-1].usage == whole.usage
-    for key, code in (("sk-argosy-nobody", "invalid_api_key"), (keys.expired, "expired_api_key")):
+        assert response.usage is not None
+        assert chunks[-1].usage == response.usage
+    for key, code in (("sk-argosy-unknown", "invalid_api_key"), (keys.expired, "expired_api_key")):
         if key == keys.expired:
-            await asyncio.sleep(SOON_S)
-        async with sdk(url, key) as client:
-            with pytest.raises(openai.AuthenticationError) as wrong:
+            await asyncio.sleep(EXPIRY_S)
+        async with open_sdk_client(url, key) as client:
+            with pytest.raises(openai.AuthenticationError) as error:
                 await client.models.list()
-            assert wrong.value.code == code
-            assert wrong.value.request_id
-    async with sdk(url, keys.elsewhere) as client:
+            assert error.value.code == code
+            assert error.value.request_id
+    async with open_sdk_client(url, keys.other_model) as client:
         assert [model.id async for model in await client.models.list()] == []
         with pytest.raises(openai.PermissionDeniedError) as forbidden:
             await client.chat.completions.create(model=MODEL, messages=HELLO)
@@ -103,9 +117,9 @@ async def test_python(fleet: tuple[str, Keys], engine: FakeEngine) -> None:
     assert len(engine.requests) == 2
 
 
-async def test_python_is_told_of_limits(fleet: tuple[str, Keys]) -> None:
-    url, keys = fleet
-    async with sdk(url, keys.limited) as client:
+async def test_python_sdk_gets_rate_limit_headers(gateway_and_keys: tuple[str, Keys]) -> None:
+    url, keys = gateway_and_keys
+    async with open_sdk_client(url, keys.limited) as client:
         first = await client.chat.completions.with_raw_response.create(model=MODEL, messages=HELLO)
         assert first.headers["x-ratelimit-limit-requests"] == "1"
         assert first.headers["x-ratelimit-remaining-requests"] == "0"
@@ -113,20 +127,20 @@ async def test_python_is_told_of_limits(fleet: tuple[str, Keys]) -> None:
         assert 0 < int(first.headers["x-ratelimit-remaining-tokens"]) < 10_000
         with pytest.raises(openai.RateLimitError) as limited:
             await client.chat.completions.create(model=MODEL, messages=HELLO)
-        told = limited.value.response.headers
+        headers = limited.value.response.headers
         assert limited.value.code == "rate_limit_exceeded"
-        assert 0 < int(told["retry-after"]) <= LONGEST_S
-        assert 0 < int(told["retry-after-ms"]) <= LONGEST_S * 1000
-        assert told["x-ratelimit-remaining-requests"] == "0"
-        assert told["x-ratelimit-reset-requests"].endswith("s")
+        assert 0 < int(headers["retry-after"]) <= MAX_RETRY_AFTER_S
+        assert 0 < int(headers["retry-after-ms"]) <= MAX_RETRY_AFTER_S * 1000
+        assert headers["x-ratelimit-remaining-requests"] == "0"
+        assert headers["x-ratelimit-reset-requests"].endswith("s")
 
 
-async def test_a_budget_ends_a_stream_at_its_last_token(
-    fleet: tuple[str, Keys], engine: FakeEngine
+async def test_exhausted_budget_ends_stream(
+    gateway_and_keys: tuple[str, Keys], engine: FakeEngine
 ) -> None:
-    url, keys = fleet
+    url, keys = gateway_and_keys
     engine.script = lambda _: Script(list(range(100, 300)), finish="length")
-    async with sdk(url, keys.poor) as client:
+    async with open_sdk_client(url, keys.low_budget) as client:
         stream = await client.chat.completions.create(
             model=MODEL, messages=HELLO, stream=True, stream_options={"include_usage": True}
         )
@@ -138,18 +152,20 @@ async def test_a_budget_ends_a_stream_at_its_last_token(
         with pytest.raises(openai.RateLimitError) as spent:
             await client.chat.completions.create(model=MODEL, messages=HELLO)
         assert spent.value.code == "insufficient_quota"
-    await engine.nothing_runs()
+    await engine.wait_idle()
 
 
-async def test_javascript(fleet: tuple[str, Keys]) -> None:
-    url, keys = fleet
-    given = keys.good, keys.elsewhere, keys.limited, keys.expired
-    told = await javascript("gateway.mjs", f"{url}/v1", MODEL, *given)
-    assert told["good"] == {"models": [MODEL], "chat": REPLY, "stream": REPLY}
-    assert told["nobody"]["kind"] == told["expired"]["kind"] == "AuthenticationError"
-    assert told["nobody"]["code"] == "invalid_api_key"
-    assert told["expired"]["code"] == "expired_api_key"
-    assert told["elsewhere"]["kind"] == "PermissionDeniedError"
-    assert told["limited"]["kind"] == "RateLimitError"
-    assert told["limited"]["remaining"] == "0"
-    assert 0 < int(told["limited"]["retryAfter"]) <= LONGEST_S
+async def test_javascript_sdk_gets_responses_and_key_errors(
+    gateway_and_keys: tuple[str, Keys],
+) -> None:
+    url, keys = gateway_and_keys
+    key_arguments = keys.good, keys.other_model, keys.limited, keys.expired
+    output = await run_javascript("gateway.mjs", f"{url}/v1", MODEL, *key_arguments)
+    assert output["good"] == {"models": [MODEL], "chat": REPLY, "stream": REPLY}
+    assert output["unknown"]["kind"] == output["expired"]["kind"] == "AuthenticationError"
+    assert output["unknown"]["code"] == "invalid_api_key"
+    assert output["expired"]["code"] == "expired_api_key"
+    assert output["elsewhere"]["kind"] == "PermissionDeniedError"
+    assert output["limited"]["kind"] == "RateLimitError"
+    assert output["limited"]["remaining"] == "0"
+    assert 0 < int(output["limited"]["retryAfter"]) <= MAX_RETRY_AFTER_S

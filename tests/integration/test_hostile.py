@@ -1,4 +1,4 @@
-"""Hostile and broken clients: each request gets one clear answer, nothing is our fault, the process lives."""
+"""Hostile and faulty clients: each request gets one 4xx response, and the server keeps serving."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import httpx2
 import msgspec
 import pytest
 from tests.integration.conftest import REPLY
-from tests.support.fake_engine import FakeEngine, Script, always
+from tests.support.fake_engine import FakeEngine, Script, constant_script
 from tests.support.replica_servers import (
     CONFIG,
     MODEL,
-    Served,
+    RunningReplica,
     chat,
     completion,
     replica_process,
@@ -27,65 +27,68 @@ from argosy.engine.serving.text.tokenizer import Tokenizer
 
 CHAT = "/v1/chat/completions"
 COMPLETION = "/v1/completions"
-HUGE = 10**30
+HUGE_INTEGER = 10**30
 
 
-def raw(body: bytes) -> bytes:
+def chat_body_with(body: bytes) -> bytes:
     """A chat body with `body` after its last field."""
     return json.dumps(chat()).encode()[:-1] + b"," + body + b"}"
 
 
-HOSTILE: dict[str, tuple[str, bytes]] = {
+HOSTILE_BODIES: dict[str, tuple[str, bytes]] = {
     "empty": (CHAT, b""),
     "not json": (CHAT, b"hello"),
     "truncated": (CHAT, b'{"model": "te'),
     "two documents": (CHAT, b"{}{}"),
     "array": (CHAT, b"[]"),
     "null": (CHAT, b"null"),
-    "broken utf-8": (CHAT, raw(b'"user": "\xff\xfe"')),
-    "broken utf-8 in a name": (CHAT, raw(b'"\xff": 1')),
+    "broken utf-8": (CHAT, chat_body_with(b'"user": "\xff\xfe"')),
+    "broken utf-8 in a name": (CHAT, chat_body_with(b'"\xff": 1')),
     "nul bytes": (CHAT, b"\x00" * 100),
     "byte order mark": (CHAT, b"\xef\xbb\xbf{}"),
-    "lone surrogate": (CHAT, raw(b'"user": "\\ud800"')),
-    "NaN": (CHAT, raw(b'"temperature": NaN')),
-    "infinity": (CHAT, raw(b'"temperature": 1e999')),
-    "minus infinity": (CHAT, raw(b'"top_p": -Infinity')),
-    "huge int": (CHAT, raw(b'"n": ' + b"9" * 4000)),
-    "huge seed": (CHAT, raw(b'"seed": ' + str(HUGE).encode())),
-    "float for int": (CHAT, raw(b'"n": 1.5')),
-    "bool for int": (CHAT, raw(b'"n": true')),
-    "string for number": (CHAT, raw(b'"temperature": "hot"')),
-    "deep arrays": (CHAT, raw(b'"tools": ' + b"[" * 100_000)),
-    "deep objects": (CHAT, raw(b'"response_format": ' + b'{"a":' * 100_000)),
-    "deep template variables": (CHAT, raw(b'"chat_template_kwargs": ' + b'{"a":' * 100_000)),
-    "unknown field": (CHAT, raw(b'"guided_regex": "a"')),
-    "long unknown field": (CHAT, raw(b'"' + b"x" * 100_000 + b'": 1')),
-    "long unknown word": (CHAT, raw(b'"truncation_side": "' + b"x" * 100_000 + b'"')),
+    "lone surrogate": (CHAT, chat_body_with(b'"user": "\\ud800"')),
+    "NaN": (CHAT, chat_body_with(b'"temperature": NaN')),
+    "infinity": (CHAT, chat_body_with(b'"temperature": 1e999')),
+    "minus infinity": (CHAT, chat_body_with(b'"top_p": -Infinity')),
+    "huge int": (CHAT, chat_body_with(b'"n": ' + b"9" * 4000)),
+    "huge seed": (CHAT, chat_body_with(b'"seed": ' + str(HUGE_INTEGER).encode())),
+    "float for int": (CHAT, chat_body_with(b'"n": 1.5')),
+    "bool for int": (CHAT, chat_body_with(b'"n": true')),
+    "string for number": (CHAT, chat_body_with(b'"temperature": "hot"')),
+    "deep arrays": (CHAT, chat_body_with(b'"tools": ' + b"[" * 100_000)),
+    "deep objects": (CHAT, chat_body_with(b'"response_format": ' + b'{"a":' * 100_000)),
+    "deep template variables": (
+        CHAT,
+        chat_body_with(b'"chat_template_kwargs": ' + b'{"a":' * 100_000),
+    ),
+    "unknown field": (CHAT, chat_body_with(b'"guided_regex": "a"')),
+    "long unknown field": (CHAT, chat_body_with(b'"' + b"x" * 100_000 + b'": 1')),
+    "long unknown word": (CHAT, chat_body_with(b'"truncation_side": "' + b"x" * 100_000 + b'"')),
     "no messages": (CHAT, json.dumps({"model": MODEL, "messages": []}).encode()),
     "unknown model": (CHAT, json.dumps(chat() | {"model": "x" * 10_000}).encode()),
 }
-REFUSED: dict[str, dict[str, Any]] = {
+INVALID_PARAMETERS: dict[str, dict[str, Any]] = {
     "negative n": {"n": -1},
-    "huge n": {"n": HUGE},
+    "huge n": {"n": HUGE_INTEGER},
     "many n": {"n": 1_000_000},
     "negative max_tokens": {"max_tokens": -5},
-    "huge max_tokens": {"max_tokens": HUGE},
+    "huge max_tokens": {"max_tokens": HUGE_INTEGER},
     "temperature": {"temperature": 1e300},
     "top_p": {"top_p": 2},
     "min_p": {"min_p": -0.1},
-    "top_k": {"top_k": HUGE},
+    "top_k": {"top_k": HUGE_INTEGER},
     "penalty": {"repetition_penalty": 0},
-    "token id in stop_token_ids": {"stop_token_ids": [HUGE]},
+    "token id in stop_token_ids": {"stop_token_ids": [HUGE_INTEGER]},
     "negative token id": {"stop_token_ids": [-1]},
     "token id outside the vocabulary": {"allowed_token_ids": [4096]},
     "logit bias outside": {"logit_bias": {"999999": 1}},
-    "huge logit bias key": {"logit_bias": {str(HUGE): 1}},
+    "huge logit bias key": {"logit_bias": {str(HUGE_INTEGER): 1}},
     "huge logit bias": {"logit_bias": {"5": 1e300}},
     "thousands of stop strings": {"stop": [f"stop {i}" for i in range(5000)]},
     "empty stop string": {"stop": [""]},
-    "priority": {"priority": HUGE},
+    "priority": {"priority": HUGE_INTEGER},
     "timeout": {"timeout_s": -1},
-    "resume outside": {"resume": {"token_ids": [HUGE]}},
+    "resume outside": {"resume": {"token_ids": [HUGE_INTEGER]}},
     "resume for more choices": {"resume": {"token_ids": [[1], [2]]}},
     "stream options": {"stream": True, "stream_options": {"include_everything": True}},
     "cache salt": {"cache_salt": ""},
@@ -93,11 +96,11 @@ REFUSED: dict[str, dict[str, Any]] = {
     "json schema": {"response_format": {"type": "json_schema", "json_schema": {}}},
     "prompt too long": {"max_tokens": 100_000},
 }
-PROMPTS: dict[str, object] = {
+INVALID_PROMPTS: dict[str, object] = {
     "empty list": [],
     "list of empty": [[]],
     "mixed": ["a", [1]],
-    "huge id": [HUGE],
+    "huge id": [HUGE_INTEGER],
     "negative id": [-1],
     "id outside": [4096],
     "ten megabytes": "word " * 2_000_000,
@@ -108,114 +111,125 @@ PROMPTS: dict[str, object] = {
 }
 
 
-async def still_serves(served: Served) -> None:
-    answer = await served.client.post(CHAT, json=chat())
-    assert answer.status_code == 200
-    assert answer.json()["choices"][0]["message"]["content"] == REPLY
-    await served.replica.wait_drained()
-    assert served.replica.http_requests_in_flight == 0
+async def assert_still_serves(replica_server: RunningReplica) -> None:
+    """Check that a chat succeeds and that no request stays open."""
+    response = await replica_server.client.post(CHAT, json=chat())
+    assert response.status_code == 200
+    assert response.json()["choices"][0]["message"]["content"] == REPLY
+    await replica_server.replica.wait_drained()
+    assert replica_server.replica.http_requests_in_flight == 0
 
 
-def assert_refusal(status: int, body: bytes) -> dict[str, Any]:
-    """A 4xx with a whole error body of bounded size."""
+def assert_rejected(status: int, body: bytes) -> dict[str, Any]:
+    """Check for a 4xx with a complete error body of bounded size, and return the body."""
     assert 400 <= status < 500, body
-    told: dict[str, Any] = json.loads(body)
-    assert set(told["error"]) == {"message", "type", "param", "code"}
-    assert told["request_id"]
+    parsed: dict[str, Any] = json.loads(body)
+    assert set(parsed["error"]) == {"message", "type", "param", "code"}
+    assert parsed["request_id"]
     assert len(body) < 4000
-    return told
+    return parsed
 
 
-@pytest.mark.parametrize("name", HOSTILE)
-async def test_hostile_bodies(served: Served, name: str) -> None:
-    path, body = HOSTILE[name]
-    answer = await served.client.post(path, content=body)
-    assert_refusal(answer.status_code, answer.content)
-    await still_serves(served)
+@pytest.mark.parametrize("name", HOSTILE_BODIES)
+async def test_hostile_body_is_rejected(replica_server: RunningReplica, name: str) -> None:
+    path, body = HOSTILE_BODIES[name]
+    response = await replica_server.client.post(path, content=body)
+    assert_rejected(response.status_code, response.content)
+    await assert_still_serves(replica_server)
 
 
 @pytest.mark.parametrize("depth", [10, 100, 500, 900, 1100, 5000])
-async def test_nesting_of_any_depth(served: Served, depth: int) -> None:
-    """Deep enough to parse, or not: never our fault."""
+async def test_nested_json_never_causes_server_error(
+    replica_server: RunningReplica, depth: int
+) -> None:
+    """The parser accepts some of these depths and rejects the others."""
     nested = b'{"a":' * depth + b"1" + b"}" * depth
     for field in (b"chat_template_kwargs", b"response_format", b"metadata", b"tools"):
-        answer = await served.client.post(CHAT, content=raw(b'"' + field + b'": ' + nested))
-        if answer.status_code != 200:
-            assert_refusal(answer.status_code, answer.content)
-    await still_serves(served)
+        response = await replica_server.client.post(
+            CHAT, content=chat_body_with(b'"' + field + b'": ' + nested)
+        )
+        if response.status_code != 200:
+            assert_rejected(response.status_code, response.content)
+    await assert_still_serves(replica_server)
 
 
-async def test_refused_parameters(served: Served) -> None:
-    for name, extra in REFUSED.items():
+async def test_invalid_parameter_is_rejected_by_name(replica_server: RunningReplica) -> None:
+    for name, extra in INVALID_PARAMETERS.items():
         for path, body in ((CHAT, chat(**extra)), (COMPLETION, completion(**extra))):
-            answer = await served.client.post(path, json=body)
-            told = assert_refusal(answer.status_code, answer.content)
-            assert told["error"]["param"], name
-    await still_serves(served)
+            response = await replica_server.client.post(path, json=body)
+            error = assert_rejected(response.status_code, response.content)
+            assert error["error"]["param"], name
+    await assert_still_serves(replica_server)
 
 
-async def test_refused_prompts(served: Served, engine: FakeEngine) -> None:
-    for prompt in PROMPTS.values():
-        answer = await served.client.post(COMPLETION, json=completion(prompt))
-        assert_refusal(answer.status_code, answer.content)
+async def test_invalid_prompt_is_rejected_before_engine(
+    replica_server: RunningReplica, engine: FakeEngine
+) -> None:
+    for prompt in INVALID_PROMPTS.values():
+        response = await replica_server.client.post(COMPLETION, json=completion(prompt))
+        assert_rejected(response.status_code, response.content)
     assert not engine.requests
-    await still_serves(served)
+    await assert_still_serves(replica_server)
 
 
-async def test_wrong_content_type_is_tolerated(served: Served) -> None:
+async def test_wrong_content_type_is_tolerated(replica_server: RunningReplica) -> None:
     body = json.dumps(chat()).encode()
     headers = {"content-type": "text/plain"}
-    assert (await served.client.post(CHAT, content=body, headers=headers)).status_code == 200
+    assert (
+        await replica_server.client.post(CHAT, content=body, headers=headers)
+    ).status_code == 200
 
 
-async def test_compressed_body_is_refused(served: Served) -> None:
+async def test_compressed_body_is_rejected(replica_server: RunningReplica) -> None:
     headers = {"content-encoding": "gzip"}
-    answer = await served.client.post(CHAT, content=b"x", headers=headers)
-    assert answer.status_code == 415
-    assert_refusal(answer.status_code, answer.content)
+    response = await replica_server.client.post(CHAT, content=b"x", headers=headers)
+    assert response.status_code == 415
+    assert_rejected(response.status_code, response.content)
 
 
 # --- limits of size and time ---------------------------------------------------------------------
 
 
-async def talk(served: Served, request: bytes) -> bytes:
-    """Everything that the server answers to these bytes until it closes."""
-    host, port = served.url.removeprefix("http://").split(":")
+async def exchange_raw(replica_server: RunningReplica, request: bytes) -> bytes:
+    """Send these bytes and return everything that the server sends before it closes."""
+    host, port = replica_server.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(request)
-    answer = await reader.read()
+    response = await reader.read()
     writer.close()
-    return answer
+    return response
 
 
-def head(length: int, *extra: str) -> bytes:
+def request_head(length: int, *extra: str) -> bytes:
     lines = (f"POST {CHAT} HTTP/1.1", "host: x", f"content-length: {length}", *extra, "", "")
     return "\r\n".join(lines).encode()
 
 
-async def test_large_body_is_refused_before_it_is_read(served: Served) -> None:
-    answer = await talk(served, head(10**12, "connection: close"))
-    assert answer.startswith(b"HTTP/1.1 413 ")
-    await still_serves(served)
+async def test_large_body_is_rejected_before_reading(replica_server: RunningReplica) -> None:
+    response = await exchange_raw(replica_server, request_head(10**12, "connection: close"))
+    assert response.startswith(b"HTTP/1.1 413 ")
+    await assert_still_serves(replica_server)
 
 
-async def test_large_chunked_body_is_refused(engine: FakeEngine) -> None:
-    async with serve(engine, msgspec.structs.replace(CONFIG, body_limit_bytes=100_000)) as served:
+async def test_large_chunked_body_is_rejected(engine: FakeEngine) -> None:
+    async with serve(
+        engine, msgspec.structs.replace(CONFIG, body_limit_bytes=100_000)
+    ) as replica_server:
 
         async def body() -> AsyncIterator[bytes]:
             for _ in range(100):
                 yield b"x" * 10_000
 
-        answer = await served.client.post(CHAT, content=body())
-        assert answer.status_code == 413
-        await still_serves(served)
+        response = await replica_server.client.post(CHAT, content=body())
+        assert response.status_code == 413
+        await assert_still_serves(replica_server)
 
 
-async def test_body_that_does_not_come_is_refused(engine: FakeEngine) -> None:
-    async with serve(engine, msgspec.structs.replace(CONFIG, body_timeout_s=0.1)) as served:
-        answer = await talk(served, head(100, "connection: close") + b"{")
-        assert answer.startswith(b"HTTP/1.1 408 ")
-        await still_serves(served)
+async def test_missing_body_times_out_with_408(engine: FakeEngine) -> None:
+    async with serve(engine, msgspec.structs.replace(CONFIG, body_timeout_s=0.1)) as replica_server:
+        response = await exchange_raw(replica_server, request_head(100, "connection: close") + b"{")
+        assert response.startswith(b"HTTP/1.1 408 ")
+        await assert_still_serves(replica_server)
 
 
 @pytest.mark.parametrize(
@@ -230,120 +244,120 @@ async def test_body_that_does_not_come_is_refused(engine: FakeEngine) -> None:
     ],
     ids=["tls", "version", "length", "path", "header", "url"],
 )
-async def test_bad_http_is_400(served: Served, request_bytes: bytes) -> None:
+async def test_malformed_http_is_400(replica_server: RunningReplica, request_bytes: bytes) -> None:
     try:
-        answer = await talk(served, request_bytes)
-    except ConnectionResetError:  # it was refused while we still sent
-        answer = b"HTTP/1.1 400 "
-    assert answer.startswith(b"HTTP/1.1 400 ")
-    await still_serves(served)
+        response = await exchange_raw(replica_server, request_bytes)
+    except ConnectionResetError:  # the server rejected the request before it was sent completely
+        response = b"HTTP/1.1 400 "
+    assert response.startswith(b"HTTP/1.1 400 ")
+    await assert_still_serves(replica_server)
 
 
-async def test_pipelined_requests_are_each_answered_once(served: Served) -> None:
+async def test_pipelined_requests_get_one_response_each(replica_server: RunningReplica) -> None:
     body = json.dumps(chat()).encode()
-    one = head(len(body)) + body
-    last = head(len(body), "connection: close") + body
-    answer = await talk(served, one + one + last)
-    assert answer.count(b"HTTP/1.1 200 OK") == 3
-    assert answer.count(b'"chat.completion"') == 3
+    one = request_head(len(body)) + body
+    last = request_head(len(body), "connection: close") + body
+    response = await exchange_raw(replica_server, one + one + last)
+    assert response.count(b"HTTP/1.1 200 OK") == 3
+    assert response.count(b'"chat.completion"') == 3
 
 
-# --- clients that leave or stall -----------------------------------------------------------------
+# --- disconnecting and stalled clients -----------------------------------------------------------------
 
 
-def endless(tokenizer: Tokenizer) -> Script:
+def endless_script(tokenizer: Tokenizer) -> Script:
     words = tokenizer.encode(REPLY, add_special_tokens=False)
     return Script(words * 100_000)
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_disconnect_aborts(
-    served: Served, engine: FakeEngine, tokenizer: Tokenizer, stream: bool
+async def test_disconnect_aborts_all_choices(
+    replica_server: RunningReplica, engine: FakeEngine, tokenizer: Tokenizer, stream: bool
 ) -> None:
-    script = endless(tokenizer)
+    script = endless_script(tokenizer)
     script.pause_after = 3
-    engine.script = always(script)
+    engine.script = constant_script(script)
     body = chat(n=2, stream=stream)
-    request = asyncio.create_task(served.client.post(CHAT, json=body))
+    request = asyncio.create_task(replica_server.client.post(CHAT, json=body))
     await engine.paused.wait()
     request.cancel()
-    await engine.nothing_runs()
+    await engine.wait_idle()
     assert len(engine.aborted) == 2
-    await served.replica.wait_drained()
+    await replica_server.replica.wait_drained()
 
 
-async def test_disconnect_before_the_body_is_complete(served: Served, engine: FakeEngine) -> None:
-    host, port = served.url.removeprefix("http://").split(":")
+async def test_disconnect_before_complete_body_reaches_no_engine(
+    replica_server: RunningReplica, engine: FakeEngine
+) -> None:
+    host, port = replica_server.url.removeprefix("http://").split(":")
     _, writer = await asyncio.open_connection(host, int(port))
-    writer.write(head(100) + b"{")
+    writer.write(request_head(100) + b"{")
     await writer.drain()
-    while not served.replica.http_requests_in_flight:  # noqa: ASYNC110 - the server shows it in no other way
+    while not replica_server.replica.http_requests_in_flight:  # noqa: ASYNC110 - the server has no event for it
         await asyncio.sleep(0)
     writer.close()
-    await served.replica.wait_drained()
+    await replica_server.replica.wait_drained()
     assert not engine.requests
-    await still_serves(served)
+    await assert_still_serves(replica_server)
 
 
 def stalled_reader(url: httpx2.URL, body: dict[str, object]) -> socket.socket:
-    """A client that has sent a request and takes nothing of the answer."""
+    """Connect a client that sends a request and reads nothing of the response."""
     content = json.dumps(body).encode()
-    peer = socket.socket()
-    peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    peer.connect((url.host, url.port))
-    peer.sendall(head(len(content)) + content)
-    return peer
+    client_socket = socket.socket()
+    client_socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client_socket.connect((url.host, url.port))
+    client_socket.sendall(request_head(len(content)) + content)
+    return client_socket
 
 
-def read_all(peer: socket.socket) -> None:
-    while peer.recv(1 << 20):
+def read_all(client_socket: socket.socket) -> None:
+    while client_socket.recv(1 << 20):
         pass
 
 
-CUT = 'argosy_requests_aborted_total{model="test-model",reason="slow_reader"} 1.0'
-# Much to send for each token, so that buffers fill before the fake engine's cache does.
+ABORT_SAMPLE = 'argosy_requests_aborted_total{model="test-model",reason="slow_reader"} 1.0'
+# Each token has a large chunk, so that socket buffers fill before the fake engine's script ends.
 VERBOSE: dict[str, Any] = {"n": 8, "logprobs": True, "top_logprobs": 20, "stream": True}
 
 
-async def test_reader_that_stalls_is_aborted(engine: FakeEngine, tokenizer: Tokenizer) -> None:
-    engine.script = always(endless(tokenizer))
+async def test_stalled_reader_is_aborted(engine: FakeEngine, tokenizer: Tokenizer) -> None:
+    engine.script = constant_script(endless_script(tokenizer))
     engine.max_model_len = 1_000_000
     config = msgspec.structs.replace(CONFIG, slow_reader_timeout_s=0.3)
-    async with serve(engine, config) as served:
-        with stalled_reader(served.client.base_url, chat(**VERBOSE)):
-            await engine.asked.wait()
-            await engine.nothing_runs()
+    async with serve(engine, config) as replica_server:
+        with stalled_reader(replica_server.client.base_url, chat(**VERBOSE)):
+            await engine.request_received.wait()
+            await engine.wait_idle()
             assert engine.aborted
-            await served.replica.wait_drained()
-        assert CUT in (await served.client.get("/metrics")).text
-        assert not served.server.replica_state.http_requests_in_flight
+            await replica_server.replica.wait_drained()
+        assert ABORT_SAMPLE in (await replica_server.client.get("/metrics")).text
+        assert not replica_server.server.replica_state.http_requests_in_flight
 
 
-async def test_reader_that_stalls_is_cut_off() -> None:
-    """The same as the replica runs in production: a process of its own on uvloop."""
+async def test_stalled_reader_is_disconnected_by_replica_process() -> None:
+    """The replica runs as in production: in its own process, on uvloop."""
     config = msgspec.structs.replace(CONFIG, slow_reader_timeout_s=0.3)
     async with replica_process(config) as (_, client):
-        with stalled_reader(client.base_url, chat("endless", **VERBOSE)) as peer:
-            while CUT not in (await client.get("/metrics")).text:
+        with stalled_reader(client.base_url, chat("endless", **VERBOSE)) as client_socket:
+            while ABORT_SAMPLE not in (await client.get("/metrics")).text:
                 pass
             with pytest.raises(ConnectionResetError):
-                await asyncio.to_thread(read_all, peer)
+                await asyncio.to_thread(read_all, client_socket)
         assert (await client.get("/load")).json()["server_load"] == 0
 
 
-async def test_reader_that_is_slow_but_steady_is_served(
-    engine: FakeEngine, tokenizer: Tokenizer
-) -> None:
-    """What waits for it is merged: it gets the same text in fewer chunks."""
+async def test_slow_reader_gets_complete_stream(engine: FakeEngine, tokenizer: Tokenizer) -> None:
+    """The server merges pending deltas, so the client gets the same text in fewer chunks."""
     words = tokenizer.encode(REPLY, add_special_tokens=False)
-    engine.script = always(Script(words * 400))
+    engine.script = constant_script(Script(words * 400))
     engine.max_model_len = 100_000
     async with (
-        serve(engine) as served,
-        served.client.stream("POST", CHAT, json=chat(stream=True)) as answer,
+        serve(engine) as replica_server,
+        replica_server.client.stream("POST", CHAT, json=chat(stream=True)) as response,
     ):
-        seen = b""
-        async for piece in answer.aiter_raw(chunk_size=4096):
-            seen += piece
+        received = b""
+        async for chunk in response.aiter_raw(chunk_size=4096):
+            received += chunk
             await asyncio.sleep(0)
-    assert seen.endswith(b"data: [DONE]\n\n")
+    assert received.endswith(b"data: [DONE]\n\n")

@@ -1,4 +1,4 @@
-"""The replica's way from starting to stopped, and what it answers on it; also on a Unix domain socket."""
+"""Replica states from starting to stopped, their responses, and listening addresses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from tests.integration.conftest import REPLY
 from tests.support.fake_engine import FakeEngine
-from tests.support.replica_servers import CONFIG, MODEL, chat, serve, text_tools
+from tests.support.replica_servers import CONFIG, MODEL, chat, load_text_processing, serve
 
 from argosy.engine.engine_config import EngineConfig
 from argosy.engine.serving.api_server.replica_server import ReplicaServer
@@ -22,12 +22,12 @@ from argosy.engine.serving.engine_core.engine_client import EngineFailedError
 from argosy.models import BUNDLED_MODEL
 
 
-def server(engine: FakeEngine, config: ReplicaServerConfig, ready: list[str]) -> ReplicaServer:
+def make_server(engine: FakeEngine, config: ReplicaServerConfig, ready: list[str]) -> ReplicaServer:
     return ReplicaServer(
         config,
         EngineConfig(model=str(BUNDLED_MODEL)),
         engine=engine,
-        load_text_processing=text_tools,
+        load_text_processing=load_text_processing,
         on_ready=ready.append,
     )
 
@@ -44,19 +44,19 @@ async def client(uds: ReplicaServerConfig) -> AsyncIterator[httpx2.AsyncClient]:
         yield client
 
 
-async def test_from_starting_to_stopped(
+async def test_replica_responds_by_state_from_starting_to_stopped(
     engine: FakeEngine, uds: ReplicaServerConfig, client: httpx2.AsyncClient
 ) -> None:
     engine.may_start.clear()
     ready: list[str] = []
-    replica = server(engine, uds, ready)
+    replica = make_server(engine, uds, ready)
     running = asyncio.create_task(replica.run())
     assert (await client.get("/health")).status_code == 200
     starting = await client.get("/ready")
     assert starting.status_code == 503
     assert starting.headers["retry-after"] == "1"
-    refused = await client.post("/v1/chat/completions", json=chat())
-    assert refused.json()["error"]["code"] == "engine_unavailable"
+    rejected = await client.post("/v1/chat/completions", json=chat())
+    assert rejected.json()["error"]["code"] == "engine_unavailable"
     assert (await client.get("/load")).json()["state"] == "starting"
     assert (await client.get("/v1/models")).status_code == 503
     assert not ready
@@ -64,8 +64,8 @@ async def test_from_starting_to_stopped(
     while (await client.get("/ready")).status_code != 200:
         pass
     assert ready == [f"unix:{uds.uds}"]
-    answer = await client.post("/v1/chat/completions", json=chat())
-    assert answer.json()["choices"][0]["message"]["content"] == REPLY
+    response = await client.post("/v1/chat/completions", json=chat())
+    assert response.json()["choices"][0]["message"]["content"] == REPLY
     replica.stop()
     await running
     assert engine.state == "stopped"
@@ -73,18 +73,18 @@ async def test_from_starting_to_stopped(
         await client.get("/health")
 
 
-async def test_engine_that_cannot_start_ends_the_server(
+async def test_engine_start_failure_ends_server(
     engine: FakeEngine, uds: ReplicaServerConfig
 ) -> None:
     engine.state = "failed"
     with pytest.raises(EngineFailedError, match="the model is broken"):
-        await server(engine, uds, []).run()
+        await make_server(engine, uds, []).run()
 
 
-async def test_engine_that_fails_for_good_ends_the_server(
+async def test_permanent_engine_failure_ends_server(
     engine: FakeEngine, uds: ReplicaServerConfig, client: httpx2.AsyncClient
 ) -> None:
-    running = asyncio.create_task(server(engine, uds, []).run())
+    running = asyncio.create_task(make_server(engine, uds, []).run())
     while (await client.get("/ready")).status_code != 200:
         pass
     engine.state = "failed"
@@ -92,47 +92,46 @@ async def test_engine_that_fails_for_good_ends_the_server(
         await running
 
 
-async def test_an_address_in_use_is_refused_with_a_remedy(
+async def test_address_in_use_suggests_another(
     engine: FakeEngine, uds: ReplicaServerConfig, client: httpx2.AsyncClient
 ) -> None:
-    first = server(engine, uds, [])
+    first = make_server(engine, uds, [])
     running = asyncio.create_task(first.run())
     assert (await client.get("/health")).status_code == 200
     with pytest.raises(OSError, match="choose another path"):
-        await server(engine, uds, []).run()
+        await make_server(engine, uds, []).run()
     first.stop()
     await running
-    async with serve(engine) as served:
-        port = int(served.url.rsplit(":", 1)[1])
+    async with serve(engine) as replica_server:
+        port = int(replica_server.url.rsplit(":", 1)[1])
         with pytest.raises(OSError, match="choose another --port"):
-            await server(engine, ReplicaServerConfig(port=port), []).run()
+            await make_server(engine, ReplicaServerConfig(port=port), []).run()
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "2001:db8::1", "no-such-host.invalid"])
-async def test_an_address_of_another_machine_is_refused_with_a_remedy(
-    engine: FakeEngine, host: str
-) -> None:
+async def test_foreign_host_address_suggests_another(engine: FakeEngine, host: str) -> None:
     with pytest.raises(OSError, match="choose another --host"):
-        await server(engine, ReplicaServerConfig(host=host, port=0), []).run()
+        await make_server(engine, ReplicaServerConfig(host=host, port=0), []).run()
 
 
-async def test_the_model_is_named_by_its_directory(engine: FakeEngine) -> None:
-    async with serve(engine, ReplicaServerConfig(port=0)) as served:
-        listed = (await served.client.get("/v1/models")).json()
+async def test_default_model_name_is_directory_name(engine: FakeEngine) -> None:
+    async with serve(engine, ReplicaServerConfig(port=0)) as replica_server:
+        listed = (await replica_server.client.get("/v1/models")).json()
         assert [card["id"] for card in listed["data"]] == [BUNDLED_MODEL.name]
 
 
-async def test_several_names(engine: FakeEngine) -> None:
+async def test_all_served_model_names_are_accepted(engine: FakeEngine) -> None:
     config = msgspec.structs.replace(CONFIG, served_model_names=("first", MODEL))
-    async with serve(engine, config) as served:
-        listed = (await served.client.get("/v1/models")).json()
+    async with serve(engine, config) as replica_server:
+        listed = (await replica_server.client.get("/v1/models")).json()
         assert [card["id"] for card in listed["data"]] == ["first", MODEL]
-        answer = await served.client.post("/v1/chat/completions", json=chat())
-        assert answer.json()["model"] == MODEL
+        response = await replica_server.client.post("/v1/chat/completions", json=chat())
+        assert response.json()["model"] == MODEL
 
 
-def test_a_replica_leaves_what_it_imported_to_itself() -> None:
-    """The collector would stop every stream for 50 ms to look through it."""
+@pytest.mark.exhaustive
+def test_replica_freezes_imported_objects() -> None:
+    """Otherwise each full collection would pause every stream for 50 ms."""
     program = """
 import gc, os, signal
 from argosy.engine import EngineConfig, ReplicaServerConfig, serve_replica
@@ -146,7 +145,7 @@ if __name__ == "__main__":
     engine = EngineConfig(model=str(BUNDLED_MODEL), max_seqs=2)
     serve_replica(ReplicaServerConfig(port=0), engine, on_ready=ready)
 """
-    ran = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False
     )
-    assert (ran.returncode, ran.stdout) == (0, "True\n"), ran.stderr
+    assert (result.returncode, result.stdout) == (0, "True\n"), result.stderr

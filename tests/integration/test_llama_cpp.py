@@ -1,4 +1,4 @@
-"""llama.cpp's own server behind the gateway, where it has been built: found, read, and carried on when it is killed."""
+"""The llama.cpp server as a replica, if it is built: detection, load, resume after a kill."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 
 import httpx2
 import pytest
-from tests.support.gateway_client import CHAT, COMPLETION, Seen, gateway
+from tests.support.gateway_client import CHAT, COMPLETION, StreamResult, gateway
 from tests.support.waiting import until
 
 from argosy.gateway import ReplicaConfig
@@ -45,7 +45,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass
 class LlamaServer:
-    """One process, on a Unix socket."""
+    """llama-server process on a Unix socket."""
 
     socket: Path
     process: asyncio.subprocess.Process
@@ -62,9 +62,9 @@ class LlamaServer:
 
 
 @contextlib.asynccontextmanager
-async def servers(model: Path, count: int) -> AsyncIterator[list[LlamaServer]]:
+async def run_servers(model: Path, count: int) -> AsyncIterator[list[LlamaServer]]:
     started: list[LlamaServer] = []
-    with TemporaryDirectory() as folder:  # pytest's own may be too long for a socket
+    with TemporaryDirectory() as folder:  # the path of pytest's folder may be too long for a socket
         try:
             for number in range(count):
                 socket = Path(folder) / f"{number}.sock"
@@ -94,61 +94,65 @@ async def servers(model: Path, count: int) -> AsyncIterator[list[LlamaServer]]:
                 await server.process.wait()
 
 
-async def story(
+async def read_stream(
     client: httpx2.AsyncClient,
     path: str,
     killed: LlamaServer | None = None,
-    asks: dict[str, object] | None = None,
-) -> Seen:
-    """A greedy stream; `killed` dies once a few words have come."""
+    extra: dict[str, object] | None = None,
+) -> StreamResult:
+    """Read a greedy stream. Kill the server `killed` after the eighth chunk."""
     greedy = {"model": "big", "stream": True, "temperature": 0, "max_tokens": 40}
-    body = BODIES[path] | greedy | {"stream_options": {"include_usage": True}} | (asks or {})
-    seen = Seen()
-    async with client.stream("POST", path, json=body) as answer:
-        assert answer.status_code == 200
-        async for line in answer.aiter_lines():
+    body = BODIES[path] | greedy | {"stream_options": {"include_usage": True}} | (extra or {})
+    received = StreamResult()
+    async with client.stream("POST", path, json=body) as response:
+        assert response.status_code == 200
+        async for line in response.aiter_lines():
             if line.startswith("data: "):
-                seen.take(line[6:])
-            if killed is not None and len(seen.chunks) == 8:
+                received.add_event(line[6:])
+            if killed is not None and len(received.chunks) == 8:
                 killed.process.kill()
                 await killed.process.wait()
                 killed = None
-    return seen
+    return received
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETION])
-@pytest.mark.parametrize("asks", [{}, {"stop": ["the cat", "and"]}], ids=["plain", "stop"])
-async def test_a_story_goes_on_when_its_server_is_killed(
-    model: Path, path: str, asks: dict[str, object]
+@pytest.mark.parametrize("extra", [{}, {"stop": ["the cat", "and"]}], ids=["plain", "stop"])
+async def test_stream_resumes_after_server_is_killed(
+    model: Path, path: str, extra: dict[str, object]
 ) -> None:
-    async with servers(model, 2) as both:
-        replicas = [ReplicaConfig(url=f"unix:{server.socket}", model="mini") for server in both]
+    async with run_servers(model, 2) as pair:
+        replicas = [ReplicaConfig(url=f"unix:{server.socket}", model="mini") for server in pair]
         async with gateway(*replicas) as (running, client):
             assert {replica.kind for replica in running.replicas} == {"llama.cpp"}
             assert {replica.load.max_seqs for replica in running.replicas} == {2}
-            whole = await story(client, path, asks=asks)
-            assert (whole.done, len(whole.finish)) == (1, 1)
-            second = await story(client, path, both[1], asks)  # they take turns
-            assert second.text == whole.text
-            assert second.finish == whole.finish
-            assert (second.done, second.errors) == (1, [])
-            assert len({chunk["id"] for chunk in second.chunks}) == 1  # each event has its own time
-            assert second.usage[0]["prompt_tokens"] == whole.usage[0]["prompt_tokens"]
-            assert second.usage[0]["completion_tokens"] == whole.usage[0]["completion_tokens"]
-            assert both[1].process.returncode is not None
+            undisturbed = await read_stream(client, path, extra=extra)
+            assert (undisturbed.done_count, len(undisturbed.finish_reasons)) == (1, 1)
+            second = await read_stream(
+                client, path, pair[1], extra
+            )  # routing alternates between the run_servers
+            assert second.text == undisturbed.text
+            assert second.finish_reasons == undisturbed.finish_reasons
+            assert (second.done_count, second.errors) == (1, [])
+            assert (
+                len({chunk["id"] for chunk in second.chunks}) == 1
+            )  # `created` differs between events
+            assert second.usage[0]["prompt_tokens"] == undisturbed.usage[0]["prompt_tokens"]
+            assert second.usage[0]["completion_tokens"] == undisturbed.usage[0]["completion_tokens"]
+            assert pair[1].process.returncode is not None
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETION])
-async def test_a_grammar_is_not_carried_on_from_its_middle(model: Path, path: str) -> None:
-    async with servers(model, 2) as both:
-        replicas = [ReplicaConfig(url=f"unix:{server.socket}", model="mini") for server in both]
+async def test_grammar_stream_ends_with_error_after_kill(model: Path, path: str) -> None:
+    async with run_servers(model, 2) as pair:
+        replicas = [ReplicaConfig(url=f"unix:{server.socket}", model="mini") for server in pair]
         async with gateway(*replicas) as (_, client):
-            asks: dict[str, object] = {"grammar": "root ::= [a-z ]+"}
-            assert (await story(client, path, asks=asks)).done == 1
-            seen = await story(client, path, both[1], asks)
-            assert [error["code"] for error in seen.errors] == ["upstream_failed"]
-            assert seen.text
-            assert not seen.done
+            extra: dict[str, object] = {"grammar": "root ::= [a-z ]+"}
+            assert (await read_stream(client, path, extra=extra)).done_count == 1
+            received = await read_stream(client, path, pair[1], extra)
+            assert [error["code"] for error in received.errors] == ["upstream_failed"]
+            assert received.text
+            assert not received.done_count
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -158,13 +162,13 @@ async def test_a_grammar_is_not_carried_on_from_its_middle(model: Path, path: st
         {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,a"}}]},
         {"content": "whose is this?"},
     ],
-    ids=["picture", "nobody's"],
+    ids=["picture", "unknown-role"],
 )
-async def test_what_it_cannot_read_is_the_requests_own_fault(
+async def test_unreadable_message_is_400_and_keeps_breaker_closed(
     model: Path, message: dict[str, object], stream: bool
 ) -> None:
-    async with servers(model, 1) as (one,):
-        replica = ReplicaConfig(url=f"unix:{one.socket}", model="mini")
+    async with run_servers(model, 1) as (server,):
+        replica = ReplicaConfig(url=f"unix:{server.socket}", model="mini")
         async with gateway(replica) as (running, client):
             body = {"model": "big", "stream": stream, "messages": [message]}
             for _ in range(4):
@@ -172,16 +176,20 @@ async def test_what_it_cannot_read_is_the_requests_own_fault(
             assert running.replicas[0].breaker.is_closed
 
 
-async def test_a_whole_answer_comes_from_the_server_that_lives(model: Path) -> None:
-    async with servers(model, 2) as both:
-        replicas = [ReplicaConfig(url=f"unix:{server.socket}", model="mini") for server in both]
+async def test_non_streamed_response_fails_over_after_kill(model: Path) -> None:
+    async with run_servers(model, 2) as pair:
+        replicas = [ReplicaConfig(url=f"unix:{server.socket}", model="mini") for server in pair]
         async with gateway(*replicas) as (running, client):
             body = {"model": "big", "temperature": 0, "max_tokens": 300, "ignore_eos": True}
             body |= BODIES[COMPLETION]
-            whole = (await client.post(COMPLETION, json=body)).json()
-            answer = asyncio.create_task(client.post(COMPLETION, json=body))
+            undisturbed = (await client.post(COMPLETION, json=body)).json()
+            response = asyncio.create_task(client.post(COMPLETION, json=body))
             await until(lambda: running.replicas[1].load.in_flight)
-            both[1].process.kill()
-            seen = (await answer).json()
-            assert seen["choices"] == whole["choices"]
-            assert seen["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"] == 300
+            pair[1].process.kill()
+            received = (await response).json()
+            assert received["choices"] == undisturbed["choices"]
+            assert (
+                received["usage"]["completion_tokens"]
+                == undisturbed["usage"]["completion_tokens"]
+                == 300
+            )

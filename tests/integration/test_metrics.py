@@ -1,4 +1,4 @@
-"""`/metrics` after real requests: what promtool says, what was counted, and vLLM's names."""
+"""Replica `/metrics` after real requests: counts, labels, promtool, vLLM's metric names."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from tests.support.fake_engine import FakeEngine, Script, always
-from tests.support.replica_servers import CONFIG, MODEL, Served, chat, completion, serve
+from tests.support.fake_engine import FakeEngine, Script, constant_script
+from tests.support.replica_servers import CONFIG, MODEL, RunningReplica, chat, completion, serve
 from tests.support.waiting import until
 
 from argosy.telemetry import ReplicaMetrics
@@ -25,23 +25,23 @@ def samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
 
 
 def value(text: str, name: str, **labels: str) -> float:
-    """The sum of the samples that have these labels."""
+    """Return the sum of the samples with these labels."""
     found = [v for n, have, v in samples(text) if n == name and labels.items() <= have.items()]
-    assert found, f"{name} {labels} is not shown"
+    assert found, f"{name} {labels} is missing"
     return sum(found)
 
 
-async def some_traffic(served: Served) -> None:
+async def send_requests(replica_server: RunningReplica) -> None:
     for body in (chat(), chat(stream=True), chat(n=2, max_tokens=3)):
-        answer = await served.client.post("/v1/chat/completions", json=body)
-        assert answer.status_code == 200
-    refused = await served.client.post("/v1/completions", json=completion(temperature=-1))
-    assert refused.status_code == 400
+        response = await replica_server.client.post("/v1/chat/completions", json=body)
+        assert response.status_code == 200
+    rejected = await replica_server.client.post("/v1/completions", json=completion(temperature=-1))
+    assert rejected.status_code == 400
 
 
-async def test_counts(served: Served) -> None:
-    await some_traffic(served)
-    text = (await served.client.get("/metrics")).text
+async def test_requests_are_counted(replica_server: RunningReplica) -> None:
+    await send_requests(replica_server)
+    text = (await replica_server.client.get("/metrics")).text
     assert value(text, "argosy_sequences_finished_total", finish_reason="stop", model=MODEL) == 2
     assert value(text, "argosy_sequences_finished_total", finish_reason="length") == 2
     assert value(text, "argosy_requests_rejected_total", status="400") == 1
@@ -56,74 +56,78 @@ async def test_counts(served: Served) -> None:
     assert value(text, "argosy_kv_blocks", state="free") > 0
 
 
-async def test_many_who_ask_at_once_are_told_the_same(
-    served: Served, monkeypatch: pytest.MonkeyPatch
+async def test_concurrent_scrapes_share_one_exposition(
+    replica_server: RunningReplica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Made for each, it kept all others waiting for seconds."""
-    made, go_on = 0, threading.Event()
-    exposition = ReplicaMetrics.exposition
+    """Separate expositions for each scrape would delay all other requests by seconds."""
+    expositions, may_finish = 0, threading.Event()
+    original = ReplicaMetrics.exposition
 
-    def counted(metrics: ReplicaMetrics) -> bytes:
-        nonlocal made
-        made += 1
-        assert go_on.wait(30)
-        return exposition(metrics)
+    def count_exposition(metrics: ReplicaMetrics) -> bytes:
+        nonlocal expositions
+        expositions += 1
+        assert may_finish.wait(30)
+        return original(metrics)
 
-    monkeypatch.setattr(ReplicaMetrics, "exposition", counted)
-    address = served.url.removeprefix("http://").split(":")
+    monkeypatch.setattr(ReplicaMetrics, "exposition", count_exposition)
+    address = replica_server.url.removeprefix("http://").split(":")
     clients = [await asyncio.open_connection(*address) for _ in range(20)]
     for _, writer in clients:
         writer.write(b"GET /metrics HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
-    assert (await served.client.get("/health")).status_code == 200
-    await until(lambda: made > 0)
-    go_on.set()
-    told = {(await reader.read()).partition(b"\r\n\r\n")[2] for reader, _ in clients}
+    assert (await replica_server.client.get("/health")).status_code == 200
+    await until(lambda: expositions > 0)
+    may_finish.set()
+    bodies = {(await reader.read()).partition(b"\r\n\r\n")[2] for reader, _ in clients}
     for _, writer in clients:
         writer.close()
-    assert len(told) == made == 1
-    await served.client.get("/metrics")
-    assert made == 2
+    assert len(bodies) == expositions == 1
+    await replica_server.client.get("/metrics")
+    assert expositions == 2
 
 
-async def test_labels_are_bounded(served: Served) -> None:
+async def test_route_labels_are_bounded(replica_server: RunningReplica) -> None:
     for path in ("/v1/models/a", "/v1/models/b", "/nowhere/1", "/nowhere/2"):
-        await served.client.get(path)
-    text = (await served.client.get("/metrics")).text
+        await replica_server.client.get(path)
+    text = (await replica_server.client.get("/metrics")).text
     routes = {
         labels["route"] for n, labels, _ in samples(text) if n == "argosy_http_requests_total"
     }
     assert routes == {"/v1/models/{model}", "other"}
 
 
-async def test_counters_survive_a_restart_of_the_core(served: Served, engine: FakeEngine) -> None:
+async def test_counters_survive_core_restart(
+    replica_server: RunningReplica, engine: FakeEngine
+) -> None:
     engine.stats = msgspec.structs.replace(engine.stats, generated_tokens_total=10)
-    await served.client.get("/metrics")
+    await replica_server.client.get("/metrics")
     engine.stats = msgspec.structs.replace(engine.stats, generated_tokens_total=4)
-    text = (await served.client.get("/metrics")).text
+    text = (await replica_server.client.get("/metrics")).text
     assert value(text, "argosy_generation_tokens_total") == 14
 
 
-async def test_aborts_are_counted_by_reason(served: Served, engine: FakeEngine) -> None:
-    engine.script = always(Script([100, 101, 102], pause_after=2))
-    request = asyncio.create_task(served.client.post("/v1/chat/completions", json=chat()))
+async def test_aborts_are_counted_by_reason(
+    replica_server: RunningReplica, engine: FakeEngine
+) -> None:
+    engine.script = constant_script(Script([100, 101, 102], pause_after=2))
+    request = asyncio.create_task(replica_server.client.post("/v1/chat/completions", json=chat()))
     await engine.paused.wait()
     request.cancel()
-    await served.replica.wait_drained()
-    text = (await served.client.get("/metrics")).text
+    await replica_server.replica.wait_drained()
+    text = (await replica_server.client.get("/metrics")).text
     assert value(text, "argosy_requests_aborted_total", reason="client_closed_request") == 1
     assert value(text, "argosy_sequences_finished_total", finish_reason="cancelled") == 1
 
 
-async def test_promtool_is_content(served: Served) -> None:
+async def test_replica_metrics_pass_promtool(replica_server: RunningReplica) -> None:
     promtool = shutil.which("promtool")
     if promtool is None:
         pytest.skip("promtool is not installed (Debian package prometheus)")
-    await some_traffic(served)
-    shown = (await served.client.get("/metrics")).content
+    await send_requests(replica_server)
+    exposition = (await replica_server.client.get("/metrics")).content
     done = await asyncio.to_thread(
         subprocess.run,
         [promtool, "check", "metrics"],
-        input=shown,
+        input=exposition,
         capture_output=True,
         check=False,
     )
@@ -131,10 +135,12 @@ async def test_promtool_is_content(served: Served) -> None:
     assert not done.stderr.strip(), done.stderr.decode()
 
 
-async def test_vllm_names_only_when_asked_for(served: Served, engine: FakeEngine) -> None:
-    assert "vllm:" not in (await served.client.get("/metrics")).text
+async def test_vllm_metric_names_need_setting(
+    replica_server: RunningReplica, engine: FakeEngine
+) -> None:
+    assert "vllm:" not in (await replica_server.client.get("/metrics")).text
     async with serve(engine, msgspec.structs.replace(CONFIG, vllm_metrics=True)) as other:
-        await some_traffic(other)
+        await send_requests(other)
         text = (await other.client.get("/metrics")).text
     labels = {"model_name": MODEL, "engine": "0"}
     assert value(text, "vllm:request_success_total", finished_reason="stop", **labels) == 2

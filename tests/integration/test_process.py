@@ -1,4 +1,4 @@
-"""The engine core's process and its client while nothing goes wrong: order, ends, clean-up."""
+"""The engine core process and its client without faults: streams, aborts, shutdown, clean-up."""
 
 import asyncio
 import os
@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from tests.support.request_deltas import all_deltas, next_delta
-from tests.support.scripted_core import CORE, Command, expected, prompt
+from tests.support.scripted_core import CORE, Command, expected_tokens, prompt
 from tests.support.waiting import until
 
 from argosy.engine.engine_config import EngineConfig
@@ -49,27 +49,27 @@ def tokens_of(deltas: list[Delta]) -> list[int]:
     return [token for delta in deltas for token in delta.tokens]
 
 
-def gone(pid: int) -> bool:
+def has_exited(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-async def test_many_requests_at_once_each_get_their_own_tokens(client: EngineClient) -> None:
+async def test_concurrent_requests_get_their_own_tokens(client: EngineClient) -> None:
     wanted = [request(prompt(salt=i), name=f"r{i}", max_tokens=5 + i) for i in range(30)]
     answers = await asyncio.gather(*(collect(client, r) for r in wanted))
     for r, deltas in zip(wanted, answers, strict=True):
         assert {delta.id for delta in deltas} == {r.id}
-        assert tokens_of(deltas) == expected(r.prompt, r.params.max_tokens)
+        assert tokens_of(deltas) == expected_tokens(r.prompt, r.params.max_tokens)
         assert [d.finish_reason for d in deltas if d.finish_reason] == ["length"]
         assert deltas[-1].finish_reason == "length"
     assert client.in_flight == 0
 
 
-async def test_same_id_twice_at_once(client: EngineClient) -> None:
+async def test_equal_request_ids_stay_separate(client: EngineClient) -> None:
     first, second = await asyncio.gather(
         collect(client, request(prompt(salt=1))), collect(client, request(prompt(salt=2)))
     )
-    assert tokens_of(first) == expected(prompt(salt=1), 30)
-    assert tokens_of(second) == expected(prompt(salt=2), 30)
+    assert tokens_of(first) == expected_tokens(prompt(salt=1), 30)
+    assert tokens_of(second) == expected_tokens(prompt(salt=2), 30)
 
 
 async def test_slow_reader_gets_one_merged_delta(client: EngineClient) -> None:
@@ -77,40 +77,38 @@ async def test_slow_reader_gets_one_merged_delta(client: EngineClient) -> None:
     await until(lambda: slow.is_ended)
     deltas = await all_deltas(slow)
     assert len(deltas) == 1
-    assert deltas[0].tokens == expected(prompt(salt=1), 200)
+    assert deltas[0].tokens == expected_tokens(prompt(salt=1), 200)
     assert [entry.token for entry in deltas[0].prompt_logprobs] == prompt(salt=1)[1:]
     assert (deltas[0].queue_s, deltas[0].cached_tokens) == (0.5, 3)
 
 
-async def test_closing_the_stream_aborts(client: EngineClient, tmp_path: Path) -> None:
+async def test_closed_stream_aborts_request(client: EngineClient, tmp_path: Path) -> None:
     stream = client.generate(request(prompt(Command.GATE, at=2)))
     assert await next_delta(stream) is not None
     stream.close()
     assert client.in_flight == 0
     await until((tmp_path / "aborted").exists)
-    assert tokens_of(await collect(client, request(prompt()))) == expected(prompt(), 30)
+    assert tokens_of(await collect(client, request(prompt()))) == expected_tokens(prompt(), 30)
 
 
-async def test_prompt_logprobs_are_not_repeated_after_a_crash(client: EngineClient) -> None:
+async def test_prompt_logprobs_are_not_repeated_after_crash(client: EngineClient) -> None:
     crashing = prompt(Command.KILL, at=1)
     deltas = await collect(client, request(crashing, prompt_logprobs=0))
     assert client.restarts_total == 1
-    told = [entry.token for delta in deltas for entry in delta.prompt_logprobs]
-    assert told == crashing[1:]
-    assert tokens_of(deltas) == expected(crashing, 30)
+    scored = [entry.token for delta in deltas for entry in delta.prompt_logprobs]
+    assert scored == crashing[1:]
+    assert tokens_of(deltas) == expected_tokens(crashing, 30)
     assert [d.queue_s for d in deltas if d.queue_s is not None] == [0.5]
 
 
-async def test_sockets_are_private_and_leave_nothing_behind(
-    client: EngineClient, tmp_path: Path
-) -> None:
+async def test_socket_files_are_removed_after_start(client: EngineClient, tmp_path: Path) -> None:
     await collect(client, request(prompt()))
-    # Gone once the first heartbeat has come as well.
+    # The client unlinks the sockets once the first heartbeat has arrived.
     await until(lambda: not list(tmp_path.glob("argosy-*")))
-    assert tokens_of(await collect(client, request(prompt()))) == expected(prompt(), 30)
+    assert tokens_of(await collect(client, request(prompt()))) == expected_tokens(prompt(), 30)
 
 
-async def test_core_ignores_interrupts(client: EngineClient) -> None:
+async def test_core_ignores_sigint(client: EngineClient) -> None:
     pid = client.core_pid
     assert pid is not None
     os.kill(pid, signal.SIGINT)
@@ -118,7 +116,7 @@ async def test_core_ignores_interrupts(client: EngineClient) -> None:
     assert client.core_pid == pid
 
 
-async def test_close_ends_the_process_and_what_was_running(client: EngineClient) -> None:
+async def test_close_ends_process_and_running_request(client: EngineClient) -> None:
     stream = client.generate(request(prompt(Command.GATE, at=3)))
     pid = client.core_pid
     assert pid is not None
@@ -131,7 +129,9 @@ async def test_close_ends_the_process_and_what_was_running(client: EngineClient)
         client.generate(request(prompt()))
 
 
-async def test_close_while_starting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_close_during_start_fails_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     client = EngineClient(EngineConfig(model=str(tmp_path)), core_factory=CORE)
     start = asyncio.create_task(client.start())
@@ -143,52 +143,52 @@ async def test_close_while_starting(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         await start
 
 
-async def test_progress_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_load_progress_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    heard: list[tuple[str, float]] = []
+    reports: list[tuple[str, float]] = []
     client = EngineClient(
         EngineConfig(model=str(tmp_path)),
         core_factory=CORE,
-        on_load_progress=lambda what, done: heard.append((what, done)),
+        on_load_progress=lambda what, done: reports.append((what, done)),
     )
     ready = await client.start()
     await client.close()
     assert ready.backend.startswith("scripted")
-    assert heard == [("weights", 0.5), ("weights", 1.0)]
+    assert reports == [("weights", 0.5), ("weights", 1.0)]
 
 
-async def test_a_process_started_early_becomes_the_core(
+async def test_prestarted_process_becomes_core(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     others = set(psutil.Process().children())
-    with PrestartedCore(CORE) as early:
+    with PrestartedCore(CORE) as prestarted:
         (process,) = set(psutil.Process().children()) - others
         client = EngineClient(
-            EngineConfig(model=str(tmp_path)), core_factory=CORE, prestarted_core=early
+            EngineConfig(model=str(tmp_path)), core_factory=CORE, prestarted_core=prestarted
         )
         await client.start()
     assert client.core_pid == process.pid
     crashing = prompt(Command.KILL, at=1)
-    assert tokens_of(await collect(client, request(crashing))) == expected(crashing, 30)
+    assert tokens_of(await collect(client, request(crashing))) == expected_tokens(crashing, 30)
     assert client.core_pid != process.pid
     await client.close()
 
 
 @pytest.mark.parametrize("core", [CORE, "there.is.no:such_core"])
-def test_a_process_started_early_for_nobody_ends(core: str) -> None:
+def test_unused_prestarted_process_exits(core: str) -> None:
     others = set(psutil.Process().children())
     with PrestartedCore(core):
         (process,) = set(psutil.Process().children()) - others
-    assert gone(process.pid)
+    assert has_exited(process.pid)
 
 
-async def test_an_early_import_that_fails_is_told_once_there_is_a_parent_to_tell(
+async def test_failed_import_of_prestarted_core_is_reported_at_start(
     tmp_path: Path,
 ) -> None:
-    with PrestartedCore("there.is.no:such_core") as early:
+    with PrestartedCore("there.is.no:such_core") as prestarted:
         client = EngineClient(
-            EngineConfig(model=str(tmp_path)), core_factory="no.core:x", prestarted_core=early
+            EngineConfig(model=str(tmp_path)), core_factory="no.core:x", prestarted_core=prestarted
         )
         with pytest.raises(EngineFailedError, match="No module named 'no'"):
             await client.start()
@@ -209,12 +209,12 @@ asyncio.run(main())
 """
 
 
-async def test_core_does_not_outlive_a_killed_parent(
+async def test_core_exits_after_parent_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     command = [sys.executable, "-c", textwrap.dedent(PARENT), str(tmp_path), CORE]
-    with subprocess.Popen(  # noqa: ASYNC220 - reading is what blocks, and that is in a thread
+    with subprocess.Popen(  # noqa: ASYNC220 - only reading blocks, and a thread does it
         command, stdout=subprocess.PIPE, text=True
     ) as parent:
         assert parent.stdout is not None
@@ -224,4 +224,4 @@ async def test_core_does_not_outlive_a_killed_parent(
             assert line
         pid = int(line)
         parent.kill()
-    await until(lambda: gone(pid))
+    await until(lambda: has_exited(pid))

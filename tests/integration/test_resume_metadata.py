@@ -1,4 +1,4 @@
-"""A stream cut after any block of its journal goes on elsewhere: together they are the undisturbed stream."""
+"""Resume metadata: a stream cut after any block continues elsewhere, and both parts equal the complete stream."""
 
 from __future__ import annotations
 
@@ -10,24 +10,30 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from tests.support.replica_servers import Served, chat, completion, real_engine, serve
+from tests.support.replica_servers import (
+    RunningReplica,
+    bundled_model_engine,
+    chat,
+    completion,
+    serve,
+)
 
 from argosy.protocol import unpack_block_names
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-ANSWER = "cmpl-chosen-elsewhere 1700000000"
+RESPONSE_IDENTITY = "cmpl-chosen-elsewhere 1700000000"
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def real() -> AsyncIterator[Served]:
-    async with serve(real_engine()) as served:
-        yield served
+async def real_replica() -> AsyncIterator[RunningReplica]:
+    async with serve(bundled_model_engine()) as replica_server:
+        yield replica_server
 
 
 @dataclass
-class Told:
-    """What a journaled stream told, up to some block."""
+class StreamState:
+    """Chunks and resume metadata of a stream, up to some block."""
 
     chunks: list[dict[str, Any]] = field(default_factory=list)
     tokens: dict[int, list[int]] = field(default_factory=dict)
@@ -36,23 +42,28 @@ class Told:
     done: bool = False
 
 
-async def stream(real: Served, path: str, body: dict[str, Any], given: str = "") -> list[Told]:
-    """What was told after each block, and at the end; `given`: how many tokens the client itself had go on after."""
-    headers = {"x-argosy-resume-metadata": "1", "x-argosy-response-id": ANSWER}
+async def stream(
+    real_replica: RunningReplica, path: str, body: dict[str, Any], given: str = ""
+) -> list[StreamState]:
+    """Return the state after each block and at the end.
+
+    `given` is the number of tokens that the client itself sent for resuming.
+    """
+    headers = {"x-argosy-resume-metadata": "1", "x-argosy-response-id": RESPONSE_IDENTITY}
     headers |= {"x-argosy-resume-given": given} if given else {}
-    answer = await real.client.post(path, json=body | {"stream": True}, headers=headers)
-    assert answer.status_code == 200, answer.text
-    states, now = [], Told()
-    for block in answer.text.split("\n\n"):
+    response = await real_replica.client.post(path, json=body | {"stream": True}, headers=headers)
+    assert response.status_code == 200, response.text
+    states, now = [], StreamState()
+    for block in response.text.split("\n\n"):
         if block.startswith(": argosy prompt "):
             words = block.split()
             now.prompt = (int(words[3]), int(words[4]))
             now.blocks = set(unpack_block_names(a2b_base64("".join(words[5:]))))
         elif block.startswith(": argosy "):
             index, ids = int(block.split(" ")[2]), block.split(" ")[3]
-            told = [int(i) for i in ids.split(",") if i]
-            now.tokens = now.tokens | {index: now.tokens.get(index, []) + told}
-            states.append(Told(list(now.chunks), now.tokens, now.prompt))
+            token_ids = [int(i) for i in ids.split(",") if i]
+            now.tokens = now.tokens | {index: now.tokens.get(index, []) + token_ids}
+            states.append(StreamState(list(now.chunks), now.tokens, now.prompt))
         elif block == "data: [DONE]":
             now.done = True
         elif block:
@@ -60,22 +71,22 @@ async def stream(real: Served, path: str, body: dict[str, Any], given: str = "")
     return [*states, now]
 
 
-def merged(chunks: list[dict[str, Any]]) -> dict[str, Any]:
-    """The answer that the chunks make, however they were cut."""
-    answer: dict[str, Any] = {"identity": set(), "usage": []}
+def merge_chunks(chunks: list[dict[str, Any]]) -> dict[str, Any]:
+    """Merge chunks into one response, independently of where they were cut."""
+    response: dict[str, Any] = {"identity": set(), "usage": []}
     for chunk in chunks:
-        answer["identity"].add((chunk["id"], chunk["created"], chunk["model"]))
+        response["identity"].add((chunk["id"], chunk["created"], chunk["model"]))
         if chunk.get("usage"):
-            answer["usage"].append(chunk["usage"]["completion_tokens"])
+            response["usage"].append(chunk["usage"]["completion_tokens"])
         for choice in chunk["choices"]:
-            own = answer.setdefault(choice["index"], {"roles": [], "text": "", "finish": []})
+            own = response.setdefault(choice["index"], {"roles": [], "text": "", "finish": []})
             delta = choice.get("delta", choice)
             own["roles"] += [delta["role"]] if "role" in delta else []
             own["text"] += delta.get("content", delta.get("text", ""))
             own["finish"] += [choice["finish_reason"]] if choice["finish_reason"] else []
             for name, values in (choice["logprobs"] or {}).items():
                 own.setdefault(name, []).extend(values or [])
-    return answer
+    return response
 
 
 BODIES = {
@@ -88,7 +99,7 @@ BODIES = {
         "/v1/completions",
         completion("The cat", max_tokens=8, echo=True, logprobs=1, temperature=0),
     ),
-    "four choices with echo, the first of which ends first": (
+    "four choices with echo": (
         "/v1/completions",
         completion("The cat", seed=4, max_tokens=1, n=4, echo=True, logprobs=1),
     ),
@@ -102,113 +113,135 @@ BODIES = {
 
 
 @pytest.mark.parametrize("kind", BODIES)
-async def test_a_stream_cut_after_any_block_goes_on_as_if_nothing_had_happened(
-    real: Served, kind: str
+async def test_resume_after_any_block_equals_complete_stream(
+    real_replica: RunningReplica, kind: str
 ) -> None:
     path, body = BODIES[kind]
     body = body | {"stream_options": {"include_usage": True}}
-    *states, whole = await stream(real, path, body)
-    assert whole.done
-    assert states  # a busy machine merges pieces
-    choices = len(whole.tokens)
+    *states, complete = await stream(real_replica, path, body)
+    assert complete.done
+    assert states  # a busy machine merges chunks, so the number varies
+    choices = len(complete.tokens)
     for cut in states:
-        told = [cut.tokens.get(choice, []) for choice in range(choices)]
-        resume = {"token_ids": told if choices > 1 else told[0]}
-        *_, rest = await stream(real, path, body | {"resume": resume})
+        delivered = [cut.tokens.get(choice, []) for choice in range(choices)]
+        resume = {"token_ids": delivered if choices > 1 else delivered[0]}
+        *_, rest = await stream(real_replica, path, body | {"resume": resume})
         for choice in range(choices):
-            assert told[choice] + rest.tokens.get(choice, []) == whole.tokens[choice]
+            assert delivered[choice] + rest.tokens.get(choice, []) == complete.tokens[choice]
         assert rest.done
-        assert merged(cut.chunks + rest.chunks) == merged(whole.chunks)
+        assert merge_chunks(cut.chunks + rest.chunks) == merge_chunks(complete.chunks)
 
 
 @pytest.mark.parametrize("kind", BODIES)
-async def test_a_stream_that_goes_on_after_what_its_client_had_begins_as_any(
-    real: Served, kind: str
+async def test_stream_resumed_by_client_has_equal_metadata(
+    real_replica: RunningReplica, kind: str
 ) -> None:
-    """And is carried on as any."""
+    """Such a stream can be resumed again after any block."""
     path, body = BODIES[kind]
-    *_, whole = await stream(real, path, body)
-    had = [whole.tokens[choice][:-1][:2] for choice in range(len(whole.tokens))]
-    given = ",".join(str(len(ids)) for ids in had)
+    *_, complete = await stream(real_replica, path, body)
+    client_tokens = [complete.tokens[choice][:-1][:2] for choice in range(len(complete.tokens))]
+    given = ",".join(str(len(ids)) for ids in client_tokens)
 
-    def after(told: Told) -> dict[str, Any]:
-        ids = [first + told.tokens.get(choice, []) for choice, first in enumerate(had)]
+    def resume_body(state: StreamState) -> dict[str, Any]:
+        ids = [first + state.tokens.get(choice, []) for choice, first in enumerate(client_tokens)]
         return body | {"resume": {"token_ids": ids if len(ids) > 1 else ids[0]}}
 
-    streamed = after(Told()) | {"stream": True}
-    direct = await real.client.post(path, json=streamed, headers={"x-argosy-response-id": ANSWER})
+    streamed = resume_body(StreamState()) | {"stream": True}
+    direct = await real_replica.client.post(
+        path, json=streamed, headers={"x-argosy-response-id": RESPONSE_IDENTITY}
+    )
     expected = [json.loads(line[6:]) for line in direct.text.split("\n\n")[:-2]]
-    *states, journaled = await stream(real, path, after(Told()), given)
-    assert merged(journaled.chunks) == merged(expected)
+    *states, resumed = await stream(real_replica, path, resume_body(StreamState()), given)
+    assert merge_chunks(resumed.chunks) == merge_chunks(expected)
     for cut in states:
-        *_, rest = await stream(real, path, after(cut), given)
-        assert merged(cut.chunks + rest.chunks) == merged(expected)
+        *_, rest = await stream(real_replica, path, resume_body(cut), given)
+        assert merge_chunks(cut.chunks + rest.chunks) == merge_chunks(expected)
 
 
-async def test_what_is_no_count_of_tokens_is_refused(real: Served) -> None:
+async def test_invalid_resume_given_header_is_400(real_replica: RunningReplica) -> None:
     path, body = BODIES["chat"]
-    refused = await real.client.post(path, json=body, headers={"x-argosy-resume-given": "-1,x"})
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "x-argosy-resume-given")
+    rejected = await real_replica.client.post(
+        path, json=body, headers={"x-argosy-resume-given": "-1,x"}
+    )
+    assert (rejected.status_code, rejected.json()["error"]["param"]) == (
+        400,
+        "x-argosy-resume-given",
+    )
 
 
-async def test_another_model_does_not_go_on(real: Served) -> None:
+async def test_resume_with_other_model_digest_is_409(real_replica: RunningReplica) -> None:
     path, body = BODIES["chat"]
-    journal = {"x-argosy-resume-metadata": "1"}
-    told = await real.client.post(path, json=body | {"max_tokens": 2}, headers=journal)
-    assert told.status_code == 200
-    same = {"x-argosy-model-digest": told.headers["x-argosy-model-digest"]}
-    again = body | {"max_tokens": 2, "stream": True}
-    assert (await real.client.post(path, json=again, headers=journal | same)).status_code == 200
+    metadata_header = {"x-argosy-resume-metadata": "1"}
+    first = await real_replica.client.post(
+        path, json=body | {"max_tokens": 2}, headers=metadata_header
+    )
+    assert first.status_code == 200
+    same = {"x-argosy-model-digest": first.headers["x-argosy-model-digest"]}
+    repeated = body | {"max_tokens": 2, "stream": True}
+    assert (
+        await real_replica.client.post(path, json=repeated, headers=metadata_header | same)
+    ).status_code == 200
     other = {"x-argosy-model-digest": "0" * 32}
-    refused = await real.client.post(path, json=again, headers=journal | other)
-    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "other_model")
+    rejected = await real_replica.client.post(path, json=repeated, headers=metadata_header | other)
+    assert (rejected.status_code, rejected.json()["error"]["code"]) == (409, "other_model")
 
 
-async def test_the_journal_counts_what_the_usage_says(real: Served) -> None:
+async def test_metadata_token_counts_equal_usage(real_replica: RunningReplica) -> None:
     path, body = BODIES["chat"]
-    *_, whole = await stream(real, path, body | {"stream_options": {"include_usage": True}})
-    usage = whole.chunks[-1]["usage"]
-    assert whole.prompt == (
+    *_, complete = await stream(
+        real_replica, path, body | {"stream_options": {"include_usage": True}}
+    )
+    usage = complete.chunks[-1]["usage"]
+    assert complete.prompt == (
         usage["prompt_tokens"],
         usage["prompt_tokens_details"]["cached_tokens"],
     )
-    assert len(whole.tokens[0]) == usage["completion_tokens"]
+    assert len(complete.tokens[0]) == usage["completion_tokens"]
 
 
-async def test_the_journal_names_the_blocks_that_the_prompt_became(real: Served) -> None:
-    path, body = "/v1/completions", completion("A king had a daughter. " * 20, max_tokens=40)
-    *_, whole = await stream(real, path, body | {"ignore_eos": True})
-    assert whole.prompt is not None
-    assert len(whole.blocks) == whole.prompt[0] // 16 > 0
+async def test_metadata_names_kv_blocks_of_prompt(real_replica: RunningReplica) -> None:
+    path, body = (
+        "/v1/completions",
+        completion("A king had a daughter. " * 20, max_tokens=40),
+    )
+    *_, complete = await stream(real_replica, path, body | {"ignore_eos": True})
+    assert complete.prompt is not None
+    assert len(complete.blocks) == complete.prompt[0] // 16 > 0
     assert (
-        whole.blocks < real.replica.engine.kv_cache_view.block_names
-    )  # the answer's own are held too
-    *_, again = await stream(real, path, body)
-    assert again.blocks == whole.blocks
-    *_, salted = await stream(real, path, body | {"cache_salt": "mine"})
-    assert len(salted.blocks) == len(whole.blocks)
-    assert salted.blocks.isdisjoint(whole.blocks)
-    *_, two = await stream(real, path, body | {"prompt": [body["prompt"], "Once"]})
-    assert not two.blocks  # whose would they be?
+        complete.blocks < real_replica.replica.engine.kv_cache_view.block_names
+    )  # the replica also holds the output's blocks
+    *_, repeated = await stream(real_replica, path, body)
+    assert repeated.blocks == complete.blocks
+    *_, salted = await stream(real_replica, path, body | {"cache_salt": "mine"})
+    assert len(salted.blocks) == len(complete.blocks)
+    assert salted.blocks.isdisjoint(complete.blocks)
+    *_, two = await stream(real_replica, path, body | {"prompt": [body["prompt"], "Once"]})
+    assert not two.blocks  # block names are ambiguous with two prompts
 
 
-async def test_without_the_header_there_is_no_journal(real: Served) -> None:
+async def test_stream_without_header_has_no_metadata(real_replica: RunningReplica) -> None:
     path, body = BODIES["completion"]
-    answer = await real.client.post(path, json=body | {"stream": True})
-    assert "argosy" not in answer.text
+    response = await real_replica.client.post(path, json=body | {"stream": True})
+    assert "argosy" not in response.text
 
 
-@pytest.mark.parametrize("told", ["x", "-1", "1.5", "99999999999999"])
-async def test_nonsense_for_a_count_is_refused(real: Served, told: str) -> None:
+@pytest.mark.parametrize("header", ["x", "-1", "1.5", "99999999999999"])
+async def test_invalid_cached_tokens_header_is_400(
+    real_replica: RunningReplica, header: str
+) -> None:
     path, body = BODIES["completion"]
-    answer = await real.client.post(path, json=body, headers={"x-argosy-cached-tokens": told})
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "x-argosy-cached-tokens"
+    response = await real_replica.client.post(
+        path, json=body, headers={"x-argosy-cached-tokens": header}
+    )
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "x-argosy-cached-tokens"
 
 
-@pytest.mark.parametrize("told", ["x", "id", "id 1.5", "two ids 12", "id 99999999999999"])
-async def test_nonsense_for_an_identity_is_refused(real: Served, told: str) -> None:
+@pytest.mark.parametrize("header", ["x", "id", "id 1.5", "two ids 12", "id 99999999999999"])
+async def test_invalid_response_id_header_is_400(real_replica: RunningReplica, header: str) -> None:
     path, body = BODIES["completion"]
-    answer = await real.client.post(path, json=body, headers={"x-argosy-response-id": told})
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "x-argosy-response-id"
+    response = await real_replica.client.post(
+        path, json=body, headers={"x-argosy-response-id": header}
+    )
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "x-argosy-response-id"

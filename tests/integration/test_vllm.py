@@ -1,4 +1,4 @@
-"""vLLM's own server behind the gateway, where its CPU build is installed: found, read, carried on however it ends."""
+"""The vLLM server as a replica, if its CPU build is installed: detection, load, resume after every fault."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 
 import httpx2
 import pytest
-from tests.support.cutting_proxy import Knife, proxied
-from tests.support.gateway_client import CHAT, COMPLETION, Seen, gateway, said
-from tests.support.vllm_server import CONTEXT, PEER, PYTHON, VllmServer, started
+from tests.support.cutting_proxy import StreamCutter, cutting_proxy
+from tests.support.gateway_client import CHAT, COMPLETION, StreamResult, chunk_text, gateway
+from tests.support.vllm_server import CONTEXT, PEER, PYTHON, VllmServer, run_vllm_servers
 from tests.support.waiting import until
 
 from argosy.gateway import GatewayServer, ReplicaConfig, Timeouts
@@ -25,7 +25,7 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 BUSY = Timeouts(first_token_timeout_s=20.0, stream_idle_timeout_s=1.5, failover_timeout_s=5.0)
 PATIENT = Timeouts(first_token_timeout_s=60.0, stream_idle_timeout_s=20.0, failover_timeout_s=60.0)
-"""Nobody who lives is taken for stalled, however busy the machine is."""
+"""No live server counts as stalled, even on a busy machine."""
 GREEDY = {"temperature": 0, "max_tokens": 40, "stream_options": {"include_usage": True}}
 
 pytestmark = [
@@ -37,57 +37,77 @@ paths = pytest.mark.parametrize("path", [CHAT, COMPLETION])
 
 @pytest.fixture(scope="module")
 def servers() -> Iterator[list[VllmServer]]:
-    with TemporaryDirectory() as folder:  # pytest's own may be too long for a socket
+    with TemporaryDirectory() as folder:  # the path of pytest's folder may be too long for a socket
         both = [VllmServer(Path(folder) / f"{number}.sock") for number in range(2)]
-        with started(*both):
+        with run_vllm_servers(*both):
             yield both
 
 
 @contextlib.asynccontextmanager
-async def behind(
+async def cuttable_gateway(
     servers: list[VllmServer], timeouts: Timeouts = BUSY
-) -> AsyncIterator[tuple[GatewayServer, httpx2.AsyncClient, Knife]]:
-    """A gateway in front of them, and the knife between."""
+) -> AsyncIterator[tuple[GatewayServer, httpx2.AsyncClient, StreamCutter]]:
+    """Run a gateway whose connections to the servers go through one `StreamCutter`."""
     async with contextlib.AsyncExitStack() as stack:
-        knife = Knife()
-        urls = [await stack.enter_async_context(proxied(each.socket, knife)) for each in servers]
+        cutter = StreamCutter()
+        urls = [
+            await stack.enter_async_context(cutting_proxy(each.socket, cutter)) for each in servers
+        ]
         replicas = [ReplicaConfig(url=url, model="mini") for url in urls]
-        behind = gateway(*replicas, timeouts=timeouts, patience_s=None)
-        yield *await stack.enter_async_context(behind), knife
+        cuttable_gateway = gateway(*replicas, timeouts=timeouts, client_timeout_s=None)
+        yield *await stack.enter_async_context(cuttable_gateway), cutter
 
 
-async def story(
+async def read_stream(
     client: httpx2.AsyncClient,
     path: str,
-    asks: dict[str, object],
-    hurt: tuple[VllmServer, signal.Signals] | None = None,
-) -> Seen:
-    """A stream; after a few words the signal is sent."""
-    body = {"model": "big", "stream": True} | GREEDY | BODIES[path] | asks
-    seen = Seen()
-    async with client.stream("POST", path, json=body) as answer:
-        assert answer.status_code == 200
-        async for line in answer.aiter_lines():
+    extra: dict[str, object],
+    fault: tuple[VllmServer, signal.Signals] | None = None,
+) -> StreamResult:
+    """Read a stream. Send the signal to the server after the eighth chunk."""
+    body = {"model": "big", "stream": True} | GREEDY | BODIES[path] | extra
+    received = StreamResult()
+    async with client.stream("POST", path, json=body) as response:
+        assert response.status_code == 200
+        async for line in response.aiter_lines():
             if line.startswith("data: "):
-                seen.take(line[6:])
-            if hurt is not None and len(seen.chunks) == 8:
-                hurt[0].signal(hurt[1])
-                hurt = None
-    return seen
+                received.add_event(line[6:])
+            if fault is not None and len(received.chunks) == 8:
+                fault[0].signal(fault[1])
+                fault = None
+    return received
 
 
-def same(seen: Seen, whole: Seen, asks: dict[str, object]) -> None:
-    """What a client was told is one answer, the undisturbed one."""
-    assert (seen.text, seen.finish) == (whole.text, whole.finish)
-    ((prompt, tokens),), ((expected_prompt, expected),) = seen.counts, whole.counts
-    past = 3 if "stop" in asks else 0  # tokens that came in one event with the end of a stop string
+def assert_same_stream(
+    received: StreamResult, undisturbed: StreamResult, extra: dict[str, object]
+) -> None:
+    """Check that the client received one response, equal to the undisturbed one."""
+    assert (received.text, received.finish_reasons) == (
+        undisturbed.text,
+        undisturbed.finish_reasons,
+    )
+    ((prompt, tokens),), ((expected_prompt, expected),) = (
+        received.token_counts,
+        undisturbed.token_counts,
+    )
+    past = 3 if "stop" in extra else 0  # tokens in the event that completes a stop string
     assert prompt == expected_prompt
     assert 0 <= tokens - expected <= past
-    assert (seen.done, seen.errors, len(seen.identities), seen.roles) == (1, [], 1, whole.roles)
+    assert (
+        received.done_count,
+        received.errors,
+        len(received.stream_ids),
+        received.role_chunks,
+    ) == (
+        1,
+        [],
+        1,
+        undisturbed.role_chunks,
+    )
 
 
-async def test_it_is_found_and_read(servers: list[VllmServer]) -> None:
-    async with behind(servers) as (running, _, _):
+async def test_kind_context_and_load_are_detected(servers: list[VllmServer]) -> None:
+    async with cuttable_gateway(servers) as (running, _, _):
         for replica in running.replicas:
             assert (replica.kind, replica.max_model_len) == ("vllm", CONTEXT)
             assert (replica.load.running, replica.load.waiting, replica.load.kv_usage_ratio) == (
@@ -99,7 +119,7 @@ async def test_it_is_found_and_read(servers: list[VllmServer]) -> None:
 
 @paths
 @pytest.mark.parametrize(
-    "asks",
+    "extra",
     [
         {},
         {"stop": ["packed a bottle", "d old tree"]},
@@ -108,58 +128,72 @@ async def test_it_is_found_and_read(servers: list[VllmServer]) -> None:
         {"return_token_ids": True, "cache_salt": "a"},
         {"max_tokens": None},
     ],
-    ids=lambda asks: "-".join(asks) or "plain",
+    ids=lambda extra: "-".join(extra) or "plain",
 )
-async def test_a_greedy_answer_is_the_same_wherever_it_is_cut(
-    servers: list[VllmServer], path: str, asks: dict[str, object]
+async def test_greedy_stream_resumes_after_any_cut(
+    servers: list[VllmServer], path: str, extra: dict[str, object]
 ) -> None:
-    async with behind(servers) as (_, client, knife):
-        whole = await story(client, path, asks)
-        assert (whole.done, len(whole.finish)) == (1, 1)
+    async with cuttable_gateway(servers) as (_, client, cutter):
+        undisturbed = await read_stream(client, path, extra)
+        assert (undisturbed.done_count, len(undisturbed.finish_reasons)) == (1, 1)
         for events in (0, 1, 2, 7, 13):
-            knife.after = events
-            same(await story(client, path, asks), whole, asks)
-            assert knife.after is None
+            cutter.events_left = events
+            assert_same_stream(await read_stream(client, path, extra), undisturbed, extra)
+            assert cutter.events_left is None
 
 
 @paths
-async def test_nobody_sees_the_prompt_of_an_answer_that_is_cut_within_a_character(
+async def test_cut_within_character_never_leaks_prompt(
     servers: list[VllmServer], path: str
 ) -> None:
-    halves = [169, 240, 226, 357]  # of "é", a space, " said"
-    told = {"messages": [{"role": "system", "content": "Zebra"}, {"role": "user", "content": "Hi"}]}
-    said = told if path == CHAT else {"prompt": "Zebra"}
-    async with behind(servers) as (_, client, knife):
+    split_character_ids = [169, 240, 226, 357]  # of "é", a space, " said"
+    messages = {
+        "messages": [{"role": "system", "content": "Zebra"}, {"role": "user", "content": "Hi"}]
+    }
+    prompt = messages if path == CHAT else {"prompt": "Zebra"}
+    async with cuttable_gateway(servers) as (_, client, cutter):
         for cut in range(3, 15):
-            knife.after = cut
-            asks = said | {"temperature": 1.0, "seed": cut, "allowed_token_ids": halves}
-            seen = await story(client, path, asks)
-            assert knife.after is None
-            assert "Zebra" not in seen.text
-            assert (seen.done, seen.errors, seen.counts[0][1]) == (1, [], GREEDY["max_tokens"])
+            cutter.events_left = cut
+            extra = prompt | {
+                "temperature": 1.0,
+                "seed": cut,
+                "allowed_token_ids": split_character_ids,
+            }
+            received = await read_stream(client, path, extra)
+            assert cutter.events_left is None
+            assert "Zebra" not in received.text
+            assert (received.done_count, received.errors, received.token_counts[0][1]) == (
+                1,
+                [],
+                GREEDY["max_tokens"],
+            )
 
 
 @paths
-async def test_who_gave_a_seed_can_see_from_where_on_it_does_not_count(
+async def test_resumed_seeded_stream_is_marked_in_fingerprint(
     servers: list[VllmServer], path: str
 ) -> None:
-    async with behind(servers) as (_, client, knife):
-        asks: dict[str, object] = {"temperature": 0.9, "seed": 7}
-        whole = await story(client, path, asks)
-        assert (await story(client, path, asks)).text == whole.text
-        knife.after = 9
-        seen = await story(client, path, asks)
-        marks = [chunk.get("system_fingerprint") for chunk in seen.chunks]
+    async with cuttable_gateway(servers) as (_, client, cutter):
+        extra: dict[str, object] = {"temperature": 0.9, "seed": 7}
+        undisturbed = await read_stream(client, path, extra)
+        assert (await read_stream(client, path, extra)).text == undisturbed.text
+        cutter.events_left = 9
+        received = await read_stream(client, path, extra)
+        marks = [chunk.get("system_fingerprint") for chunk in received.chunks]
         first = marks.index("resumed")
-        told = "".join(said(chunk["choices"][0]) for chunk in seen.chunks[:first])
-        assert told
-        assert whole.text.startswith(told)
-        assert (seen.done, seen.errors, seen.counts) == (1, [], whole.counts)
+        text = "".join(chunk_text(chunk["choices"][0]) for chunk in received.chunks[:first])
+        assert text
+        assert undisturbed.text.startswith(text)
+        assert (received.done_count, received.errors, received.token_counts) == (
+            1,
+            [],
+            undisturbed.token_counts,
+        )
 
 
 @paths
 @pytest.mark.parametrize(
-    "asks",
+    "extra",
     [
         {"logprobs": 1},
         {"n": 2, "temperature": 0.9},
@@ -167,112 +201,114 @@ async def test_who_gave_a_seed_can_see_from_where_on_it_does_not_count(
     ],
     ids="-".join,
 )
-async def test_what_is_more_than_text_ends_with_an_error(
-    servers: list[VllmServer], path: str, asks: dict[str, object]
+async def test_stream_with_more_than_text_ends_with_error_after_cut(
+    servers: list[VllmServer], path: str, extra: dict[str, object]
 ) -> None:
-    async with behind(servers) as (_, client, knife):
-        knife.after = 6
-        seen = await story(client, path, asks)
-        assert [error["code"] for error in seen.errors] == ["upstream_failed"]
-        assert seen.text
-        assert not seen.done
+    async with cuttable_gateway(servers) as (_, client, cutter):
+        cutter.events_left = 6
+        received = await read_stream(client, path, extra)
+        assert [error["code"] for error in received.errors] == ["upstream_failed"]
+        assert received.text
+        assert not received.done_count
 
 
 @paths
 @pytest.mark.parametrize(
-    "asks",
+    "extra",
     [{"logit_bias": {"999999": 1}}, {"structured_outputs": {"regex": "(("}}],
     ids="-".join,
 )
-async def test_what_it_refuses_in_a_stream_is_the_requests_own_fault(
-    servers: list[VllmServer], path: str, asks: dict[str, object]
+async def test_rejection_in_stream_keeps_breaker_closed(
+    servers: list[VllmServer], path: str, extra: dict[str, object]
 ) -> None:
-    async with behind(servers) as (running, client, _):
+    async with cuttable_gateway(servers) as (running, client, _):
         for _ in range(8):
-            seen = await story(client, path, asks)
-            assert [error["code"] for error in seen.errors] == ["refused_by_replica"]
-            assert (seen.text, seen.done) == ("", 0)
+            received = await read_stream(client, path, extra)
+            assert [error["code"] for error in received.errors] == ["refused_by_replica"]
+            assert (received.text, received.done_count) == ("", 0)
         assert all(replica.breaker.is_closed for replica in running.replicas)
 
 
 @paths
-async def test_a_stopped_server_is_left_for_another(servers: list[VllmServer], path: str) -> None:
-    async with behind(servers) as (_, client, _):
-        whole = await story(client, path, {})
+async def test_stalled_server_fails_over(servers: list[VllmServer], path: str) -> None:
+    async with cuttable_gateway(servers) as (_, client, _):
+        undisturbed = await read_stream(client, path, {})
         try:
-            seen = await story(client, path, {}, (servers[1], signal.SIGSTOP))  # they take turns
+            received = await read_stream(
+                client, path, {}, (servers[1], signal.SIGSTOP)
+            )  # routing alternates between the servers
         finally:
             servers[1].signal(signal.SIGCONT)
-        same(seen, whole, {})
+        assert_same_stream(received, undisturbed, {})
 
 
 async def keep_busy(
     running: GatewayServer, client: httpx2.AsyncClient, body: dict[str, Any]
 ) -> list[asyncio.Task[httpx2.Response]]:
-    """Whole answers on their way: at the end each server is making one."""
-    replicas, asked = running.replicas, list[asyncio.Task[httpx2.Response]]()
+    """Send non-streamed requests until each server runs one."""
+    replicas, pending = running.replicas, list[asyncio.Task[httpx2.Response]]()
 
-    def placed() -> bool:
-        done = sum(task.done() for task in asked)
-        return sum(replica.load.in_flight for replica in replicas) + done == len(asked)
+    def all_dispatched() -> bool:
+        done = sum(task.done() for task in pending)
+        return sum(replica.load.in_flight for replica in replicas) + done == len(pending)
 
     while not all(replica.load.in_flight for replica in replicas):
         await until(lambda: all(replica.breaker.is_closed for replica in replicas))
-        asked.append(asyncio.create_task(client.post(COMPLETION, json=body)))
-        await until(placed)
-    return asked
+        pending.append(asyncio.create_task(client.post(COMPLETION, json=body)))
+        await until(all_dispatched)
+    return pending
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-async def test_an_ended_server_is_missed_by_nobody(
+async def test_requests_survive_end_of_server(
     servers: list[VllmServer], number: signal.Signals
 ) -> None:
-    asks: dict[str, object] = {"max_tokens": 300, "ignore_eos": True}
-    body = {"model": "big", "temperature": 0} | asks | BODIES[COMPLETION]
-    async with behind(servers, PATIENT) as (running, client, _):
-        whole = await story(client, COMPLETION, asks)
-        undisturbed = (await client.post(COMPLETION, json=body)).json()
-        at_once = await keep_busy(running, client, body)
+    extra: dict[str, object] = {"max_tokens": 300, "ignore_eos": True}
+    body = {"model": "big", "temperature": 0} | extra | BODIES[COMPLETION]
+    async with cuttable_gateway(servers, PATIENT) as (running, client, _):
+        undisturbed = await read_stream(client, COMPLETION, extra)
+        expected_body = (await client.post(COMPLETION, json=body)).json()
+        pending = await keep_busy(running, client, body)
         try:
-            hurt = (servers[1], number)
-            streams = (story(client, COMPLETION, asks, each) for each in (hurt, None))
+            fault = (servers[1], number)
+            streams = (read_stream(client, COMPLETION, extra, each) for each in (fault, None))
             for stream in await asyncio.gather(*streams):
-                same(stream, whole, asks)
-            servers[1].end()  # told to leave it may hang, so who tells it ends it at last
-            for answer in await asyncio.gather(*at_once):
-                assert answer.json()["choices"] == undisturbed["choices"]
-                assert answer.json()["usage"] == undisturbed["usage"]
+                assert_same_stream(stream, undisturbed, extra)
+            servers[1].kill()  # after SIGTERM a server may hang, so kill it as well
+            for response in await asyncio.gather(*pending):
+                assert response.json()["choices"] == expected_body["choices"]
+                assert response.json()["usage"] == expected_body["usage"]
         finally:
-            servers[1].end()
+            servers[1].kill()
             servers[1].start()
-            await asyncio.to_thread(servers[1].wait)
+            await asyncio.to_thread(servers[1].wait_ready)
 
 
-async def test_a_higher_tier_goes_first_in_it_too() -> None:
-    """Where it says that it computes by priority: it runs four at a time, which nobody here knows."""
-    begun: list[int] = []
+async def test_higher_priority_runs_first_in_vllm() -> None:
+    """The server runs four requests at a time and schedules by priority. The gateway does not know the four."""
+    started_numbers: list[int] = []
 
-    async def ask(client: httpx2.AsyncClient, number: int, priority: int) -> None:
+    async def send(client: httpx2.AsyncClient, number: int, priority: int) -> None:
         body = {"model": "big", "stream": True, "priority": priority, "max_tokens": 60}
         body |= BODIES[COMPLETION] | {"ignore_eos": True}
-        async with client.stream("POST", COMPLETION, json=body) as answer:
-            async for line in answer.aiter_lines():
-                if line.startswith("data: ") and number not in begun:
-                    begun.append(number)
+        async with client.stream("POST", COMPLETION, json=body) as response:
+            async for line in response.aiter_lines():
+                if line.startswith("data: ") and number not in started_numbers:
+                    started_numbers.append(number)
 
     with TemporaryDirectory() as folder:
         server = VllmServer(Path(folder) / "v.sock", ("--scheduling-policy", "priority"))
         replica = ReplicaConfig(
             url=f"unix:{server.socket}", model="mini", kind="vllm", priority_scheduling=True
         )
-        with started(server):
+        with run_vllm_servers(server):
             async with (
-                gateway(replica, timeouts=PATIENT, patience_s=None) as (running, client),
-                asyncio.TaskGroup() as asking,
+                gateway(replica, timeouts=PATIENT, client_timeout_s=None) as (running, client),
+                asyncio.TaskGroup() as tasks,
             ):
                 (only,) = running.replicas
                 for number in range(16):
-                    asking.create_task(ask(client, number, 1))
-                await until(lambda: len(begun) >= 4 and only.load.in_flight == 16)
-                asking.create_task(ask(client, 16, 0))
-    assert begun.index(16) < 12, "else it would have been the last"
+                    tasks.create_task(send(client, number, 1))
+                await until(lambda: len(started_numbers) >= 4 and only.load.in_flight == 16)
+                tasks.create_task(send(client, 16, 0))
+    assert started_numbers.index(16) < 12, "without priority scheduling it would be the last"

@@ -1,1 +1,1 @@
-"""What several test packages share: real servers, fake engines and backends, accounts, clocks."""
+"""Helpers that several test packages share: real servers, fake engines and backends, accounts, clocks."""

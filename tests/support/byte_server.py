@@ -1,4 +1,4 @@
-"""Servers scripted down to the byte, and a client of them: `Upstream` with a sink that keeps what comes."""
+"""Servers scripted per connection, and an `Upstream` that is their client, for tests of the HTTP client itself."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
-class Kept:
-    """A sink that keeps the answer."""
+class ResponseRecorder:
+    """Sink that records a response."""
 
     def __init__(self) -> None:
         self.status = 0
@@ -27,14 +27,14 @@ class Kept:
         self.pieces: list[bytes] = []
         self.error: UpstreamError | None = None
         self.ended = asyncio.Event()
-        self.begun = asyncio.Event()
+        self.body_started = asyncio.Event()
 
     def on_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.status, self.headers = status, dict(headers)
 
     def on_body(self, body: bytes) -> None:
         self.pieces.append(body)
-        self.begun.set()
+        self.body_started.set()
 
     def on_end(self) -> None:
         self.ended.set()
@@ -49,14 +49,14 @@ class Kept:
 
 
 @contextlib.asynccontextmanager
-async def serving(
+async def connected_upstream(
     handler: Handler,
     unix: Path | None = None,
     *,
     tls: ssl.SSLContext | None = None,
     trust: ssl.SSLContext | None = None,
 ) -> AsyncIterator[Upstream]:
-    """A client of a server whose connections `handler` serves, one task each."""
+    """Run a server whose connections `handler` serves, and yield a client of it."""
     tasks: set[asyncio.Task[None]] = set()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -89,7 +89,9 @@ async def serving(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def ask(upstream: Upstream, sink: Kept, body: bytes = b"{}") -> UpstreamConnection:
+async def send_request(
+    upstream: Upstream, sink: ResponseRecorder, body: bytes = b"{}"
+) -> UpstreamConnection:
     connection = upstream.take_idle_connection() or await upstream.connect()
     headers = [(b"content-type", b"application/json")]
     connection.send_request(upstream.build_request(b"POST", b"/v1/x", body, headers), sink)

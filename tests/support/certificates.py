@@ -1,4 +1,4 @@
-"""A certificate authority for a test, and what it signs."""
+"""Certificate authority of a test, and the certificates that it signs."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ _SIGNS = x509.KeyUsage(
 
 @dataclass(frozen=True)
 class Pair:
-    """PEM files."""
+    """Paths of a certificate and its private key in PEM format."""
 
     certificate: str
     key: str
 
 
 class Authority:
-    """Signs certificates; its own is at `ca`."""
+    """Signs certificates. `ca` is the path of its own certificate."""
 
     def __init__(self, folder: Path, name: str = "ca") -> None:
         self._folder = folder
         self._key = ec.generate_private_key(ec.SECP256R1())
         self._name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-        own = x509.BasicConstraints(ca=True, path_length=None)
-        builder = self._builder(self._name, self._key).add_extension(own, critical=True)
+        constraints = x509.BasicConstraints(ca=True, path_length=None)
+        builder = self._builder(self._name, self._key).add_extension(constraints, critical=True)
         builder = builder.add_extension(_SIGNS, critical=True)
         path = folder / f"{name}.pem"
         certificate = builder.sign(self._key, hashes.SHA256())
@@ -50,10 +50,15 @@ class Authority:
         self.ca = str(path)
 
     def pair(self, name: str, *names: str) -> Pair:
-        """Certificate and key in files called `name`, for these host names and addresses, else `name`."""
+        """Write a certificate and key for these host names and addresses, by default for `name`.
+
+        The files are called `name`.
+        """
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-        alternatives = x509.SubjectAlternativeName([_general(each) for each in names or (name,)])
+        alternatives = x509.SubjectAlternativeName(
+            [_general_name(host) for host in names or (name,)]
+        )
         builder = self._builder(subject, key).add_extension(alternatives, critical=False)
         certificate = builder.sign(self._key, hashes.SHA256())
         pair = Pair(str(self._folder / f"{name}.pem"), str(self._folder / f"{name}.key"))
@@ -70,13 +75,13 @@ class Authority:
     def _builder(
         self, subject: x509.Name, key: ec.EllipticCurvePrivateKey
     ) -> x509.CertificateBuilder:
-        """With all that Python asks for from 3.13 on."""
+        """Return a builder with the extensions that Python requires since 3.13."""
         now, subject_key, signer = dt.datetime.now(dt.UTC), key.public_key(), self._key.public_key()
-        by = x509.AuthorityKeyIdentifier.from_issuer_public_key(signer)
+        issuer_id = x509.AuthorityKeyIdentifier.from_issuer_public_key(signer)
         return (
             x509.CertificateBuilder()
             .add_extension(x509.SubjectKeyIdentifier.from_public_key(subject_key), critical=False)
-            .add_extension(by, critical=False)
+            .add_extension(issuer_id, critical=False)
             .subject_name(subject)
             .issuer_name(self._name)
             .public_key(subject_key)
@@ -86,7 +91,7 @@ class Authority:
         )
 
 
-def _general(name: str) -> x509.GeneralName:
+def _general_name(name: str) -> x509.GeneralName:
     try:
         return x509.IPAddress(ipaddress.ip_address(name))
     except ValueError:

@@ -1,4 +1,4 @@
-"""A gateway whose replicas come and go, the servers behind it, and a client of it."""
+"""Gateway whose replicas come and go, and the upstreams behind it."""
 
 from __future__ import annotations
 
@@ -12,90 +12,84 @@ import httpx2
 from argosy.gateway import GatewayConfig, GatewayServer
 from argosy.gateway.config_reloader import ConfigLoader
 from argosy.gateway.pool.dns_discovery import Resolver, resolve_host
-from tests.support.scripted_server import Asked, Rough, rough_server
+from tests.support.fake_upstream import FakeUpstream, UpstreamRequest, fake_upstream
+from tests.support.gateway_client import run_gateway_server
 from tests.support.waiting import until
 
 BODY = {"model": "big", "prompt": "Say something", "max_tokens": 3}
 
 
 @dataclass(frozen=True)
-class Running:
-    """A gateway, and a client of it."""
+class RunningGateway:
+    """Gateway with a client."""
 
     server: GatewayServer
     client: httpx2.AsyncClient
 
     @property
-    def names(self) -> set[str]:
+    def replica_names(self) -> set[str]:
         return {replica.name for replica in self.server.replicas}
 
-    async def ask(self) -> int:
+    async def request_status(self) -> int:
+        """Send a request and return the status of the response."""
         return (await self.client.post("/v1/completions", json=BODY)).status_code
 
-    async def served(self, *by: Rough) -> None:
-        """Wait until each of them has been asked, and only they are."""
-        for one in by:
-            one.asked.clear()
-        while not all(one.asked for one in by):
-            assert await self.ask() == 200
+    async def wait_until_served_by(self, *upstreams: FakeUpstream) -> None:
+        """Send requests until each of these upstreams has received one."""
+        for upstream in upstreams:
+            upstream.requests.clear()
+        while not all(upstream.requests for upstream in upstreams):
+            assert await self.request_status() == 200
 
 
 @contextlib.asynccontextmanager
 async def gateway(
-    config: GatewayConfig, reread: ConfigLoader | None = None, look_up: Resolver = resolve_host
-) -> AsyncIterator[Running]:
-    """It leaves no task behind."""
+    config: GatewayConfig,
+    load_config: ConfigLoader | None = None,
+    resolver: Resolver = resolve_host,
+) -> AsyncIterator[RunningGateway]:
+    """Run a gateway, which must leave no task behind."""
     before = asyncio.all_tasks()
-    url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    server = GatewayServer(config, url.set_result, reread, look_up)
-    serving = asyncio.create_task(server.run())
-    try:
-        async with httpx2.AsyncClient(base_url=await url, timeout=30) as client:
-            yield Running(server, client)
-    finally:
-        server.stop()
-        await serving
+    async with run_gateway_server(config, load_config, resolver) as (server, client):
+        yield RunningGateway(server, client)
     await until(lambda: asyncio.all_tasks() <= before)
 
 
 @contextlib.asynccontextmanager
-async def pods(count: int) -> AsyncIterator[list[Rough]]:
-    """Servers on one port of several addresses: 127.0.0.1, 127.0.0.2, ..."""
-    async with contextlib.AsyncExitStack() as closing:
-        first = await closing.enter_async_context(rough_server())
+async def fake_pods(count: int) -> AsyncIterator[list[FakeUpstream]]:
+    """Run upstreams on one port of the addresses 127.0.0.1, 127.0.0.2 and so on."""
+    async with contextlib.AsyncExitStack() as stack:
+        first = await stack.enter_async_context(fake_upstream())
         others = [
-            await closing.enter_async_context(rough_server(host=address(number), port=first.port))
+            await stack.enter_async_context(
+                fake_upstream(host=pod_address(number), port=first.port)
+            )
             for number in range(1, count)
         ]
         yield [first, *others]
 
 
-def address(number: int) -> str:
+def pod_address(number: int) -> str:
     return f"127.0.0.{number + 1}"
 
 
-async def left(*servers: Rough) -> None:
-    """Wait until the gateway has closed all its connections to them: at once, not when they have been idle for long."""
+async def wait_until_disconnected(*upstreams: FakeUpstream) -> None:
+    """Wait until the gateway has closed all connections to these upstreams, before they are idle for long."""
     async with asyncio.timeout(20):
-        await until(lambda: not any(server.connections for server in servers))
+        await until(lambda: not any(upstream.num_connections for upstream in upstreams))
 
 
-class Steps:
-    """A server's script: a stream that goes on when it is told to."""
+class PausedStream:
+    """Script of a stream that pauses after its first text until `resume` is set."""
 
     def __init__(self) -> None:
-        self.more = asyncio.Event()
-        self.begun = asyncio.Event()
+        self.resume = asyncio.Event()
+        self.started = asyncio.Event()
 
-    async def __call__(self, asked: Asked) -> None:
-        asked.stream()
-        asked.say("first")
-        self.begun.set()
-        await self.more.wait()
-        asked.say(" last", "stop")
-        asked.end(tokens=2)
-
-
-async def whole(asked: Asked) -> None:
-    choice = {"index": 0, "text": "something", "finish_reason": "stop"}
-    asked.json(200, {"id": "cmpl-1", "object": "text_completion", "choices": [choice]})
+    async def __call__(self, request: UpstreamRequest) -> None:
+        request.start_stream()
+        request.send_text("first")
+        self.started.set()
+        await self.resume.wait()
+        request.send_text(" last", "stop")
+        request.end_stream(tokens=2)

@@ -1,4 +1,4 @@
-"""A proxy in front of a real server that cuts a stream after so many events, so that the server itself lives on."""
+"""Proxy in front of a real server that cuts a stream after a number of events while the server keeps running."""
 
 from __future__ import annotations
 
@@ -12,31 +12,33 @@ END = b"\n\n"
 
 
 @dataclass
-class Knife:
-    """Cuts the next stream that passes any of the proxies that share it."""
+class StreamCutter:
+    """Cuts the next stream that passes any of the proxies that share the cutter."""
 
-    after: int | None = None
-    """Events that still pass; None: it is not to cut."""
+    events_left: int | None = None
+    """Events to forward before the cut; None for no cut."""
 
-    def cut(self, data: bytes) -> bytes | None:
-        """What still passes; None: all of it, and it goes on."""
-        if self.after is None or not (END in data or b"data:" in data):
+    def truncate(self, data: bytes) -> bytes | None:
+        """Return the part of `data` before the cut, or None if the stream continues after it."""
+        if self.events_left is None or not (END in data or b"data:" in data):
             return None
         events = data.split(END)
-        if len(events) - 1 < self.after:
-            self.after -= len(events) - 1
+        if len(events) - 1 < self.events_left:
+            self.events_left -= len(events) - 1
             return None
-        passed = END.join(events[: self.after]) + END if self.after else b""
-        self.after = None
-        return passed
+        forwarded = END.join(events[: self.events_left]) + END if self.events_left else b""
+        self.events_left = None
+        return forwarded
 
 
-async def _copy(source: asyncio.StreamReader, target: asyncio.StreamWriter, knife: Knife) -> None:
+async def _copy(
+    source: asyncio.StreamReader, target: asyncio.StreamWriter, cutter: StreamCutter
+) -> None:
     while data := await source.read(65536):
-        passed = knife.cut(data)
-        target.write(data if passed is None else passed)
+        forwarded = cutter.truncate(data)
+        target.write(data if forwarded is None else forwarded)
         await target.drain()
-        if passed is not None:
+        if forwarded is not None:
             return
 
 
@@ -47,30 +49,30 @@ async def _close(writer: asyncio.StreamWriter) -> None:
 
 
 async def _join(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, socket: Path, knife: Knife
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, socket: Path, cutter: StreamCutter
 ) -> None:
-    """Pass on what two ends of a connection say, until one of them has said all."""
-    behind = await asyncio.open_unix_connection(socket)
-    ways = [_copy(reader, behind[1], Knife()), _copy(behind[0], writer, knife)]
-    copies = [asyncio.ensure_future(way) for way in ways]
+    """Copy both directions of a connection until one of them ends."""
+    upstream = await asyncio.open_unix_connection(socket)
+    directions = [_copy(reader, upstream[1], StreamCutter()), _copy(upstream[0], writer, cutter)]
+    copies = [asyncio.ensure_future(direction) for direction in directions]
     try:
         await asyncio.wait(copies, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        behind[1].close()
+        upstream[1].close()
         for copy in copies:
             copy.cancel()
         await asyncio.gather(*copies, return_exceptions=True)
-        await _close(behind[1])
+        await _close(upstream[1])
 
 
 @contextlib.asynccontextmanager
-async def proxied(socket: Path, knife: Knife) -> AsyncIterator[str]:
-    """The URL at which the server behind this Unix socket is reached through `knife`."""
+async def cutting_proxy(socket: Path, cutter: StreamCutter) -> AsyncIterator[str]:
+    """Run a proxy to the server at this Unix socket and yield its URL."""
     connections: dict[asyncio.StreamWriter, asyncio.Task[None]] = {}
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError, asyncio.CancelledError):
-            await _join(reader, writer, socket, knife)
+            await _join(reader, writer, socket, cutter)
         await _close(writer)
 
     def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,4 +1,7 @@
-"""How much a database reads: counted by itself, not by a clock."""
+"""Databases with many accounts, and the number of rows that each query reads.
+
+The database counts the rows itself, so that no clock decides a test.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +14,22 @@ import sqlalchemy as sa
 from argosy.store import schema
 from argosy.store.database import Database
 
+SQLITE_STEPS_PER_ROW = 30
+"""Approximate number of virtual machine steps in which SQLite reads a row."""
+
 
 def fill(url: str, accounts: int) -> None:
-    """So many organisations, projects, users, keys, limits and prices, all of the first two organisations."""
+    """Insert `accounts` rows into each account table. The first two organisations own all of them."""
     numbers = range(accounts)
     named = [{"name": f"n{n}", "created_at": float(n)} for n in numbers]
     role = {"role": "user", "scope": "organisation"}
     share = {"tier": "free", "weight": 1.0, "share_cache": False, "quota_failure_mode": "open"}
-    few: dict[str, tuple[str, ...]] = {"networks": (), "flags": ()}
+    empty: dict[str, tuple[str, ...]] = {"networks": (), "flags": ()}
     rows: dict[sa.Table, list[dict[str, Any]]] = {
-        schema.organisations: [one | {"id": f"org_{n:06}"} for n, one in enumerate(named)],
+        schema.organisations: [row | {"id": f"org_{n:06}"} for n, row in enumerate(named)],
         schema.projects: [
-            one | share | few | {"id": f"proj_{n:06}", "organisation": f"org_{n % 2:06}"}
-            for n, one in enumerate(named)
+            row | share | empty | {"id": f"proj_{n:06}", "organisation": f"org_{n % 2:06}"}
+            for n, row in enumerate(named)
         ],
         schema.users: [
             role
@@ -32,12 +38,12 @@ def fill(url: str, accounts: int) -> None:
             for n in numbers
         ],
         schema.keys: [
-            one
+            row
             | role
-            | few
+            | empty
             | {"id": f"key_{n:06}", "project": f"proj_{n % 4:06}", "prefix": "p", "models": ()}
             | {"digest": n.to_bytes(32, "big")}
-            for n, one in enumerate(named)
+            for n, row in enumerate(named)
         ],
         schema.limits: [
             {"id": f"limit_{n:06}", "owner_kind": "key", "owner": f"key_{n:06}", "amount": 1}
@@ -59,21 +65,24 @@ def fill(url: str, accounts: int) -> None:
 
 
 @contextmanager
-def reading() -> Iterator[list[int]]:
-    """About how many rows each query reads in its database meanwhile: SQLite tells its steps, some thirty a row."""
-    read: list[int] = []
+def count_rows_read() -> Iterator[list[int]]:
+    """Yield a list that receives the approximate number of rows that each SELECT inside the block reads.
+
+    PostgreSQL reports the rows in its query plans. SQLite reports steps of its virtual machine.
+    """
+    rows_read: list[int] = []
     steps = 0
 
-    def step() -> None:
+    def count_step() -> None:
         nonlocal steps
         steps += 1
-        read[-1] = steps // 30
+        rows_read[-1] = steps // SQLITE_STEPS_PER_ROW
 
-    def begin(
+    def begin_query(
         connection: sa.Connection,
         _: object,
         statement: str,
-        given: Any,  # noqa: ANN401 - as the driver takes it
+        parameters: Any,  # noqa: ANN401 - a type of the driver
         *__: object,
     ) -> None:
         nonlocal steps
@@ -81,24 +90,24 @@ def reading() -> Iterator[list[int]]:
             return
         driver: Any = connection.connection.driver_connection
         steps = 0
-        read.append(0)
+        rows_read.append(0)
         if connection.dialect.name == "sqlite":
-            driver.set_progress_handler(step, 1)
+            driver.set_progress_handler(count_step, 1)
         else:
-            explained = driver.execute(f"EXPLAIN (ANALYZE, FORMAT JSON) {statement}", given)
+            explained = driver.execute(f"EXPLAIN (ANALYZE, FORMAT JSON) {statement}", parameters)
             ((plan,),) = explained.fetchone()
-            read[-1] = _scanned(plan["Plan"])
+            rows_read[-1] = _count_scanned_rows(plan["Plan"])
 
-    sa.event.listen(sa.Engine, "before_cursor_execute", begin)
+    sa.event.listen(sa.Engine, "before_cursor_execute", begin_query)
     try:
-        yield read
+        yield rows_read
     finally:
-        sa.event.remove(sa.Engine, "before_cursor_execute", begin)
+        sa.event.remove(sa.Engine, "before_cursor_execute", begin_query)
 
 
-def _scanned(node: dict[str, Any]) -> int:
-    below = sum(map(_scanned, node.get("Plans", ())))
+def _count_scanned_rows(node: dict[str, Any]) -> int:
+    scanned = sum(map(_count_scanned_rows, node.get("Plans", ())))
     if "Scan" not in node["Node Type"]:
-        return below
+        return scanned
     read: int = round(node["Actual Rows"]) + node.get("Rows Removed by Filter", 0)
-    return below + read
+    return scanned + read

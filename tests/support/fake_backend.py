@@ -1,7 +1,7 @@
-"""A server that speaks one engine's published shapes, with a model that always says the same and faults on demand.
+"""Fake upstream that speaks the wire format of one backend, with a deterministic model and faults on demand.
 
-The model is a list of tokens. Whoever asks it to go on, from a text or from token ids, gets what comes
-after them; from anything else it goes on with `WRONG`, so an answer that was put together badly shows.
+The model is a list of tokens. A request that resumes from a prefix of them, as text or as token ids, gets the rest.
+Any other resume gets `WRONG_TOKENS`, so that a wrongly assembled response shows.
 """
 
 from __future__ import annotations
@@ -12,59 +12,46 @@ import json
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
-ANSWER = ("Once", " upon ", "a", " time", ",", " said\n", "the", " cät", ".")
-"""White space at the end of some, for whoever goes on from a text tells it again."""
-WHOLE = "".join(ANSWER)
+from tests.support.fake_upstream import (
+    STREAM_HEAD,
+    FakeUpstream,
+    Json,
+    UpstreamRequest,
+    encode_chunk,
+    listening,
+)
+
+ANSWER_TOKENS = ("Once", " upon ", "a", " time", ",", " said\n", "the", " cät", ".")
+"""Some end with white space, which a model that resumes from text repeats."""
+ANSWER_TEXT = "".join(ANSWER_TOKENS)
 PROMPT_IDS = (901, 902, 903, 904)
-FIRST_ID = 100
-"""The answer's tokens are numbered from here."""
-WRONG = (" WRONG",)
-
-Json = dict[str, Any]
+FIRST_TOKEN_ID = 100
+"""Token id of the first token of the answer; the others follow."""
+WRONG_TOKENS = (" WRONG",)
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What goes wrong with a request after so many events of its stream."""
+    """Fault of one request after a number of events of its stream."""
 
-    kind: Literal["die", "stall", "error", "abort", "refuse"]
+    kind: Literal["disconnect", "stall", "error", "abort", "reject"]
     events: int = 0
     status: int = 503
+    """Status of a rejection."""
 
 
 @dataclass(slots=True)
-class Asked:
-    """A request."""
+class Generation:
+    """Tokens generated for one request, from `offset` of the answer on."""
 
-    path: str
-    headers: dict[str, str]
-    body: Json
-
-    @property
-    def chat(self) -> bool:
-        return self.path == "/v1/chat/completions"
-
-    @property
-    def usage(self) -> bool:
-        return bool((self.body.get("stream_options") or {}).get("include_usage"))
-
-    @property
-    def usage_with_each(self) -> bool:
-        return bool((self.body.get("stream_options") or {}).get("continuous_usage_stats"))
-
-
-@dataclass(slots=True)
-class Part:
-    """What a request gets: tokens from `start` on, and why they end."""
-
-    start: int
+    offset: int
     tokens: tuple[str, ...]
-    finish: str
+    finish_reason: str
     prompt_tokens: int
-    stop: str | None = None
-    """The stop string that they end with."""
+    stop_string: str | None = None
+    """Stop string that ended the generation."""
 
     @property
     def usage(self) -> Json:
@@ -76,222 +63,166 @@ class Part:
 
 
 @dataclass
-class Double:
-    """One server; a family overrides what is its own."""
+class FakeBackend(FakeUpstream):
+    """Server of one backend; subclasses override what is specific to their format."""
 
+    separates_probes: ClassVar[bool] = False
     owner: ClassVar[str] = ""
     model: ClassVar[str] = "cat"
     default_tokens: ClassVar[int] = 1000
-    answer: ClassVar[tuple[str, ...]] = ANSWER
-    """What its model always says; a token without text is a part of the next one's."""
+    answer_tokens: ClassVar[tuple[str, ...]] = ANSWER_TOKENS
+    """Answer of the model. A token without text is a part of the next token's character."""
 
     name: str = ""
     prompt_ids: tuple[int, ...] = PROMPT_IDS
-    """What every prompt becomes."""
+    """Token ids of every prompt."""
     faults: deque[Fault] = field(default_factory=deque)
-    """Of the next requests, whichever of the servers that share it gets them."""
-    url: str = ""
-    asked: list[Asked] = field(default_factory=list)
-    got: list[str] = field(default_factory=list)
-    running: int = 0
-    waiting: int = 0
-    healthy: bool = True
-    kv_sources: Json = field(default_factory=dict)
-    """Where it says that it publishes KV cache events, in its own words."""
+    """Faults of the next requests, shared by the backends that are served together."""
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_event_sources: Json = field(default_factory=dict)
+    """Addresses of the KV event publishers, in the backend's format."""
 
-    # --- what families override ------------------------------------------------------------------
+    def __post_init__(self) -> None:
+        self.script = self.respond
 
-    def pages(self) -> dict[str, object]:
-        """Paths that are got: text, or JSON."""
+    # --- overridden by formats -------------------------------------------------------------------
+
+    def load_pages(self) -> dict[str, object]:
+        """Pages that identify the backend and report its load."""
         return {}
 
-    def events(self, asked: Asked, part: Part) -> Iterator[bytes]:
-        """A stream's events."""
+    def stream_events(self, request: UpstreamRequest, generation: Generation) -> Iterator[bytes]:
+        """Yield the events of a stream."""
         raise NotImplementedError
 
-    def whole(self, asked: Asked, part: Part) -> Json:
-        """A whole answer."""
-        text = "".join(part.tokens)
-        said: Json = {"message": {"role": "assistant", "content": text}}
+    def build_response(self, request: UpstreamRequest, generation: Generation) -> Json:
+        """Build a non-streaming response."""
+        text = "".join(generation.tokens)
+        message: Json = {"message": {"role": "assistant", "content": text}}
         choice = {
             "index": 0,
-            "finish_reason": part.finish,
-            **(said if asked.chat else {"text": text}),
+            "finish_reason": generation.finish_reason,
+            **(message if request.is_chat else {"text": text}),
         }
-        return {"id": "whole-1", "model": self.model, "choices": [choice], "usage": part.usage}
+        return {
+            "id": "whole-1",
+            "model": self.model,
+            "choices": [choice],
+            "usage": generation.usage,
+        }
 
-    def error(self, status: int, message: str) -> Json:
-        """An error's body, and what a stream that fails carries."""
+    def build_error(self, status: int, message: str) -> Json:
+        """Build the body of an error, which is also the error event of a stream."""
         return {"error": {"message": message, "type": "InternalServerError", "code": status}}
 
-    def refusal(self, asked: Asked) -> str | None:
-        """Why it does not take a body."""
+    def rejection(self, request: UpstreamRequest) -> str | None:
+        """Return why a request is invalid, or None if it is valid."""
         return None
 
-    def goes_on_from(self, asked: Asked) -> str | None:
-        """The text that it is asked to go on from; None: it cannot be known. Empty: from the start."""
-        if not asked.chat:
-            prompt = asked.body["prompt"]
+    def continued_text(self, request: UpstreamRequest) -> str | None:
+        """Return the text to resume from: empty for the start, None if unknown."""
+        if not request.is_chat:
+            prompt = request.body["prompt"]
             return prompt.removeprefix("Tell me") if isinstance(prompt, str) else None
-        last = asked.body["messages"][-1]
+        last = request.body["messages"][-1]
         if last["role"] != "assistant":
             return ""
-        return last["content"] if self.continues(asked.body) else None
+        return last["content"] if self.continues_last_message(request.body) else None
 
-    def continues(self, body: Json) -> bool:
-        """Whether a chat asks to go on after its last message."""
+    def continues_last_message(self, body: Json) -> bool:
+        """Whether the model continues the last message of a chat."""
         return (
             bool(body.get("continue_final_message")) and body.get("add_generation_prompt") is False
         )
 
     # --- the model -------------------------------------------------------------------------------
 
-    def part(self, asked: Asked) -> Part:
-        """What the model gives for this request."""
-        start, prompt_tokens = self._start(asked), len(self.prompt_ids)
-        tokens = WRONG if start is None else self.answer[start:]
-        if start and tokens and not isinstance(asked.body.get("prompt"), list):
-            before = "".join(self.answer[:start])
+    def generate(self, request: UpstreamRequest) -> Generation:
+        """Generate the response of the model."""
+        offset, prompt_tokens = self._find_offset(request), len(self.prompt_ids)
+        tokens = WRONG_TOKENS if offset is None else self.answer_tokens[offset:]
+        if offset and tokens and not isinstance(request.body.get("prompt"), list):
+            before = "".join(self.answer_tokens[:offset])
             tokens = (before[len(before.rstrip()) :] + tokens[0], *tokens[1:])
-        most = asked.body.get("max_completion_tokens") or asked.body.get("max_tokens")
-        default = self.default_tokens if not asked.chat else 1000
-        limit = most if most and most > 0 else default  # below 0: llama.cpp's way to say none
-        finish = "stop" if len(tokens) < limit else "length"
-        start = start or 0
-        return Part(start, tokens[:limit], finish, prompt_tokens + start)
+        max_tokens = request.body.get("max_completion_tokens") or request.body.get("max_tokens")
+        default = self.default_tokens if not request.is_chat else 1000
+        limit = max_tokens if max_tokens and max_tokens > 0 else default  # llama.cpp: -1 is none
+        finish_reason = "stop" if len(tokens) < limit else "length"
+        offset = offset or 0
+        return Generation(offset, tokens[:limit], finish_reason, prompt_tokens + offset)
 
-    def _start(self, asked: Asked) -> int | None:
-        prompt = asked.body.get("prompt")
+    def _find_offset(self, request: UpstreamRequest) -> int | None:
+        prompt = request.body.get("prompt")
         if isinstance(prompt, list):
-            told = prompt[len(self.prompt_ids) :]
-            good = prompt[: len(self.prompt_ids)] == list(self.prompt_ids)
-            return len(told) if good and told == [*range(FIRST_ID, FIRST_ID + len(told))] else None
-        text = self.goes_on_from(asked)
-        counts = range(len(self.answer) + 1)
-        ends = ["".join(self.answer[:count]).rstrip() for count in counts]
-        return ends.index(text.rstrip()) if text is not None and text.rstrip() in ends else None
+            output_ids = prompt[len(self.prompt_ids) :]
+            expected = [*self.prompt_ids, *range(FIRST_TOKEN_ID, FIRST_TOKEN_ID + len(output_ids))]
+            return len(output_ids) if prompt == expected else None
+        text = self.continued_text(request)
+        counts = range(len(self.answer_tokens) + 1)
+        prefixes = ["".join(self.answer_tokens[:count]).rstrip() for count in counts]
+        is_known = text is not None and text.rstrip() in prefixes
+        return prefixes.index(text.rstrip()) if text is not None and is_known else None
 
     # --- HTTP ------------------------------------------------------------------------------------
 
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection."""
-        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
-            while await self._one(reader, writer):
-                await writer.drain()
-        writer.close()
-
-    async def _one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        head = (await reader.readuntil(b"\r\n\r\n")).decode()
-        first, *lines = head.strip().split("\r\n")
-        headers = {
-            name.lower(): value for name, _, value in (line.partition(": ") for line in lines)
-        }
-        raw = await reader.readexactly(int(headers.get("content-length", "0")))
-        method, path, _ = first.split(" ")
-        if method == "GET":
-            self.got.append(path)
-            self._get(path, writer)
-            return True
-        asked = Asked(path, headers, json.loads(raw))
-        self.asked.append(asked)
-        return await self._answer(asked, writer)
-
-    def _get(self, path: str, writer: asyncio.StreamWriter) -> None:
+    def get_pages(self) -> dict[str, object]:
         card = {"id": self.model, "object": "model", "created": 1, "owned_by": self.owner}
-        pages = {"/v1/models": {"object": "list", "data": [card]}, "/health": {}, **self.pages()}
-        if not self.healthy:
-            _send(writer, 503, self.error(503, "shutting down"))
-        elif path not in pages:
-            _send(writer, 404, {"detail": "Not Found"})
-        else:
-            _send(writer, 200, pages[path])
+        models = {"object": "list", "data": [card]}
+        return {"/v1/models": models, "/health": {}, **self.load_pages()}
 
-    async def _answer(self, asked: Asked, writer: asyncio.StreamWriter) -> bool:
+    async def respond(self, request: UpstreamRequest) -> None:
+        """Respond to a generation, with the next fault if one is left."""
         fault = self.faults.popleft() if self.faults else None
-        if fault is not None and fault.kind == "refuse":
-            _send(writer, fault.status, self.error(fault.status, "not now"))
-            return True
-        refusal = self.refusal(asked)
-        if refusal is not None:
-            _send(writer, 400, self.error(400, refusal))
-            return True
-        part = self.part(asked)
-        if not asked.body.get("stream"):
-            _send(writer, 200, self.whole(asked, part))
-            return True
-        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n")
-        writer.write(b"transfer-encoding: chunked\r\n\r\n")
-        for count, event in enumerate(self.events(asked, part)):
+        if fault is not None and fault.kind == "reject":
+            request.send_page(fault.status, self.build_error(fault.status, "not now"))
+            return
+        rejection = self.rejection(request)
+        if rejection is not None:
+            request.send_page(400, self.build_error(400, rejection))
+            return
+        generation = self.generate(request)
+        if not request.body.get("stream"):
+            request.send_page(200, self.build_response(request, generation))
+            return
+        request.writer.write(STREAM_HEAD)
+        for count, event in enumerate(self.stream_events(request, generation)):
             if fault is not None and count == fault.events:
-                return await self._fail(fault, writer)
-            _chunk(writer, event)
-            await writer.drain()
-        if fault is not None:  # after the last event, before the stream's end
-            return await self._fail(fault, writer)
-        writer.write(b"0\r\n\r\n")
-        return True
+                await self._fail(fault, request)
+                return
+            request.send_chunk(event)
+            await request.writer.drain()
+        if fault is not None:  # after the last event and before the end of the body
+            await self._fail(fault, request)
+            return
+        request.writer.write(encode_chunk(b""))
 
-    async def _fail(self, fault: Fault, writer: asyncio.StreamWriter) -> bool:
-        if fault.kind == "stall":
-            await writer.drain()
-            await asyncio.Event().wait()
+    async def _fail(self, fault: Fault, request: UpstreamRequest) -> None:
         if fault.kind in {"error", "abort"}:
             choice: Json = {"index": 0, "text": "", "delta": {}, "finish_reason": "abort"}
-            broken_off = {"id": "x", "created": 7, "model": self.model, "choices": [choice]}
-            error = self.error(500, "EngineCore died")
-            _chunk(writer, sse(error if fault.kind == "error" else broken_off))
-            _chunk(writer, b"data: [DONE]\n\n")
-            writer.write(b"0\r\n\r\n")
-            return True
-        await writer.drain()
-        return False
+            aborted = {"id": "x", "created": 7, "model": self.model, "choices": [choice]}
+            error = self.build_error(500, "EngineCore died")
+            request.send_chunk(sse(error if fault.kind == "error" else aborted))
+            request.send_chunk(b"data: [DONE]\n\n")
+            request.writer.write(encode_chunk(b""))
+            return
+        await request.writer.drain()
+        if fault.kind == "stall":
+            await asyncio.Event().wait()
+        request.writer.close()
 
 
 def sse(data: object) -> bytes:
-    """An event with JSON as most engines write it."""
+    """Encode an event with compact JSON, as most backends do."""
     return (
         b"data: " + json.dumps(data, separators=(",", ":"), ensure_ascii=False).encode() + b"\n\n"
     )
 
 
-def _chunk(writer: asyncio.StreamWriter, data: bytes) -> None:
-    writer.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
-
-
-def _send(writer: asyncio.StreamWriter, status: int, content: object) -> None:
-    text = isinstance(content, str)
-    body = content.encode() if isinstance(content, str) else json.dumps(content).encode()
-    kind = "text/plain; version=0.0.4" if text else "application/json"
-    head = f"HTTP/1.1 {status} X\r\ncontent-type: {kind}\r\ncontent-length: {len(body)}\r\n\r\n"
-    writer.write(head.encode() + body)
-
-
 @contextlib.asynccontextmanager
-async def running(*doubles: Double) -> AsyncIterator[None]:
-    """All of them listening on free ports, sharing the first one's faults."""
-    tasks: set[asyncio.Task[None]] = set()
-    servers = []
-    for double in doubles:
-        double.faults = doubles[0].faults
-
-        async def serve(
-            reader: asyncio.StreamReader, writer: asyncio.StreamWriter, double: Double = double
-        ) -> None:
-            task = asyncio.current_task()
-            assert task is not None
-            tasks.add(task)
-            with contextlib.suppress(asyncio.CancelledError):
-                await double.serve(reader, writer)
-            writer.close()
-
-        server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        double.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        servers.append(server)
-    try:
+async def serve_backends(*backends: FakeBackend) -> AsyncIterator[None]:
+    """Let backends listen on free ports and share the faults of the first one."""
+    for backend in backends:
+        backend.faults = backends[0].faults
+    async with listening(*backends):
         yield
-    finally:
-        for server in servers:
-            server.close()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

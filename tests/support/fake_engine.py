@@ -1,4 +1,4 @@
-"""A scripted engine with the face of `EngineClient`: real tokens, no model, every step under control."""
+"""Scripted engine with the interface of `EngineClient`: real tokens, no model, steps controlled by the test."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from argosy.engine.serving.text.tokenizer import Tokenizer
 
 State = Literal["starting", "ready", "restarting", "failed", "stopped"]
 
-SEATS = 8
-"""Requests that it says that it runs at once; in truth it runs all."""
+MAX_SEQS = 8
+"""Concurrency that the engine reports. It runs all requests at once."""
 
 
 @dataclass(slots=True)
 class Script:
-    """What the engine does with one request."""
+    """Scripted output and fault of one request."""
 
     tokens: list[int]
-    """The whole output, a resumed part included; cut at `max_tokens`."""
+    """The complete output, including a resumed part. `max_tokens` truncates it."""
     finish: EngineFinishReason = "stop"
     error: str | None = None
     stop_token: int | None = None
     pause_after: int | None = None
-    """Wait for `FakeEngine.go_on` after this many tokens."""
+    """Wait for `FakeEngine.may_continue` after this many tokens."""
     crash: Exception | None = None
-    """Raised instead of a delta after the tokens."""
+    """Exception raised after the tokens instead of a delta."""
 
 
-def _set() -> asyncio.Event:
+def _set_event() -> asyncio.Event:
     event = asyncio.Event()
     event.set()
     return event
@@ -49,34 +49,34 @@ def _set() -> asyncio.Event:
 
 @dataclass(slots=True)
 class FakeEngine:
-    """Answers each request as `script` says, one token a step."""
+    """Engine that generates the tokens of `script`, one token per step."""
 
     tokenizer: Tokenizer
     script: Callable[[EngineRequest], Script]
     state: State = "starting"
     max_model_len: int = 512
     digest: str = ""
-    """Of the model, as the core would tell it."""
+    """Model digest that the core would report."""
     requests: list[EngineRequest] = field(default_factory=list)
     live: set[str] = field(default_factory=set)
     aborted: list[str] = field(default_factory=list)
-    asked: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when a request has come."""
+    request_received: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when a request arrives."""
     paused: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when a request waits."""
-    go_on: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when a request pauses."""
+    may_continue: asyncio.Event = field(default_factory=asyncio.Event)
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
     """Notified when a request ends."""
     stats: CoreStats = field(default_factory=CoreStats)
     kv_cache_view: KvCacheView = field(default_factory=KvCacheView)
     on_step: Callable[[CoreStats], None] | None = None
-    may_start: asyncio.Event = field(default_factory=_set)
-    refusal: Exception | None = None
+    may_start: asyncio.Event = field(default_factory=_set_event)
+    rejection: Exception | None = None
     """Raised by `generate`."""
     cached: int = 3
-    """Tokens of each prompt that it finds, as far as it has so many."""
-    ending: asyncio.Task[None] | None = None
-    """Keeps the last of those who tell that a request was aborted."""
+    """Number of prompt tokens reported as cached, at most the prompt's length."""
+    abort_task: asyncio.Task[None] | None = None
+    """Reference to the last abort notification, which keeps the task alive."""
 
     @property
     def info(self) -> CoreReady:
@@ -86,7 +86,7 @@ class FakeEngine:
             eos_token_ids=self.tokenizer.eos_token_ids,
             block_size=16,
             num_blocks=1024,
-            max_seqs=SEATS,
+            max_seqs=MAX_SEQS,
             kv_bytes_per_token=1,
             parameters=1,
             load_s=0.0,
@@ -107,14 +107,14 @@ class FakeEngine:
         self.state = "stopped"
 
     def generate(self, request: EngineRequest) -> FakeDeltaStream:
-        if self.refusal is not None:
-            raise self.refusal
+        if self.rejection is not None:
+            raise self.rejection
         self.requests.append(request)
         self.live.add(request.id)
-        self.asked.set()
+        self.request_received.set()
         return FakeDeltaStream(self, request, self.script(request))
 
-    async def nothing_runs(self) -> None:
+    async def wait_idle(self) -> None:
         """Wait until every request has ended."""
         async with self.changed:
             await self.changed.wait_for(lambda: not self.live)
@@ -129,9 +129,9 @@ class FakeDeltaStream:
         self._script = script
         self._stream = DeltaStream(request, request.id, 0.0, self._aborted)
         self._crash: Exception | None = None
-        self._listener: Callable[[], None] = _nothing
-        self._at = len(request.resumed_tokens)
-        self._giving = asyncio.create_task(self._give())
+        self._listener: Callable[[], None] = _ignore
+        self._position = len(request.resumed_tokens)
+        self._task = asyncio.create_task(self._produce())
 
     def set_listener(self, listener: Callable[[], None]) -> None:
         self._listener = listener
@@ -144,45 +144,45 @@ class FakeDeltaStream:
         return delta
 
     def close(self) -> None:
-        self._listener = _nothing
+        self._listener = _ignore
         self._stream.close()
 
-    async def _give(self) -> None:
-        given = 0
+    async def _produce(self) -> None:
+        produced = 0
         while not self._stream.is_ended:
-            if self._script.pause_after == given:
+            if self._script.pause_after == produced:
                 self._engine.paused.set()
-                await self._engine.go_on.wait()
+                await self._engine.may_continue.wait()
             await asyncio.sleep(0)
             if self._stream.is_ended:
                 return
-            delta = self._next(first=given == 0)
+            delta = self._next_delta(first=produced == 0)
             if delta is None:
                 self._crash = self._script.crash
                 self._listener()
                 return
-            given += 1
+            produced += 1
             if delta.finish_reason is not None:
                 await self._end()
             self._stream.add_delta(delta)
 
-    def _next(self, *, first: bool) -> Delta | None:
-        """What the next step gives; None: it crashes."""
+    def _next_delta(self, *, first: bool) -> Delta | None:
+        """Return the delta of the next step, or None if the script crashes."""
         engine, request, script = self._engine, self._request, self._script
         output = script.tokens[: request.params.max_tokens]
-        if script.crash is not None and self._at >= len(output):
+        if script.crash is not None and self._position >= len(output):
             return None
-        tokens = output[self._at : self._at + 1]
-        self._at += 1
+        tokens = output[self._position : self._position + 1]
+        self._position += 1
         finish: EngineFinishReason | None = None
-        if self._at >= len(output) and script.crash is None:
+        if self._position >= len(output) and script.crash is None:
             cut = len(output) < len(script.tokens)
             finish = "length" if cut else script.finish
         stats = engine.stats
         engine.stats = CoreStats(
             step=stats.step + 1,
-            running=min(len(engine.live), SEATS),
-            waiting=max(0, len(engine.live) - SEATS),
+            running=min(len(engine.live), MAX_SEQS),
+            waiting=max(0, len(engine.live) - MAX_SEQS),
             blocks_total=1024,
             blocks_used=len(engine.live),
             step_tokens=1,
@@ -206,7 +206,7 @@ class FakeDeltaStream:
 
     def _aborted(self, _: DeltaStream) -> None:
         self._engine.aborted.append(self._request.id)
-        self._engine.ending = asyncio.create_task(self._end())
+        self._engine.abort_task = asyncio.create_task(self._end())
 
     async def _end(self) -> None:
         self._engine.live.discard(self._request.id)
@@ -230,16 +230,16 @@ class FakeDeltaStream:
         ]
 
 
-def _nothing() -> None:
-    """Nobody listens."""
+def _ignore() -> None:
+    """Ignore a notification."""
 
 
-def says(tokenizer: Tokenizer, text: str) -> Script:
-    """The script of an answer that is `text` and ends by itself."""
+def reply_script(tokenizer: Tokenizer, text: str) -> Script:
+    """Return a script that generates `text` and then stops."""
     eos = tokenizer.eos_token_ids[0]
     return Script([*tokenizer.encode(text, add_special_tokens=False), eos], stop_token=eos)
 
 
-def always(script: Script) -> Callable[[EngineRequest], Script]:
-    """The same script for every request."""
+def constant_script(script: Script) -> Callable[[EngineRequest], Script]:
+    """Return a script function that uses one script for every request."""
     return lambda _: script

@@ -1,4 +1,4 @@
-"""An executor that keeps tokens where KV would be, so that every wrong block shows as a wrong token."""
+"""Executor that stores tokens in place of KV, so that every wrong block appears as a wrong token."""
 
 from __future__ import annotations
 
@@ -15,30 +15,32 @@ VOCAB = 50
 
 
 def next_token(tokens: list[int]) -> int:
-    """The token that follows, a function of the whole history."""
+    """Return the next token, a function of the whole sequence."""
     digest = hashlib.sha256(bytes(str(tokens), "ascii")).digest()
     return digest[0] % VOCAB
 
 
-def reference(prompt: list[int], max_tokens: int, stops: frozenset[int] = frozenset()) -> list[int]:
-    """What an undisturbed run generates."""
+def reference_output(
+    prompt: list[int], max_tokens: int, stop_tokens: frozenset[int] = frozenset()
+) -> list[int]:
+    """Return the tokens of a run without preemption or faults."""
     tokens = list(prompt)
     while len(tokens) < len(prompt) + max_tokens:
         tokens.append(next_token(tokens))
-        if tokens[-1] in stops:
+        if tokens[-1] in stop_tokens:
             break
     return tokens[len(prompt) :]
 
 
 @dataclass
 class FakeExecutor:
-    """Applies plans as the contract says; asserts that each token sees its own sequence's past."""
+    """Executes step plans and asserts that each token reads only its own sequence's KV."""
 
     num_blocks: int
     block_size: int
     max_step_tokens: int
-    rotten: set[int] = field(default_factory=set)
-    """Host slots whose content is corrupt."""
+    corrupt_slots: set[int] = field(default_factory=set)
+    """Host slots with corrupt content."""
 
     def __post_init__(self) -> None:
         self.kv = [[(-1, -1)] * self.block_size for _ in range(self.num_blocks)]
@@ -48,44 +50,48 @@ class FakeExecutor:
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step."""
         assert plan.total_tokens <= self.max_step_tokens
-        assert len(set(plan.rows)) == len(plan.rows), "a row twice in one step"
+        assert len(set(plan.rows)) == len(plan.rows), "a row occurs twice in one step"
         for block, slot in plan.block_offloads:
             self.host[slot] = list(self.kv[block])
-            self.rotten.discard(slot)
+            self.corrupt_slots.discard(slot)
         for source, destination in plan.block_copies:
             self.kv[destination] = list(self.kv[source])
-        corrupt = []
+        corrupt_list = []
         for slot, block in plan.block_restores:
             self.kv[block] = list(self.host[slot])
-            if slot in self.rotten:
+            if slot in self.corrupt_slots:
                 self.kv[block] = [(-7, -7)] * self.block_size
-                corrupt.append(block)
+                corrupt_list.append(block)
         for admission in plan.admissions:
             self._admit(admission)
         for row, index, block in plan.block_appends:
             assert len(self.rows[row][1]) == index
             self.rows[row][1].append(block)
-        void = set(corrupt)
+        corrupt_blocks = set(corrupt_list)
         tokens = [
-            self._compute(row, start, count, samples=samples, void=void)
+            self._compute(row, start, count, samples=samples, corrupt_blocks=corrupt_blocks)
             for row, start, count, samples in zip(
                 plan.rows, plan.starts, plan.counts, plan.sample_flags, strict=True
             )
         ]
-        return StepResult(tokens, corrupt_blocks=corrupt)
+        return StepResult(tokens, corrupt_blocks=corrupt_list)
 
     def _admit(self, admission: AdmittedSequence) -> None:
         self.rows[admission.row] = (list(admission.tokens), list(admission.blocks))
 
-    def _compute(self, row: int, start: int, count: int, *, samples: bool, void: set[int]) -> int:
+    def _compute(
+        self, row: int, start: int, count: int, *, samples: bool, corrupt_blocks: set[int]
+    ) -> int:
         tokens, blocks = self.rows[row]
         size = self.block_size
-        assert start + count <= len(tokens), "asked to compute an unknown token"
+        assert start + count <= len(tokens), "the plan computes an unknown token"
         assert samples == (start + count == len(tokens))
-        if not void.intersection(blocks):
+        if not corrupt_blocks.intersection(blocks):
             for position in range(start):
                 stored = self.kv[blocks[position // size]][position % size]
-                assert stored == (position, tokens[position]), "a sequence reads foreign KV"
+                assert stored == (position, tokens[position]), (
+                    "a sequence reads the KV of another one"
+                )
         for position in range(start, start + count):
             self.kv[blocks[position // size]][position % size] = (position, tokens[position])
         if not samples:

@@ -1,7 +1,7 @@
-"""A replica process around the scripted engine, for tests that send signals: prints its URL when ready.
+"""Replica process with a scripted engine, for tests that send signals. It prints its URL when it is ready.
 
-What the prompt says decides: "forever" never ends, "wait" ends when SIGUSR1 comes, "endless" goes on
-and on; else it is a short reply.
+The prompt selects the output: "wait" and "forever" pause until SIGUSR1, "endless" has very many tokens.
+Every other prompt gets a short reply.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from argosy.engine.serving.api_server.replica_server_config import ReplicaServer
 from argosy.engine.serving.core_messages import EngineRequest
 from argosy.models import BUNDLED_MODEL
 from argosy.telemetry import configure_logging
-from tests.support.fake_engine import FakeEngine, Script, says
-from tests.support.replica_servers import text_tools
+from tests.support.fake_engine import FakeEngine, Script, reply_script
+from tests.support.replica_servers import load_text_processing
 
 REPLY = "Hello there."
 
 
 async def run(config: ReplicaServerConfig) -> None:
-    text = text_tools()
+    text_processing = load_text_processing()
 
     def script(request: EngineRequest) -> Script:
-        reply = says(text.tokenizer, REPLY)
-        prompt = text.tokenizer.decode(request.prompt)
+        reply = reply_script(text_processing.tokenizer, REPLY)
+        prompt = text_processing.tokenizer.decode(request.prompt)
         if "wait" in prompt or "forever" in prompt:
             reply.pause_after = 1
         if "endless" in prompt:
             reply.tokens = reply.tokens[:-1] * 100_000
         return reply
 
-    engine = FakeEngine(text.tokenizer, script, max_model_len=1_000_000)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, engine.go_on.set)
+    engine = FakeEngine(text_processing.tokenizer, script, max_model_len=1_000_000)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, engine.may_continue.set)
     server = ReplicaServer(
         config,
         EngineConfig(model=str(BUNDLED_MODEL)),
         engine=engine,
-        load_text_processing=lambda: text,
+        load_text_processing=lambda: text_processing,
         on_ready=announce,
     )
     await server.run()

@@ -1,4 +1,4 @@
-"""A gateway in front of some servers, and what a client sees of a stream through it."""
+"""Gateway process objects in front of given replicas, and the view that a client has of a stream."""
 
 from __future__ import annotations
 
@@ -19,9 +19,14 @@ from argosy.gateway import (
     ReplicaConfig,
     Timeouts,
 )
+from argosy.gateway.config_reloader import ConfigLoader
+from argosy.gateway.pool.dns_discovery import Resolver, resolve_host
 from argosy.store import StoreConfig
+from tests.support.fake_backend import FakeBackend, serve_backends
 
-QUICK = Timeouts(first_token_timeout_s=5.0, stream_idle_timeout_s=5.0, failover_timeout_s=0.5)
+QUICK_TIMEOUTS = Timeouts(
+    first_token_timeout_s=5.0, stream_idle_timeout_s=5.0, failover_timeout_s=0.5
+)
 CHAT = "/v1/chat/completions"
 COMPLETION = "/v1/completions"
 BODIES: dict[str, dict[str, Any]] = {
@@ -30,53 +35,88 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 
 
+def replica_config(backend: FakeBackend, **settings: Any) -> ReplicaConfig:  # noqa: ANN401 - of the struct
+    """Configure a fake backend as a replica."""
+    return ReplicaConfig(url=backend.url, model=backend.model, **settings)
+
+
 @contextlib.asynccontextmanager
-async def gateway(
-    *replicas: ReplicaConfig,
-    timeouts: Timeouts = QUICK,
-    patience_s: float | None = 30.0,
-    store: StoreConfig | None = None,
-    auth: AuthConfig = AuthConfig(),  # noqa: B008 - immutable
+async def run_gateway_server(
+    config: GatewayConfig,
+    load_config: ConfigLoader | None = None,
+    resolver: Resolver = resolve_host,
+    client_timeout_s: float | None = 30.0,
 ) -> AsyncIterator[tuple[GatewayServer, httpx2.AsyncClient]]:
-    """A gateway that takes the servers in turn, and a client of it, which waits for so long."""
-    model = ModelConfig(name="big", routing="round-robin", replicas=list(replicas))
-    config = GatewayConfig(port=0, models=[model], timeouts=timeouts, store=store, auth=auth)
+    """Run a gateway in this event loop, with a client."""
     url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    server = GatewayServer(config, url.set_result)
+    server = GatewayServer(config, url.set_result, load_config, resolver)
     running = asyncio.create_task(server.run())
     try:
-        async with httpx2.AsyncClient(base_url=await url, timeout=patience_s) as client:
+        async with httpx2.AsyncClient(base_url=await url, timeout=client_timeout_s) as client:
             yield server, client
     finally:
         server.stop()
         await running
 
 
+@contextlib.asynccontextmanager
+async def gateway(
+    *replicas: ReplicaConfig,
+    timeouts: Timeouts = QUICK_TIMEOUTS,
+    client_timeout_s: float | None = 30.0,
+    store: StoreConfig | None = None,
+    auth: AuthConfig = AuthConfig(),  # noqa: B008 - immutable
+) -> AsyncIterator[tuple[GatewayServer, httpx2.AsyncClient]]:
+    """Run a gateway that sends requests to the replicas in turn, with a client."""
+    model = ModelConfig(name="big", routing="round-robin", replicas=list(replicas))
+    config = GatewayConfig(port=0, models=[model], timeouts=timeouts, store=store, auth=auth)
+    async with run_gateway_server(config, client_timeout_s=client_timeout_s) as (server, client):
+        yield server, client
+
+
+@contextlib.asynccontextmanager
+async def gateway_to(
+    *backends: FakeBackend,
+    timeouts: Timeouts = QUICK_TIMEOUTS,
+    **settings: Any,  # noqa: ANN401 - of `ReplicaConfig`
+) -> AsyncIterator[tuple[GatewayServer, httpx2.AsyncClient]]:
+    """Run fake backends and a gateway in front of them, with these settings for each."""
+    async with serve_backends(*backends):
+        replicas = [replica_config(backend, **settings) for backend in backends]
+        async with gateway(*replicas, timeouts=timeouts) as (server, client):
+            yield server, client
+
+
 @dataclass
-class Seen:
-    """What a client makes of a stream."""
+class StreamResult:
+    """Stream as a client parses it."""
 
     chunks: list[dict[str, Any]] = field(default_factory=list)
     text: str = ""
-    finish: list[str] = field(default_factory=list)
+    finish_reasons: list[str] = field(default_factory=list)
     usage: list[dict[str, Any]] = field(default_factory=list)
-    roles: int = 0
-    """Chunks that say the role and nothing else."""
+    role_chunks: int = 0
+    """Number of chunks with a role and nothing else."""
     errors: list[dict[str, Any]] = field(default_factory=list)
-    done: int = 0
+    done_count: int = 0
 
     @property
-    def identities(self) -> set[tuple[object, ...]]:
+    def stream_ids(self) -> set[tuple[object, ...]]:
         return {(chunk["id"], chunk["created"], chunk["object"]) for chunk in self.chunks}
 
     @property
-    def counts(self) -> list[tuple[int, int]]:
-        """Tokens of the prompt and of the answer, as each usage says."""
+    def token_counts(self) -> list[tuple[int, int]]:
+        """Prompt and completion tokens of each usage."""
         return [(usage["prompt_tokens"], usage["completion_tokens"]) for usage in self.usage]
 
-    def take(self, data: str) -> None:
+    @property
+    def is_complete(self) -> bool:
+        """Whether the stream has a finish reason, exactly one `[DONE]` and no error."""
+        return (bool(self.finish_reasons), self.errors, self.done_count) == (True, [], 1)
+
+    def add_event(self, data: str) -> None:
         if data == "[DONE]":
-            self.done += 1
+            self.done_count += 1
             return
         chunk = json.loads(data)
         if "error" in chunk:
@@ -86,25 +126,30 @@ class Seen:
         if chunk.get("usage"):
             self.usage.append(chunk["usage"])
         for choice in chunk["choices"]:
-            text = said(choice)
+            text = chunk_text(choice)
             self.text += text
-            told = bool(text or choice.get("finish_reason"))
-            self.roles += "role" in choice.get("delta", {}) and not told
+            has_content = bool(text or choice.get("finish_reason"))
+            self.role_chunks += "role" in choice.get("delta", {}) and not has_content
             if choice.get("finish_reason"):
-                self.finish.append(choice["finish_reason"])
+                self.finish_reasons.append(choice["finish_reason"])
 
 
-def said(choice: dict[str, Any]) -> str:
-    """The text of a chunk's choice."""
+def chunk_text(choice: dict[str, Any]) -> str:
+    """Return the text of a chunk's choice."""
     return choice.get("text") or choice.get("delta", {}).get("content") or ""
 
 
-async def stream(client: httpx2.AsyncClient, path: str, **changes: object) -> Seen:
-    """A stream, as a client sees it."""
-    answer = await client.post(path, json=BODIES[path] | {"stream": True} | changes)
-    assert answer.status_code == 200, answer.text
-    seen = Seen()
-    for line in answer.text.splitlines():
+def parse_stream(content: str) -> StreamResult:
+    """Parse the content of a stream."""
+    result = StreamResult()
+    for line in content.splitlines():
         if line.startswith("data:"):
-            seen.take(line[5:].strip())
-    return seen
+            result.add_event(line[5:].strip())
+    return result
+
+
+async def stream(client: httpx2.AsyncClient, path: str, **changes: object) -> StreamResult:
+    """Send a streaming request with changes to the path's body."""
+    response = await client.post(path, json=BODIES[path] | {"stream": True} | changes)
+    assert response.status_code == 200, response.text
+    return parse_stream(response.text)

@@ -1,4 +1,4 @@
-"""A gateway's front and serving on a free port, with stages of the test's choice."""
+"""An in-process gateway on a free port, with request filters of the test's choice."""
 
 from __future__ import annotations
 
@@ -45,113 +45,117 @@ from argosy.store import AccountSnapshot
 from argosy.telemetry import GatewayGauges, GatewayMetrics
 from tests.support.waiting import until
 
-QUICK = Timeouts(first_token_timeout_s=5.0, stream_idle_timeout_s=5.0, failover_timeout_s=0.5)
+FAST_TIMEOUTS = Timeouts(
+    first_token_timeout_s=5.0, stream_idle_timeout_s=5.0, failover_timeout_s=0.5
+)
 
 
-def opened(replica: ReplicaEndpoint) -> None:
-    """It has just failed often, and is to be tried again now."""
+def open_breaker(replica: ReplicaEndpoint) -> None:
+    """Open the replica's circuit breaker, so that it is due for a probe."""
     while replica.breaker.is_closed:
         replica.breaker.record_outcome(AttemptOutcome.FAILURE, 0.0)
 
 
 @dataclass
-class Watching:
-    """A stage that keeps what it was told; it stops an answer after `most` tokens."""
+class RecordingFilter:
+    """Request filter that keeps its requests, and ends a response after `max_tokens` tokens."""
 
-    most: int | None = None
-    refuses: ApiError | None = None
-    counter: int | None = None
-    """Address of a word that counts, too."""
-    entered: list[RequestContext] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
-    """Output tokens, each time that there were more."""
-    left: list[RequestContext] = field(default_factory=list)
-    gone: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
-    """Released for each journey that has ended."""
+    max_tokens: int | None = None
+    rejection: ApiError | None = None
+    """Error that rejects every request."""
+    counter_address: int | None = None
+    """Address of a word in which the fast path counts tokens, too."""
+    started: list[RequestContext] = field(default_factory=list)
+    token_counts: list[int] = field(default_factory=list)
+    """Output tokens at each call of `on_tokens`."""
+    completed: list[RequestContext] = field(default_factory=list)
+    completions: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
+    """Released for each completed request."""
 
     async def on_request(self, context: RequestContext) -> FilterState:
         context.response_headers.append((b"x-watched", b"yes"))
-        if self.refuses is not None:
-            raise self.refuses
-        self.entered.append(context)
-        return Watched(self, context)
+        if self.rejection is not None:
+            raise self.rejection
+        self.started.append(context)
+        return RecordingFilterState(self, context)
 
 
 @dataclass(frozen=True)
-class Watched:
-    """A request's visit there."""
+class RecordingFilterState:
+    """State of a `RecordingFilter` for one request."""
 
-    stage: Watching
+    filter: RecordingFilter
     context: RequestContext
 
     def fast_path_budget(self) -> FastPathBudget:
-        most = UNLIMITED_TOKENS if self.stage.most is None else self.stage.most - 1
-        return FastPathBudget(most, self.stage.counter)
+        limit = self.filter.max_tokens
+        return FastPathBudget(
+            UNLIMITED_TOKENS if limit is None else limit - 1, self.filter.counter_address
+        )
 
     def on_tokens(self, chunk_times: Sequence[float]) -> str | None:
         del chunk_times
-        stage, output = self.stage, self.context.delivered.output_tokens
-        stage.counts.append(output)
-        return "budget" if stage.most is not None and output >= stage.most else None
+        limit, output_tokens = self.filter.max_tokens, self.context.delivered.output_tokens
+        self.filter.token_counts.append(output_tokens)
+        return "budget" if limit is not None and output_tokens >= limit else None
 
     def on_complete(self) -> None:
-        self.stage.left.append(self.context)
-        self.stage.gone.release()
+        self.filter.completed.append(self.context)
+        self.filter.completions.release()
 
 
 @dataclass(frozen=True)
-class Running:
-    """A client of the front, and what the front keeps."""
+class GatewayHarness:
+    """A running gateway: its parts, and a client."""
 
     client: httpx2.AsyncClient
     traces: TraceStore
     metrics: GatewayMetrics
-    serving: CompletionHandlers
+    handlers: CompletionHandlers
     probers: list[Prober]
     models: ModelRouter
-    idle: Callable[[], Awaitable[None]]
-    """Waits until no request is being answered."""
+    wait_until_idle: Callable[[], Awaitable[None]]
 
     @property
     def replicas(self) -> list[ReplicaEndpoint]:
-        """Behind all models."""
+        """The replicas of all models."""
         return [replica for pool in self.models.pools for replica in pool.replicas.values()]
 
     async def probe(self) -> None:
-        """Ask the replicas how they are."""
+        """Check the health of all replicas."""
         for prober in self.probers:
             await prober.probe()
 
-    async def queued(self, count: int) -> None:
-        """Wait until so many requests wait for a replica."""
-        await until(lambda: self.serving.queued_requests["big"] == count)
+    async def wait_for_queued(self, count: int) -> None:
+        """Wait until `count` requests are queued."""
+        await until(lambda: self.handlers.queued_requests["big"] == count)
 
 
-async def met(prober: Prober) -> None:
-    """Probe once more where the machine was too busy for the first time."""
-    began = time.monotonic()
+async def probe_with_retry(prober: Prober) -> None:
+    """Probe a replica, twice if the machine was too busy for the first probe."""
+    started_at = time.monotonic()
     await prober.probe()
-    if time.monotonic() - began >= PROBE_TIMEOUT_S:
+    if time.monotonic() - started_at >= PROBE_TIMEOUT_S:
         await prober.probe()
 
 
 @contextlib.asynccontextmanager
-async def front(
-    stages: Sequence[RequestFilter],
-    *behind: ReplicaConfig,
-    timeouts: Timeouts = QUICK,
+async def run_gateway(
+    filters: Sequence[RequestFilter],
+    *replica_configs: ReplicaConfig,
+    timeouts: Timeouts = FAST_TIMEOUTS,
     queue: QueueConfig = QueueConfig(),  # noqa: B008 - immutable
     slow_reader_timeout_s: float = 30.0,
     hedge_after_s: float | None = None,
-) -> AsyncIterator[Running]:
-    """The model "big" on these replicas; a recorder is the first stage."""
+) -> AsyncIterator[GatewayHarness]:
+    """Run a gateway with the model "big" on these replicas. A telemetry filter precedes `filters`."""
     config = GatewayConfig(
         models=[
             ModelConfig(
                 name="big",
                 routing="round-robin",
                 hedge_after_s=hedge_after_s,
-                replicas=list(behind),
+                replicas=list(replica_configs),
             )
         ],
         timeouts=timeouts,
@@ -161,16 +165,16 @@ async def front(
     models, metrics = build_model_router(build_model_entries(config)), GatewayMetrics()
     traces = TraceStore(ExplainConfig())
     fast_path = FastPath(load_fast_path())
-    recorder = TelemetryFilter(traces, metrics, time.monotonic)
-    serving = CompletionHandlers(models, config, [recorder, *stages], fast_path)
-    operating = OperationsHandlers(models, metrics, GatewayGauges)
-    identity = Authenticator(AccountSnapshot(), config.auth)
+    telemetry = TelemetryFilter(traces, metrics, time.monotonic)
+    handlers = CompletionHandlers(models, config, [telemetry, *filters], fast_path)
+    operations = OperationsHandlers(models, metrics, GatewayGauges)
+    authenticator = Authenticator(AccountSnapshot(), config.auth)
     app = GatewayApp(
         models,
-        serving,
-        operating,
-        authenticate=identity.authenticate,
-        admin=build_admin_app(None, identity, lambda *_: None, lambda: None),
+        handlers,
+        operations,
+        authenticate=authenticator.authenticate,
+        admin=build_admin_app(None, authenticator, lambda *_: None, lambda: None),
         cors=CorsPolicy(config.auth.allowed_origins),
         metrics=metrics,
         config=config,
@@ -178,21 +182,23 @@ async def front(
     replicas = [replica for pool in models.pools for replica in pool.replicas.values()]
     probers = [Prober(replica) for replica in replicas]
     for prober in probers:
-        await met(prober)
-    bound, listener = bind_tcp("127.0.0.1", 0), HttpServer(app)
-    texts = TextBlockMaps()
+        await probe_with_retry(prober)
+    listener, server = bind_tcp("127.0.0.1", 0), HttpServer(app)
+    block_maps = TextBlockMaps()
     tasks = [
-        asyncio.create_task(listener.serve(sockets=[bound])),
-        asyncio.create_task(serving.monitor_streams()),
-        *(asyncio.create_task(subscribe(replica, texts)) for replica in replicas),
+        asyncio.create_task(server.serve(sockets=[listener])),
+        asyncio.create_task(handlers.monitor_streams()),
+        *(asyncio.create_task(subscribe(replica, block_maps)) for replica in replicas),
     ]
     try:
-        async with httpx2.AsyncClient(base_url=listen_url(bound), timeout=30) as client:
-            yield Running(client, traces, metrics, serving, probers, models, app.wait_until_idle)
+        async with httpx2.AsyncClient(base_url=listen_url(listener), timeout=30) as client:
+            yield GatewayHarness(
+                client, traces, metrics, handlers, probers, models, app.wait_until_idle
+            )
         await app.wait_until_idle()
         assert all(replica.load.in_flight == 0 for replica in replicas)
     finally:
-        listener.stop()
+        server.stop()
         await tasks[0]
         for task in tasks[1:]:
             task.cancel()

@@ -1,4 +1,4 @@
-"""Gateways as processes of their own, and an organisation whose projects call them."""
+"""Gateway processes, and an organisation with projects, keys and limits for them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DEADLINE_S = 60.0
 
 @dataclass
 class GatewayProcess:
-    """`argosy gateway`, which keeps its usage in a folder of its own, as on a machine of its own."""
+    """`argosy gateway` with its own state folder, as on its own machine."""
 
     config: GatewayConfig
     folder: Path
@@ -34,7 +34,7 @@ class GatewayProcess:
     _reading: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Start it, again too, and wait until it is ready."""
+        """Start or restart the gateway, and wait until it is ready."""
         self.folder.mkdir(exist_ok=True)
         path = self.folder / "gateway.yaml"
         path.write_bytes(msgspec.json.encode(self.config))  # JSON is YAML
@@ -55,7 +55,7 @@ class GatewayProcess:
             self.log.append(line.decode())
 
     async def kill(self) -> None:
-        """SIGKILL."""
+        """Send SIGKILL."""
         assert self.process is not None
         assert self._reading is not None
         if self.process.returncode is None:
@@ -64,7 +64,7 @@ class GatewayProcess:
         await self.process.wait()
 
     async def stop(self) -> None:
-        """SIGTERM: what runs ends, and what has ended is settled."""
+        """Send SIGTERM, and check that the gateway finishes and exits with 0."""
         assert self.process is not None
         assert self._reading is not None
         self.process.terminate()
@@ -76,7 +76,7 @@ class GatewayProcess:
 async def gateways(
     config: GatewayConfig, folder: Path, count: int = 1
 ) -> AsyncIterator[list[GatewayProcess]]:
-    """So many gateways with one configuration; whatever is left of them at the end is killed."""
+    """Run `count` gateways with one configuration. Kill those that still run at the end."""
     running = [GatewayProcess(config, folder / f"gateway{number}") for number in range(count)]
     try:
         async with asyncio.timeout(DEADLINE_S):
@@ -89,57 +89,59 @@ async def gateways(
 
 
 @dataclass(frozen=True)
-class Tenants:
-    """An organisation in a store, its projects, and what they used."""
+class OrganisationAccounts:
+    """An organisation in a store, with its projects, keys, limits and usage."""
 
     store: Store
     organisation: str
 
     def project(self, name: str, **settings: Any) -> str:  # noqa: ANN401 - a project's
-        """The id of a new project."""
+        """Create a project and return its id."""
         accounts = self.store.accounts
         return accounts.create_project(self.organisation, name, actor="test", **settings).id
 
     def key(self, project: str, name: str = "first", **settings: Any) -> str:  # noqa: ANN401 - a key's
-        """A new key of a project, in plain."""
+        """Create a key of a project and return its plain text."""
         return self.store.accounts.create_key(project, name, actor="test", **settings)[1]
 
     def limit(self, project: str, unit: Any, amount: int, window: Any = None) -> None:  # noqa: ANN401 - a limit's
-        """A limit of a project."""
+        """Set a limit of a project."""
         self.store.limits_and_prices.set_limit(
             "project", project, unit, amount, window=window, actor="test"
         )
 
     def price(self, per_output_token: int) -> None:
-        """What the model costs, in nano-dollars; prompts are free."""
+        """Set the model's output price in nano-dollars per token. Prompts are free."""
         price = Price(model=MODEL, input=0, cached_input=0, output=per_output_token)
         self.store.limits_and_prices.set_price(price, actor="test")
 
     def rows(self) -> list[UsageRecord]:
-        """The whole ledger."""
+        """Return all usage records of the ledger."""
         return [row for rows in self.store.ledger.iter_records() for row in rows]
 
-    async def settled(self, count: int) -> list[UsageRecord]:
-        """The ledger, once it has so many rows."""
+    async def wait_for_rows(self, count: int) -> list[UsageRecord]:
+        """Wait until the ledger has `count` rows, and return them."""
         async with asyncio.timeout(DEADLINE_S):
-            while len(rows := await asyncio.to_thread(self.rows)) < count:  # noqa: ASYNC110 - nobody tells
+            while len(rows := await asyncio.to_thread(self.rows)) < count:  # noqa: ASYNC110 - the database has no event
                 await asyncio.sleep(0.05)
         return rows
 
 
 @contextlib.contextmanager
-def tenants(url: str, organisation: str = "acme") -> Iterator[Tenants]:
-    """A new organisation in the store at a URL."""
+def open_organisation(url: str, organisation: str = "acme") -> Iterator[OrganisationAccounts]:
+    """Open the store at `url`, and create an organisation in it."""
     store = open_store(url)
     try:
         store.migrate()
-        yield Tenants(store, store.accounts.create_organisation(organisation, actor="test").id)
+        yield OrganisationAccounts(
+            store, store.accounts.create_organisation(organisation, actor="test").id
+        )
     finally:
         store.close()
 
 
 @contextlib.asynccontextmanager
-async def sdk(url: str, key: str) -> AsyncIterator[openai.AsyncOpenAI]:
-    """The OpenAI SDK as a caller with this key uses it, without its retries."""
+async def open_sdk_client(url: str, key: str) -> AsyncIterator[openai.AsyncOpenAI]:
+    """Return an OpenAI SDK client with this key and without retries."""
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as client:
         yield client

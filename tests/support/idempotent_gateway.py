@@ -1,4 +1,4 @@
-"""Gateways whose callers send an `Idempotency-Key`, in front of scripted replicas: what its tests share."""
+"""Gateways with accounts whose clients send `Idempotency-Key`, in front of scripted replicas."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from argosy.gateway import GatewayConfig, GatewayServer, ModelConfig, ReplicaCon
 from argosy.gateway.filters.limit_filter import LimitsConfig
 from argosy.store import IdempotencyConfig, StoreConfig
 from tests.support.fake_engine import FakeEngine, Script
-from tests.support.gateway_processes import Tenants, tenants
+from tests.support.gateway_processes import OrganisationAccounts, open_organisation
 from tests.support.replica_servers import MODEL, serve
 
 TOKENS = list(range(100, 160))
@@ -30,118 +30,143 @@ BODIES: dict[str, dict[str, Any]] = {
     },
     COMPLETIONS: {"model": "big", "prompt": "Once upon", "max_tokens": 60},
 }
-KEY = "Idempotency-Key"
+KEY_HEADER = "Idempotency-Key"
 REPLAYED = "idempotent-replayed"
-PRICE = 7
-"""Of an output token, in nano-dollars."""
+OUTPUT_PRICE = 7
+"""Price of an output token in nano-dollars."""
 
 
 @dataclass(frozen=True)
-class Caller:
-    """Who asks one gateway."""
+class IdempotentClient:
+    """Client of one gateway with the API key of one project."""
 
-    client: httpx2.AsyncClient
+    http: httpx2.AsyncClient
 
-    async def ask(self, key: str = "a", path: str = CHATS, **extra: object) -> httpx2.Response:
-        return await self.client.post(path, json=BODIES[path] | extra, headers={KEY: key})
+    async def post(self, key: str = "a", path: str = CHATS, **fields: object) -> httpx2.Response:
+        """Send the request of `BODIES`, changed by `fields`, with an idempotency key."""
+        return await self.http.post(path, json=BODIES[path] | fields, headers={KEY_HEADER: key})
 
-    async def begin(self, engine: FakeEngine, **extra: object) -> asyncio.Task[httpx2.Response]:
-        """Ask, and go on once the engine waits in the middle of the answer."""
-        asking = asyncio.create_task(self.ask("a", CHATS, **extra))
+    async def post_until_paused(
+        self, engine: FakeEngine, **fields: object
+    ) -> asyncio.Task[httpx2.Response]:
+        """Send a request and return its task once the engine has paused in the response."""
+        task = asyncio.create_task(self.post("a", CHATS, **fields))
         await engine.paused.wait()
-        return asking
+        return task
 
     async def metrics(self) -> str:
-        return (await self.client.get("/metrics")).text
+        """Return the gateway's metrics."""
+        return (await self.http.get("/metrics")).text
 
 
 @dataclass(frozen=True)
-class Fleet:
-    """Gateways with one store, and those whom they know."""
+class GatewayFleet:
+    """Gateways with one store, and the plaintext API keys of its projects."""
 
     urls: list[str]
-    people: Tenants
-    keys: dict[str, str]
-    """In plain: of the project "shop", of another of its organisation, and of another organisation."""
+    tenants: OrganisationAccounts
+    api_keys: dict[str, str]
+    """By name, see `_create_api_keys`."""
     clients: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
 
-    async def principal(self, who: str = "shop", gateway: int = 0) -> Caller:
-        headers = {"authorization": f"Bearer {self.keys[who]}"}
-        client = httpx2.AsyncClient(base_url=self.urls[gateway], headers=headers, timeout=30)
-        return Caller(await self.clients.enter_async_context(client))
+    async def client(self, api_key: str = "shop", gateway: int = 0) -> IdempotentClient:
+        """Open a client of one gateway that uses the API key with this name."""
+        headers = {"authorization": f"Bearer {self.api_keys[api_key]}"}
+        http = httpx2.AsyncClient(base_url=self.urls[gateway], headers=headers, timeout=30)
+        return IdempotentClient(await self.clients.enter_async_context(http))
 
 
 @contextlib.asynccontextmanager
-async def fleet(
+async def run_servers(config: GatewayConfig, count: int = 1) -> AsyncIterator[list[str]]:
+    """Run gateways with one configuration in this process. Yields their URLs."""
+    loop = asyncio.get_running_loop()
+    urls: list[asyncio.Future[str]] = [loop.create_future() for _ in range(count)]
+    servers = [GatewayServer(config, url.set_result) for url in urls]
+    running = [asyncio.create_task(server.run()) for server in servers]
+    try:
+        yield [await url for url in urls]
+    finally:
+        for server in servers:
+            server.stop()
+        await asyncio.gather(*running)
+
+
+@contextlib.asynccontextmanager
+async def run_gateways(
     folder: Path,
-    *behind: ReplicaConfig,
+    *replicas: ReplicaConfig,
     gateways: int = 1,
     redis: str | None = None,
     requests: int | None = None,
-    tokens: int | None = None,
+    output_tokens: int | None = None,
     idempotency: IdempotencyConfig = IdempotencyConfig(),  # noqa: B008 - immutable
-) -> AsyncIterator[Fleet]:
-    """Gateways in front of these replicas; "shop" may ask so often a day, and be given so many tokens."""
+) -> AsyncIterator[GatewayFleet]:
+    """Run gateways in front of these replicas.
+
+    Args:
+        folder: Folder of the store.
+        replicas: Replicas of the model "big".
+        gateways: Number of gateways.
+        redis: URL of the Redis that the gateways share.
+        requests: Daily limit of the project "shop" on requests.
+        output_tokens: The same on output tokens.
+        idempotency: Settings of the idempotency store.
+    """
     store = f"sqlite:///{folder / 'argosy.db'}"
     config = GatewayConfig(
         port=0,
-        models=[ModelConfig(name="big", routing="round-robin", replicas=list(behind))],
+        models=[ModelConfig(name="big", routing="round-robin", replicas=list(replicas))],
         store=StoreConfig(url=store),
         limits=LimitsConfig(redis=redis),
         idempotency=idempotency,
         timeouts=Timeouts(failover_timeout_s=0.5),
     )
-    with tenants(store) as people:
-        keys = _keys(people)
-        (shop,) = {p.id for p in people.store.load_snapshot().projects if p.name == "shop"}
-        for unit, most in (("requests", requests), ("output_tokens", tokens)):
-            if most is not None:
-                people.limit(shop, unit, most, "day")
-        loop = asyncio.get_running_loop()
-        urls: list[asyncio.Future[str]] = [loop.create_future() for _ in range(gateways)]
-        servers = [GatewayServer(config, url.set_result) for url in urls]
-        running = [asyncio.create_task(server.run()) for server in servers]
-        try:
-            async with contextlib.AsyncExitStack() as clients:
-                yield Fleet([await url for url in urls], people, keys, clients)
-        finally:
-            for server in servers:
-                server.stop()
-            await asyncio.gather(*running)
+    with open_organisation(store) as accounts:
+        shop = accounts.project("shop")
+        for unit, amount in (("requests", requests), ("output_tokens", output_tokens)):
+            if amount is not None:
+                accounts.limit(shop, unit, amount, "day")
+        api_keys = _create_api_keys(accounts, shop)
+        async with run_servers(config, gateways) as urls, contextlib.AsyncExitStack() as clients:
+            yield GatewayFleet(urls, accounts, api_keys, clients)
 
 
-def _keys(people: Tenants) -> dict[str, str]:
-    accounts, shop = people.store.accounts, people.project("shop")
-    zeta = accounts.create_organisation("zeta", actor="test").id
-    theirs = accounts.create_project(zeta, "store", actor="test").id
-    people.price(PRICE)
+def _create_api_keys(accounts: OrganisationAccounts, shop: str) -> dict[str, str]:
+    """Create two keys of the project "shop", a key without access to "big", and keys of other projects."""
+    zeta = accounts.store.accounts.create_organisation("zeta", actor="test").id
+    zeta_project = accounts.store.accounts.create_project(zeta, "store", actor="test").id
+    accounts.price(OUTPUT_PRICE)
     return {
-        "shop": people.key(shop, role="admin", scope="gateway"),
-        "colleague": people.key(shop, "second"),
-        "small": people.key(shop, "small", models=("small",)),
-        "other": people.key(people.project("other")),
-        "elsewhere": people.key(theirs),
+        "shop": accounts.key(shop, role="admin", scope="gateway"),
+        "same project": accounts.key(shop, "second"),
+        "other model": accounts.key(shop, "small", models=("small",)),
+        "other project": accounts.key(accounts.project("other")),
+        "other organisation": accounts.key(zeta_project),
     }
 
 
 @contextlib.asynccontextmanager
-async def before_replica(
+async def run_gateway_with_engine(
     folder: Path,
     tokenizer: Tokenizer,
     pause_after: int | None = None,
-    **settings: Any,  # noqa: ANN401 - a fleet's
-) -> AsyncIterator[tuple[Fleet, FakeEngine, Caller]]:
-    """A fleet before one replica of ours, which may wait after so many tokens until it is told to go on; and "shop"."""
+    **settings: Any,  # noqa: ANN401 - arguments of `run_gateways`
+) -> AsyncIterator[tuple[GatewayFleet, FakeEngine, IdempotentClient]]:
+    """Run gateways in front of one Argosy replica.
+
+    Yields the gateways, the replica's engine and a client of the project "shop". With `pause_after`, the engine pauses
+    after that many tokens until the test sets `may_continue`.
+    """
     engine = FakeEngine(
         tokenizer, lambda _: Script(TOKENS, finish="length", pause_after=pause_after)
     )
     async with (
         serve(engine) as served,
-        fleet(folder, ReplicaConfig(url=served.url, model=MODEL), **settings) as made,
+        run_gateways(folder, ReplicaConfig(url=served.url, model=MODEL), **settings) as fleet,
     ):
-        yield made, engine, await made.principal()
+        yield fleet, engine, await fleet.client()
 
 
-def refusal(answer: httpx2.Response) -> tuple[int, str]:
-    """Status and code."""
-    return answer.status_code, answer.json()["error"]["code"]
+def status_and_code(response: httpx2.Response) -> tuple[int, str]:
+    """Return the status and the error code of an error response."""
+    return response.status_code, response.json()["error"]["code"]

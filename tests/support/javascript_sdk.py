@@ -1,4 +1,4 @@
-"""The OpenAI SDK for JavaScript, by node."""
+"""Runs scripts with the OpenAI SDK for JavaScript in node."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 JS = Path(__file__).parents[1] / "integration/js"
 
 
-async def javascript(script: str, *arguments: str) -> Any:  # noqa: ANN401 - whatever it prints
-    """What this script prints, as JSON. Skips the test where node or the SDK is not there."""
+async def run_javascript(script: str, *arguments: str) -> Any:  # noqa: ANN401 - any JSON value
+    """Run a script and return the JSON that it prints. Skip the test if node or the SDK is missing."""
     node = shutil.which("node")
     if node is None:
         pytest.skip("node is not installed")

@@ -1,4 +1,4 @@
-"""A publisher of KV cache events as vLLM's and SGLang's are: ZeroMQ, numbered batches, a replay of the last ones."""
+"""KV event publisher as in vLLM and SGLang: ZeroMQ, numbered batches and a replay of the last ones."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ REMOVED = ("block_hashes", "medium", "group_idx")
 CLEARED: Event = {"type": "AllBlocksCleared"}
 
 
-def stored(
+def blocks_stored(
     hashes: Sequence[int | bytes],
     ids: Sequence[int],
     parent: int | bytes | None = None,
     /,
     **more: object,
 ) -> Event:
-    """Blocks of as many tokens each as there are for one."""
+    """Build an event for stored blocks, with the tokens divided evenly among them."""
     return {
         "type": "BlockStored",
         "block_hashes": list(hashes),
@@ -38,12 +38,12 @@ def stored(
     } | more
 
 
-def removed(*hashes: int | bytes, **more: object) -> Event:
+def blocks_removed(*hashes: int | bytes, **more: object) -> Event:
     return {"type": "BlockRemoved", "block_hashes": list(hashes), "medium": "GPU"} | more
 
 
-def as_array(event: Event) -> list[Any]:
-    """The same in the shape that both engines had before; what is not set at the end is left out."""
+def to_array(event: Event) -> list[Any]:
+    """Convert an event to the array format of older versions. Unset fields at the end are left out."""
     names = (*STORED, *STORED_TOO) if event["type"] == "BlockStored" else REMOVED
     values = [event.get(name) for name in (names if len(event) > 1 else ())]
     if "cache_salt" in event:
@@ -53,18 +53,23 @@ def as_array(event: Event) -> list[Any]:
     return [event["type"], *values]
 
 
-def batch(*events: Event | list[Any]) -> bytes:
-    """A payload."""
+def encode_batch(*events: Event | list[Any]) -> bytes:
+    """Encode a batch as a payload."""
     return msgspec.msgpack.encode([1795311090.5, events, 0])
 
 
-class Publisher:
-    """One server's; `topics` says whether its replay names the topic before the number."""
+class KvEventPublisher:
+    """Publisher of one server.
+
+    Args:
+        endpoint: ZeroMQ address to publish at.
+        topics: Whether the replay sends the topic before the number.
+    """
 
     def __init__(self, endpoint: str = "tcp://127.0.0.1:*", *, topics: bool = True) -> None:
         context = zmq.asyncio.Context.instance()
         self._publishing = context.socket(zmq.XPUB)
-        self._publishing.setsockopt(zmq.XPUB_VERBOSE, 1)  # of a second subscriber it tells, too
+        self._publishing.setsockopt(zmq.XPUB_VERBOSE, 1)  # reports a second subscriber too
         self._replaying = context.socket(zmq.ROUTER)
         for socket, address in (
             (self._publishing, endpoint),
@@ -74,8 +79,8 @@ class Publisher:
             socket.bind(address)
         self.endpoint = self._publishing.getsockopt_string(zmq.LAST_ENDPOINT)
         self.replay = self._replaying.getsockopt_string(zmq.LAST_ENDPOINT)
-        self.kept: deque[tuple[int, bytes]] = deque(maxlen=100)
-        """What can be replayed."""
+        self.replayable: deque[tuple[int, bytes]] = deque(maxlen=100)
+        """Batches that can be replayed."""
         self._topics = [b""] if topics else []
         self._next = 0
 
@@ -83,35 +88,37 @@ class Publisher:
     def port(self) -> int:
         return int(self.endpoint.rpartition(":")[2])
 
-    async def subscribed(self) -> None:
+    async def wait_for_subscriber(self) -> None:
         """Wait for a subscriber."""
         while not (await self._publishing.recv()).startswith(b"\x01"):
             pass
 
     async def publish(self, *events: Event | list[Any]) -> None:
-        await self.send(batch(*events))
+        await self.send_payload(encode_batch(*events))
 
-    async def send(self, payload: bytes) -> None:
-        number = self.miss(payload)
+    async def send_payload(self, payload: bytes) -> None:
+        number = self.lose_batch(payload)
         await self._publishing.send_multipart([b"kv", number.to_bytes(8, "big"), payload])
 
-    def miss(self, payload: bytes) -> int:
-        """A batch that nobody gets, except by a replay; its number."""
+    def lose_batch(self, payload: bytes) -> int:
+        """Number a batch without publishing it, so that only a replay has it, and return the number."""
         number, self._next = self._next, self._next + 1
-        self.kept.append((number, payload))
+        self.replayable.append((number, payload))
         return number
 
-    async def raw(self, *frames: bytes) -> None:
+    async def send_frames(self, *frames: bytes) -> None:
         await self._publishing.send_multipart(frames)
 
     async def serve(self) -> None:
-        """Replay to whoever asks."""
+        """Serve replay requests."""
         while True:
             client, delimiter, start = await self._replaying.recv_multipart()
-            for number, payload in [*self.kept, (-1, b"")]:
+            for number, payload in [*self.replayable, (-1, b"")]:
                 if number < 0 or number >= int.from_bytes(start, "big"):
-                    told = [number.to_bytes(8, "big", signed=True), payload]
-                    await self._replaying.send_multipart([client, delimiter, *self._topics, *told])
+                    frames = [number.to_bytes(8, "big", signed=True), payload]
+                    await self._replaying.send_multipart(
+                        [client, delimiter, *self._topics, *frames]
+                    )
 
     def close(self) -> None:
         self._publishing.close(linger=0)
@@ -119,11 +126,11 @@ class Publisher:
 
 
 @contextlib.asynccontextmanager
-async def publishing(
+async def kv_event_publisher(
     endpoint: str = "tcp://127.0.0.1:*", *, topics: bool = True
-) -> AsyncIterator[Publisher]:
-    """A publisher that replays."""
-    publisher = Publisher(endpoint, topics=topics)
+) -> AsyncIterator[KvEventPublisher]:
+    """Run a publisher that replays."""
+    publisher = KvEventPublisher(endpoint, topics=topics)
     task = asyncio.create_task(publisher.serve())
     try:
         yield publisher

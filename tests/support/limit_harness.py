@@ -1,4 +1,4 @@
-"""Callers, their limits, and requests of theirs: what tests of the limits stage share."""
+"""Principals with limits, and requests that pass through a limit filter without a server."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from argosy.store import (
     steady_clock,
 )
 
-CALLER = Principal(organisation="org", project="shop", key="k1", user="ann")
-OTHER = Principal(organisation="org", project="shop", key="k2", user="bob")
+PRINCIPAL = Principal(organisation="org", project="shop", key="k1", user="ann")
+OTHER_PRINCIPAL = Principal(organisation="org", project="shop", key="k2", user="bob")
 OWNERS: dict[OwnerKind, str] = {
     "organisation": "org",
     "project": "shop",
@@ -38,30 +38,30 @@ OWNERS: dict[OwnerKind, str] = {
 }
 
 
-class Gate(LimitFilter):
-    """The stage, and the visits of those that it has let in."""
+class TrackedLimitFilter(LimitFilter):
+    """Limit filter that keeps the state of each admitted request."""
 
-    visits: dict[int, FilterState | None]
-    """By the journey's identity as an object."""
+    states: dict[int, FilterState | None]
+    """By `id` of the request context."""
 
-    def __init__(self, state: QuotaBackend, clock: Clock = steady_clock) -> None:
-        super().__init__(state, clock)
-        self.visits = {}
+    def __init__(self, quotas: QuotaBackend, clock: Clock = steady_clock) -> None:
+        super().__init__(quotas, clock)
+        self.states = {}
 
     async def on_request(self, context: RequestContext) -> LimitFilterState | None:
-        held = await super().on_request(context)
-        self.visits[id(context)] = held
-        return held
+        state = await super().on_request(context)
+        self.states[id(context)] = state
+        return state
 
 
-def limit(
+def make_limit(
     unit: LimitUnit,
     amount: int,
     window: LimitWindow | None = "minute",
     owner_kind: OwnerKind = "key",
     model: str | None = None,
 ) -> Limit:
-    """A limit of `CALLER` or of who it belongs to."""
+    """Return a limit of `PRINCIPAL` or of its user, project or organisation."""
     return Limit(
         id=f"{owner_kind}-{unit}-{window}-{model}",
         owner_kind=owner_kind,
@@ -73,55 +73,69 @@ def limit(
     )
 
 
-def directory(
-    *limits: Limit, unsure: QuotaFailureMode = "open", prices: Iterable[Price] = ()
+def make_snapshot(
+    *limits: Limit, failure_mode: QuotaFailureMode = "open", prices: Iterable[Price] = ()
 ) -> AccountSnapshot:
-    """With one project."""
+    """Return a snapshot with one project and these limits and prices."""
     project = Project(
-        id="shop", organisation="org", name="shop", quota_failure_mode=unsure, created_at=0.0
+        id="shop", organisation="org", name="shop", quota_failure_mode=failure_mode, created_at=0.0
     )
     return AccountSnapshot(projects=(project,), limits=limits, prices=tuple(prices))
 
 
-def request(
-    principal: Principal = CALLER, *, prompt: int = 10, most: int | None = 5
+def make_context(
+    principal: Principal = PRINCIPAL, *, prompt_tokens: int = 10, max_tokens: int | None = 5
 ) -> RequestContext:
-    """A request with about so many tokens in its prompt."""
-    content = "x" * (4 * prompt - 31)
+    """Return a request whose prompt is estimated at about `prompt_tokens`."""
+    content = "x" * (4 * prompt_tokens - 31)
     body: dict[str, Any] = {"model": "big", "messages": [{"role": "user", "content": content}]}
-    body |= {} if most is None else {"max_tokens": most}
-    ask = parse_request_fields(json.dumps(body).encode(), "messages")
+    body |= {} if max_tokens is None else {"max_tokens": max_tokens}
+    fields = parse_request_fields(json.dumps(body).encode(), "messages")
     pool = Pool("big", [], "round-robin")
     return RequestContext(
-        cast("HttpExchange", None), ask, CHAT, pool, "id", principal, principal.tier
+        cast("HttpExchange", None), fields, CHAT, pool, "id", principal, principal.tier
     )
 
 
-def deliver(limits: Gate, context: RequestContext, output: int, prompt: int = 10) -> str | None:
-    """Tell that so many tokens more were delivered."""
-    context.delivered.prompt_tokens = prompt
-    context.delivered.output_tokens += output
-    visit = limits.visits[id(context)]
-    return None if visit is None else visit.on_tokens((0.0,))
+def deliver(
+    limits: TrackedLimitFilter, context: RequestContext, output_tokens: int, prompt_tokens: int = 10
+) -> str | None:
+    """Report delivered tokens. Returns the finish reason if a limit ends the stream."""
+    context.delivered.prompt_tokens = prompt_tokens
+    context.delivered.output_tokens += output_tokens
+    state = limits.states[id(context)]
+    return None if state is None else state.on_tokens((0.0,))
 
 
-def leave(
-    limits: Gate,
+def complete(
+    limits: TrackedLimitFilter,
     context: RequestContext,
     status: RequestStatus = "completed",
     replica: str = "replica",
 ) -> None:
-    """It has ended, after it was sent there."""
+    """End an admitted request that was sent to `replica`."""
     context.status, context.replica_name = status, replica
-    visit = limits.visits.pop(id(context))
-    if visit is not None:
-        visit.on_complete()
+    state = limits.states.pop(id(context))
+    if state is not None:
+        state.on_complete()
 
 
-async def refusal(limits: Gate, context: RequestContext) -> ApiError | None:
-    """How the request is refused; None: it is let in."""
+async def find_rejection(limits: TrackedLimitFilter, context: RequestContext) -> ApiError | None:
+    """Return the error with which the filter rejects a request, or None if the request is admitted."""
     try:
         await limits.on_request(context)
     except ApiError as error:
         return error
     return None
+
+
+async def expect_rejection(limits: TrackedLimitFilter, context: RequestContext) -> ApiError:
+    """Return the error with which the filter rejects a request. Fail if the request is admitted."""
+    error = await find_rejection(limits, context)
+    assert error is not None
+    return error
+
+
+async def is_admitted(limits: TrackedLimitFilter) -> bool:
+    """Send one request and return whether the filter admits it."""
+    return await find_rejection(limits, make_context()) is None

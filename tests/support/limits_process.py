@@ -1,4 +1,4 @@
-"""A gateway that runs as many requests as it is told, says how many were let in, and waits to be killed."""
+"""Limit filter in a process of its own that admits concurrent requests, prints their number and waits to be killed."""
 
 from __future__ import annotations
 
@@ -8,18 +8,22 @@ import sys
 import structlog
 
 from argosy.store.redis_quota_backend import RedisQuotaBackend
-from tests.support.limit_harness import Gate, directory, limit, refusal, request
+from tests.support.limit_harness import (
+    TrackedLimitFilter,
+    is_admitted,
+    make_limit,
+    make_snapshot,
+)
 
 structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
 
 
 async def main(url: str, count: int) -> None:
-    stage = Gate(RedisQuotaBackend(url, timeout_s=10.0, gateway_ttl_s=1.0))
-    stage.apply_snapshot(directory(limit("concurrency", 3)))
-    await stage.start()
-    running = [request() for _ in range(count)]
-    let_in = [context for context in running if await refusal(stage, context) is None]
-    print(len(let_in), flush=True)  # noqa: T201 - that is how it says so
+    limits = TrackedLimitFilter(RedisQuotaBackend(url, timeout_s=10.0, gateway_ttl_s=1.0))
+    limits.apply_snapshot(make_snapshot(make_limit("concurrency", 3)))
+    await limits.start()
+    admitted = sum([await is_admitted(limits) for _ in range(count)])
+    print(admitted, flush=True)  # noqa: T201 - the parent process reads it
     await asyncio.Event().wait()
 
 

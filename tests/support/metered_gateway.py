@@ -1,4 +1,4 @@
-"""A gateway with a ledger, and what it shows of its requests."""
+"""Gateway that records usage, and its usage rows, metrics and traces."""
 
 from __future__ import annotations
 
@@ -12,91 +12,105 @@ from argosy.gateway import ReplicaConfig
 from argosy.gateway.filters.usage_recorder import UsageRecorder
 from argosy.store import AccountSnapshot, Price, UsageLog, UsageRecord
 from tests.integration.test_metrics import samples
-from tests.support.gateway_harness import Running, front
+from tests.support.gateway_harness import GatewayHarness, run_gateway
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 STREAM: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
 PROMPT = "Tell me a story of forty bytes or so, please"
+PRICE = Price(model="big", input=5, cached_input=1, output=20)
 
 
 @dataclass(frozen=True)
-class Books:
-    """A gateway with a ledger."""
+class MeteredGateway:
+    """Running gateway and the usage log that it writes."""
 
-    running: Running
-    spool: UsageLog
+    running: GatewayHarness
+    usage_log: UsageLog
 
-    async def ask(self, path: str = COMPLETIONS, **body: Any) -> str:  # noqa: ANN401 - a request's
-        """What the gateway answers."""
-        said = {"messages": [{"role": "user", "content": PROMPT}]}
-        prompt = {"prompt": PROMPT} if path == COMPLETIONS else said
-        answer = await self.running.client.post(
-            path, json={"model": "big", "max_tokens": 30} | prompt | body
-        )
-        return answer.text
+    async def post(self, path: str = COMPLETIONS, **fields: Any) -> str:  # noqa: ANN401 - fields of a request
+        """Send a request with these fields and return the response body."""
+        messages = {"messages": [{"role": "user", "content": PROMPT}]}
+        prompt = {"prompt": PROMPT} if path == COMPLETIONS else messages
+        body = {"model": "big", "max_tokens": 30} | prompt | fields
+        response = await self.running.client.post(path, json=body)
+        return response.text
 
-    def row(self) -> UsageRecord:
-        """The only one's."""
-        rows: list[UsageRecord] = []
-        self.spool.drain(rows.extend)
-        (row,) = rows
-        return row
+    def usage_record(self) -> UsageRecord:
+        """Return the only record in the usage log."""
+        records: list[UsageRecord] = []
+        self.usage_log.drain(records.extend)
+        (record,) = records
+        return record
 
-    def told(self, row: UsageRecord) -> dict[str, Any]:
-        """The explanation of a request."""
-        trace = self.running.traces.find(row.request)
+    def trace_dict(self, record: UsageRecord) -> dict[str, Any]:
+        """Return the trace of a request as `argosy explain` shows it."""
+        trace = self.running.traces.find(record.request)
         assert trace is not None
         return trace.to_dict()
 
-    async def count(self, name: str, **labels: str) -> float:
-        """The sum of a metric's samples that have these labels; 0 where there are none."""
+    async def metric_sum(self, name: str, **labels: str) -> float:
+        """Return the sum of a metric's samples with these labels, or 0 without such samples."""
         text = (await self.running.client.get("/metrics")).text
-        named = f"argosy_gateway_{name}"
+        full_name = f"argosy_gateway_{name}"
         return sum(
-            v for n, have, v in samples(text) if n == named and labels.items() <= have.items()
+            value
+            for sample, sample_labels, value in samples(text)
+            if sample == full_name and labels.items() <= sample_labels.items()
         )
 
-    async def agree(self) -> UsageRecord:
-        """The only request's row, which metrics and explanation say, too."""
-        row = self.row()
-        counted = [
-            await self.count("tokens_total", kind=kind) for kind in ("input", "cached", "output")
-        ]
-        fresh = row.input_tokens - row.cached_tokens
-        assert counted == [fresh, row.cached_tokens, row.output_tokens]
-        assert round(await self.count("cost_dollars_total") * 1e9) == row.nano_dollars
-        told = self.told(row)
-        prompt, cached, output = (told["tokens"][name] for name in ("prompt", "cached", "output"))
-        assert (prompt, cached, output) == (row.input_tokens, row.cached_tokens, row.output_tokens)
-        assert row.nano_dollars == fresh * 5 + cached + output * 20
-        return row
+    async def assert_consistent(self) -> UsageRecord:
+        """Check that metrics, trace and price agree with the only usage record, and return the record."""
+        record = self.usage_record()
+        kinds = ("input", "cached", "output")
+        counted = [await self.metric_sum("tokens_total", kind=kind) for kind in kinds]
+        uncached = record.input_tokens - record.cached_tokens
+        assert counted == [uncached, record.cached_tokens, record.output_tokens]
+        assert round(await self.metric_sum("cost_dollars_total") * 1e9) == record.nano_dollars
+        tokens = self.trace_dict(record)["tokens"]
+        assert (tokens["prompt"], tokens["cached"], tokens["output"]) == (
+            record.input_tokens,
+            record.cached_tokens,
+            record.output_tokens,
+        )
+        assert record.nano_dollars == (
+            uncached * PRICE.input
+            + record.cached_tokens * PRICE.cached_input
+            + record.output_tokens * PRICE.output
+        )
+        return record
 
 
 @contextlib.asynccontextmanager
-async def books(folder: Path, *urls: str, **settings: Any) -> AsyncIterator[Books]:  # noqa: ANN401 - of `front`
-    """In front of other servers than ours."""
-    behind = [ReplicaConfig(url=url, max_requests=1) for url in urls]
-    async with kept(folder, *behind, **settings) as here:
-        yield here
+async def run_metered_gateway(
+    folder: Path,
+    *urls: str,
+    **settings: Any,  # noqa: ANN401 - arguments of `front`
+) -> AsyncIterator[MeteredGateway]:
+    """Run a gateway in front of servers that serve one request at a time."""
+    replicas = [ReplicaConfig(url=url, max_requests=1) for url in urls]
+    async with run_gateway_before(folder, *replicas, **settings) as gateway:
+        yield gateway
 
 
 @contextlib.asynccontextmanager
-async def kept(folder: Path, *behind: ReplicaConfig, **settings: Any) -> AsyncIterator[Books]:  # noqa: ANN401
-    """In front of these."""
-    spool = UsageLog(folder)
-    ledger = UsageRecorder(spool)
-    ledger.apply_snapshot(
-        AccountSnapshot(prices=(Price(model="big", input=5, cached_input=1, output=20),))
-    )
-    async with front([ledger], *behind, **settings) as running:
-        yield Books(running, spool)
-    spool.close()
+async def run_gateway_before(
+    folder: Path,
+    *replicas: ReplicaConfig,
+    **settings: Any,  # noqa: ANN401 - arguments of `front`
+) -> AsyncIterator[MeteredGateway]:
+    """Run a gateway in front of these replicas."""
+    usage_log = UsageLog(folder)
+    recorder = UsageRecorder(usage_log)
+    recorder.apply_snapshot(AccountSnapshot(prices=(PRICE,)))
+    async with run_gateway([recorder], *replicas, **settings) as running:
+        yield MeteredGateway(running, usage_log)
+    usage_log.close()
 
 
 @contextlib.asynccontextmanager
-async def carriable(folder: Path, url: str) -> AsyncIterator[Books]:
-    """In front of a server whose answers others can carry on, if they are one text."""
-    async with kept(folder, ReplicaConfig(url=url, kind="llama.cpp")) as here:
-        for replica in here.running.replicas:
-            replica.is_accepting = True  # it does not say so itself
-        yield here
+async def run_resumable_gateway(folder: Path, url: str) -> AsyncIterator[MeteredGateway]:
+    """Run a gateway in front of a server whose single-choice streams another replica can resume."""
+    async with run_gateway_before(folder, ReplicaConfig(url=url, kind="llama.cpp")) as gateway:
+        for replica in gateway.running.replicas:
+            replica.is_accepting = True  # the scripted server does not report readiness
+        yield gateway

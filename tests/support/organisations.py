@@ -1,4 +1,4 @@
-"""A whole gateway with a store, customers' organisations in it, and keys for whatever role is asked for."""
+"""Gateway with a store, in which tests create customer organisations and keys of any role."""
 
 from __future__ import annotations
 
@@ -13,131 +13,136 @@ import httpx2
 
 from argosy.gateway import GatewayConfig, GatewayServer, ModelConfig, ReplicaConfig
 from argosy.store import Role, RoleScope, Store, StoreConfig, UsageRecord, open_store
-from tests.support.scripted_server import rough_server
+from tests.support.fake_upstream import fake_upstream
 
-Holding = Literal["gateway", "own", "other"]
+CallerReach = Literal["gateway", "own", "other"]
+"""Where a role is held: in the whole gateway, in the customer's organisation or in another one."""
 Json = dict[str, Any]
 
-_number = itertools.count()
+_name_numbers = itertools.count()
 
 
 @dataclass(frozen=True)
-class Ids:
-    """What an organisation has, one of each; by default what nobody has."""
+class ResourceIds:
+    """Ids of one resource of each kind in an organisation. The defaults do not exist."""
 
-    organisation: str = "org_nobodys"
-    project: str = "proj_nobodys"
-    user: str = "user_nobodys"
-    key: str = "key_nobodys"
-    limit: str = "limit_nobodys"
-    request: str = "req-nobodys"
-
-
-def name() -> str:
-    """One that nobody has yet."""
-    return f"name-{next(_number)}"
+    organisation: str = "org_unknown"
+    project: str = "proj_unknown"
+    user: str = "user_unknown"
+    key: str = "key_unknown"
+    limit: str = "limit_unknown"
+    request: str = "req-unknown"
 
 
-def user_body(ids: Ids) -> Json:
-    return {"organisation": ids.organisation, "email": f"{name()}@x.test", "project": ids.project}
+def unique_name() -> str:
+    return f"name-{next(_name_numbers)}"
 
 
-def key_body(ids: Ids) -> Json:
-    return {"project": ids.project, "name": name(), "user": ids.user}
+def user_body(ids: ResourceIds) -> Json:
+    email = f"{unique_name()}@x.test"
+    return {"organisation": ids.organisation, "email": email, "project": ids.project}
 
 
-def limit_body(kind: str) -> Callable[[Ids], Json]:
-    def body(ids: Ids) -> Json:
-        owner = asdict(ids)[kind]
-        limited = {"unit": "tokens", "window": "day", "amount": 5}
-        return {"owner_kind": kind, "owner": owner} | limited
-
-    return body
+def key_body(ids: ResourceIds) -> Json:
+    return {"project": ids.project, "name": unique_name(), "user": ids.user}
 
 
-class World:
-    """A gateway with a store, and an admin's key for the whole gateway, which is one of the project `home`."""
+def limit_body(owner_kind: str) -> Callable[[ResourceIds], Json]:
+    def build_body(ids: ResourceIds) -> Json:
+        owner = {"owner_kind": owner_kind, "owner": asdict(ids)[owner_kind]}
+        return owner | {"unit": "tokens", "window": "day", "amount": 5}
 
-    def __init__(self, url: str, base: str, store: Store, home: str, root: str) -> None:
-        self.url = url
+    return build_body
+
+
+class AdminGateway:
+    """Running gateway with a store, an HTTP client, and the key of an administrator of the whole gateway."""
+
+    def __init__(
+        self, store_url: str, gateway_url: str, store: Store, home_project: str, root_key: str
+    ) -> None:
+        self.store_url = store_url
         self.store = store
-        self.client = httpx2.AsyncClient(base_url=base, timeout=30)
-        self.home = home
-        self.root = {"authorization": f"Bearer {root}"}
+        self.client = httpx2.AsyncClient(base_url=gateway_url, timeout=30)
+        self.home_project = home_project
+        self.root_headers = {"authorization": f"Bearer {root_key}"}
 
-    def organisation(self, called: str) -> str:
-        return self.store.accounts.create_organisation(f"{called}-{name()}", actor="test").id
+    def create_organisation(self, prefix: str) -> str:
+        name = f"{prefix}-{unique_name()}"
+        return self.store.accounts.create_organisation(name, actor="test").id
 
-    async def customer(self) -> Ids:
-        """An organisation with one of each, one request in the ledger and one that can be explained."""
-        accounts, organisation = self.store.accounts, self.organisation("customer")
+    async def create_customer(self) -> ResourceIds:
+        """Create an organisation with one resource of each kind, a usage record and an explainable request."""
+        accounts, organisation = self.store.accounts, self.create_organisation("customer")
         project = accounts.create_project(organisation, "web", actor="test").id
-        user = accounts.create_user(organisation, f"{name()}@x.test", actor="test").id
+        user = accounts.create_user(organisation, f"{unique_name()}@x.test", actor="test").id
         limit = self.store.limits_and_prices.set_limit(
             "project", project, "requests", 9, window="day", actor="test"
         )
-        key = await self.made("/admin/keys", {"project": project, "name": "web", "user": user})
-        sent = {"model": "big", "prompt": "Say", "max_tokens": 1}
+        key = await self.create("/admin/keys", {"project": project, "name": "web", "user": user})
+        completion = {"model": "big", "prompt": "Say", "max_tokens": 1}
         headers = {"authorization": f"Bearer {key['key']}"}
-        answer = await self.client.post("/v1/completions", json=sent, headers=headers)
-        request = answer.headers["x-request-id"]
-        row = UsageRecord(
-            request=name(),
+        response = await self.client.post("/v1/completions", json=completion, headers=headers)
+        record = UsageRecord(
+            request=unique_name(),
             organisation=organisation,
             project=project,
             started_at=1,
             ended_at=2,
             status="completed",
         )
-        self.store.ledger.add_records([row])
-        return Ids(organisation, project, user, key["id"], limit.id, request)
+        self.store.ledger.add_records([record])
+        request = response.headers["x-request-id"]
+        return ResourceIds(organisation, project, user, key["id"], limit.id, request)
 
-    async def made(self, path: str, body: Json) -> Json:
-        """What the operator of the whole gateway makes: known at once, which it is not without the API."""
-        answer = await self.client.post(path, json=body, headers=self.root)
-        assert answer.status_code == 200, answer.text
-        made: Json = answer.json()
-        return made
+    async def create(self, path: str, body: Json) -> Json:
+        """Create a record as administrator. The gateway knows such a record at once."""
+        response = await self.client.post(path, json=body, headers=self.root_headers)
+        assert response.status_code == 200, response.text
+        created: Json = response.json()
+        return created
 
-    async def headers(self, role: Role, scope: RoleScope, organisation: str | None) -> Json:
-        """Those of a key with a role, in a project of its own."""
-        project = self.home
+    async def key_headers(self, role: Role, scope: RoleScope, organisation: str | None) -> Json:
+        """Return headers with a new key of a role, in a new project of an organisation or in the home project."""
+        project = self.home_project
         if organisation is not None:
-            made = self.store.accounts.create_project(organisation, name(), actor="test")
-            project = made.id
-        body = {"project": project, "name": name(), "role": role, "scope": scope}
-        return {"authorization": f"Bearer {(await self.made('/admin/keys', body))['key']}"}
+            accounts = self.store.accounts
+            project = accounts.create_project(organisation, unique_name(), actor="test").id
+        body = {"project": project, "name": unique_name(), "role": role, "scope": scope}
+        return {"authorization": f"Bearer {(await self.create('/admin/keys', body))['key']}"}
 
-    async def holder(self, role: Role, holding: Holding, customer: Ids) -> Json:
-        """The headers of somebody with this role, held with regard to the customer as it says."""
-        if holding == "gateway":
-            return await self.headers(role, "gateway", None)
-        own = holding == "own"
-        organisation = customer.organisation if own else self.organisation("other")
-        return await self.headers(role, "organisation", organisation)
+    async def caller_headers(self, role: Role, reach: CallerReach, customer: ResourceIds) -> Json:
+        """Return headers with a new key of a role whose reach is relative to a customer."""
+        if reach == "gateway":
+            return await self.key_headers(role, "gateway", None)
+        own = reach == "own"
+        organisation = customer.organisation if own else self.create_organisation("other")
+        return await self.key_headers(role, "organisation", organisation)
 
 
 @contextlib.asynccontextmanager
-async def gateway_with_store(url: str) -> AsyncIterator[World]:
-    """A gateway with the store at this URL, which is migrated."""
-    store = open_store(url)
-    fleet = store.accounts.create_organisation(name(), actor="test").id
-    home = store.accounts.create_project(fleet, "fleet", actor="test").id
-    _, root = store.accounts.create_key(home, "root", role="admin", scope="gateway", actor="test")
-    async with rough_server() as replica:
-        behind = ReplicaConfig(url=replica.url, kind="openai", model="rough")
+async def run_admin_gateway(store_url: str) -> AsyncIterator[AdminGateway]:
+    """Run a gateway with the migrated store at `store_url`."""
+    store = open_store(store_url)
+    home = store.accounts.create_organisation(unique_name(), actor="test").id
+    home_project = store.accounts.create_project(home, "fleet", actor="test").id
+    _, root_key = store.accounts.create_key(
+        home_project, "root", role="admin", scope="gateway", actor="test"
+    )
+    async with fake_upstream() as upstream:
+        replica = ReplicaConfig(url=upstream.url, kind="openai", model="rough")
         config = GatewayConfig(
             port=0,
-            models=[ModelConfig(name="big", replicas=[behind])],
-            store=StoreConfig(url=url),
+            models=[ModelConfig(name="big", replicas=[replica])],
+            store=StoreConfig(url=store_url),
         )
         ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         server = GatewayServer(config, ready.set_result)
         task = asyncio.create_task(server.run())
         try:
-            world = World(url, await ready, store, home, root)
-            async with world.client:
-                yield world
+            gateway = AdminGateway(store_url, await ready, store, home_project, root_key)
+            async with gateway.client:
+                yield gateway
         finally:
             server.stop()
             await task

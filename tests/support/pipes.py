@@ -1,4 +1,4 @@
-"""Pipes that nobody reads."""
+"""Pipes without a reader."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import select
 
 
 def fill(pipe: int) -> int:
-    """Have a pipe take no byte more; how many it took."""
+    """Fill a pipe's buffer and return the number of bytes written."""
     os.set_blocking(pipe, False)
-    took = 0
+    written = 0
     with contextlib.suppress(BlockingIOError):
         while True:
-            took += os.write(pipe, b"." * select.PIPE_BUF)
+            written += os.write(pipe, b"." * select.PIPE_BUF)
     os.set_blocking(pipe, True)
-    return took
+    return written

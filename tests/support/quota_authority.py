@@ -1,4 +1,4 @@
-"""What grants units of limits to gateways, as `store/leases.lua` does it, in Python: to be tested in virtual time."""
+"""Python model of the quota authority in `store/leases.lua`, for tests in virtual time."""
 
 from __future__ import annotations
 
@@ -7,77 +7,90 @@ from dataclasses import dataclass, field
 from argosy.policy import LeaseGrant, LeaseRequest
 
 SLOTS = 60
+"""Slots of a sliding window."""
 
 
 @dataclass
 class _Limit:
     slots: dict[int, int] = field(default_factory=dict)
-    places: dict[str, int] = field(default_factory=dict)
+    """Units by time slot."""
+    concurrency: dict[str, int] = field(default_factory=dict)
+    """Concurrency slots by gateway."""
     known: bool = False
+    """Whether the usage before the first request has been reported."""
 
 
 @dataclass
-class Authority:
-    """All limits, and who is alive."""
+class FakeQuotaAuthority:
+    """Leases units of all limits to gateways, and tracks which gateways are alive."""
 
     limits: dict[str, _Limit] = field(default_factory=dict)
     alive: dict[str, float] = field(default_factory=dict)
-    answered: dict[str, tuple[int, list[LeaseGrant]]] = field(default_factory=dict)
+    """Expiry of each gateway."""
+    last_replies: dict[str, tuple[int, list[LeaseGrant]]] = field(default_factory=dict)
+    """Message number and reply of each gateway's last message."""
 
     def exchange(
         self,
         gateway: str,
         number: int,
         alive_s: float,
-        asks: list[tuple[str, LeaseRequest]],
+        requests: list[tuple[str, LeaseRequest]],
         now: float,
     ) -> list[LeaseGrant]:
-        """Answer a message; again, if it was heard before."""
-        told = self.answered.get(gateway)
-        if told is not None and told[0] == number:
-            return told[1]
+        """Answer a message. A repeated message gets the same reply."""
+        last = self.last_replies.get(gateway)
+        if last is not None and last[0] == number:
+            return last[1]
         self.alive[gateway] = now + alive_s
         self.alive = {name: until for name, until in self.alive.items() if until > now}
         grants = [
-            self._places(gateway, name, ask) if ask.kind == "slots" else self._units(name, ask, now)
-            for name, ask in asks
+            self._lease_concurrency(gateway, name, request)
+            if request.kind == "slots"
+            else self._lease_units(name, request, now)
+            for name, request in requests
         ]
-        self.answered[gateway] = number, grants
+        self.last_replies[gateway] = number, grants
         return grants
 
-    def _share(self, ask: LeaseRequest, room: int) -> int:
-        granted = min(ask.need, max(0, room))
-        rest = max(0, room - granted)
-        return granted + min(ask.ahead, rest // (2 * len(self.alive)))
+    def counted_units(self, name: str) -> int:
+        """Return the units that are used or leased of a limit."""
+        limit = self.limits.get(name)
+        return 0 if limit is None else sum(limit.slots.values())
 
-    def _units(self, name: str, ask: LeaseRequest, now: float) -> LeaseGrant:
+    def _share(self, request: LeaseRequest, available: int) -> int:
+        granted = min(request.need, max(0, available))
+        rest = max(0, available - granted)
+        return granted + min(request.ahead, rest // (2 * len(self.alive)))
+
+    def _lease_units(self, name: str, request: LeaseRequest, now: float) -> LeaseGrant:
         limit = self.limits.setdefault(name, _Limit())
-        slot, oldest, width = ask.slot, ask.slot, 0.0
-        if ask.kind == "window":
-            width = ask.seconds / SLOTS
+        slot, oldest, width = request.slot, request.slot, 0.0
+        if request.kind == "window":
+            width = request.seconds / SLOTS
             slot = int(now // width)
-            oldest = int((now - ask.lease_s) // width) - SLOTS
+            oldest = int((now - request.lease_s) // width) - SLOTS
         limit.slots = {at: units for at, units in limit.slots.items() if at >= oldest}
         slot = max([slot, *limit.slots])
-        for at, units in ask.back:
+        for at, units in request.back:
             if at in limit.slots:
                 limit.slots[at] -= units
-        seeds = ask.seeds if ask.seeds is not None and not limit.known else ()
-        for age, units in (*seeds, *ask.owed):
+        seeds = request.seeds if request.seeds is not None and not limit.known else ()
+        for age, units in (*seeds, *request.owed):
             at = int((now - age) // width) if width else slot
             if at >= oldest:
                 limit.slots[at] = limit.slots.get(at, 0) + units
-        limit.known = limit.known or ask.seeds is not None
-        granted = self._share(ask, ask.limit - sum(limit.slots.values()))
+        limit.known = limit.known or request.seeds is not None
+        granted = self._share(request, request.limit - sum(limit.slots.values()))
         if granted:
             limit.slots[slot] = limit.slots.get(slot, 0) + granted
         return LeaseGrant(granted, slot, sum(limit.slots.values()), 0.0, 0.0, limit.known)
 
-    def _places(self, gateway: str, name: str, ask: LeaseRequest) -> LeaseGrant:
-        places = self.limits.setdefault(name, _Limit()).places
-        for other in set(places) - set(self.alive):
-            del places[other]
-        others = sum(held for other, held in places.items() if other != gateway)
-        granted = self._share(ask, ask.limit - others - ask.kept)
-        places[gateway] = ask.kept + granted
-        return LeaseGrant(granted, 0, others + ask.kept + granted, 0.0, 0.0, known=True)
+    def _lease_concurrency(self, gateway: str, name: str, request: LeaseRequest) -> LeaseGrant:
+        leased = self.limits.setdefault(name, _Limit()).concurrency
+        for other in set(leased) - set(self.alive):
+            del leased[other]
+        others = sum(count for other, count in leased.items() if other != gateway)
+        granted = self._share(request, request.limit - others - request.kept)
+        leased[gateway] = request.kept + granted
+        return LeaseGrant(granted, 0, others + request.kept + granted, 0.0, 0.0, known=True)

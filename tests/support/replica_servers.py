@@ -1,4 +1,4 @@
-"""Starts a real replica server on a free port, in this event loop, around an engine of the test's choice."""
+"""Replica servers on a free port, in this event loop or in a process, with an engine chosen by the test."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ CONFIG = ReplicaServerConfig(port=0, served_model_names=(MODEL,), drain_deadline
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
-    """A running server and a client of it."""
+class RunningReplica:
+    """Running replica server and an HTTP client for it."""
 
     url: str
     server: ReplicaServer
@@ -43,13 +43,13 @@ class Served:
 
 
 @functools.cache
-def text_tools() -> TextProcessing:
-    """The bundled model's tokenizer and template."""
+def load_text_processing() -> TextProcessing:
+    """Load the bundled model's tokenizer and chat template."""
     return TextProcessing(Tokenizer.load(BUNDLED_MODEL), ChatTemplate.load(BUNDLED_MODEL, None))
 
 
-def real_engine(blocks: int = 512) -> EngineClient:
-    """The bundled model's, with so many KV blocks; not started yet."""
+def bundled_model_engine(blocks: int = 512) -> EngineClient:
+    """Create an engine client for the bundled model, without starting it."""
     config = EngineConfig(model=str(BUNDLED_MODEL), threads=1, num_blocks=blocks, warmup=False)
     return EngineClient(config)
 
@@ -57,23 +57,23 @@ def real_engine(blocks: int = 512) -> EngineClient:
 @contextlib.asynccontextmanager
 async def serve(
     engine: ReplicaEngine, config: ReplicaServerConfig = CONFIG
-) -> AsyncIterator[Served]:
-    """A server that is ready; stopped at the end, running requests ended."""
+) -> AsyncIterator[RunningReplica]:
+    """Run a replica server and yield it when it is ready. At the end, stop it and its running requests."""
     url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     server = ReplicaServer(
         config,
         EngineConfig(model=str(BUNDLED_MODEL)),
         engine=engine,
-        load_text_processing=text_tools,
+        load_text_processing=load_text_processing,
         on_ready=url.set_result,
     )
     running = asyncio.create_task(server.run())
-    either: set[asyncio.Future[Any]] = {running, url}
-    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+    futures: set[asyncio.Future[Any]] = {running, url}
+    await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
     if running.done():
         await running
     async with httpx2.AsyncClient(base_url=url.result(), timeout=30) as client:
-        yield Served(url.result(), server, client)
+        yield RunningReplica(url.result(), server, client)
     server.stop()
     server.stop()
     await running
@@ -83,7 +83,7 @@ async def serve(
 async def replica_process(
     config: ReplicaServerConfig = CONFIG,
 ) -> AsyncIterator[tuple[asyncio.subprocess.Process, httpx2.AsyncClient]]:
-    """A `fake_replica` process and a client of it; killed at the end if it is still there."""
+    """Run a `fake_replica` process, and yield it with an HTTP client. Kill it at the end if it still runs."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "tests.support.fake_replica"),
         msgspec.json.encode(config).decode(),
@@ -103,16 +103,16 @@ async def replica_process(
 
 
 def chat(content: str = "Hello", **extra: object) -> dict[str, object]:
-    """A chat body."""
+    """Return a chat completion body."""
     messages = [{"role": "user", "content": content}]
     return {"model": MODEL, "messages": messages, **extra}
 
 
 def completion(prompt: object = "Once upon", **extra: object) -> dict[str, object]:
-    """A completion body."""
+    """Return a completion body."""
     return {"model": MODEL, "prompt": prompt, **extra}
 
 
 def events(body: bytes) -> list[bytes]:
-    """The data of the events of a whole stream."""
+    """Return the data of every event of a complete stream."""
     return EventParser().feed(body)

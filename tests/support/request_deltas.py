@@ -1,4 +1,4 @@
-"""What a request's reader gets, awaited."""
+"""Awaitable reads of a request's deltas."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from argosy.engine.serving.engine_core.delta_stream import DeltaStream
 
 
 async def next_delta(stream: DeltaStream) -> Delta | None:
-    """All that came since the last one, once there is something; None after the end."""
-    news = asyncio.Event()
-    stream.set_listener(news.set)
-    await news.wait()
+    """Wait for new deltas and return them merged. Return None after the end of the stream."""
+    is_ready = asyncio.Event()
+    stream.set_listener(is_ready.set)
+    await is_ready.wait()
     return stream.drain()
 
 
 async def all_deltas(stream: DeltaStream) -> list[Delta]:
-    """What comes, to the end."""
+    """Return all deltas up to the end of the stream."""
     deltas = []
     while (delta := await next_delta(stream)) is not None:
         deltas.append(delta)

@@ -1,4 +1,4 @@
-"""Rows of requests, made up."""
+"""Request rows and benchmark results for tests."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from argosy.bench.lengths import LengthDistribution
 from argosy.bench.target import BenchTarget
 
 
-def row(index: int = 0, **changes: object) -> RequestRow:
-    """Scheduled at 1 s, sent 10 ms late, first token at 1.1 s, then one each 20 ms, 5 in all."""
+def request_row(index: int = 0, **changes: object) -> RequestRow:
+    """Return a row with five tokens: scheduled at 1 s, sent 10 ms late, first token at 1.1 s, then one every 20 ms."""
     base = RequestRow(
         index=index,
         session=index,
@@ -43,19 +43,19 @@ def row(index: int = 0, **changes: object) -> RequestRow:
     return msgspec.structs.replace(base, **changes)
 
 
-def stretched(index: int, factor: float) -> RequestRow:
-    """`row`, `factor` times as slow."""
-    return row(
+def scaled_row(index: int, factor: float) -> RequestRow:
+    """Return a row with `factor` times the latencies of the default row."""
+    return request_row(
         index,
         end_s=1 + 0.18 * factor,
         chunks_s=[1 + at * factor for at in (0.1, 0.12, 0.14, 0.16, 0.18)],
     )
 
 
-def result(
+def bench_result(
     rows: list[RequestRow], label: str = "rate 1", objectives: Objectives | None = None
 ) -> BenchResult:
-    """A result of one run."""
+    """Return a result of one run."""
     load = LoadSpec(concurrency=1, requests=len(rows))
     workload = Workload(
         input=LengthDistribution("fixed", 10), output=LengthDistribution("fixed", 5)

@@ -1,8 +1,8 @@
-"""A core that plays a script: tokens that are a function of the prefix, and faults on command.
+"""Engine core with scripted tokens, which depend only on the prefix, and scripted faults.
 
-`EngineConfig.model` names a scratch directory, which outlives the process: there the core counts its
-loads and remembers which faults it has already played. A prompt is `[command, k, times, ...salt]`:
-the command strikes when the request is about to get output token k, at most `times` times.
+`EngineConfig.model` names a scratch directory that outlives the process. The core counts its loads and
+its injected faults there. A prompt is `[command, k, times, ...salt]`. The command takes effect before
+output token k, at most `times` times.
 """
 
 import enum
@@ -34,7 +34,7 @@ ERRORS = {
     "ValueError": ValueError("scripted load"),
     "OSError": OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)),
 }
-"""Those that a load may raise."""
+"""Errors that a load can raise."""
 
 
 class Command(enum.IntEnum):
@@ -46,7 +46,7 @@ class Command(enum.IntEnum):
     REFUSE = 5
     """`add` raises."""
     GATE = 6
-    """Wait for `open_gate`, making steps that give nothing meanwhile."""
+    """Run empty steps until `open_gate` is called."""
 
 
 def prompt(
@@ -55,8 +55,8 @@ def prompt(
     return [command, at, times, salt]
 
 
-def expected(tokens: list[int], count: int) -> list[int]:
-    """The `count` tokens after the prefix `tokens`."""
+def expected_tokens(tokens: list[int], count: int) -> list[int]:
+    """Return the `count` tokens that follow the prefix `tokens`."""
     sequence = list(tokens)
     for _ in range(count):
         digest = 17
@@ -67,27 +67,27 @@ def expected(tokens: list[int], count: int) -> list[int]:
 
 
 def open_gate(directory: Path, width: int = 10**6) -> None:
-    """Let requests with `Command.GATE` pass the gate by `width` tokens."""
+    """Allow each request with `Command.GATE` to generate `width` tokens after the gate."""
     (directory / "gate-").write_text(str(width))
     (directory / "gate-").rename(directory / "gate")
 
 
 def plan_loads(directory: Path, *, failing: int, error: str = "RuntimeError") -> None:
-    """Let the first `failing` loads raise `error`."""
+    """Make the first `failing` loads raise `error`."""
     (directory / "failing").write_text(f"{failing} {error}")
 
 
-def loads(directory: Path) -> int:
-    """How many loads were begun."""
+def count_loads(directory: Path) -> int:
+    """Return the number of started loads."""
     path = directory / "loads"
     return len(path.read_text()) if path.exists() else 0
 
 
 @dataclass
-class Job:
+class ScriptedRequest:
     request: EngineRequest
     output: list[int] = field(default_factory=list)
-    introduced: bool = False
+    has_delta: bool = False
     prompt_logprobs: int = 0
 
 
@@ -105,12 +105,12 @@ class ScriptedCore:
         plan = self._directory / "failing"
         if plan.exists():
             failing, error = plan.read_text().split()
-            if loads(self._directory) <= int(failing):
+            if count_loads(self._directory) <= int(failing):
                 raise ERRORS[error]
         progress("weights", 1.0)
         weights = self._directory / "weights"
         self._fingerprint = weights.read_text() if weights.exists() else ""
-        self._jobs: dict[str, Job] = {}
+        self._jobs: dict[str, ScriptedRequest] = {}
         self._aborted: list[str] = []
         self._step = 0
 
@@ -138,7 +138,7 @@ class ScriptedCore:
         if request.prompt[0] == Command.REFUSE:
             msg = "scripted refusal"
             raise RuntimeError(msg)
-        self._jobs[request.id] = Job(request, list(request.resumed_tokens))
+        self._jobs[request.id] = ScriptedRequest(request, list(request.resumed_tokens))
 
     def abort(self, request_ids: list[str]) -> None:
         self._aborted += [id_ for id_ in request_ids if self._jobs.pop(id_, None)]
@@ -152,7 +152,7 @@ class ScriptedCore:
         deltas += [delta for job in list(self._jobs.values()) for delta in self._advance(job)]
         return StepOutputs(deltas, CoreStats(step=self._step, running=len(self._jobs)))
 
-    def _advance(self, job: Job) -> Iterator[Delta]:
+    def _advance(self, job: ScriptedRequest) -> Iterator[Delta]:
         request = job.request
         wanted = len(request.prompt) - 1 if request.params.prompt_logprobs is not None else 0
         if job.prompt_logprobs < wanted:
@@ -160,10 +160,10 @@ class ScriptedCore:
             token = request.prompt[job.prompt_logprobs]
             yield self._delta(job, prompt_logprobs=[TokenLogprob(token, -1.0, 1)])
             return
-        if not self._play(request, len(job.output)):
+        if not self._inject_fault(request, len(job.output)):
             time.sleep(0.001)
             return
-        tokens = expected(request.prompt + job.output, 1)
+        tokens = expected_tokens(request.prompt + job.output, 1)
         job.output += tokens
         if len(job.output) < request.params.max_tokens:
             yield self._delta(job, tokens=tokens)
@@ -173,14 +173,14 @@ class ScriptedCore:
 
     def _delta(
         self,
-        job: Job,
+        job: ScriptedRequest,
         *,
         tokens: list[int] | None = None,
         prompt_logprobs: list[TokenLogprob] | None = None,
         finish: EngineFinishReason | None = None,
     ) -> Delta:
-        first = not job.introduced
-        job.introduced = True
+        first = not job.has_delta
+        job.has_delta = True
         return Delta(
             id=job.request.id,
             tokens=tokens or [],
@@ -190,19 +190,19 @@ class ScriptedCore:
             cached_tokens=3 if first else None,
         )
 
-    def _play(self, request: EngineRequest, index: int) -> bool:
-        """Strike when the script says so. Whether the request gets its token in this step."""
+    def _inject_fault(self, request: EngineRequest, index: int) -> bool:
+        """Inject the scripted fault if it is due. Return whether the request gets its token in this step."""
         command, at, times = request.prompt[:3]
         if command == Command.GATE:
             gate = self._directory / "gate"
             return index < at + (int(gate.read_text()) if gate.exists() else 0)
         if command == Command.NONE or index != at:
             return True
-        played = self._directory / f"played-{'-'.join(map(str, request.prompt))}"
-        before = len(played.read_text()) if played.exists() else 0
+        fault_file = self._directory / f"fault_file-{'-'.join(map(str, request.prompt))}"
+        before = len(fault_file.read_text()) if fault_file.exists() else 0
         if before >= times:
             return True
-        played.write_text("x" * (before + 1))
+        fault_file.write_text("x" * (before + 1))
         match Command(command):
             case Command.EXIT:
                 os._exit(7)
@@ -217,16 +217,16 @@ class ScriptedCore:
 
 
 @contextmanager
-def stopped(pid: int) -> Iterator[None]:
-    """Hold a process still."""
+def suspended(pid: int) -> Iterator[None]:
+    """Suspend a process."""
     os.kill(pid, signal.SIGSTOP)
     try:
         yield
     finally:
-        with_pid_alive(pid, signal.SIGCONT)
+        signal_if_alive(pid, signal.SIGCONT)
 
 
-def with_pid_alive(pid: int, number: signal.Signals) -> None:
+def signal_if_alive(pid: int, number: signal.Signals) -> None:
     try:
         os.kill(pid, number)
     except ProcessLookupError:

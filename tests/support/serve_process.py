@@ -1,4 +1,4 @@
-"""`argosy serve` as a process of its own, and the `argosy` command, as a person starts them."""
+"""`argosy serve` and other `argosy` commands as processes."""
 
 import re
 import subprocess
@@ -22,24 +22,26 @@ URL = re.compile(r"https?://(127\.0\.0\.1|0\.0\.0\.0):\d+")
 
 
 @dataclass(frozen=True)
-class Server:
+class ServeProcess:
+    """Running `argosy serve`."""
+
     url: str
     process: psutil.Process
-    said: Iterator[str]
-    """Lines of its standard error, from the first."""
+    stderr_lines: Iterator[str]
+    """Lines of standard error, from the first one."""
 
     def processes(self) -> list[psutil.Process]:
         return [self.process, *self.process.children(recursive=True)]
 
     def core(self) -> psutil.Process:
-        """The engine core's process, as soon as there is one that serves."""
+        """Wait until the server is ready, and return the engine core's process."""
         while httpx2.get(f"{self.url}/ready").status_code != 200:
             time.sleep(0.05)
         (core,) = [p for p in self.process.children(recursive=True) if CORE in p.cmdline()]
         return core
 
     def replicas(self) -> list[psutil.Process]:
-        """The replicas' processes."""
+        """Return the replica processes."""
         return [p for p in self.process.children() if REPLICA in p.cmdline()]
 
     def client(self) -> openai.OpenAI:
@@ -47,27 +49,27 @@ class Server:
 
 
 @contextmanager
-def serving(*arguments: str) -> Iterator[Server]:
-    """A server from its start to its end; killed if it is still there at the end of the test."""
+def run_serve(*arguments: str) -> Iterator[ServeProcess]:
+    """Run `argosy serve`, and yield it when it is ready. Kill it at the end if it still runs."""
     command = [ARGOSY, "serve", "--port", "0", "--threads", "1", "--kv-memory", "64MiB", *arguments]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
-        heard = []
+        lines = []
         try:
             for line in process.stderr:
-                heard.append(line)
-                found = URL.search(line)
-                if found:
+                lines.append(line)
+                match = URL.search(line)
+                if match:
                     break
             else:
                 pytest.fail("the server ended before it was ready")
-            url = found.group().replace("0.0.0.0", "127.0.0.1")  # noqa: S104 - the other way round
-            yield Server(url, psutil.Process(process.pid), chain(heard, process.stderr))
+            url = match.group().replace("0.0.0.0", "127.0.0.1")  # noqa: S104 - this removes the public address
+            yield ServeProcess(url, psutil.Process(process.pid), chain(lines, process.stderr))
         finally:
             process.kill()
 
 
-def argosy(*arguments: str, typed: str = "") -> subprocess.CompletedProcess[str]:
+def run_argosy(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [ARGOSY, *arguments], input=typed, capture_output=True, text=True, check=False
+        [ARGOSY, *arguments], input=stdin, capture_output=True, text=True, check=False
     )

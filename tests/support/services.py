@@ -27,7 +27,7 @@ START_S = 60
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """End the run with one line that names what was not exercised, and why."""
+    """Print one line that counts the skipped tests by reason."""
     reasons = Counter(
         str(report.longrepr[2]).removeprefix("Skipped: ")
         for report in terminalreporter.stats.get("skipped", [])
@@ -40,19 +40,19 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @dataclass(slots=True)
 class Program:
-    """A server's process, which writes to `folder/log`, and may be stopped and started again."""
+    """Server process that writes to `folder/log`. Tests can stop and restart it."""
 
     command: list[str]
     folder: Path
     user: str | None
-    ending: signal.Signals
-    """What ends it at once."""
+    kill_signal: signal.Signals
+    """Signal that ends the server at once."""
     ready: Callable[[], None]
-    """Raises while it is not."""
+    """Check that raises until the server is ready."""
     process: subprocess.Popen[bytes] = field(init=False)
 
     def start(self) -> None:
-        """Start it, and return once it is ready."""
+        """Start the server, and wait until it is ready."""
         with (self.folder / "log").open("wb") as log:
             self.process = subprocess.Popen(
                 self.command, user=self.user, cwd="/", stdout=log, stderr=log
@@ -60,10 +60,10 @@ class Program:
         _wait(self.ready, self.process, self.folder)
 
     def stop(self) -> None:
-        """End it, whatever state it is in, and wait until it has ended."""
+        """End the server in any state, and wait for its exit."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGCONT)
-            self.process.send_signal(self.ending)
+            self.process.send_signal(self.kill_signal)
         self.process.wait(START_S)
 
 
@@ -72,12 +72,12 @@ class RedisServer:
     """A running redis-server."""
 
     url: str
-    """`unix:///...`, as redis-py takes it."""
+    """URL in the form of redis-py, `unix:///...`."""
     program: Program
 
     @property
     def process(self) -> subprocess.Popen[bytes]:
-        """To send signals to."""
+        """The process, for sending signals."""
         return self.program.process
 
 
@@ -86,15 +86,15 @@ class PostgresServer:
     """A running PostgreSQL."""
 
     folder: Path
-    """Of its socket."""
+    """Folder of the server's Unix socket."""
     program: Program
 
     def url(self, database: str) -> str:
-        """Of one of its databases."""
+        """Return the URL of a database."""
         return f"postgresql://postgres@/{database}?host={self.folder}"
 
     def create(self, database: str, like: str = "template1") -> str:
-        """The URL of a new database, a copy of another one."""
+        """Create a database as a copy of another one, and return its URL."""
         names = sql.Identifier(database), sql.Identifier(like)
         with psycopg.connect(self.url("postgres"), autocommit=True) as connection:
             connection.execute(sql.SQL("CREATE DATABASE {} TEMPLATE {}").format(*names))
@@ -102,7 +102,7 @@ class PostgresServer:
 
     @contextlib.contextmanager
     def database(self, like: str = "template1") -> Iterator[str]:
-        """As `create`, dropped at the end whoever is connected."""
+        """Create a database, and drop it at the end even if clients are connected."""
         name = f"test_{time.monotonic_ns()}"
         yield self.create(name, like)
         with psycopg.connect(self.url("postgres"), autocommit=True) as connection:
@@ -113,28 +113,28 @@ class PostgresServer:
 
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[PostgresServer]:
-    """One server for all tests; each takes a database of its own."""
+    """Shared PostgreSQL server. Each test creates its own database."""
     with running_postgres() as server:
         yield server
 
 
 @pytest.fixture
 def postgres_url(postgres: PostgresServer) -> Iterator[str]:
-    """A new and empty database."""
+    """URL of a new, empty database."""
     with postgres.database() as url:
         yield url
 
 
 @pytest.fixture(scope="session")
 def redis() -> Iterator[RedisServer]:
-    """One server for all tests; those that kill theirs take `running_redis`."""
+    """Shared Redis server. Tests that kill the server use `running_redis`."""
     with running_redis() as server:
         yield server
 
 
 @contextlib.contextmanager
 def running_postgres() -> Iterator[PostgresServer]:
-    """A server with one user, `postgres`, who needs no password."""
+    """Run PostgreSQL with one user, `postgres`, without a password."""
     initdb, program = (find_program(name, "postgresql") for name in ("initdb", "postgres"))
     user = _unprivileged()
     with _folder(user) as folder:
@@ -168,13 +168,24 @@ def running_postgres() -> Iterator[PostgresServer]:
 
 @contextlib.contextmanager
 def running_standby(primary: PostgresServer) -> Iterator[PostgresServer]:
-    """A hot standby that follows a server: it has all that the other has, and lets nobody write."""
+    """Run a hot standby, which replicates a primary server and is read-only."""
     copy, program = (find_program(name, "postgresql") for name in ("pg_basebackup", "postgres"))
     user = primary.program.user
     with _folder(user) as folder:
         data = folder / "data"
         _run(
-            copy, "-D", data, "-h", primary.folder, "-U", "postgres", "-R", "-c", "fast", user=user
+            copy,
+            "-D",
+            data,
+            "-h",
+            primary.folder,
+            "-U",
+            "postgres",
+            "-R",
+            "-N",
+            "-c",
+            "fast",
+            user=user,
         )
         command = [program, "-D", str(data), "-c", f"unix_socket_directories={folder}"]
         command += ["-c", "listen_addresses=", "-c", "max_connections=60"]
@@ -185,13 +196,13 @@ def running_standby(primary: PostgresServer) -> Iterator[PostgresServer]:
 
 @contextlib.contextmanager
 def running_pgbouncer(postgres: PostgresServer, **settings: object) -> Iterator[PostgresServer]:
-    """PgBouncer before a server, with these settings: it is used as if it were that server."""
+    """Run PgBouncer with these settings in front of a server. Tests use it like that server."""
     program = find_program("pgbouncer", "pgbouncer")
     user = _unprivileged()
     with _folder(user) as folder:
-        told = {"listen_port": 5432, "unix_socket_dir": folder, "auth_type": "any", **settings}
+        options = {"listen_port": 5432, "unix_socket_dir": folder, "auth_type": "any", **settings}
         lines = [f"[databases]\n* = host={postgres.folder} user=postgres\n[pgbouncer]"]
-        lines += [f"{name} = {value}" for name, value in told.items()]
+        lines += [f"{name} = {value}" for name, value in options.items()]
         (folder / "ini").write_text("\n".join(lines))
         command = [program, str(folder / "ini")]
         connect = partial(_connect, folder)
@@ -201,7 +212,7 @@ def running_pgbouncer(postgres: PostgresServer, **settings: object) -> Iterator[
 
 @contextlib.contextmanager
 def running_redis() -> Iterator[RedisServer]:
-    """A server that keeps nothing on disk."""
+    """Run Redis without persistence."""
     program = find_program("redis-server", "redis-server")
     with _folder(None) as folder:
         path = folder / "redis.sock"
@@ -224,7 +235,9 @@ def find_program(program: str, package: str) -> str:
     folders = [os.environ.get("PATH", ""), *map(str, installed), "/usr/sbin", *map(str, bundled)]
     found = shutil.which(program, path=os.pathsep.join(folders))
     if found is None:
-        missing = f"{program} is not installed: run `make services`, or install the package {package}"
+        missing = (
+            f"{program} is not installed: run `make services`, or install the package {package}"
+        )
         if os.environ.get("CI"):
             pytest.fail(missing)
         pytest.skip(missing)
@@ -240,7 +253,7 @@ def _bundled_postgres() -> list[Path]:
 
 
 def _unprivileged() -> str | None:
-    """Whom to run as, since PostgreSQL refuses root; None: as who we are."""
+    """Return the user that runs PostgreSQL, which refuses root. None means the current user."""
     if os.geteuid() != 0:
         return None
     names = {entry.pw_name for entry in pwd.getpwall()}
@@ -249,7 +262,7 @@ def _unprivileged() -> str | None:
 
 @contextlib.contextmanager
 def _folder(owner: str | None) -> Iterator[Path]:
-    """A folder with a short path, since that of a Unix socket has at most 107 bytes."""
+    """Create a folder with a short path, because a Unix socket's path has at most 107 bytes."""
     with tempfile.TemporaryDirectory(
         prefix="argosy-", dir="/tmp", ignore_cleanup_errors=True
     ) as name:

@@ -1,4 +1,4 @@
-"""Small benchmarks for tests, and what they saw go by."""
+"""Small benchmarks for tests, and a progress listener that records them."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ AT_ONCE = ArrivalProcess(rate=None)
 
 
 @dataclass
-class Watch:
-    """Keeps what it saw."""
+class RecordingProgress:
+    """Records the progress of a benchmark."""
 
     labels: list[str] = field(default_factory=list)
     rows: list[RequestRow] = field(default_factory=list)
@@ -51,4 +51,4 @@ def settings(url: str, *loads: LoadSpec, **changes: object) -> BenchSettings:
 
 
 async def measure(url: str, *loads: LoadSpec, **changes: object) -> BenchResult:
-    return await run_benchmark(settings(url, *loads, **changes), {}, Watch())
+    return await run_benchmark(settings(url, *loads, **changes), {}, RecordingProgress())

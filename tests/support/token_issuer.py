@@ -1,4 +1,4 @@
-"""An OpenID Connect issuer on a free port: discovery, keys that can be changed, tokens with real signatures."""
+"""OpenID Connect issuer on a free port, and authenticators that trust its tokens."""
 
 from __future__ import annotations
 
@@ -12,44 +12,51 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import jwt
+import pytest
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from jwt.algorithms import ECAlgorithm, OKPAlgorithm, RSAAlgorithm
+
+from argosy.gateway.auth import AuthConfig, Authenticator, ConnectionInfo, JwtConfig
+from argosy.gateway.principal import Principal
+from argosy.protocol import ApiError
+from tests.support.account_fixtures import bearer, make_key, make_snapshot
 
 PrivateKey = rsa.RSAPrivateKey | ec.EllipticCurvePrivateKey | ed25519.Ed25519PrivateKey
 
 RSA_KEY = rsa.generate_private_key(public_exponent=65537, key_size=2048)
 OTHER_RSA_KEY = rsa.generate_private_key(public_exponent=65537, key_size=2048)
-WEAK_RSA_KEY = rsa.generate_private_key(public_exponent=65537, key_size=1024)  # noqa: S505 - to be refused
+WEAK_RSA_KEY = rsa.generate_private_key(public_exponent=65537, key_size=1024)  # noqa: S505 - must be rejected
 EC_KEY = ec.generate_private_key(ec.SECP256R1())
 ED_KEY = ed25519.Ed25519PrivateKey.generate()
+FETCH_TIMEOUT_S = 20.0
 
 
-def public_jwk(key: PrivateKey, key_id: str, **more: str) -> dict[str, Any]:
-    """The public half as a JSON Web Key."""
+def public_jwk(key: PrivateKey, key_id: str, **fields: str) -> dict[str, Any]:
+    """Return the public key as a JSON Web Key with additional fields."""
     public = key.public_key()
     match public:
         case rsa.RSAPublicKey():
-            fields = RSAAlgorithm.to_jwk(public, as_dict=True)
+            jwk = RSAAlgorithm.to_jwk(public, as_dict=True)
         case ec.EllipticCurvePublicKey():
-            fields = ECAlgorithm.to_jwk(public, as_dict=True)
+            jwk = ECAlgorithm.to_jwk(public, as_dict=True)
         case _:
-            fields = OKPAlgorithm.to_jwk(public, as_dict=True)
-    return dict(fields) | {"kid": key_id, "use": "sig"} | more
+            jwk = OKPAlgorithm.to_jwk(public, as_dict=True)
+    return dict(jwk) | {"kid": key_id, "use": "sig"} | fields
 
 
-class Issuer:
-    """What it publishes can be changed while it runs."""
+class TokenIssuer:
+    """Issuer that publishes discovery and keys over HTTP. Attributes may be changed while it runs."""
 
     def __init__(self) -> None:
         self.keys = [public_jwk(RSA_KEY, "rsa"), public_jwk(EC_KEY, "ec"), public_jwk(ED_KEY, "ed")]
-        self.broken = False
-        self.named: str | None = None
-        """What it calls itself; None: what it is."""
+        self.is_broken = False
+        """Whether every request gets status 500."""
+        self.published_issuer: str | None = None
+        """Issuer in the discovery document, by default the URL."""
         self.status = 200
-        self.drips = False
-        """Its keys come a byte at a time, and never to their end."""
-        self.asked = 0
-        """How often somebody asked for the keys."""
+        self.keys_never_end = False
+        """Whether the keys are sent byte by byte without an end."""
+        self.num_key_requests = 0
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
 
@@ -60,17 +67,21 @@ class Issuer:
         algorithm: str = "RS256",
         **claims: object,
     ) -> str:
-        """A token for the audience `argosy` that lasts a minute; `claims` are added or, when None, left out."""
-        usual = {"iss": self.url, "aud": "argosy", "sub": "someone", "exp": time.time() + 60}
-        told = {name: value for name, value in (usual | claims).items() if value is not None}
-        return jwt.encode(told, key, algorithm, headers={"kid": key_id})
+        """Return a token for the audience `argosy` that expires in a minute.
+
+        `claims` are added, or omitted if None.
+        """
+        defaults = {"iss": self.url, "aud": "argosy", "sub": "someone", "exp": time.time() + 60}
+        all_claims = defaults | claims
+        present = {name: value for name, value in all_claims.items() if value is not None}
+        return jwt.encode(present, key, algorithm, headers={"kid": key_id})
 
     def run(self) -> None:
-        """Answer until `stop`."""
+        """Serve until `stop`."""
         self._server.serve_forever(poll_interval=0.01)
 
     def stop(self) -> None:
-        """Answer no more."""
+        """Stop serving."""
         self._server.shutdown()
         self._server.server_close()
 
@@ -84,35 +95,87 @@ class Issuer:
                 self.send_header("content-type", "application/json")
                 self.end_headers()
                 with contextlib.suppress(OSError):
-                    while issuer.drips and self.path == "/keys":
+                    while issuer.keys_never_end and self.path == "/keys":
                         self.wfile.write(b" ")
                         time.sleep(0.05)
                     self.wfile.write(body or b"")
 
             def log_message(self, *args: object) -> None:
-                """Nobody reads it."""
+                """Log no requests."""
 
         return Handler
 
     def document(self, path: str) -> bytes | None:
-        """What is at `path`; None when it cannot be told."""
-        if self.broken:
+        """Return the document at `path`, or None if the issuer is broken."""
+        if self.is_broken:
             return None
         if path == "/.well-known/openid-configuration":
-            said = {"issuer": self.named or self.url, "jwks_uri": f"{self.url}/keys"}
-            return json.dumps(said).encode()
-        self.asked += 1
+            metadata = {"issuer": self.published_issuer or self.url, "jwks_uri": f"{self.url}/keys"}
+            return json.dumps(metadata).encode()
+        self.num_key_requests += 1
         return json.dumps({"keys": self.keys}).encode()
 
 
 @contextmanager
-def issuer() -> Iterator[Issuer]:
-    """One that runs."""
-    running = Issuer()
-    thread = threading.Thread(target=running.run)
+def run_issuer() -> Iterator[TokenIssuer]:
+    """Run an issuer."""
+    issuer = TokenIssuer()
+    thread = threading.Thread(target=issuer.run)
     thread.start()
     try:
-        yield running
+        yield issuer
     finally:
-        running.stop()
+        issuer.stop()
         thread.join()
+
+
+class OffsetClock:
+    """System time plus an offset that a test sets."""
+
+    def __init__(self) -> None:
+        self.offset_s = 0.0
+
+    def __call__(self) -> float:
+        return time.time() + self.offset_s
+
+
+def make_jwt_authenticator(
+    issuer: TokenIssuer,
+    clock: OffsetClock | None = None,
+    **settings: Any,  # noqa: ANN401 - fields of `JwtConfig`
+) -> Authenticator:
+    """Return an authenticator that accepts API key "a" and tokens of an issuer."""
+    defaults: dict[str, Any] = {"issuer": issuer.url, "audience": ("argosy",)}
+    config = AuthConfig(jwt=JwtConfig(**defaults | settings))
+    return Authenticator(make_snapshot(make_key("a")), config, clock or OffsetClock())
+
+
+def authenticate(authenticator: Authenticator, connection: ConnectionInfo) -> Principal:
+    """Authenticate again while signing keys are being fetched, as a client does."""
+    deadline = time.monotonic() + FETCH_TIMEOUT_S
+    while True:
+        try:
+            return authenticator.authenticate(connection)
+        except ApiError as error:
+            if error.retry_after_s != 1.0 or time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
+
+
+def token_rejection(authenticator: Authenticator, token: str) -> tuple[int, str]:
+    """Return status and message of the error for a token, once the signing keys are fetched."""
+    with pytest.raises(ApiError) as caught:
+        authenticate(authenticator, bearer(token))
+    return caught.value.status, caught.value.message
+
+
+def wait_for_rejection(authenticator: Authenticator, token: str) -> tuple[int, str]:
+    """Wait until a token is rejected. Returns status and message."""
+    deadline = time.monotonic() + FETCH_TIMEOUT_S
+    while time.monotonic() < deadline:
+        try:
+            authenticate(authenticator, bearer(token))
+        except ApiError as error:
+            return error.status, error.message
+        time.sleep(0.01)
+    raise AssertionError("the token is still accepted")

@@ -1,4 +1,7 @@
-"""Processes that keep usage and come to harm: started by `test_usage_kills.py`, told what to do by their arguments."""
+"""Processes that write a usage log until they are killed or the disk is full.
+
+`tests/chaos/test_usage_kills.py` starts them. Their arguments select the task.
+"""
 
 from __future__ import annotations
 
@@ -14,87 +17,100 @@ import msgspec
 import structlog
 
 from argosy.policy import Rates
-from argosy.store import UsageLog, UsageLogFullError, UsageRecord, UsageSlot
-from argosy.store import usage_log as spool_module
+from argosy.store import UsageLog, UsageLogFullError, UsageRecord, UsageSlot, usage_log
 
 RATES = Rates(3, 1, 5)
+CONCURRENT_REQUESTS = 8
 
 
-def row(request: str) -> UsageRecord:
+def record(request: str) -> UsageRecord:
     return UsageRecord(
         request=request, started_at=0.0, ended_at=0.0, status="interrupted", model="m"
     )
 
 
 def count_until_killed(folder: Path, store: Path) -> None:
-    """Begin, count and end requests without end, and say so on standard output before each; drain meanwhile."""
-    spool = UsageLog(folder)
-    spool.recover()
-    kept = os.open(store, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    """Begin, count and finish requests forever, and drain the log into the file `store` on a second thread.
 
-    def keep(rows: list[UsageRecord]) -> None:
-        # A write may be torn by the kill: what comes after it begins on a line of its own.
-        os.write(kept, b"".join(b"\n" + msgspec.json.encode(one) for one in rows) + b"\n")
+    A line on standard output announces each operation before it runs.
+    """
+    log = UsageLog(folder)
+    log.recover()
+    store_descriptor = os.open(store, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
-    def drain() -> None:
+    def write_to_store(records: list[UsageRecord]) -> None:
+        # The kill may tear a write, so that the next one begins on a line of its own.
+        lines = b"".join(b"\n" + msgspec.json.encode(record) for record in records) + b"\n"
+        os.write(store_descriptor, lines)
+
+    def drain_forever() -> None:
         while True:
-            spool.drain(keep)
+            log.drain(write_to_store)
 
-    threading.Thread(target=drain, daemon=True).start()
+    threading.Thread(target=drain_forever, daemon=True).start()
     running: dict[str, tuple[UsageSlot, int]] = {}
     for number in range(sys.maxsize):
-        name, what = f"{os.getpid()}-{number}", random.random()
-        if len(running) < 8:
-            say("begin", name)
-            running[name] = spool.allocate_slot(row(name), RATES), 0
+        name, choice = f"{os.getpid()}-{number}", random.random()
+        if len(running) < CONCURRENT_REQUESTS:
+            announce("begin", name)
+            running[name] = log.allocate_slot(record(name), RATES), 0
             continue
         name = random.choice(list(running))
         slot, tokens = running.pop(name)
-        if what < 0.1:
-            say("end", name)
+        if choice < 0.1:
+            announce("finish", name)
             slot.finish("completed", "here", 1.0)
             continue
         tokens += random.randrange(1, 9)
-        say("count", name, tokens)
+        announce("count", name, tokens)
         slot.set_counts(tokens, tokens // 2, tokens)
         running[name] = slot, tokens
 
 
-def say(*words: object) -> None:
+def announce(*words: object) -> None:
     os.write(1, " ".join(map(str, words)).encode() + b"\n")
 
 
-def fill_the_disk(folder: Path) -> None:
-    """Go on with no room for files, up to the bound in memory; then there is room again."""
-    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, most))
-    rows: list[UsageRecord] = []
-    spool = UsageLog(folder)
-    slot = spool.allocate_slot(row("first"))
+def fill_disk(folder: Path) -> None:
+    """Allocate slots without space for files until memory is full too. Then continue with space.
+
+    A JSON object on standard output reports both phases.
+    """
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard_limit))
+    records: list[UsageRecord] = []
+    log = UsageLog(folder)
+    slot = log.allocate_slot(record("first"))
     slot.set_counts(4, 0, 2)
     slot.finish("completed", "here", 1.0)
-    full = {"in_memory": spool.unpersisted_records, "files": len(list(folder.glob("*.usage")))}
-    spool.drain(rows.extend)
-    slots = [spool.allocate_slot(row(str(number))) for number in range(bound())]
+    full = {"in_memory": log.unpersisted_records, "files": count_files(folder)}
+    log.drain(records.extend)
+    slots = [log.allocate_slot(record(str(number))) for number in range(max_records_in_memory())]
     try:
-        spool.allocate_slot(row("one too many"))
+        log.allocate_slot(record("excess"))
     except UsageLogFullError:
-        full["refused"] = 1
-    resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
-    spool.drain(rows.extend)
-    spool.allocate_slot(row("last")).finish("completed", "here", 1.0)
-    room = {"in_memory": spool.unpersisted_records, "files": len(list(folder.glob("*.usage")))}
-    for one in slots:
-        one.finish("completed", "here", 1.0)
-    spool.drain(rows.extend)
-    spool.drain(rows.extend)
-    room["left_in_memory"] = spool.unpersisted_records
-    spool.close()
-    print(json.dumps({"full": full, "room": room, "rows": len({one.request for one in rows})}))  # noqa: T201 - read by the test
+        full["rejected"] = 1
+    resource.setrlimit(resource.RLIMIT_FSIZE, (hard_limit, hard_limit))
+    log.drain(records.extend)
+    log.allocate_slot(record("last")).finish("completed", "here", 1.0)
+    recovered = {"files": count_files(folder)}
+    for slot in slots:
+        slot.finish("completed", "here", 1.0)
+    log.drain(records.extend)
+    log.drain(records.extend)
+    recovered["in_memory"] = log.unpersisted_records
+    log.close()
+    requests = len({record.request for record in records})
+    report = {"full": full, "recovered": recovered, "records": requests}
+    print(json.dumps(report))  # noqa: T201 - read by the test
 
 
-def bound() -> int:
-    return spool_module.MAX_MEMORY_TABLES * (spool_module.SLOTS_PER_TABLE - 1)
+def count_files(folder: Path) -> int:
+    return len(list(folder.glob("*.usage")))
+
+
+def max_records_in_memory() -> int:
+    return usage_log.MAX_MEMORY_TABLES * (usage_log.SLOTS_PER_TABLE - 1)
 
 
 if __name__ == "__main__":
@@ -103,4 +119,4 @@ if __name__ == "__main__":
     if task == "count":
         count_until_killed(Path(folder), Path(*store))
     else:
-        fill_the_disk(Path(folder))
+        fill_disk(Path(folder))

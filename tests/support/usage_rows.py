@@ -1,4 +1,4 @@
-"""Rows of the ledger for tests."""
+"""Usage records for tests."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 from argosy.store import UsageRecord
 
 
-def usage_row(request: str, **fields: Any) -> UsageRecord:  # noqa: ANN401 - whatever a row has
-    """A row of one second and a few tokens, unless `fields` say otherwise."""
+def usage_row(request: str, **fields: Any) -> UsageRecord:  # noqa: ANN401 - any field of the record
+    """Return a completed record of one second and 13 tokens, in which `fields` override the defaults."""
     ended_at = fields.pop("ended_at", 1_763_750_000.0)
     defaults: dict[str, Any] = {
         "organisation": "org_a",

@@ -1,4 +1,4 @@
-"""Gateways that share a limit and speak only when they have to, as those of a fleet do; in virtual time."""
+"""Gateways that share one limit in virtual time and send messages only when they have to."""
 
 from __future__ import annotations
 
@@ -7,57 +7,58 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from argosy.policy import LeasedQuota, WindowLease
-from tests.support.quota_authority import Authority
+from tests.support.quota_authority import FakeQuotaAuthority
 
-ALIVE_S = 5.0
+GATEWAY_TTL_S = 5.0
 TICK_S = 0.05
 
 
 @dataclass
-class Gateway:
-    """It asks when somebody needs more, or the lease is due, and forgets a lease that is idle."""
+class VirtualGateway:
+    """Sends a request when units are missing or the lease is due, and drops an idle lease."""
 
     name: str
     lease: LeasedQuota
     active: bool = False
-    messages: int = 0
-    running: int = 0
-    """Of what runs at a time."""
+    """Whether the lease is renewed when it is due."""
+    num_messages: int = 0
+    num_running: int = 0
+    """Running requests, for a concurrency limit."""
 
 
 @dataclass
-class World:
-    """Gateways, and an authority that forgets a limit that it has not heard of for long."""
+class VirtualFleet:
+    """Gateways and an authority that drops a limit after a time without messages."""
 
-    gateways: list[Gateway]
-    authority: Authority = field(default_factory=Authority)
+    gateways: list[VirtualGateway]
+    authority: FakeQuotaAuthority = field(default_factory=FakeQuotaAuthority)
     now: float = 1_000_000.0
-    up: bool = True
+    is_authority_up: bool = True
     kept_until: dict[str, float] = field(default_factory=dict)
+    """Time at which the authority drops each limit."""
     uses: list[tuple[float, int]] = field(default_factory=list)
-    """When, and how many units."""
+    """Time and units of each use."""
     check: Callable[[], None] = lambda: None
-    """Called at each moment."""
+    """Called at each tick."""
 
-    def exchange(self, gateway: Gateway) -> None:
-        """The gateway asks, and hears the answer."""
+    def exchange(self, gateway: VirtualGateway) -> None:
+        """Send a gateway's lease request and apply the grant."""
         lease, name = gateway.lease, gateway.lease.name
-        ask = lease.build_request(self.now)
-        assert (
-            lease.remaining(self.now) <= max(0, ask.kept - gateway.running) or ask.kind != "slots"
-        )
+        request = lease.build_request(self.now)
+        if request.kind == "slots":
+            assert lease.remaining(self.now) <= max(0, request.kept - gateway.num_running)
         if self.now >= self.kept_until.get(name, 0.0):
             self.authority.limits.pop(name, None)
-        self.kept_until[name] = self.now + ask.keep_s
-        gateway.messages += 1
+        self.kept_until[name] = self.now + request.keep_s
+        gateway.num_messages += 1
         [grant] = self.authority.exchange(
-            gateway.name, gateway.messages, ALIVE_S, [(name, ask)], self.now
+            gateway.name, gateway.num_messages, GATEWAY_TTL_S, [(name, request)], self.now
         )
-        lease.apply_grant(ask, grant, self.now, self.now)
+        lease.apply_grant(request, grant, self.now, self.now)
         gateway.active = not lease.is_idle
 
-    def use(self, gateway: Gateway, units: int) -> bool:
-        """Whether there was so much, asked for if need be."""
+    def use(self, gateway: VirtualGateway, units: int) -> bool:
+        """Use units, requesting more if necessary. Returns whether there were enough."""
         lease = gateway.lease
         if lease.remaining(self.now) < units and not lease.is_exhausted(units, self.now):
             lease.request_units(units)
@@ -70,30 +71,29 @@ class World:
         return True
 
     def wait(self, seconds: float) -> None:
-        """Time goes by, and who has to speak does."""
+        """Advance the time tick by tick. Gateways send the messages that become due."""
         for _ in range(round(seconds / TICK_S)):
             self.now += TICK_S
             for gateway in self.gateways:
-                if self.up and gateway.active and gateway.lease.is_due(self.now):
+                if self.is_authority_up and gateway.active and gateway.lease.is_due(self.now):
                     self.exchange(gateway)
             self.check()
 
-    def counted(self) -> int:
-        """Units that the authority counts, grants that may yet be used included."""
+    def counted_units(self) -> int:
+        """Return the units that the authority counts, including unused grants."""
         lease = self.gateways[0].lease
-        lease.remaining(self.now)  # it may be of another day
-        limit = self.authority.limits.get(lease.name)
-        return 0 if limit is None else sum(limit.slots.values())
+        lease.remaining(self.now)  # a calendar period that is over changes the lease's name
+        return self.authority.counted_units(lease.name)
 
-    def used(self, since: float) -> int:
-        """Units that were used from then on."""
-        return sum(units for at, units in self.uses if at > since)
+    def used_units(self) -> int:
+        """Return the units that all gateways have used."""
+        return sum(units for _, units in self.uses)
 
 
-def world(count: int, lease: Callable[[], LeasedQuota]) -> World:
-    """Gateways with such leases."""
-    gateways = [Gateway(f"g{number}", lease()) for number in range(count)]
+def make_fleet(num_gateways: int, make_lease: Callable[[], LeasedQuota]) -> VirtualFleet:
+    """Return gateways with new leases of the same limit."""
+    gateways = [VirtualGateway(f"g{number}", make_lease()) for number in range(num_gateways)]
     for gateway in gateways:
         if isinstance(gateway.lease, WindowLease):
             gateway.lease.on_report_due = partial(setattr, gateway, "active", True)
-    return World(gateways)
+    return VirtualFleet(gateways)

@@ -1,4 +1,4 @@
-"""vLLM's own server with the bundled model, where its CPU build is installed."""
+"""vLLM server with the bundled model, if its CPU build is installed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 PEER = Path(os.environ.get("ARGOSY_VLLM", ROOT / ".venv-peers" / "vllm"))
 PYTHON = PEER / "bin" / "python"
 CONTEXT = 1024
-SETTINGS = {
+ENVIRONMENT = {
     "LD_PRELOAD": str(PEER / "lib" / "libiomp5.so"),
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -29,7 +29,7 @@ SETTINGS = {
 
 @dataclass
 class VllmServer:
-    """One server and its engine's process, on a Unix socket."""
+    """vLLM server and its engine process, on a Unix socket."""
 
     socket: Path
     options: tuple[str, ...] = ()
@@ -45,13 +45,13 @@ class VllmServer:
                 *("--uvicorn-log-level", "warning", *self.options),
             ],
             cwd=self.socket.parent,
-            env={**os.environ, **SETTINGS},
+            env={**os.environ, **ENVIRONMENT},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
 
-    def wait(self) -> None:
+    def wait_ready(self) -> None:
         while not self._is_ready():
             assert self.process.poll() is None
             time.sleep(0.2)
@@ -66,24 +66,24 @@ class VllmServer:
                 return False
 
     def signal(self, number: signal.Signals) -> None:
-        """To all of its processes."""
+        """Send a signal to all processes of the server."""
         os.killpg(self.process.pid, number)
 
-    def end(self) -> None:
+    def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             self.signal(signal.SIGKILL)
         self.process.wait()
 
 
 @contextlib.contextmanager
-def started(*servers: VllmServer) -> Iterator[None]:
-    """All of them, side by side."""
+def run_vllm_servers(*servers: VllmServer) -> Iterator[None]:
+    """Run these servers until the end of the context."""
     try:
         for server in servers:
             server.start()
         for server in servers:
-            server.wait()
+            server.wait_ready()
         yield
     finally:
         for server in servers:
-            server.end()
+            server.kill()

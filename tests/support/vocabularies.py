@@ -1,4 +1,4 @@
-"""Small tokenizers of the two kinds that checkpoints have, made in code, and a checkpoint directory."""
+"""Small tokenizers of the two types that checkpoints have, and a checkpoint directory with one of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BYTE_LEVEL_SPECIAL = ["<|begin|>", "<|user|>", "<|end|>"]
 
 @cache
 def byte_level_backend() -> tokenizers.Tokenizer:
-    """Byte-level BPE, as GPT-2, Llama 3 and Qwen have it."""
+    """Return a byte-level BPE, the type of GPT-2, Llama 3 and Qwen."""
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -39,11 +39,11 @@ def byte_level_backend() -> tokenizers.Tokenizer:
 
 @cache
 def sentencepiece_backend() -> tokenizers.Tokenizer:
-    """BPE with byte fallback and a space before the text, as Llama 2, Mistral and Phi-3 have it."""
-    special = ["<unk>", "<s>", "</s>"]
+    """Return a BPE with byte fallback and a leading space, the type of Llama 2, Mistral and Phi-3."""
+    special_tokens = ["<unk>", "<s>", "</s>"]
     letters = [*"▁abcdefghijklmnopqrstuvwxyzETUS,.:", "ü"]
     merges = [("t", "h"), ("th", "e"), ("▁", "the"), ("s", "t"), ("o", "p"), ("st", "op")]
-    pieces = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), *letters]
+    pieces = [*special_tokens, *(f"<0x{byte:02X}>" for byte in range(256)), *letters]
     pieces += [left + right for left, right in merges]
     vocabulary = {piece: i for i, piece in enumerate(pieces)}
     backend = tokenizers.Tokenizer(
@@ -60,7 +60,7 @@ def sentencepiece_backend() -> tokenizers.Tokenizer:
             decoders.Strip(" ", 1, 0),
         ]
     )
-    backend.add_special_tokens(special)
+    backend.add_special_tokens(special_tokens)
     backend.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", vocabulary["<s>"])]
     )
@@ -68,11 +68,13 @@ def sentencepiece_backend() -> tokenizers.Tokenizer:
 
 
 def byte_level() -> Tokenizer:
+    """Return a tokenizer with the byte-level backend."""
     backend = byte_level_backend()
     return Tokenizer(backend, [backend.get_vocab()["<|end|>"]])
 
 
 def sentencepiece() -> Tokenizer:
+    """Return a tokenizer with the SentencePiece backend."""
     backend = sentencepiece_backend()
     return Tokenizer(backend, [backend.get_vocab()["</s>"]])
 
@@ -86,7 +88,7 @@ TEMPLATE = (
 
 
 def write_checkpoint(path: Path) -> Path:
-    """A checkpoint directory with everything but weights, its template in tokenizer_config.json."""
+    """Write a checkpoint without weights, with its chat template in tokenizer_config.json. Return `path`."""
     byte_level_backend().save(str(path / "tokenizer.json"))
     config = {
         "bos_token": {"content": "<|begin|>", "special": True},

@@ -1,4 +1,4 @@
-"""Waiting for what tells nobody that it has come."""
+"""Waiting for conditions that have no event."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from pathlib import Path
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """Wait until it holds; the test's own time limit is the only one."""
-    while not condition():  # noqa: ASYNC110 - it has no event
+    """Wait until `condition` holds. The test's own timeout is the only limit."""
+    while not condition():  # noqa: ASYNC110 - the condition has no event
         await asyncio.sleep(0.01)
 
 
-async def still(count: Callable[[], int]) -> int:
-    """What a count has come to once it has not changed for a while."""
-    before = None
-    while (now := count()) != before:
-        before = now
+async def stable_value(read_value: Callable[[], int]) -> int:
+    """Return a value once it has not changed for 0.2 seconds."""
+    previous = None
+    while (current := read_value()) != previous:
+        previous = current
         await asyncio.sleep(0.2)
-    return now
+    return current
 
 
-def listens_at(path: Path) -> bool:
-    """Whether somebody listens at a Unix socket, which is there a moment before they do."""
+def is_listening(path: Path) -> bool:
+    """Return whether a server listens at a Unix socket. The file exists slightly earlier."""
     with socket.socket(socket.AF_UNIX) as client:
         return client.connect_ex(str(path)) == 0

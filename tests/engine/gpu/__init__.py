@@ -1,1 +1,1 @@
-"""Tests of the GPU kernels, which run without a GPU too."""
+"""Tests of the GPU kernels, which also run without a GPU."""

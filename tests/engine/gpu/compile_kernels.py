@@ -1,9 +1,9 @@
-"""Compiles the kernels for Hopper at the shapes of real models, without a GPU; prints what each takes.
+"""Compiles the GPU kernels for Hopper at the shapes of real models, without a GPU, and prints their resource usage.
 
-Run by test_compiled.py in a process of its own, since here Triton must compile what the other tests
-let it interpret. One line of JSON a kernel: its name, shared memory, registers, stack (what had no
-register) in bytes, and whether the matrix unit's asynchronous instructions and copies, and fused
-multiply-adds, are in use.
+test_compiled.py runs this module in a separate process, because Triton compiles here what other tests let it interpret.
+The output has a line of JSON per kernel: its name, the bytes of shared memory, the number of registers, and the bytes
+of stack for spilled registers. Flags show the use of asynchronous matrix instructions and copies, and of fused
+multiply-adds. With the argument `all`, every shape is compiled, and else one representative of each kernel.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -25,28 +26,46 @@ from argosy.engine.execution.sampling_ops import EXP2_COEFFICIENTS, FRACTION_BIT
 HOPPER = GPUTarget("cuda", 90, 32)
 BFLOAT16, FLOAT32, FLOAT8 = "*bf16", "*fp32", "*fp8e4nv"
 POINTERS = {
-    "cu_q": "*i32",
+    "query_start_loc": "*i32",
     "seq_lens": "*i32",
-    "page_table": "*i32",
-    "slots": "*i64",
+    "block_table": "*i32",
+    "slot_mapping": "*i64",
     "positions": "*i64",
     "tokens": "*i64",
-    "masses": "*i64",
-    "likeliest": "*i32",
-    "options": "*fp64",
+    "weight_sums": "*i64",
+    "best_tokens": "*i32",
+    "row_options": "*fp64",
     "narrow": FLOAT8,
     **dict.fromkeys(
         (
-            *("sums", "peaks", "totals", "first", "second", "scales", "scale"),
+            *("sums", "peaks", "totals", "cos", "sin", "scales", "scale"),
             *("x_scales", "weight_scales", "logits"),
         ),
         FLOAT32,
     ),
     **dict.fromkeys(
-        ("q", "k", "v", "keys", "values", "out", "x", "mixed", "weight", "bias"), BFLOAT16
+        ("q", "k", "v", "keys", "values", "out", "x", "delta", "weight", "bias"), BFLOAT16
     ),
 }
-"""Types of parameters; what is not here, nor a constant, is an int32."""
+"""Types of kernel parameters. All others are constants or int32."""
+
+ALL_SHAPES = "all" in sys.argv[1:]
+"""Whether to compile every shape."""
+REPRESENTATIVES = {
+    "attend 128 decode, split",
+    "attend 128 prefill, float8 cache",
+    f"store {FLOAT8}",
+    "merge_ranges",
+    "matmul bfloat16 128x256",
+    "matmul float8 64x16",
+    "quantize",
+    "norm 4096",
+    "gated activation gelu_tanh",
+    "sample: find peaks",
+    "sample: sum weights",
+    "sample: select token",
+}
+"""Labels of one or two variants of each kernel."""
 
 
 def report(
@@ -56,7 +75,9 @@ def report(
     types: dict[str, str] | None = None,
     **options: int,
 ) -> None:
-    """Compile and print one line."""
+    """Compile a kernel and print its line. Without ALL_SHAPES, only representatives are compiled."""
+    if not ALL_SHAPES and label not in REPRESENTATIVES:
+        return
     signature: dict[str, str] = dict.fromkeys(kernel.arg_names, "i32")
     signature |= {name: POINTERS[name] for name in signature if name in POINTERS}
     signature |= {name: kind for name, kind in (types or {}).items() if name in signature}
@@ -76,7 +97,7 @@ def report(
         usage = subprocess.run(
             [tool, "-res-usage", str(cubin)], capture_output=True, text=True, check=True
         ).stdout
-    counts = {name: int(found) for name, found in re.findall(r"(REG|STACK):(\d+)", usage)}
+    counts = {name: int(count) for name, count in re.findall(r"(REG|STACK):(\d+)", usage)}
     line = {
         "kernel": label,
         "shared": built.metadata.shared,
@@ -86,22 +107,22 @@ def report(
         "cp_async": "cp.async.c" in built.asm["ptx"],
         "fused": "fma.rn" in built.asm["ptx"],
     }
-    print(json.dumps(line), flush=True)  # noqa: T201 - what it is for
+    print(json.dumps(line), flush=True)  # noqa: T201 - the output of this program
 
 
-def attend(
+def report_attention(
     label: str,
     head_dim: int,
     heads: int,
     kv_heads: int,
     *,
     single: bool,
-    alone: bool,
+    single_program: bool,
     dtype: str = BFLOAT16,
     cache: str = "",
     gemma: bool = False,
 ) -> None:
-    """The attention of one model."""
+    """Report the attention kernel for the shape of one model."""
     width = attention._padded_head_dim(head_dim)
     group = heads // kv_heads
     tile = attention._tile(group, width * (4 if dtype == FLOAT32 else 2), single=single)
@@ -117,11 +138,11 @@ def attend(
         "BLOCK": 16,
         "ROTARY": head_dim,
         "SOFTCAP": gemma,
-        "ALONE": alone,
+        "SINGLE_PROGRAM": single_program,
         "PRECISION": "tf32x3",
     }
     types = {"q": dtype, "out": dtype, "keys": cache or dtype, "values": cache or dtype}
-    types |= {"scale": "fp32", "cap": "fp32", "tokens": "i32"}
+    types |= {"scale": "fp32", "softcap": "fp32", "tokens": "i32"}
     report(
         f"attend {label}",
         attention_kernels.attend,
@@ -132,21 +153,27 @@ def attend(
     )
 
 
-def all_attention() -> None:
-    """Llama, Qwen, Gemma and Phi shapes."""
-    attend("128 decode, split", 128, 32, 8, single=True, alone=False)
-    attend("128 decode", 128, 32, 8, single=True, alone=True)
-    attend("128 prefill", 128, 32, 8, single=False, alone=True)
-    attend("128 prefill, split", 128, 32, 8, single=False, alone=False)
-    attend("128 decode, float8 cache", 128, 64, 8, single=True, alone=True, cache=FLOAT8)
-    attend("128 prefill, float8 cache", 128, 64, 8, single=False, alone=True, cache=FLOAT8)
-    attend("64 decode", 64, 14, 2, single=True, alone=False)
-    attend("64 prefill", 64, 14, 2, single=False, alone=True)
-    attend("80 prefill", 80, 32, 32, single=False, alone=True)
-    attend("96 decode", 96, 32, 32, single=True, alone=True)
-    attend("256 decode, Gemma", 256, 8, 4, single=True, alone=False, gemma=True)
-    attend("256 prefill, Gemma", 256, 8, 4, single=False, alone=True, gemma=True)
-    attend("128 prefill, float32", 128, 32, 8, single=False, alone=True, dtype=FLOAT32)
+def report_attention_kernels() -> None:
+    """Report the attention kernels for the shapes of Llama, Qwen, Gemma and Phi."""
+    report_attention("128 decode, split", 128, 32, 8, single=True, single_program=False)
+    report_attention("128 decode", 128, 32, 8, single=True, single_program=True)
+    report_attention("128 prefill", 128, 32, 8, single=False, single_program=True)
+    report_attention("128 prefill, split", 128, 32, 8, single=False, single_program=False)
+    report_attention(
+        "128 decode, float8 cache", 128, 64, 8, single=True, single_program=True, cache=FLOAT8
+    )
+    report_attention(
+        "128 prefill, float8 cache", 128, 64, 8, single=False, single_program=True, cache=FLOAT8
+    )
+    report_attention("64 decode", 64, 14, 2, single=True, single_program=False)
+    report_attention("64 prefill", 64, 14, 2, single=False, single_program=True)
+    report_attention("80 prefill", 80, 32, 32, single=False, single_program=True)
+    report_attention("96 decode", 96, 32, 32, single=True, single_program=True)
+    report_attention("256 decode, Gemma", 256, 8, 4, single=True, single_program=False, gemma=True)
+    report_attention("256 prefill, Gemma", 256, 8, 4, single=False, single_program=True, gemma=True)
+    report_attention(
+        "128 prefill, float32", 128, 32, 8, single=False, single_program=True, dtype=FLOAT32
+    )
     shared = {"HEADS": 32, "GROUP": 4, "HEAD_DIM": 128, "WIDTH": 128}
     for cache in (BFLOAT16, FLOAT8):
         constants = {
@@ -157,7 +184,7 @@ def all_attention() -> None:
             "BLOCK": 16,
             "ROTARY": 128,
             "FLOAT8": cache == FLOAT8,
-            "MOST": 448.0,
+            "MAX_VALUE": 448.0,
         }
         types = {"keys": cache, "values": cache, "tokens": "i32"}
         report(f"store {cache}", attention_kernels.store_kv, constants, types, num_warps=4)
@@ -166,8 +193,8 @@ def all_attention() -> None:
     report("merge_ranges", attention_kernels.merge_ranges, constants, types, num_warps=4)
 
 
-def all_linears() -> None:
-    """Every tile, at a K of 4,096."""
+def report_linear_kernels() -> None:
+    """Report the linear kernels for every tile, with K = 4,096."""
     for kind, types in (
         ("bfloat16", {}),
         ("float8", {"x": FLOAT8, "weight": FLOAT8}),
@@ -184,46 +211,48 @@ def all_linears() -> None:
                 "SCALED": kind == "float8",
             }
             report(
-                f"multiply {kind} {outs}x{tokens}",
+                f"matmul {kind} {outs}x{tokens}",
                 linear._matmul,
                 constants,
                 {"tokens": "i32"} | types,
                 num_warps=warps,
                 num_stages=stages,
             )
-    constants = {"COLS": 4096, "WIDTH": 4096, "MOST": linear.FLOAT8_MAX}
-    report("narrow", linear._quantize_float8, constants, {}, num_warps=8)
+    constants = {"COLS": 4096, "WIDTH": 4096, "MAX_VALUE": linear.FLOAT8_MAX}
+    report("quantize", linear._quantize_float8, constants, {}, num_warps=8)
 
 
-def all_rows() -> None:
-    """Norms, gates and the draw."""
-    for size, width, many, warps in ((4096, 4096, 1, 8), (128, 128, 8, 4)):
+def report_row_kernels() -> None:
+    """Report the kernels of norms, gated activations and sampling."""
+    for size, width, rows, warps in ((4096, 4096, 1, 8), (128, 128, 8, 4)):
         constants: dict[str, Any] = {
             "SIZE": size,
             "WIDTH": width,
-            "ROWS": many,
-            "NARROW": True,
-            "ADD": many == 1,
+            "ROWS": rows,
+            "ROUND_BEFORE_WEIGHT": True,
+            "ADD": rows == 1,
         }
         types = {"rows": "i32", "eps": "fp32"}
         report(f"norm {size}", elementwise._norm, constants, types, num_warps=warps)
     for activation in ("silu", "gelu_tanh"):
         constants = {"ACTIVATION": activation, "TILE": elementwise.GATE_TILE_OUTPUTS}
-        report(f"gate {activation}", elementwise._gated_activation, constants, num_warps=4)
+        report(
+            f"gated activation {activation}", elementwise._gated_activation, constants, num_warps=4
+        )
     constants = {"TILE": sampling.VOCAB_TILE}
-    report("draw: survey", sampling._find_peaks, constants, {}, **sampling.KERNEL_OPTIONS)
+    report("sample: find peaks", sampling._find_peaks, constants, {}, **sampling.KERNEL_OPTIONS)
     constants |= {
         "WIDTH": 64,
-        "FACTORS": EXP2_COEFFICIENTS,
-        "FRACTION": FRACTION_BITS,
-        "NOTHING": MIN_EXPONENT,
+        "COEFFICIENTS": EXP2_COEFFICIENTS,
+        "FRACTION_BITS": FRACTION_BITS,
+        "MIN_EXPONENT": MIN_EXPONENT,
     }
-    report("draw: measure", sampling._sum_weights, constants, {}, **sampling.KERNEL_OPTIONS)
+    report("sample: sum weights", sampling._sum_weights, constants, {}, **sampling.KERNEL_OPTIONS)
     constants |= {"TILES": 63}
-    report("draw: pick", sampling._select_token, constants, {}, **sampling.KERNEL_OPTIONS)
+    report("sample: select token", sampling._select_token, constants, {}, **sampling.KERNEL_OPTIONS)
 
 
 if __name__ == "__main__":
-    all_rows()
-    all_linears()
-    all_attention()
+    report_row_kernels()
+    report_linear_kernels()
+    report_attention_kernels()

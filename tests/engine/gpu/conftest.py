@@ -1,4 +1,4 @@
-"""Runs the GPU kernels on the GPU where there is one, else in Triton's interpreter on host tensors."""
+"""Runs the GPU kernels on a GPU if one is visible, and else in Triton's interpreter on host tensors."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 
 from tests.engine.gpu.device import DEVICE, INTERPRETED
 
-if importlib.util.find_spec("triton") is None:  # other systems than Linux on x86-64 have none
+if importlib.util.find_spec("triton") is None:  # Triton exists for Linux on x86-64 only
     collect_ignore_glob = ["test_*.py"]
 elif INTERPRETED:
-    # Triton reads it when it is imported and when a kernel is declared; other tests must not see it.
+    # Triton reads the variable at its import and at the declaration of a kernel. Other tests must not see it.
     if "triton" in sys.modules:
-        raise RuntimeError("Triton was imported before the tests of its kernels could say how")
+        raise RuntimeError("Triton was imported before TRITON_INTERPRET could be set")
     os.environ["TRITON_INTERPRET"] = "1"
     try:
         from argosy.engine.execution.gpu import attention, elementwise, linear, sampling  # noqa: F401
@@ -27,7 +27,7 @@ elif INTERPRETED:
 
 
 @pytest.fixture(autouse=True)
-def _interpreting(monkeypatch: pytest.MonkeyPatch) -> None:
+def _interpret_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     if INTERPRETED:
         monkeypatch.setenv("TRITON_INTERPRET", "1")
 

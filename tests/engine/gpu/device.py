@@ -1,4 +1,4 @@
-"""Where these tests run the kernels: on the GPU where there is one, else interpreted on the host."""
+"""Device of the kernel tests: a GPU if one is visible, else the host with interpreted kernels."""
 
 import torch
 

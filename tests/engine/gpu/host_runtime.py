@@ -1,4 +1,4 @@
-"""A runtime without a GPU: host tensors, and graphs that check that nothing but numbers changed."""
+"""GPU runtime on host tensors, with graphs that check that each replay does the same work."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Tape(TorchDispatchMode):
-    """What a piece of work does: operations, kernels, the shapes they see, and where what they did not make lies."""
+class WorkRecorder(TorchDispatchMode):
+    """Records operations and kernel launches with the shapes of their arguments, and the addresses of inputs."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self.steps: list[tuple[Any, ...]] = []
-        self._made: set[int] = set()
+        self._created: set[int] = set()
 
     def __torch_dispatch__(
         self,
@@ -34,34 +34,35 @@ class Tape(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        self.steps.append((str(func), *map(self._seen, tree_leaves((args, kwargs)))))
-        given = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(given):
-            if isinstance(leaf, torch.Tensor) and not self._given(leaf, args):
-                self._made.add(leaf.untyped_storage().data_ptr())
-        return given
+        self.steps.append((str(func), *map(self._describe, tree_leaves((args, kwargs)))))
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and not self._is_view(leaf, args):
+                self._created.add(leaf.untyped_storage().data_ptr())
+        return result
 
-    def _seen(self, leaf: object) -> object:
+    def _describe(self, leaf: object) -> object:
+        """Return shape, strides and address of a tensor. Tensors created by the work have no fixed address."""
         if not isinstance(leaf, torch.Tensor):
             return str(leaf)
-        here = leaf.untyped_storage().data_ptr()
-        return (tuple(leaf.shape), leaf.stride(), "made" if here in self._made else leaf.data_ptr())
+        is_created = leaf.untyped_storage().data_ptr() in self._created
+        return (tuple(leaf.shape), leaf.stride(), "created" if is_created else leaf.data_ptr())
 
-    def kernel(self, launch: Callable[..., None]) -> Callable[..., None]:
-        """`GridExecutor.__call__`, with the launch taken down and what the interpreter does for it left out."""
+    def wrap_launch(self, launch: Callable[..., None]) -> Callable[..., None]:
+        """Wrap `GridExecutor.__call__` to record the launch, without the operations of the interpreter."""
 
         def call(executor: GridExecutor, *args: Any, **kwargs: Any) -> None:
             name = executor.fn.__name__
             leaves = tree_leaves((executor.grid, args, kwargs))
-            self.steps.append((name, *map(self._seen, leaves)))
+            self.steps.append((name, *map(self._describe, leaves)))
             with _disable_current_modes():
                 launch(executor, *args, **kwargs)
 
         return call
 
     @staticmethod
-    def _given(leaf: Tensor, args: tuple[Any, ...]) -> bool:
-        """Whether it is a view of an argument, or one itself."""
+    def _is_view(leaf: Tensor, args: tuple[Any, ...]) -> bool:
+        """Return whether a tensor is an argument or a view of one."""
         storages = [
             arg.untyped_storage().data_ptr()
             for arg in tree_leaves(args)
@@ -70,17 +71,18 @@ class Tape(TorchDispatchMode):
         return leaf.untyped_storage().data_ptr() in storages
 
 
-def taped(work: Callable[[], object]) -> list[tuple[Any, ...]]:
-    """Do `work`; what it did."""
-    tape = Tape()
-    with mock.patch.object(GridExecutor, "__call__", tape.kernel(GridExecutor.__call__)), tape:
+def record_work(work: Callable[[], object]) -> list[tuple[Any, ...]]:
+    """Run `work` and return its operations and launches."""
+    recorder = WorkRecorder()
+    launch = recorder.wrap_launch(GridExecutor.__call__)
+    with mock.patch.object(GridExecutor, "__call__", launch), recorder:
         work()
-    return tape.steps
+    return recorder.steps
 
 
 @dataclass
-class Replayed:
-    """A graph that does its work again, and makes sure that a recording would have done the same."""
+class CheckedGraph:
+    """Graph that repeats its work, and checks that it equals the captured work."""
 
     work: Callable[[], object]
     steps: list[tuple[Any, ...]]
@@ -88,37 +90,37 @@ class Replayed:
 
     @property
     def size(self) -> int:
-        """Rows of the logits that it writes last."""
+        """Number of rows of the logits, which are written last."""
         (shape, *_), *_ = self.steps[-1][1:]
         rows: int = shape[0]
         return rows
 
     def replay(self) -> None:
-        assert taped(self.work) == self.steps, "the work is not what was recorded"
+        assert record_work(self.work) == self.steps, "the work differs from the captured work"
         self.replays += 1
 
 
 @dataclass
 class HostRuntime:
-    """See `Runtime`."""
+    """`GpuRuntime` on host tensors."""
 
     name: str = "host"
     compute_capability: tuple[int, int] = (9, 0)
     num_multiprocessors: int = 1
-    free: int = 1 << 30
-    graphs: list[Replayed] = field(default_factory=list)
-    profiled: int = 0
+    available_bytes: int = 1 << 30
+    graphs: list[CheckedGraph] = field(default_factory=list)
+    measurements: int = 0
 
     @property
     def torch_device(self) -> torch.device:
         return torch.device("cpu")
 
     def free_bytes(self) -> int:
-        return self.free
+        return self.available_bytes
 
     def measure_peak_bytes(self, work: Callable[[], object]) -> int:
         work()
-        self.profiled += 1
+        self.measurements += 1
         return 1 << 20
 
     def empty_pinned_like(self, tensor: Tensor) -> Tensor:
@@ -128,5 +130,5 @@ class HostRuntime:
         return HostEvent()
 
     def capture(self, work: Callable[[], object]) -> CapturedGraph:
-        self.graphs.append(Replayed(work, taped(work)))
+        self.graphs.append(CheckedGraph(work, record_work(work)))
         return self.graphs[-1]

@@ -1,4 +1,4 @@
-"""Makes Triton's interpreter compute as a GPU does where its own arithmetic is another."""
+"""Corrections of Triton's interpreter, whose arithmetic differs from that of a GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from triton.runtime import interpreter
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-_TORCH = {
+_TORCH_DTYPES = {
     tl.float8e4nv: torch.float8_e4m3fn,
     tl.bfloat16: torch.bfloat16,
     tl.float16: torch.float16,
@@ -22,11 +22,11 @@ _TORCH = {
 
 
 def install() -> None:
-    """Conversions round to nearest, ties to even, and matrices of any float type multiply.
+    """Patch the interpreter's conversions, matrix products and function calls.
 
-    As it comes, the interpreter cuts float32 to bfloat16 off and multiplies the bits of bfloat16
-    numbers as if they were integers. A kernel's own functions are also called without preparing the
-    language anew each time, which the launch has done: it is most of what a test would wait for.
+    The original interpreter truncates float32 to bfloat16, and multiplies the bits of bfloat16 numbers as integers.
+    After the patch, conversions round to nearest, ties to even, and matrices of any float type are multiplied. Calls
+    of a kernel's functions no longer patch the language each time, which is slow and which the launch has done already.
     """
     interpreter._convert_float = _convert
     interpreter.InterpreterBuilder.create_dot = _dot
@@ -35,17 +35,17 @@ def install() -> None:
 
 def _read(data: NDArray[Any], dtype: Any) -> torch.Tensor:
     flat = torch.from_numpy(np.ascontiguousarray(data).reshape(-1).view(np.uint8))
-    return flat.view(_TORCH[dtype.scalar]).reshape(data.shape)
+    return flat.view(_TORCH_DTYPES[dtype.scalar]).reshape(data.shape)
 
 
 def _convert(data: NDArray[Any], source: Any, target: Any, rounding: Any) -> NDArray[Any]:
-    found = _read(data, source).float().to(_TORCH[target.scalar]).contiguous()
+    converted = _read(data, source).float().to(_TORCH_DTYPES[target.scalar]).contiguous()
     bits = np.dtype(f"uint{target.scalar.primitive_bitwidth}")
-    return found.reshape(-1).view(torch.uint8).numpy().view(bits).reshape(data.shape)
+    return converted.reshape(-1).view(torch.uint8).numpy().view(bits).reshape(data.shape)
 
 
 def _dot(builder: Any, a: Any, b: Any, d: Any, precision: Any, imprecise: Any) -> Any:
-    """The sum of d and a @ b, one column of `a` after the other: an element's sum is blind to the shape around it."""
+    """Return d + a @ b, summed column by column of `a`, so that the order does not depend on the shape."""
     left, right = (_read(x.data, x.dtype).float() for x in (a, b))
     total = torch.from_numpy(np.array(d.data, dtype=np.float32))
     for k in range(left.shape[1]):
@@ -53,12 +53,12 @@ def _dot(builder: Any, a: Any, b: Any, d: Any, precision: Any, imprecise: Any) -
     return interpreter.TensorHandle(total.numpy(), d.dtype.scalar)
 
 
-_prepared: set[int] = set()
+_patched_modules: set[int] = set()
 
 
 def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
-    home = id(function.fn.__globals__)
-    if home not in _prepared:
-        _prepared.add(home)
+    module_id = id(function.fn.__globals__)
+    if module_id not in _patched_modules:
+        _patched_modules.add(module_id)
         interpreter._patch_lang(function.fn)
     return function.rewrite()(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Paged attention of the GPU: right against a plain reference, and the same bits in any batch."""
+"""Paged attention on the GPU: agreement with dense attention, and equal bits for every batching."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 
 from argosy.engine.execution.gpu.attention import KV_FLOAT8, TritonAttention
 from tests.engine.attention_cases import (
-    World,
-    assert_blocks_move,
-    assert_right,
+    TORCH_DTYPES,
+    AttentionCase,
+    assert_blocks_can_be_moved,
+    assert_matches_reference,
     assert_same_bits,
-    type_of,
 )
 from tests.engine.gpu.device import DEVICE
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
     from argosy.engine.execution.batch import AttentionParams, Batch
     from argosy.engine.execution.rope import RopeRotation
-    from tests.engine.attention_cases import Chunk, PathName
+    from tests.engine.attention_cases import BackendName, Chunk
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy plays the GPU here
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy replaces the GPU here
 
 
-class Staged(TritonAttention):
-    """Takes host tensors and gives host tensors."""
+class HostTensorAttention(TritonAttention):
+    """GPU attention that takes and returns host tensors."""
 
     def __call__(
         self,
@@ -41,31 +41,35 @@ class Staged(TritonAttention):
         rope: RopeRotation | None,
     ) -> Tensor:
         q, k, v = (x.to(DEVICE) for x in (q, k, v))
-        there: Any = {each.name: getattr(batch, each.name).to(DEVICE) for each in fields(batch)}
+        on_device: Any = {each.name: getattr(batch, each.name).to(DEVICE) for each in fields(batch)}
         if rope is not None:
             rope = rope[0].to(DEVICE), rope[1].to(DEVICE)
-        return super().__call__(q, k, v, replace(batch, **there), params, rope).cpu()
+        return super().__call__(q, k, v, replace(batch, **on_device), params, rope).cpu()
 
 
 @dataclass
-class GpuWorld(World):
-    """A world whose attention is the GPU's; `threads` is how many processors it thinks it has."""
+class GpuAttentionCase(AttentionCase):
+    """Attention case for the GPU. Parameter `threads` is the number of multiprocessors."""
 
-    cache: torch.dtype | None = None
+    cache_dtype: torch.dtype | None = None
     scales: Tensor | None = None
 
-    def attention(self, path: PathName = "native", threads: int = 2) -> Staged:
-        shape = self.shape(self.cache or type_of[self.dtype])
-        attention = Staged(shape, device=DEVICE, num_multiprocessors=threads, scales=self.scales)
-        self.soil(attention)
+    def create_attention(
+        self, backend: BackendName = "native", threads: int = 2
+    ) -> HostTensorAttention:
+        shape = self.kv_cache_shape(self.cache_dtype or TORCH_DTYPES[self.dtype])
+        attention = HostTensorAttention(
+            shape, device=DEVICE, num_multiprocessors=threads, scales=self.scales
+        )
+        self.fill_cache_with_nan(attention)
         return attention
 
-    def go(self, steps: list[list[Chunk]], processors: int = 1) -> list[Tensor]:
-        return self.run("native", steps, processors)
+    def run_on_gpu(self, steps: list[list[Chunk]], num_multiprocessors: int = 1) -> list[Tensor]:
+        return self.run("native", steps, num_multiprocessors)
 
 
-MANY = 1000
-"""Processors enough for every range to have a program of its own."""
+MANY_MULTIPROCESSORS = 1000
+"""Number of multiprocessors with operand every range has its own program."""
 
 SHAPES = [
     pytest.param({"lengths": [1]}, id="one-token"),
@@ -87,23 +91,32 @@ SHAPES = [
 
 @pytest.mark.parametrize(("block_size", "dtype"), [(16, "bfloat16"), (32, "float32")])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_matches_dense_attention(shape: dict[str, int], block_size: int, dtype: str) -> None:
-    world = GpuWorld(**shape, block_size=block_size, dtype=dtype)  # type: ignore[arg-type]
-    assert_right(world, world.go(world.whole()))
+def test_attention_matches_dense_reference(
+    shape: dict[str, int], block_size: int, dtype: str
+) -> None:
+    case = GpuAttentionCase(**shape, block_size=block_size, dtype=dtype)  # type: ignore[arg-type]
+    assert_matches_reference(case, case.run_on_gpu(case.one_step()))
 
 
-def test_heads_of_256_are_done_in_bfloat16_only() -> None:
-    world = GpuWorld([70], head_dim=256, heads=40, kv_heads=1, dtype="bfloat16")
-    assert_right(world, world.go(world.whole()))
+def test_head_dim_256_requires_bfloat16() -> None:
+    case = GpuAttentionCase([70], head_dim=256, heads=40, kv_heads=1, dtype="bfloat16")
+    assert_matches_reference(case, case.run_on_gpu(case.one_step()))
     with pytest.raises(ValueError, match="serve it in bfloat16"):
-        replace(world, dtype="float32").attention()
+        replace(case, dtype="float32").create_attention()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("window", [None, 514])
-def test_same_bits_however_cut(window: int | None, dtype: str) -> None:
-    """Decode and prefill, alone and in company, one program for all ranges or one for each."""
-    world = GpuWorld(
+@pytest.mark.parametrize(
+    ("window", "dtype"),
+    [
+        (None, "bfloat16"),
+        (514, "float32"),
+        pytest.param(None, "float32", marks=pytest.mark.exhaustive),
+        pytest.param(514, "bfloat16", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_chunking_does_not_change_bits(window: int | None, dtype: str) -> None:
+    """Steps mix decode and prefill, alone and in batches, with one program for all ranges or one for each."""
+    case = GpuAttentionCase(
         [530, 33, 7],
         window=window,
         dtype=dtype,
@@ -112,84 +125,84 @@ def test_same_bits_however_cut(window: int | None, dtype: str) -> None:
         heads=3,
         kv_heads=1,
     )
-    whole = world.go(world.whole())
-    assert_right(world, whole)
-    alone = [[(i, 0, n)] for i, n in enumerate(world.lengths)]
+    expected = case.run_on_gpu(case.one_step())
+    assert_matches_reference(case, expected)
+    unbatched = [[(i, 0, n)] for i, n in enumerate(case.lengths)]
     steps: list[list[Chunk]] = [[(0, 0, 500), (2, 0, 3)], [(1, 0, 32), (0, 500, 17)]]
     steps += [[(2, 3, 1), (0, 517, 1)], [(0, 518, 1)], [(2, 4, 3), (1, 32, 1), (0, 519, 11)]]
-    for processors in (1, MANY):
-        assert_same_bits(world.go(alone, processors), whole)
-        assert_same_bits(world.go(steps, processors), whole)
+    for num_multiprocessors in (1, MANY_MULTIPROCESSORS):
+        assert_same_bits(case.run_on_gpu(unbatched, num_multiprocessors), expected)
+        assert_same_bits(case.run_on_gpu(steps, num_multiprocessors), expected)
 
 
-@pytest.mark.parametrize("cache", [None, KV_FLOAT8])
-@pytest.mark.parametrize("which", [0, 1, 2], ids=["query", "key", "value"])
-def test_a_row_with_nan_says_so_and_stays_alone(which: int, cache: torch.dtype | None) -> None:
-    world = GpuWorld([80, 30], dtype="bfloat16", cache=cache)
-    clean = world.go(world.whole())
-    world.qkv[0][which][40] = torch.nan
-    sick = world.go(world.whole())
-    assert sick[0][40].isnan().all()
-    assert_same_bits([sick[1]], [clean[1]])
+@pytest.mark.parametrize("cache_dtype", [None, KV_FLOAT8])
+@pytest.mark.parametrize("operand", [0, 1, 2], ids=["query", "key", "value"])
+def test_nan_affects_own_row_only(operand: int, cache_dtype: torch.dtype | None) -> None:
+    case = GpuAttentionCase([80, 30], dtype="bfloat16", cache_dtype=cache_dtype)
+    clean = case.run_on_gpu(case.one_step())
+    case.qkv[0][operand][40] = torch.nan
+    with_nan = case.run_on_gpu(case.one_step())
+    assert with_nan[0][40].isnan().all()
+    assert_same_bits([with_nan[1]], [clean[1]])
 
 
-def test_queries_from_a_fused_projection() -> None:
-    """q, k and v as views into one [T, (heads + 2 kv_heads) * head_dim] matrix."""
-    world = GpuWorld([50])
-    q, k, v = world.qkv[0]
+def test_strided_views_of_fused_projection_give_same_bits() -> None:
+    """Queries, keys and values are views into one [T, (heads + 2 kv_heads) * head_dim] matrix."""
+    case = GpuAttentionCase([50])
+    q, k, v = case.qkv[0]
     fused = torch.cat([x.flatten(1) for x in (q, k, v)], 1)
     q, k, v = (
-        x.unflatten(1, (-1, world.head_dim))
+        x.unflatten(1, (-1, case.head_dim))
         for x in fused.split([x.shape[1] * x.shape[2] for x in (q, k, v)], 1)
     )
     assert not q.is_contiguous()
-    out = world.attention()(q, k, v, world.batch([(0, 0, 50)]), world.spec, None)
-    assert_same_bits([out], world.go(world.whole()))
+    out = case.create_attention()(q, k, v, case.batch([(0, 0, 50)]), case.params, None)
+    assert_same_bits([out], case.run_on_gpu(case.one_step()))
 
 
-def test_a_row_that_is_not_in_use_changes_nothing() -> None:
-    """As a captured graph has it: its slot is -1 and its sequence has no length."""
-    world = GpuWorld([80, 30])
-    expected = world.go(world.whole())
-    attention = world.attention()
-    q, k, v = (torch.cat([a[:-1], b[:-1]]) for a, b in zip(*world.qkv, strict=True))
-    attention(q, k, v, world.batch([(0, 0, 79), (1, 0, 29)]), world.spec, None)
-    batch = world.batch([(0, 79, 1), (1, 0, 1), (1, 29, 1)])
+def test_unused_row_changes_no_other_row() -> None:
+    """Unused rows of captured graphs have slot -1 and a sequence of length 0."""
+    case = GpuAttentionCase([80, 30])
+    expected = case.run_on_gpu(case.one_step())
+    attention = case.create_attention()
+    q, k, v = (torch.cat([a[:-1], b[:-1]]) for a, b in zip(*case.qkv, strict=True))
+    attention(q, k, v, case.batch([(0, 0, 79), (1, 0, 29)]), case.params, None)
+    batch = case.batch([(0, 79, 1), (1, 0, 1), (1, 29, 1)])
     batch.slot_mapping[1], batch.seq_lens[1] = -1, 0
     q, k, v = (
         torch.cat([a[-1:], torch.full_like(a[-1:], torch.nan), b[-1:]])
-        for a, b in zip(*world.qkv, strict=True)
+        for a, b in zip(*case.qkv, strict=True)
     )
-    out = attention(q, k, v, batch, world.spec, None)
+    out = attention(q, k, v, batch, case.params, None)
     assert_same_bits([out[0], out[2]], [expected[0][-1], expected[1][-1]])
 
 
-@pytest.mark.parametrize("cache", [None, KV_FLOAT8])
-def test_blocks_can_be_copied_and_taken_elsewhere(cache: torch.dtype | None) -> None:
-    world = GpuWorld([40, 40], dtype="bfloat16", cache=cache)
-    assert_blocks_move(world, "native")
+@pytest.mark.parametrize("cache_dtype", [None, KV_FLOAT8])
+def test_copied_blocks_continue_sequence(cache_dtype: torch.dtype | None) -> None:
+    case = GpuAttentionCase([40, 40], dtype="bfloat16", cache_dtype=cache_dtype)
+    assert_blocks_can_be_moved(case, "native")
 
 
-def test_a_float8_cache_holds_what_rounds_to_it() -> None:
-    """Keys and values that are float8 times their head's scale come out as if nothing had happened."""
-    world = GpuWorld([150, 20], dtype="bfloat16", cache=KV_FLOAT8)
-    world.scales = torch.tensor([0.25, 2.0, 0.5, 4.0]).view(1, 2, 2).repeat(2, 1, 1)
-    for i, (q, k, v) in enumerate(world.qkv):
+def test_float8_cache_preserves_representable_values() -> None:
+    """Keys and values that are float8 times their head's scale give the results of an exact cache."""
+    case = GpuAttentionCase([150, 20], dtype="bfloat16", cache_dtype=KV_FLOAT8)
+    case.scales = torch.tensor([0.25, 2.0, 0.5, 4.0]).view(1, 2, 2).repeat(2, 1, 1)
+    for i, (q, k, v) in enumerate(case.qkv):
         key, value = (
             (x.float() / s[:, None]).to(KV_FLOAT8).float() * s[:, None]
-            for x, s in zip((k, v), world.scales[-1], strict=True)
+            for x, s in zip((k, v), case.scales[-1], strict=True)
         )
-        world.qkv[i] = (q, key.to(k.dtype), value.to(v.dtype))
-    exact = replace(world, cache=None, scales=None)
-    exact.qkv = world.qkv
-    outputs = world.go(world.whole())
-    assert_right(world, outputs)
-    for ours, theirs in zip(outputs, exact.go(exact.whole()), strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-2, rtol=1e-2)
+        case.qkv[i] = (q, key.to(k.dtype), value.to(v.dtype))
+    exact = replace(case, cache_dtype=None, scales=None)
+    exact.qkv = case.qkv
+    outputs = case.run_on_gpu(case.one_step())
+    assert_matches_reference(case, outputs)
+    for actual, exact_output in zip(outputs, exact.run_on_gpu(exact.one_step()), strict=True):
+        torch.testing.assert_close(actual, exact_output, atol=1e-2, rtol=1e-2)
 
 
-def test_a_float8_cache_holds_large_numbers_as_its_largest() -> None:
-    world = GpuWorld([20], dtype="float32", cache=KV_FLOAT8)
-    world.qkv[0][2][:] = 1e6
-    out = world.go(world.whole())[0]
+def test_float8_cache_clamps_large_values() -> None:
+    case = GpuAttentionCase([20], dtype="float32", cache_dtype=KV_FLOAT8)
+    case.qkv[0][2][:] = 1e6
+    out = case.run_on_gpu(case.one_step())[0]
     torch.testing.assert_close(out, torch.full_like(out, 448.0))

@@ -1,4 +1,4 @@
-"""The engine on a GPU device: overlapped, from graphs or not, every request gives its own tokens."""
+"""Engine on a GPU device: overlapping steps and captured graphs do not change a request's output."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from argosy.engine.execution import executor_loader
 from argosy.engine.execution.gpu import memory_profile
 from argosy.engine.execution.gpu.cuda_runtime import create_cuda_device
 from argosy.engine.execution.gpu.device import GpuDevice
+from argosy.engine.execution.native_kernels import active_kernels_name
 from argosy.engine.serving.core_messages import EngineRequest
 from argosy.models import BUNDLED_MODEL
 from argosy.protocol import SamplingParams
-from tests.engine.core_driver import Answer, core_of, run
+from tests.engine.core_driver import RequestOutput, create_core, run_requests
 from tests.engine.gpu.device import INTERPRETED
 from tests.engine.gpu.host_runtime import HostRuntime
 from tests.engine.transformers_reference import make_reference
@@ -24,7 +25,9 @@ if TYPE_CHECKING:
 
     from argosy.engine.serving.engine_core.core import EngineCore
 
-pytestmark = pytest.mark.skipif(not INTERPRETED, reason="the fake GPU is for where there is none")
+pytestmark = pytest.mark.skipif(
+    not INTERPRETED, reason="the host runtime needs interpreted kernels"
+)
 
 VOCAB = 60
 SMALL = {
@@ -36,20 +39,21 @@ SMALL = {
     "num_key_value_heads": 1,
     "max_position_embeddings": 64,
 }
-"""Every matrix is one tile: an interpreter is slow."""
+"""Sizes for which every matrix is one tile, because the interpreter is slow."""
 FORMATS = {"bfloat16": {}, "float8": {"quantize": "fp8", "kv_dtype": "fp8"}}
 
 
-@pytest.fixture(scope="module", name="model")
-def a_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tiny")
     make_reference(path, "Llama", SMALL)
     return path
 
 
-@pytest.fixture(name="runtime")
-def a_runtime(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> HostRuntime:
-    """What `build` takes for a GPU, with an empty cache of memory plans."""
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> HostRuntime:
+    """Runtime that the loader uses as GPU, with an empty cache of memory profiles."""
+    active_kernels_name()  # builds the CPU kernels in the usual folder before it changes
     runtime = HostRuntime()
     monkeypatch.setattr(executor_loader, "choose_device", lambda _config: GpuDevice(runtime))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -59,7 +63,7 @@ def a_runtime(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> HostRuntime:
 def requests() -> list[EngineRequest]:
     rng = random.Random(3)
     shared = [rng.randrange(3, VOCAB) for _ in range(18)]
-    several = [
+    params_by_request = [
         SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=1),
         SamplingParams(temperature=1.0, seed=7, max_tokens=5, ignore_eos=True),
         SamplingParams(temperature=0.9, top_p=0.8, seed=1, max_tokens=6, ignore_eos=True),
@@ -72,128 +76,132 @@ def requests() -> list[EngineRequest]:
             + [rng.randrange(3, VOCAB) for _ in range(number + 2)],
             params=params,
         )
-        for number, params in enumerate(several)
+        for number, params in enumerate(params_by_request)
     ]
 
 
-def core_on(model: Path, **options: object) -> EngineCore:
+def create_gpu_core(model: Path, **options: object) -> EngineCore:
     settings = {"device": "cuda", "num_blocks": 32, "max_seqs": 4, "max_step_tokens": 64}
-    return core_of(model, **(settings | options))
+    return create_core(model, **(settings | options))
 
 
-def prepared(core: EngineCore) -> EngineCore:
-    """The core with all its graphs, which it makes while there is nothing else to do."""
+def prepare_graphs(core: EngineCore) -> EngineCore:
+    """Run the idle core until it has captured all its graphs."""
     while core.has_work:
         assert core.step().deltas == []
     return core
 
 
-def alone(model: Path, **options: object) -> dict[str, Answer]:
-    """The reference: one after the other, one step at a time, without graphs (these never get idle)."""
-    found: dict[str, Answer] = {}
+def reference_outputs(model: Path, **options: object) -> dict[str, RequestOutput]:
+    """Run each request alone, one step at a time. These cores are never idle, and therefore capture no graphs."""
+    outputs: dict[str, RequestOutput] = {}
     for request in requests():
-        core = core_on(model, max_steps_in_flight=0, prefix_cache=False, **options)
+        core = create_gpu_core(model, max_steps_in_flight=0, prefix_cache=False, **options)
         core.add(request)
-        answer = found[request.id] = Answer()
+        output = outputs[request.id] = RequestOutput()
         while core.scheduler.has_work:
             for delta in core.step().deltas:
-                answer.take(delta)
-    return found
+                output.add(delta)
+    return outputs
 
 
-def same(answers: dict[str, Answer], expected: dict[str, Answer]) -> None:
-    for name, answer in expected.items():
-        assert answers[name].tokens == answer.tokens, f"request {name}"
-        assert answers[name].logprobs == answer.logprobs
-        assert answers[name].prompt_logprobs == answer.prompt_logprobs
+def assert_outputs_equal(
+    actual: dict[str, RequestOutput], expected: dict[str, RequestOutput]
+) -> None:
+    for request_id, output in expected.items():
+        assert actual[request_id].tokens == output.tokens, f"request {request_id}"
+        assert actual[request_id].logprobs == output.logprobs
+        assert actual[request_id].prompt_logprobs == output.prompt_logprobs
 
 
 @pytest.mark.parametrize("options", FORMATS.values(), ids=FORMATS)
-def test_tokens_are_the_same_however_they_are_computed(
+def test_graphs_caching_and_preemption_do_not_change_output(
     model: Path, runtime: HostRuntime, options: dict[str, object]
 ) -> None:
-    expected = alone(model, **options)
+    expected = reference_outputs(model, **options)
     assert not any(graph.replays for graph in runtime.graphs)
-    core = prepared(core_on(model, **options))
-    assert [graph.size for graph in runtime.graphs] == [4, 2, 1], "the largest comes first"
-    same(run(core, requests()), expected)
+    core = prepare_graphs(create_gpu_core(model, **options))
+    assert [graph.size for graph in runtime.graphs] == [4, 2, 1], (
+        "the largest graph is captured first"
+    )
+    assert_outputs_equal(run_requests(core, requests()), expected)
     assert sum(graph.replays for graph in runtime.graphs) > 3
-    again = run(core, requests())
-    assert sum(answer.cached_tokens or 0 for answer in again.values()) > 0
-    same(again, expected)
+    second_run = run_requests(core, requests())
+    assert sum(output.cached_tokens or 0 for output in second_run.values()) > 0
+    assert_outputs_equal(second_run, expected)
     if options:
         return
-    same(run(core_on(model, max_step_tokens=7, **options), requests()), expected)
-    tight = core_on(model, block_size=4, num_blocks=9, **options)
-    tight.scheduler.output_estimator.fraction = 0.0
-    same(run(tight, requests()), expected)
-    assert tight.scheduler.preemptions > 0
+    assert_outputs_equal(
+        run_requests(create_gpu_core(model, max_step_tokens=7, **options), requests()), expected
+    )
+    small_core = create_gpu_core(model, block_size=4, num_blocks=9, **options)
+    small_core.scheduler.output_estimator.fraction = 0.0
+    assert_outputs_equal(run_requests(small_core, requests()), expected)
+    assert small_core.scheduler.preemptions > 0
 
 
-def test_a_graph_that_cannot_be_made_is_done_without(model: Path, runtime: HostRuntime) -> None:
-    def refuse(_work: object) -> None:
+def test_failed_graph_capture_is_tolerated(model: Path, runtime: HostRuntime) -> None:
+    def fail_to_capture(_work: object) -> None:
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    runtime.capture = refuse  # type: ignore[method-assign, assignment]
-    core = prepared(core_on(model))
-    answer = run(core, requests()[:1])["0"]
-    assert len(answer.tokens) == 6
+    runtime.capture = fail_to_capture  # type: ignore[method-assign, assignment]
+    core = prepare_graphs(create_gpu_core(model))
+    output = run_requests(core, requests()[:1])["0"]
+    assert len(output.tokens) == 6
 
 
-def test_memory_is_measured_once_for_each_model_and_setting(
+def test_memory_is_measured_once_per_model_and_settings(
     model: Path, runtime: HostRuntime, tmp_path: Path
 ) -> None:
     for _ in range(2):
-        core_on(model, num_blocks=None, kv_memory_bytes=1 << 20)
-    assert runtime.profiled == 1
-    core_on(model, max_step_tokens=32)
-    assert runtime.profiled == 2
+        create_gpu_core(model, num_blocks=None, kv_memory_bytes=1 << 20)
+    assert runtime.measurements == 1
+    create_gpu_core(model, max_step_tokens=32)
+    assert runtime.measurements == 2
     (first, *_) = sorted((tmp_path / "argosy" / "memory").iterdir())
     for damage in (b"", b"{}", b'{"key": "another", "working_bytes": 1}'):
         for path in first.parent.iterdir():
             path.write_bytes(damage)
-        core_on(model, max_step_tokens=32)
-    assert runtime.profiled == 5
+        create_gpu_core(model, max_step_tokens=32)
+    assert runtime.measurements == 5
 
 
-def test_the_kv_cache_takes_what_weights_and_the_largest_step_leave(
-    model: Path, runtime: HostRuntime
-) -> None:
-    core = core_on(model, num_blocks=None, max_seqs=2)
-    most_useful = core.scheduler.limits.num_blocks
-    runtime.free = (512 << 20) + (1 << 20) + most_useful * 512  # margin, step, half of it
-    core = core_on(model, num_blocks=None, max_seqs=2)
-    assert 0 < core.scheduler.limits.num_blocks < most_useful
-    runtime.free = 1 << 20
+def test_kv_cache_size_follows_free_memory(model: Path, runtime: HostRuntime) -> None:
+    core = create_gpu_core(model, num_blocks=None, max_seqs=2)
+    max_useful_blocks = core.scheduler.limits.num_blocks
+    runtime.available_bytes = (
+        (512 << 20) + (1 << 20) + max_useful_blocks * 512
+    )  # margin, step, half the cache
+    core = create_gpu_core(model, num_blocks=None, max_seqs=2)
+    assert 0 < core.scheduler.limits.num_blocks < max_useful_blocks
+    runtime.available_bytes = 1 << 20
     with pytest.raises(ValueError, match="no memory for one KV block"):
-        core_on(model, num_blocks=None, max_seqs=2)
+        create_gpu_core(model, num_blocks=None, max_seqs=2)
 
 
-def test_plans_that_no_disk_takes_are_measured_again(
+def test_unwritable_cache_keeps_no_memory_profile(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    (tmp_path / "argosy").write_text("in the way")
+    (tmp_path / "argosy").write_text("a file where a directory should be")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     memory_profile.write_memory_profile("key", 5)
     assert memory_profile.read_memory_profile("key") is None
 
 
-def test_what_a_device_cannot_do_is_refused_with_the_remedy(
-    model: Path, runtime: HostRuntime
-) -> None:
+def test_unsupported_formats_are_rejected_with_remedy(model: Path, runtime: HostRuntime) -> None:
     with pytest.raises(ValueError, match="set quantize to fp8"):
-        core_on(model, quantize="int8")
+        create_gpu_core(model, quantize="int8")
     runtime.compute_capability = (8, 0)
-    with pytest.raises(ValueError, match="leave quantize fp8 out"):
-        core_on(model, quantize="fp8")
-    with pytest.raises(ValueError, match="leave kv_dtype fp8 out"):
-        core_on(model, kv_dtype="fp8")
+    with pytest.raises(ValueError, match="remove quantize fp8"):
+        create_gpu_core(model, quantize="fp8")
+    with pytest.raises(ValueError, match="remove kv_dtype fp8"):
+        create_gpu_core(model, kv_dtype="fp8")
 
 
-def test_where_there_is_no_gpu_the_settings_say_so() -> None:
+def test_missing_gpu_is_reported_with_remedy() -> None:
     with pytest.raises(ValueError, match="set device to cpu"):
         create_cuda_device()
     with pytest.raises(ValueError, match="set device to cpu"):
-        core_of(BUNDLED_MODEL, device="cuda")
+        create_core(BUNDLED_MODEL, device="cuda")
     with pytest.raises(ValueError, match="leave kv_dtype at auto"):
-        core_of(BUNDLED_MODEL, device="cpu", kv_dtype="fp8")
+        create_core(BUNDLED_MODEL, device="cpu", kv_dtype="fp8")

@@ -1,4 +1,4 @@
-"""Without Triton, the GPU's kernels say what to install, and nothing else asks for it."""
+"""Import without Triton: the GPU package names the remedy, and the CPU engine does not need Triton."""
 
 from __future__ import annotations
 
@@ -6,19 +6,21 @@ import subprocess
 import sys
 
 
-def run(code: str) -> subprocess.CompletedProcess[str]:
-    hidden = "import sys; sys.modules['triton'] = None; "
+def run_without_triton(code: str) -> subprocess.CompletedProcess[str]:
+    hide_triton = "import sys; sys.modules['triton'] = None; "
     return subprocess.run(
-        [sys.executable, "-c", hidden + code], capture_output=True, text=True, check=False
+        [sys.executable, "-c", hide_triton + code], capture_output=True, text=True, check=False
     )
 
 
-def test_a_missing_triton_is_named_with_the_remedy() -> None:
-    done = run("import argosy.engine.execution.gpu")
-    assert done.returncode != 0
-    assert "pip install 'argosy[gpu]'" in done.stderr
+def test_missing_triton_is_reported_with_remedy() -> None:
+    process = run_without_triton("import argosy.engine.execution.gpu")
+    assert process.returncode != 0
+    assert "pip install 'argosy[gpu]'" in process.stderr
 
 
-def test_the_cpu_engine_loads_without_triton() -> None:
-    done = run("import argosy.engine.execution.executor_loader, argosy.engine.execution.executor")
-    assert done.returncode == 0, done.stderr
+def test_cpu_engine_loads_without_triton() -> None:
+    process = run_without_triton(
+        "import argosy.engine.execution.executor_loader, argosy.engine.execution.executor"
+    )
+    assert process.returncode == 0, process.stderr

@@ -1,4 +1,4 @@
-"""Replicas as processes: launched, watched, started again, drained, and never left behind."""
+"""Replica processes of `LocalLauncher` and `Supervisor`: start, restart, drain, clean-up."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ def folder() -> Iterator[Path]:
 @contextlib.asynccontextmanager
 async def supervised(launcher: LocalLauncher, *specs: ReplicaSpec) -> AsyncIterator[Supervisor]:
     supervisor = Supervisor(launcher, specs)
-    keeping = asyncio.create_task(supervisor.run())
+    task = asyncio.create_task(supervisor.run())
     try:
         yield supervisor
     finally:
-        keeping.cancel()
+        task.cancel()
         await supervisor.stop()
 
 
@@ -70,20 +70,22 @@ async def models(launcher: LocalLauncher, name: str) -> list[str]:
         return [card["id"] for card in (await client.get("/v1/models")).json()["data"]]
 
 
-async def until(launcher: LocalLauncher, name: str, reached: Callable[[ProcessRun], bool]) -> None:
-    """Wait until the replica's life is as it should be."""
-    while name not in launcher.list_runs() or not reached(launcher.list_runs()[name]):  # noqa: ASYNC110 - only asking tells
+async def wait_for_run(
+    launcher: LocalLauncher, name: str, reached: Callable[[ProcessRun], bool]
+) -> None:
+    """Wait until the replica's current process run meets a condition."""
+    while name not in launcher.list_runs() or not reached(launcher.list_runs()[name]):  # noqa: ASYNC110 - the launcher has no event for it
         await asyncio.sleep(0.02)
 
 
-async def ready(launcher: LocalLauncher, name: str, not_pid: int = 0) -> int:
-    """The pid of the replica once it takes requests, in another life than that of `not_pid`."""
-    await until(
+async def wait_ready(launcher: LocalLauncher, name: str, not_pid: int = 0) -> int:
+    """Return the pid of the replica once it takes requests and is not the process `not_pid`."""
+    await wait_for_run(
         launcher,
         name,
-        lambda life: (
-            life.ready_at is not None
-            and life.exited_at is None
+        lambda run: (
+            run.ready_at is not None
+            and run.exited_at is None
             and listener(launcher, name) not in {0, not_pid}
         ),
     )
@@ -91,42 +93,44 @@ async def ready(launcher: LocalLauncher, name: str, not_pid: int = 0) -> int:
 
 
 def listener(launcher: LocalLauncher, name: str) -> int:
-    """The pid of who listens at the replica's socket; 0: nobody."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
-        if asking.connect_ex(str(launcher.socket_path(name))):
+    """Return the pid that listens at the replica's socket, or 0 if none does."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        if client.connect_ex(str(launcher.socket_path(name))):
             return 0
-        told = asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    pid, _, _ = struct.unpack("3i", told)
+        credentials = client.getsockopt(
+            socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")
+        )
+    pid, _, _ = struct.unpack("3i", credentials)
     return int(pid)
 
 
-def launched() -> list[int]:
-    """The pids of our replicas that live."""
+def replica_pids() -> list[int]:
+    """Return the pids of this process's live replicas."""
     children = psutil.Process().children()
-    told = [(one.pid, one.as_dict(["cmdline"])["cmdline"] or ()) for one in children]
-    return [pid for pid, command in told if "argosy.fleet.replica_process" in command]
+    commands = [(child.pid, child.as_dict(["cmdline"])["cmdline"] or ()) for child in children]
+    return [pid for pid, command in commands if "argosy.fleet.replica_process" in command]
 
 
-async def test_a_replica_is_launched_once_and_leaves_nothing(folder: Path) -> None:
+async def test_repeated_start_launches_one_replica_and_stop_ends_it(folder: Path) -> None:
     launcher = launcher_in(folder)
     await launcher.start(spec("a"))
     await launcher.start(spec("a"))
-    begun = await ready(launcher, "a")
+    pid = await wait_ready(launcher, "a")
     await launcher.start(spec("a"))
-    assert launched() == [begun]
+    assert replica_pids() == [pid]
     assert await models(launcher, "a") == ["mini"]
-    family = [psutil.Process(begun), *psutil.Process(begun).children(recursive=True)]
+    family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
     assert len(family) == 2
     await launcher.drain("a")
     await launcher.drain("a")
     await launcher.stop("a")
     assert launcher.list_runs()["a"].exited_at is not None
-    assert not launched()
+    assert not replica_pids()
     _, alive = psutil.wait_procs(family, timeout=20)
     assert not alive
 
 
-async def test_the_end_of_one_that_talks_nonsense_is_seen(
+async def test_exit_of_process_with_invalid_report_is_detected(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def spawn(_: dict[str, str]) -> asyncio.subprocess.Process:
@@ -139,71 +143,74 @@ async def test_the_end_of_one_that_talks_nonsense_is_seen(
     monkeypatch.setattr("argosy.fleet.local_launcher._spawn_process", spawn)
     launcher = launcher_in(folder)
     await launcher.start(spec("a"))
-    await until(launcher, "a", lambda life: life.exited_at is not None)
+    await wait_for_run(launcher, "a", lambda run: run.exited_at is not None)
     await launcher.stop("a")
 
 
-async def test_a_replica_sees_its_gpu_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_replica_sees_only_its_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
     launcher = launcher_in(folder)
     await launcher.start(msgspec.structs.replace(spec("a"), gpu="5"))
     await launcher.start(spec("b"))
-    for name, seen in (("a", "5"), ("b", "4,5,6")):  # without one of its own it sees what we see
-        replica = psutil.Process(await ready(launcher, name))
+    for name, visible in (
+        ("a", "5"),
+        ("b", "4,5,6"),
+    ):  # without its own GPU a replica inherits the variable
+        replica = psutil.Process(await wait_ready(launcher, name))
         for process in (replica, *replica.children()):
-            assert process.environ()["CUDA_VISIBLE_DEVICES"] == seen
+            assert process.environ()["CUDA_VISIBLE_DEVICES"] == visible
         await launcher.stop(name)
 
 
-async def test_what_a_killed_replica_leaves_goes_with_the_folder(
+async def test_runtime_folder_removes_files_of_killed_replica(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with runtime_folder() as folder:
         launcher = launcher_in(folder)
         await launcher.start(spec("a"))
-        while not list(folder.glob("argosy-*")):  # noqa: ASYNC110 - where it meets its engine core
+        while not list(folder.glob("argosy-*")):  # noqa: ASYNC110 - the folder of the core's sockets has no event
             await asyncio.sleep(0.01)
         await launcher.stop("a")
-    assert not list(tmp_path.iterdir())  # noqa: ASYNC240 - nothing else runs
+    assert not list(tmp_path.iterdir())  # noqa: ASYNC240 - no other task runs
 
 
-async def test_what_died_or_hangs_is_replaced_behind_the_same_socket(folder: Path) -> None:
+async def test_dead_or_hanging_replica_is_replaced_at_same_socket(folder: Path) -> None:
     launcher = launcher_in(folder)
     async with supervised(launcher, spec("a")) as supervisor:
         await supervisor.any_ready.wait()
-        pid = await ready(launcher, "a")
-        for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP):
-            await until(launcher, "a", lambda life: life.last_response_at is not None)
+        pid = await wait_ready(launcher, "a")
+        for number in (signal.SIGKILL, signal.SIGSTOP):
+            await wait_for_run(launcher, "a", lambda run: run.last_response_at is not None)
             os.kill(pid, number)
-            pid = await ready(launcher, "a", not_pid=pid)
+            pid = await wait_ready(launcher, "a", not_pid=pid)
             assert await models(launcher, "a") == ["mini"]
         assert not supervisor.reconcile()
-        assert launched() == [pid]
-    assert not launched()
+        assert replica_pids() == [pid]
+    assert not replica_pids()
 
 
-async def test_who_tidies_temporary_files_up_ends_no_fleet(folder: Path) -> None:
+async def test_deleted_runtime_folder_is_recreated_at_restart(folder: Path) -> None:
     launcher = launcher_in(folder)
     async with supervised(launcher, spec("a")):
-        first = await ready(launcher, "a")
+        first = await wait_ready(launcher, "a")
         shutil.rmtree(folder)
         os.kill(first, signal.SIGKILL)
-        assert await ready(launcher, "a", not_pid=first)
-        assert folder.stat().st_mode & 0o777 == 0o700  # noqa: ASYNC240 - nothing runs beside
+        assert await wait_ready(launcher, "a", not_pid=first)
+        assert folder.stat().st_mode & 0o777 == 0o700  # noqa: ASYNC240 - no other task runs
 
 
-async def test_a_model_that_is_not_there_is_given_up_at_once(folder: Path) -> None:
+async def test_missing_model_fails_fleet_at_once(folder: Path) -> None:
     supervisor = Supervisor(launcher_in(folder), [spec("a", model="/no/such/model")])
     with pytest.raises(FleetFailedError, match="there is no directory /no/such/model"):
         await supervisor.run()
 
 
-async def test_one_that_cannot_start_does_not_take_the_others_along(folder: Path) -> None:
+async def test_failing_replica_does_not_affect_others(folder: Path) -> None:
     launcher = launcher_in(folder)
     async with supervised(launcher, spec("bad", model="/no/such/model"), spec("good")):
-        await ready(launcher, "good")
-        await until(launcher, "bad", lambda life: life.exited_at is not None)
+        await wait_ready(launcher, "good")
+        await wait_for_run(launcher, "bad", lambda run: run.exited_at is not None)
         assert await models(launcher, "good") == ["mini"]
 
 
@@ -211,12 +218,12 @@ LAUNCH = """
 import asyncio, sys
 from pathlib import Path
 from argosy.fleet import LocalLauncher
-from tests.integration.fleet.test_local import ready, spec
+from tests.integration.fleet.test_local import wait_ready, spec
 
 async def main():
     launcher = LocalLauncher(Path(sys.argv[1]), lambda what, done: None)
     await launcher.start(spec("a"))
-    await ready(launcher, "a")
+    await wait_ready(launcher, "a")
     print("ready", flush=True)
     await asyncio.Event().wait()
 
@@ -224,8 +231,8 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("stopped", [False, True])
-def test_replicas_do_not_outlive_their_launcher(folder: Path, stopped: bool) -> None:
+@pytest.mark.parametrize("suspended", [False, True])
+def test_replicas_exit_after_launcher_is_killed(folder: Path, suspended: bool) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", LAUNCH, str(folder)], stdout=subprocess.PIPE, text=True
     ) as launching:
@@ -234,7 +241,7 @@ def test_replicas_do_not_outlive_their_launcher(folder: Path, stopped: bool) -> 
             assert "ready\n" in launching.stdout
             family = psutil.Process(launching.pid).children(recursive=True)
             assert len(family) == 2
-            if stopped:
+            if suspended:
                 family[0].suspend()
         finally:
             launching.kill()
@@ -243,27 +250,27 @@ def test_replicas_do_not_outlive_their_launcher(folder: Path, stopped: bool) -> 
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can make a folder of another user's")
-def test_what_lies_in_another_users_folder_is_let_be() -> None:
-    with runtime_folder() as ours:
-        theirs = ours.with_name(ours.name + "-theirs")
-        theirs.mkdir()
-        os.mkfifo(theirs / "lock")  # who opened it would wait for ever
-        os.chown(theirs, 65534, 65534)
+def test_folder_of_other_user_is_kept() -> None:
+    with runtime_folder() as own_folder:
+        other_folder = own_folder.with_name(own_folder.name + "-other_folder")
+        other_folder.mkdir()
+        os.mkfifo(other_folder / "lock")  # opening it would block for ever
+        os.chown(other_folder, 65534, 65534)
         try:
             with runtime_folder():
-                assert theirs.is_dir()
+                assert other_folder.is_dir()
         finally:
-            shutil.rmtree(theirs)
+            shutil.rmtree(other_folder)
 
 
-def test_folders_vanish_and_those_of_the_killed_are_swept() -> None:
+def test_stale_runtime_folders_are_removed() -> None:
     with runtime_folder() as kept:
         assert kept.stat().st_mode & 0o777 == 0o700
-        left = kept.with_name(kept.name + "-left")
-        left.mkdir()
-        (left / "lock").touch()
+        stale = kept.with_name(kept.name + "-stale")
+        stale.mkdir()
+        (stale / "lock").touch()
         with runtime_folder() as other:
             assert kept.is_dir()
         assert not other.exists()
-        assert not left.exists()
+        assert not stale.exists()
     assert not kept.exists()

@@ -1,4 +1,4 @@
-"""The gateway's tests run on uvloop, as the gateway does; those of its sockets on asyncio's own loop too."""
+"""Event loops of the gateway tests: uvloop as in production, and asyncio's loop for tests of sockets."""
 
 from __future__ import annotations
 
@@ -8,23 +8,33 @@ from collections.abc import Callable, Mapping
 import pytest
 import uvloop
 
-ON_BOTH = frozenset(
+FILES_ON_BOTH_LOOPS = frozenset(
     {
-        "test_accepting.py",
-        "test_connections.py",
+        "test_acceptor.py",
         "test_fast_path.py",
+        "test_http_connections.py",
         "test_tls.py",
         "test_upstream.py",
     }
 )
+LoopFactory = Callable[[], asyncio.AbstractEventLoop]
 
 
 def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
-) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """What a test runs on, once on each."""
+) -> Mapping[str, LoopFactory]:
+    """Return the event loops that a test runs on, once on each."""
     del config
-    loops: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {"uvloop": uvloop.new_event_loop}
-    if item.path.name in ON_BOTH:
+    loops: dict[str, LoopFactory] = {"uvloop": uvloop.new_event_loop}
+    if item.path.name in FILES_ON_BOTH_LOOPS:
         loops["asyncio"] = asyncio.SelectorEventLoop
     return loops
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the variants on asyncio's loop as exhaustive, before markers are selected."""
+    for item in items:
+        callspec = getattr(item, "callspec", None)
+        if callspec and asyncio.SelectorEventLoop in callspec.params.values():
+            item.add_marker(pytest.mark.exhaustive)

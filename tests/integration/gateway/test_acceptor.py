@@ -1,4 +1,4 @@
-"""Who is let in when many come at once, and when there is no room for one more."""
+"""Accepting of connections: bursts, shutdown, failures, and exhausted file descriptors."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ import pytest
 import uvloop
 
 from argosy.http_server import HttpServer, Receive, Scope, Send, bind_tcp, bind_unix
-from argosy.http_server import server as listen_module
+from argosy.http_server import server as server_module
 from argosy.http_server.acceptor import UnixListenSocket
 
-ASKED = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+REQUEST = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
 SERVER = """
 import uvloop
 from argosy.http_server import HttpServer, bind_tcp
@@ -39,100 +39,102 @@ uvloop.run(main())
 """
 
 
-async def nothing(scope: Scope, receive: Receive, send: Send) -> None:
-    """Nobody asks."""
+async def unused_app(scope: Scope, receive: Receive, send: Send) -> None:
+    """Never called, since no client sends a request."""
 
 
-def test_all_who_wait_are_let_in_within_a_few_turns_of_the_loop() -> None:
-    """The loop itself takes one a turn: on a busy loop the last of them would wait for seconds."""
-    many = 100
+def test_burst_of_connections_is_accepted_within_few_iterations() -> None:
+    """The loop itself accepts one per iteration, so on a busy loop the last client would wait for seconds."""
+    client_count = 100
 
-    async def turns() -> int:
-        listener, bound = HttpServer(nothing), bind_tcp("127.0.0.1", 0)
+    async def count_iterations() -> int:
+        server, listen_socket = HttpServer(unused_app), bind_tcp("127.0.0.1", 0)
         with ExitStack() as clients:
-            for _ in range(many):
-                clients.enter_context(closing(socket.create_connection(bound.getsockname())))
-            running = asyncio.create_task(listener.serve(sockets=[bound]))
+            for _ in range(client_count):
+                clients.enter_context(
+                    closing(socket.create_connection(listen_socket.getsockname()))
+                )
+            task = asyncio.create_task(server.serve(sockets=[listen_socket]))
             count = 0
-            while len(listener.server_state.connections) < many and count < 10 * many:
+            while len(server.server_state.connections) < client_count and count < 10 * client_count:
                 count += 1
                 await asyncio.sleep(0)
-        listener.stop()
-        await running
+        server.stop()
+        await task
         return count
 
-    assert uvloop.run(turns()) < many / 3
+    assert uvloop.run(count_iterations()) < client_count / 3
 
 
-async def test_who_comes_once_it_is_closed_is_refused_and_does_not_wait() -> None:
-    listener, bound = HttpServer(nothing), bind_tcp("127.0.0.1", 0)
-    address = bound.getsockname()
-    running = asyncio.create_task(listener.serve(sockets=[bound]))
+async def test_connection_after_close_is_refused_immediately() -> None:
+    server, listen_socket = HttpServer(unused_app), bind_tcp("127.0.0.1", 0)
+    address = listen_socket.getsockname()
+    task = asyncio.create_task(server.serve(sockets=[listen_socket]))
     _, writer = await asyncio.open_connection(*address)
-    for each in listener.servers:
-        each.close()
+    for listener_server in server.servers:
+        listener_server.close()
     with pytest.raises(ConnectionRefusedError):
         await asyncio.open_connection(*address)
     writer.close()
-    listener.stop()
-    await running
+    server.stop()
+    await task
 
 
-def test_a_path_that_is_not_listened_on_after_all_is_left_as_it_was(
+def test_failed_listen_on_unix_path_leaves_no_socket_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bound: list[socket.socket] = []
+    listen_socket: list[socket.socket] = []
 
-    def refuse(unix: socket.socket, _: int) -> None:
-        bound.append(unix)
+    def fail_listen(unix_socket: socket.socket, _: int) -> None:
+        listen_socket.append(unix_socket)
         raise OSError(errno.ENOBUFS, "No buffer space available")
 
-    monkeypatch.setattr(UnixListenSocket, "listen", refuse, raising=False)
+    monkeypatch.setattr(UnixListenSocket, "listen", fail_listen, raising=False)
     with pytest.raises(OSError, match="choose another path"):
         bind_unix(tmp_path / "a.sock")
-    assert bound[0].fileno() == -1
+    assert listen_socket[0].fileno() == -1
     assert not (tmp_path / "a.sock").exists()
 
 
-async def test_who_is_let_in_and_cannot_be_served_is_closed(
+async def test_connection_is_closed_if_setup_fails(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     failures: list[object] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, told: failures.append(told))
-    monkeypatch.setattr(listen_module, "Connection", mock.Mock(side_effect=ValueError("no")))
-    listener, bound = HttpServer(nothing), bind_tcp("127.0.0.1", 0)
-    running = asyncio.create_task(listener.serve(sockets=[bound]))
-    reader, writer = await asyncio.open_connection(*bound.getsockname())
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: failures.append(context))
+    monkeypatch.setattr(server_module, "HttpConnection", mock.Mock(side_effect=ValueError("no")))
+    server, listen_socket = HttpServer(unused_app), bind_tcp("127.0.0.1", 0)
+    task = asyncio.create_task(server.serve(sockets=[listen_socket]))
+    reader, writer = await asyncio.open_connection(*listen_socket.getsockname())
     async with asyncio.timeout(10):
         assert await reader.read() == b""
     writer.close()
-    listener.should_exit = True
-    await running
+    server.should_exit = True
+    await task
 
 
 @pytest.fixture
-def server() -> Iterator[tuple[psutil.Process, int]]:
-    """A process that answers "hello", and its port."""
-    with subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE) as child:
-        assert child.stdout is not None
-        yield psutil.Process(child.pid), int(child.stdout.readline())
-        child.kill()
+def server_process() -> Iterator[tuple[psutil.Process, int]]:
+    """Yield a process that responds "hello", and its port."""
+    with subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE) as popen:
+        assert popen.stdout is not None
+        yield psutil.Process(popen.pid), int(popen.stdout.readline())
+        popen.kill()
 
 
-def test_who_finds_no_room_is_let_in_when_somebody_has_left(
-    server: tuple[psutil.Process, int],
+def test_waiting_connection_is_accepted_once_descriptors_are_free(
+    server_process: tuple[psutil.Process, int],
 ) -> None:
-    process, port = server
+    process, port = server_process
     with closing(socket.create_connection(("127.0.0.1", port))) as first:
-        first.sendall(ASKED)
+        first.sendall(REQUEST)
         assert first.recv(4096).startswith(b"HTTP/1.1 200 OK")
-    hard = process.rlimit(resource.RLIMIT_NOFILE)[1]
-    process.rlimit(resource.RLIMIT_NOFILE, (process.num_fds() + 10, hard))
+    hard_limit = process.rlimit(resource.RLIMIT_NOFILE)[1]
+    process.rlimit(resource.RLIMIT_NOFILE, (process.num_fds() + 10, hard_limit))
     with ExitStack() as clients:
         for _ in range(40):
             clients.enter_context(closing(socket.create_connection(("127.0.0.1", port))))
-        late = socket.create_connection(("127.0.0.1", port), timeout=30)
-        late.sendall(ASKED)
-    with closing(late):
-        assert late.recv(4096).startswith(b"HTTP/1.1 200 OK")
+        late_client = socket.create_connection(("127.0.0.1", port), timeout=30)
+        late_client.sendall(REQUEST)
+    with closing(late_client):
+        assert late_client.recv(4096).startswith(b"HTTP/1.1 200 OK")
     assert process.is_running()

@@ -1,21 +1,45 @@
-"""Replicas that are half well: what they cost those who ask, and what those who ask may cost them."""
+"""Replicas that fail often or are full: who gets their requests, within which budget, and when they get some again."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
-import socket
+import time
 from collections.abc import AsyncIterator, Sequence
+from email.utils import formatdate
 
 import pytest
-from tests.support.gateway_harness import QUICK, Running, Watching, front, opened
-from tests.support.replica_servers import completion, events
-from tests.support.scripted_server import Answer, Asked, Rough, plain, rough_server
+from tests.support.backend_formats import LlamaCpp
+from tests.support.fake_engine import FakeEngine, Script
+from tests.support.fake_upstream import (
+    FakeUpstream,
+    UpstreamRequest,
+    UpstreamScript,
+    build_response,
+    fake_upstream,
+    hang,
+    listening,
+    reset_connection,
+    respond_429,
+    respond_500,
+    respond_with_tokens,
+)
+from tests.support.gateway_client import parse_stream
+from tests.support.gateway_harness import (
+    FAST_TIMEOUTS,
+    GatewayHarness,
+    RecordingFilter,
+    open_breaker,
+    run_gateway,
+)
+from tests.support.replica_servers import MODEL, completion, serve
 from tests.support.waiting import until
 
+from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.gateway import ReplicaConfig, Timeouts
 from argosy.gateway.backends import BackendKind
+from argosy.gateway.pool import prober
 from argosy.gateway.request_context import RequestFilter
 from argosy.policy import RetryBudget, poison_requests
 
@@ -23,226 +47,368 @@ PATH = "/v1/completions"
 
 
 @contextlib.asynccontextmanager
-async def behind(
-    *answers: Answer,
+async def gateway_with(
+    *scripts: UpstreamScript,
     kind: BackendKind = "openai",
-    timeouts: Timeouts = QUICK,
+    timeouts: Timeouts = FAST_TIMEOUTS,
     max_requests: int = 256,
-    stages: Sequence[RequestFilter] = (),
-) -> AsyncIterator[tuple[Running, Sequence[Rough]]]:
-    """A gateway before servers that answer so."""
-    async with contextlib.AsyncExitStack() as stack:
-        servers = [await stack.enter_async_context(rough_server(answer)) for answer in answers]
+    filters: Sequence[RequestFilter] = (),
+) -> AsyncIterator[tuple[GatewayHarness, Sequence[FakeUpstream]]]:
+    """Run a gateway in front of upstreams with these scripts."""
+    upstreams = [FakeUpstream(script) for script in scripts]
+    async with listening(*upstreams):
         configs = [
-            ReplicaConfig(url=one.url, kind=kind, model="rough", max_requests=max_requests)
-            for one in servers
+            ReplicaConfig(url=upstream.url, kind=kind, model="rough", max_requests=max_requests)
+            for upstream in upstreams
         ]
-        running = await stack.enter_async_context(front(stages, *configs, timeouts=timeouts))
-        yield running, servers
+        async with run_gateway(filters, *configs, timeouts=timeouts) as gateway:
+            yield gateway, upstreams
 
 
-async def ask(running: Running, tokens: int = 3, prompt: str = "Once") -> tuple[int, bytes]:
-    """Status and content of a streamed answer."""
+async def send(gateway: GatewayHarness, tokens: int = 3, prompt: str = "Once") -> tuple[int, str]:
+    """Send a streaming request and return status and content of the response."""
     body = completion(prompt, model="big", max_tokens=tokens, stream=True)
-    answer = await running.client.post(PATH, json=body)
-    return answer.status_code, answer.content
+    response = await gateway.client.post(PATH, json=body)
+    return response.status_code, response.text
 
 
-async def fails(asked: Asked) -> None:
-    asked.json(500, {"error": {"message": "out of order"}})
+# --- failing replicas beside healthy ones --------------------------------------------------------
 
 
-async def resets(asked: Asked) -> None:
-    asked.writer.transport.abort()
-
-
-async def is_silent(asked: Asked) -> None:
-    del asked
-    await asyncio.Event().wait()
-
-
-async def test_one_that_works_gets_all_though_most_of_its_pool_fails() -> None:
-    async with behind(fails, fails, plain) as (running, servers):
-        for replica in running.replicas[:2]:
-            opened(replica)
+async def test_healthy_replica_gets_all_requests_of_mostly_ejected_pool() -> None:
+    async with gateway_with(respond_500, respond_500, respond_with_tokens) as (gateway, upstreams):
+        for replica in gateway.replicas[:2]:
+            open_breaker(replica)
         for _ in range(12):
-            assert (await ask(running))[0] == 200
-        assert [len(server.asked) for server in servers] == [0, 0, 12]
+            assert (await send(gateway))[0] == 200
+        assert [len(upstream.requests) for upstream in upstreams] == [0, 0, 12]
 
 
-async def test_those_that_fail_are_used_where_there_is_no_other_room() -> None:
-    over = asyncio.Event()
+async def test_ejected_replicas_are_used_when_others_are_busy() -> None:
+    may_end = asyncio.Event()
 
-    async def slow(asked: Asked) -> None:
-        await over.wait()
-        await plain(asked)
+    async def wait_for_end(request: UpstreamRequest) -> None:
+        await may_end.wait()
+        await respond_with_tokens(request)
 
-    async with behind(plain, plain, slow, max_requests=1) as (running, servers):
-        for replica in running.replicas[:2]:
-            opened(replica)
-        waiting = asyncio.create_task(ask(running))
-        await until(lambda: servers[2].asked)
-        assert (await ask(running))[0] == 200
-        over.set()
+    async with gateway_with(
+        respond_with_tokens, respond_with_tokens, wait_for_end, max_requests=1
+    ) as (gateway, upstreams):
+        for replica in gateway.replicas[:2]:
+            open_breaker(replica)
+        waiting = asyncio.create_task(send(gateway))
+        await until(lambda: upstreams[2].requests)
+        assert (await send(gateway))[0] == 200
+        may_end.set()
         assert (await waiting)[0] == 200
-        assert len(servers[2].asked) == 1
+        assert len(upstreams[2].requests) == 1
 
 
-class SpentBudget(RetryBudget):
-    """Nothing is left of it the first times."""
+# --- retry budget --------------------------------------------------------------------------------
 
-    refusals = 3
+
+class InitiallySpentBudget(RetryBudget):
+    """Retry budget that rejects the first three retries."""
+
+    rejections = 3
 
     def try_acquire(self, now: float) -> bool:
-        self.refusals -= 1
-        return self.refusals < 0 and super().try_acquire(now)
+        self.rejections -= 1
+        return self.rejections < 0 and super().try_acquire(now)
 
 
-async def test_what_a_failing_replica_loses_waits_for_the_budget_and_is_answered() -> None:
-    answers = iter((resets, resets, plain))  # the first on a connection that was kept
+async def test_request_of_failing_replica_waits_for_retry_budget() -> None:
+    scripts = iter((reset_connection, reset_connection, respond_with_tokens))
 
-    async def first_resets(asked: Asked) -> None:
-        await (next(answers) if asked.path == PATH else plain)(asked)
+    async def reset_twice(request: UpstreamRequest) -> None:  # the first on a reused connection
+        await next(scripts)(request)
 
-    async with behind(first_resets, timeouts=Timeouts(failover_timeout_s=30.0)) as (running, _):
-        (replica,) = running.replicas
-        opened(replica)
-        (pool,) = running.models.pools
-        pool.retry_budget = SpentBudget()
-        assert (await ask(running))[0] == 200
+    async with gateway_with(reset_twice, timeouts=Timeouts(failover_timeout_s=30.0)) as (
+        gateway,
+        _,
+    ):
+        open_breaker(gateway.replicas[0])
+        (pool,) = gateway.models.pools
+        pool.retry_budget = InitiallySpentBudget()
+        assert (await send(gateway))[0] == 200
 
 
-async def test_what_a_failing_replica_loses_goes_to_a_well_one_whatever_is_left_of_the_budget() -> (
-    None
-):
-    async def leaves_it_to_the_other(asked: Asked) -> None:
-        running.replicas[1].is_accepting = True
-        await resets(asked)
+async def test_failover_to_healthy_replica_needs_no_retry_budget() -> None:
+    async def reset_when_other_accepts(request: UpstreamRequest) -> None:
+        gateway.replicas[1].is_accepting = True
+        await reset_connection(request)
 
-    async with behind(leaves_it_to_the_other, plain) as (running, servers):
-        failing, well = running.replicas
-        opened(failing)
-        well.is_accepting = False
-        (pool,) = running.models.pools
+    async with gateway_with(reset_when_other_accepts, respond_with_tokens) as (gateway, upstreams):
+        failing, healthy = gateway.replicas
+        open_breaker(failing)
+        healthy.is_accepting = False
+        (pool,) = gateway.models.pools
         pool.retry_budget = RetryBudget(ratio=0.0, reserve=0.0)
-        assert (await ask(running))[0] == 200
-        assert len(servers[1].asked) == 1
+        assert (await send(gateway))[0] == 200
+        assert len(upstreams[1].requests) == 1
 
 
-@pytest.mark.parametrize("answer", [resets, is_silent])
-async def test_what_failing_replicas_lose_is_asked_again_within_the_budget(answer: Answer) -> None:
+@pytest.mark.parametrize("script", [reset_connection, hang])
+async def test_retries_between_failing_replicas_stay_within_budget(script: UpstreamScript) -> None:
     count = 40
     timeouts = Timeouts(first_token_timeout_s=0.1, failover_timeout_s=1.0)
-    async with behind(answer, answer, timeouts=timeouts) as (running, servers):
-        for replica in running.replicas:
-            opened(replica)
-        told = await asyncio.gather(*(ask(running) for _ in range(count)))
-        assert {status for status, _ in told} == {502}
-        assert sum(len(server.asked) for server in servers) <= 1.1 * count + 6
+    async with gateway_with(script, script, timeouts=timeouts) as (gateway, upstreams):
+        for replica in gateway.replicas:
+            open_breaker(replica)
+        results = await asyncio.gather(*(send(gateway) for _ in range(count)))
+        assert {status for status, _ in results} == {502}
+        assert sum(len(upstream.requests) for upstream in upstreams) <= 1.1 * count + 6
 
 
-async def test_requests_wait_for_replicas_that_take_fewer_than_anybody_knew() -> None:
-    taken, count = 0, 24
-
-    async def takes_three(asked: Asked) -> None:
-        nonlocal taken
-        if taken == 3:
-            asked.json(429, {"error": {"message": "later"}})
-            return
-        taken += 1
-        await asyncio.sleep(0.05)
-        taken -= 1
-        await plain(asked)
-
-    timeouts = Timeouts(first_token_timeout_s=5.0, failover_timeout_s=20.0)
-    async with behind(takes_three, timeouts=timeouts) as (running, servers):
-        first = await asyncio.gather(*(ask(running) for _ in range(count)))
-        before = len(servers[0].asked)
-        then = await asyncio.gather(*(ask(running) for _ in range(count)))
-        assert {status for status, _ in first + then} == {200}
-        assert len(servers[0].asked) - before < 1.5 * count
+# --- requests that replicas fail with ------------------------------------------------------------
 
 
-async def test_where_none_is_reached_nothing_serves_the_model() -> None:
-    with socket.socket() as deaf:  # its port is nobody else's, and it does not listen
-        deaf.bind(("127.0.0.1", 0))
-        nobody = ReplicaConfig(url=f"http://127.0.0.1:{deaf.getsockname()[1]}", kind="openai")
-        async with front([], nobody) as running:
-            status, content = await ask(running)
-    assert (status, json.loads(content)["error"]["code"]) == (503, "no_replica")
-
-
-@pytest.mark.parametrize(("each", "whole"), [(1, False), (5, True)])
-async def test_a_request_that_gets_on_survives_any_number_of_deaths_and_costs_none_for_each_token(
-    each: int, whole: bool
+@pytest.mark.parametrize(("tokens_per_attempt", "completes"), [(1, False), (5, True)])
+async def test_request_survives_failures_while_it_makes_progress(
+    tokens_per_attempt: int, completes: bool
 ) -> None:
-    """Each server gives so many tokens and dies."""
+    """A token per attempt is no progress, because a failure for each token would cost too many attempts."""
 
-    async def dies(asked: Asked) -> None:
-        asked.stream()
-        left = asked.body["max_tokens"]
-        assert isinstance(left, int)
-        for _ in range(min(each, left)):
-            asked.say(" more")
-        if left <= each:
-            asked.say("", "length")
-            asked.end()
-        await asked.writer.drain()
-        asked.writer.close()
+    async def disconnect_early(request: UpstreamRequest) -> None:
+        request.start_stream()
+        tokens_left = request.body["max_tokens"]
+        for _ in range(min(tokens_per_attempt, tokens_left)):
+            request.send_text(" more")
+        if tokens_left <= tokens_per_attempt:
+            request.send_text("", "length")
+            request.end_stream()
+        await request.writer.drain()
+        request.writer.close()
 
-    async with behind(dies, dies, dies, kind="llama.cpp") as (running, servers):
-        status, content = await ask(running, tokens=60)
-        asked = sum(len(server.asked) for server in servers)
-        assert status == 200
-        if whole:
-            assert events(content)[-1] == b"[DONE]"
-            assert asked == 60 // each
-        else:
-            assert json.loads(events(content)[-1])["error"]["code"] == "upstream_failed"
-            assert asked == 4
+    async with gateway_with(*[disconnect_early] * 3, kind="llama.cpp") as (gateway, upstreams):
+        status, content = await send(gateway, tokens=60)
+        attempts = sum(len(upstream.requests) for upstream in upstreams)
+    result = parse_stream(content)
+    assert status == 200
+    if completes:
+        assert content.rstrip().endswith("data: [DONE]")
+        assert attempts == 60 // tokens_per_attempt
+    else:
+        assert result.errors[-1]["code"] == "upstream_failed"
+        assert attempts == 4
 
 
-async def test_a_request_that_replicas_died_of_costs_fewer_when_it_is_sent_again(
+async def test_poison_request_gets_fewer_attempts_when_repeated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(poison_requests, "REJECTION_S", 0.3)
-    well = asyncio.Event()
+    recovered = asyncio.Event()
 
-    async def dies(asked: Asked) -> None:
-        await (plain if well.is_set() or asked.body["prompt"] != "Once" else resets)(asked)
+    async def reset_on_poison(request: UpstreamRequest) -> None:
+        is_poison = request.body["prompt"] == "Once" and not recovered.is_set()
+        await (reset_connection if is_poison else respond_with_tokens)(request)
 
-    watching = Watching()
+    recorder = RecordingFilter()
 
-    def tries() -> int:
-        return sum(len(context.trace.attempts) for context in watching.entered)
+    def attempts() -> int:
+        return sum(len(context.trace.attempts) for context in recorder.started)
 
-    async with behind(*[dies] * 6, stages=[watching]) as (running, _):
+    async with gateway_with(*[reset_on_poison] * 6, filters=[recorder]) as (gateway, _):
         for _ in range(2):
-            status, content = await ask(running)
-            assert (status, tries()) == (502, 4)
+            status, content = await send(gateway)
+            assert (status, attempts()) == (502, 4)
             assert "Change it, or try again in" in json.loads(content)["error"]["message"]
-        assert (await ask(running, prompt="Twice"))[0] == 200
-        while tries() == 5:
-            assert (await ask(running))[0] == 502
-        assert tries() == 6
-        well.set()
-        while (await ask(running))[0] == 502:
-            assert tries() == 6
-        assert (await ask(running))[0] == 200
-    assert len(watching.entered[-1].pool.poison_requests) == 0
+        assert (await send(gateway, prompt="Twice"))[0] == 200
+        while attempts() == 5:
+            assert (await send(gateway))[0] == 502
+        assert attempts() == 6
+        recovered.set()
+        while (await send(gateway))[0] == 502:
+            assert attempts() == 6
+        assert (await send(gateway))[0] == 200
+    assert len(recorder.started[-1].pool.poison_requests) == 0
 
 
-@pytest.mark.parametrize("page", ["<h1>Back in a minute</h1>", ""])
-async def test_a_page_is_no_answer_whatever_its_status(page: str) -> None:
-    async def is_away(asked: Asked) -> None:
-        head = f"HTTP/1.1 200 OK\r\ncontent-type: text/html\r\ncontent-length: {len(page)}\r\n\r\n"
-        asked.writer.write((head + page).encode())
+async def test_request_that_crashes_replicas_crashes_at_most_four() -> None:
+    """A reset of a reused connection is retried for free, but not if the replica no longer listens."""
+    upstreams: list[FakeUpstream] = []
 
-    async def well(asked: Asked) -> None:
-        asked.json(200, {"choices": [{"index": 0, "text": "yes", "finish_reason": "stop"}]})
+    def crash_on(upstream: FakeUpstream) -> UpstreamScript:
+        async def crash(request: UpstreamRequest) -> None:
+            del request
+            upstream.crash()
 
-    async with behind(is_away, well) as (running, servers):
-        for _ in range(4):
-            answer = await running.client.post(PATH, json=completion(model="big", max_tokens=3))
-            assert answer.json()["choices"][0]["text"] == "yes"
-        assert servers[0].asked
+        return crash
+
+    for _ in range(6):
+        upstream = FakeUpstream()
+        upstream.script = crash_on(upstream)
+        upstreams.append(upstream)
+    async with listening(*upstreams):
+        configs = [ReplicaConfig(url=upstream.url, kind="vllm") for upstream in upstreams]
+        async with run_gateway([], *configs) as gateway:
+            status, _ = await send(gateway)
+    assert (status, sum(len(upstream.requests) for upstream in upstreams)) == (502, 4)
+
+
+# --- full replicas -------------------------------------------------------------------------------
+
+
+async def test_requests_wait_for_replica_with_unknown_concurrency_limit() -> None:
+    running, count = 0, 24
+
+    async def run_at_most_three(request: UpstreamRequest) -> None:
+        nonlocal running
+        if running == 3:
+            await respond_429(request)
+            return
+        running += 1
+        await asyncio.sleep(0.05)  # the time that a request takes
+        running -= 1
+        await respond_with_tokens(request)
+
+    timeouts = Timeouts(first_token_timeout_s=5.0, failover_timeout_s=20.0)
+    async with gateway_with(run_at_most_three, timeouts=timeouts) as (gateway, (upstream,)):
+        first = await asyncio.gather(*(send(gateway) for _ in range(count)))
+        before = len(upstream.requests)
+        second = await asyncio.gather(*(send(gateway) for _ in range(count)))
+        assert {status for status, _ in first + second} == {200}
+        assert len(upstream.requests) - before < 1.5 * count
+
+
+def full_for(retry_after: str) -> UpstreamScript:
+    """Return a script that rejects with this `Retry-After`."""
+
+    async def reject(request: UpstreamRequest) -> None:
+        response = build_response(b"{}", None, 429, f"retry-after: {retry_after}")
+        request.writer.write(response)
+
+    return reject
+
+
+@pytest.mark.parametrize(
+    ("retry_after", "min_s", "max_s"),
+    [
+        ("40", 20, 41),
+        ("40.5", 20, 41),
+        (45, 10, 46),
+        (86_400, 50, 61),
+        (-86_400, 0, 10),
+        ("100000000000", 50, 61),
+        ("-1", 0, 10),
+        ("nan", 0, 10),
+        ("in a while", 0, 10),
+        ("Sun, 06 Nov 99999 08:49:37 GMT", 0, 10),
+    ],
+)
+async def test_retry_after_header_sets_backoff(
+    retry_after: str | int, min_s: float, max_s: float
+) -> None:
+    if isinstance(retry_after, int):  # seconds from now, sent as a date
+        retry_after = formatdate(time.time() + retry_after, usegmt=True)
+    async with gateway_with(full_for(retry_after), timeouts=Timeouts(failover_timeout_s=0.1)) as (
+        gateway,
+        _,
+    ):
+        before = time.monotonic()
+        assert (await send(gateway))[0] == 429
+        after, (replica,) = time.monotonic(), gateway.replicas
+        assert replica.backpressure.is_backing_off(before + min_s) or not min_s
+        assert not replica.backpressure.is_backing_off(after + max_s)
+
+
+async def test_backoff_beyond_failover_timeout_rejects_at_once() -> None:
+    async with gateway_with(full_for("1000"), timeouts=Timeouts(failover_timeout_s=600)) as (
+        gateway,
+        (upstream,),
+    ):
+        for _ in range(2):  # the request that is rejected, and one during the backoff
+            body = completion(model="big", max_tokens=3)
+            response = await gateway.client.post(PATH, json=body)
+            assert (response.status_code, response.json()["error"]["code"]) == (429, "overloaded")
+            assert 900 < int(response.headers["retry-after"]) <= 1000
+        assert len(upstream.requests) == 1
+
+
+async def test_request_waits_for_end_of_short_backoff() -> None:
+    scripts = iter((full_for("0.1"), respond_with_tokens))
+
+    async def reject_first(request: UpstreamRequest) -> None:
+        await next(scripts)(request)
+
+    async with gateway_with(reject_first, timeouts=Timeouts(failover_timeout_s=600)) as (
+        gateway,
+        (upstream,),
+    ):
+        assert (await send(gateway))[0] == 200
+        assert len(upstream.requests) == 2
+
+
+# --- probes of ejected replicas ------------------------------------------------------------------
+
+
+async def respond_404(request: UpstreamRequest) -> None:
+    request.send_json(404, {"error": {"message": "no chats here"}})
+
+
+@pytest.mark.parametrize(
+    ("script", "closes"),
+    [
+        (respond_500, False),
+        (hang, False),
+        (respond_with_tokens, True),
+        (respond_429, True),
+        (respond_404, True),
+    ],
+)
+async def test_breaker_closes_only_after_a_generation(
+    monkeypatch: pytest.MonkeyPatch, script: UpstreamScript, closes: bool
+) -> None:
+    """A replica whose pages respond may still be unable to generate."""
+    if not closes:
+        monkeypatch.setattr(prober, "TEST_GENERATION_TIMEOUT_S", 0.1)
+    async with fake_upstream() as upstream:
+        config = ReplicaConfig(url=upstream.url, kind="openai")
+        async with run_gateway([], config) as gateway:
+            (replica,) = gateway.replicas
+            open_breaker(replica)
+            upstream.probe_script = script
+            await gateway.probe()
+            assert replica.breaker.is_closed == closes
+
+
+class ReportingAfterRestart(LlamaCpp):
+    """Server that reports its load only after a restart."""
+
+    has_restarted: bool = False
+
+    def load_pages(self) -> dict[str, object]:
+        return super().load_pages() if self.has_restarted else {}
+
+
+async def test_replica_is_detected_again_after_breaker_closes() -> None:
+    backend = ReportingAfterRestart()
+    async with (
+        listening(backend),
+        run_gateway([], ReplicaConfig(url=backend.url, model="cat")) as gateway,
+    ):
+        (replica,) = gateway.replicas
+        max_seqs = []
+        for failed in (False, False, True):  # a replica without failures is not detected again
+            if failed:
+                open_breaker(replica)
+            await gateway.probe()
+            max_seqs.append(replica.load.max_seqs)
+            backend.has_restarted = True
+        assert max_seqs == [0, 0, 4]
+
+
+async def test_native_replica_is_probed_with_one_token(tokenizer: Tokenizer) -> None:
+    engine = FakeEngine(tokenizer, lambda _: Script([100, 101]))
+    async with (
+        serve(engine) as served,
+        run_gateway([], ReplicaConfig(url=served.url, model=MODEL)) as gateway,
+    ):
+        (replica,) = gateway.replicas
+        await gateway.probe()
+        assert not engine.requests  # a replica without failures gets no test generation
+        open_breaker(replica)
+        await gateway.probe()
+        assert replica.breaker.is_closed
+    (request,) = engine.requests
+    assert request.params.max_tokens == 1

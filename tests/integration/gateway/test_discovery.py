@@ -1,4 +1,4 @@
-"""Replicas that a name stands for: those of its addresses come and go, and no request is lost by it."""
+"""Replicas discovered by DNS: addresses appear and disappear, and no request is lost."""
 
 from __future__ import annotations
 
@@ -12,342 +12,372 @@ from pathlib import Path
 
 import pytest
 from structlog.testing import capture_logs
-from tests.integration.gateway.test_tls import server_context, terminated
+from tests.integration.gateway.test_tls import serve_behind_tls, server_context
 from tests.support.backend_formats import Vllm
 from tests.support.certificates import Authority
 from tests.support.changing_pool import (
     BODY,
-    Running,
-    Steps,
-    address,
-    left,
-    pods,
-    whole,
+    PausedStream,
+    RunningGateway,
+    fake_pods,
+    pod_address,
+    wait_until_disconnected,
 )
-from tests.support.changing_pool import gateway as changing
-from tests.support.fake_backend import WHOLE, running
-from tests.support.gateway_client import COMPLETION, QUICK, stream
-from tests.support.kv_event_publisher import publishing
-from tests.support.scripted_server import Asked, rough_server
+from tests.support.changing_pool import gateway as run_changing_gateway
+from tests.support.fake_backend import ANSWER_TEXT, serve_backends
+from tests.support.fake_upstream import UpstreamRequest, fake_upstream, respond_with_text
+from tests.support.gateway_client import COMPLETION, QUICK_TIMEOUTS, stream
+from tests.support.kv_event_publisher import kv_event_publisher
 from tests.support.waiting import until
 
 from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig, Timeouts, UpstreamTls
 from argosy.gateway.backends import KvEventAddress
 from argosy.gateway.pool.dns_discovery import Resolver, resolve_host
 
-LONG_S = 1e9
+NEVER_S = 1e9
 
 
 @pytest.fixture(autouse=True)
-def _quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("argosy.gateway.pool.dns_discovery.LOOKUP_INTERVAL_S", 0.01)
     monkeypatch.setattr("argosy.gateway.pool.prober.HEALTH_PROBE_INTERVAL_S", 0.05)
     monkeypatch.setattr("argosy.policy.resolved_addresses.MISSING_GRACE_S", 0.05)
-    monkeypatch.setattr("argosy.policy.resolved_addresses.EMPTY_ANSWER_GRACE_S", LONG_S)
+    monkeypatch.setattr("argosy.policy.resolved_addresses.EMPTY_ANSWER_GRACE_S", NEVER_S)
 
 
 @dataclass
-class Names:
-    """A resolver that answers what it is told to."""
+class FakeResolver:
+    """A resolver that returns what a test sets."""
 
     addresses: Collection[str] = ()
     error: OSError | None = None
-    answers: asyncio.Event = field(default_factory=asyncio.Event)
-    """Cleared: it hangs."""
-    asked: int = 0
+    responds: asyncio.Event = field(default_factory=asyncio.Event)
+    """Lookups hang while it is cleared."""
+    lookups: int = 0
 
     def __post_init__(self) -> None:
-        self.answers.set()
+        self.responds.set()
 
     async def look_up(self, host: str, family: socket.AddressFamily) -> Collection[str]:
         assert (host, family) == ("replicas.test", socket.AF_UNSPEC)
-        self.asked += 1
-        await self.answers.wait()
+        self.lookups += 1
+        await self.responds.wait()
         if self.error is not None:
             raise self.error
         return self.addresses
 
-    async def again(self, times: int = 3) -> None:
-        """Wait until it has been asked so many times more."""
-        until_then = self.asked + times
-        await until(lambda: self.asked >= until_then)
+    async def wait_for_lookups(self, times: int = 3) -> None:
+        """Wait for this many further lookups."""
+        expected_lookups = self.lookups + times
+        await until(lambda: self.lookups >= expected_lookups)
 
 
 @contextlib.asynccontextmanager
 async def gateway(
-    look_up: Resolver, *behind: ReplicaConfig, timeouts: Timeouts = QUICK
-) -> AsyncIterator[Running]:
-    """The model "big" on these."""
-    model = ModelConfig(name="big", routing="round-robin", replicas=list(behind))
+    resolve: Resolver, *replica_configs: ReplicaConfig, timeouts: Timeouts = QUICK_TIMEOUTS
+) -> AsyncIterator[RunningGateway]:
+    """Run a gateway with the model "big" on these replicas."""
+    model = ModelConfig(name="big", routing="round-robin", replicas=list(replica_configs))
     config = GatewayConfig(port=0, models=[model], timeouts=timeouts)
-    async with changing(config, look_up=look_up) as running:
+    async with run_changing_gateway(config, resolver=resolve) as running:
         yield running
 
 
-def entry(port: int, host: str = "replicas.test") -> ReplicaConfig:
+def make_entry(port: int, host: str = "replicas.test") -> ReplicaConfig:
     return ReplicaConfig(
         url=f"http://{host}:{port}", discover="dns", name="pods", kind="openai", model="rough"
     )
 
 
-async def test_each_address_is_a_replica() -> None:
-    names = Names({address(0), address(1)})
-    async with pods(2) as servers, gateway(names.look_up, entry(servers[0].port)) as behind:
-        assert behind.names == {"pods@127.0.0.1", "pods@127.0.0.2"}
-        await behind.served(*servers)
+async def test_each_address_is_replica() -> None:
+    resolver = FakeResolver({pod_address(0), pod_address(1)})
+    async with (
+        fake_pods(2) as servers,
+        gateway(resolver.look_up, make_entry(servers[0].port)) as running,
+    ):
+        assert running.replica_names == {"pods@127.0.0.1", "pods@127.0.0.2"}
+        await running.wait_until_served_by(*servers)
 
 
-async def test_what_each_has_cached_is_followed_where_it_is() -> None:
-    names, server = Names({address(0)}), Vllm()
-    async with publishing() as publisher, running(server):
+async def test_kv_events_are_followed_at_each_address() -> None:
+    resolver, server = FakeResolver({pod_address(0)}), Vllm()
+    async with kv_event_publisher() as publisher, serve_backends(server):
         one = ReplicaConfig(
             url=server.url.replace("127.0.0.1", "replicas.test"),
             discover="dns",
             kv_events=KvEventAddress(endpoint=f"tcp://*:{publisher.port}"),
         )
-        async with gateway(names.look_up, one):
-            await publisher.subscribed()
+        async with gateway(resolver.look_up, one):
+            await publisher.wait_for_subscriber()
 
 
-async def test_requests_wait_for_one_that_takes_the_place_of_the_last(
+async def test_requests_wait_for_replacement_of_last_replica(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("argosy.policy.resolved_addresses.EMPTY_ANSWER_GRACE_S", 0.05)
-    names = Names({address(0)})
-    patient = Timeouts(failover_timeout_s=1000.0)
+    resolver = FakeResolver({pod_address(0)})
+    timeouts = Timeouts(failover_timeout_s=1000.0)
     async with (
-        pods(2) as servers,
-        gateway(names.look_up, entry(servers[0].port), timeouts=patient) as behind,
+        fake_pods(2) as servers,
+        gateway(resolver.look_up, make_entry(servers[0].port), timeouts=timeouts) as running,
     ):
-        names.addresses = ()
-        await until(lambda: not behind.names)
-        waiting = asyncio.create_task(behind.ask())
-        shown = ""
-        while 'queue_depth{model="big"} 1.0' not in shown:
-            shown = (await behind.client.get("/metrics")).text
-        names.addresses = {address(1)}
+        resolver.addresses = ()
+        await until(lambda: not running.replica_names)
+        waiting = asyncio.create_task(running.request_status())
+        metrics_text = ""
+        while 'queue_depth{model="big"} 1.0' not in metrics_text:
+            metrics_text = (await running.client.get("/metrics")).text
+        resolver.addresses = {pod_address(1)}
         assert await waiting == 200
-        assert servers[1].asked
+        assert servers[1].requests
 
 
-async def test_one_that_comes_is_asked_how_it_is_before_it_gets_requests() -> None:
-    names = Names({address(0)})
-    async with pods(1) as servers, gateway(names.look_up, entry(servers[0].port)) as behind:
-        names.addresses = {address(0), address(1)}
-        await until(lambda: len(behind.names) == 2)
+async def test_new_replica_is_probed_before_it_gets_requests() -> None:
+    resolver = FakeResolver({pod_address(0)})
+    async with (
+        fake_pods(1) as servers,
+        gateway(resolver.look_up, make_entry(servers[0].port)) as running,
+    ):
+        resolver.addresses = {pod_address(0), pod_address(1)}
+        await until(lambda: len(running.replica_names) == 2)
         with capture_logs() as logs:
             for _ in range(10):
-                assert await behind.ask() == 200
-            shown = (await behind.client.get("/metrics")).text
-            assert 'replica="pods@127.0.0.2",state="ready"} 0.0' in shown
-            async with rough_server(host=address(1), port=servers[0].port) as second:
-                await behind.served(second, servers[0])
-        assert not [line for line in logs if line["event"] == "attempt_failed"]
+                assert await running.request_status() == 200
+            metrics_text = (await running.client.get("/metrics")).text
+            assert 'replica="pods@127.0.0.2",status="ready"} 0.0' in metrics_text
+            async with fake_upstream(host=pod_address(1), port=servers[0].port) as second:
+                await running.wait_until_served_by(second, servers[0])
+        assert not [entry for entry in logs if entry["event"] == "attempt_failed"]
 
 
-async def test_one_that_goes_ends_what_it_has_and_gets_nothing_more() -> None:
-    steps, names = Steps(), Names({address(0), address(1)})
-    async with pods(2) as servers, gateway(names.look_up, entry(servers[0].port)) as behind:
-        await behind.served(*servers)
-        for one in servers:
-            one.script = steps
-        running = [
-            asyncio.create_task(behind.client.post("/v1/completions", json=BODY | {"stream": True}))
+async def test_removed_replica_finishes_its_requests_and_gets_no_more() -> None:
+    paused_stream, resolver = PausedStream(), FakeResolver({pod_address(0), pod_address(1)})
+    async with (
+        fake_pods(2) as servers,
+        gateway(resolver.look_up, make_entry(servers[0].port)) as running,
+    ):
+        await running.wait_until_served_by(*servers)
+        for server in servers:
+            server.script = paused_stream
+        tasks = [
+            asyncio.create_task(
+                running.client.post("/v1/completions", json=BODY | {"stream": True})
+            )
             for _ in range(4)
         ]
-        await until(lambda: all(one.most_at_once >= 2 for one in servers))
-        going, staying = servers
-        names.addresses = {address(1)}
-        await until(lambda: behind.names == {"pods@127.0.0.2"})
-        assert "127.0.0.1" not in (await behind.client.get("/metrics")).text
-        going.asked.clear()
-        staying.script = whole
+        await until(lambda: all(server.max_concurrent >= 2 for server in servers))
+        removed, remaining = servers
+        resolver.addresses = {pod_address(1)}
+        await until(lambda: running.replica_names == {"pods@127.0.0.2"})
+        assert "127.0.0.1" not in (await running.client.get("/metrics")).text
+        removed.requests.clear()
+        remaining.script = respond_with_text
         for _ in range(4):
-            assert await behind.ask() == 200
-        assert not going.asked
-        steps.more.set()
-        for answer in await asyncio.gather(*running):
-            assert "first" in answer.text
-            assert " last" in answer.text
-            assert answer.text.endswith("[DONE]\n\n")
-        await left(going)
-        await behind.served(staying)
+            assert await running.request_status() == 200
+        assert not removed.requests
+        paused_stream.resume.set()
+        for response in await asyncio.gather(*tasks):
+            assert "first" in response.text
+            assert " last" in response.text
+            assert response.text.endswith("[DONE]\n\n")
+        await wait_until_disconnected(removed)
+        await running.wait_until_served_by(remaining)
 
 
-async def test_what_runs_on_one_that_goes_and_dies_is_asked_of_another() -> None:
-    async def dies(asked: Asked) -> None:
-        await names.again(20)
-        asked.writer.close()
+async def test_request_on_failed_removed_replica_is_retried_on_another() -> None:
+    async def fail_after_removal(request: UpstreamRequest) -> None:
+        await resolver.wait_for_lookups(20)
+        request.writer.close()
 
-    names = Names({address(0)})
-    async with pods(2) as servers, gateway(names.look_up, entry(servers[0].port)) as behind:
-        servers[0].script, servers[1].script = dies, whole
-        asked = asyncio.create_task(behind.ask())
-        await until(lambda: servers[0].asked)
-        names.addresses = {address(1)}
-        assert await asked == 200
-        assert behind.names == {"pods@127.0.0.2"}
+    resolver = FakeResolver({pod_address(0)})
+    async with (
+        fake_pods(2) as servers,
+        gateway(resolver.look_up, make_entry(servers[0].port)) as running,
+    ):
+        servers[0].script, servers[1].script = fail_after_removal, respond_with_text
+        task = asyncio.create_task(running.request_status())
+        await until(lambda: servers[0].requests)
+        resolver.addresses = {pod_address(1)}
+        assert await task == 200
+        assert running.replica_names == {"pods@127.0.0.2"}
 
 
-async def test_no_request_is_lost_however_often_they_come_and_go(
+async def test_no_request_is_lost_while_addresses_change(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def slowly(asked: Asked) -> None:
-        asked.stream()
+    async def respond_slowly(request: UpstreamRequest) -> None:
+        request.start_stream()
         for number in range(5):
             await asyncio.sleep(0.002)
-            asked.say(f" {number}", "stop" if number == 4 else None)
-        asked.end(tokens=5)
+            request.send_text(f" {number}", "stop" if number == 4 else None)
+        request.end_stream(tokens=5)
 
     monkeypatch.setattr("argosy.policy.resolved_addresses.MISSING_GRACE_S", 0.0)
-    some = [{0}, {1}, {2}, {0, 1}, {1, 2}, {0, 1, 2}]
-    draw, names = random.Random(7), Names({address(0)})
-    async with pods(3) as servers, gateway(names.look_up, entry(servers[0].port)) as behind:
-        for one in servers:
-            one.script = slowly
-        changing = True
+    address_sets = [{0}, {1}, {2}, {0, 1}, {1, 2}, {0, 1, 2}]
+    rng, resolver = random.Random(7), FakeResolver({pod_address(0)})
+    async with (
+        fake_pods(3) as servers,
+        gateway(resolver.look_up, make_entry(servers[0].port)) as running,
+    ):
+        for server in servers:
+            server.script = respond_slowly
+        is_changing = True
 
-        async def asks() -> int:
+        async def send_requests() -> int:
             count = 0
-            while changing:
-                answer = await behind.client.post("/v1/completions", json=BODY | {"stream": True})
-                assert answer.status_code == 200, answer.text
-                assert answer.text.endswith("[DONE]\n\n"), answer.text
+            while is_changing:
+                response = await running.client.post(
+                    "/v1/completions", json=BODY | {"stream": True}
+                )
+                assert response.status_code == 200, response.text
+                assert response.text.endswith("[DONE]\n\n"), response.text
                 count += 1
             return count
 
-        asking = [asyncio.create_task(asks()) for _ in range(8)]
+        tasks = [asyncio.create_task(send_requests()) for _ in range(8)]
         for _ in range(60):
-            names.addresses = {address(number) for number in draw.choice(some)}
-            await names.again(2)
-        changing = False
-        assert all(await asyncio.gather(*asking))
-        names.addresses = {address(2)}
-        await until(lambda: behind.names == {"pods@127.0.0.3"})
-        await left(*servers[:2])
+            resolver.addresses = {pod_address(number) for number in rng.choice(address_sets)}
+            await resolver.wait_for_lookups(2)
+        is_changing = False
+        assert all(await asyncio.gather(*tasks))
+        resolver.addresses = {pod_address(2)}
+        await until(lambda: running.replica_names == {"pods@127.0.0.3"})
+        await wait_until_disconnected(*servers[:2])
 
 
-async def test_addresses_that_are_lacking_now_and_then_stay(
+async def test_intermittently_missing_addresses_are_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("argosy.policy.resolved_addresses.MISSING_GRACE_S", 5.0)
-    names = Names({address(0), address(1)})
-    async with pods(2) as servers, gateway(names.look_up, entry(servers[0].port)) as behind:
-        there = behind.server.replicas
+    resolver = FakeResolver({pod_address(0), pod_address(1)})
+    async with (
+        fake_pods(2) as servers,
+        gateway(resolver.look_up, make_entry(servers[0].port)) as running,
+    ):
+        before = running.server.replicas
         for number in range(20):
-            names.addresses = {address(number % 2)}
-            await names.again(1)
-            assert await behind.ask() == 200
-        assert all(a is b for a, b in zip(behind.server.replicas, there, strict=True))
+            resolver.addresses = {pod_address(number % 2)}
+            await resolver.wait_for_lookups(1)
+            assert await running.request_status() == 200
+        assert all(a is b for a, b in zip(running.server.replicas, before, strict=True))
 
 
-@pytest.mark.parametrize("trouble", ["error", "empty", "hangs"])
-async def test_a_resolver_that_does_not_say_changes_nothing(
-    trouble: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("fault", ["error", "empty", "hangs"])
+async def test_failing_resolver_changes_nothing(
+    fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("argosy.gateway.pool.dns_discovery.SLOW_LOOKUP_S", 0.05)
-    names = Names({address(0)})
-    async with pods(2) as servers, gateway(names.look_up, entry(servers[0].port)) as behind:
+    resolver = FakeResolver({pod_address(0)})
+    async with (
+        fake_pods(2) as servers,
+        gateway(resolver.look_up, make_entry(servers[0].port)) as running,
+    ):
         with capture_logs() as logs:
-            if trouble == "error":
-                names.error = OSError("the resolver is away")
-            elif trouble == "empty":
-                names.addresses = ()
+            if fault == "error":
+                resolver.error = OSError("no DNS server responds")
+            elif fault == "empty":
+                resolver.addresses = ()
             else:
-                names.answers.clear()
-            await until(lambda: any(line["event"] == "dns_lookup_failed" for line in logs))
-            await asyncio.sleep(0.2)  # it would have gone by now
-            assert behind.names == {"pods@127.0.0.1"}
-            assert await behind.ask() == 200
-        assert [line["event"] for line in logs].count("dns_lookup_failed") == 1
-        names.error, names.addresses = None, {address(1)}
-        names.answers.set()
-        await until(lambda: behind.names == {"pods@127.0.0.2"})
-        await behind.served(servers[1])
+                resolver.responds.clear()
+            await until(lambda: any(entry["event"] == "dns_lookup_failed" for entry in logs))
+            await asyncio.sleep(0.2)  # an address would have been removed by now
+            assert running.replica_names == {"pods@127.0.0.1"}
+            assert await running.request_status() == 200
+        assert [entry["event"] for entry in logs].count("dns_lookup_failed") == 1
+        resolver.error, resolver.addresses = None, {pod_address(1)}
+        resolver.responds.set()
+        await until(lambda: running.replica_names == {"pods@127.0.0.2"})
+        await running.wait_until_served_by(servers[1])
 
 
-async def test_a_name_that_long_has_no_address_has_none_until_it_has(
+async def test_name_without_address_has_no_replicas(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("argosy.policy.resolved_addresses.EMPTY_ANSWER_GRACE_S", 0.05)
-    names = Names()
-    async with pods(1) as servers, gateway(names.look_up, entry(servers[0].port)) as behind:
-        assert await behind.ask() == 503
-        assert (await behind.client.get("/ready")).status_code == 503
-        names.addresses = {address(0)}
-        await until(lambda: behind.names)
-        await behind.served(servers[0])
-        names.addresses = ()
-        await until(lambda: not behind.names)
-        assert await behind.ask() == 503
+    resolver = FakeResolver()
+    async with (
+        fake_pods(1) as servers,
+        gateway(resolver.look_up, make_entry(servers[0].port)) as running,
+    ):
+        assert await running.request_status() == 503
+        assert (await running.client.get("/ready")).status_code == 503
+        resolver.addresses = {pod_address(0)}
+        await until(lambda: running.replica_names)
+        await running.wait_until_served_by(servers[0])
+        resolver.addresses = ()
+        await until(lambda: not running.replica_names)
+        assert await running.request_status() == 503
 
 
-async def test_a_resolver_that_hangs_keeps_no_gateway_from_starting(
+async def test_hanging_resolver_does_not_block_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("argosy.gateway.pool.dns_discovery.SLOW_LOOKUP_S", 0.05)
-    names = Names({address(0)})
-    names.answers.clear()
-    async with pods(1) as servers, gateway(names.look_up, entry(servers[0].port)) as behind:
-        assert await behind.ask() == 503
-        names.answers.set()
-        await until(lambda: behind.names)
-        await behind.served(servers[0])
-
-
-async def test_addresses_may_be_of_ipv6() -> None:
+    resolver = FakeResolver({pod_address(0)})
+    resolver.responds.clear()
     async with (
-        rough_server(host="::1") as server,
-        gateway(Names({"::1"}).look_up, entry(server.port)) as behind,
+        fake_pods(1) as servers,
+        gateway(resolver.look_up, make_entry(servers[0].port)) as running,
     ):
-        assert behind.names == {"pods@::1"}
-        await behind.served(server)
-        shown = await behind.client.get("/replicas/pods@::1/metrics")
-        assert "no such path" in shown.text  # says the replica
+        assert await running.request_status() == 503
+        resolver.responds.set()
+        await until(lambda: running.replica_names)
+        await running.wait_until_served_by(servers[0])
 
 
-async def test_the_system_is_asked_for_names() -> None:
+async def test_addresses_may_be_ipv6() -> None:
     async with (
-        pods(1) as servers,
-        gateway(resolve_host, entry(servers[0].port, "localhost")) as behind,
+        fake_upstream(host="::1") as server,
+        gateway(FakeResolver({"::1"}).look_up, make_entry(server.port)) as running,
     ):
-        assert "pods@127.0.0.1" in behind.names
-        await behind.served(servers[0])
+        assert running.replica_names == {"pods@::1"}
+        await running.wait_until_served_by(server)
+        metrics_text = await running.client.get("/replicas/pods@::1/metrics")
+        assert "no such path" in metrics_text.text  # the replica's own error
+
+
+async def test_system_resolver_is_used_by_default() -> None:
+    async with (
+        fake_pods(1) as servers,
+        gateway(resolve_host, make_entry(servers[0].port, "localhost")) as running,
+    ):
+        assert "pods@127.0.0.1" in running.replica_names
+        await running.wait_until_served_by(servers[0])
     assert await resolve_host("localhost", socket.AF_INET) == {"127.0.0.1"}
 
 
 @pytest.mark.parametrize("code", [socket.EAI_NONAME, socket.EAI_NODATA])
-async def test_a_name_may_have_no_address(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def none(*_: object, **__: object) -> None:
+async def test_unknown_name_has_no_address(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def raise_gaierror(*_: object, **__: object) -> None:
         raise socket.gaierror(code, "Name or service not known")
 
-    monkeypatch.setattr(socket, "getaddrinfo", none)
+    monkeypatch.setattr(socket, "getaddrinfo", raise_gaierror)
     assert await resolve_host("replicas.test", socket.AF_UNSPEC) == ()
 
 
-async def test_a_resolver_may_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: object, **__: object) -> None:
+async def test_failing_system_resolver_raises_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def raise_gaierror(*_: object, **__: object) -> None:
         raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
 
-    monkeypatch.setattr(socket, "getaddrinfo", fails)
+    monkeypatch.setattr(socket, "getaddrinfo", raise_gaierror)
     with pytest.raises(OSError, match="Temporary failure"):
         await resolve_host("replicas.test", socket.AF_UNSPEC)
 
 
 @pytest.mark.parametrize("name", ["a..test", "ü" * 100])
-async def test_what_is_no_name_has_no_address(name: str) -> None:
+async def test_invalid_name_is_rejected(name: str) -> None:
     with pytest.raises(OSError, match="is not a valid host name"):
         await resolve_host(name, socket.AF_UNSPEC)
 
 
-async def test_certificates_are_those_of_the_name(tmp_path: Path) -> None:
-    authority, double = Authority(tmp_path), Vllm()
+async def test_certificate_is_checked_against_name(tmp_path: Path) -> None:
+    authority, backend = Authority(tmp_path), Vllm()
     context = server_context(authority.pair("pods", "replicas.test"))
-    async with running(double), terminated(double, context) as port:
+    async with serve_backends(backend), serve_behind_tls(backend, context) as port:
         tls = UpstreamTls(ca=authority.ca)
         url = f"https://replicas.test:{port}"
-        behind = ReplicaConfig(url=url, discover="dns", model="cat", tls=tls)
-        async with gateway(Names({"127.0.0.1"}).look_up, behind) as one:
-            assert one.names == {f"{url}@127.0.0.1"}
-            assert (await stream(one.client, COMPLETION)).text == WHOLE
-    assert {asked.headers["host"] for asked in double.asked} == {f"replicas.test:{port}"}
+        running = ReplicaConfig(url=url, discover="dns", model="cat", tls=tls)
+        async with gateway(FakeResolver({"127.0.0.1"}).look_up, running) as gateway_harness:
+            assert gateway_harness.replica_names == {f"{url}@127.0.0.1"}
+            assert (await stream(gateway_harness.client, COMPLETION)).text == ANSWER_TEXT
+    assert {request.headers["host"] for request in backend.requests} == {f"replicas.test:{port}"}

@@ -1,4 +1,4 @@
-"""A replica of ours that is lost when all of an answer was told but its end: nobody has to be asked for that."""
+"""Failure of a replica after its last token: the gateway completes the response without another replica."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.support.cutting_proxy import Knife, proxied
+from tests.support.cutting_proxy import StreamCutter, cutting_proxy
 from tests.support.fake_engine import FakeEngine, Script
-from tests.support.gateway_harness import Running, Watching, front
+from tests.support.gateway_harness import GatewayHarness, RecordingFilter, run_gateway
 from tests.support.replica_servers import CONFIG, MODEL, completion, events, serve
 
 from argosy.engine.serving.text.tokenizer import Tokenizer
@@ -31,78 +31,83 @@ USAGE: dict[str, Any] = {"stream_options": {"include_usage": True}}
 
 
 @dataclass
-class Before(Knife):
-    """Cuts the next stream that has these bytes before them, and nothing comes of its server any more."""
+class MarkCutter(StreamCutter):
+    """Cuts the next stream before the marker, and drops everything that follows from the replica."""
 
-    mark: bytes | None = None
-    gone: bool = False
+    marker: bytes | None = None
+    has_cut: bool = False
 
-    def cut(self, data: bytes) -> bytes | None:
-        if self.gone:
+    def truncate(self, data: bytes) -> bytes | None:
+        if self.has_cut:
             return b""
-        if self.mark is None or self.mark not in data:
+        if self.marker is None or self.marker not in data:
             return None
-        self.gone = True
-        return data[: data.index(self.mark)]
+        self.has_cut = True
+        return data[: data.index(self.marker)]
 
 
 @asynccontextmanager
-async def behind_a_knife(
-    tokenizer: Tokenizer, watching: Watching
-) -> AsyncIterator[tuple[Running, Before]]:
-    """One replica, and a knife between."""
-    engine, knife = FakeEngine(tokenizer, lambda _: Script(list(TOKENS), finish="length")), Before()
+async def run_behind_cutter(
+    tokenizer: Tokenizer, recorder: RecordingFilter
+) -> AsyncIterator[tuple[GatewayHarness, MarkCutter]]:
+    """Run a gateway in front of one replica, with a cutter in between."""
+    engine, cutter = (
+        FakeEngine(tokenizer, lambda _: Script(list(TOKENS), finish="length")),
+        MarkCutter(),
+    )
     async with AsyncExitStack() as stack:
         folder = stack.enter_context(TemporaryDirectory())  # pytest's own may be too long
         config = msgspec.structs.replace(CONFIG, uds=str(Path(folder) / "replica.sock"))
         await stack.enter_async_context(serve(engine, config))
         assert config.uds is not None
-        url = await stack.enter_async_context(proxied(Path(config.uds), knife))
-        running = await stack.enter_async_context(
-            front([watching], ReplicaConfig(url=url, model=MODEL))
+        url = await stack.enter_async_context(cutting_proxy(Path(config.uds), cutter))
+        gateway = await stack.enter_async_context(
+            run_gateway([recorder], ReplicaConfig(url=url, model=MODEL))
         )
-        yield running, knife
+        yield gateway, cutter
 
 
-def without_identity(content: bytes) -> list[dict[str, Any]]:
-    chunks: list[dict[str, Any]] = [json.loads(told) for told in events(content)[:-1]]
+def chunks_without_ids(content: bytes) -> list[dict[str, Any]]:
+    chunks: list[dict[str, Any]] = [json.loads(data) for data in events(content)[:-1]]
     assert len({(chunk.pop("id"), chunk.pop("created")) for chunk in chunks}) == 1
     return chunks
 
 
 @pytest.mark.parametrize("path", [CHATS, COMPLETIONS])
 @pytest.mark.parametrize(
-    ("asks", "mark"),
+    ("options", "marker"),
     [
         ({}, b"data: [DONE]"),
         (USAGE, b"data: [DONE]"),
         (USAGE, b'"choices":[]'),
         (USAGE | {"n": 2}, b'"choices":[]'),
     ],
-    ids=["end", "end after usage", "usage", "usage of two"],
+    ids=["done", "done-after-usage", "usage", "usage-of-two-choices"],
 )
-async def test_a_stream_is_whole_though_its_replica_is_lost_before_the_end(
-    tokenizer: Tokenizer, path: str, asks: dict[str, Any], mark: bytes
+async def test_stream_is_complete_if_replica_fails_before_its_end(
+    tokenizer: Tokenizer, path: str, options: dict[str, Any], marker: bytes
 ) -> None:
-    watching = Watching()
-    body = BODIES[path] | asks | {"model": "big", "max_tokens": 6, "stream": True}
-    async with behind_a_knife(tokenizer, watching) as (running, knife):
-        calm = await running.client.post(path, json=body)
-        knife.mark = mark
-        hurt = await running.client.post(path, json=body)
-        assert knife.gone
-        assert without_identity(hurt.content) == without_identity(calm.content)
-        assert events(hurt.content)[-1] == b"[DONE]"
-    assert [context.status for context in watching.left] == ["completed"] * 2
+    recorder = RecordingFilter()
+    body = BODIES[path] | options | {"model": "big", "max_tokens": 6, "stream": True}
+    async with run_behind_cutter(tokenizer, recorder) as (gateway, cutter):
+        complete = await gateway.client.post(path, json=body)
+        cutter.marker = marker
+        cut_response = await gateway.client.post(path, json=body)
+        assert cutter.has_cut
+        assert chunks_without_ids(cut_response.content) == chunks_without_ids(complete.content)
+        assert events(cut_response.content)[-1] == b"[DONE]"
+    assert [context.status for context in recorder.completed] == ["completed"] * 2
 
 
-async def test_a_whole_answer_is_too(tokenizer: Tokenizer) -> None:
-    watching = Watching()
+async def test_whole_response_is_complete_if_replica_fails_before_its_end(
+    tokenizer: Tokenizer,
+) -> None:
+    recorder = RecordingFilter()
     body = BODIES[CHATS] | {"model": "big", "max_tokens": 6}
-    async with behind_a_knife(tokenizer, watching) as (running, knife):
-        calm = await running.client.post(CHATS, json=body)
-        knife.mark = b"data: [DONE]"
-        hurt = await running.client.post(CHATS, json=body)
-        assert knife.gone
+    async with run_behind_cutter(tokenizer, recorder) as (gateway, cutter):
+        complete = await gateway.client.post(CHATS, json=body)
+        cutter.marker = b"data: [DONE]"
+        cut_response = await gateway.client.post(CHATS, json=body)
+        assert cutter.has_cut
         for name in ("choices", "usage"):
-            assert hurt.json()[name] == calm.json()[name]
+            assert cut_response.json()[name] == complete.json()[name]

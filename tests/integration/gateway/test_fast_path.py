@@ -1,4 +1,4 @@
-"""The fast path gives the client what the interpreter would have given it, counts it, and hands back the rest."""
+"""Fast path: clients get the same bytes as from the interpreter, tokens are counted, and the rest is handed back."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ import gc
 import itertools
 import json
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
-from unittest.mock import Mock
 
 import httpx2
 import pytest
@@ -21,8 +20,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 from tests.support.fake_engine import FakeEngine, Script
-from tests.support.gateway_harness import Watching, front
-from tests.support.replica_servers import MODEL, Served, events, serve
+from tests.support.gateway_harness import RecordingFilter, run_gateway
+from tests.support.replica_servers import MODEL, RunningReplica, events, serve
 from tests.support.waiting import until
 
 from argosy.engine.serving.text.tokenizer import Tokenizer
@@ -31,19 +30,17 @@ from argosy.gateway.backends.delivered_output import DeliveredOutput
 from argosy.gateway.backends.native_stream_parser import NativeStreamParser
 from argosy.gateway.proxy.fast_path import FastPath, SplicedStream, SpliceProgress, load_fast_path
 from argosy.gateway.proxy.response_relay import ResponseRelay
-from argosy.gateway.proxy.response_writers import StreamingWriter
 from argosy.gateway.request_context import UNLIMITED_TOKENS
-from argosy.http_server import HttpExchange
 
 DONE = b"data: [DONE]\n\n"
 
 
-def chunk(body: bytes) -> bytes:
+def encode_chunk(body: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(body), body)
 
 
-def dechunked(data: bytes) -> bytes:
-    """The bodies of whole chunks."""
+def decode_chunks(data: bytes) -> bytes:
+    """Return the bodies of complete chunks."""
     bodies = []
     while data:
         size, _, rest = data.partition(b"\r\n")
@@ -54,40 +51,56 @@ def dechunked(data: bytes) -> bytes:
     return b"".join(bodies)
 
 
-def piece(*ids: int, text: str = "x", finish: str = "") -> bytes:
-    told = f'data: {{"text":"{text}"}}\n\n: argosy 0 {",".join(map(str, ids))}'
-    return told.encode() + (f" {finish}" if finish else "").encode() + b"\n\n"
+def make_event(*token_ids: int, text: str = "x", finish: str = "") -> bytes:
+    event = f'data: {{"text":"{text}"}}\n\n: argosy 0 {",".join(map(str, token_ids))}'
+    return event.encode() + (f" {finish}" if finish else "").encode() + b"\n\n"
 
 
 @contextlib.contextmanager
-def ends(kind: int = socket.SOCK_STREAM) -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Of a connection."""
-    one, other = socket.socketpair(socket.AF_UNIX, kind)
-    with one, other:
-        one.setblocking(False)
-        other.setblocking(False)
-        yield one, other
+def socket_pair(kind: int = socket.SOCK_STREAM) -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Yield both ends of a connection."""
+    first, second = socket.socketpair(socket.AF_UNIX, kind)
+    with first, second:
+        first.setblocking(False)
+        second.setblocking(False)
+        yield first, second
+
+
+def attach(
+    fast_path: FastPath, near: socket.socket, far: socket.socket, on_returned: Callable[[], None]
+) -> SplicedStream:
+    """Splice a stream whose first token has been delivered, without a limit."""
+    stream = fast_path.attach(
+        near.fileno(),
+        far.fileno(),
+        output_tokens=1,
+        max_output_tokens=UNLIMITED_TOKENS,
+        token_counter_address=None,
+        on_returned=on_returned,
+    )
+    assert stream is not None
+    return stream
 
 
 @dataclass
-class Lane:
-    """A replica and a client with the fast path between them."""
+class SpliceHarness:
+    """The fast path between a replica's and a client's socket."""
 
     output: int = 1
-    most: int = UNLIMITED_TOKENS
-    room: int | None = None
-    """Bytes that the client's socket takes, about; None: plenty."""
-    word: ctypes.c_int64 = field(default_factory=ctypes.c_int64)
-    got: bytes = b""
-    """What the client has."""
+    max_tokens: int = UNLIMITED_TOKENS
+    send_buffer_bytes: int | None = None
+    """Approximate send buffer of the client's socket, or None for the default."""
+    counter: ctypes.c_int64 = field(default_factory=ctypes.c_int64)
+    received: bytes = b""
+    """Bytes that the client received."""
 
-    async def pass_on(self, sent: list[bytes]) -> SpliceProgress:
-        """What is told in the end, when the replica has sent these: each is read at once, or in parts."""
-        # Packets keep their borders, so what is read together is ours to say.
-        with ends(socket.SOCK_SEQPACKET) as (replica, near), ends() as (far, client):
-            return await self._pass_on(sent, replica, near, far, client)
+    async def run(self, sent: list[bytes]) -> SpliceProgress:
+        """Splice packets of the replica, each of which is read at once or in parts, and return the progress."""
+        # Packets keep their boundaries, so the test decides which bytes are read together.
+        with socket_pair(socket.SOCK_SEQPACKET) as (replica, near), socket_pair() as (far, client):
+            return await self._run(sent, replica, near, far, client)
 
-    async def _pass_on(
+    async def _run(
         self,
         sent: list[bytes],
         replica: socket.socket,
@@ -95,54 +108,54 @@ class Lane:
         far: socket.socket,
         client: socket.socket,
     ) -> SpliceProgress:
-        if self.room is not None:
-            far.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self.room)
-        path, ended = FastPath(load_fast_path()), asyncio.Event()
+        if self.send_buffer_bytes is not None:
+            far.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self.send_buffer_bytes)
+        fast_path, ended = FastPath(load_fast_path()), asyncio.Event()
         loop = asyncio.get_running_loop()
         try:
-            ride = path.attach(
+            stream = fast_path.attach(
                 near.fileno(),
                 far.fileno(),
                 output_tokens=self.output,
-                max_output_tokens=self.most,
-                token_counter_address=ctypes.addressof(self.word),
+                max_output_tokens=self.max_tokens,
+                token_counter_address=ctypes.addressof(self.counter),
                 on_returned=ended.set,
             )
-            assert ride is not None
-            assert len(path) == 1
-            sending = asyncio.create_task(_send(replica, sent))
+            assert stream is not None
+            assert len(fast_path) == 1
+            sending = asyncio.create_task(send_packets(replica, sent))
             await ended.wait()
-            news = ride.detach()
-            assert len(path) == 0
+            progress = stream.detach()
+            assert len(fast_path) == 0
         finally:
-            path.close()
+            fast_path.close()
         unread = []
         while packet := await loop.sock_recv(near, 1 << 20):
             unread.append(packet)
         await sending
         far.close()
         while data := await loop.sock_recv(client, 1 << 20):
-            self.got += data
-        return news._replace(unread=news.unread + b"".join(unread))
+            self.received += data
+        return progress._replace(unread=progress.unread + b"".join(unread))
 
 
-async def _send(replica: socket.socket, packets: list[bytes]) -> None:
+async def send_packets(replica: socket.socket, packets: list[bytes]) -> None:
     for packet in packets:
         await asyncio.get_running_loop().sock_sendall(replica, packet)
     replica.shutdown(socket.SHUT_WR)
 
 
-def passed(lane: Lane, sent: list[bytes]) -> SpliceProgress:
-    return asyncio.run(lane.pass_on(sent))
+def splice(harness: SpliceHarness, sent: list[bytes]) -> SpliceProgress:
+    return asyncio.run(harness.run(sent))
 
 
-ODD = st.sampled_from(
+IRREGULAR = st.sampled_from(
     [
         b": keep-alive\n\n",
         b": argosy prompt 7 3\n\n",
         b': argosy 1 5\n\ndata: {"other":"choice"}\n\n: argosy 1 6\n\n',
-        piece(8, 9, finish="length"),
-        piece(8, text="data: {\\n\\n: argosy 0 4"),
+        make_event(8, 9, finish="length"),
+        make_event(8, text="data: {\\n\\n: argosy 0 4"),
         b'data: {"held":"back"}\n\n',
         b": argosy 0 \n\n",
         b": argosy 0 1,,2\n\n",
@@ -152,238 +165,206 @@ ODD = st.sampled_from(
     ]
 )
 REGULAR = st.builds(
-    lambda ids, text: piece(*ids, text=text),
+    lambda token_ids, text: make_event(*token_ids, text=text),
     st.lists(st.integers(0, 200_000), min_size=1, max_size=4),
     st.text(st.characters(exclude_characters='\n\r"\\', codec="utf-8"), max_size=300),
 )
 
 
 @given(
-    bodies=st.lists(st.lists(REGULAR, min_size=1, max_size=3).map(b"".join) | ODD, max_size=12),
+    bodies=st.lists(
+        st.lists(REGULAR, min_size=1, max_size=3).map(b"".join) | IRREGULAR, max_size=12
+    ),
     cuts=st.lists(st.integers(0, 10_000), max_size=8),
 )
-def test_the_client_gets_what_it_would_have_got(bodies: list[bytes], cuts: list[int]) -> None:
-    stream = b"".join(map(chunk, bodies)) + chunk(DONE)
-    borders = sorted({0, len(stream), *(cut % len(stream) for cut in cuts)})
-    lane = Lane()
-    news = passed(lane, [stream[a:b] for a, b in itertools.pairwise(borders)])
+def test_client_gets_same_bytes_as_from_interpreter(bodies: list[bytes], cuts: list[int]) -> None:
+    raw_stream = b"".join(map(encode_chunk, bodies)) + encode_chunk(DONE)
+    boundaries = sorted({0, len(raw_stream), *(cut % len(raw_stream) for cut in cuts)})
+    harness = SpliceHarness()
+    progress = splice(harness, [raw_stream[a:b] for a, b in itertools.pairwise(boundaries)])
 
-    alone, beside = DeliveredOutput(output_tokens=1), DeliveredOutput(output_tokens=1)
-    all_told = NativeStreamParser(alone).feed(b"".join(bodies) + DONE)
-    told_there = dechunked(lane.got + news.unsent)
-    if news.token_ids:
-        beside.token_id_pieces[0] = [news.token_ids]
-        beside.output_tokens = news.output_tokens
-    told_here = NativeStreamParser(beside).feed(dechunked(news.unread))
-    assert told_there + told_here == all_told
-    assert beside.output_tokens == alone.output_tokens
-    assert beside.token_ids(0) == alone.token_ids(0)
-    assert news.output_tokens == lane.word.value or not news.chunk_times
-    assert list(news.chunk_times) == sorted(news.chunk_times)
+    interpreted, spliced = DeliveredOutput(output_tokens=1), DeliveredOutput(output_tokens=1)
+    expected = NativeStreamParser(interpreted).feed(b"".join(bodies) + DONE)
+    spliced_bytes = decode_chunks(harness.received + progress.unsent)
+    if progress.token_ids:
+        spliced.token_id_pieces[0] = [progress.token_ids]
+        spliced.output_tokens = progress.output_tokens
+    interpreted_rest = NativeStreamParser(spliced).feed(decode_chunks(progress.unread))
+    assert spliced_bytes + interpreted_rest == expected
+    assert spliced.output_tokens == interpreted.output_tokens
+    assert spliced.token_ids(0) == interpreted.token_ids(0)
+    assert progress.output_tokens == harness.counter.value or not progress.chunk_times
+    assert list(progress.chunk_times) == sorted(progress.chunk_times)
 
 
 @given(junk=st.binary(min_size=1, max_size=400), before=st.integers(0, 3))
-def test_what_is_no_chunk_of_a_journal_is_handed_back_as_it_came(junk: bytes, before: int) -> None:
-    good = chunk(piece(5)) * before
-    lane = Lane()
-    news = passed(lane, [good + junk])
-    assert lane.got == chunk(b'data: {"text":"x"}\n\n') * (len(news.chunk_times))
-    assert len(news.chunk_times) >= before
-    assert (good + junk).endswith(news.unread)
+def test_invalid_stream_is_handed_back_unchanged(junk: bytes, before: int) -> None:
+    valid = encode_chunk(make_event(5)) * before
+    harness = SpliceHarness()
+    progress = splice(harness, [valid + junk])
+    assert harness.received == encode_chunk(b'data: {"text":"x"}\n\n') * (len(progress.chunk_times))
+    assert len(progress.chunk_times) >= before
+    assert (valid + junk).endswith(progress.unread)
 
 
 @pytest.mark.parametrize(
     "size", [b"0", b"00000000a", b"g", b"-1", b"fffffffff", b"7fffffff", b"11;x=1", b" 11", b"0x11"]
 )
-def test_odd_sizes_are_for_the_parser(size: bytes) -> None:
-    sent = size + b"\r\n" + piece(5) + b"\r\n"
-    lane = Lane()
-    news = passed(lane, [sent])
-    assert (lane.got, news.unread) == (b"", sent)
+def test_irregular_chunk_sizes_are_left_to_parser(size: bytes) -> None:
+    sent = size + b"\r\n" + make_event(5) + b"\r\n"
+    harness = SpliceHarness()
+    progress = splice(harness, [sent])
+    assert (harness.received, progress.unread) == (b"", sent)
 
 
-def test_ids_that_are_none_are_not_taken_for_some() -> None:
-    """An answer is carried on from them elsewhere."""
-    sent = chunk(piece(5)) + chunk(piece(6, 12345678901))
-    lane = Lane()
-    news = passed(lane, [sent])
-    assert (news.token_ids, news.unread) == (b"5", chunk(piece(6, 12345678901)))
+def test_invalid_token_ids_are_not_counted() -> None:
+    """Another replica resumes the response from these ids."""
+    sent = encode_chunk(make_event(5)) + encode_chunk(make_event(6, 12345678901))
+    harness = SpliceHarness()
+    progress = splice(harness, [sent])
+    assert (progress.token_ids, progress.unread) == (b"5", encode_chunk(make_event(6, 12345678901)))
 
 
-def test_it_ends_before_it_has_more_tokens_than_it_may() -> None:
-    lane = Lane(output=3, most=6)
-    news = passed(lane, [chunk(piece(10, 11)), chunk(piece(12)) + chunk(piece(13)), chunk(DONE)])
-    assert (news.output_tokens, news.token_ids, lane.word.value) == (6, b"10,11,12", 6)
-    assert news.unread == chunk(piece(13)) + chunk(DONE)
+def test_splice_ends_before_token_limit_is_exceeded() -> None:
+    harness = SpliceHarness(output=3, max_tokens=6)
+    progress = splice(
+        harness,
+        [
+            encode_chunk(make_event(10, 11)),
+            encode_chunk(make_event(12)) + encode_chunk(make_event(13)),
+            encode_chunk(DONE),
+        ],
+    )
+    assert (progress.output_tokens, progress.token_ids, harness.counter.value) == (
+        6,
+        b"10,11,12",
+        6,
+    )
+    assert progress.unread == encode_chunk(make_event(13)) + encode_chunk(DONE)
 
 
-def test_what_a_slow_client_does_not_take_is_handed_back() -> None:
+def test_bytes_not_taken_by_slow_client_are_handed_back() -> None:
     text = "y" * 3000
-    sent = [chunk(piece(place, text=text)) for place in range(200)]
-    lane = Lane(room=8192)
-    news = passed(lane, sent)
-    assert news.unsent
-    pieces = len(news.chunk_times)
-    assert 0 < pieces < 200
-    assert lane.got + news.unsent == chunk(piece(1, text=text).split(b": argosy")[0]) * pieces
-    assert news.unread == b"".join(sent[pieces:])
-    assert news.token_ids == b",".join(b"%d" % place for place in range(pieces))
+    sent = [encode_chunk(make_event(index, text=text)) for index in range(200)]
+    harness = SpliceHarness(send_buffer_bytes=8192)
+    progress = splice(harness, sent)
+    assert progress.unsent
+    event_count = len(progress.chunk_times)
+    assert 0 < event_count < 200
+    assert (
+        harness.received + progress.unsent
+        == encode_chunk(make_event(1, text=text).split(b": argosy")[0]) * event_count
+    )
+    assert progress.unread == b"".join(sent[event_count:])
+    assert progress.token_ids == b",".join(b"%d" % index for index in range(event_count))
 
 
-def test_a_client_that_is_gone_ends_it() -> None:
-    async def go() -> SpliceProgress:
-        path, ended = FastPath(load_fast_path()), asyncio.Event()
-        with ends() as (replica, near), ends() as (far, client):
+def test_disconnected_client_ends_splice() -> None:
+    async def splice_to_disconnected_client() -> SpliceProgress:
+        fast_path, ended = FastPath(load_fast_path()), asyncio.Event()
+        with socket_pair() as (replica, near), socket_pair() as (far, client):
             client.close()
-            ride = path.attach(
-                near.fileno(),
-                far.fileno(),
-                output_tokens=1,
-                max_output_tokens=UNLIMITED_TOKENS,
-                token_counter_address=None,
-                on_returned=ended.set,
-            )
-            assert ride is not None
-            replica.sendall(chunk(piece(4)))
+            stream = attach(fast_path, near, far, ended.set)
+            replica.sendall(encode_chunk(make_event(4)))
             await ended.wait()
-            news = ride.detach()
-        path.close()
-        return news
+            progress = stream.detach()
+        fast_path.close()
+        return progress
 
-    news = asyncio.run(go())
-    assert dechunked(news.unsent) == b'data: {"text":"x"}\n\n'
+    progress = asyncio.run(splice_to_disconnected_client())
+    assert decode_chunks(progress.unsent) == b'data: {"text":"x"}\n\n'
 
 
-def test_its_descriptors_are_its_own_and_are_closed() -> None:
-    async def go() -> None:
-        path, loop = FastPath(load_fast_path()), asyncio.get_running_loop()
+def test_duplicated_descriptors_are_closed() -> None:
+    async def splice_repeatedly() -> None:
+        fast_path, loop = FastPath(load_fast_path()), asyncio.get_running_loop()
         for _ in range(50):
-            with ends() as (replica, near), ends() as (far, client):
-                ride = path.attach(
-                    near.fileno(),
-                    far.fileno(),
-                    output_tokens=1,
-                    max_output_tokens=UNLIMITED_TOKENS,
-                    token_counter_address=None,
-                    on_returned=never,
-                )
-                assert ride is not None
+            with socket_pair() as (replica, near), socket_pair() as (far, client):
+                stream = attach(fast_path, near, far, fail)
                 near.close()
-                far.close()  # elsewhere: the numbers may be another's by now
-                replica.sendall(chunk(piece(4)))
+                far.close()  # the numbers may be reused by now
+                replica.sendall(encode_chunk(make_event(4)))
                 assert await loop.sock_recv(client, 1000)
-                ride.detach()
-                assert await loop.sock_recv(client, 1000) == b""  # nobody else has the other end
+                stream.detach()
+                # No other descriptor of the other ends is open.
+                assert await loop.sock_recv(client, 1000) == b""
                 assert await loop.sock_recv(replica, 1000) == b""
-        path.close()
+        fast_path.close()
 
-    def never() -> None:
+    def fail() -> None:
         raise AssertionError
 
     def descriptors() -> int:
         return len(list(Path("/proc/self/fd").iterdir()))
 
     before = descriptors()
-    asyncio.run(go())
+    asyncio.run(splice_repeatedly())
     assert descriptors() == before
 
 
-async def test_what_it_gives_back_it_has_no_longer() -> None:
-    path, ended = FastPath(load_fast_path()), asyncio.Event()
-    with ends() as (replica, near), ends() as (far, client):
-        ride = path.attach(
-            near.fileno(),
-            far.fileno(),
-            output_tokens=1,
-            max_output_tokens=UNLIMITED_TOKENS,
-            token_counter_address=None,
-            on_returned=ended.set,
-        )
-        assert ride is not None
+async def test_returned_sockets_are_released() -> None:
+    fast_path, ended = FastPath(load_fast_path()), asyncio.Event()
+    with socket_pair() as (replica, near), socket_pair() as (far, client):
+        stream = attach(fast_path, near, far, ended.set)
         near.close()
         far.close()
-        replica.sendall(chunk(DONE))
+        replica.sendall(encode_chunk(DONE))
         loop = asyncio.get_running_loop()
         assert await loop.sock_recv(client, 1000) == b""
         assert await loop.sock_recv(replica, 1000) == b""
         await ended.wait()
-        assert ride.detach().unread == chunk(DONE)
-    path.close()
+        assert stream.detach().unread == encode_chunk(DONE)
+    fast_path.close()
 
 
-async def test_what_is_half_read_is_told_when_it_is_over() -> None:
-    path = FastPath(load_fast_path())
-    with ends() as (replica, near), ends() as (far, client):
-        ride = path.attach(
-            near.fileno(),
-            far.fileno(),
-            output_tokens=1,
-            max_output_tokens=UNLIMITED_TOKENS,
-            token_counter_address=None,
-            on_returned=lambda: None,
-        )
-        assert ride is not None
-        half = chunk(piece(5))[:20]
-        replica.sendall(chunk(piece(4)) + half)
+async def test_half_received_chunk_is_handed_back() -> None:
+    fast_path = FastPath(load_fast_path())
+    with socket_pair() as (replica, near), socket_pair() as (far, client):
+        stream = attach(fast_path, near, far, lambda: None)
+        partial = encode_chunk(make_event(5))[:20]
+        replica.sendall(encode_chunk(make_event(4)) + partial)
         assert await asyncio.get_running_loop().sock_recv(client, 1000)
-        news = ride.poll_progress()
-        assert (news.token_ids, news.output_tokens, news.unread) == (b"4", 2, b"")
-        assert ride.detach().unread == half
-    path.close()
+        progress = stream.poll_progress()
+        assert (progress.token_ids, progress.output_tokens, progress.unread) == (b"4", 2, b"")
+        assert stream.detach().unread == partial
+    fast_path.close()
 
 
-async def test_one_stream_that_cannot_be_taken_back_costs_no_other() -> None:
-    path, loop = FastPath(load_fast_path()), asyncio.get_running_loop()
-    failed, went_on = asyncio.Event(), asyncio.Event()
+async def test_failing_callback_does_not_affect_other_streams() -> None:
+    fast_path, loop = FastPath(load_fast_path()), asyncio.get_running_loop()
+    failed, other_returned = asyncio.Event(), asyncio.Event()
     loop.set_exception_handler(lambda *_: failed.set())
 
     def fail() -> None:
         raise RuntimeError
 
-    with ends() as (replica, near), ends() as (far, _client):
-        rides = [
-            path.attach(
-                near.fileno(),
-                far.fileno(),
-                output_tokens=1,
-                max_output_tokens=UNLIMITED_TOKENS,
-                token_counter_address=None,
-                on_returned=ended,
-            )
-            for ended in (fail, went_on.set)
+    with socket_pair() as (replica, near), socket_pair() as (far, _client):
+        streams = [
+            attach(fast_path, near, far, on_returned) for on_returned in (fail, other_returned.set)
         ]
         replica.close()
         await failed.wait()
-        await went_on.wait()
-        for ride in rides:
-            assert ride is not None
-            ride.detach()
-    path.close()
+        await other_returned.wait()
+        for stream in streams:
+            stream.detach()
+    fast_path.close()
 
 
-async def test_it_gives_all_back_when_it_is_closed() -> None:
-    path = FastPath(load_fast_path())
-    rides: list[SplicedStream] = []
-    given: list[SpliceProgress] = []
-    with ends() as (_replica, near), ends() as (far, _client):
-        ride = path.attach(
-            near.fileno(),
-            far.fileno(),
-            output_tokens=1,
-            max_output_tokens=UNLIMITED_TOKENS,
-            token_counter_address=None,
-            on_returned=lambda: given.append(rides[0].detach()),
-        )
-        assert ride is not None
-        rides.append(ride)
-        path.close()
-    assert (len(path), len(given)) == (0, 1)
+async def test_close_hands_back_all_streams() -> None:
+    fast_path = FastPath(load_fast_path())
+    streams: list[SplicedStream] = []
+    handed_back: list[SpliceProgress] = []
+    with socket_pair() as (_replica, near), socket_pair() as (far, _client):
+        stream = attach(fast_path, near, far, lambda: handed_back.append(streams[0].detach()))
+        streams.append(stream)
+        fast_path.close()
+    assert (len(fast_path), len(handed_back)) == (0, 1)
 
 
-# --- behind the front ------------------------------------------------------------------------------
+# --- in the gateway -------------------------------------------------------------------------------
 
 TOKENS = list(range(100, 160))
-CHAT: dict[str, Any] = {
+BODY: dict[str, Any] = {
     "model": "big",
     "messages": [{"role": "user", "content": "Hi"}],
     "max_tokens": 60,
@@ -393,152 +374,153 @@ CHAT: dict[str, Any] = {
 PATH = "/v1/chat/completions"
 
 
-def pausing(tokenizer: Tokenizer, after: int | None = 20) -> FakeEngine:
+def make_pausing_engine(tokenizer: Tokenizer, after: int | None = 20) -> FakeEngine:
     return FakeEngine(tokenizer, lambda _: Script(list(TOKENS), finish="length", pause_after=after))
 
 
-def ids(answer: bytes) -> list[int]:
-    *chunks, done = events(answer)
+def token_ids(response: bytes) -> list[int]:
+    *chunks, done = events(response)
     assert done == b"[DONE]"
-    return list(_ids(chunks))
+    return list(chunk_token_ids(chunks))
 
 
-def _ids(chunks: list[bytes]) -> Iterator[int]:
-    for told in map(json.loads, chunks):
-        for choice in told["choices"]:
+def chunk_token_ids(chunks: list[bytes]) -> Iterator[int]:
+    for chunk in map(json.loads, chunks):
+        for choice in chunk["choices"]:
             yield from choice.get("token_ids") or ()
 
 
-def replica(served: Served) -> ReplicaConfig:
+def replica_config(served: RunningReplica) -> ReplicaConfig:
     return ReplicaConfig(url=served.url, model=MODEL)
 
 
-async def test_a_stream_goes_by_it_and_comes_back(tokenizer: Tokenizer) -> None:
-    engine, watching = pausing(tokenizer), Watching()
-    async with serve(engine) as served, front([watching], replica(served)) as running:
-        asked = asyncio.create_task(running.client.post(PATH, json=CHAT))
+async def test_stream_enters_fast_path_and_returns(tokenizer: Tokenizer) -> None:
+    engine, recorder = make_pausing_engine(tokenizer), RecordingFilter()
+    async with serve(engine) as served, run_gateway([recorder], replica_config(served)) as gateway:
+        task = asyncio.create_task(gateway.client.post(PATH, json=BODY))
         await engine.paused.wait()
-        await until(lambda: running.serving.fast_path_streams == 1)
-        engine.go_on.set()
-        answer = await asked
-    assert ids(answer.content) == TOKENS
-    (context,) = watching.left
+        await until(lambda: gateway.handlers.fast_path_streams == 1)
+        engine.may_continue.set()
+        response = await task
+    assert token_ids(response.content) == TOKENS
+    (context,) = recorder.completed
     assert context.delivered.output_tokens == 60
     assert context.delivered.token_ids(0) == TOKENS
-    assert len(watching.counts) < 30  # else it did not
+    assert len(recorder.token_counts) < 30  # otherwise the stream was not spliced
 
 
-async def test_its_replica_fails_and_another_goes_on(tokenizer: Tokenizer) -> None:
+async def test_spliced_stream_is_resumed_after_replica_failure(tokenizer: Tokenizer) -> None:
     crashing = Script(TOKENS[:20], pause_after=20, crash=RuntimeError("gone"))
-    failing, heir = FakeEngine(tokenizer, lambda _: crashing), pausing(tokenizer, None)
-    watching = Watching()
+    failing_engine, other_engine = (
+        FakeEngine(tokenizer, lambda _: crashing),
+        make_pausing_engine(tokenizer, None),
+    )
+    recorder = RecordingFilter()
     async with (
-        serve(failing) as one,
-        serve(heir) as two,
-        front([watching], replica(one), replica(two)) as running,
+        serve(failing_engine) as one,
+        serve(other_engine) as two,
+        run_gateway([recorder], replica_config(one), replica_config(two)) as gateway,
     ):
-        asked = [asyncio.create_task(running.client.post(PATH, json=CHAT)) for _ in range(2)]
-        await failing.paused.wait()
-        await until(lambda: running.serving.fast_path_streams == 1)
-        failing.go_on.set()
-        for answer in await asyncio.gather(*asked):
-            assert ids(answer.content) == TOKENS
-    tries = sorted(len(context.trace.attempts) for context in watching.left)
-    assert tries == [1, 2]
-    assert [request.resumed_tokens for request in heir.requests if request.resumed_tokens] == [
-        TOKENS[:20]
-    ]
+        tasks = [asyncio.create_task(gateway.client.post(PATH, json=BODY)) for _ in range(2)]
+        await failing_engine.paused.wait()
+        await until(lambda: gateway.handlers.fast_path_streams == 1)
+        failing_engine.may_continue.set()
+        for response in await asyncio.gather(*tasks):
+            assert token_ids(response.content) == TOKENS
+    attempt_counts = sorted(len(context.trace.attempts) for context in recorder.completed)
+    assert attempt_counts == [1, 2]
+    assert [
+        request.resumed_tokens for request in other_engine.requests if request.resumed_tokens
+    ] == [TOKENS[:20]]
 
 
-async def test_its_client_leaves(tokenizer: Tokenizer) -> None:
-    engine, watching = pausing(tokenizer), Watching()
-    async with serve(engine) as served, front([watching], replica(served)) as running:
-        async with running.client.stream("POST", PATH, json=CHAT):
+async def test_disconnect_of_spliced_client_cancels_request(tokenizer: Tokenizer) -> None:
+    engine, recorder = make_pausing_engine(tokenizer), RecordingFilter()
+    async with serve(engine) as served, run_gateway([recorder], replica_config(served)) as gateway:
+        async with gateway.client.stream("POST", PATH, json=BODY):
             await engine.paused.wait()
-            await until(lambda: running.serving.fast_path_streams == 1)
-            await until(lambda: watching.entered[0].delivered.output_tokens == 20)
-        await watching.gone.acquire()
-        assert running.serving.fast_path_streams == 0
-        await engine.nothing_runs()  # the replica has learned of it
-    (context,) = watching.left
+            await until(lambda: gateway.handlers.fast_path_streams == 1)
+            await until(lambda: recorder.started[0].delivered.output_tokens == 20)
+        await recorder.completions.acquire()
+        assert gateway.handlers.fast_path_streams == 0
+        await engine.wait_idle()  # the replica has noticed the disconnect
+    (context,) = recorder.completed
     assert (context.status, context.delivered.output_tokens) == ("cancelled", 20)
 
 
-async def test_a_client_that_wants_no_more_requests_is_let_go(tokenizer: Tokenizer) -> None:
-    engine = pausing(tokenizer, None)
-    async with serve(engine) as served, front([], replica(served)) as running:
-        url = running.client.base_url
+async def test_connection_close_is_honoured_after_splice(tokenizer: Tokenizer) -> None:
+    engine = make_pausing_engine(tokenizer, None)
+    async with serve(engine) as served, run_gateway([], replica_config(served)) as gateway:
+        url = gateway.client.base_url
         reader, writer = await asyncio.open_connection(url.host, url.port)
-        body = json.dumps(CHAT).encode()
+        body = json.dumps(BODY).encode()
         head = f"POST {PATH} HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
         writer.write(head.encode() + body)
-        answer = await reader.read()  # until the connection ends
+        response = await reader.read()  # until the connection ends
         writer.close()
-    assert ids(dechunked(answer.partition(b"\r\n\r\n")[2])) == TOKENS
+    assert token_ids(decode_chunks(response.partition(b"\r\n\r\n")[2])) == TOKENS
 
 
-async def test_whoever_counts_in_a_word_is_told_at_the_end(tokenizer: Tokenizer) -> None:
-    word = ctypes.c_int64()
-    engine, watching = pausing(tokenizer), Watching(counter=ctypes.addressof(word))
-    async with serve(engine) as served, front([watching], replica(served)) as running:
-        asked = asyncio.create_task(running.client.post(PATH, json=CHAT))
-        await until(lambda: word.value == 20)
-        context = watching.entered[0]
+async def test_shared_counter_is_updated_and_filter_notified_at_end(tokenizer: Tokenizer) -> None:
+    counter = ctypes.c_int64()
+    engine, recorder = (
+        make_pausing_engine(tokenizer),
+        RecordingFilter(counter_address=ctypes.addressof(counter)),
+    )
+    async with serve(engine) as served, run_gateway([recorder], replica_config(served)) as gateway:
+        task = asyncio.create_task(gateway.client.post(PATH, json=BODY))
+        await until(lambda: counter.value == 20)
+        context = recorder.started[0]
         await until(lambda: context.delivered.output_tokens == 20)
-        assert watching.counts[-1] < 20
-        engine.go_on.set()
-        await asked
-    assert (word.value, watching.counts[-1]) == (59, 60)  # the last piece comes with the end
+        assert recorder.token_counts[-1] < 20
+        engine.may_continue.set()
+        await task
+    # The last event arrives with the end of the stream, so it is not counted in the fast path.
+    assert (counter.value, recorder.token_counts[-1]) == (59, 60)
 
 
-def test_what_was_lent_counts_as_told() -> None:
-    out = StreamingWriter(Mock(spec=HttpExchange))
-    assert out.discard()
-    out.lend_socket()
-    assert not out.discard()
-
-
-@pytest.mark.parametrize(("setting", "told"), [("off", 0), ("auto", 1)])
-async def test_where_it_is_not_streams_pass_as_ever(
+@pytest.mark.parametrize(("setting", "warnings"), [("off", 0), ("auto", 1)])
+async def test_streams_work_without_fast_path(
     setting: Literal["auto", "off"],
-    told: int,
+    warnings: int,
     tokenizer: Tokenizer,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("CXX", "")
     monkeypatch.setenv("PATH", "")  # no compiler
-    engine = pausing(tokenizer)
+    engine = make_pausing_engine(tokenizer)
     async with serve(engine) as served:
-        models = [ModelConfig(name="big", replicas=[replica(served)])]
+        models = [ModelConfig(name="big", replicas=[replica_config(served)])]
         config = GatewayConfig(port=0, models=models, fast_path=setting)
         url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         with capture_logs() as logs:
             server = GatewayServer(config, url.set_result)
             running = asyncio.create_task(server.run())
             async with httpx2.AsyncClient(base_url=await url, timeout=30) as client:
-                asked = asyncio.create_task(client.post(PATH, json=CHAT))
+                task = asyncio.create_task(client.post(PATH, json=BODY))
                 await engine.paused.wait()
                 metrics = await client.get("/metrics")
-                engine.go_on.set()
-                answer = await asked
+                engine.may_continue.set()
+                response = await task
             server.stop()
             await running
-    assert ids(answer.content) == TOKENS
+    assert token_ids(response.content) == TOKENS
     assert "argosy_gateway_fast_path_streams 0.0" in metrics.text.splitlines()
     reasons = [entry["reason"] for entry in logs if entry["event"] == "fast_path_unavailable"]
-    assert len(reasons) == told
+    assert len(reasons) == warnings
     assert all("install g++" in reason for reason in reasons)
 
 
-async def test_streams_leave_nothing_for_the_garbage_collector(tokenizer: Tokenizer) -> None:
-    engine = pausing(tokenizer, None)
+@pytest.mark.exhaustive
+async def test_streams_leave_no_reference_cycles(tokenizer: Tokenizer) -> None:
+    engine = make_pausing_engine(tokenizer, None)
     gc.collect()
     gc.disable()
     try:
-        async with serve(engine) as served, front([], replica(served)) as running:
+        async with serve(engine) as served, run_gateway([], replica_config(served)) as gateway:
             for _ in range(5):
-                await running.client.post(PATH, json=CHAT)
-        left = [each for each in gc.get_objects() if type(each) is ResponseRelay]
+                await gateway.client.post(PATH, json=BODY)
+        leaked = [each for each in gc.get_objects() if type(each) is ResponseRelay]
     finally:
         gc.enable()
-    assert not left
+    assert not leaked

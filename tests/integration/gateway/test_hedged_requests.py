@@ -1,4 +1,4 @@
-"""A replica that is silent is raced by a second one; whose first piece comes first answers, and the other is let go."""
+"""Hedged requests: the replica that sends content first serves the request, and the other attempt is cancelled."""
 
 from __future__ import annotations
 
@@ -11,9 +11,20 @@ from typing import Any
 
 import pytest
 from tests.support.fake_engine import FakeEngine, Script
-from tests.support.gateway_harness import QUICK, Running, Watching, front
+from tests.support.fake_upstream import (
+    FakeUpstream,
+    UpstreamRequest,
+    UpstreamScript,
+    fake_upstream,
+    respond_with_tokens,
+)
+from tests.support.gateway_harness import (
+    FAST_TIMEOUTS,
+    GatewayHarness,
+    RecordingFilter,
+    run_gateway,
+)
 from tests.support.replica_servers import MODEL, completion, events, serve
-from tests.support.scripted_server import Answer, Asked, Rough, plain, rough_server
 from tests.support.waiting import until
 
 from argosy.engine.serving.text.tokenizer import Tokenizer
@@ -26,7 +37,7 @@ from argosy.protocol import format_event
 from argosy.telemetry import GatewayGauges
 
 TOKENS = list(range(100, 112))
-SOON_S = 0.01
+HEDGE_AFTER_S = 0.01
 PATHS = ("/v1/chat/completions", "/v1/completions")
 
 
@@ -37,41 +48,41 @@ def body(path: str, **extra: object) -> dict[str, Any]:
     return completion("Once", max_tokens=12) | {"model": "big"} | extra
 
 
-def was_first(watching: Watching, name: str) -> bool:
-    """Whether it is the replica that the first request was placed on."""
-    return watching.entered[0].trace.attempts[0].replica == name
+def is_first_choice(recorder: RecordingFilter, name: str) -> bool:
+    """Whether the first request was first sent to this replica."""
+    return recorder.started[0].trace.attempts[0].replica == name
 
 
 @dataclass
-class Pair:
-    """Two replicas of ours; the one that a request is placed on is silent."""
+class HedgedPair:
+    """Two Argosy replicas behind a gateway. The first that gets the request does not respond."""
 
-    running: Running
-    watching: Watching
+    gateway: GatewayHarness
+    recorder: RecordingFilter
     engines: dict[str, FakeEngine]
-    hedged: asyncio.Event
-    """Set when the other one was asked."""
+    hedge_sent: asyncio.Event
+    """Set when the second replica got the request."""
 
     @property
     def first(self) -> str:
-        """Name of the one that it was placed on."""
-        return next(name for name in self.engines if was_first(self.watching, name))
+        """Name of the replica that got the request first."""
+        return next(name for name in self.engines if is_first_choice(self.recorder, name))
 
     @property
     def second(self) -> str:
-        """Name of the other one."""
+        """Name of the other replica."""
         return next(name for name in self.engines if name != self.first)
 
 
 @contextlib.asynccontextmanager
-async def pair(tokenizer: Tokenizer, second: Script) -> AsyncIterator[Pair]:
-    """In front of two engines; the one that is asked second answers so."""
-    hedged, watching = asyncio.Event(), Watching()
+async def hedged_pair(tokenizer: Tokenizer, second: Script) -> AsyncIterator[HedgedPair]:
+    """Run a gateway in front of two engines. The one that gets the hedge runs the script `second`."""
+    hedge_sent, recorder = asyncio.Event(), RecordingFilter()
 
     def script(name: str) -> Script:
-        if was_first(watching, name):
+        if is_first_choice(recorder, name):
             return Script(list(TOKENS), finish="length", pause_after=0)
-        hedged.set()
+        hedge_sent.set()
         return second
 
     engines = {
@@ -81,128 +92,155 @@ async def pair(tokenizer: Tokenizer, second: Script) -> AsyncIterator[Pair]:
     async with (
         serve(engines["a"]) as a,
         serve(engines["b"]) as b,
-        front(
-            [watching],
+        run_gateway(
+            [recorder],
             ReplicaConfig(url=a.url, name="a", model=MODEL),
             ReplicaConfig(url=b.url, name="b", model=MODEL),
-            hedge_after_s=SOON_S,
-        ) as running,
+            hedge_after_s=HEDGE_AFTER_S,
+        ) as gateway,
     ):
-        yield Pair(running, watching, engines, hedged)
+        yield HedgedPair(gateway, recorder, engines, hedge_sent)
 
 
-def hedges(running: Running) -> dict[str, float]:
-    """How many hedges there were, by whether they won."""
-    shown = running.metrics.exposition(GatewayGauges()).decode().splitlines()
+def count_hedges(gateway: GatewayHarness) -> dict[str, float]:
+    """Return the number of hedges by the label `won`."""
+    exposition = gateway.metrics.exposition(GatewayGauges()).decode().splitlines()
     name = 'argosy_gateway_hedges_total{model="big",won="'
-    told = (line.removeprefix(name).split('"} ') for line in shown if line.startswith(name))
-    return {won: float(count) for won, count in told}
+    lines = (line.removeprefix(name).split('"} ') for line in exposition if line.startswith(name))
+    return {won: float(count) for won, count in lines}
 
 
-def attempts(running: Running, context: RequestContext) -> list[tuple[bool, str]]:
-    """Was it a hedge, and how did it end: of each attempt that the explanation shows."""
-    trace = running.traces.find(context.response_id)
+def attempt_outcomes(gateway: GatewayHarness, context: RequestContext) -> list[tuple[bool, str]]:
+    """Return whether each attempt of the trace was a hedge, and its outcome."""
+    trace = gateway.traces.find(context.response_id)
     assert trace is not None
-    return [(tried["hedge"], tried["outcome"]) for tried in trace.to_dict()["attempts"]]
+    return [(attempt["hedge"], attempt["outcome"]) for attempt in trace.to_dict()["attempts"]]
 
 
-def told_ids(content: bytes, stream: bool) -> list[int]:
+def token_ids(content: bytes, stream: bool) -> list[int]:
     chunks = [json.loads(c) for c in events(content)[:-1]] if stream else [json.loads(content)]
-    return [i for chunk in chunks for one in chunk["choices"] for i in one.get("token_ids") or ()]
+    return [
+        i for chunk in chunks for choice in chunk["choices"] for i in choice.get("token_ids") or ()
+    ]
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("stream", [True, False])
-async def test_the_second_replica_answers_for_one_that_is_silent(
-    tokenizer: Tokenizer, path: str, stream: bool
-) -> None:
-    async with pair(tokenizer, Script(list(TOKENS), finish="length")) as two:
-        asked = body(path, stream=stream, return_token_ids=True)
-        answer = await two.running.client.post(path, json=asked)
-        assert answer.status_code == 200, answer.text
-        assert told_ids(answer.content, stream) == TOKENS
-        silent, quick = two.engines[two.first], two.engines[two.second]
-        await silent.nothing_runs()
-        assert silent.aborted
-        assert not quick.aborted
-    (context,) = two.watching.left
+async def test_hedge_replaces_silent_replica(tokenizer: Tokenizer, path: str, stream: bool) -> None:
+    async with hedged_pair(tokenizer, Script(list(TOKENS), finish="length")) as pair_of_replicas:
+        request_body = body(path, stream=stream, return_token_ids=True)
+        response = await pair_of_replicas.gateway.client.post(path, json=request_body)
+        assert response.status_code == 200, response.text
+        assert token_ids(response.content, stream) == TOKENS
+        silent_engine, fast_engine = (
+            pair_of_replicas.engines[pair_of_replicas.first],
+            pair_of_replicas.engines[pair_of_replicas.second],
+        )
+        await silent_engine.wait_idle()
+        assert silent_engine.aborted
+        assert not fast_engine.aborted
+    (context,) = pair_of_replicas.recorder.completed
     assert context.status == "completed"
-    assert two.watching.counts == sorted(set(two.watching.counts))
+    assert pair_of_replicas.recorder.token_counts == sorted(
+        set(pair_of_replicas.recorder.token_counts)
+    )
     assert context.delivered.output_tokens == 12
-    assert context.replica_name == two.second
-    assert attempts(two.running, context) == [(False, "ended"), (True, "success")]
-    assert hedges(two.running) == {"true": 1}
+    assert context.replica_name == pair_of_replicas.second
+    assert attempt_outcomes(pair_of_replicas.gateway, context) == [
+        (False, "ended"),
+        (True, "success"),
+    ]
+    assert count_hedges(pair_of_replicas.gateway) == {"true": 1}
     assert all(replica.breaker.is_closed for replica in context.pool.replicas.values())
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_the_first_replica_may_be_first_after_all(tokenizer: Tokenizer, stream: bool) -> None:
-    async with pair(tokenizer, Script(list(TOKENS), finish="length", pause_after=0)) as two:
-        asked = body(PATHS[1], stream=stream, return_token_ids=True)
-        asking = asyncio.create_task(two.running.client.post(PATHS[1], json=asked))
-        await two.hedged.wait()
-        first, second = two.engines[two.first], two.engines[two.second]
-        first.go_on.set()
-        answer = await asking
-        assert told_ids(answer.content, stream) == TOKENS
-        await second.nothing_runs()
+async def test_first_replica_may_still_win(tokenizer: Tokenizer, stream: bool) -> None:
+    async with hedged_pair(
+        tokenizer, Script(list(TOKENS), finish="length", pause_after=0)
+    ) as pair_of_replicas:
+        request_body = body(PATHS[1], stream=stream, return_token_ids=True)
+        task = asyncio.create_task(
+            pair_of_replicas.gateway.client.post(PATHS[1], json=request_body)
+        )
+        await pair_of_replicas.hedge_sent.wait()
+        first, second = (
+            pair_of_replicas.engines[pair_of_replicas.first],
+            pair_of_replicas.engines[pair_of_replicas.second],
+        )
+        first.may_continue.set()
+        response = await task
+        assert token_ids(response.content, stream) == TOKENS
+        await second.wait_idle()
         assert second.aborted
         assert not first.aborted
-    (context,) = two.watching.left
-    assert context.replica_name == two.first
+    (context,) = pair_of_replicas.recorder.completed
+    assert context.replica_name == pair_of_replicas.first
     assert context.delivered.output_tokens == 12
-    assert attempts(two.running, context) == [(False, "success"), (True, "ended")]
-    assert hedges(two.running) == {"false": 1}
+    assert attempt_outcomes(pair_of_replicas.gateway, context) == [
+        (False, "success"),
+        (True, "ended"),
+    ]
+    assert count_hedges(pair_of_replicas.gateway) == {"false": 1}
 
 
-async def test_a_client_that_leaves_ends_both(tokenizer: Tokenizer) -> None:
-    async with pair(tokenizer, Script(list(TOKENS), pause_after=0)) as two:
-        asked = body(PATHS[0], stream=True)
-        asking = asyncio.create_task(two.running.client.post(PATHS[0], json=asked))
-        await two.hedged.wait()
-        asking.cancel()
-        for engine in two.engines.values():
-            await engine.nothing_runs()
-        await two.watching.gone.acquire()
-    (context,) = two.watching.left
+async def test_disconnect_cancels_both_attempts(tokenizer: Tokenizer) -> None:
+    async with hedged_pair(tokenizer, Script(list(TOKENS), pause_after=0)) as pair_of_replicas:
+        request_body = body(PATHS[0], stream=True)
+        task = asyncio.create_task(
+            pair_of_replicas.gateway.client.post(PATHS[0], json=request_body)
+        )
+        await pair_of_replicas.hedge_sent.wait()
+        task.cancel()
+        for engine in pair_of_replicas.engines.values():
+            await engine.wait_idle()
+        await pair_of_replicas.recorder.completions.acquire()
+    (context,) = pair_of_replicas.recorder.completed
     assert context.status == "cancelled"
-    assert attempts(two.running, context) == [(False, "ended"), (True, "ended")]
+    assert attempt_outcomes(pair_of_replicas.gateway, context) == [
+        (False, "ended"),
+        (True, "ended"),
+    ]
 
 
 @contextlib.asynccontextmanager
-async def others(
-    watching: Watching,
-    first: Answer,
-    second: Answer,
+async def scripted_pair(
+    recorder: RecordingFilter,
+    first: UpstreamScript,
+    second: UpstreamScript,
     *,
-    later: Answer = plain,
+    later_script: UpstreamScript = respond_with_tokens,
     kind: BackendKind = "openai",
-    timeouts: Timeouts = QUICK,
-) -> AsyncIterator[tuple[Running, list[Rough]]]:
-    """In front of two servers of another kind: the one that a request is placed on answers as `first`."""
-    servers: list[Rough] = []
+    timeouts: Timeouts = FAST_TIMEOUTS,
+) -> AsyncIterator[tuple[GatewayHarness, list[FakeUpstream]]]:
+    """Run a gateway in front of two OpenAI-compatible servers. The one that gets the request first runs `first`."""
+    servers: list[FakeUpstream] = []
 
-    async def script(asked: Asked) -> None:
-        server = next(one for one in servers if asked in one.asked)
-        if len(server.asked) > 1:
-            await later(asked)
+    async def script(request: UpstreamRequest) -> None:
+        server = next(server for server in servers if request in server.requests)
+        if len(server.requests) > 1:
+            await later_script(request)
         else:
-            await (first if was_first(watching, server.url) else second)(asked)
+            await (first if is_first_choice(recorder, server.url) else second)(request)
 
-    async with rough_server(script) as a, rough_server(script) as b:
+    async with fake_upstream(script) as a, fake_upstream(script) as b:
         servers += (a, b)
-        behind = [ReplicaConfig(url=one.url, kind=kind, model="rough") for one in servers]
-        async with front([watching], *behind, timeouts=timeouts, hedge_after_s=SOON_S) as running:
-            yield running, servers
+        replica_configs = [
+            ReplicaConfig(url=server.url, kind=kind, model="rough") for server in servers
+        ]
+        async with run_gateway(
+            [recorder], *replica_configs, timeouts=timeouts, hedge_after_s=HEDGE_AFTER_S
+        ) as gateway:
+            yield gateway, servers
 
 
-def in_flight(watching: Watching) -> int:
-    replicas: list[ReplicaEndpoint] = [*watching.entered[0].pool.replicas.values()]
+def in_flight(recorder: RecordingFilter) -> int:
+    replicas: list[ReplicaEndpoint] = [*recorder.started[0].pool.replicas.values()]
     return sum(replica.load.in_flight for replica in replicas)
 
 
 ROLE = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}
-EMPTY = [
+PREAMBLES = [
     b"",
     b": keep-alive\n\n",
     b"\n\n",
@@ -212,181 +250,186 @@ EMPTY = [
 ]
 
 
-@pytest.mark.parametrize("beginning", EMPTY)
-async def test_the_head_of_a_stream_is_no_sign_of_an_answer(beginning: bytes) -> None:
-    watching, over = Watching(), asyncio.Event()
+@pytest.mark.parametrize("preamble", PREAMBLES)
+async def test_stream_without_content_does_not_prevent_hedge(preamble: bytes) -> None:
+    recorder, release = RecordingFilter(), asyncio.Event()
 
-    async def nothing_yet(asked: Asked) -> None:
-        asked.stream()
-        if beginning:
-            asked.send(beginning)
-        await over.wait()
+    async def start_without_content(request: UpstreamRequest) -> None:
+        request.start_stream()
+        if preamble:
+            request.send_chunk(preamble)
+        await release.wait()
 
-    async with others(watching, nothing_yet, plain) as (running, _):
-        answer = await running.client.post(PATHS[1], json=body(PATHS[1], stream=True))
-        over.set()
-    assert events(answer.content)[-1] == b"[DONE]"
-    assert watching.left[0].delivered.output_tokens == 12
-    assert hedges(running) == {"true": 1}
+    async with scripted_pair(recorder, start_without_content, respond_with_tokens) as (gateway, _):
+        response = await gateway.client.post(PATHS[1], json=body(PATHS[1], stream=True))
+        release.set()
+    assert events(response.content)[-1] == b"[DONE]"
+    assert recorder.completed[0].delivered.output_tokens == 12
+    assert count_hedges(gateway) == {"true": 1}
 
 
-async def test_heads_that_nothing_follows_are_too_late() -> None:
-    watching, over = Watching(), asyncio.Event()
+async def test_streams_without_content_time_out() -> None:
+    recorder, release = RecordingFilter(), asyncio.Event()
 
-    async def nothing_more(asked: Asked) -> None:
-        asked.stream()
-        asked.send(b": keep-alive\n\n")
-        await over.wait()
+    async def start_without_content(request: UpstreamRequest) -> None:
+        request.start_stream()
+        request.send_chunk(b": keep-alive\n\n")
+        await release.wait()
 
-    async with others(
-        watching,
-        nothing_more,
-        nothing_more,
-        later=nothing_more,
+    async with scripted_pair(
+        recorder,
+        start_without_content,
+        start_without_content,
+        later_script=start_without_content,
         timeouts=Timeouts(first_token_timeout_s=0.2, failover_timeout_s=0.1),
-    ) as (running, _):
-        answer = await running.client.post(PATHS[1], json=body(PATHS[1], stream=True))
-        assert answer.status_code == 502
-        over.set()
-    (context,) = watching.left
-    assert attempts(running, context)[:2] == [(False, "failure"), (True, "failure")]
+    ) as (gateway, _):
+        response = await gateway.client.post(PATHS[1], json=body(PATHS[1], stream=True))
+        assert response.status_code == 502
+        release.set()
+    (context,) = recorder.completed
+    assert attempt_outcomes(gateway, context)[:2] == [(False, "failure"), (True, "failure")]
 
 
 @pytest.mark.parametrize("kind", ["openai", "vllm"])
-async def test_a_server_of_another_kind_may_be_first_after_all(kind: BackendKind) -> None:
-    watching, hedged, over = Watching(), asyncio.Event(), asyncio.Event()
+async def test_first_replica_of_other_engine_may_still_win(kind: BackendKind) -> None:
+    recorder, hedge_sent, release = RecordingFilter(), asyncio.Event(), asyncio.Event()
 
-    async def first(asked: Asked) -> None:
-        await hedged.wait()
-        await plain(asked)
+    async def first(request: UpstreamRequest) -> None:
+        await hedge_sent.wait()
+        await respond_with_tokens(request)
 
-    async def second(_: Asked) -> None:
-        hedged.set()
-        await over.wait()
+    async def second(_: UpstreamRequest) -> None:
+        hedge_sent.set()
+        await release.wait()
 
-    async with others(watching, first, second, kind=kind) as (running, _):
-        asked = body(PATHS[1], stream=True, stream_options={"include_usage": True})
-        answer = await running.client.post(PATHS[1], json=asked)
-        over.set()
-    told = [json.loads(chunk) for chunk in events(answer.content)[:-1]]
-    assert told[-1]["usage"]["completion_tokens"] == 12
-    assert watching.left[0].delivered.output_tokens == 12
-    assert hedges(running) == {"false": 1}
+    async with scripted_pair(recorder, first, second, kind=kind) as (gateway, _):
+        request_body = body(PATHS[1], stream=True, stream_options={"include_usage": True})
+        response = await gateway.client.post(PATHS[1], json=request_body)
+        release.set()
+    chunks = [json.loads(chunk) for chunk in events(response.content)[:-1]]
+    assert chunks[-1]["usage"]["completion_tokens"] == 12
+    assert recorder.completed[0].delivered.output_tokens == 12
+    assert count_hedges(gateway) == {"false": 1}
 
 
-async def test_what_the_first_told_after_all_is_not_told_again_when_it_dies() -> None:
-    watching, hedged, over = Watching(), asyncio.Event(), asyncio.Event()
+async def test_content_is_not_repeated_if_winner_fails() -> None:
+    recorder, hedge_sent, release = RecordingFilter(), asyncio.Event(), asyncio.Event()
 
-    async def first(asked: Asked) -> None:
-        await hedged.wait()
-        asked.stream()
-        asked.say(" once", None)
-        asked.writer.close()
+    async def first(request: UpstreamRequest) -> None:
+        await hedge_sent.wait()
+        request.start_stream()
+        request.send_text(" once", None)
+        request.writer.close()
 
-    async def second(_: Asked) -> None:
-        hedged.set()
-        await over.wait()
+    async def second(_: UpstreamRequest) -> None:
+        hedge_sent.set()
+        await release.wait()
 
-    async with others(watching, first, second) as (running, _):
-        answer = await running.client.post(PATHS[1], json=body(PATHS[1], stream=True))
-        over.set()
-    once, error = map(json.loads, events(answer.content))
+    async with scripted_pair(recorder, first, second) as (gateway, _):
+        response = await gateway.client.post(PATHS[1], json=body(PATHS[1], stream=True))
+        release.set()
+    once, error = map(json.loads, events(response.content))
     assert once["choices"][0]["text"] == " once"
     assert error["error"]["code"] == "upstream_failed"
 
 
-async def test_a_replica_that_dies_while_another_is_asked_fails_and_the_other_answers() -> None:
-    watching, hedged = Watching(), asyncio.Event()
+async def test_failure_of_first_replica_leaves_request_to_hedge() -> None:
+    recorder, hedge_sent = RecordingFilter(), asyncio.Event()
 
-    async def dies(asked: Asked) -> None:
-        asked.stream()
-        await hedged.wait()
-        asked.writer.close()
+    async def fail(request: UpstreamRequest) -> None:
+        request.start_stream()
+        await hedge_sent.wait()
+        request.writer.close()
 
-    async def answers(asked: Asked) -> None:
-        hedged.set()
-        await until(lambda: in_flight(watching) == 1)
-        await plain(asked)
+    async def respond_late(request: UpstreamRequest) -> None:
+        hedge_sent.set()
+        await until(lambda: in_flight(recorder) == 1)
+        await respond_with_tokens(request)
 
-    async with others(watching, dies, answers) as (running, _):
-        answer = await running.client.post(PATHS[1], json=body(PATHS[1], stream=True))
-    assert events(answer.content)[-1] == b"[DONE]"
-    (context,) = watching.left
-    assert attempts(running, context) == [(False, "failure"), (True, "success")]
+    async with scripted_pair(recorder, fail, respond_late) as (gateway, _):
+        response = await gateway.client.post(PATHS[1], json=body(PATHS[1], stream=True))
+    assert events(response.content)[-1] == b"[DONE]"
+    (context,) = recorder.completed
+    assert attempt_outcomes(gateway, context) == [(False, "failure"), (True, "success")]
     assert (context.failed_attempts, context.delivered.output_tokens) == (0, 12)
-    assert hedges(running) == {"true": 1}
+    assert count_hedges(gateway) == {"true": 1}
 
 
-async def test_a_hedge_that_is_refused_leaves_the_first_as_it_was() -> None:
-    watching, hedged = Watching(), asyncio.Event()
+async def test_rejected_hedge_leaves_first_attempt_running() -> None:
+    recorder, hedge_sent = RecordingFilter(), asyncio.Event()
 
-    async def waits(asked: Asked) -> None:
-        await hedged.wait()
-        await until(lambda: in_flight(watching) == 1)
-        await plain(asked)
+    async def respond_late(request: UpstreamRequest) -> None:
+        await hedge_sent.wait()
+        await until(lambda: in_flight(recorder) == 1)
+        await respond_with_tokens(request)
 
-    async def is_full(asked: Asked) -> None:
-        asked.json(503, {"error": {"message": "full"}})
-        hedged.set()
+    async def reject(request: UpstreamRequest) -> None:
+        request.send_json(503, {"error": {"message": "full"}})
+        hedge_sent.set()
 
-    async with others(watching, waits, is_full) as (running, _):
-        answer = await running.client.post(PATHS[1], json=body(PATHS[1], stream=True))
-    assert events(answer.content)[-1] == b"[DONE]"
-    (context,) = watching.left
-    assert attempts(running, context) == [(False, "success"), (True, "backpressure")]
-    assert hedges(running) == {"false": 1}
+    async with scripted_pair(recorder, respond_late, reject) as (gateway, _):
+        response = await gateway.client.post(PATHS[1], json=body(PATHS[1], stream=True))
+    assert events(response.content)[-1] == b"[DONE]"
+    (context,) = recorder.completed
+    assert attempt_outcomes(gateway, context) == [(False, "success"), (True, "backpressure")]
+    assert count_hedges(gateway) == {"false": 1}
     assert context.replica_losses == 0
 
 
-async def test_when_both_fail_the_request_is_tried_again() -> None:
-    watching, hedged = Watching(), asyncio.Event()
+async def test_request_is_retried_after_both_attempts_fail() -> None:
+    recorder, hedge_sent = RecordingFilter(), asyncio.Event()
 
-    async def dies(asked: Asked) -> None:
-        asked.stream()
-        await hedged.wait()
-        asked.writer.close()
+    async def fail(request: UpstreamRequest) -> None:
+        request.start_stream()
+        await hedge_sent.wait()
+        request.writer.close()
 
-    async def dies_too(asked: Asked) -> None:
-        hedged.set()
-        await until(lambda: in_flight(watching) == 1)
-        asked.stream()
-        asked.writer.close()
+    async def fail_second(request: UpstreamRequest) -> None:
+        hedge_sent.set()
+        await until(lambda: in_flight(recorder) == 1)
+        request.start_stream()
+        request.writer.close()
 
-    async with others(watching, dies, dies_too) as (running, _):
-        answer = await running.client.post(PATHS[1], json=body(PATHS[1], stream=True))
-    assert events(answer.content)[-1] == b"[DONE]"
-    (context,) = watching.left
-    ends = [(False, "failure"), (True, "failure"), (False, "success")]
-    assert attempts(running, context) == ends
+    async with scripted_pair(recorder, fail, fail_second) as (gateway, _):
+        response = await gateway.client.post(PATHS[1], json=body(PATHS[1], stream=True))
+    assert events(response.content)[-1] == b"[DONE]"
+    (context,) = recorder.completed
+    outcomes = [(False, "failure"), (True, "failure"), (False, "success")]
+    assert attempt_outcomes(gateway, context) == outcomes
     assert context.replica_losses == 2
 
 
-async def test_many_that_are_stuck_at_once_get_no_more_hedges_than_the_budget_has() -> None:
-    watching, over = Watching(), asyncio.Event()
+async def test_hedges_of_many_stuck_requests_are_limited_by_budget() -> None:
+    recorder, release = RecordingFilter(), asyncio.Event()
     count = 30
 
-    async def slow(asked: Asked) -> None:
-        await over.wait()
-        await plain(asked)
+    async def respond_late(request: UpstreamRequest) -> None:
+        await release.wait()
+        await respond_with_tokens(request)
 
-    async def released() -> None:
-        await until(lambda: sum(hedges_begun(watching)) > 0)
-        over.set()
+    async def release_after_hedge() -> None:
+        await until(lambda: sum(hedges_per_request(recorder)) > 0)
+        release.set()
 
-    async with others(watching, slow, slow, later=slow) as (running, servers):
-        asking = [
-            running.client.post(PATHS[1], json=body(PATHS[1], stream=True)) for _ in range(count)
+    async with scripted_pair(recorder, respond_late, respond_late, later_script=respond_late) as (
+        gateway,
+        servers,
+    ):
+        requests = [
+            gateway.client.post(PATHS[1], json=body(PATHS[1], stream=True)) for _ in range(count)
         ]
-        releasing = asyncio.create_task(released())
-        answers = await asyncio.gather(*asking)
-        await releasing
-        assert all(events(answer.content)[-1] == b"[DONE]" for answer in answers)
-        asked = sum(len(server.asked) for server in servers)
-    begun = sum(hedges_begun(watching))
-    assert sum(hedges(running).values()) == begun
-    assert 0 < begun <= HEDGE_RESERVE + HEDGE_RATIO * count
-    assert count <= asked <= count + begun
+        release_task = asyncio.create_task(release_after_hedge())
+        responses = await asyncio.gather(*requests)
+        await release_task
+        assert all(events(response.content)[-1] == b"[DONE]" for response in responses)
+        request_count = sum(len(server.requests) for server in servers)
+    hedge_count = sum(hedges_per_request(recorder))
+    assert sum(count_hedges(gateway).values()) == hedge_count
+    assert 0 < hedge_count <= HEDGE_RESERVE + HEDGE_RATIO * count
+    assert count <= request_count <= count + hedge_count
 
 
-def hedges_begun(watching: Watching) -> list[int]:
-    return [sum(tried.is_hedge for tried in context.trace.attempts) for context in watching.entered]
+def hedges_per_request(recorder: RecordingFilter) -> list[int]:
+    return [
+        sum(attempt.is_hedge for attempt in context.trace.attempts) for context in recorder.started
+    ]

@@ -1,4 +1,4 @@
-"""Connections as clients of every kind find them: answered in order, bounded, and closed when they must be."""
+"""HTTP connections of clients: pipelining, framing, bounds, timeouts, half-close and disconnects."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from argosy.http_server import (
     run_handler,
     server,
 )
-from argosy.http_server import connection as connections
+from argosy.http_server import connection as http_connection
 from argosy.http_server.http_exchange import TRANSPORT_KEY
 from argosy.http_server.server import IDLE_TIMEOUT_S
 from argosy.protocol import ApiError
@@ -43,12 +43,12 @@ async def echo(request: Request) -> PlainTextResponse:
     return PlainTextResponse(await request.body())
 
 
-async def early(request: Request) -> PlainTextResponse:
-    """Answers before the body has come."""
+async def reject_early(request: Request) -> PlainTextResponse:
+    """Respond before the body has arrived."""
     return PlainTextResponse("no", status_code=413, headers={"x-path": request.url.path})
 
 
-async def counting(_request: Request) -> StreamingResponse:
+async def stream_numbers(_request: Request) -> StreamingResponse:
     async def numbers() -> AsyncIterator[str]:
         for number in range(3):
             yield f"{number};"
@@ -56,21 +56,21 @@ async def counting(_request: Request) -> StreamingResponse:
     return StreamingResponse(numbers())
 
 
-async def broken(_request: Request) -> PlainTextResponse:
-    raise ValueError("a fault of ours")
+async def raise_error(_request: Request) -> PlainTextResponse:
+    raise ValueError("a bug")
 
 
-async def closing(_request: Request) -> PlainTextResponse:
+async def close_connection(_request: Request) -> PlainTextResponse:
     return PlainTextResponse("bye", headers={"connection": "close"})
 
 
-async def names(request: Request) -> PlainTextResponse:
+async def list_headers(request: Request) -> PlainTextResponse:
     await request.body()
     return PlainTextResponse(",".join(request.headers.keys()))
 
 
-async def hold(scope: Scope, receive: Receive, send: Send) -> None:
-    """Takes the whole body at once, as the gateway does, and says how long it is."""
+async def count_body(scope: Scope, receive: Receive, send: Send) -> None:
+    """Read the complete body, as the gateway does, and respond with its length."""
     exchange = HttpExchange(scope, receive, send, GatewayConfig(models=[]))
 
     async def length() -> None:
@@ -81,39 +81,39 @@ async def hold(scope: Scope, receive: Receive, send: Send) -> None:
 
 APP = Starlette(
     routes=[
-        Mount("/hold", hold),
-        Route("/names", names, methods=["POST"]),
+        Mount("/hold", count_body),
+        Route("/names", list_headers, methods=["POST"]),
         Route("/echo", echo, methods=["GET", "HEAD", "POST"]),
-        Route("/early", early, methods=["POST"]),
-        Route("/counting", counting),
-        Route("/broken", broken),
-        Route("/closing", closing),
+        Route("/early", reject_early, methods=["POST"]),
+        Route("/counting", stream_numbers),
+        Route("/broken", raise_error),
+        Route("/closing", close_connection),
     ]
 )
 
 
 @contextlib.asynccontextmanager
-async def listening(
+async def listen(
     app: AsgiApp, age_s: float = math.inf, idle_s: float = IDLE_TIMEOUT_S
 ) -> AsyncIterator[int]:
-    """The port that `app` listens on."""
-    listener, bound = (
+    """Yield the port on which `app` listens."""
+    server, listen_socket = (
         HttpServer(app, max_connection_age_s=age_s, idle_timeout_s=idle_s),
         bind_tcp("127.0.0.1", 0),
     )
-    port = int(listen_url(bound).rsplit(":", 1)[1])
-    running = asyncio.create_task(listener.serve(sockets=[bound]))
+    port = int(listen_url(listen_socket).rsplit(":", 1)[1])
+    task = asyncio.create_task(server.serve(sockets=[listen_socket]))
     try:
         yield port
     finally:
-        listener.force_exit = True
-        listener.stop()
-        await running
+        server.force_exit = True
+        server.stop()
+        await task
 
 
 @contextlib.asynccontextmanager
-async def connected(port: int) -> AsyncIterator[Connection]:
-    """A connection to there."""
+async def connect(port: int) -> AsyncIterator[Connection]:
+    """Open a connection to the port."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         yield reader, writer
@@ -122,87 +122,91 @@ async def connected(port: int) -> AsyncIterator[Connection]:
 
 
 @contextlib.asynccontextmanager
-async def talking(app: AsgiApp = APP, idle_s: float = IDLE_TIMEOUT_S) -> AsyncIterator[Connection]:
-    """A connection to `app`."""
-    async with listening(app, idle_s=idle_s) as port, connected(port) as connection:
+async def connect_to_app(
+    app: AsgiApp = APP, idle_s: float = IDLE_TIMEOUT_S
+) -> AsyncIterator[Connection]:
+    """Open a connection to `app`."""
+    async with listen(app, idle_s=idle_s) as port, connect(port) as connection:
         yield connection
 
 
-async def talk(port: int, sent: bytes) -> bytes:
-    """All that comes back for `sent` until the server closes."""
-    async with connected(port) as (reader, writer):
-        writer.write(sent)
+async def exchange_bytes(port: int, request_bytes: bytes) -> bytes:
+    """Send bytes and return all bytes that the server sends before it closes the connection."""
+    async with connect(port) as (reader, writer):
+        writer.write(request_bytes)
         return await reader.read()
 
 
-async def answer_to(sent: bytes, age_s: float = math.inf) -> bytes:
-    """The same, of `APP`."""
-    async with listening(APP, age_s) as port:
-        return await talk(port, sent)
+async def exchange_with_app(request_bytes: bytes, age_s: float = math.inf) -> bytes:
+    """Send bytes to `APP` and return all bytes that it sends."""
+    async with listen(APP, age_s) as port:
+        return await exchange_bytes(port, request_bytes)
 
 
-def post(path: str, body: bytes, *headers: str) -> bytes:
+def make_post(path: str, body: bytes, *headers: str) -> bytes:
     lines = (f"POST {path} HTTP/1.1", "host: x", f"content-length: {len(body)}", *headers, "", "")
     return "\r\n".join(lines).encode() + body
 
 
-COUNT = b"GET /counting HTTP/1.1\r\nhost: x\r\n\r\n"
-LAST = b"GET /closing HTTP/1.1\r\nhost: x\r\n\r\n"
+GET_STREAM = b"GET /counting HTTP/1.1\r\nhost: x\r\n\r\n"
+GET_LAST = b"GET /closing HTTP/1.1\r\nhost: x\r\n\r\n"
 
 
 async def test_pipelined_requests_are_answered_in_order() -> None:
-    asked = b"".join(post("/echo", b"<%d>" % number) for number in range(20))
-    answer = await answer_to(asked + LAST)
-    found = [answer.index(b"<%d>" % number) for number in range(20)]
-    assert found == sorted(found)
-    assert answer.count(b"HTTP/1.1 200 OK") == 21
-    assert answer.endswith(b"bye")
+    requests = b"".join(make_post("/echo", b"<%d>" % number) for number in range(20))
+    response = await exchange_with_app(requests + GET_LAST)
+    positions = [response.index(b"<%d>" % number) for number in range(20)]
+    assert positions == sorted(positions)
+    assert response.count(b"HTTP/1.1 200 OK") == 21
+    assert response.endswith(b"bye")
 
 
-async def test_of_very_many_pipelined_requests_the_first_are_answered(
+async def test_pipelined_requests_over_limit_are_not_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The others were never taken in: each would cost much more than its few bytes."""
-    monkeypatch.setattr(connections, "MAX_PIPELINED_REQUESTS", 5)
-    async with talking() as (reader, writer):
-        asked = [post("/echo", b"<%d>" % number) for number in range(5000)]
-        writer.write(b"".join(asked))
-        answer = await reader.read()
-    bodies = [one.partition(b"\r\n\r\n")[2] for one in answer.split(b"HTTP/1.1 200 OK")[1:]]
+    """Each queued request would take much more memory than its few bytes."""
+    monkeypatch.setattr(http_connection, "MAX_PIPELINED_REQUESTS", 5)
+    async with connect_to_app() as (reader, writer):
+        requests = [make_post("/echo", b"<%d>" % number) for number in range(5000)]
+        writer.write(b"".join(requests))
+        response = await reader.read()
+    bodies = [part.partition(b"\r\n\r\n")[2] for part in response.split(b"HTTP/1.1 200 OK")[1:]]
     assert bodies == [b"<%d>" % number for number in range(6)]
-    assert answer.count(b"connection: close") == 1
+    assert response.count(b"connection: close") == 1
 
 
-async def test_of_pipelined_requests_with_many_headers_fewer_are_taken_in() -> None:
-    many = b"GET /counting HTTP/1.1\r\nhost: x\r\n" + b"a:\r\n" * 999 + b"\r\n"
-    async with talking() as (reader, writer):
-        writer.write(post("/echo", b"first") + many * 40)
-        answer = await reader.read()
-    assert answer.count(b"HTTP/1.1 200 OK") == 6
-    assert answer.count(b"connection: close") == 1
+async def test_pipelined_requests_with_many_headers_have_lower_limit() -> None:
+    large = b"GET /counting HTTP/1.1\r\nhost: x\r\n" + b"a:\r\n" * 999 + b"\r\n"
+    async with connect_to_app() as (reader, writer):
+        writer.write(make_post("/echo", b"first") + large * 40)
+        response = await reader.read()
+    assert response.count(b"HTTP/1.1 200 OK") == 6
+    assert response.count(b"connection: close") == 1
 
 
-async def test_a_head_of_very_many_headers_is_refused() -> None:
-    some = b"GET /counting HTTP/1.1\r\nhost: x\r\n" + b"a:\r\n" * 1000 + b"\r\n"
-    many = b"GET /counting HTTP/1.1\r\nhost: x\r\n" + b"a:\r\n" * 3000 + b"\r\n"
-    answer = await answer_to(some + many)
-    assert answer.startswith(b"HTTP/1.1 200 OK")
-    assert answer.count(b"HTTP/1.1 400 Bad Request") == 1
-    assert b"bad_http" in answer
+async def test_head_with_too_many_headers_is_rejected() -> None:
+    accepted = b"GET /counting HTTP/1.1\r\nhost: x\r\n" + b"a:\r\n" * 1000 + b"\r\n"
+    rejected = b"GET /counting HTTP/1.1\r\nhost: x\r\n" + b"a:\r\n" * 3000 + b"\r\n"
+    response = await exchange_with_app(accepted + rejected)
+    assert response.startswith(b"HTTP/1.1 200 OK")
+    assert response.count(b"HTTP/1.1 400 Bad Request") == 1
+    assert b"bad_http" in response
 
 
-async def test_an_old_connection_ends_with_a_whole_answer() -> None:
-    stream = await answer_to(COUNT, age_s=0.0)
-    piece = await answer_to(post("/echo", b"asked"), age_s=0.0)
-    for answer, end in ((stream, b"2;\r\n0\r\n\r\n"), (piece, b"asked")):
-        assert b"connection: close\r\n" in answer
-        assert answer.endswith(end)
+async def test_old_connection_closes_after_complete_response() -> None:
+    stream = await exchange_with_app(GET_STREAM, age_s=0.0)
+    whole_response = await exchange_with_app(make_post("/echo", b"asked"), age_s=0.0)
+    for response, end in ((stream, b"2;\r\n0\r\n\r\n"), (whole_response, b"asked")):
+        assert b"connection: close\r\n" in response
+        assert response.endswith(end)
 
 
-async def test_a_young_connection_is_kept() -> None:
-    answer = await answer_to(post("/echo", b"one") + post("/echo", b"two") + LAST, age_s=3600)
-    assert answer.index(b"one") < answer.index(b"two") < answer.index(b"bye")
-    assert answer.index(b"connection: close") > answer.index(b"two")
+async def test_young_connection_is_kept_open() -> None:
+    response = await exchange_with_app(
+        make_post("/echo", b"one") + make_post("/echo", b"two") + GET_LAST, age_s=3600
+    )
+    assert response.index(b"one") < response.index(b"two") < response.index(b"bye")
+    assert response.index(b"connection: close") > response.index(b"two")
 
 
 @pytest.mark.parametrize(
@@ -215,31 +219,31 @@ async def test_a_young_connection_is_kept() -> None:
         (b"GET /closing HTTP/1.0\r\n", b"200 OK"),
     ],
 )
-async def test_a_request_says_once_whom_it_is_for(head: bytes, status: bytes) -> None:
-    answer = await answer_to(head + b"\r\n")
-    assert answer.startswith(b"HTTP/1.1 " + status)
+async def test_exactly_one_host_header_is_required(head: bytes, status: bytes) -> None:
+    response = await exchange_with_app(head + b"\r\n")
+    assert response.startswith(b"HTTP/1.1 " + status)
 
 
-async def test_a_stream_without_a_length_is_chunked_and_http_1_0_ends_with_the_connection() -> None:
-    chunked = await answer_to(COUNT + LAST)
-    plain = await answer_to(b"GET /counting HTTP/1.0\r\n\r\n")
+async def test_stream_is_chunked_in_http_1_1_and_ends_connection_in_http_1_0() -> None:
+    chunked = await exchange_with_app(GET_STREAM + GET_LAST)
+    plain = await exchange_with_app(b"GET /counting HTTP/1.0\r\n\r\n")
     assert b"transfer-encoding: chunked" in chunked
     assert b"2\r\n0;\r\n2\r\n1;\r\n2\r\n2;\r\n0\r\n\r\nHTTP/1.1 200 OK" in chunked
     assert b"transfer-encoding" not in plain
     assert plain.endswith(b"\r\n\r\n0;1;2;")
 
 
-async def test_head_has_the_length_and_no_body() -> None:
-    answer = await answer_to(b"HEAD /closing HTTP/1.1\r\nhost: x\r\n\r\n")
-    assert b"content-length: 3" in answer
-    assert answer.endswith(b"\r\n\r\n")
+async def test_head_response_has_length_and_no_body() -> None:
+    response = await exchange_with_app(b"HEAD /closing HTTP/1.1\r\nhost: x\r\n\r\n")
+    assert b"content-length: 3" in response
+    assert response.endswith(b"\r\n\r\n")
 
 
 CHUNKED = b"POST /echo HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
 @pytest.mark.parametrize(
-    ("begun", "more"),
+    ("start", "repeated"),
     [
         (b"", b"\r\n"),
         (b"GET /", b"x"),
@@ -248,145 +252,153 @@ CHUNKED = b"POST /echo HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n
         (CHUNKED + b"1;", b"x"),
         (CHUNKED + b"1\r\nx\r\n0\r\na: ", b"x"),
     ],
-    ids=["nothing", "path", "value", "name", "chunk extension", "trailer"],
+    ids=["nothing", "path", "value", "name", "chunk-extension", "trailer"],
 )
-async def test_what_is_no_body_does_not_go_on_for_ever(begun: bytes, more: bytes) -> None:
-    async with talking() as (reader, writer):
-        sent = 0
+async def test_request_without_body_cannot_continue_forever(start: bytes, repeated: bytes) -> None:
+    async with connect_to_app() as (reader, writer):
+        sent_bytes = 0
         with contextlib.suppress(ConnectionError):
-            writer.write(begun)
-            while not reader.at_eof() and sent < 64 << 20:
-                writer.write(more * (65536 // len(more)))
-                sent += 65536
+            writer.write(start)
+            while not reader.at_eof() and sent_bytes < 64 << 20:
+                writer.write(repeated * (65536 // len(repeated)))
+                sent_bytes += 65536
                 await writer.drain()
-    assert sent < 32 << 20, "sockets hold some of that"
+    assert sent_bytes < 32 << 20, "socket buffers hold some of it"
 
 
-async def test_a_body_in_tiny_chunks_takes_no_more_than_it_has() -> None:
-    """A chunk of two bytes that is kept as it came takes 20 times as much."""
+async def test_body_in_tiny_chunks_uses_little_memory() -> None:
+    """A chunk of two bytes that is stored as received takes 20 times as much memory."""
     tiny = b"2\r\nxx\r\n" * 200_000
-    async with talking() as (reader, writer):
+    async with connect_to_app() as (reader, writer):
         writer.write(b"POST /hold/ HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
         tracemalloc.start()
         try:
-            writer.write(tiny + b"0\r\n\r\n" + LAST)
-            answer = await reader.read()
-            _, most = tracemalloc.get_traced_memory()
+            writer.write(tiny + b"0\r\n\r\n" + GET_LAST)
+            response = await reader.read()
+            _, peak_bytes = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
-    assert b"\r\n\r\n400000HTTP/1.1" in answer
-    assert most < 3 * len(tiny)
+    assert b"\r\n\r\n400000HTTP/1.1" in response
+    assert peak_bytes < 3 * len(tiny)
 
 
-async def test_bodies_that_are_never_whole_take_so_much_together_and_no_more(
+async def test_incomplete_bodies_share_memory_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(connections, "MAX_UNREAD_BODY_BYTES", 1 << 20)
-    begun = b"POST /hold/ HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
-    async with listening(APP) as port:
-        for _ in range(3):  # what was kept is given back, however it ended
-            slow = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4)]
-            for _, writer in slow:
-                writer.write(begun % (1 << 20) + bytes(300_000))
-            answers = [asyncio.create_task(reader.read()) for reader, _ in slow]
-            done, _ = await asyncio.wait(answers, return_when=asyncio.FIRST_COMPLETED)
-            assert all(b" 503 " in answer.result().partition(b"\r\n")[0] for answer in done)
-            for _, writer in slow:
+    monkeypatch.setattr(http_connection, "MAX_UNREAD_BODY_BYTES", 1 << 20)
+    start = b"POST /hold/ HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
+    async with listen(APP) as port:
+        for _ in range(3):  # the memory is released, however the request ended
+            slow_connections = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4)]
+            for _, writer in slow_connections:
+                writer.write(start % (1 << 20) + bytes(300_000))
+            responses = [asyncio.create_task(reader.read()) for reader, _ in slow_connections]
+            done, _ = await asyncio.wait(responses, return_when=asyncio.FIRST_COMPLETED)
+            assert all(b" 503 " in response.result().partition(b"\r\n")[0] for response in done)
+            for _, writer in slow_connections:
                 writer.close()
-            await asyncio.gather(*answers, return_exceptions=True)
-            whole = await talk(port, post("/hold/", bytes(900_000), "connection: close"))
-            assert whole.endswith(b"900000")
+            await asyncio.gather(*responses, return_exceptions=True)
+            response = await exchange_bytes(
+                port, make_post("/hold/", bytes(900_000), "connection: close")
+            )
+            assert response.endswith(b"900000")
 
 
-async def test_there_is_room_for_small_bodies_whoever_sends_large_ones(
+async def test_small_bodies_are_accepted_while_large_ones_arrive(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Who sent large ones slowly kept all others out, but for those whose request came in one packet."""
-    came = 0
+    """Clients that sent large bodies slowly blocked all others whose request did not fit in one packet."""
+    received = 0
 
-    def keep(self: connections.HttpConnection, count: int) -> bool:
-        nonlocal came
-        came += max(0, count)
-        return keeps(self, count)
+    def count_bytes(self: http_connection.HttpConnection, count: int) -> bool:
+        nonlocal received
+        received += max(0, count)
+        return add_unread_bytes(self, count)
 
-    keeps = connections.HttpConnection.add_unread_bytes
-    monkeypatch.setattr(connections.HttpConnection, "add_unread_bytes", keep)
-    monkeypatch.setattr(connections, "MAX_UNREAD_BODY_BYTES", 1 << 20)
+    add_unread_bytes = http_connection.HttpConnection.add_unread_bytes
+    monkeypatch.setattr(http_connection.HttpConnection, "add_unread_bytes", count_bytes)
+    monkeypatch.setattr(http_connection, "MAX_UNREAD_BODY_BYTES", 1 << 20)
     large, small = (
-        post("/hold/", bytes(1 << 21)),
-        post("/hold/", bytes(50_000), "connection: close"),
+        make_post("/hold/", bytes(1 << 21)),
+        make_post("/hold/", bytes(50_000), "connection: close"),
     )
-    async with listening(APP) as port, connected(port) as (_, slow), connected(port) as new:
-        slow.write(large[: 1 << 20])
-        await until(lambda: came > 1_000_000)
-        before, (reader, writer) = came, new
+    async with (
+        listen(APP) as port,
+        connect(port) as (_, slow_writer),
+        connect(port) as new_connection,
+    ):
+        slow_writer.write(large[: 1 << 20])
+        await until(lambda: received > 1_000_000)
+        before, (reader, writer) = received, new_connection
         writer.write(small[:40_000])
-        await until(lambda: came > before)
+        await until(lambda: received > before)
         writer.write(small[40_000:])
         assert (await reader.read()).endswith(b"50000")
 
 
-async def test_of_a_request_whose_connection_was_lost_nothing_is_kept(
+async def test_lost_connection_releases_unread_body(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Though it waited for its turn: what is kept of bodies is counted."""
-    kept, may = 0, asyncio.Event()
+    """Applies to a pipelined request that waited, since the memory of unread bodies is limited."""
+    unread_bytes, release = 0, asyncio.Event()
 
-    def keep(self: connections.HttpConnection, count: int) -> bool:
-        nonlocal kept
-        kept += count
-        return keeps(self, count)
+    def count_bytes(self: http_connection.HttpConnection, count: int) -> bool:
+        nonlocal unread_bytes
+        unread_bytes += count
+        return add_unread_bytes(self, count)
 
-    async def fails(_scope: Scope, _receive: Receive, send: Send) -> None:
-        await may.wait()
+    async def fail_later(_scope: Scope, _receive: Receive, send: Send) -> None:
+        await release.wait()
         await send({"type": "http.response.start", "status": 200})
-        raise ValueError("a fault of ours")
+        raise ValueError("a bug")
 
-    keeps = connections.HttpConnection.add_unread_bytes
-    monkeypatch.setattr(connections.HttpConnection, "keep", keep)
-    async with talking(fails) as (_, writer):
-        writer.write(COUNT + post("/echo", b"hello"))
-        await until(lambda: kept == len(b"hello"))
-        may.set()
-        await until(lambda: kept == 0)
+    add_unread_bytes = http_connection.HttpConnection.add_unread_bytes
+    monkeypatch.setattr(http_connection.HttpConnection, "add_unread_bytes", count_bytes)
+    async with connect_to_app(fail_later) as (_, writer):
+        writer.write(GET_STREAM + make_post("/echo", b"hello"))
+        await until(lambda: unread_bytes == len(b"hello"))
+        release.set()
+        await until(lambda: unread_bytes == 0)
 
 
-async def test_continue_is_sent_when_the_body_is_wanted() -> None:
-    async with talking() as (reader, writer):
-        asked = post("/echo", b"hello", "Expect: 100-Continue", "connection: close")
-        writer.write(asked[:-5])
+async def test_continue_is_sent_when_body_is_read() -> None:
+    async with connect_to_app() as (reader, writer):
+        requests = make_post("/echo", b"hello", "Expect: 100-Continue", "connection: close")
+        writer.write(requests[:-5])
         assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
         writer.write(b"hello")
         assert (await reader.read()).endswith(b"hello")
 
 
-async def test_an_older_client_is_not_told_to_continue() -> None:
-    async with talking() as (reader, writer):
-        asked = post("/echo", b"hello", "expect: 100-continue").replace(b"HTTP/1.1", b"HTTP/1.0")
-        writer.write(asked[:-5])
+async def test_http_1_0_client_gets_no_continue_response() -> None:
+    async with connect_to_app() as (reader, writer):
+        requests = make_post("/echo", b"hello", "expect: 100-continue").replace(
+            b"HTTP/1.1", b"HTTP/1.0"
+        )
+        writer.write(requests[:-5])
         await writer.drain()
-        with pytest.raises(TimeoutError):  # it knows no interim answers
+        with pytest.raises(TimeoutError):  # HTTP/1.0 has no interim responses
             async with asyncio.timeout(0.1):
                 await reader.read(1)
         writer.write(b"hello")
         assert (await reader.read()).startswith(b"HTTP/1.1 200 OK")
 
 
-async def test_a_body_that_was_never_called_for_is_not_waited_for() -> None:
-    """Its client may send the next request instead."""
-    asked = post("/early", b"x" * 100, "expect: 100-continue")
-    answer = await answer_to(asked[:-100] + LAST)
-    assert answer.startswith(b"HTTP/1.1 413 ")
-    assert b"connection: close" in answer
-    assert answer.count(b"HTTP/1.1 ") == 1
+async def test_unread_body_with_expect_is_not_awaited() -> None:
+    """The client may send the next request instead of the body."""
+    requests = make_post("/early", b"x" * 100, "expect: 100-continue")
+    response = await exchange_with_app(requests[:-100] + GET_LAST)
+    assert response.startswith(b"HTTP/1.1 413 ")
+    assert b"connection: close" in response
+    assert response.count(b"HTTP/1.1 ") == 1
 
 
-async def test_who_sends_a_large_body_and_wants_the_connection_closed_gets_the_answer() -> None:
-    """Closing while it still sends would take the answer from it."""
-    async with listening(APP) as port:
+async def test_client_that_sends_large_body_and_closes_gets_response() -> None:
+    """Closing the connection while the client still sends would discard the response."""
+    async with listen(APP) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(
-            post("/early", b"", "connection: close").replace(b"length: 0", b"length: 9999999")
+            make_post("/early", b"", "connection: close").replace(b"length: 0", b"length: 9999999")
         )
         await reader.readuntil(b"\r\n\r\n")
         for _ in range(99):
@@ -397,95 +409,101 @@ async def test_who_sends_a_large_body_and_wants_the_connection_closed_gets_the_a
         await writer.wait_closed()
 
 
-async def test_what_was_answered_early_is_read_over() -> None:
-    answer = await answer_to(post("/early", b"x" * 3_000_000) + post("/echo", b"next") + LAST)
-    assert answer.startswith(b"HTTP/1.1 413 ")
-    assert b"next" in answer
-    assert answer.endswith(b"bye")
+async def test_body_of_early_response_is_skipped() -> None:
+    response = await exchange_with_app(
+        make_post("/early", b"x" * 3_000_000) + make_post("/echo", b"next") + GET_LAST
+    )
+    assert response.startswith(b"HTTP/1.1 413 ")
+    assert b"next" in response
+    assert response.endswith(b"bye")
 
 
-async def test_a_large_body_comes_whole() -> None:
+async def test_large_body_arrives_complete() -> None:
     body = bytes(range(256)) * 20_000
-    answer = await answer_to(post("/echo", body, "connection: close"))
-    assert answer.endswith(body)
+    response = await exchange_with_app(make_post("/echo", body, "connection: close"))
+    assert response.endswith(body)
 
 
-async def test_chunked_bodies_come_whole() -> None:
-    answer = await answer_to(CHUNKED + b"3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n" + LAST)
-    assert b"\r\n\r\nabcde" in answer
+async def test_chunked_body_arrives_complete() -> None:
+    response = await exchange_with_app(CHUNKED + b"3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n" + GET_LAST)
+    assert b"\r\n\r\nabcde" in response
 
 
-async def test_what_comes_behind_a_body_is_no_header() -> None:
+async def test_trailers_are_not_headers() -> None:
     head = b"POST /names HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
-    answer = await answer_to(head + b"1\r\na\r\n0\r\nauthorization: Bearer x\r\n\r\n" + LAST)
-    assert b"\r\n\r\nhost,transfer-encoding" in answer
-    assert b"authorization" not in answer
+    response = await exchange_with_app(
+        head + b"1\r\na\r\n0\r\nauthorization: Bearer x\r\n\r\n" + GET_LAST
+    )
+    assert b"\r\n\r\nhost,transfer-encoding" in response
+    assert b"authorization" not in response
 
 
 H2C = ("connection: Upgrade, HTTP2-Settings", "upgrade: h2c", "http2-settings: AAMAAABkAARAAAAA")
-"""What some clients, Java's own among them, ask with each request."""
+"""Headers that some clients send with each request, such as Java's own client."""
 
 
 @pytest.mark.parametrize("cut", [1, 60, 150, None])
-async def test_an_upgrade_is_not_taken_up(cut: int | None) -> None:
-    """The request is answered as if it had not been asked for, and so is the next."""
-    asked = post("/echo", b"<body>", *H2C)
-    chunked = asked.replace(b"content-length: 6", b"transfer-encoding: chunked")
+async def test_upgrade_request_is_ignored(cut: int | None) -> None:
+    """The request is answered as if it had no upgrade headers, and so is the next one."""
+    requests = make_post("/echo", b"<body>", *H2C)
+    chunked = requests.replace(b"content-length: 6", b"transfer-encoding: chunked")
     chunked = chunked.replace(b"<body>", b"3\r\n<ch\r\n5\r\nunks>\r\n0\r\n\r\n")
-    async with talking() as (reader, writer):
-        writer.write((asked + chunked)[:cut])
+    async with connect_to_app() as (reader, writer):
+        writer.write((requests + chunked)[:cut])
         if cut is not None:
             await writer.drain()
             await asyncio.sleep(0)
-            writer.write((asked + chunked)[cut:])
-        writer.write(post("/names", b"", *H2C) + LAST)
-        answer = await reader.read()
-    assert answer.count(b"HTTP/1.1 200 OK") == 4
-    assert b"\r\n\r\n<body>HTTP/1.1" in answer
-    assert b"\r\n\r\n<chunks>HTTP/1.1" in answer
-    assert b"host,content-length,connection,http2-settings" in answer
-    assert answer.endswith(b"bye")
+            writer.write((requests + chunked)[cut:])
+        writer.write(make_post("/names", b"", *H2C) + GET_LAST)
+        response = await reader.read()
+    assert response.count(b"HTTP/1.1 200 OK") == 4
+    assert b"\r\n\r\n<body>HTTP/1.1" in response
+    assert b"\r\n\r\n<chunks>HTTP/1.1" in response
+    assert b"host,content-length,connection,http2-settings" in response
+    assert response.endswith(b"bye")
 
 
-async def test_a_tunnel_is_refused() -> None:
-    answer = await answer_to(b"CONNECT x:443 HTTP/1.1\r\nhost: x\r\n\r\n" + LAST)
-    assert answer.startswith(b"HTTP/1.1 400 ")
-    assert answer.count(b"HTTP/1.1 ") == 1
+async def test_connect_request_is_rejected() -> None:
+    response = await exchange_with_app(b"CONNECT x:443 HTTP/1.1\r\nhost: x\r\n\r\n" + GET_LAST)
+    assert response.startswith(b"HTTP/1.1 400 ")
+    assert response.count(b"HTTP/1.1 ") == 1
 
 
-async def test_nonsense_after_a_request_is_refused_after_its_answer() -> None:
-    answer = await answer_to(post("/echo", b"good") + b"\x00 no HTTP at all\r\n\r\n")
-    first, second = answer.split(b"HTTP/1.1 400 Bad Request")
+async def test_invalid_bytes_after_request_are_rejected_after_its_response() -> None:
+    response = await exchange_with_app(make_post("/echo", b"good") + b"\x00 no HTTP at all\r\n\r\n")
+    first, second = response.split(b"HTTP/1.1 400 Bad Request")
     assert first.startswith(b"HTTP/1.1 200 OK")
     assert first.endswith(b"good")
     assert b'"code":"bad_http"' in second
 
 
 @pytest.mark.parametrize(
-    ("came", "remedy"),
+    ("received", "remedy"),
     [
-        (b"PROXY TCP4 10.0.0.1 10.0.0.2 5000 80\r\n" + LAST, "X-Forwarded-For"),
-        (b"\r\n\r\n\x00\r\nQUIT\n\x20\x00\x00\x00" + LAST, "X-Forwarded-For"),
+        (b"PROXY TCP4 10.0.0.1 10.0.0.2 5000 80\r\n" + GET_LAST, "X-Forwarded-For"),
+        (b"\r\n\r\n\x00\r\nQUIT\n\x20\x00\x00\x00" + GET_LAST, "X-Forwarded-For"),
         (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", "use HTTP/1.1"),
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", "http://"),
     ],
     ids=["proxy-1", "proxy-2", "http-2", "tls"],
 )
-async def test_what_proxies_may_speak_instead_is_told_and_logged(came: bytes, remedy: str) -> None:
-    """An operator sees all requests fail, and what to change about the proxy."""
+async def test_other_protocols_are_rejected_and_logged_with_remedy(
+    received: bytes, remedy: str
+) -> None:
+    """The operator sees all requests fail and needs to know what to change in the proxy."""
     with capture_logs() as logs:
-        answer = await answer_to(came)
-    assert answer.count(b"HTTP/1.1 400 ") == 1
-    assert remedy.encode() in answer
-    (told,) = [line for line in logs if line["event"] == "bad_protocol"]
-    assert remedy in told["reason"]
-    assert told["address"] == "127.0.0.1"
+        response = await exchange_with_app(received)
+    assert response.count(b"HTTP/1.1 400 ") == 1
+    assert remedy.encode() in response
+    (entry,) = [line for line in logs if line["event"] == "bad_protocol"]
+    assert remedy in entry["reason"]
+    assert entry["address"] == "127.0.0.1"
 
 
-async def test_nothing_is_read_after_a_request_that_closes() -> None:
-    answer = await answer_to(post("/echo", b"one", "connection: close") + LAST)
-    assert answer.count(b"HTTP/1.1 ") == 1
-    assert answer.endswith(b"one")
+async def test_bytes_after_closing_request_are_ignored() -> None:
+    response = await exchange_with_app(make_post("/echo", b"one", "connection: close") + GET_LAST)
+    assert response.count(b"HTTP/1.1 ") == 1
+    assert response.endswith(b"one")
 
 
 @pytest.mark.parametrize(
@@ -498,50 +516,50 @@ async def test_nothing_is_read_after_a_request_that_closes() -> None:
         b"GET /echo HTTP/1.1\r\nhost: x\r\n folded: header\r\n\r\n",
         b"GET /echo HTTP/1.1\r\nhost : x\r\n\r\n",
     ],
-    ids=["both lengths", "two lengths", "chunked not last", "chunk size", "folded", "space"],
+    ids=["both-lengths", "two-lengths", "chunked-not-last", "chunk-size", "folded", "space"],
 )
-async def test_what_two_servers_could_read_in_two_ways_is_refused(head: bytes) -> None:
-    answer = await answer_to(head + b"abc" + LAST)
-    assert answer.startswith(b"HTTP/1.1 400 ")
-    assert answer.count(b"HTTP/1.1 ") == 1
+async def test_ambiguous_framing_is_rejected(head: bytes) -> None:
+    response = await exchange_with_app(head + b"abc" + GET_LAST)
+    assert response.startswith(b"HTTP/1.1 400 ")
+    assert response.count(b"HTTP/1.1 ") == 1
 
 
-async def test_a_fault_of_ours_is_500_and_the_connection_lives() -> None:
-    answer = await answer_to(b"GET /broken HTTP/1.1\r\nhost: x\r\n\r\n" + LAST)
-    assert answer.startswith(b"HTTP/1.1 500 ")
-    assert answer.endswith(b"bye")
+async def test_handler_error_is_500_and_connection_stays_open() -> None:
+    response = await exchange_with_app(b"GET /broken HTTP/1.1\r\nhost: x\r\n\r\n" + GET_LAST)
+    assert response.startswith(b"HTTP/1.1 500 ")
+    assert response.endswith(b"bye")
 
 
 @pytest.mark.parametrize("fails", [False, True])
-async def test_an_application_that_answers_nothing_is_answered_for(fails: bool) -> None:
-    async def nothing(_scope: Scope, _receive: Receive, _send: Send) -> None:
+async def test_app_without_response_gets_500(fails: bool) -> None:
+    async def send_nothing(_scope: Scope, _receive: Receive, _send: Send) -> None:
         if fails:
-            raise ValueError("a fault of ours")
+            raise ValueError("a bug")
 
-    async with talking(nothing) as (reader, writer):
+    async with connect_to_app(send_nothing) as (reader, writer):
         for _ in range(2):
-            writer.write(COUNT)
+            writer.write(GET_STREAM)
             assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 500 ")
 
 
 @pytest.mark.parametrize("wait_s", [60.0, 3600.0])
-async def test_only_who_need_not_wait_for_long_is_to_send_it_again(wait_s: float) -> None:
-    """SDKs wait in the middle of a call for as long as they are told: hours, until a budget's next day."""
+async def test_retry_is_discouraged_after_long_retry_after(wait_s: float) -> None:
+    """SDKs sleep within a call for as long as `retry-after` says, which may be hours for a daily budget."""
 
-    async def full() -> None:
+    async def reject() -> None:
         raise ApiError(429, "rate_limit_exceeded", "There is no room.", retry_after_s=wait_s)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         exchange = HttpExchange(scope, receive, send, GatewayConfig(models=[]))
-        await run_handler(exchange, full())
+        await run_handler(exchange, reject())
 
-    async with listening(app) as port:
-        head = await talk(port, b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+    async with listen(app) as port:
+        head = await exchange_bytes(port, b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
     assert b"\r\nretry-after: %d\r\n" % wait_s in head
     assert (b"\r\nx-should-retry: false\r\n" in head) == (wait_s > 60)
 
 
-async def test_a_client_that_leaves_in_the_middle_of_its_body_ends_the_request() -> None:
+async def test_disconnect_within_body_ends_request() -> None:
     ended = asyncio.Event()
 
     async def wait(request: Request) -> PlainTextResponse:
@@ -550,243 +568,238 @@ async def test_a_client_that_leaves_in_the_middle_of_its_body_ends_the_request()
         finally:
             ended.set()
 
-    async with listening(Starlette(routes=[Route("/", wait, methods=["POST"])])) as port:
+    async with listen(Starlette(routes=[Route("/", wait, methods=["POST"])])) as port:
         _, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(post("/", b"x" * 100)[:-1])
+        writer.write(make_post("/", b"x" * 100)[:-1])
         await writer.drain()
         writer.close()
         await ended.wait()
 
 
-async def test_a_connection_that_nobody_uses_is_closed() -> None:
-    async with talking(idle_s=0.5) as (reader, writer):
-        writer.write(post("/echo", b"hello"))
+async def test_idle_connection_is_closed() -> None:
+    async with connect_to_app(idle_s=0.5) as (reader, writer):
+        writer.write(make_post("/echo", b"hello"))
         assert (await reader.read()).endswith(b"hello")
 
 
-async def test_who_is_being_answered_is_not_idle() -> None:
-    """Though its request began to come while the one before was being answered."""
-    may = asyncio.Event()
+async def test_connection_with_running_request_is_not_idle() -> None:
+    """Applies although its request started to arrive while the previous one was still running."""
+    release = asyncio.Event()
 
-    async def wait(_request: Request) -> PlainTextResponse:
-        await may.wait()
+    async def wait_for_release(_request: Request) -> PlainTextResponse:
+        await release.wait()
         return PlainTextResponse("first")
 
-    async def take_long(_request: Request) -> PlainTextResponse:
+    async def respond_late(_request: Request) -> PlainTextResponse:
         await asyncio.sleep(0.5)
         return PlainTextResponse("second")
 
-    app = Starlette(routes=[Route("/1", wait), Route("/2", take_long)])
-    async with talking(app, idle_s=0.1) as (reader, writer):
-        begun, rest = b"GET /2 HTTP/1.1\r\n", b"host: x\r\n\r\n"
-        writer.write(b"GET /1 HTTP/1.1\r\nhost: x\r\n\r\n" + begun)
-        may.set()
+    app = Starlette(routes=[Route("/1", wait_for_release), Route("/2", respond_late)])
+    async with connect_to_app(app, idle_s=0.1) as (reader, writer):
+        start, rest = b"GET /2 HTTP/1.1\r\n", b"host: x\r\n\r\n"
+        writer.write(b"GET /1 HTTP/1.1\r\nhost: x\r\n\r\n" + start)
+        release.set()
         await reader.readuntil(b"first")
         writer.write(rest)
         await reader.readuntil(b"second")
 
 
-BEGUN = b"GET /echo HTTP/1.1\r\nx: "
+PARTIAL_HEAD = b"GET /echo HTTP/1.1\r\nx: "
 
 
-@pytest.mark.parametrize("begun", [b"", BEGUN, post("/echo", b"hi") + BEGUN])
-async def test_a_head_that_comes_drop_by_drop_has_no_longer_than_others(
-    begun: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nor has who says nothing, or goes on with one after an answer."""
+@pytest.mark.parametrize("start", [b"", PARTIAL_HEAD, make_post("/echo", b"hi") + PARTIAL_HEAD])
+async def test_slow_head_has_header_timeout(start: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Applies to a silent client and to a second request on the connection, too."""
     monkeypatch.setattr(server, "HEADER_TIMEOUT_S", 0.2)
-    async with talking() as (reader, writer):
+    async with connect_to_app() as (reader, writer):
         reading = asyncio.create_task(reader.read())
         async with asyncio.timeout(10):
             while not reading.done():
-                writer.write(begun)
-                begun = b"x" if begun else b""
+                writer.write(start)
+                start = b"x" if start else b""
                 await asyncio.wait([reading], timeout=0.02)
         with contextlib.suppress(ConnectionResetError):
             await reading
 
 
-async def test_a_head_may_come_slowly_while_the_request_before_it_is_answered(
+async def test_head_may_arrive_slowly_while_previous_request_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(server, "HEADER_TIMEOUT_S", 0.5)
 
-    async def take_long(request: Request) -> PlainTextResponse:
+    async def respond_late(request: Request) -> PlainTextResponse:
         await asyncio.sleep(0.7)
         return PlainTextResponse(request.url.path)
 
-    async with talking(Starlette(routes=[Route("/{any}", take_long)])) as (reader, writer):
+    async with connect_to_app(Starlette(routes=[Route("/{any}", respond_late)])) as (
+        reader,
+        writer,
+    ):
         writer.write(b"GET /1 HTTP/1.1\r\nhost: x\r\n\r\nGET /2 HTTP/1.1\r\n")
         await reader.readuntil(b"/1")
         writer.write(b"host: x\r\n\r\n")
         await reader.readuntil(b"/2")
 
 
-async def test_a_request_that_is_there_when_its_connection_has_been_idle_is_answered(
+async def test_request_that_arrives_at_idle_timeout_is_answered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It came while the loop did something else, which learns first what the time is."""
-    made: list[connections.HttpConnection] = []
+    """The request arrived while the loop was busy, and the timer is handled before the socket."""
+    created: list[http_connection.HttpConnection] = []
 
-    class Noted(connections.HttpConnection):
+    class RecordedConnection(http_connection.HttpConnection):
         def connection_made(self, transport: asyncio.BaseTransport) -> None:
             super().connection_made(transport)  # type: ignore[arg-type] # it is one
-            made.append(self)
+            created.append(self)
 
-    monkeypatch.setattr(server, "Connection", Noted)
-    async with listening(APP) as port:
+    monkeypatch.setattr(server, "HttpConnection", RecordedConnection)
+    async with listen(APP) as port:
         with socket.create_connection(("127.0.0.1", port)) as client:
-            client.sendall(post("/echo", b"first"))
+            client.sendall(make_post("/echo", b"first"))
             assert (await asyncio.to_thread(client.recv, 65536)).endswith(b"first")
-            client.sendall(LAST)
-            made[0].on_idle_timeout()
-            answer = await asyncio.to_thread(client.makefile("rb").read)
-    assert answer.endswith(b"bye")
+            client.sendall(GET_LAST)
+            created[0].on_idle_timeout()
+            response = await asyncio.to_thread(client.makefile("rb").read)
+    assert response.endswith(b"bye")
 
 
-# --- clients that say that they have said all ------------------------------------------------------
+# --- half-closed connections -----------------------------------------------------------------------
 
 
-async def say_all(port: int, sent: bytes) -> bytes:
-    """As `talk`, with the sending direction closed."""
-    async with connected(port) as (reader, writer):
-        writer.write(sent)
+async def exchange_and_half_close(port: int, request_bytes: bytes) -> bytes:
+    """Send bytes, close the sending direction, and return all bytes that the server sends."""
+    async with connect(port) as (reader, writer):
+        writer.write(request_bytes)
         writer.write_eof()
         return await reader.read()
 
 
-class Slow:
-    """An application whose answer waits."""
+class WaitingApp:
+    """An application that responds once `release` is set."""
 
     def __init__(self) -> None:
-        self.asked, self.may, self.is_disconnected = (
-            asyncio.Event(),
-            asyncio.Event(),
-            asyncio.Event(),
-        )
+        self.started = asyncio.Event()
+        self.release = asyncio.Event()
+        self.is_disconnected = asyncio.Event()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await receive()
-        scope["state"][TRANSPORT_KEY].watch(self)
-        self.asked.set()
+        scope["state"][TRANSPORT_KEY].set_listener(self)
+        self.started.set()
         if scope["path"] == "/stream":
             await send({"type": "http.response.start", "status": 200})
             await send({"type": "http.response.body", "body": b"once ", "more_body": True})
-        await self.may.wait()
+        await self.release.wait()
         if scope["path"] != "/stream":
             await send({"type": "http.response.start", "status": 200})
         await send({"type": "http.response.body", "body": b"upon"})
 
-    def on_backpressure(self) -> None:
-        """See `Watcher`."""
+    def on_backpressure(self) -> None: ...
 
-    def on_writable(self) -> None:
-        """See `Watcher`."""
+    def on_writable(self) -> None: ...
 
-    def on_half_close(self) -> None:
-        """See `Watcher`."""
+    def on_half_close(self) -> None: ...
 
     def on_disconnect(self) -> None:
-        """See `Watcher`."""
         self.is_disconnected.set()
-        self.may.set()
+        self.release.set()
 
 
-async def test_who_has_said_all_gets_all_answers() -> None:
-    async with listening(APP) as port:
-        asked = post("/echo", b"one") + post("/echo", b"two") + COUNT
-        answer = await say_all(port, asked)
-    assert answer.count(b"HTTP/1.1 200 OK") == 3
-    assert answer.index(b"connection: close") > answer.index(b"two")
-    assert answer.endswith(b"2;\r\n0\r\n\r\n")
+async def test_half_closed_client_gets_all_responses() -> None:
+    async with listen(APP) as port:
+        requests = make_post("/echo", b"one") + make_post("/echo", b"two") + GET_STREAM
+        response = await exchange_and_half_close(port, requests)
+    assert response.count(b"HTTP/1.1 200 OK") == 3
+    assert response.index(b"connection: close") > response.index(b"two")
+    assert response.endswith(b"2;\r\n0\r\n\r\n")
 
 
 @pytest.mark.parametrize("path", ["/whole", "/stream"])
 @pytest.mark.parametrize("version", [b"1.0", b"1.1"])
-async def test_who_has_said_all_may_wait(path: str, version: bytes) -> None:
-    slow = Slow()
-    async with listening(slow) as port:
-        asked = post(path, b"").replace(b"1.1", version)
-        answering = asyncio.create_task(say_all(port, asked))
-        await slow.asked.wait()
-        slow.may.set()
-        answer = await answering
-    assert answer.startswith(b"HTTP/1.1 200 OK")
-    assert b"upon" in answer
-    assert not slow.is_disconnected.is_set()
+async def test_half_closed_client_may_wait_for_response(path: str, version: bytes) -> None:
+    app = WaitingApp()
+    async with listen(app) as port:
+        requests = make_post(path, b"").replace(b"1.1", version)
+        answering = asyncio.create_task(exchange_and_half_close(port, requests))
+        await app.started.wait()
+        app.release.set()
+        response = await answering
+    assert response.startswith(b"HTTP/1.1 200 OK")
+    assert b"upon" in response
+    assert not app.is_disconnected.is_set()
 
 
-async def test_who_has_said_all_is_asked_whether_it_waits() -> None:
-    slow = Slow()
-    async with talking(slow) as (reader, writer):
-        writer.write(post("/whole", b""))
+async def test_half_closed_client_is_probed_with_continue() -> None:
+    app = WaitingApp()
+    async with connect_to_app(app) as (reader, writer):
+        writer.write(make_post("/whole", b""))
         writer.write_eof()
         for _ in range(2):
             assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
-        slow.may.set()
+        app.release.set()
         assert (await reader.read()).endswith(b"upon\r\n0\r\n\r\n")
 
 
-async def test_an_older_client_is_asked_with_what_all_answers_begin_with() -> None:
-    slow = Slow()
-    async with talking(slow) as (reader, writer):
-        writer.write(post("/whole", b"").replace(b"1.1", b"1.0"))
+async def test_half_closed_http_1_0_client_is_probed_with_status_line() -> None:
+    app = WaitingApp()
+    async with connect_to_app(app) as (reader, writer):
+        writer.write(make_post("/whole", b"").replace(b"1.1", b"1.0"))
         writer.write_eof()
         assert await reader.readexactly(2) == b"HT"
-        slow.may.set()
-        answer = await reader.read()
-    assert answer.startswith(b"TP/1.1 200 OK\r\n")
-    assert answer.endswith(b"\r\n\r\nupon")
+        app.release.set()
+        response = await reader.read()
+    assert response.startswith(b"TP/1.1 200 OK\r\n")
+    assert response.endswith(b"\r\n\r\nupon")
 
 
-async def test_half_a_request_is_none() -> None:
-    async with listening(APP) as port:
-        for half in (post("/echo", b"one")[:-1], post("/echo", b"one")[:20], b""):
-            assert await say_all(port, half) == b""
+async def test_half_request_gets_no_response() -> None:
+    async with listen(APP) as port:
+        for half in (make_post("/echo", b"one")[:-1], make_post("/echo", b"one")[:20], b""):
+            assert await exchange_and_half_close(port, half) == b""
 
 
-@pytest.mark.parametrize("end", ["close", "say all, then close"])
+@pytest.mark.parametrize("end", ["close", "half-close-then-close"])
 @pytest.mark.parametrize("version", [b"1.0", b"1.1"])
-async def test_who_has_left_is_missed_before_there_is_an_answer(end: str, version: bytes) -> None:
-    slow = Slow()
-    async with listening(slow) as port:
+async def test_disconnect_is_noticed_before_response(end: str, version: bytes) -> None:
+    app = WaitingApp()
+    async with listen(app) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(post("/whole", b"").replace(b"1.1", version))
-        await slow.asked.wait()
+        writer.write(make_post("/whole", b"").replace(b"1.1", version))
+        await app.started.wait()
         if end != "close":
             writer.write_eof()
             await reader.readexactly(1)
         writer.close()
-        await slow.is_disconnected.wait()
+        await app.is_disconnected.wait()
 
 
-@pytest.mark.parametrize("ending", [b"", b"connection: close\r\n"])
-async def test_who_takes_nothing_of_a_whole_answer_is_not_kept_for_ever(ending: bytes) -> None:
-    async def much(_request: Request) -> PlainTextResponse:
+@pytest.mark.parametrize("header", [b"", b"connection: close\r\n"])
+async def test_client_that_reads_nothing_is_disconnected(header: bytes) -> None:
+    async def send_large(_request: Request) -> PlainTextResponse:
         return PlainTextResponse(b"x" * 50_000_000)
 
-    async with listening(Starlette(routes=[Route("/", much)]), idle_s=0.1) as port:
+    async with listen(Starlette(routes=[Route("/", send_large)]), idle_s=0.1) as port:
         with socket.create_connection(("127.0.0.1", port)) as client:
-            client.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n" + ending + b"\r\n")
+            client.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n" + header + b"\r\n")
             poll = select.poll()
-            poll.register(client, 0)  # errors are told unasked
+            poll.register(client, 0)  # errors are always reported
             await until(lambda: poll.poll(0))
 
 
-async def test_who_takes_whole_answers_slowly_gets_them() -> None:
+async def test_slow_reader_of_large_response_gets_it() -> None:
     size = 30_000_000
 
-    async def much(_request: Request) -> PlainTextResponse:
+    async def send_large(_request: Request) -> PlainTextResponse:
         return PlainTextResponse(b"x" * size)
 
-    app = Starlette(routes=[Route("/", much)])
-    async with talking(app, idle_s=0.2) as (reader, writer):
-        asked = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
-        writer.write(asked)
+    app = Starlette(routes=[Route("/", send_large)])
+    async with connect_to_app(app, idle_s=0.2) as (reader, writer):
+        requests = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
+        writer.write(requests)
         for _ in range(2):
             await reader.readuntil(b"\r\n\r\n")
             for part in range(15):
                 await reader.readexactly(size // 15)
-                await asyncio.sleep(0.05)  # it takes its time
+                await asyncio.sleep(0.05)  # the client reads slowly
                 if part == 10:
-                    writer.write(asked)
+                    writer.write(requests)

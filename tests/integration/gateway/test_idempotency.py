@@ -1,4 +1,4 @@
-"""Requests with an `Idempotency-Key` through a whole gateway: answered once, charged once, sent again as they were."""
+"""Requests with an `Idempotency-Key`: generated once, charged once, and replayed with identical bytes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import gc
 import json
-import random
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -14,23 +14,31 @@ import httpx2
 import openai
 import pytest
 from tests.support.fake_engine import FakeEngine, Script
-from tests.support.gateway_harness import front
-from tests.support.gateway_processes import sdk
+from tests.support.fake_upstream import (
+    FakeUpstream,
+    UpstreamRequest,
+    fake_upstream,
+    respond_with_text,
+    respond_with_tokens,
+)
+from tests.support.gateway_harness import run_gateway
+from tests.support.gateway_processes import open_sdk_client
 from tests.support.idempotent_gateway import (
     BODIES,
     CHATS,
     COMPLETIONS,
-    KEY,
-    PRICE,
+    KEY_HEADER,
+    OUTPUT_PRICE,
     REPLAYED,
     TOKENS,
-    Caller,
-    before_replica,
-    fleet,
-    refusal,
+    GatewayFleet,
+    IdempotentClient,
+    run_gateway_with_engine,
+    run_gateways,
+    status_and_code,
 )
 from tests.support.replica_servers import MODEL, serve
-from tests.support.scripted_server import Answer, Asked, Rough, plain, rough_server
+from tests.support.services import RedisServer, running_redis
 
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.gateway import ReplicaConfig
@@ -38,326 +46,376 @@ from argosy.gateway.filters.idempotency_filter import IdempotencyFilter, Respons
 from argosy.gateway.request_context import RequestContext
 from argosy.store import IdempotencyConfig, create_idempotency_store
 
-IN_USE = "idempotency_key_in_use"
+IN_USE = (409, "idempotency_key_in_use")
+REUSED = (422, "idempotency_key_reused")
+exhaustive = pytest.mark.exhaustive
 
 
-def at(rough: Rough) -> ReplicaConfig:
-    return ReplicaConfig(url=rough.url, kind="openai", model="rough", resume_mode="none")
-
-
-@contextlib.asynccontextmanager
-async def before_rough(folder: Path, script: Answer) -> AsyncIterator[tuple[Rough, Caller]]:
-    """Whoever asks a gateway before a server that answers like that."""
-    async with rough_server(script) as rough, fleet(folder, at(rough)) as made:
-        yield rough, await made.principal()
+def replica_config(server: FakeUpstream) -> ReplicaConfig:
+    return ReplicaConfig(url=server.url, kind="openai", model="rough", resume_mode="none")
 
 
 @contextlib.asynccontextmanager
-async def without_accounts() -> AsyncIterator[Caller]:
-    """Whoever asks a gateway that knows nobody."""
-    stage = IdempotencyFilter(create_idempotency_store(IdempotencyConfig(), None, None), 1 << 20)
-    async with rough_server() as rough, front([stage], at(rough)) as running:
-        yield Caller(running.client)
+async def gateway_without_accounts() -> AsyncIterator[IdempotentClient]:
+    """Run a gateway without a store. Yields a client."""
+    store = create_idempotency_store(IdempotencyConfig(), None, None)
+    idempotency = IdempotencyFilter(store, 1 << 20)
+    async with (
+        fake_upstream() as server,
+        run_gateway([idempotency], replica_config(server)) as running,
+    ):
+        yield IdempotentClient(running.client)
 
 
-async def until_told(principal: Caller, line: str) -> None:
-    """Wait until the gateway's metrics say so."""
-    while line not in await principal.metrics():  # noqa: ASYNC110 - nobody tells
+async def get_trace(client: IdempotentClient, response: httpx2.Response) -> dict[str, object]:
+    """Return the gateway's trace of a request."""
+    request_id = response.headers["x-argosy-request"]
+    trace: dict[str, object] = (await client.http.get(f"/admin/requests/{request_id}")).json()
+    return trace
+
+
+async def wait_for_metric(client: IdempotentClient, sample: str) -> None:
+    while sample not in await client.metrics():  # noqa: ASYNC110 - metrics have no notification
         await asyncio.sleep(0.01)
 
 
-@pytest.mark.parametrize("path", BODIES)
-@pytest.mark.parametrize("stream", [True, False])
-async def test_a_request_that_is_sent_again_gets_its_answer_and_costs_nothing(
+@pytest.mark.parametrize(
+    ("path", "stream"),
+    [
+        (CHATS, True),
+        (COMPLETIONS, False),
+        pytest.param(CHATS, False, marks=exhaustive),
+        pytest.param(COMPLETIONS, True, marks=exhaustive),
+    ],
+)
+async def test_repeated_request_is_replayed_without_charge(
     path: str, stream: bool, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
-    async with before_replica(tmp_path, tokenizer, requests=1) as (made, engine, principal):
-        first = await principal.ask(path=path, stream=stream)
-        again = await principal.ask(path=path, stream=stream)
-        assert (first.status_code, again.status_code) == (200, 200), again.text
-        assert again.content == first.content
+    async with run_gateway_with_engine(tmp_path, tokenizer, requests=1) as (fleet, engine, client):
+        first = await client.post(path=path, stream=stream)
+        second = await client.post(path=path, stream=stream)
+        assert (first.status_code, second.status_code) == (200, 200), second.text
+        assert second.content == first.content
         assert len(first.content) > 500
-        assert again.headers["content-type"] == first.headers["content-type"]
+        assert second.headers["content-type"] == first.headers["content-type"]
         assert REPLAYED not in first.headers
-        assert again.headers[REPLAYED] == "true"
+        assert second.headers[REPLAYED] == "true"
         assert len(engine.requests) == 1
-        refused = await principal.ask("b", path=path, stream=stream)
-        assert refused.status_code == 429  # one a day, which the first was
-        names = [answer.headers["x-argosy-request"] for answer in (first, again)]
-        told = [(await principal.client.get(f"/admin/requests/{name}")).json() for name in names]
-        assert [one["status"] for one in told] == ["completed", "replayed"]
-        assert told[0]["idempotency"] == {"key": "a", "first": names[0], "kept": True}
-        assert told[1]["idempotency"] == told[0]["idempotency"]
-        assert told[1]["tokens"] == {"prompt": 0, "cached": 0, "output": 0}
-        assert 'status="replayed"' in await principal.metrics()
-        (row,) = await made.people.settled(1)
-    assert (row.request, row.output_tokens) == (names[0], len(TOKENS))
-    assert row.nano_dollars == PRICE * len(TOKENS)
+        for _ in range(2):  # the first request used up the limit; a rejection leaves the key free
+            rejected = await client.post("b", path=path, stream=stream)
+            assert status_and_code(rejected) == (429, "rate_limit_exceeded")
+        traces = [await get_trace(client, response) for response in (first, second)]
+        first_id = first.headers["x-argosy-request"]
+        assert [trace["status"] for trace in traces] == ["completed", "replayed"]
+        assert traces[0]["idempotency"] == {"key": "a", "first": first_id, "kept": True}
+        assert traces[1]["idempotency"] == traces[0]["idempotency"]
+        assert traces[1]["tokens"] == {"prompt": 0, "cached": 0, "output": 0}
+        assert 'status="replayed"' in await client.metrics()
+        (record,) = await fleet.tenants.wait_for_rows(1)
+    assert (record.request, record.output_tokens) == (first_id, len(TOKENS))
+    assert record.nano_dollars == OUTPUT_PRICE * len(TOKENS)
 
 
-async def test_the_order_of_fields_is_no_other_request(
+async def test_key_identifies_one_request_whatever_the_order_of_its_fields(
     tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
-    async with before_replica(tmp_path, tokenizer) as (_, engine, principal):
-        fields = list(BODIES[CHATS].items())
-        for _ in range(4):
-            random.shuffle(fields)
-            answer = await principal.client.post(CHATS, json=dict(fields), headers={KEY: "a"})
-            assert answer.status_code == 200
-        assert len(engine.requests) == 1
-
-
-@pytest.mark.parametrize("stream", [True, False])
-async def test_while_the_first_runs_others_are_told_to_wait(
-    stream: bool, tmp_path: Path, tokenizer: Tokenizer
-) -> None:
-    async with before_replica(tmp_path, tokenizer, pause_after=20) as (_, engine, principal):
-        asking = await principal.begin(engine, stream=stream)
-        busy = await principal.ask(stream=stream)
-        assert refusal(busy) == (409, IN_USE)
-        assert int(busy.headers["retry-after-ms"]) > 0
-        other = await principal.ask(stream=stream, temperature=0.5)
-        assert other.status_code == 422
-        engine.go_on.set()
-        first = await asking
-        again = await principal.ask(stream=stream)
-        assert (again.status_code, again.content) == (200, first.content)
-        assert len(engine.requests) == 1
-        assert f'code="{IN_USE}",model="big"' in await principal.metrics()
-
-
-async def test_a_key_is_of_one_request(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    async with before_replica(tmp_path, tokenizer) as (_, engine, principal):
-        assert (await principal.ask(seed=5)).status_code == 200
-        for answer in (
-            await principal.ask(seed=6),
-            await principal.ask(),
-            await principal.ask(seed=5, stream=True),
-            await principal.ask(path=COMPLETIONS, seed=5),
+    async with run_gateway_with_engine(tmp_path, tokenizer) as (_, engine, client):
+        assert (await client.post(seed=5)).status_code == 200
+        reordered = dict(reversed((BODIES[CHATS] | {"seed": 5}).items()))
+        replayed = await client.http.post(CHATS, json=reordered, headers={KEY_HEADER: "a"})
+        assert (replayed.status_code, replayed.headers[REPLAYED]) == (200, "true")
+        for response in (
+            await client.post(seed=6),
+            await client.post(),
+            await client.post(seed=5, stream=True),
+            await client.post(path=COMPLETIONS, seed=5),
         ):
-            assert refusal(answer) == (422, "idempotency_key_reused")
-            assert answer.json()["error"]["param"] == KEY
+            assert status_and_code(response) == REUSED
+            assert response.json()["error"]["param"] == KEY_HEADER
+        assert len(engine.requests) == 1
+        for _ in range(2):  # requests without a key are never replayed
+            response = await client.http.post(CHATS, json=BODIES[CHATS] | {"seed": 5})
+            assert (response.status_code, REPLAYED in response.headers) == (200, False)
+        assert len(engine.requests) == 3
+
+
+async def test_keys_are_scoped_to_project(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    async with run_gateway_with_engine(tmp_path, tokenizer) as (fleet, engine, _):
+        api_keys = ("shop", "same project", "other project", "other organisation")
+        responses = {name: await (await fleet.client(name)).post() for name in api_keys}
+        assert {response.status_code for response in responses.values()} == {200}
+        replayed = [name for name, response in responses.items() if REPLAYED in response.headers]
+        assert replayed == ["same project"]
+        assert responses["same project"].content == responses["shop"].content
+        assert len({response.json()["id"] for response in responses.values()}) == 3
+        assert len(engine.requests) == 3
+        assert (await (await fleet.client("other model")).post()).status_code == 403
+
+
+async def test_keys_share_one_scope_without_accounts() -> None:
+    async with gateway_without_accounts() as client:
+        first = await client.post(path=COMPLETIONS, stream=True)
+        second = await client.post(path=COMPLETIONS, stream=True)
+        assert (second.content, second.headers[REPLAYED]) == (first.content, "true")
+
+
+async def test_invalid_key_is_rejected(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    async with run_gateway_with_engine(tmp_path, tokenizer) as (_, engine, client):
+        for key in ("", "two words", "ü", "x" * 256):
+            headers = [(KEY_HEADER.encode(), key.encode())]
+            response = await client.http.post(CHATS, json=BODIES[CHATS], headers=headers)
+            assert status_and_code(response) == (400, "invalid_idempotency_key")
+            assert KEY_HEADER in response.json()["error"]["message"]
+        assert not engine.requests
+        assert (await client.post("x" * 255)).status_code == 200
+
+
+# --- several requests at a time, at one gateway or two -------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def two_clients(
+    folder: Path, tokenizer: Tokenizer, redis: RedisServer | None, pause_after: int | None = 20
+) -> AsyncIterator[tuple[GatewayFleet, FakeEngine, IdempotentClient, IdempotentClient]]:
+    """Open clients of two gateways that share Redis, or the same client twice without Redis."""
+    settings = {} if redis is None else {"gateways": 2, "redis": redis.url}
+    async with run_gateway_with_engine(folder, tokenizer, pause_after, **settings) as (
+        fleet,
+        engine,
+        client,
+    ):
+        second = client if redis is None else await fleet.client(gateway=1)
+        yield fleet, engine, client, second
+
+
+STREAM_AND_GATEWAYS = pytest.mark.parametrize(
+    ("stream", "num_gateways"),
+    [
+        (False, 1),
+        (True, 2),
+        pytest.param(True, 1, marks=exhaustive),
+        pytest.param(False, 2, marks=exhaustive),
+    ],
+)
+
+
+@STREAM_AND_GATEWAYS
+async def test_retry_is_rejected_while_first_request_runs_and_replayed_afterwards(
+    stream: bool, num_gateways: int, redis: RedisServer, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    shared = redis if num_gateways == 2 else None
+    async with two_clients(tmp_path, tokenizer, shared) as (_, engine, client, second):
+        running = await client.post_until_paused(engine, stream=stream)
+        rejected = await second.post(stream=stream)
+        assert status_and_code(rejected) == IN_USE
+        assert int(rejected.headers["retry-after-ms"]) > 0
+        assert status_and_code(await second.post(stream=stream, temperature=0.5)) == REUSED
+        engine.may_continue.set()
+        first = await running
+        while (replayed := await second.post(stream=stream)).status_code == 409:
+            pass
+        assert (replayed.status_code, replayed.content) == (200, first.content)
+        assert replayed.headers[REPLAYED] == "true"
+        assert status_and_code(await second.post(stream=stream, seed=1)) == REUSED
+        assert len(engine.requests) == 1
+        assert f'code="{IN_USE[1]}",model="big"' in await second.metrics()
+
+
+@STREAM_AND_GATEWAYS
+async def test_disconnect_frees_key(
+    stream: bool, num_gateways: int, redis: RedisServer, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    shared = redis if num_gateways == 2 else None
+    async with two_clients(tmp_path, tokenizer, shared) as (fleet, engine, client, second):
+        running = await client.post_until_paused(engine, stream=stream)
+        running.cancel()
+        await engine.wait_idle()
+        engine.may_continue.set()
+        while (response := await second.post(stream=stream)).status_code == 409:
+            assert num_gateways == 2, "at the same gateway the key is free at once"
+        assert (response.status_code, REPLAYED in response.headers) == (200, False)
+        assert len(engine.requests) == 2
+        records = await fleet.tenants.wait_for_rows(2)
+        assert sorted(record.status for record in records) == ["cancelled", "completed"]
+
+
+@pytest.mark.parametrize("fault", [signal.SIGSTOP, pytest.param(signal.SIGKILL, marks=exhaustive)])
+async def test_gateways_use_own_memory_while_redis_is_down(
+    fault: signal.Signals, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    with running_redis() as redis:
+        async with two_clients(tmp_path, tokenizer, redis, None) as (_, engine, client, second):
+            before = await client.post("before")
+            redis.process.send_signal(fault)
+            assert (await client.post("before")).content == before.content
+            first = await client.post("after", stream=True)
+            replayed = await client.post("after", stream=True)
+            assert (replayed.content, replayed.headers[REPLAYED]) == (first.content, "true")
+            response = await second.post("after", stream=True)
+            assert (response.status_code, REPLAYED in response.headers) == (200, False)
+            assert len(engine.requests) == 3
+
+
+async def test_openai_sdk_retries_until_it_gets_response_of_first_request(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    async with run_gateway_with_engine(tmp_path, tokenizer, 20) as (fleet, engine, client):
+        running = await client.post_until_paused(engine)
+        async with open_sdk_client(fleet.urls[0], fleet.api_keys["shop"]) as openai_client:
+            completions = openai_client.with_options(max_retries=5).chat.completions
+
+            async def create(content: str) -> httpx2.Response:
+                raw = await completions.with_raw_response.create(
+                    model="big",
+                    messages=[{"role": "user", "content": content}],
+                    max_tokens=60,
+                    extra_headers={KEY_HEADER: "a"},
+                )
+                return raw.http_response
+
+            retrying = asyncio.create_task(create("Tell me a story"))
+            await wait_for_metric(client, f'code="{IN_USE[1]}"')
+            engine.may_continue.set()
+            first, replayed = await asyncio.gather(running, retrying)
+            assert json.loads(replayed.content) == first.json()
+            assert replayed.headers[REPLAYED] == "true"
+            with pytest.raises(openai.UnprocessableEntityError) as reused:
+                await create("Another one")
+            assert reused.value.code == REUSED[1]
         assert len(engine.requests) == 1
 
 
-async def test_keys_are_of_projects(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    async with before_replica(tmp_path, tokenizer) as (made, engine, _):
-        told = {
-            who: await (await made.principal(who)).ask()
-            for who in ("shop", "colleague", "other", "elsewhere")
-        }
-        assert {answer.status_code for answer in told.values()} == {200}
-        assert [who for who, answer in told.items() if REPLAYED in answer.headers] == ["colleague"]
-        assert told["colleague"].content == told["shop"].content
-        assert len({answer.json()["id"] for answer in told.values()}) == 3
-        assert len(engine.requests) == 3
-        assert (await (await made.principal("small")).ask()).status_code == 403  # not their model
+# --- responses that are not stored, or not as usual ----------------------------------------------
 
 
-@pytest.mark.parametrize("key", ["", "two words", "ü", "x" * 256])
-async def test_what_is_no_key_is_refused(key: str, tmp_path: Path, tokenizer: Tokenizer) -> None:
-    async with before_replica(tmp_path, tokenizer) as (_, engine, principal):
-        headers = [(KEY.encode(), key.encode())]
-        answer = await principal.client.post(CHATS, json=BODIES[CHATS], headers=headers)
-        assert refusal(answer) == (400, "invalid_idempotency_key")
-        assert KEY in answer.json()["error"]["message"]
-        assert not engine.requests
-        assert (await principal.ask("x" * 255)).status_code == 200
-
-
-@pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("status", [400, 429, 500])
-async def test_an_error_leaves_the_key_free(status: int, stream: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("fault", "stream"),
+    [
+        (400, False),
+        (429, True),
+        (500, False),
+        pytest.param("cut", True, id="cut-stream"),
+        *(
+            pytest.param(status, stream, marks=exhaustive)
+            for status, stream in ((400, True), (429, False), (500, True))
+        ),
+    ],
+)
+async def test_failure_leaves_key_free(fault: int | str, stream: bool, tmp_path: Path) -> None:
     fails = True
 
-    async def script(asked: Asked) -> None:
-        if fails:
-            asked.json(status, {"error": {"message": "no"}})
+    async def script(request: UpstreamRequest) -> None:
+        if fails and isinstance(fault, int):
+            request.send_json(fault, {"error": {"message": "no"}})
+        elif fails:
+            request.start_stream()
+            request.send_text("Once")
+            await request.writer.drain()
+            request.writer.close()
         elif stream:
-            await plain(asked)
+            await respond_with_tokens(request)
         else:
-            choice = {"index": 0, "text": "something", "finish_reason": "stop"}
-            asked.json(200, {"id": "cmpl-1", "object": "text_completion", "choices": [choice]})
+            await respond_with_text(request)
 
-    async with before_rough(tmp_path, script) as (rough, principal):
-        failed = await principal.ask(path=COMPLETIONS, stream=stream)
-        assert failed.status_code >= 400
+    async with (
+        fake_upstream(script) as server,
+        run_gateways(tmp_path, replica_config(server)) as fleet,
+    ):
+        client = await fleet.client()
+        failed = await client.post(path=COMPLETIONS, stream=stream)
+        assert failed.status_code >= 400 or b"upstream_failed" in failed.content
         fails = False
-        first = await principal.ask(path=COMPLETIONS, stream=stream)
+        first = await client.post(path=COMPLETIONS, stream=stream)
         assert first.status_code == 200, first.text
         assert REPLAYED not in first.headers
-        asked = len(rough.asked)
-        again = await principal.ask(path=COMPLETIONS, stream=stream)
-        assert (again.headers[REPLAYED], again.content) == ("true", first.content)
-        assert len(rough.asked) == asked
+        assert not stream or first.content.endswith(b"data: [DONE]\n\n")
+        num_requests = len(server.requests)
+        second = await client.post(path=COMPLETIONS, stream=stream)
+        assert (second.headers[REPLAYED], second.content) == ("true", first.content)
+        assert len(server.requests) == num_requests
 
 
-async def test_a_stream_that_breaks_leaves_the_key_free(tmp_path: Path) -> None:
-    async def script(asked: Asked) -> None:
-        if len(rough.asked) > 1:
-            await plain(asked)
-            return
-        asked.stream()
-        asked.say("Once")
-        await asked.writer.drain()
-        asked.writer.close()
-
-    async with before_rough(tmp_path, script) as (rough, principal):
-        broken = await principal.ask(path=COMPLETIONS, stream=True)
-        assert b"upstream_failed" in broken.content
-        first = await principal.ask(path=COMPLETIONS, stream=True)
-        assert first.content.endswith(b"data: [DONE]\n\n")
-        assert REPLAYED not in first.headers
-
-
-async def test_a_refusal_of_the_gateways_leaves_the_key_free(
-    tmp_path: Path, tokenizer: Tokenizer
-) -> None:
-    async with before_replica(tmp_path, tokenizer, requests=1) as (_, _, principal):
-        assert (await principal.ask("a")).status_code == 200
-        for _ in range(2):
-            assert refusal(await principal.ask("b")) == (429, "rate_limit_exceeded")
-
-
-@pytest.mark.parametrize("stream", [True, False])
-async def test_an_answer_that_a_limit_ended_is_sent_again_though_nothing_is_left(
+@pytest.mark.parametrize("stream", [True, pytest.param(False, marks=exhaustive)])
+async def test_response_cut_by_limit_is_replayed_after_limit_is_used_up(
     stream: bool, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
-    async with before_replica(tmp_path, tokenizer, tokens=30) as (_, engine, principal):
-        first = await principal.ask(stream=stream)
+    async with run_gateway_with_engine(tmp_path, tokenizer, output_tokens=30) as (
+        _,
+        engine,
+        client,
+    ):
+        first = await client.post(stream=stream)
         assert b'"finish_reason":"limit"' in first.content
-        again = await principal.ask(stream=stream)
-        assert (again.content, again.headers[REPLAYED]) == (first.content, "true")
-        assert (await principal.ask("b", stream=stream)).status_code == 429
+        second = await client.post(stream=stream)
+        assert (second.content, second.headers[REPLAYED]) == (first.content, "true")
+        assert (await client.post("b", stream=stream)).status_code == 429
         assert len(engine.requests) == 1
 
 
-@pytest.mark.parametrize("stream", [True, False])
-async def test_a_client_that_leaves_frees_its_key(
-    stream: bool, tmp_path: Path, tokenizer: Tokenizer
-) -> None:
-    async with before_replica(tmp_path, tokenizer, pause_after=20) as (made, engine, principal):
-        asking = await principal.begin(engine, stream=stream)
-        asking.cancel()
-        await engine.nothing_runs()
-        engine.go_on.set()
-        answer = await principal.ask(stream=stream)
-        assert answer.status_code == 200
-        assert REPLAYED not in answer.headers
-        assert len(engine.requests) == 2
-        rows = await made.people.settled(2)
-        assert sorted(row.status for row in rows) == ["cancelled", "completed"]
-
-
-async def test_a_first_that_moves_is_sent_again_as_it_came(
+async def test_stream_resumed_on_other_replica_is_replayed_as_delivered(
     tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     scripts = iter(
         [Script(TOKENS[:20], crash=RuntimeError("gone")), Script(TOKENS, finish="length")]
     )
     engines = [FakeEngine(tokenizer, lambda _: next(scripts)) for _ in range(2)]
-    async with serve(engines[0]) as one, serve(engines[1]) as two:
-        behind = [ReplicaConfig(url=served.url, model=MODEL) for served in (one, two)]
-        async with fleet(tmp_path, *behind) as made:
-            principal = await made.principal()
-            first = await principal.ask(stream=True, return_token_ids=True)
-            again = await principal.ask(stream=True, return_token_ids=True)
-    assert again.content == first.content
-    assert again.headers[REPLAYED] == "true"
+    async with serve(engines[0]) as first_server, serve(engines[1]) as second_server:
+        replicas = [
+            ReplicaConfig(url=each.url, model=MODEL) for each in (first_server, second_server)
+        ]
+        async with run_gateways(tmp_path, *replicas) as fleet:
+            client = await fleet.client()
+            first = await client.post(stream=True, return_token_ids=True)
+            second = await client.post(stream=True, return_token_ids=True)
+    assert second.content == first.content
+    assert second.headers[REPLAYED] == "true"
     assert b'"error"' not in first.content
-    assert [len(each.requests) for each in engines] == [1, 1]
+    assert [len(engine.requests) for engine in engines] == [1, 1]
 
 
-@pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("whole", [True, False])
-async def test_an_answer_that_is_too_large_is_not_kept(
-    whole: bool, stream: bool, tmp_path: Path, tokenizer: Tokenizer
+@pytest.mark.parametrize(
+    ("config", "stream"),
+    [
+        pytest.param(IdempotencyConfig(max_response_bytes=400), True, id="one-response"),
+        pytest.param(IdempotencyConfig(max_bytes=0), False, id="all-responses"),
+        *(
+            pytest.param(config, stream, marks=exhaustive)
+            for config, stream in (
+                (IdempotencyConfig(max_response_bytes=400), False),
+                (IdempotencyConfig(max_bytes=0), True),
+            )
+        ),
+    ],
+)
+async def test_too_large_response_is_not_stored(
+    config: IdempotencyConfig, stream: bool, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
-    kept = IdempotencyConfig(max_response_bytes=400) if whole else IdempotencyConfig(max_bytes=0)
-    async with before_replica(tmp_path, tokenizer, idempotency=kept) as (_, engine, principal):
-        first = await principal.ask(stream=stream)
-        again = await principal.ask(stream=stream)
+    async with run_gateway_with_engine(tmp_path, tokenizer, idempotency=config) as (
+        _,
+        engine,
+        client,
+    ):
+        first = await client.post(stream=stream)
+        second = await client.post(stream=stream)
         assert len(first.content) > 400
-        assert (again.status_code, REPLAYED in again.headers) == (200, False)
+        assert (second.status_code, REPLAYED in second.headers) == (200, False)
         assert len(engine.requests) == 2
-        name = first.headers["x-argosy-request"]
-        told = (await principal.client.get(f"/admin/requests/{name}")).json()
-        assert told["idempotency"]["kept"] is False
+        trace = await get_trace(client, first)
+        assert isinstance(trace["idempotency"], dict)
+        assert trace["idempotency"]["kept"] is False
 
 
-async def test_the_oldest_are_forgotten_first(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    kept = IdempotencyConfig(max_bytes=4000)
-    async with before_replica(tmp_path, tokenizer, idempotency=kept) as (_, engine, principal):
-        for key in ("a", "b", "c", "d", "e", "f"):
-            assert (await principal.ask(key)).status_code == 200
-        assert REPLAYED in (await principal.ask("f")).headers
-        assert REPLAYED not in (await principal.ask("a")).headers
-        assert len(engine.requests) == 7
-
-
-async def test_answers_are_forgotten_in_time(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    kept = IdempotencyConfig(retention_s=0.2)
-    async with before_replica(tmp_path, tokenizer, idempotency=kept) as (_, engine, principal):
-        while REPLAYED in (await principal.ask()).headers or len(engine.requests) < 2:
-            assert len(engine.requests) < 3
-
-
-async def test_whoever_sends_no_key_is_always_answered_anew(
-    tmp_path: Path, tokenizer: Tokenizer
-) -> None:
-    async with before_replica(tmp_path, tokenizer) as (_, engine, principal):
-        for _ in range(2):
-            answer = await principal.client.post(CHATS, json=BODIES[CHATS])
-            assert (answer.status_code, REPLAYED in answer.headers) == (200, False)
-        assert len(engine.requests) == 2
-
-
-async def test_before_the_first_key_all_share_one_scope() -> None:
-    async with without_accounts() as principal:
-        first = await principal.ask(path=COMPLETIONS, stream=True)
-        again = await principal.ask(path=COMPLETIONS, stream=True)
-        assert (again.content, again.headers[REPLAYED]) == (first.content, "true")
-
-
-async def test_streams_with_keys_leave_nothing_for_the_garbage_collector() -> None:
+@exhaustive
+async def test_streams_with_keys_leave_no_reference_cycles() -> None:
     gc.collect()
     gc.disable()
     try:
-        async with without_accounts() as principal:
+        async with gateway_without_accounts() as client:
             for key in ("a", "b", "a"):
-                await principal.ask(key, path=COMPLETIONS, stream=True)
-        left = [
+                await client.post(key, path=COMPLETIONS, stream=True)
+        leaked = [
             each for each in gc.get_objects() if type(each) in {ResponseRecorder, RequestContext}
         ]
     finally:
         gc.enable()
-    assert not left
-
-
-async def test_the_sdk_gets_the_answer_of_the_request_that_it_gave_up(
-    tmp_path: Path, tokenizer: Tokenizer
-) -> None:
-    async with before_replica(tmp_path, tokenizer, pause_after=20) as (made, engine, principal):
-        asking = await principal.begin(engine)
-        async with sdk(made.urls[0], made.keys["shop"]) as client:
-            completions = client.with_options(max_retries=5).chat.completions
-
-            async def create(content: str) -> httpx2.Response:
-                told = await completions.with_raw_response.create(
-                    model="big",
-                    messages=[{"role": "user", "content": content}],
-                    max_tokens=60,
-                    extra_headers={KEY: "a"},
-                )
-                return told.http_response
-
-            retrying = asyncio.create_task(create("Tell me a story"))
-            await until_told(principal, f'code="{IN_USE}"')
-            engine.go_on.set()
-            first, again = await asyncio.gather(asking, retrying)
-            assert json.loads(again.content) == first.json()
-            assert again.headers[REPLAYED] == "true"
-            with pytest.raises(openai.UnprocessableEntityError) as reused:
-                await create("Another one")
-            assert reused.value.code == "idempotency_key_reused"
-        assert len(engine.requests) == 1
+    assert not leaked

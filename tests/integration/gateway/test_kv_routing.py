@@ -1,4 +1,4 @@
-"""A gateway knows what is evicted, lost or computed for others on two real replicas, as soon as it happens."""
+"""Routing by KV events of two real replicas: evicted, lost and externally computed blocks are known immediately."""
 
 from __future__ import annotations
 
@@ -9,8 +9,14 @@ from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
-from tests.support.gateway_harness import Running, Watching, front
-from tests.support.replica_servers import MODEL, Served, completion, real_engine, serve
+from tests.support.gateway_harness import GatewayHarness, RecordingFilter, run_gateway
+from tests.support.replica_servers import (
+    MODEL,
+    RunningReplica,
+    bundled_model_engine,
+    completion,
+    serve,
+)
 from tests.support.waiting import until
 
 from argosy.engine.serving.engine_core.engine_client import EngineClient
@@ -25,134 +31,144 @@ BLOCKS = 96
 
 
 @pytest.fixture(name="story")
-def a_story(request: pytest.FixtureRequest) -> str:
-    """A prompt that no other test has; as JSON it is a whole number of blocks of text."""
+def make_story(request: pytest.FixtureRequest) -> str:
+    """A prompt that no other test sends. Its JSON is a whole number of text blocks."""
     text = f"{request.node.name}: " + "Once upon a time there was a king who had a daughter. " * 30
     return text[: 5 * BLOCK_BYTES - 2]
 
 
-class Pair:
-    """Two replicas of the bundled model and a gateway that takes turns with them."""
+class ReplicaPair:
+    """Two replicas of the bundled model behind a gateway with round-robin routing."""
 
     def __init__(
-        self, engines: list[EngineClient], servers: list[Served], running: Running, watch: Watching
+        self,
+        engines: list[EngineClient],
+        servers: list[RunningReplica],
+        gateway: GatewayHarness,
+        recorder: RecordingFilter,
     ) -> None:
         self.engines = engines
         self.servers = servers
-        self.running = running
-        self._watch = watch
+        self.gateway = gateway
+        self._recorder = recorder
 
-    async def ask(self, prompt: str, **extra: str) -> RoutingDecision:
-        """Ask through the gateway; how that was routed."""
+    async def send(self, prompt: str, **extra: str) -> RoutingDecision:
+        """Send a prompt through the gateway and return the routing decision."""
         body = completion(prompt, model="big", max_tokens=1, **extra)
-        answer = await self.running.client.post("/v1/completions", json=body)
-        assert answer.status_code == 200, answer.text
-        picked = self._watch.left[-1].decision
-        assert picked is not None
-        return picked
+        response = await self.gateway.client.post("/v1/completions", json=body)
+        assert response.status_code == 200, response.text
+        decision = self._recorder.completed[-1].decision
+        assert decision is not None
+        return decision
 
-    async def uncached(self, prompt: str, **extra: str) -> list[float]:
-        """The part of the prompt that each replica would have to compute, as the explanation has it; it is asked."""
-        rates = [replica.load.prefill_tokens_per_s for replica in self.running.replicas]
-        await self.ask(prompt, **extra)
-        context = self._watch.left[-1]
-        told = self.running.traces.find(context.trace.response_id)
-        assert told is not None
-        candidates = {one["replica"]: one for one in told.to_dict()["attempts"][0]["candidates"]}
-        seconds = [candidates[replica.name]["prefill_s"] for replica in self.running.replicas]
+    async def uncached_shares(self, prompt: str, **extra: str) -> list[float]:
+        """Send a prompt, and return the share of it that each replica would have to compute according to the trace."""
+        rates = [replica.load.prefill_tokens_per_s for replica in self.gateway.replicas]
+        await self.send(prompt, **extra)
+        context = self._recorder.completed[-1]
+        trace = self.gateway.traces.find(context.trace.response_id)
+        assert trace is not None
+        candidates = {
+            candidate["replica"]: candidate
+            for candidate in trace.to_dict()["attempts"][0]["candidates"]
+        }
+        seconds = [candidates[replica.name]["prefill_s"] for replica in self.gateway.replicas]
         return [
-            round(s * rate / context.fields.estimated_prompt_tokens, 2)
-            for s, rate in zip(seconds, rates, strict=True)
+            round(seconds_needed * rate / context.fields.estimated_prompt_tokens, 2)
+            for seconds_needed, rate in zip(seconds, rates, strict=True)
         ]
 
-    async def elsewhere(self, number: int, prompt: str) -> None:
-        """Ask one replica without the gateway."""
+    async def send_directly(self, number: int, prompt: str) -> None:
+        """Send a prompt to one replica directly."""
         body = completion(prompt, max_tokens=1)
-        answer = await self.servers[number].client.post("/v1/completions", json=body)
-        assert answer.status_code == 200
+        response = await self.servers[number].client.post("/v1/completions", json=body)
+        assert response.status_code == 200
 
-    async def told(self) -> None:
-        """Wait until the gateway knows what the replicas hold."""
-        for engine, replica in zip(self.engines, self.running.replicas, strict=True):
+    async def wait_until_synced(self) -> None:
+        """Wait until the gateway knows the blocks of all replicas."""
+        for engine, replica in zip(self.engines, self.gateway.replicas, strict=True):
 
-            def same(engine: EngineClient = engine, replica: ReplicaEndpoint = replica) -> bool:
+            def is_synced(
+                engine: EngineClient = engine, replica: ReplicaEndpoint = replica
+            ) -> bool:
                 index = replica.prefix_index
                 return (
                     isinstance(index, EventPrefixIndex)
                     and index.blocks == engine.kv_cache_view.block_names
                 )
 
-            await until(same)
+            await until(is_synced)
 
 
 @pytest_asyncio.fixture(name="pair", scope="module", loop_scope="module")
-async def a_pair() -> AsyncIterator[Pair]:
-    engines = [real_engine(BLOCKS) for _ in range(2)]
+async def make_pair() -> AsyncIterator[ReplicaPair]:
+    engines = [bundled_model_engine(BLOCKS) for _ in range(2)]
     async with contextlib.AsyncExitStack() as stack:
         served = [await stack.enter_async_context(serve(engine)) for engine in engines]
-        watch = Watching()
-        behind = [ReplicaConfig(url=one.url, model=MODEL, kind="argosy") for one in served]
-        running = await stack.enter_async_context(front([watch], *behind))
-        pair = Pair(engines, served, running, watch)
-        await pair.told()
+        recorder = RecordingFilter()
+        replica_configs = [
+            ReplicaConfig(url=server.url, model=MODEL, kind="argosy") for server in served
+        ]
+        gateway = await stack.enter_async_context(run_gateway([recorder], *replica_configs))
+        pair = ReplicaPair(engines, served, gateway, recorder)
+        await pair.wait_until_synced()
         yield pair
 
 
-async def test_what_was_evicted_is_known_to_be_gone(pair: Pair, story: str) -> None:
-    first = await pair.ask(story)
-    warm = pair.running.replicas.index(first.replica)
-    believed = EstimatedPrefixIndex()
-    believed.on_prompt_sent(first.block_keys)
-    await pair.told()
-    parts = await pair.uncached(story)
-    assert parts[warm] == 0.0
-    assert parts[1 - warm] == 1.0
+async def test_evicted_blocks_are_known(pair: ReplicaPair, story: str) -> None:
+    first = await pair.send(story)
+    warm = pair.gateway.replicas.index(first.replica)
+    estimate = EstimatedPrefixIndex()
+    estimate.on_prompt_sent(first.block_keys)
+    await pair.wait_until_synced()
+    shares = await pair.uncached_shares(story)
+    assert shares[warm] == 0.0
+    assert shares[1 - warm] == 1.0
     for number in range(6):
-        await pair.elsewhere(warm, f"{number}: " + "Something else was told. " * 60)
-    await pair.told()
-    parts = await pair.uncached(story)
-    assert parts[warm] == 1.0
-    assert len(believed.match_prefix(first.block_keys)) == len(
-        first.block_keys
-    )  # what it would have gone by
+        await pair.send_directly(warm, f"{number}: " + "Something else was told. " * 60)
+    await pair.wait_until_synced()
+    shares = await pair.uncached_shares(story)
+    assert shares[warm] == 1.0
+    # An index that is estimated from sent prompts would not know of the eviction.
+    assert len(estimate.match_prefix(first.block_keys)) == len(first.block_keys)
 
 
-async def test_what_came_there_for_others_is_known(pair: Pair, story: str) -> None:
-    first = await pair.ask(story)
-    other = 1 - pair.running.replicas.index(first.replica)
-    await pair.elsewhere(other, story)
-    await pair.told()
-    assert await pair.uncached(story) == [0.0, 0.0]
+async def test_blocks_computed_for_other_clients_are_known(pair: ReplicaPair, story: str) -> None:
+    first = await pair.send(story)
+    other = 1 - pair.gateway.replicas.index(first.replica)
+    await pair.send_directly(other, story)
+    await pair.wait_until_synced()
+    assert await pair.uncached_shares(story) == [0.0, 0.0]
 
 
-async def test_a_part_that_is_left_counts_as_a_part(pair: Pair, story: str) -> None:
-    first = await pair.ask(story)
-    other = 1 - pair.running.replicas.index(first.replica)
-    await pair.elsewhere(other, story[: len(story) // 2])
-    await pair.told()
-    assert 0.4 < (await pair.uncached(story))[other] < 0.8
+async def test_partly_cached_prompt_counts_partly(pair: ReplicaPair, story: str) -> None:
+    first = await pair.send(story)
+    other = 1 - pair.gateway.replicas.index(first.replica)
+    await pair.send_directly(other, story[: len(story) // 2])
+    await pair.wait_until_synced()
+    assert 0.4 < (await pair.uncached_shares(story))[other] < 0.8
 
 
-async def test_a_core_that_was_started_anew_is_known_to_be_cold(pair: Pair, story: str) -> None:
-    first = await pair.ask(story)
-    warm = pair.running.replicas.index(first.replica)
-    await pair.told()
+async def test_restarted_engine_core_has_empty_cache(pair: ReplicaPair, story: str) -> None:
+    first = await pair.send(story)
+    warm = pair.gateway.replicas.index(first.replica)
+    await pair.wait_until_synced()
     engine = pair.engines[warm]
     assert engine.core_pid is not None
     os.kill(engine.core_pid, signal.SIGKILL)
     await until(lambda: engine.restarts_total == 1 and engine.state == "ready")
-    await pair.told()
-    assert (await pair.uncached(story))[warm] == 1.0
-    await pair.ask(story)
-    await pair.told()
-    assert await pair.uncached(story) == [0.0, 0.0]
+    await pair.wait_until_synced()
+    assert (await pair.uncached_shares(story))[warm] == 1.0
+    await pair.send(story)
+    await pair.wait_until_synced()
+    assert await pair.uncached_shares(story) == [0.0, 0.0]
 
 
-async def test_salted_prompts_are_found_by_nobody_else(pair: Pair, story: str) -> None:
+async def test_salted_prompts_match_only_their_salt(pair: ReplicaPair, story: str) -> None:
     for _ in range(2):
-        await pair.ask(story)
-    await pair.told()
-    assert await pair.uncached(story, cache_salt="mine") == [1.0, 1.0]
-    await pair.told()
-    assert sorted(await pair.uncached(story, cache_salt="mine"))[1] == 1.0
-    assert await pair.uncached(story) == [0.0, 0.0]
+        await pair.send(story)
+    await pair.wait_until_synced()
+    assert await pair.uncached_shares(story, cache_salt="mine") == [1.0, 1.0]
+    await pair.wait_until_synced()
+    assert sorted(await pair.uncached_shares(story, cache_salt="mine"))[1] == 1.0
+    assert await pair.uncached_shares(story) == [0.0, 0.0]

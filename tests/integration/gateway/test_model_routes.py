@@ -1,4 +1,4 @@
-"""Routes through a gateway with accounts: whose server answers, who may, what it counts as and costs, what is told."""
+"""Model routes in a gateway with accounts: serving replica, access, limits, prices, usage and traces."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import httpx2
 from tests.integration.test_metrics import value
-from tests.support.scripted_server import Rough, rough_server
+from tests.support.fake_upstream import FakeUpstream, fake_upstream
 from tests.support.waiting import until
 from typer.testing import CliRunner
 
@@ -18,55 +18,55 @@ from argosy.cli.app import app
 from argosy.gateway import GatewayConfig, GatewayServer, ModelConfig, ReplicaConfig, RouteConfig
 from argosy.store import Price, Project, Store, StoreConfig, UsageRecord, open_store
 
-ASKED = {"model": "default", "prompt": "Say something", "max_tokens": 3, "stream": True}
+BODY = {"model": "default", "prompt": "Say something", "max_tokens": 3, "stream": True}
 BETA = {"x-beta": "1"}
 BY_HEADER = RouteConfig(name="beta", model="qwen", headers=BETA, target_model="qwen-next")
 
 
 @dataclass(frozen=True)
-class World:
-    """A gateway with the models `qwen` and `qwen-next`, each on a server of its own, and two projects of acme's."""
+class RoutedGateway:
+    """A gateway with the models `qwen` and `qwen-next`, each on one server, and two projects of organisation acme."""
 
     base: str
     store: Store
-    qwen: Rough
-    next: Rough
+    qwen: FakeUpstream
+    next: FakeUpstream
     web: Project
     app: Project
-    """A premium one."""
+    """A project of the premium tier."""
     keys: dict[str, str]
 
-    def client(self, who: str = "web") -> httpx2.AsyncClient:
-        headers = {"authorization": f"Bearer {self.keys[who]}"}
+    def client(self, key_name: str = "web") -> httpx2.AsyncClient:
+        headers = {"authorization": f"Bearer {self.keys[key_name]}"}
         return httpx2.AsyncClient(base_url=self.base, headers=headers, timeout=30)
 
-    async def answering(self, who: str = "web", **headers: str) -> str:
-        """The model whose server answers a request, with these headers."""
-        before = len(self.qwen.asked), len(self.next.asked)
+    async def serving_model(self, key_name: str = "web", **headers: str) -> str:
+        """Send a request and return the model whose server received it."""
+        before = len(self.qwen.requests), len(self.next.requests)
         sent = {name.replace("_", "-"): text for name, text in headers.items()}
-        async with self.client(who) as client:
-            answer = await client.post("/v1/completions", json=ASKED, headers=sent)
-        assert answer.status_code == 200, answer.text
-        after = len(self.qwen.asked), len(self.next.asked)
+        async with self.client(key_name) as client:
+            response = await client.post("/v1/completions", json=BODY, headers=sent)
+        assert response.status_code == 200, response.text
+        after = len(self.qwen.requests), len(self.next.requests)
         return {(1, 0): "qwen", (0, 1): "qwen-next"}[after[0] - before[0], after[1] - before[1]]
 
-    async def rows(self, count: int) -> list[UsageRecord]:
-        """The ledger's, once there are so many."""
+    async def wait_for_records(self, count: int) -> list[UsageRecord]:
+        """Wait for this many usage records and return them."""
 
         def read() -> list[UsageRecord]:
-            return [row for page in self.store.ledger.iter_records() for row in page]
+            return [record for page in self.store.ledger.iter_records() for record in page]
 
         await until(lambda: len(read()) >= count)
         return read()
 
 
 @contextlib.asynccontextmanager
-async def world(folder: Path, *routes: RouteConfig) -> AsyncIterator[World]:
-    """Prices differ, and "web" may ask `qwen-next` three times a day."""
+async def run_routed_gateway(folder: Path, *routes: RouteConfig) -> AsyncIterator[RoutedGateway]:
+    """Run a gateway with different prices for each model, where "web" may send 3 requests to `qwen-next` per day."""
     url = f"sqlite:///{folder}/argosy.db"
     store = open_store(url)
     store.migrate()
-    accounts, terms, actor = store.accounts, store.limits_and_prices, "test"
+    accounts, limits_and_prices, actor = store.accounts, store.limits_and_prices, "test"
     acme = accounts.create_organisation("acme", actor=actor)
     web = accounts.create_project(acme.id, "web", actor=actor)
     premium = accounts.create_project(acme.id, "app", tier="premium", actor=actor)
@@ -78,18 +78,25 @@ async def world(folder: Path, *routes: RouteConfig) -> AsyncIterator[World]:
             premium.id, "admin", role="admin", scope="gateway", actor=actor
         )[1],
     }
-    terms.set_price(Price(model="qwen", input=0, cached_input=0, output=1), actor=actor)
-    terms.set_price(Price(model="qwen-next", input=0, cached_input=0, output=100), actor=actor)
-    terms.set_limit("project", web.id, "requests", 3, window="day", model="qwen-next", actor=actor)
-    async with rough_server() as one, rough_server() as two:
-        two.tokenize = [1, 2, 3]
+    limits_and_prices.set_price(Price(model="qwen", input=0, cached_input=0, output=1), actor=actor)
+    limits_and_prices.set_price(
+        Price(model="qwen-next", input=0, cached_input=0, output=100), actor=actor
+    )
+    limits_and_prices.set_limit(
+        "project", web.id, "requests", 3, window="day", model="qwen-next", actor=actor
+    )
+    async with fake_upstream() as qwen_server, fake_upstream() as next_server:
+        next_server.token_ids = [1, 2, 3]
         models = [
             ModelConfig(
                 name=name,
                 aliases=(alias,),
                 replicas=[ReplicaConfig(url=server.url, kind="openai", model="rough")],
             )
-            for name, alias, server in (("qwen", "default", one), ("qwen-next", "latest", two))
+            for name, alias, server in (
+                ("qwen", "default", qwen_server),
+                ("qwen-next", "latest", next_server),
+            )
         ]
         config = GatewayConfig(
             port=0, models=models, routes=list(routes), store=StoreConfig(url=url)
@@ -98,155 +105,166 @@ async def world(folder: Path, *routes: RouteConfig) -> AsyncIterator[World]:
         server = GatewayServer(config, ready.set_result)
         running = asyncio.create_task(server.run())
         try:
-            yield World(await ready, store, one, two, web, premium, keys)
+            yield RoutedGateway(await ready, store, qwen_server, next_server, web, premium, keys)
         finally:
             server.stop()
             await running
             store.close()
 
 
-async def test_headers_tenants_and_tiers_lead_elsewhere_in_order(tmp_path: Path) -> None:
+async def test_routes_by_header_and_tier_apply_in_order(tmp_path: Path) -> None:
     routes = (
         RouteConfig(headers={"X-Stable": "*"}, target_model="qwen"),
         RouteConfig(headers={"x-beta": "1", "x-team": "blue"}, target_model="latest"),
         RouteConfig(model="default", tiers=("premium",), target_model="qwen-next"),
     )
-    async with world(tmp_path, *routes) as here:
-        assert await here.answering() == "qwen"
-        assert await here.answering(x_beta="1") == "qwen"
-        assert await here.answering(x_beta="1", X_Team="blue") == "qwen-next"
-        assert await here.answering(x_beta="1", x_team="blue", x_stable="") == "qwen"
-        assert await here.answering("app") == "qwen-next"
-        assert await here.answering("app", x_stable="yes") == "qwen"
+    async with run_routed_gateway(tmp_path, *routes) as routed:
+        assert await routed.serving_model() == "qwen"
+        assert await routed.serving_model(x_beta="1") == "qwen"
+        assert await routed.serving_model(x_beta="1", X_Team="blue") == "qwen-next"
+        assert await routed.serving_model(x_beta="1", x_team="blue", x_stable="") == "qwen"
+        assert await routed.serving_model("app") == "qwen-next"
+        assert await routed.serving_model("app", x_stable="yes") == "qwen"
 
 
-async def test_a_flag_of_a_key_or_a_project_leads_elsewhere(tmp_path: Path) -> None:
-    async with world(tmp_path, RouteConfig(flags=("new-model",), target_model="qwen-next")) as here:
-        accounts = here.store.accounts
-        _, here.keys["new"] = accounts.create_key(
-            here.web.id, "new", flags=["new-model"], actor="test"
+async def test_flag_of_key_or_project_selects_route(tmp_path: Path) -> None:
+    async with run_routed_gateway(
+        tmp_path, RouteConfig(flags=("new-model",), target_model="qwen-next")
+    ) as routed:
+        accounts = routed.store.accounts
+        _, routed.keys["new"] = accounts.create_key(
+            routed.web.id, "new", flags=["new-model"], actor="test"
         )
-        accounts.change_project(here.app.id, flags=["old", "new-model"], actor="test")
-        async with here.client("new") as client:
-            while (await client.get("/v1/models")).status_code != 200:  # noqa: ASYNC110 - it looks each second
+        accounts.change_project(routed.app.id, flags=["old", "new-model"], actor="test")
+        async with routed.client("new") as client:
+            while (await client.get("/v1/models")).status_code != 200:  # noqa: ASYNC110 - accounts are read every second
                 await asyncio.sleep(0.05)
-        assert await here.answering("web") == "qwen"
-        assert await here.answering("new") == "qwen-next"
-        assert await here.answering("app") == "qwen-next"
+        assert await routed.serving_model("web") == "qwen"
+        assert await routed.serving_model("new") == "qwen-next"
+        assert await routed.serving_model("app") == "qwen-next"
 
 
-async def test_a_tenant_that_is_made_later_is_found(tmp_path: Path) -> None:
+async def test_tenant_created_later_matches_route(tmp_path: Path) -> None:
     routes = (RouteConfig(tenants=("acme/app", "zeta"), target_model="qwen-next"),)
-    async with world(tmp_path, *routes) as here:
-        assert await here.answering("web") == "qwen"
-        assert await here.answering("app") == "qwen-next"
-        accounts = here.store.accounts
+    async with run_routed_gateway(tmp_path, *routes) as routed:
+        assert await routed.serving_model("web") == "qwen"
+        assert await routed.serving_model("app") == "qwen-next"
+        accounts = routed.store.accounts
         zeta = accounts.create_organisation("zeta", actor="test")
         project = accounts.create_project(zeta.id, "all", actor="test")
-        here.keys["zeta"] = accounts.create_key(project.id, "zeta", actor="test")[1]
-        async with here.client("zeta") as client:
-            while (await client.get("/v1/models")).status_code != 200:  # noqa: ASYNC110 - it looks each second
+        routed.keys["zeta"] = accounts.create_key(project.id, "zeta", actor="test")[1]
+        async with routed.client("zeta") as client:
+            while (await client.get("/v1/models")).status_code != 200:  # noqa: ASYNC110 - accounts are read every second
                 await asyncio.sleep(0.05)
-        assert await here.answering("zeta") == "qwen-next"
+        assert await routed.serving_model("zeta") == "qwen-next"
 
 
-async def test_leave_is_for_what_is_asked_for(tmp_path: Path) -> None:
-    async with world(tmp_path, BY_HEADER) as here:
-        assert await here.answering("scoped", **BETA) == "qwen-next"
-        async with here.client("scoped") as client:
-            asked = ASKED | {"model": "qwen-next"}
-            refused = await client.post("/v1/completions", json=asked, headers=BETA)
-            assert (refused.status_code, refused.json()["error"]["code"]) == (
+async def test_access_is_checked_for_requested_model(tmp_path: Path) -> None:
+    async with run_routed_gateway(tmp_path, BY_HEADER) as routed:
+        assert await routed.serving_model("scoped", **BETA) == "qwen-next"
+        async with routed.client("scoped") as client:
+            body = BODY | {"model": "qwen-next"}
+            response = await client.post("/v1/completions", json=body, headers=BETA)
+            assert (response.status_code, response.json()["error"]["code"]) == (
                 403,
                 "model_not_allowed",
             )
-            listed = (await client.get("/v1/models", headers=BETA)).json()["data"]
-            assert {card["id"]: card["root"] for card in listed} == {
+            models = (await client.get("/v1/models", headers=BETA)).json()["data"]
+            assert {card["id"]: card["root"] for card in models} == {
                 "qwen": "qwen",
                 "default": "qwen",
             }
 
 
-async def test_limits_prices_rows_and_metrics_are_those_of_the_model_that_answers(
+async def test_limits_prices_and_metrics_are_those_of_serving_model(
     tmp_path: Path,
 ) -> None:
-    async with world(tmp_path, BY_HEADER) as here:
-        async with here.client() as client:
-            answers = [
-                await client.post("/v1/completions", json=ASKED, headers=BETA) for _ in range(4)
+    async with run_routed_gateway(tmp_path, BY_HEADER) as routed:
+        async with routed.client() as client:
+            responses = [
+                await client.post("/v1/completions", json=BODY, headers=BETA) for _ in range(4)
             ]
-            assert [answer.status_code for answer in answers] == [200, 200, 200, 429]
-            assert "'qwen-next'" in answers[3].json()["error"]["message"]
-            plain = await client.post("/v1/completions", json=ASKED)
-            assert "x-ratelimit-limit-requests" not in plain.headers
-        rows = await here.rows(4)
-        assert sorted((row.model, row.nano_dollars) for row in rows) == [
+            assert [response.status_code for response in responses] == [200, 200, 200, 429]
+            assert "'qwen-next'" in responses[3].json()["error"]["message"]
+            response_without_route = await client.post("/v1/completions", json=BODY)
+            assert "x-ratelimit-limit-requests" not in response_without_route.headers
+        records = await routed.wait_for_records(4)
+        assert sorted((record.model, record.nano_dollars) for record in records) == [
             ("qwen", 3),
             *[("qwen-next", 300)] * 3,
         ]
-        async with here.client("admin") as client:
+        async with routed.client("admin") as client:
             text = (await client.get("/metrics")).text
         for model, completed in (("qwen", 1), ("qwen-next", 3)):
             counted = value(text, "argosy_gateway_requests_total", status="completed", model=model)
             assert counted == completed
 
 
-async def test_the_ledger_tells_what_was_asked_for_which_route_decided_and_which_replica_answered(
-    tmp_path: Path,
-) -> None:
-    async with world(tmp_path, BY_HEADER) as here, here.client("admin") as client:
-        for asked, headers in (("default", BETA), ("qwen", BETA), ("default", {}), ("latest", {})):
-            body = ASKED | {"model": asked}
-            answer = await client.post("/v1/completions", json=body, headers=headers)
-            assert answer.status_code == 200
-        await here.rows(4)
-        query = {"group_by": "asked,route,model,replica"}
-        report = (await client.get("/admin/usage", params=query)).json()["data"]
-        one, two = here.qwen.url, here.next.url
+async def test_usage_report_has_requested_model_route_and_replica(tmp_path: Path) -> None:
+    async with run_routed_gateway(tmp_path, BY_HEADER) as routed, routed.client("admin") as client:
+        for requested_model, headers in (
+            ("default", BETA),
+            ("qwen", BETA),
+            ("default", {}),
+            ("latest", {}),
+        ):
+            body = BODY | {"model": requested_model}
+            response = await client.post("/v1/completions", json=body, headers=headers)
+            assert response.status_code == 200
+        await routed.wait_for_records(4)
+        report_query = {"group_by": "asked,route,model,replica"}
+        report = (await client.get("/admin/usage", params=report_query)).json()["data"]
+        qwen_server, next_server = routed.qwen.url, routed.next.url
         assert [
-            (row["asked"], row["route"], row["model"], row["replica"], row["requests"])
-            for row in report
+            (
+                record["asked"],
+                record["route"],
+                record["model"],
+                record["replica"],
+                record["requests"],
+            )
+            for record in report
         ] == [
-            ("default", "", "qwen", one, 1),
-            ("default", "beta", "qwen-next", two, 1),
-            ("latest", "", "qwen-next", two, 1),
-            ("qwen", "beta", "qwen-next", two, 1),
+            ("default", "", "qwen", qwen_server, 1),
+            ("default", "beta", "qwen-next", next_server, 1),
+            ("latest", "", "qwen-next", next_server, 1),
+            ("qwen", "beta", "qwen-next", next_server, 1),
         ]
-        for which, requests in (
+        for query, requests in (
             ({"asked": "default"}, 2),
             ({"route": "beta"}, 2),
             ({"route": ""}, 2),
-            ({"replica": two}, 3),
-            ({"replica": two, "asked": "latest", "route": "beta"}, 0),
+            ({"replica": next_server}, 3),
+            ({"replica": next_server, "asked": "latest", "route": "beta"}, 0),
         ):
-            (total,) = (await client.get("/admin/usage", params=which)).json()["data"]
-            assert total["requests"] == requests, which
-            exported = await client.get("/admin/usage.csv", params=which)
+            (group,) = (await client.get("/admin/usage", params=query)).json()["data"]
+            assert group["requests"] == requests, query
+            exported = await client.get("/admin/usage.csv", params=query)
             assert len(exported.text.splitlines()) == 1 + requests
 
 
-async def test_an_explanation_tells_what_was_asked_for_and_which_route_decided(
-    tmp_path: Path,
-) -> None:
-    async with world(tmp_path, BY_HEADER) as here, here.client() as client:
+async def test_trace_has_requested_model_and_route(tmp_path: Path) -> None:
+    async with run_routed_gateway(tmp_path, BY_HEADER) as routed, routed.client() as client:
         for headers, model, route in ((BETA, "qwen-next", "beta"), ({}, "qwen", None)):
-            answer = await client.post("/v1/completions", json=ASKED, headers=headers)
-            name = answer.headers["x-argosy-request"]
-            told = (await client.get(f"/admin/requests/{name}")).json()
-            assert (told["model"], told["asked"], told["route"]) == (model, "default", route)
-            assert told["limits" if route else "ledger"]
-            arguments = ["explain", name, "--url", here.base, "--key", here.keys["web"]]
-            shown = await asyncio.to_thread(CliRunner().invoke, app, arguments)
-            led = f" (for default{', by beta' if route else ''})"
-            assert f"to {model}{led}, streamed" in " ".join(shown.output.split())
+            response = await client.post("/v1/completions", json=BODY, headers=headers)
+            name = response.headers["x-argosy-request"]
+            trace = (await client.get(f"/admin/requests/{name}")).json()
+            assert (trace["model"], trace["asked"], trace["route"]) == (model, "default", route)
+            assert trace["limits" if route else "ledger"]
+            arguments = ["explain", name, "--url", routed.base, "--key", routed.keys["web"]]
+            result = await asyncio.to_thread(CliRunner().invoke, app, arguments)
+            route_text = f" (for default{', by beta' if route else ''})"
+            assert f"to {model}{route_text}, streamed" in " ".join(result.output.split())
 
 
-async def test_what_generates_nothing_goes_the_same_way(tmp_path: Path) -> None:
-    async with world(tmp_path, BY_HEADER) as here, here.client() as client:
+async def test_tokenize_requests_are_routed_and_limited(tmp_path: Path) -> None:
+    async with run_routed_gateway(tmp_path, BY_HEADER) as routed, routed.client() as client:
         body = {"model": "qwen", "prompt": "Say"}
-        assert (await client.post("/tokenize", json=body)).status_code == 404  # the one of `qwen`
-        for left in ("2", "1", "0"):
-            answer = await client.post("/tokenize", json=body, headers=BETA)
-            assert answer.json() == {"tokens": [1, 2, 3]}
-            assert answer.headers["x-ratelimit-remaining-requests"] == left
+        assert (
+            await client.post("/tokenize", json=body)
+        ).status_code == 404  # the server of `qwen` does not support it
+        for remaining in ("2", "1", "0"):
+            response = await client.post("/tokenize", json=body, headers=BETA)
+            assert response.json() == {"tokens": [1, 2, 3]}
+            assert response.headers["x-ratelimit-remaining-requests"] == remaining
         assert (await client.post("/tokenize", json=body, headers=BETA)).status_code == 429

@@ -1,8 +1,4 @@
-"""Connections that have ended leave nothing that only the garbage collector finds.
-
-It looks through old objects once in tens of thousands of connections; until then each of them would be kept, over TLS
-with hundreds of kilobytes.
-"""
+"""Closed connections and finished requests leave no reference cycles."""
 
 from __future__ import annotations
 
@@ -13,17 +9,23 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.support.byte_server import OK, Kept, ask, read_request, serving
+from tests.support.byte_server import (
+    OK,
+    ResponseRecorder,
+    connected_upstream,
+    read_request,
+    send_request,
+)
 from tests.support.certificates import Authority
+from tests.support.fake_upstream import UpstreamRequest, fake_upstream
 from tests.support.gateway_client import BODIES, CHAT, gateway
-from tests.support.scripted_server import Asked, rough_server
-from tests.support.waiting import still, until
+from tests.support.waiting import stable_value, until
 
 from argosy.gateway import ReplicaConfig
 from argosy.gateway.proxy.response_relay import ResponseRelay, StreamTimeouts
 from argosy.gateway.request_fields import RequestFields
 from argosy.gateway.upstream import UpstreamResponse
-from argosy.gateway.upstream import connection as upstream
+from argosy.gateway.upstream import connection as upstream_connection
 from argosy.http_server import (
     CertificateWatcher,
     HttpExchange,
@@ -34,136 +36,145 @@ from argosy.http_server import (
     TlsConfig,
     bind_tcp,
 )
-from argosy.http_server import connection as web
+from argosy.http_server import connection as http_connection
 
-ASKED = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
+REQUEST = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
+pytestmark = pytest.mark.exhaustive
 
 
 @pytest.fixture(autouse=True)
-def _uncollected() -> Iterator[None]:
+def _without_garbage_collector() -> Iterator[None]:
     gc.collect()
     gc.disable()
     yield
     gc.enable()
 
 
-def left(kind: type) -> int:
-    """How many there are."""
-    return sum(type(each) is kind for each in gc.get_objects())
+def count_objects(cls: type) -> int:
+    """Return the number of existing objects of a class."""
+    return sum(type(each) is cls for each in gc.get_objects())
 
 
-async def hello(scope: Scope, receive: Receive, send: Send) -> None:
+async def respond(scope: Scope, receive: Receive, send: Send) -> None:
     headers = [(b"content-length", b"5")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": b"hello"})
 
 
-@pytest.mark.parametrize("spoken", ["HTTP", "TLS", "HTTP to TLS"])
-async def test_of_clients(tmp_path: Path, spoken: str) -> None:
+@pytest.mark.parametrize("protocol", ["http", "tls", "http-to-tls"])
+async def test_closed_client_connections_are_freed(tmp_path: Path, protocol: str) -> None:
     before, authority, certificates, trust = (
-        left(web.HttpConnection),
+        count_objects(http_connection.HttpConnection),
         Authority(tmp_path),
         None,
         None,
     )
-    if spoken != "HTTP":
+    if protocol != "http":
         pair = authority.pair("server", "127.0.0.1")
         certificates = CertificateWatcher(TlsConfig(certificate=pair.certificate, key=pair.key))
-    if spoken == "TLS":
+    if protocol == "tls":
         trust = ssl.create_default_context(cafile=authority.ca)
-    listener, bound = HttpServer(hello, certificates), bind_tcp("127.0.0.1", 0)
-    running = asyncio.create_task(listener.serve(sockets=[bound]))
+    server, listen_socket = HttpServer(respond, certificates), bind_tcp("127.0.0.1", 0)
+    task = asyncio.create_task(server.serve(sockets=[listen_socket]))
     for _ in range(3):
-        reader, writer = await asyncio.open_connection(*bound.getsockname(), ssl=trust)
-        writer.write(ASKED)
-        if spoken == "HTTP to TLS":
+        reader, writer = await asyncio.open_connection(*listen_socket.getsockname(), ssl=trust)
+        writer.write(REQUEST)
+        if protocol == "http-to-tls":
             assert not await reader.read()
         else:
             assert (await reader.readuntil(b"hello")).startswith(b"HTTP/1.1 200 OK")
         writer.transport.abort()
-    await until(lambda: not listener.server_state.connections)
-    listener.stop()
-    await running
-    assert await still(lambda: left(web.HttpConnection)) <= before
+    await until(lambda: not server.server_state.connections)
+    server.stop()
+    await task
+    assert await stable_value(lambda: count_objects(http_connection.HttpConnection)) <= before
 
 
-@pytest.mark.parametrize("tls", [False, True], ids=["plain", "TLS"])
-async def test_of_replicas(tmp_path: Path, tls: bool) -> None:
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+@pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
+async def test_closed_upstream_connections_are_freed(tmp_path: Path, tls: bool) -> None:
+    async def respond(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await read_request(reader)
         writer.write(OK)
         await reader.read()
 
-    before, authority, mine, trust = (
-        left(upstream.UpstreamConnection),
+    before, authority, server_context, trust = (
+        count_objects(upstream_connection.UpstreamConnection),
         Authority(tmp_path),
         None,
         None,
     )
     if tls:
         pair = authority.pair("server", "127.0.0.1")
-        mine = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-        mine.load_cert_chain(pair.certificate, pair.key)
+        server_context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        server_context.load_cert_chain(pair.certificate, pair.key)
         trust = ssl.create_default_context(cafile=authority.ca)
-    async with serving(answer, tls=mine, trust=trust) as asked:
+    async with connected_upstream(respond, tls=server_context, trust=trust) as request:
         for _ in range(3):
-            sink = Kept()
-            connection = await ask(asked, sink)
-            await sink.ended.wait()
+            recorder = ResponseRecorder()
+            connection = await send_request(request, recorder)
+            await recorder.ended.wait()
             connection.abort()
     del connection
-    assert await still(lambda: left(upstream.UpstreamConnection)) <= before
+    assert (
+        await stable_value(lambda: count_objects(upstream_connection.UpstreamConnection)) <= before
+    )
 
 
 @pytest.mark.parametrize(
-    "how", ["whole", "stream", "left", "refused", "failed", "broken", "administered"]
+    "ending", ["whole", "stream", "disconnect", "rejected", "failed", "broken", "admin"]
 )
-async def test_of_requests(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was asked may be megabytes, and so may be what was answered."""
-    waiting, tended, tend = asyncio.Event(), asyncio.Event(), ResponseRelay.check_timeouts
+async def test_finished_requests_are_freed(ending: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests and responses may have megabytes."""
+    release, checked, check_timeouts = (
+        asyncio.Event(),
+        asyncio.Event(),
+        ResponseRelay.check_timeouts,
+    )
 
-    def tell(stream: ResponseRelay, now: float, limits: StreamTimeouts) -> None:
-        tend(stream, now, limits)
-        tended.set()
+    def check_and_signal(relay: ResponseRelay, now: float, limits: StreamTimeouts) -> None:
+        check_timeouts(relay, now, limits)
+        checked.set()
 
-    monkeypatch.setattr(ResponseRelay, "check_timeouts", tell)
+    monkeypatch.setattr(ResponseRelay, "check_timeouts", check_and_signal)
 
-    async def script(asked: Asked) -> None:
-        if how == "refused":
-            asked.json(400, {"error": {"message": "no"}})
-        elif how == "failed":
-            asked.json(500, {"error": {"message": "no"}})
-        elif how == "broken":
-            asked.writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nshort")
-            asked.writer.close()
-        elif how == "whole":
-            asked.json(200, {"choices": [{"index": 0, "text": "a", "finish_reason": "stop"}]})
+    async def script(request: UpstreamRequest) -> None:
+        if ending == "rejected":
+            request.send_json(400, {"error": {"message": "no"}})
+        elif ending == "failed":
+            request.send_json(500, {"error": {"message": "no"}})
+        elif ending == "broken":
+            request.writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nshort")
+            request.writer.close()
+        elif ending == "whole":
+            request.send_json(
+                200, {"choices": [{"index": 0, "text": "a", "finish_reason": "stop"}]}
+            )
         else:
-            asked.stream()
-            asked.say("a", "stop" if how == "stream" else None)
-            if how == "left":
-                await waiting.wait()
-            asked.end()
+            request.start_stream()
+            request.send_text("a", "stop" if ending == "stream" else None)
+            if ending == "disconnect":
+                await release.wait()
+            request.end_stream()
 
-    body = BODIES[CHAT] | {"stream": how in {"stream", "left"}}
-    kinds = HttpExchange, RequestFields, UpstreamResponse
-    before = sum(map(left, kinds))  # other tests may have kept some
+    body = BODIES[CHAT] | {"stream": ending in {"stream", "disconnect"}}
+    classes = HttpExchange, RequestFields, UpstreamResponse
+    before = sum(map(count_objects, classes))  # other tests may have left some
     async with (
-        rough_server(script) as rough,
-        gateway(ReplicaConfig(url=rough.url, kind="openai")) as (_, client),
+        fake_upstream(script) as upstream,
+        gateway(ReplicaConfig(url=upstream.url, kind="openai")) as (_, client),
     ):
         for _ in range(3):
-            if how == "administered":
+            if ending == "admin":
                 assert (await client.get("/admin/openapi.json")).status_code == 200
-            elif how == "left":
-                async with client.stream("POST", CHAT, json=body) as answer:
-                    pieces = answer.aiter_raw()
-                    assert await anext(pieces)
-                    await tended.wait()
+            elif ending == "disconnect":
+                async with client.stream("POST", CHAT, json=body) as response:
+                    chunks = response.aiter_raw()
+                    assert await anext(chunks)
+                    await checked.wait()
             else:
-                status = {"refused": 400, "failed": 502, "broken": 502}.get(how, 200)
+                status = {"rejected": 400, "failed": 502, "broken": 502}.get(ending, 200)
                 assert (await client.post(CHAT, json=body)).status_code == status
                 if status == 502:
-                    break  # it is left alone for a while
-        waiting.set()
-        await until(lambda: sum(map(left, kinds)) <= before)
+                    break  # the replica gets no requests for a while
+        release.set()
+        await until(lambda: sum(map(count_objects, classes)) <= before)

@@ -1,4 +1,4 @@
-"""Replicas that have other models under one name: none goes on with what another one began."""
+"""Replicas that serve different models under one name never resume each other's responses."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.support.cutting_proxy import Knife, proxied
+from tests.support.cutting_proxy import StreamCutter, cutting_proxy
 from tests.support.fake_engine import FakeEngine, Script
-from tests.support.gateway_harness import Running, Watching, front
+from tests.support.gateway_harness import GatewayHarness, RecordingFilter, run_gateway
 from tests.support.replica_servers import CONFIG, MODEL, events, serve
 
 from argosy.engine.serving.core_messages import EngineRequest
@@ -33,17 +33,17 @@ BODY: dict[str, Any] = {
 
 
 @dataclass
-class Once(Knife):
-    """Cuts the first stream that has the mark, before it; nothing comes of its server any more."""
+class MarkCutter(StreamCutter):
+    """Cuts the first stream before the marker, and drops everything that follows from that replica."""
 
-    mark: bytes = b": argosy 0 103"
-    gone: bool = False
+    marker: bytes = b": argosy 0 103"
+    has_cut: bool = False
 
-    def cut(self, data: bytes) -> bytes | None:
-        if self.gone:
+    def truncate(self, data: bytes) -> bytes | None:
+        if self.has_cut:
             return b""
-        self.gone = self.mark in data
-        return data[: data.index(self.mark)] if self.gone else None
+        self.has_cut = self.marker in data
+        return data[: data.index(self.marker)] if self.has_cut else None
 
 
 def script(tokens: list[int], request: EngineRequest) -> Script:
@@ -52,11 +52,13 @@ def script(tokens: list[int], request: EngineRequest) -> Script:
 
 
 @asynccontextmanager
-async def pool(tokenizer: Tokenizer, *digests: str) -> AsyncIterator[tuple[Running, Watching]]:
-    """Replicas of models with these digests, asked in this order; the first one dies in its first answer."""
-    watching, knife = Watching(), Once()
+async def run_pool(
+    tokenizer: Tokenizer, *digests: str
+) -> AsyncIterator[tuple[GatewayHarness, RecordingFilter]]:
+    """Run replicas whose models have these digests. The first replica fails during its first response."""
+    recorder, cutter = RecordingFilter(), MarkCutter()
     async with AsyncExitStack() as stack:
-        behind = []
+        replica_configs = []
         for number, digest in enumerate(digests):
             tokens = OLD if digest == digests[0] else NEW
             engine = FakeEngine(tokenizer, partial(script, tokens), digest=digest)
@@ -64,53 +66,58 @@ async def pool(tokenizer: Tokenizer, *digests: str) -> AsyncIterator[tuple[Runni
             socket = Path(folder) / "replica.sock"
             config = msgspec.structs.replace(CONFIG, uds=str(socket))
             await stack.enter_async_context(serve(engine, config))
-            url = await stack.enter_async_context(proxied(socket, knife if not number else Knife()))
-            behind.append(ReplicaConfig(url=url, model=MODEL, name=f"r{number}"))
-        yield await stack.enter_async_context(front([watching], *behind)), watching
+            url = await stack.enter_async_context(
+                cutting_proxy(socket, cutter if not number else StreamCutter())
+            )
+            replica_configs.append(ReplicaConfig(url=url, model=MODEL, name=f"r{number}"))
+        yield await stack.enter_async_context(run_gateway([recorder], *replica_configs)), recorder
 
 
-def told_ids(content: bytes) -> list[int]:
-    chunks = [json.loads(told) for told in events(content) if b'"choices"' in told]
+def token_ids(content: bytes) -> list[int]:
+    chunks = [json.loads(data) for data in events(content) if b'"choices"' in data]
     return [
-        id_ for chunk in chunks for each in chunk["choices"] for id_ in each.get("token_ids", ())
+        token_id
+        for chunk in chunks
+        for choice in chunk["choices"]
+        for token_id in choice.get("token_ids", ())
     ]
 
 
-async def test_another_model_of_the_name_does_not_go_on_with_a_stream(tokenizer: Tokenizer) -> None:
-    async with pool(tokenizer, "aa", "bb") as (running, watching):
-        hurt = await running.client.post(CHAT, json=BODY | {"stream": True})
-        *_, last = events(hurt.content)
+async def test_replica_with_other_model_does_not_resume_stream(tokenizer: Tokenizer) -> None:
+    async with run_pool(tokenizer, "aa", "bb") as (gateway, recorder):
+        cut_response = await gateway.client.post(CHAT, json=BODY | {"stream": True})
+        *_, last = events(cut_response.content)
         assert json.loads(last)["error"]["code"] == "upstream_failed"
-        assert told_ids(hurt.content) == OLD[:3]
-        assert [context.status for context in watching.left] == ["failed"]
-        calm = await running.client.post(CHAT, json=BODY | {"stream": True})
-        assert told_ids(calm.content) == NEW
+        assert token_ids(cut_response.content) == OLD[:3]
+        assert [context.status for context in recorder.completed] == ["failed"]
+        complete = await gateway.client.post(CHAT, json=BODY | {"stream": True})
+        assert token_ids(complete.content) == NEW
 
 
 @pytest.mark.parametrize("digests", [("aa", "aa"), ("aa", "bb", "aa"), ("", "")])
-async def test_one_that_has_the_same_goes_on(
+async def test_replica_with_same_model_resumes_stream(
     tokenizer: Tokenizer, digests: tuple[str, ...]
 ) -> None:
-    async with pool(tokenizer, *digests) as (running, watching):
-        hurt = await running.client.post(CHAT, json=BODY | {"stream": True})
-        assert told_ids(hurt.content) == OLD
-        assert events(hurt.content)[-1] == b"[DONE]"
-        assert [context.status for context in watching.left] == ["completed"]
+    async with run_pool(tokenizer, *digests) as (gateway, recorder):
+        cut_response = await gateway.client.post(CHAT, json=BODY | {"stream": True})
+        assert token_ids(cut_response.content) == OLD
+        assert events(cut_response.content)[-1] == b"[DONE]"
+        assert [context.status for context in recorder.completed] == ["completed"]
 
 
-async def test_a_whole_answer_is_begun_anew_there(tokenizer: Tokenizer) -> None:
-    async with pool(tokenizer, "aa", "bb") as (running, watching):
-        hurt = (await running.client.post(CHAT, json=BODY)).json()
-        calm = (await running.client.post(CHAT, json=BODY)).json()
-        assert hurt["choices"] == calm["choices"]
-        assert hurt["choices"][0]["token_ids"] == NEW
-        assert hurt["usage"] == calm["usage"]
-        assert [context.status for context in watching.left] == ["completed"] * 2
-        assert watching.left[0].delivered.output_tokens == len(NEW)
+async def test_whole_response_restarts_on_replica_with_other_model(tokenizer: Tokenizer) -> None:
+    async with run_pool(tokenizer, "aa", "bb") as (gateway, recorder):
+        cut_response = (await gateway.client.post(CHAT, json=BODY)).json()
+        complete = (await gateway.client.post(CHAT, json=BODY)).json()
+        assert cut_response["choices"] == complete["choices"]
+        assert cut_response["choices"][0]["token_ids"] == NEW
+        assert cut_response["usage"] == complete["usage"]
+        assert [context.status for context in recorder.completed] == ["completed"] * 2
+        assert recorder.completed[0].delivered.output_tokens == len(NEW)
 
 
-async def test_a_digest_that_is_none_is_told_to_nobody(tokenizer: Tokenizer) -> None:
-    """Who would be told it would refuse to go on, or all that it is asked."""
-    async with pool(tokenizer, "no digest", "none either") as (running, _):
-        hurt = await running.client.post(CHAT, json=BODY | {"stream": True})
-        assert told_ids(hurt.content) == OLD[:3] + NEW[3:]
+async def test_invalid_digest_is_not_sent_to_other_replicas(tokenizer: Tokenizer) -> None:
+    """A replica that received the invalid digest would refuse to resume, or reject every request."""
+    async with run_pool(tokenizer, "no digest", "none either") as (gateway, _):
+        cut_response = await gateway.client.post(CHAT, json=BODY | {"stream": True})
+        assert token_ids(cut_response.content) == OLD[:3] + NEW[3:]

@@ -1,4 +1,4 @@
-"""What a request says of its own urgency: `timeout_s`, at which it ends with what there is, and `priority`."""
+"""Requests with `timeout_s`, at which they end with the tokens so far, and with `priority`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import httpx2
 import pytest
 from tests.support.fake_engine import FakeEngine, Script
-from tests.support.gateway_harness import Watching, front
+from tests.support.fake_upstream import UpstreamRequest, fake_upstream
+from tests.support.gateway_harness import RecordingFilter, run_gateway
 from tests.support.replica_servers import MODEL, events, serve
-from tests.support.scripted_server import Asked, rough_server
 from tests.support.waiting import until
 
 from argosy.engine.serving.core_messages import EngineRequest
@@ -22,130 +22,138 @@ from argosy.protocol import ApiError
 
 TOKENS = list(range(100, 160))
 CHAT = "/v1/chat/completions"
-SOON_S = 1.0
-"""Long enough for the tokens that come at once, and short enough to wait for."""
+DEADLINE_S = 1.0
+"""Long enough for the tokens that arrive immediately, and short enough to wait for."""
 
 
-def body(timeout_s: object, **more: object) -> dict[str, Any]:
+def make_body(timeout_s: object, **changes: object) -> dict[str, Any]:
     messages = [{"role": "user", "content": "Hi"}]
-    asked = {"model": "big", "messages": messages, "max_tokens": 60, "timeout_s": timeout_s}
-    return asked | more
+    request_body = {"model": "big", "messages": messages, "max_tokens": 60, "timeout_s": timeout_s}
+    return request_body | changes
 
 
-def told(content: bytes) -> list[dict[str, Any]]:
-    """The chunks of a stream that ended as it should."""
+def parse_chunks(content: bytes) -> list[dict[str, Any]]:
+    """Return the chunks of a stream that ended with [DONE]."""
     *chunks, done = events(content)
     assert done == b"[DONE]"
     return [json.loads(chunk) for chunk in chunks]
 
 
-def stuck(tokenizer: Tokenizer, after: int) -> FakeEngine:
-    """An engine that gives so many tokens, and no more."""
+def make_stuck_engine(tokenizer: Tokenizer, after: int) -> FakeEngine:
+    """Return an engine that stops after `after` tokens."""
     return FakeEngine(tokenizer, lambda _: Script(list(TOKENS), finish="length", pause_after=after))
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_an_answer_ends_with_what_there_is(tokenizer: Tokenizer, stream: bool) -> None:
-    engine, watching = stuck(tokenizer, 40), Watching()
+async def test_response_ends_at_deadline_with_tokens_so_far(
+    tokenizer: Tokenizer, stream: bool
+) -> None:
+    engine, recorder = make_stuck_engine(tokenizer, 40), RecordingFilter()
     async with (
         serve(engine) as served,
-        front([watching], ReplicaConfig(url=served.url, model=MODEL)) as running,
+        run_gateway([recorder], ReplicaConfig(url=served.url, model=MODEL)) as gateway,
     ):
         options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
-        asked = body(SOON_S, return_token_ids=True, **options)
-        answer = await running.client.post(CHAT, json=asked)
-        await engine.nothing_runs()  # it is told at once that nobody waits
-    assert answer.status_code == 200, answer.text
-    chunks = told(answer.content) if stream else [answer.json()]
+        request_body = make_body(DEADLINE_S, return_token_ids=True, **options)
+        response = await gateway.client.post(CHAT, json=request_body)
+        await engine.wait_idle()  # the replica is notified of the cancellation
+    assert response.status_code == 200, response.text
+    chunks = parse_chunks(response.content) if stream else [response.json()]
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
-    assert [i for one in choices for i in one.get("token_ids") or ()] == TOKENS[:40]
+    assert [i for choice in choices for i in choice.get("token_ids") or ()] == TOKENS[:40]
     assert choices[-1]["finish_reason"] == "timeout"
     assert chunks[-1]["usage"]["completion_tokens"] == 40
-    (context,) = watching.left
+    (context,) = recorder.completed
     assert (context.status, context.delivered.output_tokens) == ("stopped", 40)
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
-async def test_a_choice_that_has_not_begun_has_no_tokens_and_says_so(
-    tokenizer: Tokenizer, path: str
-) -> None:
-    def first_only(request: EngineRequest) -> Script:
+async def test_choice_without_tokens_at_deadline_is_empty(tokenizer: Tokenizer, path: str) -> None:
+    def generate_first_choice(request: EngineRequest) -> Script:
         return Script(list(TOKENS), pause_after=0 if request.parent_id else 5)
 
     async with (
-        serve(FakeEngine(tokenizer, first_only)) as served,
-        front([], ReplicaConfig(url=served.url, model=MODEL)) as running,
+        serve(FakeEngine(tokenizer, generate_first_choice)) as served,
+        run_gateway([], ReplicaConfig(url=served.url, model=MODEL)) as gateway,
     ):
-        asked = body(SOON_S, n=2, return_token_ids=True)
+        request_body = make_body(DEADLINE_S, n=2, return_token_ids=True)
         if path != CHAT:
-            asked = {**asked, "prompt": "Hi"}
-            del asked["messages"]
-        answer = await running.client.post(path, json=asked)
-    choices = answer.json()["choices"]
+            request_body = {**request_body, "prompt": "Hi"}
+            del request_body["messages"]
+        response = await gateway.client.post(path, json=request_body)
+    choices = response.json()["choices"]
     assert [choice["finish_reason"] for choice in choices] == ["timeout", "timeout"]
     assert [choice.get("token_ids") for choice in choices] == [TOKENS[:5], []]
 
 
-async def test_a_stream_on_the_fast_path_ends_too(tokenizer: Tokenizer) -> None:
-    engine = stuck(tokenizer, 40)
+async def test_stream_on_fast_path_ends_at_deadline(tokenizer: Tokenizer) -> None:
+    engine = make_stuck_engine(tokenizer, 40)
     async with (
         serve(engine) as served,
-        front([], ReplicaConfig(url=served.url, model=MODEL)) as running,
+        run_gateway([], ReplicaConfig(url=served.url, model=MODEL)) as gateway,
     ):
-        asked = asyncio.create_task(running.client.post(CHAT, json=body(SOON_S, stream=True)))
-        await until(lambda: running.serving.fast_path_streams == 1)
-        chunks = told((await asked).content)
+        task = asyncio.create_task(
+            gateway.client.post(CHAT, json=make_body(DEADLINE_S, stream=True))
+        )
+        await until(lambda: gateway.handlers.fast_path_streams == 1)
+        chunks = parse_chunks((await task).content)
     assert chunks[-1]["choices"][0]["finish_reason"] == "timeout"
 
 
-async def test_another_servers_stream_ends_too() -> None:
-    async def silent(asked: Asked) -> None:
-        assert "timeout_s" not in asked.body  # it does not know it
-        asked.stream()
-        asked.say("one")
-        asked.say(" two")
+async def test_stream_of_other_server_ends_at_deadline() -> None:
+    async def stall_after_two_tokens(request: UpstreamRequest) -> None:
+        assert "timeout_s" not in request.body  # the server does not support it
+        request.start_stream()
+        request.send_text("one")
+        request.send_text(" two")
         await asyncio.Event().wait()
 
     async with (
-        rough_server(silent) as rough,
-        front([], ReplicaConfig(url=rough.url, kind="openai")) as running,
+        fake_upstream(stall_after_two_tokens) as upstream,
+        run_gateway([], ReplicaConfig(url=upstream.url, kind="openai")) as gateway,
     ):
-        asked = {"model": "big", "prompt": "Hi", "stream": True, "timeout_s": SOON_S}
-        answer = await running.client.post("/v1/completions", json=asked)
-    choices = [chunk["choices"][0] for chunk in told(answer.content)]
+        request_body = {"model": "big", "prompt": "Hi", "stream": True, "timeout_s": DEADLINE_S}
+        response = await gateway.client.post("/v1/completions", json=request_body)
+    choices = [chunk["choices"][0] for chunk in parse_chunks(response.content)]
     assert "".join(choice["text"] for choice in choices) == "one two"
     assert choices[-1]["finish_reason"] == "timeout"
 
 
-async def test_one_that_waits_to_be_carried_on_ends_too(tokenizer: Tokenizer) -> None:
+async def test_stream_waiting_for_failover_ends_at_deadline(tokenizer: Tokenizer) -> None:
     crashing = Script(TOKENS[:20], crash=RuntimeError("gone"))
     engine = FakeEngine(tokenizer, lambda _: crashing)
-    patient = Timeouts(failover_timeout_s=30.0)
+    timeouts = Timeouts(failover_timeout_s=30.0)
     async with serve(engine) as served:
         replica = ReplicaConfig(url=served.url, model=MODEL)
-        async with front([], replica, timeouts=patient) as running:
+        async with run_gateway([], replica, timeouts=timeouts) as gateway:
             engine.script = lambda _: crashing
-            asked = asyncio.create_task(running.client.post(CHAT, json=body(SOON_S, stream=True)))
-            await engine.asked.wait()
-            engine.refusal = ApiError(503, "engine_unavailable", "restarting")
-            chunks = told((await asked).content)
+            task = asyncio.create_task(
+                gateway.client.post(CHAT, json=make_body(DEADLINE_S, stream=True))
+            )
+            await engine.request_received.wait()
+            engine.rejection = ApiError(503, "engine_unavailable", "restarting")
+            chunks = parse_chunks((await task).content)
     assert chunks[-1]["choices"][0]["finish_reason"] == "timeout"
 
 
-def refused(answer: httpx2.Response) -> None:
-    assert answer.status_code == 504, answer.text
-    assert answer.json()["error"]["code"] == "deadline_exceeded"
-    assert answer.headers["x-should-retry"] == "false"
+def assert_deadline_exceeded(response: httpx2.Response) -> None:
+    assert response.status_code == 504, response.text
+    assert response.json()["error"]["code"] == "deadline_exceeded"
+    assert response.headers["x-should-retry"] == "false"
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_one_of_which_nothing_came_is_refused(tokenizer: Tokenizer, stream: bool) -> None:
-    watching = Watching()
-    async with serve(stuck(tokenizer, 0)) as served:
+async def test_request_without_tokens_at_deadline_is_504(
+    tokenizer: Tokenizer, stream: bool
+) -> None:
+    recorder = RecordingFilter()
+    async with serve(make_stuck_engine(tokenizer, 0)) as served:
         replica = ReplicaConfig(url=served.url, model=MODEL)
-        async with front([watching], replica) as running:
-            refused(await running.client.post(CHAT, json=body(0.1, stream=stream)))
-            trace = running.traces.find(watching.left[0].response_id)
+        async with run_gateway([recorder], replica) as gateway:
+            assert_deadline_exceeded(
+                await gateway.client.post(CHAT, json=make_body(0.1, stream=stream))
+            )
+            trace = gateway.traces.find(recorder.completed[0].response_id)
     assert trace is not None
     assert (trace.status, trace.error_code, trace.output_tokens) == (
         "stopped",
@@ -154,52 +162,52 @@ async def test_one_of_which_nothing_came_is_refused(tokenizer: Tokenizer, stream
     )
 
 
-async def test_the_queue_goes_by_them_and_drops_who_is_too_late() -> None:
-    gate, order = asyncio.Event(), []
+async def test_queue_is_ordered_by_deadline_and_drops_expired_requests() -> None:
+    release, order = asyncio.Event(), []
 
-    async def answer(asked: Asked) -> None:
-        order.append(asked.body["user"])
-        await gate.wait()
-        asked.json(200, {"choices": []})
+    async def respond(request: UpstreamRequest) -> None:
+        order.append(request.body["user"])
+        await release.wait()
+        request.send_json(200, {"choices": []})
 
-    async with rough_server(answer) as rough:
-        replica = ReplicaConfig(url=rough.url, kind="openai", max_requests=1)
-        async with front([], replica) as running:
+    async with fake_upstream(respond) as upstream:
+        replica = ReplicaConfig(url=upstream.url, kind="openai", max_requests=1)
+        async with run_gateway([], replica) as gateway:
 
-            def ask(
+            def send(
                 user: str, timeout_s: float | None, priority: int = 0
             ) -> asyncio.Task[httpx2.Response]:
-                asked = body(timeout_s, user=user, priority=priority)
-                return asyncio.create_task(running.client.post(CHAT, json=asked))
+                request_body = make_body(timeout_s, user=user, priority=priority)
+                return asyncio.create_task(gateway.client.post(CHAT, json=request_body))
 
-            asked = [ask("first", None)]
+            tasks = [send("first", None)]
             await until(lambda: order == ["first"])
-            urgencies = (
+            submissions = (
                 ("modest", 10.0, 1),
                 ("patient", None, 0),
                 ("later", 25.0, 0),
                 ("sooner", 20.0, 0),
             )
-            for place, urgency in enumerate(urgencies, 1):
-                asked.append(ask(*urgency))
-                await running.queued(place)
-            refused(await ask("too late", 0.05))
-            await running.queued(4)
-            gate.set()
-            assert [(await each).status_code for each in asked] == [200] * 5
+            for index, submission in enumerate(submissions, 1):
+                tasks.append(send(*submission))
+                await gateway.wait_for_queued(index)
+            assert_deadline_exceeded(await send("too late", 0.05))
+            await gateway.wait_for_queued(4)
+            release.set()
+            assert [(await task).status_code for task in tasks] == [200] * 5
     assert order == ["first", "sooner", "later", "patient", "modest"]
 
 
-async def test_the_operator_may_bound_all_requests(tokenizer: Tokenizer) -> None:
-    async with serve(stuck(tokenizer, 0)) as served:
+async def test_operator_deadline_applies_to_all_requests(tokenizer: Tokenizer) -> None:
+    async with serve(make_stuck_engine(tokenizer, 0)) as served:
         replica = ReplicaConfig(url=served.url, model=MODEL)
-        async with front([], replica, timeouts=Timeouts(request_timeout_s=0.1)) as running:
-            refused(await running.client.post(CHAT, json=body(None)))
-            refused(await running.client.post(CHAT, json=body(30.0)))
+        async with run_gateway([], replica, timeouts=Timeouts(request_timeout_s=0.1)) as gateway:
+            assert_deadline_exceeded(await gateway.client.post(CHAT, json=make_body(None)))
+            assert_deadline_exceeded(await gateway.client.post(CHAT, json=make_body(30.0)))
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    "invalid_field",
     [
         {"timeout_s": 0},
         {"timeout_s": "soon"},
@@ -209,11 +217,13 @@ async def test_the_operator_may_bound_all_requests(tokenizer: Tokenizer) -> None
     ],
     ids=str,
 )
-async def test_what_cannot_be_is_refused_by_name(wrong: dict[str, object]) -> None:
+async def test_invalid_deadline_or_priority_is_rejected_by_name(
+    invalid_field: dict[str, object],
+) -> None:
     async with (
-        rough_server() as rough,
-        front([], ReplicaConfig(url=rough.url, kind="openai")) as running,
+        fake_upstream() as upstream,
+        run_gateway([], ReplicaConfig(url=upstream.url, kind="openai")) as gateway,
     ):
-        answer = await running.client.post(CHAT, json=body(1.0) | wrong)
-    assert answer.status_code == 400
-    assert [answer.json()["error"]["param"]] == list(wrong)
+        response = await gateway.client.post(CHAT, json=make_body(1.0) | invalid_field)
+    assert response.status_code == 400
+    assert [response.json()["error"]["param"]] == list(invalid_field)

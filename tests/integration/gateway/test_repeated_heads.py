@@ -1,4 +1,4 @@
-"""Requests whose heads are the same as the one before are read as any other: each as if its connection were its own."""
+"""Requests with the same head as the previous one are parsed as if each had its own connection."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
-from tests.integration.gateway.test_http_connections import listening
+from tests.integration.gateway.test_http_connections import listen
 
 
-async def seen(request: Request) -> JSONResponse:
-    """Tells what came."""
+async def describe_request(request: Request) -> JSONResponse:
+    """Respond with the request's method, path, headers and body."""
     headers = [(name.decode(), value.decode()) for name, value in request.headers.raw]
     body = (await request.body()).decode("latin-1")
     return JSONResponse([request.method, str(request.url.path), headers, body])
 
 
-APP = Starlette(routes=[Route("/seen", seen, methods=["POST"])])
+APP = Starlette(routes=[Route("/seen", describe_request, methods=["POST"])])
 
 LENGTHS = ("content-length: {}", "Content-Length: {}", "content-length:{}", "Content-Length:  {}")
 BODIES = st.sampled_from(
@@ -35,8 +35,8 @@ HEADERS = st.lists(
 
 
 @st.composite
-def requests(draw: st.DrawFn) -> bytes:
-    """As clients write them, with a length or in chunks."""
+def make_requests(draw: st.DrawFn) -> bytes:
+    """A request as clients write it, with a length or in chunks."""
     body, before, after = draw(BODIES), draw(HEADERS), draw(HEADERS)
     length = draw(st.sampled_from((*LENGTHS, "content-length: 00{}", "transfer-encoding: chunked")))
     head = ("POST /seen HTTP/1.1", "host: x", *before, length.format(len(body)), *after, "", "")
@@ -45,63 +45,67 @@ def requests(draw: st.DrawFn) -> bytes:
     return "\r\n".join(head).encode() + body
 
 
-FEW = st.lists(requests(), min_size=1, max_size=3).flatmap(
-    lambda some: st.lists(st.sampled_from(some), min_size=2, max_size=8)
+REPEATED_REQUESTS = st.lists(make_requests(), min_size=1, max_size=3).flatmap(
+    lambda distinct: st.lists(st.sampled_from(distinct), min_size=2, max_size=8)
 )
-"""The same ones again and again."""
+"""Few distinct requests, repeated."""
 
 
-async def told(reader: asyncio.StreamReader) -> list[object]:
-    """What the application saw: method, path, headers and body."""
+async def read_description(reader: asyncio.StreamReader) -> list[object]:
+    """Return what the application received: method, path, headers and body."""
     head = await reader.readuntil(b"\r\n\r\n")
     length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r")[0])
     seen: list[object] = json.loads(await reader.readexactly(length))
     return seen
 
 
-async def over_one(port: int, asked: list[bytes], cut: int) -> list[list[object]]:
-    """The answers to requests one after another on one connection; the last comes in two pieces."""
+async def exchange_in_order(port: int, requests_sent: list[bytes], cut: int) -> list[list[object]]:
+    """Send requests one after another on one connection, the last one in two segments."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    found = []
-    for request in asked[:-1]:
+    descriptions = []
+    for request in requests_sent[:-1]:
         writer.write(request)
-        found.append(await told(reader))
-    writer.write(asked[-1][:cut])
+        descriptions.append(await read_description(reader))
+    writer.write(requests_sent[-1][:cut])
     await writer.drain()
-    writer.write(asked[-1][cut:])
-    found.append(await told(reader))
+    writer.write(requests_sent[-1][cut:])
+    descriptions.append(await read_description(reader))
     writer.close()
-    return found
+    return descriptions
 
 
 @settings(max_examples=60, deadline=None)
-@given(FEW, st.integers(0, 200))
-def test_what_came_before_changes_nothing(asked: list[bytes], cut: int) -> None:
-    async def both() -> tuple[list[list[object]], list[list[object]]]:
-        async with listening(APP) as port:
-            alone = [(await over_one(port, [request], 0))[0] for request in asked]
-            return await over_one(port, asked, cut), alone
+@given(REPEATED_REQUESTS, st.integers(0, 200))
+def test_earlier_requests_do_not_affect_parsing(requests_sent: list[bytes], cut: int) -> None:
+    async def exchange_both_ways() -> tuple[list[list[object]], list[list[object]]]:
+        async with listen(APP) as port:
+            separate = [
+                (await exchange_in_order(port, [request], 0))[0] for request in requests_sent
+            ]
+            return await exchange_in_order(port, requests_sent, cut), separate
 
-    together, alone = asyncio.run(both())
-    assert together == alone
+    together, separate = asyncio.run(exchange_both_ways())
+    assert together == separate
 
 
-def test_many_at_once_are_each_their_own() -> None:
-    """Heads that are the same, bodies that are not, sent without waiting."""
+def test_pipelined_requests_with_same_head_keep_their_bodies() -> None:
+    """The heads are equal and the bodies are not, and the client does not wait for responses."""
 
-    async def all_of_them() -> list[object]:
-        async with listening(APP) as port:
+    async def exchange_pipelined() -> list[object]:
+        async with listen(APP) as port:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             bodies = [b"%d" % number * (number % 7) for number in range(200)]
-            found = []
+            descriptions = []
             for at in range(0, 200, 4):
                 for body in bodies[at : at + 4]:
                     writer.write(
                         b"POST /seen HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
                         + body
                     )
-                found += [await told(reader) for _ in range(4)]
+                descriptions += [await read_description(reader) for _ in range(4)]
             writer.close()
-            return [one[3] for one in found]
+            return [description[3] for description in descriptions]
 
-    assert asyncio.run(all_of_them()) == [str(number) * (number % 7) for number in range(200)]
+    assert asyncio.run(exchange_pipelined()) == [
+        str(number) * (number % 7) for number in range(200)
+    ]

@@ -1,4 +1,4 @@
-"""Connections of a server that leaves: who was told that it may ask again may."""
+"""Draining of an HTTP server: a client that was not asked to close its connection may send another request."""
 
 from __future__ import annotations
 
@@ -12,121 +12,121 @@ from argosy.http_server import HttpServer, Receive, Scope, Send, bind_tcp
 Client = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-def asked(path: str) -> bytes:
+def make_request(path: str) -> bytes:
     return f"GET {path} HTTP/1.1\r\nhost: x\r\n\r\n".encode()
 
 
 @dataclass
-class Held:
-    """An application whose answers under /stream have begun, and end once they may."""
+class HeldApp:
+    """An application whose responses to /stream and /later wait for `release`."""
 
-    begun: asyncio.Event = field(default_factory=asyncio.Event)
-    may_end: asyncio.Event = field(default_factory=asyncio.Event)
+    started: asyncio.Event = field(default_factory=asyncio.Event)
+    release: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def __call__(self, scope: Scope, _receive: Receive, send: Send) -> None:
         if scope["path"] == "/later":
-            self.begun.set()
-            await self.may_end.wait()
+            self.started.set()
+            await self.release.wait()
         await send({"type": "http.response.start", "status": 200, "headers": []})
         if scope["path"] == "/stream":
             await send({"type": "http.response.body", "body": b"a", "more_body": True})
-            self.begun.set()
-            await self.may_end.wait()
+            self.started.set()
+            await self.release.wait()
         await send({"type": "http.response.body", "body": b"the end"})
 
 
 @contextlib.asynccontextmanager
-async def serving(app: Held) -> AsyncIterator[tuple[HttpServer, asyncio.Task[None], Client]]:
-    """A server, and a client that is connected."""
-    listener, bound = HttpServer(app), bind_tcp("127.0.0.1", 0)
-    running = asyncio.create_task(listener.serve(sockets=[bound]))
-    reader, writer = await asyncio.open_connection(*bound.getsockname())
+async def serve_app(app: HeldApp) -> AsyncIterator[tuple[HttpServer, asyncio.Task[None], Client]]:
+    """Run a server and connect a client to it."""
+    server, listen_socket = HttpServer(app), bind_tcp("127.0.0.1", 0)
+    server_task = asyncio.create_task(server.serve(sockets=[listen_socket]))
+    reader, writer = await asyncio.open_connection(*listen_socket.getsockname())
     try:
-        yield listener, running, (reader, writer)
+        yield server, server_task, (reader, writer)
     finally:
         writer.close()
-        listener.stop()
-        await running
+        server.stop()
+        await server_task
 
 
-async def test_a_stream_that_began_before_its_server_leaves_lets_its_client_ask_again() -> None:
-    """Its head has said so: the next request may be on its way when the stream ends."""
-    app = Held()
-    async with serving(app) as (listener, _, (reader, writer)):
-        writer.write(asked("/stream"))
+async def test_client_of_stream_may_send_another_request_while_draining() -> None:
+    """The response headers allow it, so the next request may be on its way when the stream ends."""
+    app = HeldApp()
+    async with serve_app(app) as (server, _, (reader, writer)):
+        writer.write(make_request("/stream"))
         assert b"connection: close" not in await reader.readuntil(b"\r\n\r\n")
-        await app.begun.wait()
-        retiring = asyncio.create_task(listener.drain(60))
+        await app.started.wait()
+        drain_task = asyncio.create_task(server.drain(60))
         await asyncio.sleep(0)
-        app.may_end.set()
+        app.release.set()
         assert b"the end" in await reader.readuntil(b"0\r\n\r\n")
-        writer.write(asked("/"))
-        answer = await reader.read()  # to the connection's end
-        assert answer.startswith(b"HTTP/1.1 200 ")
-        assert b"connection: close\r\n" in answer
-        await retiring
+        writer.write(make_request("/"))
+        response = await reader.read()  # to the end of the connection
+        assert response.startswith(b"HTTP/1.1 200 ")
+        assert b"connection: close\r\n" in response
+        await drain_task
 
 
-async def test_a_stream_whose_client_asks_no_more_keeps_no_server() -> None:
-    app = Held()
-    async with serving(app) as (listener, _, (reader, writer)):
-        writer.write(asked("/stream"))
-        await app.begun.wait()
-        retiring = asyncio.create_task(listener.drain(0.01))
+async def test_idle_client_of_stream_does_not_delay_drain() -> None:
+    app = HeldApp()
+    async with serve_app(app) as (server, _, (reader, writer)):
+        writer.write(make_request("/stream"))
+        await app.started.wait()
+        drain_task = asyncio.create_task(server.drain(0.01))
         await asyncio.sleep(0)
-        app.may_end.set()
+        app.release.set()
         assert (await reader.read()).endswith(b"0\r\n\r\n")
-        await retiring
+        await drain_task
 
 
-async def test_requests_that_came_together_before_a_server_leaves_are_all_answered() -> None:
-    app = Held()
-    async with serving(app) as (listener, _, (reader, writer)):
-        writer.write(asked("/later") + asked("/") + asked("/"))
-        await app.begun.wait()
-        retiring = asyncio.create_task(listener.drain(60))
+async def test_pipelined_requests_are_answered_while_draining() -> None:
+    app = HeldApp()
+    async with serve_app(app) as (server, _, (reader, writer)):
+        writer.write(make_request("/later") + make_request("/") + make_request("/"))
+        await app.started.wait()
+        drain_task = asyncio.create_task(server.drain(60))
         await asyncio.sleep(0)
-        app.may_end.set()
-        answers = await reader.read()
-        assert answers.count(b"HTTP/1.1 200 ") == answers.count(b"the end") == 3
-        assert answers.count(b"connection: close\r\n") == 1
-        await retiring
+        app.release.set()
+        responses = await reader.read()
+        assert responses.count(b"HTTP/1.1 200 ") == responses.count(b"the end") == 3
+        assert responses.count(b"connection: close\r\n") == 1
+        await drain_task
 
 
-async def has_ended(running: asyncio.Task[None]) -> bool:
-    """Whether it ends without waiting for a clock: so many turns of the loop take less than one of its ticks."""
+async def has_ended(server_task: asyncio.Task[None]) -> bool:
+    """Whether the server ends without a timer: this many iterations of the loop take less than one timer tick."""
     for _ in range(100):
-        if running.done():
+        if server_task.done():
             return True
         await asyncio.sleep(0)
     return False
 
 
-async def test_a_server_that_nobody_uses_ends_at_once() -> None:
-    listener, bound = HttpServer(Held()), bind_tcp("127.0.0.1", 0)
-    running = asyncio.create_task(listener.serve(sockets=[bound]))
-    assert not await has_ended(running)
-    listener.stop()
-    assert await has_ended(running)
+async def test_unused_server_stops_immediately() -> None:
+    server, listen_socket = HttpServer(HeldApp()), bind_tcp("127.0.0.1", 0)
+    server_task = asyncio.create_task(server.serve(sockets=[listen_socket]))
+    assert not await has_ended(server_task)
+    server.stop()
+    assert await has_ended(server_task)
 
 
-async def test_a_server_whose_clients_wait_for_nothing_ends_at_once() -> None:
-    async with serving(Held()) as (listener, running, (reader, writer)):
-        writer.write(asked("/"))
+async def test_server_with_idle_clients_stops_immediately() -> None:
+    async with serve_app(HeldApp()) as (server, server_task, (reader, writer)):
+        writer.write(make_request("/"))
         assert b"the end" in await reader.readuntil(b"0\r\n\r\n")
-        listener.stop()
-        assert await has_ended(running)
+        server.stop()
+        assert await has_ended(server_task)
         assert await reader.read() == b""
 
 
-async def test_a_server_that_is_stopped_ends_with_the_last_answer() -> None:
-    app = Held()
-    async with serving(app) as (listener, running, (reader, writer)):
-        writer.write(asked("/later"))
-        await app.begun.wait()
-        listener.stop()
-        assert not await has_ended(running)
-        app.may_end.set()
-        answer = await reader.read()  # to the connection's end
-        assert answer.startswith(b"HTTP/1.1 200 ")
-        assert await has_ended(running)
+async def test_stopped_server_ends_with_last_response() -> None:
+    app = HeldApp()
+    async with serve_app(app) as (server, server_task, (reader, writer)):
+        writer.write(make_request("/later"))
+        await app.started.wait()
+        server.stop()
+        assert not await has_ended(server_task)
+        app.release.set()
+        response = await reader.read()  # to the end of the connection
+        assert response.startswith(b"HTTP/1.1 200 ")
+        assert await has_ended(server_task)

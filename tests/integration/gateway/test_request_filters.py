@@ -1,4 +1,4 @@
-"""What every request passes: stages are entered and left once, told of each token, and can end an answer."""
+"""Request filters: called once per request, notified of all tokens, and able to end a response."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 from tests.support.fake_engine import FakeEngine, Script
-from tests.support.gateway_harness import Running, Watching, front
+from tests.support.fake_upstream import UpstreamRequest, fake_upstream
+from tests.support.gateway_harness import GatewayHarness, RecordingFilter, run_gateway
 from tests.support.replica_servers import MODEL, completion, events, serve
-from tests.support.scripted_server import Asked, rough_server
 from tests.support.waiting import until
 
 from argosy.engine.serving.text.tokenizer import Tokenizer
@@ -29,316 +29,307 @@ CHAT: dict[str, Any] = {
 PATHS = ("/v1/chat/completions", "/v1/completions")
 
 
-def body(path: str, **extra: object) -> dict[str, Any]:
+def make_body(path: str, **extra: object) -> dict[str, Any]:
     if path == PATHS[0]:
         return CHAT | extra
     return completion("Once", max_tokens=12) | {"model": "big"} | extra
 
 
 @contextlib.asynccontextmanager
-async def ours(
-    tokenizer: Tokenizer, *stages: Watching
-) -> AsyncIterator[tuple[Running, FakeEngine]]:
-    """A gateway in front of our replica around a scripted engine."""
+async def run_native_gateway(
+    tokenizer: Tokenizer, *filters: RecordingFilter
+) -> AsyncIterator[tuple[GatewayHarness, FakeEngine]]:
+    """Run a gateway in front of an Argosy replica with a scripted engine."""
     engine = FakeEngine(tokenizer, lambda _: Script(list(TOKENS), finish="length"))
     async with (
         serve(engine) as served,
-        front(stages, ReplicaConfig(url=served.url, model=MODEL)) as running,
+        run_gateway(filters, ReplicaConfig(url=served.url, model=MODEL)) as gateway,
     ):
-        yield running, engine
+        yield gateway, engine
 
 
-def finishes(chunks: list[bytes]) -> dict[int, str]:
-    told: dict[int, str] = {}
+def finish_reasons(chunks: list[bytes]) -> dict[int, str]:
+    finish_reasons_by_choice: dict[int, str] = {}
     for chunk in chunks[:-1]:
         for choice in json.loads(chunk)["choices"]:
             if choice["finish_reason"] is not None:
-                assert choice["index"] not in told
-                told[choice["index"]] = choice["finish_reason"]
-    return told
+                assert choice["index"] not in finish_reasons_by_choice
+                finish_reasons_by_choice[choice["index"]] = choice["finish_reason"]
+    return finish_reasons_by_choice
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("stream", [True, False])
-async def test_all_that_is_delivered_is_counted(
+async def test_filter_counts_all_delivered_tokens(
     tokenizer: Tokenizer, path: str, stream: bool
 ) -> None:
-    watching = Watching()
-    async with ours(tokenizer, watching) as (running, _):
-        answer = await running.client.post(path, json=body(path, stream=stream))
-        assert answer.status_code == 200, answer.text
-        assert answer.headers["x-watched"] == "yes"
-    (context,) = watching.left
+    recorder = RecordingFilter()
+    async with run_native_gateway(tokenizer, recorder) as (gateway, _):
+        response = await gateway.client.post(path, json=make_body(path, stream=stream))
+        assert response.status_code == 200, response.text
+        assert response.headers["x-watched"] == "yes"
+    (context,) = recorder.completed
     assert context.status == "completed"
-    assert watching.counts == sorted(set(watching.counts))
-    assert watching.counts[-1] == context.delivered.output_tokens == 12
+    assert recorder.token_counts == sorted(set(recorder.token_counts))
+    assert recorder.token_counts[-1] == context.delivered.output_tokens == 12
     assert context.delivered.prompt_tokens > 0
     assert context.delivered.cached_tokens == min(3, context.delivered.prompt_tokens)
     assert context.replica_name.startswith("http://127.0.0.1:")
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("most", [1, 2, 7, 11])
-async def test_a_limit_ends_a_stream_at_the_token(
-    tokenizer: Tokenizer, path: str, most: int
+@pytest.mark.parametrize("max_tokens", [1, 2, 7, 11])
+async def test_filter_ends_stream_at_token_limit(
+    tokenizer: Tokenizer, path: str, max_tokens: int
 ) -> None:
-    watching = Watching(most=most)
-    async with ours(tokenizer, watching) as (running, engine):
+    recorder = RecordingFilter(max_tokens=max_tokens)
+    async with run_native_gateway(tokenizer, recorder) as (gateway, engine):
         options = {"include_usage": True}
-        asked = body(path, stream=True, return_token_ids=True, stream_options=options)
-        answer = await running.client.post(path, json=asked)
-        await engine.nothing_runs()
-    chunks = events(answer.content)
+        request_body = make_body(path, stream=True, return_token_ids=True, stream_options=options)
+        response = await gateway.client.post(path, json=request_body)
+        await engine.wait_idle()
+    chunks = events(response.content)
     assert chunks[-1] == b"[DONE]"
-    assert finishes(chunks) == {0: "budget"}
-    told = [json.loads(chunk) for chunk in chunks[:-1]]
+    assert finish_reasons(chunks) == {0: "budget"}
+    parsed_chunks = [json.loads(chunk) for chunk in chunks[:-1]]
     ids = [
-        i for chunk in told for choice in chunk["choices"] for i in choice.get("token_ids") or ()
+        i
+        for chunk in parsed_chunks
+        for choice in chunk["choices"]
+        for i in choice.get("token_ids") or ()
     ]
-    *before, counted = [0, *watching.counts]
-    assert before[-1] < most <= counted
-    assert ids == TOKENS[:counted]
-    assert told[-1]["usage"]["completion_tokens"] == counted
-    assert len({(chunk["id"], chunk["created"], chunk["model"]) for chunk in told}) == 1
-    (context,) = watching.left
-    assert (context.status, context.delivered.output_tokens) == ("stopped", counted)
+    *earlier_counts, final_count = [0, *recorder.token_counts]
+    assert earlier_counts[-1] < max_tokens <= final_count
+    assert ids == TOKENS[:final_count]
+    assert parsed_chunks[-1]["usage"]["completion_tokens"] == final_count
+    assert len({(chunk["id"], chunk["created"], chunk["model"]) for chunk in parsed_chunks}) == 1
+    (context,) = recorder.completed
+    assert (context.status, context.delivered.output_tokens) == ("stopped", final_count)
 
 
-@pytest.mark.parametrize(("kind", "most"), [("openai", 5), ("openai", 12), ("llama.cpp", 12)])
-async def test_a_stream_that_was_there_at_once_ends_once(kind: BackendKind, most: int) -> None:
-    """Its server had ended it before the limit did."""
+@pytest.mark.parametrize(("kind", "max_tokens"), [("openai", 5), ("openai", 12), ("llama.cpp", 12)])
+async def test_stream_received_at_once_is_ended_once(kind: BackendKind, max_tokens: int) -> None:
+    """The server has sent the end of its stream before the filter ends the response."""
 
-    async def at_once(asked: Asked) -> None:
-        asked.stream()
-        for place in range(12):
-            asked.say(f" {place}")
-        asked.say("", "length")
-        asked.end(tokens=12)
+    async def send_complete_stream(request: UpstreamRequest) -> None:
+        request.start_stream()
+        for index in range(12):
+            request.send_text(f" {index}")
+        request.send_text("", "length")
+        request.end_stream(tokens=12)
 
-    watching = Watching(most=most)
+    recorder = RecordingFilter(max_tokens=max_tokens)
     async with (
-        rough_server(at_once) as rough,
-        front([watching], ReplicaConfig(url=rough.url, kind=kind, model="rough")) as running,
+        fake_upstream(send_complete_stream) as upstream,
+        run_gateway(
+            [recorder], ReplicaConfig(url=upstream.url, kind=kind, model="rough")
+        ) as gateway,
     ):
-        asked = body(PATHS[1], stream=True, stream_options={"include_usage": True})
-        answer = await running.client.post(PATHS[1], json=asked)
-    *chunks, done = events(answer.content)
+        request_body = make_body(PATHS[1], stream=True, stream_options={"include_usage": True})
+        response = await gateway.client.post(PATHS[1], json=request_body)
+    *chunks, done = events(response.content)
     assert done == b"[DONE]"
     assert b"[DONE]" not in chunks
-    assert finishes([*chunks, done]) == {0: "budget"}
+    assert finish_reasons([*chunks, done]) == {0: "budget"}
     usages = [json.loads(chunk).get("usage") for chunk in chunks]
-    assert [usage["completion_tokens"] for usage in usages if usage] == [most]
-    assert (watching.left[0].status, watching.counts[-1]) == ("stopped", most)
+    assert [usage["completion_tokens"] for usage in usages if usage] == [max_tokens]
+    assert (recorder.completed[0].status, recorder.token_counts[-1]) == ("stopped", max_tokens)
 
 
 @pytest.mark.parametrize(
-    "more",
+    "options",
     [
         {},
         {"stream": False, "stream_options": {"include_usage": True}},
         {"stream_options": None, "resume": None, "prompt_logprobs": None},
     ],
-    ids=["plain", "stream options", "nulls"],
+    ids=["plain", "stream-options", "nulls"],
 )
-async def test_a_limit_ends_a_whole_answer_at_the_token_too(
-    tokenizer: Tokenizer, more: dict[str, Any]
+async def test_filter_ends_whole_response_at_token_limit(
+    tokenizer: Tokenizer, options: dict[str, Any]
 ) -> None:
-    watching = Watching(most=5)
-    async with ours(tokenizer, watching) as (running, engine):
-        answer = await running.client.post(PATHS[0], json=CHAT | {"return_token_ids": True} | more)
-        await engine.nothing_runs()
-    told = answer.json()
-    (choice,) = told["choices"]
-    counted = watching.counts[-1]
-    assert (choice["finish_reason"], choice["token_ids"]) == ("budget", TOKENS[:counted])
-    assert told["usage"]["completion_tokens"] == counted
-    assert watching.left[0].status == "stopped"
+    recorder = RecordingFilter(max_tokens=5)
+    async with run_native_gateway(tokenizer, recorder) as (gateway, engine):
+        response = await gateway.client.post(
+            PATHS[0], json=CHAT | {"return_token_ids": True} | options
+        )
+        await engine.wait_idle()
+    response_body = response.json()
+    (choice,) = response_body["choices"]
+    final_count = recorder.token_counts[-1]
+    assert (choice["finish_reason"], choice["token_ids"]) == ("budget", TOKENS[:final_count])
+    assert response_body["usage"]["completion_tokens"] == final_count
+    assert recorder.completed[0].status == "stopped"
 
 
-async def test_a_limit_ends_only_the_choices_that_run(tokenizer: Tokenizer) -> None:
-    watching = Watching(most=12 + 3)
-    async with ours(tokenizer, watching) as (running, engine):
+async def test_filter_ends_only_running_choices(tokenizer: Tokenizer) -> None:
+    recorder = RecordingFilter(max_tokens=12 + 3)
+    async with run_native_gateway(tokenizer, recorder) as (gateway, engine):
         engine.script = lambda request: Script(
             list(TOKENS) if request.parent_id is None else TOKENS[:9],
             finish="length",
             pause_after=None if request.parent_id is None else 3,
         )
-        asked = body(PATHS[0], stream=True, n=2)
-        answer = await running.client.post(PATHS[0], json=asked)
-    assert finishes(events(answer.content)) == {0: "length", 1: "budget"}
-    assert watching.counts[-1] == 15
+        request_body = make_body(PATHS[0], stream=True, n=2)
+        response = await gateway.client.post(PATHS[0], json=request_body)
+    assert finish_reasons(events(response.content)) == {0: "length", 1: "budget"}
+    assert recorder.token_counts[-1] == 15
 
 
-async def test_an_answer_that_ends_at_its_limit_is_whole(tokenizer: Tokenizer) -> None:
-    watching = Watching(most=12)
-    async with ours(tokenizer, watching) as (running, _):
-        answer = await running.client.post(PATHS[0], json=body(PATHS[0], stream=True))
-    assert finishes(events(answer.content)) == {0: "length"}
-    assert watching.left[0].status == "completed"
+async def test_response_that_ends_at_limit_is_complete(tokenizer: Tokenizer) -> None:
+    recorder = RecordingFilter(max_tokens=12)
+    async with run_native_gateway(tokenizer, recorder) as (gateway, _):
+        response = await gateway.client.post(PATHS[0], json=make_body(PATHS[0], stream=True))
+    assert finish_reasons(events(response.content)) == {0: "length"}
+    assert recorder.completed[0].status == "completed"
 
 
-async def test_a_limit_ends_another_servers_stream(tokenizer: Tokenizer) -> None:
+async def test_filter_ends_stream_of_other_server(tokenizer: Tokenizer) -> None:
     del tokenizer
-    watching = Watching(most=2)
-    gone = asyncio.Event()
+    recorder = RecordingFilter(max_tokens=2)
+    disconnected = asyncio.Event()
 
-    async def endless(asked: Asked) -> None:
-        assert asked.body["stream_options"] == {"include_usage": True}
-        asked.stream()
+    async def stream_endlessly(request: UpstreamRequest) -> None:
+        assert request.body["stream_options"] == {"include_usage": True}
+        request.start_stream()
         with contextlib.suppress(ConnectionError):
-            while not asked.writer.is_closing():
-                asked.say("on")
-                await asked.writer.drain()
+            while not request.writer.is_closing():
+                request.send_text("on")
+                await request.writer.drain()
                 await asyncio.sleep(0.01)
-        gone.set()
+        disconnected.set()
 
     async with (
-        rough_server(endless) as rough,
-        front([watching], ReplicaConfig(url=rough.url, kind="openai")) as running,
+        fake_upstream(stream_endlessly) as upstream,
+        run_gateway([recorder], ReplicaConfig(url=upstream.url, kind="openai")) as gateway,
     ):
-        answer = await running.client.post(PATHS[1], json=body(PATHS[1], stream=True))
-        await asyncio.wait_for(gone.wait(), 30)
-    chunks = events(answer.content)
-    assert finishes(chunks) == {0: "budget"}
+        response = await gateway.client.post(PATHS[1], json=make_body(PATHS[1], stream=True))
+        await asyncio.wait_for(disconnected.wait(), 30)
+    chunks = events(response.content)
+    assert finish_reasons(chunks) == {0: "budget"}
     assert chunks[-1] == b"[DONE]"
-    assert watching.left[0].delivered.output_tokens == 2
+    assert recorder.completed[0].delivered.output_tokens == 2
 
 
-@pytest.mark.parametrize("wanted", [True, False])
-async def test_another_servers_usage_is_believed_and_shown_only_to_who_asked(wanted: bool) -> None:
-    watching = Watching()
+@pytest.mark.parametrize("requested", [True, False])
+async def test_reported_usage_is_used_and_forwarded_only_on_request(requested: bool) -> None:
+    recorder = RecordingFilter()
 
-    async def tells(asked: Asked) -> None:
-        asked.stream()
-        asked.say("two tokens")
-        asked.say("", "stop")
-        asked.end(tokens=2)
+    async def respond_with_usage(request: UpstreamRequest) -> None:
+        request.start_stream()
+        request.send_text("two tokens")
+        request.send_text("", "stop")
+        request.end_stream(tokens=2)
 
     async with (
-        rough_server(tells) as rough,
-        front([watching], ReplicaConfig(url=rough.url, kind="openai")) as running,
+        fake_upstream(respond_with_usage) as upstream,
+        run_gateway([recorder], ReplicaConfig(url=upstream.url, kind="openai")) as gateway,
     ):
-        options = {"stream_options": {"include_usage": True}} if wanted else {}
-        answer = await running.client.post(PATHS[1], json=body(PATHS[1], stream=True, **options))
-    assert (b'"usage"' in answer.content) == wanted
-    delivered = watching.left[0].delivered
+        options = {"stream_options": {"include_usage": True}} if requested else {}
+        response = await gateway.client.post(
+            PATHS[1], json=make_body(PATHS[1], stream=True, **options)
+        )
+    assert (b'"usage"' in response.content) == requested
+    delivered = recorder.completed[0].delivered
     assert (delivered.prompt_tokens, delivered.output_tokens) == (1, 2)
 
 
-@pytest.mark.parametrize("tokens", [-5, 2**63])
-async def test_usage_that_cannot_be_is_not_believed(tokens: int) -> None:
-    watching = Watching()
-
-    async def lies(asked: Asked) -> None:
-        if asked.body.get("stream"):
-            asked.stream()
-            asked.say("one token", "stop")
-            asked.end(tokens=tokens)
-        else:
-            usage = {"prompt_tokens": 1, "completion_tokens": tokens}
-            asked.json(200, {"choices": [], "usage": usage})
-
+async def test_rejection_completes_earlier_filters_only() -> None:
+    first_filter, second_filter = (
+        RecordingFilter(),
+        RecordingFilter(rejection=ApiError(429, "rate_limit_exceeded", "No more.")),
+    )
     async with (
-        rough_server(lies) as rough,
-        front([watching], ReplicaConfig(url=rough.url, kind="openai")) as running,
+        fake_upstream() as upstream,
+        run_gateway(
+            [first_filter, second_filter], ReplicaConfig(url=upstream.url, kind="openai")
+        ) as gateway,
     ):
-        for stream in (True, False):
-            answer = await running.client.post(PATHS[1], json=body(PATHS[1], stream=stream))
-            assert answer.status_code == 200
-    counts = [context.delivered.output_tokens for context in watching.left]
-    assert [0 < count < 100 for count in counts] == [True, True]
-
-
-async def test_a_refusal_leaves_the_stages_before_it() -> None:
-    first, second = Watching(), Watching(refuses=ApiError(429, "rate_limit_exceeded", "No more."))
-    async with (
-        rough_server() as rough,
-        front([first, second], ReplicaConfig(url=rough.url, kind="openai")) as running,
-    ):
-        answer = await running.client.post(PATHS[1], json=body(PATHS[1]))
-        assert answer.status_code == 429
-        assert answer.headers.get_list("x-watched") == ["yes", "yes"]
-    assert not rough.asked
-    assert not second.left
-    (context,) = first.left
+        response = await gateway.client.post(PATHS[1], json=make_body(PATHS[1]))
+        assert response.status_code == 429
+        assert response.headers.get_list("x-watched") == ["yes", "yes"]
+    assert not upstream.requests
+    assert not second_filter.completed
+    (context,) = first_filter.completed
     assert context.status == "refused"
     assert context.trace.error_code == "rate_limit_exceeded"
 
 
-async def test_how_requests_end(tokenizer: Tokenizer) -> None:
-    watching = Watching()
-    async with ours(tokenizer, watching) as (running, engine):
+async def test_final_status_of_requests(tokenizer: Tokenizer) -> None:
+    recorder = RecordingFilter()
+    async with run_native_gateway(tokenizer, recorder) as (gateway, engine):
         engine.script = lambda _: Script(list(TOKENS), pause_after=3)
         for stream in (True, False):
-            asked = body(PATHS[0], stream=stream)
-            task = asyncio.create_task(running.client.post(PATHS[0], json=asked))
+            request_body = make_body(PATHS[0], stream=stream)
+            task = asyncio.create_task(gateway.client.post(PATHS[0], json=request_body))
             await engine.paused.wait()
             engine.paused.clear()
             task.cancel()
-            await asyncio.wait_for(watching.gone.acquire(), 30)
-            assert watching.left[-1].status == "cancelled"
-            assert watching.left[-1].delivered.output_tokens <= 3
-        refused = await running.client.post(PATHS[0], json=body(PATHS[0], temperature=-1))
-        (*_, last) = watching.left
-        assert (refused.status_code, last.status) == (400, "refused")
-        engine.refusal = ApiError(500, "engine_error", "broken")
+            await asyncio.wait_for(recorder.completions.acquire(), 30)
+            assert recorder.completed[-1].status == "cancelled"
+            assert recorder.completed[-1].delivered.output_tokens <= 3
+        rejected = await gateway.client.post(PATHS[0], json=make_body(PATHS[0], temperature=-1))
+        (*_, last_context) = recorder.completed
+        assert (rejected.status_code, last_context.status) == (400, "refused")
+        engine.rejection = ApiError(500, "engine_error", "broken")
         for stream in (True, False):
-            failed = await running.client.post(PATHS[0], json=body(PATHS[0], stream=stream))
+            failed = await gateway.client.post(PATHS[0], json=make_body(PATHS[0], stream=stream))
             assert failed.status_code == 502
-            assert watching.left[-1].status == "failed"
-            assert watching.left[-1].delivered.output_tokens == 0
+            assert recorder.completed[-1].status == "failed"
+            assert recorder.completed[-1].delivered.output_tokens == 0
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_what_was_refused_or_given_up_counts_no_tokens(
+async def test_rejected_and_failed_requests_count_only_delivered_tokens(
     tokenizer: Tokenizer, stream: bool
 ) -> None:
-    async def refuses(asked: Asked) -> None:
-        asked.json(422, {"error": {"message": "temperature is too high"}})
+    async def reject(request: UpstreamRequest) -> None:
+        request.send_json(422, {"error": {"message": "temperature is too high"}})
 
-    watching = Watching()
+    recorder = RecordingFilter()
     async with (
-        rough_server(refuses) as rough,
-        front([watching], ReplicaConfig(url=rough.url, kind="openai")) as running,
+        fake_upstream(reject) as upstream,
+        run_gateway([recorder], ReplicaConfig(url=upstream.url, kind="openai")) as gateway,
     ):
-        answer = await running.client.post(PATHS[1], json=body(PATHS[1], stream=stream))
-        assert answer.status_code == 422
-    async with ours(tokenizer, watching) as (running, engine):
+        response = await gateway.client.post(PATHS[1], json=make_body(PATHS[1], stream=stream))
+        assert response.status_code == 422
+    async with run_native_gateway(tokenizer, recorder) as (gateway, engine):
         engine.script = lambda _: Script(TOKENS[:3], crash=RuntimeError("gone"))
-        answer = await running.client.post(PATHS[0], json=body(PATHS[0], stream=stream))
-    assert answer.status_code == (200 if stream else 502)
-    refused, given_up = watching.left
-    assert (refused.status, given_up.status) == ("refused", "failed")
-    assert (refused.delivered.prompt_tokens, refused.delivered.output_tokens) == (0, 0)
-    assert given_up.delivered.output_tokens == (3 if stream else 0)
+        response = await gateway.client.post(PATHS[0], json=make_body(PATHS[0], stream=stream))
+    assert response.status_code == (200 if stream else 502)
+    rejected_context, failed_context = recorder.completed
+    assert (rejected_context.status, failed_context.status) == ("refused", "failed")
+    assert (rejected_context.delivered.prompt_tokens, rejected_context.delivered.output_tokens) == (
+        0,
+        0,
+    )
+    assert failed_context.delivered.output_tokens == (3 if stream else 0)
 
 
-async def test_a_client_that_takes_nothing_is_cut_off() -> None:
-    watching = Watching()
+async def test_client_that_reads_nothing_is_disconnected() -> None:
+    recorder = RecordingFilter()
 
-    async def floods(asked: Asked) -> None:
-        asked.stream()
+    async def flood(request: UpstreamRequest) -> None:
+        request.start_stream()
         with contextlib.suppress(ConnectionError):
-            while not asked.writer.is_closing():
-                asked.say("x" * 100_000)
-                await asked.writer.drain()
+            while not request.writer.is_closing():
+                request.send_text("x" * 100_000)
+                await request.writer.drain()
 
     async with (
-        rough_server(floods) as rough,
-        front(
-            [watching], ReplicaConfig(url=rough.url, kind="openai"), slow_reader_timeout_s=0.5
-        ) as running,
+        fake_upstream(flood) as upstream,
+        run_gateway(
+            [recorder], ReplicaConfig(url=upstream.url, kind="openai"), slow_reader_timeout_s=0.5
+        ) as gateway,
     ):
-        url = running.client.base_url
+        url = gateway.client.base_url
         reader, writer = await asyncio.open_connection(url.host, url.port, limit=1)
-        asked = json.dumps(body(PATHS[1], stream=True)).encode()
-        head = (
-            f"POST {PATHS[1]} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(asked)}\r\n\r\n"
-        )
-        writer.write(head.encode() + asked)
-        await asyncio.wait_for(watching.gone.acquire(), 30)
-        assert watching.left[0].status == "cancelled"
-        await until(lambda: watching.left[0].exchange.error_code is not None)
-        assert watching.left[0].exchange.error_code == "slow_reader"
+        request_body = json.dumps(make_body(PATHS[1], stream=True)).encode()
+        head = f"POST {PATHS[1]} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(request_body)}\r\n\r\n"
+        writer.write(head.encode() + request_body)
+        await asyncio.wait_for(recorder.completions.acquire(), 30)
+        assert recorder.completed[0].status == "cancelled"
+        await until(lambda: recorder.completed[0].exchange.error_code is not None)
+        assert recorder.completed[0].exchange.error_code == "slow_reader"
         del reader
         writer.close()

@@ -1,4 +1,4 @@
-"""Several gateways before one replica: its seats are shared, its own queue stays short, and higher tiers go first."""
+"""Several gateways in front of one replica share its slots, keep its queue short and send higher tiers first."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tests.support.fake_engine import SEATS, FakeEngine, Script
-from tests.support.gateway_harness import Running, front
+from tests.support.fake_engine import MAX_SEQS, FakeEngine, Script
+from tests.support.gateway_harness import GatewayHarness, run_gateway
 from tests.support.replica_servers import MODEL, serve
 from tests.support.waiting import until
 
@@ -20,35 +20,35 @@ from argosy.gateway.config import Timeouts
 
 
 class Turnstile(asyncio.Event):
-    """Lets through as many as are let: requests that have come to wait there, first come first served."""
+    """Event whose waiters are released one by one, in the order of their arrival."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.let = asyncio.Semaphore(0)
+        self.permits = asyncio.Semaphore(0)
 
     async def wait(self) -> Literal[True]:
-        await self.let.acquire()
+        await self.permits.acquire()
         return True
 
 
 @dataclass
-class Fleet:
-    """Gateways before one replica whose answers end one by one."""
+class SharedReplica:
+    """Gateways in front of one replica whose responses end one by one."""
 
-    gateways: list[Running]
+    gateways: list[GatewayHarness]
     engine: FakeEngine
     turnstile: Turnstile
-    asked: list[list[asyncio.Task[int]]] = field(default_factory=list)
-    """By gateway."""
+    requests: list[list[asyncio.Task[int]]] = field(default_factory=list)
+    """Requests of each gateway that were not cancelled."""
 
-    async def ask(self, gateway: int, count: int, priority: int = 0) -> None:
-        """Have so many requests come, whose prompts name the gateway and the priority."""
+    async def post(self, gateway: int, count: int, priority: int = 0) -> None:
+        """Send requests whose prompts name the gateway and the priority, and wait until they are queued or sent."""
         for _ in range(count):
-            asking = asyncio.create_task(self._ask(gateway, priority))
-            self.asked[gateway].append(asking)
+            request = asyncio.create_task(self._post(gateway, priority))
+            self.requests[gateway].append(request)
         await self._settled()
 
-    async def _ask(self, gateway: int, priority: int) -> int:
+    async def _post(self, gateway: int, priority: int) -> int:
         body = {
             "model": "big",
             "messages": [{"role": "user", "content": f"gateway{gateway} rank{priority}"}],
@@ -58,118 +58,125 @@ class Fleet:
         client = self.gateways[gateway].client
         return (await client.post("/v1/chat/completions", json=body)).status_code
 
-    def there(self, words: str = "") -> int:
-        """Requests at the replica now, those whose prompt has these words."""
+    def at_replica(self, words: str = "") -> int:
+        """Return the number of running requests at the replica whose prompt contains these words."""
         live = self.engine.live
-        prompts = [one.prompt for one in self.engine.requests if one.id in live]
+        prompts = [request.prompt for request in self.engine.requests if request.id in live]
         return sum(words in self.engine.tokenizer.decode(prompt) for prompt in prompts)
 
-    async def turn(self, ended: int = 1) -> None:
-        """Have the so many oldest answers end, and every gateway hear how the replica is then."""
-        over = self._waited_for()
-        for _ in range(ended):
-            self.turnstile.let.release()
-        await until(lambda: self._waited_for() == over - ended)
+    async def end_responses(self, count: int = 1) -> None:
+        """End the oldest responses, and let every gateway probe the replica afterwards."""
+        before = self._num_open()
+        for _ in range(count):
+            self.turnstile.permits.release()
+        await until(lambda: self._num_open() == before - count)
         for gateway in self.gateways:
             await self._settled()
             await gateway.probe()
         await self._settled()
 
     async def finish(self) -> None:
-        """Have all answered."""
+        """End all responses, and check that every request has succeeded."""
         for _ in range(1000):
-            self.turnstile.let.release()
-        while self._waited_for():
+            self.turnstile.permits.release()
+        while self._num_open():
             for gateway in self.gateways:
                 await gateway.probe()
-        assert {one.result() for asked in self.asked for one in asked} == {200}
+        results = {request.result() for requests in self.requests for request in requests}
+        assert results == {200}
 
-    def leave(self, gateway: int) -> None:
-        """Nobody waits for this gateway's answers any more."""
-        for asking in self.asked[gateway]:
-            asking.cancel()
-        self.asked[gateway].clear()
+    def disconnect(self, gateway: int) -> None:
+        """Cancel the requests of a gateway."""
+        for request in self.requests[gateway]:
+            request.cancel()
+        self.requests[gateway].clear()
 
     async def _settled(self) -> None:
-        """Wait until every request is where it goes for now: in its gateway's queue, or at the replica."""
+        """Wait until every request is in its gateway's queue or at the replica."""
         await until(lambda: all(map(self._is_settled, range(len(self.gateways)))))
 
     def _is_settled(self, number: int) -> bool:
         gateway = self.gateways[number]
         sent = gateway.replicas[0].load.in_flight
-        open_ = sum(not asking.done() for asking in self.asked[number])
-        at_replica = self.there(f"gateway{number}") == sent
-        return at_replica and sent + gateway.serving.queued_requests["big"] == open_
+        num_open = sum(not request.done() for request in self.requests[number])
+        has_arrived = self.at_replica(f"gateway{number}") == sent
+        return has_arrived and sent + gateway.handlers.queued_requests["big"] == num_open
 
-    def _waited_for(self) -> int:
-        return sum(not asking.done() for asked in self.asked for asking in asked)
+    def _num_open(self) -> int:
+        return sum(not request.done() for requests in self.requests for request in requests)
 
 
 @contextlib.asynccontextmanager
-async def fleet(tokenizer: Tokenizer, count: int) -> AsyncIterator[Fleet]:
-    """So many gateways, which ask the replica how it is when they are told to."""
+async def shared_replica(tokenizer: Tokenizer, num_gateways: int) -> AsyncIterator[SharedReplica]:
+    """Run gateways that probe the replica only when the test says so."""
 
     def script(_: EngineRequest) -> Script:
         return Script([100, 101, 102, 103], finish="length", pause_after=1)
 
     turnstile = Turnstile()
-    engine = FakeEngine(tokenizer, script, go_on=turnstile)
+    engine = FakeEngine(tokenizer, script, may_continue=turnstile)
     async with serve(engine) as served, contextlib.AsyncExitStack() as stack:
-        behind = ReplicaConfig(url=served.url, model=MODEL)
+        replica = ReplicaConfig(url=served.url, model=MODEL)
         timeouts = Timeouts(first_token_timeout_s=30.0)
-        fronts = [front([], behind, timeouts=timeouts) for _ in range(count)]
-        running = [await stack.enter_async_context(one) for one in fronts]
+        gateways = [
+            await stack.enter_async_context(run_gateway([], replica, timeouts=timeouts))
+            for _ in range(num_gateways)
+        ]
         await stack.enter_async_context(asyncio.timeout(60))
-        yield Fleet(running, engine, turnstile, [[] for _ in running])
+        yield SharedReplica(gateways, engine, turnstile, [[] for _ in gateways])
 
 
-async def test_seats_are_shared_by_those_who_want_them(tokenizer: Tokenizer) -> None:
-    async with fleet(tokenizer, 2) as those:
-        await those.ask(0, 40)
-        assert those.there() == SEATS
-        await those.turn(0)
-        await those.ask(1, 40)
-        assert those.there("gateway1") == SEATS // 4  # it need not wait for an answer to end
-        for _ in range(2 * SEATS):
-            await those.turn()
-            assert SEATS <= those.there() <= SEATS + SEATS // 4
-        assert those.there("gateway0") == those.there("gateway1") == SEATS // 2
-        await those.finish()
+async def test_slots_are_shared_evenly_by_busy_gateways(tokenizer: Tokenizer) -> None:
+    async with shared_replica(tokenizer, 2) as replica:
+        await replica.post(0, 40)
+        assert replica.at_replica() == MAX_SEQS
+        await replica.end_responses(0)
+        await replica.post(1, 40)
+        assert (
+            replica.at_replica("gateway1") == MAX_SEQS // 4
+        )  # without waiting for the end of a response
+        for _ in range(2 * MAX_SEQS):
+            await replica.end_responses()
+            assert MAX_SEQS <= replica.at_replica() <= MAX_SEQS + MAX_SEQS // 4
+        assert replica.at_replica("gateway0") == replica.at_replica("gateway1") == MAX_SEQS // 2
+        await replica.finish()
 
 
-async def test_a_higher_tier_of_another_gateway_goes_before(tokenizer: Tokenizer) -> None:
-    async with fleet(tokenizer, 2) as those:
-        await those.ask(0, 40, priority=1)
-        await those.turn(0)
-        await those.ask(1, 40)
-        assert those.there("rank0") == SEATS // 4
-        for _ in range(2 * SEATS):
-            await those.turn()
-        assert those.there("rank0") == SEATS
-        assert those.there() <= SEATS + SEATS // 4
-        await those.finish()
+async def test_higher_tier_of_other_gateway_is_served_first(tokenizer: Tokenizer) -> None:
+    async with shared_replica(tokenizer, 2) as replica:
+        await replica.post(0, 40, priority=1)
+        await replica.end_responses(0)
+        await replica.post(1, 40)
+        assert replica.at_replica("rank0") == MAX_SEQS // 4
+        for _ in range(2 * MAX_SEQS):
+            await replica.end_responses()
+        assert replica.at_replica("rank0") == MAX_SEQS
+        assert replica.at_replica() <= MAX_SEQS + MAX_SEQS // 4
+        await replica.finish()
 
 
-async def test_the_seats_of_a_gateway_that_leaves_are_for_the_others(tokenizer: Tokenizer) -> None:
-    async with fleet(tokenizer, 2) as those:
-        await those.ask(0, 40)
-        await those.turn(0)
-        await those.ask(1, 40)
-        those.leave(0)
-        await until(lambda: not those.there("gateway0"))
-        await those.turn(0)
-        assert those.there("gateway1") == SEATS
-        await those.finish()
+async def test_slots_of_disconnected_clients_go_to_other_gateway(tokenizer: Tokenizer) -> None:
+    async with shared_replica(tokenizer, 2) as replica:
+        await replica.post(0, 40)
+        await replica.end_responses(0)
+        await replica.post(1, 40)
+        replica.disconnect(0)
+        await until(lambda: not replica.at_replica("gateway0"))
+        await replica.end_responses(0)
+        assert replica.at_replica("gateway1") == MAX_SEQS
+        await replica.finish()
 
 
-async def test_nobody_is_refused_for_what_another_gateway_sent(tokenizer: Tokenizer) -> None:
-    async with fleet(tokenizer, 3) as those:
-        for gateway in range(3):  # before any has heard of the others
-            await those.ask(gateway, 12)
-        assert those.there() == 3 * SEATS
-        await those.turn(0)
+async def test_requests_beyond_slots_of_unknown_gateways_are_not_rejected(
+    tokenizer: Tokenizer,
+) -> None:
+    async with shared_replica(tokenizer, 3) as replica:
+        for gateway in range(3):  # before the gateways know of each other
+            await replica.post(gateway, 12)
+        assert replica.at_replica() == 3 * MAX_SEQS
+        await replica.end_responses(0)
         for gateway in range(3):
-            await those.ask(gateway, 12, priority=1)
-        await those.turn(2 * SEATS)
-        assert those.there() <= SEATS + SEATS // 4
-        await those.finish()
+            await replica.post(gateway, 12, priority=1)
+        await replica.end_responses(2 * MAX_SEQS)
+        assert replica.at_replica() <= MAX_SEQS + MAX_SEQS // 4
+        await replica.finish()

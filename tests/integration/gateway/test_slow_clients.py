@@ -1,4 +1,4 @@
-"""A client that is behind gets all of its answer, whichever way it came."""
+"""A slow client receives its complete response from the fast path and from the interpreter."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ import socket
 from typing import Any
 
 import httpx2
-from tests.integration.gateway.test_fast_path import dechunked, ids
+from tests.integration.gateway.test_fast_path import decode_chunks, token_ids
 from tests.support.fake_engine import FakeEngine, Script
-from tests.support.gateway_harness import Watching, front
+from tests.support.gateway_harness import RecordingFilter, run_gateway
 from tests.support.replica_servers import MODEL, serve
 from tests.support.waiting import until
 
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.gateway import ReplicaConfig, Timeouts
 
-PATIENT = Timeouts(first_token_timeout_s=60.0, stream_idle_timeout_s=60.0, failover_timeout_s=60.0)
+LONG_TIMEOUTS = Timeouts(
+    first_token_timeout_s=60.0, stream_idle_timeout_s=60.0, failover_timeout_s=60.0
+)
 TOKENS = [100 + number % 60 for number in range(3000)]
-# Much to send for each token, so that the sockets between fill.
-CHAT: dict[str, Any] = {
+# Large events, so that the socket buffers between replica and client fill up.
+BODY: dict[str, Any] = {
     "model": "big",
     "messages": [{"role": "user", "content": "Hi"}],
     "max_tokens": len(TOKENS),
@@ -31,9 +33,9 @@ CHAT: dict[str, Any] = {
 }
 
 
-def asks(url: httpx2.URL) -> socket.socket:
-    """A client that has sent its request, and reads nothing yet."""
-    content = json.dumps(CHAT).encode()
+def connect_slow_client(url: httpx2.URL) -> socket.socket:
+    """Connect a client that has sent its request and reads nothing yet."""
+    content = json.dumps(BODY).encode()
     head = "POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n"
     length = f"content-length: {len(content)}\r\n\r\n"
     client = socket.socket()
@@ -43,29 +45,31 @@ def asks(url: httpx2.URL) -> socket.socket:
     return client
 
 
-def read(client: socket.socket) -> bytes:
-    """All of its answer."""
+def read_response(client: socket.socket) -> bytes:
+    """Read the complete response."""
     with client:
         return b"".join(iter(lambda: client.recv(1 << 16), b""))
 
 
-async def test_what_the_fast_path_could_not_send_is_sent_before_the_rest(
+async def test_unsent_bytes_of_fast_path_precede_rest_of_stream(
     tokenizer: Tokenizer,
 ) -> None:
     engine = FakeEngine(tokenizer, lambda _: Script(list(TOKENS), finish="length", pause_after=20))
     engine.max_model_len = 100_000
-    watching = Watching()
+    recorder = RecordingFilter()
     async with (
         serve(engine) as served,
-        front([watching], ReplicaConfig(url=served.url, model=MODEL), timeouts=PATIENT) as running,
+        run_gateway(
+            [recorder], ReplicaConfig(url=served.url, model=MODEL), timeouts=LONG_TIMEOUTS
+        ) as gateway,
     ):
-        client = asks(running.client.base_url)
+        client = connect_slow_client(gateway.client.base_url)
         await engine.paused.wait()
-        await until(lambda: running.serving.fast_path_streams == 1)
-        engine.go_on.set()
-        await until(lambda: running.serving.fast_path_streams == 0)
-        assert not watching.left
-        answer = await asyncio.to_thread(read, client)
-    assert ids(dechunked(answer.partition(b"\r\n\r\n")[2])) == TOKENS
-    (context,) = watching.left
+        await until(lambda: gateway.handlers.fast_path_streams == 1)
+        engine.may_continue.set()
+        await until(lambda: gateway.handlers.fast_path_streams == 0)
+        assert not recorder.completed
+        response = await asyncio.to_thread(read_response, client)
+    assert token_ids(decode_chunks(response.partition(b"\r\n\r\n")[2])) == TOKENS
+    (context,) = recorder.completed
     assert (context.status, context.delivered.output_tokens) == ("completed", len(TOKENS))

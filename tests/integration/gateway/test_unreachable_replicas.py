@@ -1,4 +1,4 @@
-"""Requests that come while what serves their model is away: they wait while it may be back soon, and not longer."""
+"""Requests while the only replica of their model is unreachable: they wait if it may return soon, and no longer."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 import httpx2
 import pytest
 from structlog.testing import capture_logs
-from tests.support.fake_engine import FakeEngine, State, always, says
-from tests.support.gateway_harness import Running, front, opened
+from tests.support.fake_engine import FakeEngine, State, constant_script, reply_script
+from tests.support.fake_upstream import UpstreamRequest, fake_upstream, respond_with_tokens
+from tests.support.gateway_harness import GatewayHarness, open_breaker, run_gateway
 from tests.support.replica_servers import MODEL, serve
-from tests.support.scripted_server import Asked, plain, rough_server
 from tests.support.waiting import until
 
 from argosy.engine import EngineFailedError
@@ -25,240 +25,234 @@ from argosy.gateway import QueueConfig, ReplicaConfig, Timeouts
 PATIENT = Timeouts(
     first_token_timeout_s=20.0, stream_idle_timeout_s=20.0, failover_timeout_s=1000.0
 )
-SHORT = QueueConfig(max_requests=10)
 BRIEF = Timeouts(first_token_timeout_s=20.0, stream_idle_timeout_s=20.0, failover_timeout_s=1.0)
+SHORT_QUEUE = QueueConfig(max_requests=10)
+TOKENIZE = {"prompt": "Once"}
 
 
-def asks(running: Running, prompt: str = "Once") -> asyncio.Task[httpx2.Response]:
+def send(gateway: GatewayHarness, prompt: str = "Once") -> asyncio.Task[httpx2.Response]:
     body = {"model": "big", "prompt": prompt, "max_tokens": 3, "stream": True}
-    return asyncio.create_task(running.client.post("/v1/completions", json=body))
+    return asyncio.create_task(gateway.client.post("/v1/completions", json=body))
 
 
-def gone(answer: httpx2.Response) -> bool:
-    """Whether it says that there is nothing, and not for a while."""
-    told = answer.status_code, answer.json()["error"]["code"], answer.headers["retry-after"]
-    return told == (503, "no_replica", "10")
+def is_no_replica(response: httpx2.Response) -> bool:
+    """Whether the response reports an outage that lasts."""
+    code, retry_after = response.json()["error"]["code"], response.headers["retry-after"]
+    return (response.status_code, code, retry_after) == (503, "no_replica", "10")
 
 
-async def ready(running: Running) -> int:
-    return (await running.client.get("/ready")).status_code
+async def ready_status(gateway: GatewayHarness) -> int:
+    return (await gateway.client.get("/ready")).status_code
 
 
-def queued(running: Running, answer: httpx2.Response) -> bool:
-    """Whether its explanation tells that it waited."""
-    trace = running.traces.find(answer.headers["x-argosy-request"])
+def was_queued(gateway: GatewayHarness, response: httpx2.Response) -> bool:
+    trace = gateway.traces.find(response.headers["x-argosy-request"])
     assert trace is not None
     return trace.queued_at is not None
 
 
-def at(port: int) -> ReplicaConfig:
+def config_at(port: int) -> ReplicaConfig:
     url = f"http://127.0.0.1:{port}"
     return ReplicaConfig(url=url, name="a", kind="openai", model="rough", max_requests=1)
 
 
 @asynccontextmanager
-async def lost(
-    timeouts: Timeouts, queue: QueueConfig = SHORT
-) -> AsyncIterator[tuple[Running, int]]:
-    """A gateway whose only replica, a server that has one seat, has just gone; and the port that it was at."""
-    async with AsyncExitStack() as later:
-        async with rough_server() as server:
-            gateway = front([], at(server.port), timeouts=timeouts, queue=queue)
-            running = await later.enter_async_context(gateway)
-        opened(running.replicas[0])
-        yield running, server.port
+async def gateway_after_crash(
+    timeouts: Timeouts, queue: QueueConfig = SHORT_QUEUE
+) -> AsyncIterator[tuple[GatewayHarness, int]]:
+    """Run a gateway whose only replica, with one slot, has just crashed; yield the replica's port too."""
+    async with AsyncExitStack() as stack:
+        async with fake_upstream() as server:
+            gateway = await stack.enter_async_context(
+                run_gateway([], config_at(server.port), timeouts=timeouts, queue=queue)
+            )
+        open_breaker(gateway.replicas[0])
+        yield gateway, server.port
 
 
-async def finds_out(running: Running) -> asyncio.Task[httpx2.Response]:
-    """The request that notices that the replica has gone."""
-    asking = asks(running, "finds out")
-    await until(lambda: running.replicas[0].outage.is_down)
-    return asking
+async def detect_outage(gateway: GatewayHarness) -> asyncio.Task[httpx2.Response]:
+    """Send the request that detects the outage."""
+    request = send(gateway, "detects outage")
+    await until(lambda: gateway.replicas[0].outage.is_down)
+    return request
 
 
-async def test_requests_wait_in_their_order_for_a_server_that_is_started_again() -> None:
+async def test_requests_wait_in_order_for_restarted_replica() -> None:
     order: list[str] = []
 
-    async def notes(asked: Asked) -> None:
-        order.append(str(asked.body["prompt"]))
-        await plain(asked)
+    async def record_prompt(request: UpstreamRequest) -> None:
+        order.append(str(request.body["prompt"]))
+        await respond_with_tokens(request)
 
-    async with lost(PATIENT) as (running, port):
-        waiting = [await finds_out(running)]
-        assert await ready(running) == 503
+    async with gateway_after_crash(PATIENT) as (gateway, port):
+        waiting = [await detect_outage(gateway)]
+        assert await ready_status(gateway) == 503
         for number in range(4):
-            waiting.append(asks(running, str(number)))
-            await running.queued(number + 1)
-        async with rough_server(notes, port=port) as server:
-            answers = await asyncio.gather(*waiting)
-            assert {answer.status_code for answer in answers} == {200}
-            assert server.most_at_once == 1
-            assert await ready(running) == 200
-    assert [name for name in order if name != "finds out"] == ["0", "1", "2", "3"]
+            waiting.append(send(gateway, str(number)))
+            await gateway.wait_for_queued(number + 1)
+        async with fake_upstream(record_prompt, port=port) as server:
+            responses = await asyncio.gather(*waiting)
+            assert {response.status_code for response in responses} == {200}
+            assert server.max_concurrent == 1
+            assert await ready_status(gateway) == 200
+    assert [prompt for prompt in order if prompt != "detects outage"] == ["0", "1", "2", "3"]
 
 
-async def test_no_more_wait_for_one_that_is_away_than_for_one_that_is_full() -> None:
-    async with lost(PATIENT, QueueConfig(max_requests=2)) as (running, port):
-        waiting = [await finds_out(running)]
+async def test_queue_limit_applies_during_outage() -> None:
+    async with gateway_after_crash(PATIENT, QueueConfig(max_requests=2)) as (gateway, port):
+        waiting = [await detect_outage(gateway)]
         for number in range(2):
-            waiting.append(asks(running))
-            await running.queued(number + 1)
-        assert (await asks(running)).json()["error"]["code"] == "overloaded"
-        async with rough_server(port=port):
-            answers = await asyncio.gather(*waiting)
-    assert {answer.status_code for answer in answers} == {200}
+            waiting.append(send(gateway))
+            await gateway.wait_for_queued(number + 1)
+        assert (await send(gateway)).json()["error"]["code"] == "overloaded"
+        async with fake_upstream(port=port):
+            responses = await asyncio.gather(*waiting)
+    assert {response.status_code for response in responses} == {200}
 
 
-async def test_to_tokenize_waits_for_it_too() -> None:
-    async with lost(PATIENT) as (running, port):
-        first = await finds_out(running)
-        told = asyncio.create_task(running.client.post("/tokenize", json={"prompt": "Once"}))
-        async with rough_server(port=port) as server:
-            server.tokenize = [7]
+async def test_tokenize_waits_for_restarted_replica() -> None:
+    async with gateway_after_crash(PATIENT) as (gateway, port):
+        first = await detect_outage(gateway)
+        tokenize = asyncio.create_task(gateway.client.post("/tokenize", json=TOKENIZE))
+        async with fake_upstream(port=port) as server:
+            server.token_ids = [7]
             assert (await first).status_code == 200
-            assert (await told).json() == {"tokens": [7]}
-    async with lost(BRIEF) as (running, _):
-        first = await finds_out(running)
-        assert gone(await running.client.post("/tokenize", json={"prompt": "Once"}))
-        assert gone(await first)
+            assert (await tokenize).json() == {"tokens": [7]}
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
-async def test_what_one_does_not_tokenize_another_may(status: int) -> None:
-    async with rough_server() as ill, rough_server() as well:
-        behind = [ReplicaConfig(url=server.url, kind="openai") for server in (ill, well)]
-        ill.tokenize, ill.tokenizes_with, well.tokenize = [], status, [7]
-        async with front([], *behind) as running:
+async def test_tokenize_fails_over_to_another_replica(status: int) -> None:
+    async with fake_upstream() as bad, fake_upstream() as good:
+        configs = [ReplicaConfig(url=server.url, kind="openai") for server in (bad, good)]
+        bad.token_ids, bad.tokenize_status, good.token_ids = [], status, [7]
+        async with run_gateway([], *configs) as gateway:
             for _ in range(5):
-                told = await running.client.post("/tokenize", json={"prompt": "Once"})
-                assert (told.status_code, told.json()) == (200, {"tokens": [7]})
-            assert (await running.client.get("/openapi.json")).status_code == 503  # not theirs
-            well.tokenizes_with = status
-            told = await running.client.post("/tokenize", json={"prompt": "Once"})
-            assert (told.status_code, told.json()["error"]["code"]) == (503, "no_replica")
+                response = await gateway.client.post("/tokenize", json=TOKENIZE)
+                assert (response.status_code, response.json()) == (200, {"tokens": [7]})
+            # A hosted API's OpenAPI document is not that of a replica.
+            assert (await gateway.client.get("/openapi.json")).status_code == 503
+            good.tokenize_status = status
+            response = await gateway.client.post("/tokenize", json=TOKENIZE)
+            assert (response.status_code, response.json()["error"]["code"]) == (503, "no_replica")
 
 
-async def test_what_only_a_replica_can_tell_is_not_told_while_it_is_away() -> None:
-    async with lost(BRIEF) as (running, _):
-        first = await finds_out(running)
-        for path, of in (
+async def test_outage_beyond_failover_timeout_rejects_all_requests() -> None:
+    async with gateway_after_crash(BRIEF) as (gateway, _):
+        first = await detect_outage(gateway)
+        queued = send(gateway)
+        await gateway.wait_for_queued(1)
+        for path, message in (
             ("/openapi.json", "No replica is available"),
             ("/replicas/a/metrics", "The replica 'a'"),
         ):
-            told = await running.client.get(path)
-            assert (told.status_code, told.json()["error"]["code"]) == (503, "no_replica")
-            assert told.json()["error"]["message"].startswith(of)
-        assert gone(await first)
+            response = await gateway.client.get(path)
+            assert (response.status_code, response.json()["error"]["code"]) == (503, "no_replica")
+            assert response.json()["error"]["message"].startswith(message)
+        response = await queued
+        assert is_no_replica(response)
+        assert was_queued(gateway, response)
+        late = await send(gateway)
+        assert is_no_replica(late)
+        assert not was_queued(gateway, late)
+        assert is_no_replica(await gateway.client.post("/tokenize", json=TOKENIZE))
+        assert is_no_replica(await first)
 
 
-async def test_nobody_waits_for_one_that_does_not_come_back() -> None:
-    async with lost(BRIEF) as (running, _):
-        first = await finds_out(running)
-        waiting = asks(running)
-        await running.queued(1)
-        answer = await waiting
-        assert gone(answer)
-        assert queued(running, answer)
-        late = await asks(running)
-        assert gone(late)
-        assert not queued(running, late)
-        assert (await first).status_code == 503
-
-
-async def test_nobody_waits_for_one_that_never_was_there() -> None:
-    with socket.socket() as deaf:  # its port is nobody else's, and it does not listen
-        deaf.bind(("127.0.0.1", 0))
-        async with front([], at(deaf.getsockname()[1]), timeouts=PATIENT) as running:
+async def test_replica_that_was_never_up_rejects_requests_at_once() -> None:
+    with socket.socket() as closed:  # reserves a port without listening
+        closed.bind(("127.0.0.1", 0))
+        config = config_at(closed.getsockname()[1])
+        async with run_gateway([], config, timeouts=PATIENT) as gateway:
             for _ in range(3):
-                answer = await asks(running)
-                assert gone(answer)
-                assert not queued(running, answer)
+                response = await send(gateway)
+                assert is_no_replica(response)
+                assert not was_queued(gateway, response)
 
 
-async def test_one_that_never_said_that_it_was_well_may_be_so_all_the_same() -> None:
-    async with AsyncExitStack() as later:
-        async with rough_server() as server:
+async def test_replica_that_was_never_up_serves_request_before_next_probe() -> None:
+    async with AsyncExitStack() as stack:
+        async with fake_upstream() as server:
             port = server.port
-        running = await later.enter_async_context(front([], at(port), timeouts=PATIENT))
-        assert await ready(running) == 503
-        async with rough_server(port=port):
-            assert (await asks(running)).status_code == 200
-            assert await ready(running) == 200
+        gateway = await stack.enter_async_context(
+            run_gateway([], config_at(port), timeouts=PATIENT)
+        )
+        assert await ready_status(gateway) == 503
+        async with fake_upstream(port=port):
+            assert (await send(gateway)).status_code == 200
+            assert await ready_status(gateway) == 200
 
 
 @pytest.mark.parametrize("state", ["starting", "restarting", "failed"])
-async def test_one_that_says_that_it_will_be_back_is_waited_for(
+async def test_native_replica_is_awaited_while_it_starts(
     tokenizer: Tokenizer, state: State, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # One that has failed says so until its server sees it, and leaves: here that is after the test.
+    # A failed engine is reported until its server notices the failure and exits, here after the test.
     monkeypatch.setattr(
         "argosy.engine.serving.api_server.replica_server.ENGINE_POLL_INTERVAL_S", 3600.0
     )
-    engine = FakeEngine(tokenizer, always(says(tokenizer, "Yes.")))
+    engine = FakeEngine(tokenizer, constant_script(reply_script(tokenizer, "Yes.")))
     at_once = Timeouts(failover_timeout_s=1e-6)
-    with suppress(EngineFailedError):  # one that has failed ends soon after
+    with suppress(EngineFailedError):  # raised when the server of the failed engine stops
         async with (
             serve(engine) as served,
-            front(
-                [],
-                ReplicaConfig(url=served.url, kind="argosy", model=MODEL),
-                timeouts=at_once,
-            ) as running,
+            run_gateway(
+                [], ReplicaConfig(url=served.url, kind="argosy", model=MODEL), timeouts=at_once
+            ) as gateway,
         ):
             engine.state = state
-            await running.probe()
-            assert await ready(running) == 503
+            await gateway.probe()
+            assert await ready_status(gateway) == 503
             if state == "failed":
-                assert gone(await asks(running))
+                assert is_no_replica(await send(gateway))
                 return
-            waiting = asks(running)
-            await running.queued(1)
+            waiting = send(gateway)
+            await gateway.wait_for_queued(1)
             engine.state = "ready"
-            await running.probe()
+            await gateway.probe()
             assert (await waiting).status_code == 200
 
 
-async def test_one_that_works_and_was_missed_is_found_again_before_what_runs_there_ends() -> None:
-    more = asyncio.Event()
+async def test_request_ends_outage_while_another_still_runs_on_replica() -> None:
+    may_end = asyncio.Event()
 
-    async def slow(asked: Asked) -> None:
-        if asked.body["prompt"] == "long":
-            await more.wait()
-        await plain(asked)
+    async def script(request: UpstreamRequest) -> None:
+        if request.body["prompt"] == "long":
+            await may_end.wait()
+        await respond_with_tokens(request)
 
-    async with rough_server(slow) as server:
+    async with fake_upstream(script) as server:
         config = ReplicaConfig(url=server.url, kind="openai", model="rough", max_requests=4)
-        async with front([], config, timeouts=PATIENT) as running:
-            long = asks(running, "long")
-            await until(lambda: server.asked)
-            (replica,) = running.replicas
-            opened(replica)
+        async with run_gateway([], config, timeouts=PATIENT) as gateway:
+            long = send(gateway, "long")
+            await until(lambda: server.requests)
+            (replica,) = gateway.replicas
+            open_breaker(replica)
             replica.on_unreachable(time.monotonic())
-            assert await ready(running) == 503
-            assert (await asks(running)).status_code == 200
-            assert await ready(running) == 200
-            more.set()
+            assert await ready_status(gateway) == 503
+            assert (await send(gateway)).status_code == 200
+            assert await ready_status(gateway) == 200
+            may_end.set()
             assert (await long).status_code == 200
 
 
-async def test_what_is_lacking_here_is_held_against_no_replica() -> None:
+async def test_lack_of_file_descriptors_is_no_replica_failure() -> None:
     async with (
-        rough_server() as server,
-        front([], at(server.port), timeouts=PATIENT) as running,
+        fake_upstream() as server,
+        run_gateway([], config_at(server.port), timeouts=PATIENT) as gateway,
     ):
-        (replica,), soft = running.replicas, resource.getrlimit(resource.RLIMIT_NOFILE)
-        assert await ready(running) == 200  # on a connection that is kept
-        while (kept := replica.upstream.take_idle_connection()) is not None:
-            kept.abort()
+        (replica,), limits = gateway.replicas, resource.getrlimit(resource.RLIMIT_NOFILE)
+        assert await ready_status(gateway) == 200  # the client keeps this connection
+        while (idle := replica.upstream.take_idle_connection()) is not None:
+            idle.abort()
         with capture_logs() as logs:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (3, soft[1]))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
             try:
-                answer = asks(running)
+                request = send(gateway)
                 await until(lambda: "attempt_failed" in [line["event"] for line in logs])
                 for _ in range(5):
-                    await running.probe()
+                    await gateway.probe()
             finally:
-                resource.setrlimit(resource.RLIMIT_NOFILE, soft)
+                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
             assert replica.breaker.is_closed
-            assert (await answer).status_code == 200
-        assert (await asks(running)).status_code == 200
+            assert (await request).status_code == 200
+        assert (await send(gateway)).status_code == 200

@@ -1,4 +1,4 @@
-"""A client whose machine vanishes in the middle of its answer: nobody goes on working for it."""
+"""A client whose machine is lost during its response is disconnected, and its request is cancelled."""
 
 from __future__ import annotations
 
@@ -10,26 +10,29 @@ from pathlib import Path
 
 import httpx2
 import pytest
-from tests.integration.gateway.test_upstream import falls_silent
-from tests.support.gateway_processes import MODEL, gateways, tenants
-from tests.support.scripted_server import Asked, rough_server
+from tests.integration.gateway.test_upstream import drop_packets
+from tests.support.fake_upstream import UpstreamRequest, fake_upstream
+from tests.support.gateway_processes import MODEL, gateways, open_organisation
+from tests.support.waiting import until
 
 from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig
 from argosy.store import StoreConfig
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="others have no such timeouts")
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="other systems have no such timeouts"
+)
 
 
-async def begins(asked: Asked) -> None:
-    """A stream that never gets on, or an answer that never comes."""
-    if asked.body.get("stream"):
-        asked.stream()
-        asked.say(" one")
+async def respond_partially(request: UpstreamRequest) -> None:
+    """Start a stream that stalls, or never respond."""
+    if request.body.get("stream"):
+        request.start_stream()
+        request.send_text(" one")
     await asyncio.Event().wait()
 
 
-def asks(url: httpx2.URL, key: str, *, stream: bool) -> socket.socket:
-    """A client that has sent its request."""
+def send_request(url: httpx2.URL, key: str, *, stream: bool) -> socket.socket:
+    """Connect a client that has sent its request."""
     content = json.dumps({"model": MODEL, "prompt": "Say", "max_tokens": 9, "stream": stream})
     head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\n"
     client = socket.create_connection((url.host, url.port or 0))
@@ -38,9 +41,9 @@ def asks(url: httpx2.URL, key: str, *, stream: bool) -> socket.socket:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_its_request_ends(tmp_path: Path, stream: bool) -> None:
+async def test_request_of_lost_client_is_cancelled(tmp_path: Path, stream: bool) -> None:
     url = f"sqlite:///{tmp_path}/store.db"
-    async with rough_server(begins) as server:
+    async with fake_upstream(respond_partially) as server:
         replicas = [ReplicaConfig(url=server.url, kind="openai", model="rough")]
         config = GatewayConfig(
             port=0,
@@ -49,13 +52,12 @@ async def test_its_request_ends(tmp_path: Path, stream: bool) -> None:
             slow_reader_timeout_s=0.5,
             sse_keepalive_interval_s=0.5,
         )
-        with tenants(url) as store:
+        with open_organisation(url) as store:
             key = store.key(store.project("web"))
             async with gateways(config, tmp_path) as (gateway,):
-                with asks(httpx2.URL(gateway.url), key, stream=stream) as client:
-                    while not server.asked:  # noqa: ASYNC110 - nobody tells
-                        await asyncio.sleep(0.01)
-                    falls_silent(client)
-                    (row,) = await store.settled(1)
+                with send_request(httpx2.URL(gateway.url), key, stream=stream) as client:
+                    await until(lambda: server.requests)
+                    drop_packets(client)
+                    (row,) = await store.wait_for_rows(1)
                 await gateway.stop()
     assert row.status == "cancelled"

@@ -1,16 +1,16 @@
-// The OpenAI JavaScript SDK with keys of a gateway; prints what each of them got as JSON.
+// The OpenAI JavaScript SDK with keys of a gateway. Prints the responses and errors of each key as JSON.
 // Usage: node gateway.mjs BASE_URL MODEL GOOD ELSEWHERE LIMITED EXPIRED
 import OpenAI from "openai";
 
 const [baseURL, model, good, elsewhere, limited, expired] = process.argv.slice(2);
 const messages = [{ role: "user", content: "Hello" }];
-const as = (apiKey) => new OpenAI({ baseURL, apiKey, maxRetries: 0 });
+const connect = (apiKey) => new OpenAI({ baseURL, apiKey, maxRetries: 0 });
 
-// How a second chat is refused, when the first was not.
+// Return the error of the first chat, or of the second one.
 async function refusal(apiKey) {
   try {
-    await as(apiKey).chat.completions.create({ model, messages });
-    await as(apiKey).chat.completions.create({ model, messages });
+    await connect(apiKey).chat.completions.create({ model, messages });
+    await connect(apiKey).chat.completions.create({ model, messages });
   } catch (error) {
     return {
       kind: error.constructor.name,
@@ -21,19 +21,19 @@ async function refusal(apiKey) {
   }
 }
 
-const told = { good: { models: [], stream: "" } };
-for await (const one of await as(good).models.list()) {
-  told.good.models.push(one.id);
+const results = { good: { models: [], stream: "" } };
+for await (const card of await connect(good).models.list()) {
+  results.good.models.push(card.id);
 }
-const chat = await as(good).chat.completions.create({ model, messages });
-told.good.chat = chat.choices[0].message.content;
-for await (const chunk of await as(good).chat.completions.create({ model, messages, stream: true })) {
-  told.good.stream += chunk.choices[0]?.delta?.content ?? "";
+const chat = await connect(good).chat.completions.create({ model, messages });
+results.good.chat = chat.choices[0].message.content;
+for await (const chunk of await connect(good).chat.completions.create({ model, messages, stream: true })) {
+  results.good.stream += chunk.choices[0]?.delta?.content ?? "";
 }
-told.nobody = await refusal("sk-argosy-nobody");
-told.elsewhere = await refusal(elsewhere);
-told.limited = await refusal(limited);
+results.unknown = await refusal("sk-argosy-unknown");
+results.elsewhere = await refusal(elsewhere);
+results.limited = await refusal(limited);
 await new Promise((resolve) => setTimeout(resolve, 1000));
-told.expired = await refusal(expired);
+results.expired = await refusal(expired);
 
-console.log(JSON.stringify(told));
+console.log(JSON.stringify(results));

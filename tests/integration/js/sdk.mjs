@@ -1,4 +1,4 @@
-// The OpenAI JavaScript SDK against a running replica; prints what it got as JSON.
+// The OpenAI JavaScript SDK against a running replica. Prints the results as JSON.
 // Usage: node sdk.mjs BASE_URL MODEL
 import OpenAI from "openai";
 
@@ -6,12 +6,12 @@ const [baseURL, model] = process.argv.slice(2);
 const client = new OpenAI({ baseURL, apiKey: "unused", maxRetries: 0 });
 const messages = [{ role: "user", content: "Hello" }];
 
-const told = {};
+const results = {};
 
 const chat = await client.chat.completions.create({ model, messages });
-told.chat = chat.choices[0].message.content;
+results.chat = chat.choices[0].message.content;
 
-told.stream = "";
+results.stream = "";
 const stream = await client.chat.completions.create({
   model,
   messages,
@@ -19,29 +19,29 @@ const stream = await client.chat.completions.create({
   stream_options: { include_usage: true },
 });
 for await (const chunk of stream) {
-  told.stream += chunk.choices[0]?.delta?.content ?? "";
-  told.finish = chunk.choices[0]?.finish_reason ?? told.finish;
-  told.usage = chunk.usage?.completion_tokens ?? told.usage;
+  results.stream += chunk.choices[0]?.delta?.content ?? "";
+  results.finish = chunk.choices[0]?.finish_reason ?? results.finish;
+  results.usage = chunk.usage?.completion_tokens ?? results.usage;
 }
 
 const completion = await client.completions.create({ model, prompt: "Once", max_tokens: 100 });
-told.completion = completion.choices[0].text;
+results.completion = completion.choices[0].text;
 
-told.completionStream = "";
+results.completionStream = "";
 const parts = await client.completions.create({ model, prompt: "Once", max_tokens: 100, stream: true });
 for await (const part of parts) {
-  told.completionStream += part.choices[0].text;
+  results.completionStream += part.choices[0].text;
 }
 
-told.models = [];
-for await (const one of await client.models.list()) {
-  told.models.push(one.id);
+results.models = [];
+for await (const card of await client.models.list()) {
+  results.models.push(card.id);
 }
 
 try {
   await client.chat.completions.create({ model, messages, temperature: -1 });
 } catch (error) {
-  told.error = { status: error.status, param: error.param, kind: error.constructor.name };
+  results.error = { status: error.status, param: error.param, kind: error.constructor.name };
 }
 
-console.log(JSON.stringify(told));
+console.log(JSON.stringify(results));

@@ -1,4 +1,4 @@
-"""A migrated store on each database, and processes that use one at the same time."""
+"""Migrated stores on SQLite and PostgreSQL, and processes that use one store concurrently."""
 
 from __future__ import annotations
 
@@ -9,44 +9,40 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import sqlalchemy as sa
+from alembic import command
+from alembic.config import Config
+from tests.support.fake_clock import FakeClock
 from tests.support.services import PostgresServer
 
-from argosy.store import Store, open_store
+from argosy.store import Organisation, Project, Store, User, migrations, open_store
 
 START = 1_763_750_000.0
 TEMPLATE = "migrated"
-
-
-class Clock:
-    """The store's clock: it stands until it is moved."""
-
-    def __init__(self) -> None:
-        self.now = START
-
-    def __call__(self) -> float:
-        return self.now
+ACTOR = "key:test"
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> FakeClock:
+    return FakeClock(START)
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
-def kind(request: pytest.FixtureRequest) -> str:
+def database_kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
 @pytest.fixture
-def empty_url(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """A database without tables."""
-    if kind == "sqlite":
+def empty_url(database_kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """URL of a database without tables."""
+    if database_kind == "sqlite":
         return f"sqlite:///{tmp_path}/empty.db"
     return str(request.getfixturevalue("postgres_url"))
 
 
 @pytest.fixture(scope="session")
 def migrated_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SQLite file with tables and without accounts, to be copied."""
     path = tmp_path_factory.mktemp("store") / "migrated.db"
     migrate(f"sqlite:///{path}")
     return path
@@ -54,15 +50,15 @@ def migrated_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def migrated_server(postgres: PostgresServer) -> PostgresServer:
-    """A server with a migrated database, to be copied."""
+    """PostgreSQL server with a migrated template database."""
     migrate(postgres.create(TEMPLATE))
     return postgres
 
 
 @pytest.fixture
-def url(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """A migrated database without accounts."""
-    if kind == "sqlite":
+def url(database_kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """URL of a migrated database without accounts."""
+    if database_kind == "sqlite":
         path = tmp_path / "store.db"
         shutil.copy(request.getfixturevalue("migrated_file"), path)
         yield f"sqlite:///{path}"
@@ -73,10 +69,25 @@ def url(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[s
 
 
 @pytest.fixture
-def store(url: str, clock: Clock) -> Iterator[Store]:
+def store(url: str, clock: FakeClock) -> Iterator[Store]:
     opened = open_store(url, clock=clock)
     yield opened
     opened.close()
+
+
+@pytest.fixture
+def organisation(store: Store) -> Organisation:
+    return store.accounts.create_organisation("Acme", actor=ACTOR)
+
+
+@pytest.fixture
+def project(store: Store, organisation: Organisation) -> Project:
+    return store.accounts.create_project(organisation.id, "search", actor=ACTOR)
+
+
+@pytest.fixture
+def user(store: Store, organisation: Organisation) -> User:
+    return store.accounts.create_user(organisation.id, "Ann@example.com", actor=ACTOR)
 
 
 def migrate(url: str) -> None:
@@ -85,12 +96,20 @@ def migrate(url: str) -> None:
     store.close()
 
 
-def at_once(count: int, what: str, url: str, *arguments: object) -> list[str]:
-    """What so many processes print that do the same thing (see `worker.py`) at the same time."""
+def migrate_to_revision(connection: sa.Connection, revision: str) -> None:
+    """Create or upgrade the tables as an older version of Argosy did."""
+    config = Config()
+    config.set_main_option("script_location", str(Path(migrations.__file__).parent))
+    config.attributes["connection"] = connection
+    command.upgrade(config, revision)
+
+
+def run_concurrently(count: int, task: str, url: str, *arguments: object) -> list[str]:
+    """Run `count` processes of `tests.support.store_process` at the same time. Returns their output."""
     workers = [
         subprocess.Popen(
             (
-                *(sys.executable, "-m", "tests.support.store_process", what, url),
+                *(sys.executable, "-m", "tests.support.store_process", task, url),
                 *(str(argument) for argument in (number, *arguments)),
             ),
             stdin=subprocess.PIPE,
@@ -108,10 +127,10 @@ def at_once(count: int, what: str, url: str, *arguments: object) -> list[str]:
             assert worker.stdin is not None
             worker.stdin.write("go\n")
             worker.stdin.flush()
-        said = [worker.communicate(timeout=60) for worker in workers]
+        outputs = [worker.communicate(timeout=60) for worker in workers]
     finally:
         for worker in workers:
             worker.kill()
             worker.communicate()
-    assert [worker.returncode for worker in workers] == [0] * count, said
-    return [out.strip() for out, _ in said]
+    assert [worker.returncode for worker in workers] == [0] * count, outputs
+    return [stdout.strip() for stdout, _ in outputs]

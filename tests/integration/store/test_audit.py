@@ -1,41 +1,44 @@
-"""The audit log on both databases: complete, without secrets, and nothing in it can be altered unseen."""
+"""Audit log on both databases: complete, without secrets, and protected against unnoticed changes."""
 
 from __future__ import annotations
 
 import pytest
 import sqlalchemy as sa
-from tests.integration.store.conftest import START, at_once
+from tests.integration.store.conftest import START, run_concurrently
 
 from argosy.store import AuditVerification, Price, Store, StoreError
+from argosy.store.audit import hash_entry
 from argosy.store.database import Database
 
-UNPROTECT = {
+DROP_PROTECTION = {
     "sqlite": ("DROP TRIGGER audit_no_update", "DROP TRIGGER audit_no_delete"),
     "postgresql": ("DROP TRIGGER audit_append_only ON audit",),
 }
+INSERT = sa.text(
+    "INSERT INTO audit VALUES (:entry, :at, :actor, :action, :subject, :details, :hash, :organisation)"
+)
 
 
 @pytest.fixture
 def database(url: str) -> Database:
-    """The same one, for SQL by hand."""
+    """Direct SQL access to the store's database."""
     return Database(url)
 
 
-def run(database: Database, *statements: str) -> None:
+def execute(database: Database, *statements: str) -> None:
     with database.write_transaction() as connection:
         for statement in statements:
             connection.execute(sa.text(statement))
     database.close()
 
 
-def fill(store: Store) -> None:
-    """Five entries."""
+def add_five_entries(store: Store) -> None:
     for number in range(5):
         store.accounts.create_organisation(f"o{number}", actor=f"key:k{number}")
 
 
-def test_every_change_is_told(store: Store) -> None:
-    accounts = store.accounts
+def test_every_change_adds_an_entry(store: Store) -> None:
+    accounts, terms = store.accounts, store.limits_and_prices
     organisation = accounts.create_organisation("Acme", actor="a")
     project = accounts.create_project(organisation.id, "p", actor="b")
     accounts.change_project(project.id, tier="free", weight=2, actor="c")
@@ -44,12 +47,10 @@ def test_every_change_is_told(store: Store) -> None:
     key, _ = accounts.create_key(project.id, "k", actor="e")
     new, _ = accounts.rotate_key(key.id, 5, actor="f")
     accounts.revoke_key(new.id, actor="g")
-    limit = store.limits_and_prices.set_limit("project", project.id, "concurrency", 3, actor="h")
-    store.limits_and_prices.set_limit("project", project.id, "concurrency", 4, actor="h")
-    store.limits_and_prices.delete_limit(limit.id, actor="h")
-    price = store.limits_and_prices.set_price(
-        Price(model="m", input=1, cached_input=1, output=1), actor="i"
-    )
+    limit = terms.set_limit("project", project.id, "concurrency", 3, actor="h")
+    terms.set_limit("project", project.id, "concurrency", 4, actor="h")
+    terms.delete_limit(limit.id, actor="h")
+    price = terms.set_price(Price(model="m", input=1, cached_input=1, output=1), actor="i")
     accounts.archive_organisation(organisation.id, actor="j")
     entries = store.audit_log.list_entries()[::-1]
     assert [(entry.actor, entry.action, entry.subject) for entry in entries] == [
@@ -75,39 +76,41 @@ def test_every_change_is_told(store: Store) -> None:
     assert entries[6].details == {"expires_at": [None, START + 5], "replaced_by": [None, new.id]}
     assert entries[9].details["amount"] == 3
     assert store.audit_log.verify() == AuditVerification(entries=16)
-    theirs = {entry.subject for entry in entries if entry.organisation == organisation.id}
-    assert theirs == {entry.subject for entry in entries} - {price.id}
+    own = {entry.subject for entry in entries if entry.organisation == organisation.id}
+    assert own == {entry.subject for entry in entries} - {price.id}
     other = accounts.create_organisation("Other", actor="k")
-    within = store.audit_log.for_organisation(organisation.id).list_entries()
-    assert within == [entry for entry in entries[::-1] if entry.subject != price.id]
+    scoped = store.audit_log.for_organisation(organisation.id).list_entries()
+    assert scoped == [entry for entry in entries[::-1] if entry.subject != price.id]
     assert store.audit_log.for_organisation(other.id).list_entries(subject=project.id) == []
 
 
-def test_entries_come_page_by_page_and_by_subject(store: Store) -> None:
-    fill(store)
+def test_entries_are_listed_by_page_and_by_subject(store: Store) -> None:
+    add_five_entries(store)
     newest = store.audit_log.list_entries(limit=2)
     assert [entry.entry for entry in newest] == [5, 4]
     assert [entry.entry for entry in store.audit_log.list_entries(before=4)] == [3, 2, 1]
     assert store.audit_log.list_entries(subject=newest[1].subject) == [newest[1]]
 
 
-def test_no_secret_is_told(store: Store, database: Database) -> None:
-    made = store.accounts.bootstrap(actor="serve")
-    assert made is not None
-    _, plain = store.accounts.rotate_key(made[0].id, 5, actor="me")
+def test_entries_contain_no_secret(store: Store, database: Database) -> None:
+    created = store.accounts.bootstrap(actor="serve")
+    assert created is not None
+    _, plain = store.accounts.rotate_key(created[0].id, 5, actor="me")
     with database.read_transaction() as connection:
-        told = repr(connection.execute(sa.text("SELECT * FROM audit")).all())
+        stored = repr(connection.execute(sa.text("SELECT * FROM audit")).all())
     database.close()
-    for key in (made[1], plain):
-        assert key.split("-", 3)[3] not in told
-    assert "digest" not in told
+    for key in (created[1], plain):
+        assert key.split("-", 3)[3] not in stored
+    assert "digest" not in stored
 
 
 @pytest.mark.parametrize("statement", ["UPDATE audit SET actor = 'x'", "DELETE FROM audit"])
-def test_the_database_refuses_to_alter_it(store: Store, database: Database, statement: str) -> None:
-    fill(store)
+def test_database_rejects_changes_of_entries(
+    store: Store, database: Database, statement: str
+) -> None:
+    add_five_entries(store)
     with pytest.raises(ValueError, match="append-only"):
-        run(database, statement)
+        execute(database, statement)
     database.close()
     assert store.audit_log.verify() == AuditVerification(entries=5)
 
@@ -131,41 +134,45 @@ def test_the_database_refuses_to_alter_it(store: Store, database: Database, stat
         ),
     ],
 )
-def test_tampering_shows(
-    store: Store, database: Database, kind: str, statement: str, broken: int, problem: str
+def test_verification_finds_the_tampered_entry(
+    store: Store, database: Database, database_kind: str, statement: str, broken: int, problem: str
 ) -> None:
-    fill(store)
-    run(database, *UNPROTECT[kind], statement)
+    add_five_entries(store)
+    execute(database, *DROP_PROTECTION[database_kind], statement)
     assert store.audit_log.verify() == AuditVerification(
         entries=broken - 1, broken=broken, problem=problem
     )
 
 
 @pytest.mark.parametrize("details", ["not JSON", "[1]", ""])
-def test_an_entry_that_cannot_be_read_says_what_to_ask(
-    store: Store, database: Database, kind: str, details: str
+def test_unreadable_entry_is_reported_with_a_remedy(
+    store: Store, database: Database, database_kind: str, details: str
 ) -> None:
-    fill(store)
-    run(database, *UNPROTECT[kind])
-    with database.write_transaction() as connection:
-        update = sa.text("UPDATE audit SET details = :details WHERE entry = 3")
-        connection.execute(update, {"details": details})
+    add_five_entries(store)
+    execute(
+        database,
+        *DROP_PROTECTION[database_kind],
+        f"UPDATE audit SET details = '{details}' WHERE entry = 3",  # noqa: S608 - constants
+    )
     with pytest.raises(StoreError, match=r"Entry 3 .*was altered.* `argosy audit"):
         store.audit_log.list_entries()
-    known = store.load_snapshot()
-    run(database, "DELETE FROM state")
-    for used in (store.audit_log.verify, lambda: store.is_current(known), store.load_snapshot):
+
+
+def test_missing_state_row_is_reported(store: Store, database: Database) -> None:
+    snapshot = store.load_snapshot()
+    execute(database, "DELETE FROM state")
+    for call in (store.audit_log.verify, lambda: store.is_current(snapshot), store.load_snapshot):
         with pytest.raises(StoreError, match="lacks its row in the table 'state'"):
-            used()
+            call()
 
 
-def test_a_chain_that_was_written_anew_shows(store: Store, database: Database, kind: str) -> None:
-    """The head that the last change left does not fit, neither to a forged end nor to a longer one."""
-    from argosy.store.audit import hash_entry
-
-    fill(store)
+def test_verification_finds_a_forged_chain(
+    store: Store, database: Database, database_kind: str
+) -> None:
+    """The stored head fits neither a forged last entry nor an additional one."""
+    add_five_entries(store)
     with database.write_transaction() as connection:
-        for statement in UNPROTECT[kind]:
+        for statement in DROP_PROTECTION[database_kind]:
             connection.execute(sa.text(statement))
         rows = connection.execute(sa.text("SELECT * FROM audit ORDER BY entry")).mappings().all()
         forged = {**rows[4], "actor": "x"}
@@ -176,22 +183,17 @@ def test_a_chain_that_was_written_anew_shows(store: Store, database: Database, k
     with database.write_transaction() as connection:
         connection.execute(sa.text("DELETE FROM audit WHERE entry = 5"))
         connection.execute(INSERT, dict(rows[4]))
-        more = {**rows[4], "entry": 6}
-        more["hash"] = hash_entry(rows[4]["hash"], more)
-        connection.execute(INSERT, more)
+        additional = {**rows[4], "entry": 6}
+        additional["hash"] = hash_entry(rows[4]["hash"], additional)
+        connection.execute(INSERT, additional)
     database.close()
     assert store.audit_log.verify() == AuditVerification(
         entries=5, broken=6, problem="not written by Argosy"
     )
 
 
-INSERT = sa.text(
-    "INSERT INTO audit VALUES (:entry, :at, :actor, :action, :subject, :details, :hash, :organisation)"
-)
-
-
-def test_writers_in_several_processes_make_one_chain(store: Store, url: str) -> None:
-    at_once(3, "change", url, 15)
+def test_concurrent_writers_extend_one_chain(store: Store, url: str) -> None:
+    run_concurrently(3, "create_organisations", url, 15)
     assert store.audit_log.verify() == AuditVerification(entries=45)
     assert store.load_snapshot().version == 46
     assert len(store.load_snapshot().organisations) == 45

@@ -1,4 +1,4 @@
-"""Old days are summed up in PostgreSQL while others use the ledger: nobody waits, nothing is lost or counts twice."""
+"""Roll-up of old days on PostgreSQL beside other writers: no writer waits, and no record is lost or counted twice."""
 
 from __future__ import annotations
 
@@ -7,49 +7,48 @@ from typing import Any
 import psycopg
 import pytest
 from sqlalchemy import Connection, Engine, event
-from tests.integration.store.conftest import START, at_once
+from tests.integration.store.conftest import START, run_concurrently
 from tests.support.usage_rows import usage_row
 
 from argosy.store import Store, open_store
 
-pytestmark = pytest.mark.parametrize("kind", ["postgresql"])
+pytestmark = pytest.mark.parametrize("database_kind", ["postgresql"])
 
 DAY = 86_400.0
 
 
-def test_what_comes_meanwhile_waits_for_nobody_and_is_kept(store: Store, url: str) -> None:
+def test_records_added_during_a_roll_up_are_kept_without_waiting(store: Store, url: str) -> None:
     other = open_store(f"{url}&options=-c%20lock_timeout%3D1s")
-    coming = {"INSERT": usage_row("before they are summed"), "DELETE": usage_row("before they go")}
+    late_rows = {"INSERT": usage_row("before the sums"), "DELETE": usage_row("before the removal")}
 
-    def come(_: Connection, __: Any, statement: str, *___: object) -> None:  # noqa: ANN401 - a cursor
-        row = coming.pop(statement.partition(" ")[0], None)
+    def add_late_row(_: Connection, __: Any, statement: str, *___: object) -> None:  # noqa: ANN401 - a cursor
+        row = late_rows.pop(statement.partition(" ")[0], None)
         if row is not None:
             other.ledger.add_records([row])
 
     store.ledger.add_records([usage_row("first")])
-    event.listen(Engine, "before_cursor_execute", come)
+    event.listen(Engine, "before_cursor_execute", add_late_row)
     try:
         assert store.ledger.roll_up(START + DAY) == 3
     finally:
-        event.remove(Engine, "before_cursor_execute", come)
+        event.remove(Engine, "before_cursor_execute", add_late_row)
         other.close()
     assert store.ledger.report()[0].requests == 3
     assert list(store.ledger.iter_records()) == []
 
 
-def test_it_does_not_wait_for_a_vacuum_nor_do_others_for_both(store: Store, url: str) -> None:
+def test_roll_up_does_not_wait_for_a_vacuum(store: Store, url: str) -> None:
     store.ledger.add_records([usage_row("first")])
     impatient = open_store(f"{url}&options=-c%20lock_timeout%3D1s")
     with psycopg.connect(url) as vacuum:
-        vacuum.execute("LOCK TABLE usage IN SHARE UPDATE EXCLUSIVE MODE")  # as VACUUM does
+        vacuum.execute("LOCK TABLE usage IN SHARE UPDATE EXCLUSIVE MODE")  # the lock of VACUUM
         assert impatient.ledger.roll_up(START + DAY) == 1
     impatient.close()
 
 
-def test_several_that_forget_the_same_days_forget_each_row_once(store: Store, url: str) -> None:
-    store.ledger.add_records(
-        [usage_row(f"r{number}", ended_at=START + number) for number in range(900)]
-    )
-    gone = at_once(3, "forget", url, START + 2 * DAY, 100)
-    assert sum(map(int, gone)) == 900
+def test_concurrent_roll_ups_remove_each_record_once(store: Store, url: str) -> None:
+    rows = [usage_row(f"r{number}", ended_at=START + number) for number in range(900)]
+    store.ledger.add_records(rows)
+    removed = run_concurrently(2, "roll_up", url, START + 2 * DAY, 100)
+    assert sum(map(int, removed)) == 900
     assert store.ledger.report()[0].requests == 900

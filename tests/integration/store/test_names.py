@@ -1,92 +1,97 @@
-"""Since when projects have had their names and users their emails, by which tokens find them, on both databases."""
+"""Ages of project names and user emails, which decide whom a token names, on both databases."""
 
 from __future__ import annotations
 
 import pytest
 import sqlalchemy as sa
-from tests.integration.store.conftest import START, Clock
-from tests.integration.store.test_database import upgrade
+from tests.integration.store.conftest import ACTOR, START, migrate_to_revision
+from tests.support.fake_clock import FakeClock
 
 from argosy.gateway.auth.credential_index import CredentialIndex
 from argosy.gateway.auth.token_verifier import TokenClaims
 from argosy.store import Project, Store, User, open_store
 from argosy.store.database import Database
 
-ME = "test"
+PROJECT_NAME = "web"
 EMAIL = "ann@x.test"
 
 
-def make(store: Store, name: str) -> tuple[Project, User]:
-    """An organisation's project and user, whose names nobody else has."""
-    home = store.accounts.create_organisation(name, actor=ME)
-    project = store.accounts.create_project(home.id, f"of {name}", actor=ME)
-    user = store.accounts.create_user(home.id, f"{name}@x.test", project=project.id, actor=ME)
+def create_tenant(store: Store, name: str) -> tuple[Project, User]:
+    """Create an organisation's project and user with names that are unique in the whole gateway."""
+    home = store.accounts.create_organisation(name, actor=ACTOR)
+    project = store.accounts.create_project(home.id, f"of {name}", actor=ACTOR)
+    user = store.accounts.create_user(home.id, f"{name}@x.test", project=project.id, actor=ACTOR)
     return project, user
 
 
 def rename(store: Store, project: Project, user: User) -> None:
-    """To what a token says."""
-    store.accounts.change_project(project.id, name="web", actor=ME)
-    store.accounts.change_user(user.id, email=EMAIL.upper(), actor=ME)
+    """Give a project and a user the names that tokens claim."""
+    store.accounts.change_project(project.id, name=PROJECT_NAME, actor=ACTOR)
+    store.accounts.change_user(user.id, email=EMAIL.upper(), actor=ACTOR)
 
 
-def found(store: Store) -> set[str]:
-    """Projects of tokens that say the name, and the email."""
-    book = CredentialIndex(store.load_snapshot())
-    said = {"project": "web", "email": ""}, {"project": "", "email": EMAIL}
-    claims = (
-        TokenClaims(subject="s", organisation="", role="user", expires_at=0, **one) for one in said
+def find_claimed_projects(store: Store) -> set[str]:
+    """Return the projects of a token that claims the project name and of a token that claims the email."""
+    index = CredentialIndex(store.load_snapshot())
+    claimed = {"project": PROJECT_NAME, "email": ""}, {"project": "", "email": EMAIL}
+    tokens = (
+        TokenClaims(subject="s", organisation="", role="user", expires_at=0, **names)
+        for names in claimed
     )
-    return {book.find_by_claims(one).principal.project for one in claims}
+    return {index.find_by_claims(claims).principal.project for claims in tokens}
 
 
-def test_nobodys_tokens_are_taken_by_renaming_what_is_older(store: Store, clock: Clock) -> None:
-    theirs, other = make(store, "theirs")
+def test_token_names_the_first_bearer_of_a_name(store: Store, clock: FakeClock) -> None:
+    """An older project that is renamed later cannot take over another tenant's tokens."""
+    later, later_user = create_tenant(store, "later")
     clock.now += 1
-    ours, ann = make(store, "ours")
-    rename(store, ours, ann)
-    assert found(store) == {ours.id}
+    first, first_user = create_tenant(store, "first")
+    rename(store, first, first_user)
+    assert find_claimed_projects(store) == {first.id}
     clock.now += 1
-    rename(store, theirs, other)
-    assert found(store) == {ours.id}
+    rename(store, later, later_user)
+    assert find_claimed_projects(store) == {first.id}
     clock.now += 1
-    store.accounts.archive_organisation(ours.organisation, actor=ME)
-    assert found(store) == {theirs.id}
+    store.accounts.archive_organisation(first.organisation, actor=ACTOR)
+    assert find_claimed_projects(store) == {later.id}
 
 
-def test_only_another_name_is_a_new_one(store: Store, clock: Clock) -> None:
-    project, user = make(store, "ours")
+def test_only_a_different_name_restarts_its_age(store: Store, clock: FakeClock) -> None:
+    project, user = create_tenant(store, "first")
     rename(store, project, user)
-    named = store.load_snapshot().renamed_at
-    assert named == {project.id: START, user.id: START}
+    renamed_at = store.load_snapshot().renamed_at
+    assert renamed_at == {project.id: START, user.id: START}
     clock.now += 1
     rename(store, project, user)
-    store.accounts.change_project(project.id, name="web", tier="free", actor=ME)
-    store.accounts.change_user(user.id, email=EMAIL, role="viewer", actor=ME)
-    store.accounts.disable_user(user.id, actor=ME)
-    assert store.load_snapshot().renamed_at == named
+    store.accounts.change_project(project.id, name=PROJECT_NAME, tier="free", actor=ACTOR)
+    store.accounts.change_user(user.id, email=EMAIL, role="viewer", actor=ACTOR)
+    store.accounts.disable_user(user.id, actor=ACTOR)
+    assert store.load_snapshot().renamed_at == renamed_at
 
 
-OLDER_NAMES = (
-    "UPDATE projects SET name='web' WHERE id=:project",
-    f"UPDATE users SET email='{EMAIL}' WHERE id=:user",  # noqa: S608 - ours
+OLDER_RENAMES = (
+    f"UPDATE projects SET name='{PROJECT_NAME}' WHERE id=:project",  # noqa: S608 - constants
+    f"UPDATE users SET email='{EMAIL}' WHERE id=:user",  # noqa: S608 - constants
 )
-"""How a gateway renames that knows nothing of this."""
+"""Statements of older gateways, which do not store the time of a renaming."""
 
 
-def test_what_an_older_gateway_renames_comes_last_too(store: Store, url: str, clock: Clock) -> None:
-    theirs, other = make(store, "theirs")
+def test_renaming_by_an_older_gateway_restarts_the_age(
+    store: Store, url: str, clock: FakeClock
+) -> None:
+    later, later_user = create_tenant(store, "later")
     clock.now += 1
-    ours, ann = make(store, "ours")
-    rename(store, ours, ann)
+    first, first_user = create_tenant(store, "first")
+    rename(store, first, first_user)
     database = Database(url)
     with database.write_transaction() as connection:
-        for statement in OLDER_NAMES:
-            connection.execute(sa.text(statement), {"project": theirs.id, "user": other.id})
+        for statement in OLDER_RENAMES:
+            connection.execute(sa.text(statement), {"project": later.id, "user": later_user.id})
     database.close()
     fresh = open_store(url, clock=clock)
-    assert set(fresh.load_snapshot().renamed_at) == {theirs.id, other.id, ours.id, ann.id}
-    assert found(fresh) == {ours.id}
+    renamed = {later.id, later_user.id, first.id, first_user.id}
+    assert set(fresh.load_snapshot().renamed_at) == renamed
+    assert find_claimed_projects(fresh) == {first.id}
     fresh.close()
 
 
@@ -97,7 +102,7 @@ OLDER_ACCOUNTS = (
     ('proj_b', 'org_b', 'web', 'free', 1, false, 'open', '[]', 1)""",
     f"""INSERT INTO users (id, organisation, email, role, project, created_at)
     VALUES ('user_a', 'org_a', '{EMAIL}', 'caller', 'proj_a', 5),
-    ('user_b', 'org_b', '{EMAIL}', 'caller', 'proj_b', 1)""",  # noqa: S608 - ours
+    ('user_b', 'org_b', '{EMAIL}', 'caller', 'proj_b', 1)""",  # noqa: S608 - constants
 )
 OLDER_ENTRY = """
     INSERT INTO audit (entry, at, actor, action, subject, details, hash) VALUES
@@ -106,7 +111,7 @@ OLDER_ENTRY = """
 
 
 @pytest.mark.parametrize(
-    ("changes", "named", "project"),
+    ("changes", "renamed_at", "project"),
     [
         ([], {}, "proj_b"),
         (
@@ -122,12 +127,15 @@ OLDER_ENTRY = """
         ),
     ],
 )
-def test_what_was_renamed_before_this_was_kept_is_known_from_the_log(
-    empty_url: str, changes: list[tuple[str, str, str]], named: dict[str, float], project: str
+def test_migration_takes_times_of_renamings_from_the_audit_log(
+    empty_url: str,
+    changes: list[tuple[str, str, str]],
+    renamed_at: dict[str, float],
+    project: str,
 ) -> None:
     database = Database(empty_url)
     with database.write_transaction() as connection:
-        upgrade(connection, "0006")
+        migrate_to_revision(connection, "0006")
         for statement in OLDER_ACCOUNTS:
             connection.execute(sa.text(statement))
         for at, (kind, subject, details) in enumerate(changes, 10):
@@ -136,6 +144,6 @@ def test_what_was_renamed_before_this_was_kept_is_known_from_the_log(
     database.close()
     store = open_store(empty_url)
     store.migrate()
-    assert store.load_snapshot().renamed_at == named
-    assert found(store) == {project}
+    assert store.load_snapshot().renamed_at == renamed_at
+    assert find_claimed_projects(store) == {project}
     store.close()

@@ -1,4 +1,4 @@
-"""A PostgreSQL behind PgBouncer, which gives each transaction whatever connection is free."""
+"""PostgreSQL behind PgBouncer, which assigns connections per transaction."""
 
 from __future__ import annotations
 
@@ -11,69 +11,63 @@ from tests.support.usage_rows import usage_row
 
 from argosy.store import StoreError, StoreUnavailableError, open_store
 
-OFTEN = 8
-"""As often as a driver might take for a reason to prepare what it is asked."""
+REPETITIONS = 8
+"""Number of executions after which a driver may prepare a statement."""
 
 
 @pytest.fixture(scope="module")
-def pooled(postgres: PostgresServer) -> Iterator[PostgresServer]:
-    """One connection, shared by transactions."""
+def pgbouncer(postgres: PostgresServer) -> Iterator[PostgresServer]:
+    """PgBouncer whose transactions share one connection."""
     settings = {"pool_mode": "transaction", "default_pool_size": 1, "query_wait_timeout": 1}
-    with running_pgbouncer(postgres, **settings) as bouncer:
-        yield bouncer
+    with running_pgbouncer(postgres, **settings) as server:
+        yield server
 
 
-def through(bouncer: PostgresServer, url: str) -> str:
-    """The same database there."""
-    return bouncer.url(url.partition("@/")[2].partition("?")[0])
+def pooled_url(pgbouncer: PostgresServer, url: str) -> str:
+    """Return the URL of the same database behind PgBouncer."""
+    return pgbouncer.url(url.partition("@/")[2].partition("?")[0])
 
 
-def test_many_share_a_connection_and_each_gets_what_it_asked_for(
-    postgres: PostgresServer, pooled: PostgresServer
-) -> None:
+def test_stores_share_one_connection(postgres: PostgresServer, pgbouncer: PostgresServer) -> None:
     with postgres.database() as url:
-        stores = [open_store(through(pooled, url)) for _ in range(2)]
+        stores = [open_store(pooled_url(pgbouncer, url)) for _ in range(2)]
         for store in stores:
             store.migrate()
-        for turn in range(OFTEN):
-            for place, store in enumerate(stores):
-                store.accounts.create_organisation(f"org-{turn}-{place}", actor="test")
-                assert (
-                    store.ledger.add_records([usage_row(f"{turn}-{place}-{n}") for n in range(5)])
-                    == 5
-                )
+        for turn in range(REPETITIONS):
+            for index, store in enumerate(stores):
+                store.accounts.create_organisation(f"org-{turn}-{index}", actor="test")
+                rows = [usage_row(f"{turn}-{index}-{number}") for number in range(5)]
+                assert store.ledger.add_records(rows) == 5
         for store in stores:
-            assert len(store.load_snapshot().organisations) == 2 * OFTEN
+            assert len(store.load_snapshot().organisations) == 2 * REPETITIONS
             (row,) = store.ledger.report()
-            assert row.requests == 2 * OFTEN * 5
+            assert row.requests == 2 * REPETITIONS * 5
             store.close()
 
 
-def test_one_that_pools_statements_is_refused(postgres: PostgresServer) -> None:
-    with running_pgbouncer(postgres, pool_mode="statement") as bouncer:
-        store = open_store(bouncer.url("postgres"))
-        with pytest.raises(StoreError, match="pool_mode = transaction") as refused:
-            store.migrate()
-        assert not isinstance(
-            refused.value, StoreUnavailableError
-        )  # who starts would wait for that
-        store.close()
+def test_statement_pooling_is_rejected(postgres: PostgresServer) -> None:
+    with running_pgbouncer(postgres, pool_mode="statement") as server:
+        assert_rejected(server.url("postgres"), "pool_mode = transaction")
 
 
-def test_one_that_does_not_take_what_the_url_says_is_refused(pooled: PostgresServer) -> None:
-    store = open_store(f"{pooled.url('postgres')}&options=-cwork_mem%3D8MB")
-    with pytest.raises(StoreError, match="Remove the parameter from the URL") as refused:
+def test_rejected_url_parameter_is_reported_with_a_remedy(pgbouncer: PostgresServer) -> None:
+    url = f"{pgbouncer.url('postgres')}&options=-cwork_mem%3D8MB"
+    assert_rejected(url, "Remove the parameter from the URL")
+
+
+def assert_rejected(url: str, remedy: str) -> None:
+    """Check that a migration fails permanently. A starting gateway would wait for an unavailable store."""
+    store = open_store(url)
+    with pytest.raises(StoreError, match=remedy) as rejected:
         store.migrate()
-    assert not isinstance(refused.value, StoreUnavailableError)
+    assert not isinstance(rejected.value, StoreUnavailableError)
     store.close()
 
 
-def test_one_without_a_free_connection_may_have_one_later(
-    postgres: PostgresServer, pooled: PostgresServer
-) -> None:
+def test_exhausted_pool_is_temporary(postgres: PostgresServer, pgbouncer: PostgresServer) -> None:
     with postgres.database() as url:
-        store = open_store(through(pooled, url))
-        with psycopg.connect(through(pooled, url)) as busy:
+        store = open_store(pooled_url(pgbouncer, url))
+        with psycopg.connect(pooled_url(pgbouncer, url)) as busy:
             busy.execute("SELECT 1")
             with pytest.raises(StoreUnavailableError, match="default_pool_size"):
                 store.migrate()

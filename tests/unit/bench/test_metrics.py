@@ -1,4 +1,4 @@
-"""What the measures mean, on rows whose values are known."""
+"""Definitions of benchmark metrics, on rows with known values."""
 
 from __future__ import annotations
 
@@ -18,76 +18,75 @@ from argosy.bench import (
     parse_objectives,
     summarize,
 )
-from tests.support.request_rows import row
+from tests.support.request_rows import request_row
 
-numbers = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=200)
-
-
-def test_definitions() -> None:
-    one = row()
-    assert metric_values(one, "ttft") == pytest.approx([100])
-    assert metric_values(one, "send_ttft") == pytest.approx([90])
-    assert metric_values(one, "lag") == pytest.approx([10])
-    assert metric_values(one, "e2e") == pytest.approx([180])
-    assert metric_values(one, "tpot") == pytest.approx([20])
-    assert metric_values(one, "ntpot") == pytest.approx([36])
-    assert metric_values(one, "itl") == pytest.approx([20] * 4)
-    assert metric_values(one, "icl") == pytest.approx([20] * 4)
+samples = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=200)
 
 
-def test_tokens_of_one_chunk_have_no_gap_between_them() -> None:
-    one = row(chunks_s=[1.1, 1.2], chunk_tokens=[2, 3], output_tokens=5, end_s=1.2)
-    assert metric_values(one, "icl") == pytest.approx([100])
-    assert metric_values(one, "itl") == pytest.approx([0, 100, 0, 0])
-    assert metric_values(one, "tpot") == pytest.approx([25])
+def test_latency_definitions() -> None:
+    request = request_row()
+    assert metric_values(request, "ttft") == pytest.approx([100])
+    assert metric_values(request, "send_ttft") == pytest.approx([90])
+    assert metric_values(request, "lag") == pytest.approx([10])
+    assert metric_values(request, "e2e") == pytest.approx([180])
+    assert metric_values(request, "tpot") == pytest.approx([20])
+    assert metric_values(request, "ntpot") == pytest.approx([36])
+    assert metric_values(request, "itl") == pytest.approx([20] * 4)
+    assert metric_values(request, "icl") == pytest.approx([20] * 4)
 
 
-def test_one_token_has_no_gap() -> None:
-    one = row(chunks_s=[1.1], chunk_tokens=[1], output_tokens=1, end_s=1.1)
-    assert metric_values(one, "tpot") == metric_values(one, "itl") == []
+def test_tokens_of_one_chunk_have_zero_latency_between_them() -> None:
+    request = request_row(chunks_s=[1.1, 1.2], chunk_tokens=[2, 3], output_tokens=5, end_s=1.2)
+    assert metric_values(request, "icl") == pytest.approx([100])
+    assert metric_values(request, "itl") == pytest.approx([0, 100, 0, 0])
+    assert metric_values(request, "tpot") == pytest.approx([25])
+
+
+def test_single_token_has_no_inter_token_latency() -> None:
+    request = request_row(chunks_s=[1.1], chunk_tokens=[1], output_tokens=1, end_s=1.1)
+    assert metric_values(request, "tpot") == metric_values(request, "itl") == []
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=20), st.data())
-def test_gaps_add_up_to_the_time_after_the_first_token(
+def test_inter_token_latencies_add_up_to_the_decode_time(
     tokens: list[int], data: st.DataObject
 ) -> None:
     gaps = data.draw(st.lists(st.floats(0, 5), min_size=len(tokens), max_size=len(tokens)))
     at = list(itertools.accumulate(gaps, initial=1.0))[1:]
     total = sum(tokens)
-    one = row(chunks_s=at, chunk_tokens=tokens, output_tokens=total, end_s=at[-1])
-    itl = metric_values(one, "itl")
+    request = request_row(chunks_s=at, chunk_tokens=tokens, output_tokens=total, end_s=at[-1])
+    itl = metric_values(request, "itl")
     assert len(itl) == total - 1
     assert sum(itl) == pytest.approx(1e3 * (at[-1] - at[0]), abs=1e-6)
-    assert sum(metric_values(one, "icl")) == pytest.approx(sum(itl), abs=1e-6)
+    assert sum(metric_values(request, "icl")) == pytest.approx(sum(itl), abs=1e-6)
     if total > 1:
-        assert statistics.fmean(itl) == pytest.approx(metric_values(one, "tpot")[0], abs=1e-6)
+        assert statistics.fmean(itl) == pytest.approx(metric_values(request, "tpot")[0], abs=1e-6)
 
 
-@given(numbers)
-def test_percentiles_are_ordered_and_within(sample: list[float]) -> None:
-    found = compute_stats(sample)
-    ladder = [found.min, found.p50, found.p90, found.p95, found.p99, found.p999, found.max]
+@given(samples)
+def test_percentiles_are_ordered_and_within_the_sample(sample: list[float]) -> None:
+    stats = compute_stats(sample)
+    ladder = [stats.min, stats.p50, stats.p90, stats.p95, stats.p99, stats.p999, stats.max]
     assert ladder == sorted(ladder)
-    assert (found.min, found.max) == (min(sample), max(sample))
-    assert found.count == len(sample)
-    assert found.p50 == pytest.approx(statistics.median(sample))
-    assert found.mean == pytest.approx(statistics.fmean(sample), abs=1e-6)
-    assert found.std == pytest.approx(statistics.pstdev(sample), rel=1e-6, abs=1e-3)
+    assert (stats.min, stats.max) == (min(sample), max(sample))
+    assert stats.count == len(sample)
+    assert stats.p50 == pytest.approx(statistics.median(sample))
+    assert stats.mean == pytest.approx(statistics.fmean(sample), abs=1e-6)
+    assert stats.std == pytest.approx(statistics.pstdev(sample), rel=1e-6, abs=1e-3)
 
 
-@given(numbers, st.randoms())
-def test_percentiles_do_not_depend_on_the_order(sample: list[float], random: object) -> None:
-    shuffled = sorted(sample, reverse=True)
-    assert compute_stats(shuffled).p99 == compute_stats(sample).p99
+@given(samples)
+def test_percentiles_do_not_depend_on_sample_order(sample: list[float]) -> None:
+    assert compute_stats(sorted(sample, reverse=True)).p99 == compute_stats(sample).p99
 
 
-def test_failures_and_ramps_are_in_no_latency() -> None:
+def test_failures_and_ramps_are_excluded_from_latencies() -> None:
     rows = [
-        row(0),
-        row(1, outcome="error", error="http 503", chunks_s=[90.0], end_s=91.0),
-        row(2, outcome="cancelled", error="cancelled", chunks_s=[], end_s=95.0),
-        row(3, phase="warmup", chunks_s=[60.0]),
-        row(4, phase="ramp", chunks_s=[60.0]),
+        request_row(0),
+        request_row(1, outcome="error", error="http 503", chunks_s=[90.0], end_s=91.0),
+        request_row(2, outcome="cancelled", error="cancelled", chunks_s=[], end_s=95.0),
+        request_row(3, phase="warmup", chunks_s=[60.0]),
+        request_row(4, phase="ramp", chunks_s=[60.0]),
     ]
     summary = summarize(rows)
     assert (summary.completed, summary.failed, summary.cancelled) == (1, 1, 1)
@@ -100,9 +99,11 @@ def test_failures_and_ramps_are_in_no_latency() -> None:
 
 def test_rates_and_concurrency() -> None:
     rows = [
-        row(0),
-        row(1),
-        row(2, scheduled_s=2.0, sent_s=2.0, end_s=3.0, chunks_s=[2.5, 3.0], chunk_tokens=None),
+        request_row(0),
+        request_row(1),
+        request_row(
+            2, scheduled_s=2.0, sent_s=2.0, end_s=3.0, chunks_s=[2.5, 3.0], chunk_tokens=None
+        ),
     ]
     summary = summarize(rows)
     assert summary.duration_s == pytest.approx(2.0)
@@ -113,13 +114,17 @@ def test_rates_and_concurrency() -> None:
     assert summary.peak_output_token_rate == pytest.approx(10)
 
 
-def test_counts_that_do_not_match_are_counted() -> None:
-    rows = [row(0, output_tokens=4), row(1, input_tokens=11), row(2, counted_by_server=False)]
+def test_token_count_mismatches_are_counted() -> None:
+    rows = [
+        request_row(0, output_tokens=4),
+        request_row(1, input_tokens=11),
+        request_row(2, counted_by_server=False),
+    ]
     summary = summarize(rows)
     assert (summary.output_mismatches, summary.input_mismatches, summary.missing_usage) == (1, 1, 1)
 
 
-def test_nothing_measured_is_no_crash() -> None:
+def test_empty_summary_is_zero() -> None:
     summary = summarize([], Objectives({"ttft": 1.0}))
     assert (summary.completed, summary.goodput, summary.attainment) == (0, 0.0, 0.0)
 
@@ -135,19 +140,19 @@ def test_nothing_measured_is_no_crash() -> None:
         ("ntpot:37 ttft:101", True),
     ],
 )
-def test_objectives(text: str, *, met: bool) -> None:
-    assert parse_objectives(text).is_met_by(row()) is met
-    assert not parse_objectives(text).is_met_by(row(outcome="error", error="cut"))
+def test_objectives_are_met_within_their_limits(text: str, *, met: bool) -> None:
+    assert parse_objectives(text).is_met_by(request_row()) is met
+    assert not parse_objectives(text).is_met_by(request_row(outcome="error", error="cut"))
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=30), st.floats(50, 150))
 def test_goodput_counts_each_good_request_once(ok: list[bool], limit_ms: float) -> None:
     rows: list[RequestRow] = [
-        row(place, outcome="ok" if fine else "error", error="" if fine else "cut")
-        for place, fine in enumerate(ok)
+        request_row(index, outcome="ok" if is_ok else "error", error="" if is_ok else "cut")
+        for index, is_ok in enumerate(ok)
     ]
     summary = summarize(rows, Objectives({"ttft": limit_ms}))
-    expected = sum(ok) if limit_ms >= metric_values(row(), "ttft")[0] else 0
+    expected = sum(ok) if limit_ms >= metric_values(request_row(), "ttft")[0] else 0
     assert summary.good_requests == expected
     assert summary.attainment == pytest.approx(expected / len(ok))
 
@@ -156,6 +161,6 @@ def test_goodput_counts_each_good_request_once(ok: list[bool], limit_ms: float) 
     "text",
     ["", "ttft", "ttft:", "ttft:x", "ttft:0", "ttft:-1", "tokens:5", "ttft:1,ttft:2", "tpot:nan"],
 )
-def test_objectives_that_are_none(text: str) -> None:
+def test_invalid_objectives_are_rejected(text: str) -> None:
     with pytest.raises(BenchError):
         parse_objectives(text)

@@ -1,4 +1,4 @@
-"""Plans: the same for the same seed, within their bounds, made of what was asked for."""
+"""Load plans: equal for equal seeds, within their bounds, and with the requested numbers."""
 
 from __future__ import annotations
 
@@ -27,38 +27,38 @@ from argosy.bench import (
 from argosy.bench.plan import SyntheticPrompt, TextPrompt
 
 rates = st.floats(0.01, 1e4)
-shapes = st.none() | st.floats(0.05, 20)
+burstiness_values = st.none() | st.floats(0.05, 20)
 seeds = st.integers(0, 2**32)
 WORKLOAD = Workload(
     input=LengthDistribution("uniform", 32, 512), output=LengthDistribution("uniform", 16, 128)
 )
 
 
-def requests(plan: LoadPlan) -> list[PlannedRequest]:
+def planned_requests(plan: LoadPlan) -> list[PlannedRequest]:
     return [request for session in plan.sessions for request in session]
 
 
-def spans(request: PlannedRequest) -> SyntheticPrompt:
+def synthetic_prompt(request: PlannedRequest) -> SyntheticPrompt:
     assert isinstance(request.prompt, SyntheticPrompt)
     return request.prompt
 
 
-@given(rates, shapes, seeds, st.integers(1, 300), st.floats(0, 20))
-def test_arrivals_ascend_and_are_as_many_as_asked(
-    rate: float, shape: float | None, seed: int, count: int, ramp_s: float
+@given(rates, burstiness_values, seeds, st.integers(1, 300), st.floats(0, 20))
+def test_arrivals_ascend_and_have_the_requested_count(
+    rate: float, burstiness: float | None, seed: int, count: int, ramp_s: float
 ) -> None:
-    arrivals = ArrivalProcess(rate=rate, burstiness=shape, ramp_s=ramp_s)
+    arrivals = ArrivalProcess(rate=rate, burstiness=burstiness, ramp_s=ramp_s)
     times = draw_arrival_times(arrivals, seed=seed, count=count, duration_s=None)
     assert len(times) == count
     assert all(0 <= a <= b for a, b in itertools.pairwise(times))
     assert times == draw_arrival_times(arrivals, seed=seed, count=count, duration_s=None)
 
 
-@given(st.floats(0.1, 100), shapes, seeds, st.floats(0.1, 20))
+@given(st.floats(0.1, 100), burstiness_values, seeds, st.floats(0.1, 20))
 def test_arrivals_end_before_the_duration(
-    rate: float, shape: float | None, seed: int, duration_s: float
+    rate: float, burstiness: float | None, seed: int, duration_s: float
 ) -> None:
-    arrivals = ArrivalProcess(rate=rate, burstiness=shape)
+    arrivals = ArrivalProcess(rate=rate, burstiness=burstiness)
     times = draw_arrival_times(arrivals, seed=seed, count=None, duration_s=duration_s)
     assert all(at < duration_s for at in times)
     more = draw_arrival_times(arrivals, seed=seed, count=len(times) + 1, duration_s=None)
@@ -67,53 +67,55 @@ def test_arrivals_end_before_the_duration(
 
 
 @given(seeds, st.floats(0.5, 50))
-def test_a_seed_draws_the_same_gaps_at_every_rate(seed: int, rate: float) -> None:
+def test_seed_scales_the_same_gaps_at_every_rate(seed: int, rate: float) -> None:
     slow, fast = (
-        draw_arrival_times(ArrivalProcess(rate=each), seed=seed, count=50, duration_s=None)
-        for each in (rate, 2 * rate)
+        draw_arrival_times(ArrivalProcess(rate=each_rate), seed=seed, count=50, duration_s=None)
+        for each_rate in (rate, 2 * rate)
     )
     assert fast == pytest.approx([at / 2 for at in slow])
 
 
-@pytest.mark.parametrize("shape", [None, 0.3, 1.0, 4.0])
-def test_arrivals_have_the_rate_and_the_burstiness(shape: float | None) -> None:
+@pytest.mark.parametrize("burstiness", [None, 0.3, 1.0, 4.0])
+def test_arrivals_have_the_requested_rate_and_burstiness(burstiness: float | None) -> None:
     count = 20_000
     times = draw_arrival_times(
-        ArrivalProcess(rate=10, burstiness=shape), seed=1, count=count, duration_s=None
+        ArrivalProcess(rate=10, burstiness=burstiness), seed=1, count=count, duration_s=None
     )
     gaps = [b - a for a, b in itertools.pairwise(times)]
     mean = sum(gaps) / len(gaps)
     variance = sum((gap - mean) ** 2 for gap in gaps) / len(gaps)
     assert mean == pytest.approx(0.1, rel=0.1)
     # The squared coefficient of variation of a gamma distribution is 1 / shape.
-    assert variance / mean**2 == pytest.approx(1 / shape if shape else 0.0, rel=0.15, abs=1e-9)
+    assert variance / mean**2 == pytest.approx(
+        1 / burstiness if burstiness else 0.0, rel=0.15, abs=1e-9
+    )
 
 
-def test_a_ramp_grows_linearly() -> None:
+def test_ramp_is_linear() -> None:
     arrivals = ArrivalProcess(rate=100, burstiness=None, ramp_s=10)
     times = draw_arrival_times(arrivals, seed=0, count=None, duration_s=20)
-    by = [sum(at < second for at in times) for second in (5, 10, 20)]
-    assert by == pytest.approx([125, 500, 1500], abs=1)
+    arrivals_by = [sum(at < second for at in times) for second in (5, 10, 20)]
+    assert arrivals_by == pytest.approx([125, 500, 1500], abs=1)
 
 
-def test_all_at_once() -> None:
+def test_arrivals_without_a_rate_are_immediate() -> None:
     assert (
         draw_arrival_times(ArrivalProcess(rate=None), seed=0, count=3, duration_s=None) == [0.0] * 3
     )
 
 
-@pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
-def test_impossible_rates_are_refused(bad: float) -> None:
+@pytest.mark.parametrize("invalid_rate", [0.0, -1.0, math.nan, math.inf])
+def test_invalid_rates_are_rejected(invalid_rate: float) -> None:
     with pytest.raises(BenchError, match="above 0"):
-        ArrivalProcess(rate=bad)
+        ArrivalProcess(rate=invalid_rate)
     with pytest.raises(BenchError, match="above 0"):
-        ArrivalProcess(rate=1.0, burstiness=bad)
+        ArrivalProcess(rate=1.0, burstiness=invalid_rate)
 
 
 loads = st.one_of(
     st.builds(
         LoadSpec,
-        arrivals=st.builds(ArrivalProcess, rate=st.none() | rates, burstiness=shapes),
+        arrivals=st.builds(ArrivalProcess, rate=st.none() | rates, burstiness=burstiness_values),
         concurrency=st.none() | st.integers(1, 8),
         requests=st.integers(1, 60),
         warmup=st.integers(0, 5),
@@ -132,9 +134,7 @@ workloads = st.builds(
 
 
 @given(workloads, loads, seeds)
-def test_a_plan_is_a_function_of_its_arguments(
-    workload: Workload, load: LoadSpec, seed: int
-) -> None:
+def test_plan_is_deterministic(workload: Workload, load: LoadSpec, seed: int) -> None:
     plan = build_plan(workload, load, seed)
     assert plan == build_plan(workload, load, seed)
     assert plan.digest() == build_plan(workload, load, seed).digest()
@@ -142,10 +142,12 @@ def test_a_plan_is_a_function_of_its_arguments(
 
 
 @given(workloads, loads, seeds)
-def test_a_plan_has_what_was_asked(workload: Workload, load: LoadSpec, seed: int) -> None:
+def test_plan_has_the_requested_sessions_and_lengths(
+    workload: Workload, load: LoadSpec, seed: int
+) -> None:
     plan = build_plan(workload, load, seed)
     assert load.requests is not None
-    assert [request.index for request in requests(plan)] == list(range(load.requests))
+    assert [request.index for request in planned_requests(plan)] == list(range(load.requests))
     assert len(plan.warmup) == load.warmup
     assert {request.phase for request in plan.warmup} <= {"warmup"}
     for session in plan.sessions:
@@ -153,41 +155,41 @@ def test_a_plan_has_what_was_asked(workload: Workload, load: LoadSpec, seed: int
         assert len(session) <= workload.turns
         assert all(request.at_s is None for request in session[1:])
         assert (session[0].at_s is None) == (load.arrivals is None)
-    for request in requests(plan):
+    for request in planned_requests(plan):
         assert request.output_tokens >= 1
-        assert spans(request).tokens >= 1 + workload.prefix_tokens
+        assert synthetic_prompt(request).tokens >= 1 + workload.prefix_tokens
 
 
 @given(seeds, st.integers(1, 4))
-def test_prefixes_are_shared_within_groups_and_nothing_else_is(seed: int, groups: int) -> None:
+def test_only_prefixes_are_shared_and_only_within_groups(seed: int, groups: int) -> None:
     workload = msgspec.structs.replace(WORKLOAD, prefix_tokens=64, prefix_groups=groups)
     plan = build_plan(workload, LoadSpec(concurrency=1, requests=80, warmup=2), seed)
-    first = [spans(request).spans[0] for request in requests(plan)]
-    own = [spans(request).spans[1].seed for request in requests(plan)]
-    assert len(set(first)) <= groups
-    assert {span.tokens for span in first} == {64}
-    assert len(set(own)) == len(own)
-    warm = {span.seed for request in plan.warmup for span in spans(request).spans}
-    assert not warm & {*own, *(span.seed for span in first)}
+    prefixes = [synthetic_prompt(request).spans[0] for request in planned_requests(plan)]
+    own_seeds = [synthetic_prompt(request).spans[1].seed for request in planned_requests(plan)]
+    assert len(set(prefixes)) <= groups
+    assert {span.tokens for span in prefixes} == {64}
+    assert len(set(own_seeds)) == len(own_seeds)
+    warm = {span.seed for request in plan.warmup for span in synthetic_prompt(request).spans}
+    assert not warm & {*own_seeds, *(span.seed for span in prefixes)}
 
 
 @given(workloads, loads, seeds)
-def test_runs_of_a_seed_differ_in_text_alone(workload: Workload, load: LoadSpec, seed: int) -> None:
+def test_runs_of_a_seed_differ_only_in_text(workload: Workload, load: LoadSpec, seed: int) -> None:
     first, second = (build_plan(workload, load, seed, run) for run in (0, 1))
-    for a, b in zip(requests(first), requests(second), strict=True):
+    for a, b in zip(planned_requests(first), planned_requests(second), strict=True):
         assert (a.at_s, a.output_tokens, a.turn) == (b.at_s, b.output_tokens, b.turn)
-        assert spans(a).tokens == spans(b).tokens
-        assert not set(spans(a).spans) & set(spans(b).spans)
+        assert synthetic_prompt(a).tokens == synthetic_prompt(b).tokens
+        assert not set(synthetic_prompt(a).spans) & set(synthetic_prompt(b).spans)
 
 
-def test_a_plan_is_data() -> None:
+def test_plan_survives_json() -> None:
     plan = build_plan(WORKLOAD, LoadSpec(arrivals=ArrivalProcess(rate=3), requests=20, warmup=1), 7)
     assert msgspec.json.decode(msgspec.json.encode(plan), type=LoadPlan) == plan
 
 
-def test_what_begins_in_the_ramp_is_not_measured() -> None:
+def test_requests_of_the_ramp_are_not_measured() -> None:
     load = LoadSpec(arrivals=ArrivalProcess(rate=10, ramp_s=5), duration_s=10, ramp_s=5)
-    for request in requests(build_plan(WORKLOAD, load, 0)):
+    for request in planned_requests(build_plan(WORKLOAD, load, 0)):
         assert request.at_s is not None
         assert (request.phase == "ramp") == (request.at_s < 5)
 
@@ -218,13 +220,13 @@ def test_what_begins_in_the_ramp_is_not_measured() -> None:
         ),
     ],
 )
-def test_plans_without_sense_are_refused(workload: Workload, load: LoadSpec, message: str) -> None:
+def test_invalid_plans_are_rejected(workload: Workload, load: LoadSpec, message: str) -> None:
     with pytest.raises(BenchError, match=message):
         build_plan(workload, load, 0)
 
 
 @given(st.integers(1, 1000), st.integers(0, 1000), seeds)
-def test_uniform_lengths_stay_within(low: int, more: int, seed: int) -> None:
+def test_uniform_lengths_stay_within_bounds(low: int, more: int, seed: int) -> None:
     import numpy as np
 
     lengths = parse_length_distribution(f"uniform:{low}-{low + more}")
@@ -243,40 +245,40 @@ def test_uniform_lengths_stay_within(low: int, more: int, seed: int) -> None:
         ("lognormal:200,0.8", LengthDistribution("lognormal", 200, 0.8)),
     ],
 )
-def test_lengths_as_written(text: str, lengths: LengthDistribution) -> None:
+def test_length_distribution_is_parsed(text: str, lengths: LengthDistribution) -> None:
     assert parse_length_distribution(text) == lengths
 
 
 @pytest.mark.parametrize(
     "text", ["", "0", "-5", "x", "uniform:9-3", "normal:5", "zipf:1,2", "1,2", "nan", "inf", "1e99"]
 )
-def test_other_lengths_are_refused(text: str) -> None:
+def test_invalid_lengths_are_rejected(text: str) -> None:
     with pytest.raises(BenchError, match="is not a length"):
         parse_length_distribution(text)
 
 
-def test_prompts_of_a_file_come_in_order_and_again(tmp_path: Path) -> None:
+def test_prompts_of_a_file_are_used_in_order_and_repeated(tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text(
         '{"prompt": "one", "output_tokens": 3}\n\n'
         '{"messages": [{"role": "user", "content": "two"}]}\n'
     )
     workload = msgspec.structs.replace(WORKLOAD, prompts=str(file))
-    planned = requests(build_plan(workload, LoadSpec(concurrency=1, requests=3), 0))
+    planned = planned_requests(build_plan(workload, LoadSpec(concurrency=1, requests=3), 0))
     assert planned[0].prompt == planned[2].prompt != planned[1].prompt
     assert planned[0].output_tokens == 3
     assert 16 <= planned[1].output_tokens <= 128
 
 
 @pytest.mark.parametrize("name", ["prompts.jsonl", "prompts.txt"])
-def test_only_line_feeds_end_a_line_of_prompts(tmp_path: Path, name: str) -> None:
+def test_only_line_feeds_separate_prompts(tmp_path: Path, name: str) -> None:
     file = tmp_path / name
-    said = "one\u2028and\x85the\u2029same"
-    line = json.dumps({"prompt": said}, ensure_ascii=False) if name.endswith("jsonl") else said
+    prompt = "one\u2028and\x85the\u2029same"
+    line = json.dumps({"prompt": prompt}, ensure_ascii=False) if name.endswith("jsonl") else prompt
     file.write_bytes(b"\xef\xbb\xbf" + f"{line}\r\n{line}\r\n".encode())
     workload = msgspec.structs.replace(WORKLOAD, prompts=str(file))
-    planned = requests(build_plan(workload, LoadSpec(concurrency=1, requests=3), 0))
-    assert [each.prompt for each in planned] == [TextPrompt(said)] * 3
+    planned = planned_requests(build_plan(workload, LoadSpec(concurrency=1, requests=3), 0))
+    assert [each.prompt for each in planned] == [TextPrompt(prompt)] * 3
 
 
 @pytest.mark.parametrize(
@@ -288,7 +290,7 @@ def test_only_line_feeds_end_a_line_of_prompts(tmp_path: Path, name: str) -> Non
         ('{"prompt": "a", "max_tokens": 0}', "1 token or more"),
     ],
 )
-def test_prompt_files_that_are_wrong(tmp_path: Path, content: str, message: str) -> None:
+def test_invalid_prompt_files_are_rejected(tmp_path: Path, content: str, message: str) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text(content)
     workload = msgspec.structs.replace(WORKLOAD, prompts=str(file))

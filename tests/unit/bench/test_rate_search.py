@@ -1,4 +1,4 @@
-"""The search for the highest rate, on servers that hold up to a known one."""
+"""Search for the highest sustainable rate, on servers with known capacity."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from argosy.bench.rate_search import MAX_TRIALS, MIN_RATE_FRACTION, search_rate
 
 
-def search(first: float, precision: float, capacity: float) -> tuple[float | None, list[float]]:
+def run_search(first: float, precision: float, capacity: float) -> tuple[float | None, list[float]]:
     trials = search_rate(first, precision)
     rate = next(trials)
     tried = []
@@ -21,8 +21,8 @@ def search(first: float, precision: float, capacity: float) -> tuple[float | Non
 
 
 @given(st.floats(0.1, 100), st.floats(0.01, 0.5), st.floats(0.05, 1000))
-def test_finds_the_capacity(first: float, precision: float, capacity: float) -> None:
-    best, tried = search(first, precision, capacity)
+def test_search_finds_the_capacity(first: float, precision: float, capacity: float) -> None:
+    best, tried = run_search(first, precision, capacity)
     if best is None:
         assert capacity < first * MIN_RATE_FRACTION
         return
@@ -30,8 +30,8 @@ def test_finds_the_capacity(first: float, precision: float, capacity: float) -> 
     assert len(set(tried)) == len(tried) <= MAX_TRIALS
 
 
-def test_gives_up() -> None:
-    best, tried = search(1.0, 0.05, 0.0)
+def test_search_gives_up_at_minimum_rate_and_stops_after_max_trials() -> None:
+    best, tried = run_search(1.0, 0.05, 0.0)
     assert best is None
     assert tried[-1] == MIN_RATE_FRACTION
-    assert search(1.0, 0.05, float("inf"))[0] == 2.0 ** (MAX_TRIALS - 1)
+    assert run_search(1.0, 0.05, float("inf"))[0] == 2.0 ** (MAX_TRIALS - 1)

@@ -1,4 +1,4 @@
-"""Bodies: what is remembered of them is what comes again."""
+"""Request bodies: long prompts that occur once are not cached."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from argosy.bench import LengthDistribution, LoadSpec, Workload, build_plan
 from argosy.bench.request_body_builder import RequestBodyBuilder
 from argosy.bench.target import BenchTarget
 
-LONG = 20_000
+INPUT_TOKENS = 20_000
 
 
 @pytest.mark.parametrize("vocabulary", [(), tuple(range(1000, 2000))])
-def test_long_prompts_that_do_not_come_again_are_not_kept(vocabulary: tuple[int, ...]) -> None:
+def test_long_unique_prompts_are_not_cached(vocabulary: tuple[int, ...]) -> None:
     target = BenchTarget(
         model="m",
         api="completions",
@@ -25,17 +25,17 @@ def test_long_prompts_that_do_not_come_again_are_not_kept(vocabulary: tuple[int,
         vocabulary=vocabulary,
     )
     workload = Workload(
-        input=LengthDistribution("fixed", LONG),
+        input=LengthDistribution("fixed", INPUT_TOKENS),
         output=LengthDistribution("fixed", 1),
         prefix_tokens=10,
     )
-    plan = build_plan(workload, LoadSpec(concurrency=1, requests=20), 0)
-    writer = RequestBodyBuilder(target)
+    plan = build_plan(workload, LoadSpec(concurrency=1, requests=8), 0)
+    builder = RequestBodyBuilder(target)
     tracemalloc.start()
     try:
-        sizes = [len(writer.build_body(session[0], [])) for session in plan.sessions]
-        kept, _ = tracemalloc.get_traced_memory()
+        body_sizes = [len(builder.build_body(session[0], [])) for session in plan.sessions]
+        kept_bytes, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert min(sizes) > LONG
-    assert kept < max(sizes) * 3
+    assert min(body_sizes) > INPUT_TOKENS
+    assert kept_bytes < max(body_sizes) * 3

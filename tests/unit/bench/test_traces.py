@@ -1,4 +1,4 @@
-"""The three published trace schemas, as they are and as they are not."""
+"""Published trace schemas: valid files are read, malformed ones are rejected by line."""
 
 from __future__ import annotations
 
@@ -44,22 +44,22 @@ TIMESTAMP,ContextTokens,GeneratedTokens
 """
 
 
-def trace(tmp_path: Path, text: str) -> Path:
+def write_trace(tmp_path: Path, text: str) -> Path:
     path = tmp_path / "trace"
     path.write_text(text)
     return path
 
 
-def test_mooncake(tmp_path: Path) -> None:
-    rows = read_trace(trace(tmp_path, MOONCAKE))
+def test_mooncake_trace_is_read(tmp_path: Path) -> None:
+    rows = read_trace(write_trace(tmp_path, MOONCAKE))
     assert rows == [
         TraceRequest(at_s=0.0, input_tokens=1100, output_tokens=52, block_ids=(46, 47, 48)),
         TraceRequest(at_s=30.535 - 27.482, input_tokens=600, output_tokens=26, block_ids=(46, 57)),
     ]
 
 
-def test_burstgpt_without_what_failed(tmp_path: Path) -> None:
-    rows = read_trace(trace(tmp_path, BURSTGPT))
+def test_burstgpt_trace_is_read_without_failed_requests(tmp_path: Path) -> None:
+    rows = read_trace(write_trace(tmp_path, BURSTGPT))
     assert [(r.at_s, r.input_tokens, r.output_tokens) for r in rows] == [
         (0.0, 472, 18),
         (40.0, 1087, 230),
@@ -70,14 +70,14 @@ def test_burstgpt_without_what_failed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "times"), [(AZURE_2023, [0, 4.314579]), (AZURE_2024, [0, 0.5, 0.99007])]
 )
-def test_azure(tmp_path: Path, text: str, times: list[float]) -> None:
-    rows = read_trace(trace(tmp_path, text))
+def test_azure_trace_is_read(tmp_path: Path, text: str, times: list[float]) -> None:
+    rows = read_trace(write_trace(tmp_path, text))
     assert [row.at_s for row in rows] == pytest.approx(times, abs=1e-6)
     assert rows[0].output_tokens in {44, 5}
 
 
-def test_a_limit_takes_the_first(tmp_path: Path) -> None:
-    rows = read_trace(trace(tmp_path, BURSTGPT), limit=2)
+def test_limit_takes_the_first_requests(tmp_path: Path) -> None:
+    rows = read_trace(write_trace(tmp_path, BURSTGPT), limit=2)
     assert len(rows) == 2
 
 
@@ -97,13 +97,13 @@ def test_a_limit_takes_the_first(tmp_path: Path) -> None:
         ('Timestamp,Request tokens,Response tokens\n1,"1' + "1" * 200_000, "field"),
     ],
 )
-def test_malformed_traces_are_refused_by_line(tmp_path: Path, text: str, message: str) -> None:
+def test_malformed_trace_is_rejected_by_line(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(BenchError, match=message):
-        read_trace(trace(tmp_path, text))
+        read_trace(write_trace(tmp_path, text))
 
 
 @pytest.mark.parametrize("content", [None, b"\xff\xfe\x00"])
-def test_unreadable_traces_are_refused(tmp_path: Path, content: bytes | None) -> None:
+def test_unreadable_trace_is_rejected(tmp_path: Path, content: bytes | None) -> None:
     path = tmp_path / "trace"
     if content is not None:
         path.write_bytes(content)
@@ -112,7 +112,9 @@ def test_unreadable_traces_are_refused(tmp_path: Path, content: bytes | None) ->
 
 
 @given(st.text())
-def test_no_text_breaks_the_reader(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
+def test_any_text_is_rejected_with_a_bench_error(
+    tmp_path_factory: pytest.TempPathFactory, text: str
+) -> None:
     path = tmp_path_factory.mktemp("traces") / "trace"
     path.write_bytes(text.encode(errors="surrogatepass"))
     with pytest.raises(BenchError):
@@ -124,8 +126,8 @@ def workload(path: Path, speed: float = 1.0) -> Workload:
     return Workload(input=fixed, output=fixed, trace=str(path), trace_speed=speed)
 
 
-def test_equal_blocks_are_equal_text_and_the_rest_is_not(tmp_path: Path) -> None:
-    plan = build_plan(workload(trace(tmp_path, MOONCAKE)), LoadSpec(), 3)
+def test_equal_blocks_give_equal_text(tmp_path: Path) -> None:
+    plan = build_plan(workload(write_trace(tmp_path, MOONCAKE)), LoadSpec(), 3)
     first, second = (session[0].prompt for session in plan.sessions)
     assert isinstance(first, SyntheticPrompt)
     assert isinstance(second, SyntheticPrompt)
@@ -135,12 +137,12 @@ def test_equal_blocks_are_equal_text_and_the_rest_is_not(tmp_path: Path) -> None
     assert first.spans[1].seed != second.spans[1].seed
 
 
-def test_a_trace_gives_times_unless_a_rate_does(tmp_path: Path) -> None:
-    path = trace(tmp_path, BURSTGPT)
-    own = build_plan(workload(path, speed=2.0), LoadSpec(), 0)
-    assert [session[0].at_s for session in own.sessions] == [0.0, 20.0, 57.75]
-    assert [session[0].output_tokens for session in own.sessions] == [18, 230, 7]
-    short = build_plan(workload(path), LoadSpec(duration_s=41), 0)
-    assert short.request_count == 2
+def test_arrival_times_come_from_the_trace_unless_a_rate_is_set(tmp_path: Path) -> None:
+    path = write_trace(tmp_path, BURSTGPT)
+    from_trace = build_plan(workload(path, speed=2.0), LoadSpec(), 0)
+    assert [session[0].at_s for session in from_trace.sessions] == [0.0, 20.0, 57.75]
+    assert [session[0].output_tokens for session in from_trace.sessions] == [18, 230, 7]
+    limited = build_plan(workload(path), LoadSpec(duration_s=41), 0)
+    assert limited.request_count == 2
     rated = build_plan(workload(path), LoadSpec(arrivals=ArrivalProcess(rate=None)), 0)
     assert [session[0].at_s for session in rated.sessions] == [0.0, 0.0, 0.0]

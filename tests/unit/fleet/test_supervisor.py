@@ -1,4 +1,4 @@
-"""The supervisor beside launchers that fail it: whatever one replica's end takes, the others are cared for."""
+"""Supervisor with a faulty launcher: one replica's failure does not affect the others."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Mapping
 
 import pytest
 import pytest_asyncio
+from tests.support.waiting import until
 
 from argosy.engine import EngineConfig, ReplicaServerConfig
 from argosy.fleet import ReplicaSpec, Supervisor, supervisor
@@ -17,12 +18,12 @@ from argosy.policy import ProcessRun, RestartLimits
 LIMITS = RestartLimits(hang_timeout_s=0.1)
 
 
-def spec(name: str) -> ReplicaSpec:
+def replica_spec(name: str) -> ReplicaSpec:
     return ReplicaSpec(name=name, server=ReplicaServerConfig(), engine=EngineConfig(model="m"))
 
 
-class Stuck:
-    """A launcher that cannot end the replica "stuck"; it counts what it is asked."""
+class StuckLauncher:
+    """A launcher that cannot stop the replica "stuck", and records its calls."""
 
     def __init__(self) -> None:
         self.changed = asyncio.Event()
@@ -49,68 +50,64 @@ class Stuck:
         await self.drain(name)
 
     def end(self, name: str) -> None:
-        life = self.runs[name]
+        run = self.runs[name]
         self.runs[name] = ProcessRun(
-            life.started_at, ready_at=life.ready_at, exited_at=time.monotonic()
+            run.started_at, ready_at=run.ready_at, exited_at=time.monotonic()
         )
         self.changed.set()
 
 
 @pytest_asyncio.fixture
-async def launcher() -> Stuck:
-    return Stuck()
+async def launcher() -> StuckLauncher:
+    return StuckLauncher()
 
 
 @contextlib.asynccontextmanager
-async def supervised(launcher: Stuck) -> AsyncIterator[Supervisor]:
-    """Two replicas that serve."""
-    supervising = Supervisor(launcher, [spec("stuck"), spec("other")], LIMITS)
-    keeping = asyncio.create_task(supervising.run())
-    await supervising.any_ready.wait()
+async def supervised(launcher: StuckLauncher) -> AsyncIterator[Supervisor]:
+    """Supervise two ready replicas."""
+    supervisor_ = Supervisor(launcher, [replica_spec("stuck"), replica_spec("other")], LIMITS)
+    task = asyncio.create_task(supervisor_.run())
+    await supervisor_.any_ready.wait()
     try:
-        yield supervising
+        yield supervisor_
     finally:
-        keeping.cancel()
+        task.cancel()
 
 
-async def until_stopping(launcher: Stuck, name: str) -> None:
-    """Keep the other one answering until `name` is taken for hanging."""
-    async with asyncio.timeout(30):
-        while name not in launcher.stopping:
-            now = time.monotonic()
-            launcher.runs["other"] = ProcessRun(now, last_response_at=now, ready_at=now)
-            launcher.changed.set()
-            await asyncio.sleep(0.01)
+async def wait_until_stopping(launcher: StuckLauncher, name: str) -> None:
+    """Keep the other replica responsive until `name` counts as hung."""
+    while name not in launcher.stopping:
+        now = time.monotonic()
+        launcher.runs["other"] = ProcessRun(now, last_response_at=now, ready_at=now)
+        launcher.changed.set()
+        await asyncio.sleep(0.01)
 
 
-async def test_one_that_cannot_be_ended_keeps_nobody_from_the_others(launcher: Stuck) -> None:
+async def test_unstoppable_replica_does_not_block_the_others(launcher: StuckLauncher) -> None:
     async with supervised(launcher):
-        await until_stopping(launcher, "stuck")
+        await wait_until_stopping(launcher, "stuck")
         for _ in range(2):
             launcher.started.clear()
             launcher.end("other")
-            async with asyncio.timeout(30):
-                while launcher.started != ["other"]:  # noqa: ASYNC110 - that is all it shows
-                    await asyncio.sleep(0.01)
-    assert launcher.stopping.count("stuck") == 1  # asked once: it is under way
+            await until(lambda: launcher.started == ["other"])
+    assert launcher.stopping.count("stuck") == 1  # not repeated while it is in progress
 
 
-async def test_what_cannot_be_ended_is_left_behind(
-    launcher: Stuck, monkeypatch: pytest.MonkeyPatch
+async def test_stop_abandons_an_unstoppable_replica(
+    launcher: StuckLauncher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, "KILL_TIMEOUT_S", 0.1)
-    async with supervised(launcher) as supervising:
-        await until_stopping(launcher, "stuck")
-    async with asyncio.timeout(30):
-        await supervising.stop()
+    async with supervised(launcher) as supervisor_:
+        await wait_until_stopping(launcher, "stuck")
+    await supervisor_.stop()
     assert launcher.runs["stuck"].exited_at is None
     assert launcher.runs["other"].exited_at is not None
 
 
-async def test_what_a_launcher_raises_is_not_lost(launcher: Stuck) -> None:
+async def test_error_of_the_launcher_is_raised(launcher: StuckLauncher) -> None:
     async def start(spec: ReplicaSpec) -> None:
         raise RuntimeError(spec.name)
 
     launcher.start = start  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="stuck"):
-        await Supervisor(launcher, [spec("stuck")]).run()
+        await Supervisor(launcher, [replica_spec("stuck")]).run()

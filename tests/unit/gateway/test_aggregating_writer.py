@@ -1,4 +1,4 @@
-"""An answer that is put together from a stream, and what that takes."""
+"""Memory that the writer of a non-streaming response takes for each token."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from argosy.gateway.proxy.response_writers import AggregatingWriter
 from argosy.gateway.request_context import RequestContext
 
 
-def piece(number: int) -> bytes:
-    """A token of a chat, with all that can be told of it."""
-    told = {"token": f"t{number}", "logprob": -0.5, "bytes": None, "top_logprobs": []}
+def chat_event(number: int) -> bytes:
+    """Return the event of one chat token with log-probabilities."""
+    logprob = {"token": f"t{number}", "logprob": -0.5, "bytes": None, "top_logprobs": []}
     choice: dict[str, Any] = {"index": 0, "delta": {"content": "t"}, "token_ids": [number]}
-    choice |= {"logprobs": {"content": [told]}, "finish_reason": None, "stop_reason": None}
+    choice |= {"logprobs": {"content": [logprob]}, "finish_reason": None, "stop_reason": None}
     return b"data: " + json.dumps({"id": "c", "choices": [choice]}).encode() + b"\n\n"
 
 
-def test_a_token_of_a_long_answer_takes_no_more_than_one_of_a_short_one() -> None:
-    """Whoever asks for log-probabilities must not stop the others with each of a hundred thousand tokens."""
-    gathered, taken = AggregatingWriter(cast("RequestContext", None)), list[int]()
-    pieces = [piece(number) for number in range(4000)]
+def test_memory_per_token_does_not_grow_with_length_of_response() -> None:
+    """Otherwise each of 100,000 tokens with log-probabilities would block the event loop for longer than the last."""
+    writer, allocated = AggregatingWriter(cast("RequestContext", None)), list[int]()
+    events = [chat_event(number) for number in range(4000)]
     tracemalloc.start()
     try:
-        for each in pieces:
+        for event in events:
             tracemalloc.reset_peak()
-            before, _ = tracemalloc.get_traced_memory()
-            gathered.write_events(each)
-            taken.append(tracemalloc.get_traced_memory()[1] - before)
+            used_before, _ = tracemalloc.get_traced_memory()
+            writer.write_events(event)
+            allocated.append(tracemalloc.get_traced_memory()[1] - used_before)
     finally:
         tracemalloc.stop()
-    assert statistics.median(taken[-500:]) < 2 * statistics.median(taken[:500])
+    assert statistics.median(allocated[-500:]) < 2 * statistics.median(allocated[:500])

@@ -1,4 +1,4 @@
-"""Where a request comes from: no client can say so itself."""
+"""Client addresses, which clients must not be able to choose themselves."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ PROXIES = st.sampled_from(["10.0.0.1", "10.9.8.7", "fd00::1"])
 ADDRESSES = st.ip_addresses().filter(
     lambda address: not is_in_networks(parse_address(str(address)), TRUSTED)
 )
-WRITTEN = st.binary(max_size=40).filter(lambda text: b"," not in text)
+HEADER_ENTRIES = st.binary(max_size=40).filter(lambda text: b"," not in text)
 
 
-@given(peer=ADDRESSES, written=st.binary())
-def test_a_stranger_is_where_its_connection_comes_from(peer: object, written: bytes) -> None:
-    assert client_address(str(peer), {b"x-forwarded-for": written}, TRUSTED) == parse_address(
+@given(peer=ADDRESSES, forwarded=st.binary())
+def test_untrusted_peer_address_ignores_forwarded_header(peer: object, forwarded: bytes) -> None:
+    assert client_address(str(peer), {b"x-forwarded-for": forwarded}, TRUSTED) == parse_address(
         str(peer)
     )
 
@@ -33,19 +33,19 @@ def test_a_stranger_is_where_its_connection_comes_from(peer: object, written: by
 @given(
     peer=PROXIES,
     client=ADDRESSES,
-    written=st.lists(WRITTEN, max_size=3),
+    forwarded=st.lists(HEADER_ENTRIES, max_size=3),
     proxies=st.lists(PROXIES, max_size=3),
 )
-def test_behind_trusted_proxies_the_client_is_whom_the_first_of_them_saw(
-    peer: str, client: object, written: list[bytes], proxies: list[str]
+def test_first_trusted_proxy_names_client(
+    peer: str, client: object, forwarded: list[bytes], proxies: list[str]
 ) -> None:
-    hops = [*written, str(client).encode(), *(proxy.encode() for proxy in proxies)]
+    hops = [*forwarded, str(client).encode(), *(proxy.encode() for proxy in proxies)]
     headers = {b"x-forwarded-for": b", ".join(hops)}
     assert client_address(peer, headers, TRUSTED) == parse_address(str(client))
 
 
 @given(peer=PROXIES, proxies=st.lists(PROXIES))
-def test_a_proxy_that_names_nobody_else_asks_for_itself(peer: str, proxies: list[str]) -> None:
+def test_chain_of_trusted_proxies_ends_at_first_of_them(peer: str, proxies: list[str]) -> None:
     headers = {b"x-forwarded-for": ",".join(proxies).encode()}
     assert client_address(peer, headers, TRUSTED) == ip_address([*proxies[:1], peer][0])
 
@@ -62,12 +62,12 @@ def test_a_proxy_that_names_nobody_else_asks_for_itself(peer: str, proxies: list
         ("::ffff:192.0.2.1", "192.0.2.1"),
     ],
 )
-def test_addresses_in_every_form(text: str, expected: str) -> None:
+def test_address_forms_are_parsed(text: str, expected: str) -> None:
     assert parse_address(text) == ip_address(expected)
 
 
 @given(st.text())
-def test_anything_else_is_no_address_and_no_error(text: str) -> None:
+def test_any_text_is_parsed_without_error(text: str) -> None:
     parse_address(text)
 
 
@@ -80,9 +80,7 @@ def test_anything_else_is_no_address_and_no_error(text: str) -> None:
         ("::/0", "2001:db8::1", "192.0.2.1"),
     ],
 )
-def test_a_network_is_the_same_however_it_is_written(
-    network: str, inside: str, outside: str
-) -> None:
+def test_network_matches_in_any_notation(network: str, inside: str, outside: str) -> None:
     networks = parse_networks([network])
     assert is_in_networks(parse_address(inside), networks)
     assert not is_in_networks(parse_address(outside), networks)

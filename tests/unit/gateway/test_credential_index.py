@@ -1,4 +1,4 @@
-"""Whose a token is that names no organisation, where several have the project's name or the email that it says."""
+"""A token's organisation, if several have a project or a user with the name or email in its claims."""
 
 from __future__ import annotations
 
@@ -10,68 +10,70 @@ from argosy.gateway.auth.token_verifier import TokenClaims
 from argosy.store import AccountSnapshot, Project, User
 
 EMAIL = "ann@x.test"
-SAID = TokenClaims(subject="s", email="", organisation="", project="", role="user", expires_at=0)
+CLAIMS = TokenClaims(subject="s", email="", organisation="", project="", role="user", expires_at=0)
 
 
-def directory(named: dict[str, float], **made: float) -> AccountSnapshot:
-    """Each of these organisations has a project `web` and a user, both made then, and `named` so later."""
+def make_snapshot(renamed: dict[str, float], **created: float) -> AccountSnapshot:
+    """Return organisations created at `created`, each with a project `web` and a user.
+
+    The projects and users of the organisations in `renamed` were renamed at the given times.
+    """
     projects, users = [], []
-    for home in sorted(made, key=made.__getitem__):
-        at = made[home]
-        projects.append(Project(id=f"p_{home}", organisation=home, name="web", created_at=at))
+    for organisation in sorted(created, key=created.__getitem__):
+        at = created[organisation]
+        projects.append(
+            Project(id=f"p_{organisation}", organisation=organisation, name="web", created_at=at)
+        )
         users.append(
             User(
-                id=f"u_{home}",
-                organisation=home,
+                id=f"u_{organisation}",
+                organisation=organisation,
                 email=EMAIL,
-                project=f"p_{home}",
+                project=f"p_{organisation}",
                 created_at=at,
             )
         )
-    times = {f"{kind}_{home}": at for home, at in named.items() for kind in "pu"}
+    times = {f"{kind}_{organisation}": at for organisation, at in renamed.items() for kind in "pu"}
     return AccountSnapshot(projects=tuple(projects), users=tuple(users), renamed_at=times)
 
 
-def whose(known: AccountSnapshot) -> str:
-    """The organisation that both tokens are taken for: one that says the project, and one that says the email."""
-    book = CredentialIndex(known)
+def resolve_organisation(snapshot: AccountSnapshot) -> str:
+    """Return the organisation of a token with the project's name and of one with the email, which must agree."""
+    index = CredentialIndex(snapshot)
     by_name, by_email = (
-        book.find_by_claims(msgspec.structs.replace(SAID, **said)).principal.organisation
-        for said in ({"project": "web"}, {"email": EMAIL})
+        index.find_by_claims(msgspec.structs.replace(CLAIMS, **claims)).principal.organisation
+        for claims in ({"project": "web"}, {"email": EMAIL})
     )
     assert by_name == by_email
     return by_name
 
 
-def test_where_nobody_was_renamed_it_is_who_was_made_first() -> None:
-    assert whose(directory({}, ours=1, theirs=2)) == "ours"
-    assert whose(directory({}, ours=2, theirs=1)) == "theirs"
+@pytest.mark.parametrize(
+    ("renamed", "ours", "theirs", "winner"),
+    [
+        pytest.param({}, 1, 2, "ours", id="first-created"),
+        pytest.param({}, 2, 1, "theirs", id="first-created-reversed"),
+        pytest.param({"theirs": 9}, 5, 1, "ours", id="renamed-after-other-was-created"),
+        pytest.param({"theirs": 3}, 5, 1, "theirs", id="renamed-before-other-was-created"),
+        pytest.param({"ours": 7, "theirs": 8}, 1, 2, "ours", id="first-renamed"),
+        pytest.param({"ours": 7, "theirs": 8}, 2, 1, "ours", id="first-renamed-created-later"),
+        pytest.param({"theirs": 5}, 5, 1, "theirs", id="same-time-first-created"),
+    ],
+)
+def test_first_owner_of_ambiguous_name_wins(
+    renamed: dict[str, float], ours: float, theirs: float, winner: str
+) -> None:
+    """Otherwise an organisation could take another one's tokens with a rename."""
+    assert resolve_organisation(make_snapshot(renamed, ours=ours, theirs=theirs)) == winner
 
 
-def test_who_is_older_takes_nobodys_tokens_by_taking_their_name() -> None:
-    assert whose(directory({"theirs": 9}, ours=5, theirs=1)) == "ours"
-
-
-def test_who_took_the_name_before_the_other_was_made_goes_on_having_it() -> None:
-    assert whose(directory({"theirs": 3}, ours=5, theirs=1)) == "theirs"
-
-
-@pytest.mark.parametrize(("ours", "theirs"), [(1, 2), (2, 1)])
-def test_of_two_that_were_renamed_it_is_who_was_so_first(ours: float, theirs: float) -> None:
-    assert whose(directory({"ours": 7, "theirs": 8}, ours=ours, theirs=theirs)) == "ours"
-
-
-def test_where_both_came_to_it_at_once_it_is_who_was_made_first() -> None:
-    assert whose(directory({"theirs": 5}, ours=5, theirs=1)) == "theirs"
-
-
-def test_who_has_ended_comes_last_whenever_they_were_named() -> None:
-    known = directory({"theirs": 9}, ours=5, theirs=1)
-    ours, theirs = known.projects[1], known.projects[0]
-    ann, other = known.users[1], known.users[0]
+def test_archived_owner_comes_last() -> None:
+    snapshot = make_snapshot({"theirs": 9}, ours=5, theirs=1)
+    ours, theirs = snapshot.projects[1], snapshot.projects[0]
+    ann, other = snapshot.users[1], snapshot.users[0]
     ended = msgspec.structs.replace(
-        known,
+        snapshot,
         projects=(theirs, msgspec.structs.replace(ours, archived_at=6.0)),
         users=(other, msgspec.structs.replace(ann, disabled_at=6.0)),
     )
-    assert whose(ended) == "theirs"
+    assert resolve_organisation(ended) == "theirs"

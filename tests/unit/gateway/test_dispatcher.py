@@ -1,4 +1,4 @@
-"""The queue and those that move, whatever happens: no seat is lost or taken twice, nobody waits beside a free one."""
+"""Dispatcher invariants: no slot is lost or used twice, and no request waits while a replica has a free slot."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.limit_harness import request
+from tests.support.limit_harness import make_context
 
 from argosy.gateway import GatewayConfig, ModelConfig, QueueConfig, ReplicaConfig
 from argosy.gateway.model_registry.model_entries import build_model_entries, build_model_router
@@ -27,37 +27,37 @@ STEPS = st.lists(
 )
 
 
-class World:
-    """Three replicas with two seats each; what runs on them and what waits."""
+class DispatcherHarness:
+    """Dispatcher of three replicas with two slots each, and its running and waiting requests."""
 
     def __init__(self) -> None:
-        behind = [
+        replica_configs = [
             ReplicaConfig(url=f"http://127.0.0.1:{port}", kind="openai", max_requests=2)
             for port in (7, 8, 9)
         ]
-        config = GatewayConfig(models=[ModelConfig(name="big", replicas=behind)])
+        config = GatewayConfig(models=[ModelConfig(name="big", replicas=replica_configs)])
         (self.pool,) = build_model_router(build_model_entries(config)).pools
         self.queue = Dispatcher(self.pool, QueueConfig(), lambda: 0.0)
         self.running: list[RequestContext] = []
         self.waiting: list[tuple[RequestContext, asyncio.Task[object]]] = []
 
-    async def step(self, what: str, number: int) -> None:
-        """Something happens; who gets a seat by it runs."""
+    async def step(self, action: str, index: int) -> None:
+        """Perform an action, and collect the requests that it dispatches."""
         queue = self.queue
-        if what == "ask":
-            context = request(Principal(project=f"p{number % 4}", tier=number % 3))
+        if action == "ask":
+            context = make_context(Principal(project=f"p{index % 4}", tier=index % 3))
             self.waiting.append((context, asyncio.create_task(queue.acquire_replica(context))))
-        elif what == "leave" and self.waiting:
-            context, task = self.waiting.pop(number % len(self.waiting))
+        elif action == "leave" and self.waiting:
+            context, task = self.waiting.pop(index % len(self.waiting))
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             queue.release(context)
-        elif what == "end" and self.running:
-            context = self.running.pop(number % len(self.running))
+        elif action == "end" and self.running:
+            context = self.running.pop(index % len(self.running))
             self.pool.replicas[context.replica_name].on_request_ended(AttemptOutcome.SUCCESS, 0.0)
             queue.release(context)
-        elif what == "fail" and self.running:
-            context = self.running.pop(number % len(self.running))
+        elif action == "fail" and self.running:
+            context = self.running.pop(index % len(self.running))
             context.failed_replicas = {context.replica_name}
             self.pool.replicas[context.replica_name].on_request_ended(None, 0.0)
             self.waiting.append(
@@ -69,50 +69,52 @@ class World:
         self.waiting = [(context, task) for context, task in self.waiting if not task.done()]
 
     def check(self) -> None:
-        """What always holds."""
+        """Assert the invariants."""
         replicas = self.pool.replicas.values()
         assert all(0 <= replica.load.in_flight <= 2 for replica in replicas)
         assert sum(replica.load.in_flight for replica in replicas) == len(self.running)
-        free = {replica.name for replica in replicas if replica.has_free_slot(0, 0.0)}
-        assert all(free <= context.failed_replicas for context, _ in self.waiting)
+        others_running = {replica.name for replica in replicas if replica.has_free_slot(0, 0.0)}
+        assert all(others_running <= context.failed_replicas for context, _ in self.waiting)
 
 
 @settings(max_examples=150, deadline=None)
 @given(STEPS)
-def test_no_seat_is_lost_or_taken_twice_and_nobody_waits_beside_a_free_one(
+def test_slots_are_never_lost_shared_or_idle_while_requests_wait(
     steps: list[tuple[str, int]],
 ) -> None:
     async def run() -> None:
-        world = World()
-        for what, number in steps:
-            await world.step(what, number)
-            world.check()
-        while world.running:
-            await world.step("end", 0)
-            world.check()
-        assert not world.waiting
-        assert not len(world.queue)
+        harness = DispatcherHarness()
+        for action, index in steps:
+            await harness.step(action, index)
+            harness.check()
+        while harness.running:
+            await harness.step("end", 0)
+            harness.check()
+        assert not harness.waiting
+        assert not len(harness.queue)
 
     asyncio.run(run())
 
 
 @pytest.mark.parametrize(
-    ("most", "told", "seats"),
+    ("configured", "reported", "slots"),
     [(None, 0, 256), (None, 8, 8), (None, 512, 512), (2, 0, 2), (2, 8, 2), (9, 8, 8)],
 )
-def test_a_replica_gets_what_it_says_that_it_runs_and_no_more_than_was_set(
-    most: int | None, told: int, seats: int
+def test_slots_follow_reported_capacity_up_to_configured_maximum(
+    configured: int | None, reported: int, slots: int
 ) -> None:
-    behind = ReplicaConfig(url="http://127.0.0.1:7", kind="sglang", max_requests=most)
-    config = GatewayConfig(models=[ModelConfig(name="big", replicas=[behind])])
+    replica_configs = ReplicaConfig(
+        url="http://127.0.0.1:7", kind="sglang", max_requests=configured
+    )
+    config = GatewayConfig(models=[ModelConfig(name="big", replicas=[replica_configs])])
     (replica,) = build_model_router(build_model_entries(config)).pools[0].replicas.values()
-    replica.load.max_seqs = told
-    assert replica.slots == seats
+    replica.load.max_seqs = reported
+    assert replica.slots == slots
 
 
-def test_what_was_set_is_no_less_for_what_other_gateways_have() -> None:
-    behind = ReplicaConfig(url="http://127.0.0.1:7", kind="argosy", max_requests=4)
-    config = GatewayConfig(models=[ModelConfig(name="big", replicas=[behind])])
+def test_configured_maximum_is_not_reduced_by_other_gateways() -> None:
+    replica_configs = ReplicaConfig(url="http://127.0.0.1:7", kind="argosy", max_requests=4)
+    config = GatewayConfig(models=[ModelConfig(name="big", replicas=[replica_configs])])
     (replica,) = build_model_router(build_model_entries(config)).pools[0].replicas.values()
     replica.load.max_seqs = 8
     replica.update_slot_shares([{1: 4}])
@@ -123,31 +125,31 @@ def test_what_was_set_is_no_less_for_what_other_gateways_have() -> None:
     assert replica.slot_share(1, 0.0) == 4
 
 
-@pytest.mark.parametrize("moves", [False, True])
-async def test_who_leaves_as_a_seat_comes_leaves_nothing_there(moves: bool) -> None:
-    world = World()
-    running = [request(Principal()) for _ in range(6)]
+@pytest.mark.parametrize("has_failed_over", [False, True])
+async def test_cancellation_during_dispatch_frees_slot(has_failed_over: bool) -> None:
+    harness = DispatcherHarness()
+    running = [make_context(Principal()) for _ in range(6)]
     for context in running:
-        replica = await world.queue.acquire_replica(context)
+        replica = await harness.queue.acquire_replica(context)
         replica.on_prefill_done(10, 0.0)
-    late = request(Principal())
-    waits = (
-        world.queue.reacquire_replica(late, 1000.0) if moves else world.queue.acquire_replica(late)
+    cancelled = make_context(Principal())
+    acquisition = (
+        harness.queue.reacquire_replica(cancelled, 1000.0)
+        if has_failed_over
+        else harness.queue.acquire_replica(cancelled)
     )
-    task = asyncio.create_task(waits)
+    task = asyncio.create_task(acquisition)
     await asyncio.sleep(0)
     task.cancel()
     replica.on_request_ended(AttemptOutcome.SUCCESS, 0.0)
     await asyncio.gather(task, return_exceptions=True)
     assert (replica.load.in_flight, replica.load.sent_tokens) == (1, 0)
-    assert [tried.outcome for tried in late.trace.attempts] == ["ended"]
+    assert [attempt.outcome for attempt in cancelled.trace.attempts] == ["ended"]
 
 
-async def test_old_requests_wait_on_while_only_higher_tiers_have_seats_beside_other_gateways() -> (
-    None
-):
-    behind = ReplicaConfig(url="http://127.0.0.1:7", kind="argosy")
-    config = GatewayConfig(models=[ModelConfig(name="big", replicas=[behind])])
+async def test_reserved_slots_do_not_end_wait_of_old_requests() -> None:
+    replica_configs = ReplicaConfig(url="http://127.0.0.1:7", kind="argosy")
+    config = GatewayConfig(models=[ModelConfig(name="big", replicas=[replica_configs])])
     (pool,) = build_model_router(build_model_entries(config)).pools
     (replica,) = pool.replicas.values()
     replica.load.max_seqs, now = 4, 0.0
@@ -155,12 +157,13 @@ async def test_old_requests_wait_on_while_only_higher_tiers_have_seats_beside_ot
     assert [replica.slot_share(tier, now) for tier in range(3)] == [2, 2, 1]
     queue = Dispatcher(pool, QueueConfig(), lambda: now)
     for _ in range(2):
-        await queue.acquire_replica(request(Principal(tier=0)))
-    old = asyncio.create_task(queue.acquire_replica(request(Principal(tier=2))))
+        await queue.acquire_replica(make_context(Principal(tier=0)))
+    old = asyncio.create_task(queue.acquire_replica(make_context(Principal(tier=2))))
     await asyncio.sleep(0)
     now = 40.0
     others = [
-        asyncio.create_task(queue.acquire_replica(request(Principal(tier=0)))) for _ in range(8)
+        asyncio.create_task(queue.acquire_replica(make_context(Principal(tier=0))))
+        for _ in range(8)
     ]
     for _ in others:
         await asyncio.sleep(0)
@@ -171,8 +174,8 @@ async def test_old_requests_wait_on_while_only_higher_tiers_have_seats_beside_ot
     await asyncio.gather(old, *others)
 
 
-async def refused(queue: Dispatcher, context: RequestContext) -> str:
-    """What a request is told that may not wait; empty where it does."""
+async def find_rejection(queue: Dispatcher, context: RequestContext) -> str:
+    """Return the message with which the queue rejects a request, or "" if the request waits."""
     task = asyncio.create_task(queue.acquire_replica(context))
     for _ in range(4):
         await asyncio.sleep(0)
@@ -184,16 +187,16 @@ async def refused(queue: Dispatcher, context: RequestContext) -> str:
     return error.message
 
 
-async def test_all_who_wait_are_told_as_soon_as_that_makes_no_sense_any_more() -> None:
-    world, now = World(), 0.0
-    queue = Dispatcher(world.pool, QueueConfig(), lambda: now)
+async def test_waiting_requests_fail_once_replicas_are_down_for_too_long() -> None:
+    harness, now = DispatcherHarness(), 0.0
+    queue = Dispatcher(harness.pool, QueueConfig(), lambda: now)
     for _ in range(6):
-        await queue.acquire_replica(request(Principal()))
+        await queue.acquire_replica(make_context(Principal()))
     waiting = [
-        asyncio.create_task(queue.acquire_replica(request(Principal(tier=tier))))
+        asyncio.create_task(queue.acquire_replica(make_context(Principal(tier=tier))))
         for tier in range(3)
     ]
-    for replica in world.pool.replicas.values():
+    for replica in harness.pool.replicas.values():
         replica.outage.mark_up()
         replica.outage.mark_down(now)
     await asyncio.sleep(0)
@@ -202,62 +205,74 @@ async def test_all_who_wait_are_told_as_soon_as_that_makes_no_sense_any_more() -
     assert len(queue) == 3
     now = 31.0
     queue.dispatch_waiting()
-    for told in await asyncio.gather(*waiting, return_exceptions=True):
-        assert isinstance(told, ApiError)
-        assert (told.status, told.code, told.retry_after_s) == (503, "no_replica", 10.0)
+    for result in await asyncio.gather(*waiting, return_exceptions=True):
+        assert isinstance(result, ApiError)
+        assert (result.status, result.code, result.retry_after_s) == (503, "no_replica", 10.0)
 
 
-async def test_no_more_bytes_wait_than_may() -> None:
-    world = World()
-    world.queue = queue = Dispatcher(world.pool, QueueConfig(max_bytes=5000), lambda: 0.0)
+async def test_queue_is_bounded_in_bytes() -> None:
+    harness = DispatcherHarness()
+    harness.queue = queue = Dispatcher(harness.pool, QueueConfig(max_bytes=5000), lambda: 0.0)
     for _ in range(6):
-        await queue.acquire_replica(request(Principal()))
-    assert "the queue is full" in await refused(queue, request(Principal(tier=0), prompt=2000))
-    assert not await refused(queue, request(Principal(tier=0, project="a"), prompt=500))
-    assert not await refused(queue, request(Principal(tier=0, project="b"), prompt=500))
-    assert "the queue is full" in await refused(queue, request(Principal(tier=0), prompt=500))
+        await queue.acquire_replica(make_context(Principal()))
+    assert "the queue is full" in await find_rejection(
+        queue, make_context(Principal(tier=0), prompt_tokens=2000)
+    )
+    assert not await find_rejection(
+        queue, make_context(Principal(tier=0, project="a"), prompt_tokens=500)
+    )
+    assert not await find_rejection(
+        queue, make_context(Principal(tier=0, project="b"), prompt_tokens=500)
+    )
+    assert "the queue is full" in await find_rejection(
+        queue, make_context(Principal(tier=0), prompt_tokens=500)
+    )
 
 
-async def test_what_can_be_served_soon_is_for_higher_tiers() -> None:
-    """By how long a tenant's own requests have waited, and by what waits in the replicas."""
-    world, now = World(), 0.0
-    queue = Dispatcher(world.pool, QueueConfig(timeout_s=60.0), lambda: now)
+async def test_capacity_is_reserved_for_higher_tiers() -> None:
+    """Depends on how long the tenant's own requests have waited, and on the queues of the replicas."""
+    harness, now = DispatcherHarness(), 0.0
+    queue = Dispatcher(harness.pool, QueueConfig(timeout_s=60.0), lambda: now)
     for _ in range(6):
-        await queue.acquire_replica(request(Principal(tier=0)))
-    free, paid = Principal(tier=2, project="free"), Principal(tier=1, project="paid")
-    assert not await refused(queue, request(free))
-    assert not await refused(queue, request(paid))
+        await queue.acquire_replica(make_context(Principal(tier=0)))
+    others_running, paid = Principal(tier=2, project="free"), Principal(tier=1, project="paid")
+    assert not await find_rejection(queue, make_context(others_running))
+    assert not await find_rejection(queue, make_context(paid))
     now = 29.0
-    assert not await refused(queue, request(free))
+    assert not await find_rejection(queue, make_context(others_running))
     now = 31.0
-    assert "capacity is for higher tiers" in await refused(queue, request(free))
-    assert not await refused(queue, request(Principal(tier=2, project="another")))
-    assert not await refused(queue, request(paid))
+    assert "capacity is for higher tiers" in await find_rejection(
+        queue, make_context(others_running)
+    )
+    assert not await find_rejection(queue, make_context(Principal(tier=2, project="another")))
+    assert not await find_rejection(queue, make_context(paid))
     now = 46.0
-    assert "capacity is for higher tiers" in await refused(queue, request(paid))
-    for replica in world.pool.replicas.values():
+    assert "capacity is for higher tiers" in await find_rejection(queue, make_context(paid))
+    for replica in harness.pool.replicas.values():
         replica.load.max_seqs, replica.load.waiting = 10, 9
-    assert "capacity is for higher tiers" in await refused(queue, request(Principal(tier=1, project="new")))
-    assert not await refused(queue, request(Principal(tier=0, project="new")))
+    assert "capacity is for higher tiers" in await find_rejection(
+        queue, make_context(Principal(tier=1, project="new"))
+    )
+    assert not await find_rejection(queue, make_context(Principal(tier=0, project="new")))
 
 
-async def test_what_a_body_has_beside_its_prompt_counts_against_the_bound_on_bytes() -> None:
-    behind = ReplicaConfig(url="http://127.0.0.1:7", kind="openai", max_requests=1)
-    config = GatewayConfig(models=[ModelConfig(name="big", replicas=[behind])])
+async def test_whole_body_counts_towards_queue_bytes() -> None:
+    replica_configs = ReplicaConfig(url="http://127.0.0.1:7", kind="openai", max_requests=1)
+    config = GatewayConfig(models=[ModelConfig(name="big", replicas=[replica_configs])])
     (pool,) = build_model_router(build_model_entries(config)).pools
     queue = Dispatcher(pool, QueueConfig(max_bytes=50_000), lambda: 0.0)
-    await queue.acquire_replica(request(Principal()))
+    await queue.acquire_replica(make_context(Principal()))
     body = {"model": "big", "messages": [], "metadata": {"of": "x" * 20_000}}
-    journeys = [request(Principal()) for _ in range(3)]
-    for context in journeys:
+    contexts = [make_context(Principal()) for _ in range(3)]
+    for context in contexts:
         context.fields = parse_request_fields(msgspec.json.encode(body), "messages")
-    waiting = [asyncio.create_task(queue.acquire_replica(context)) for context in journeys[:2]]
+    waiting = [asyncio.create_task(queue.acquire_replica(context)) for context in contexts[:2]]
     await asyncio.sleep(0)
     assert len(queue) == 2
-    with pytest.raises(ApiError) as refusal:
+    with pytest.raises(ApiError) as error:
         async with asyncio.timeout(1.0):
-            await queue.acquire_replica(journeys[2])
-    assert (refusal.value.status, refusal.value.code) == (429, "overloaded")
+            await queue.acquire_replica(contexts[2])
+    assert (error.value.status, error.value.code) == (429, "overloaded")
     for task in waiting:
         task.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
@@ -265,46 +280,50 @@ async def test_what_a_body_has_beside_its_prompt_counts_against_the_bound_on_byt
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-async def test_thousands_that_lost_their_replica_are_not_all_looked_at_for_each(
+async def test_failed_over_requests_are_not_all_reexamined_for_each(
     replicas: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has seats again, but not for them, and they look for another one at the same moment."""
-    count, picks, pick = 300, 0, Pool.select_replica
+    """The failed replica has slots again, but these requests need another one, all at the same moment."""
+    count, selections, select_replica_original = 300, 0, Pool.select_replica
 
-    def counted(self: Pool, *args: Any) -> RoutingDecision | None:  # noqa: ANN401 - as they come
-        nonlocal picks
-        picks += 1
-        return pick(self, *args)
+    def count_selections(self: Pool, *args: Any) -> RoutingDecision | None:  # noqa: ANN401 - as they come
+        nonlocal selections
+        selections += 1
+        return select_replica_original(self, *args)
 
-    behind = [
+    replica_configs = [
         ReplicaConfig(url=f"http://127.0.0.1:{port}", kind="openai", max_requests=count)
         for port in range(7, 7 + replicas)
     ]
-    config = GatewayConfig(models=[ModelConfig(name="big", replicas=behind)])
+    config = GatewayConfig(models=[ModelConfig(name="big", replicas=replica_configs)])
     (pool,) = build_model_router(build_model_entries(config)).pools
     queue, running = Dispatcher(pool, QueueConfig(), lambda: 0.0), list[RequestContext]()
     for number in range(replicas * count):
-        context = request(Principal(project=f"p{number % 4}"))
+        context = make_context(Principal(project=f"p{number % 4}"))
         await queue.acquire_replica(context)
         running.append(context)
-    lost = [context for context in running if context.replica_name == running[0].replica_name]
-    monkeypatch.setattr(Pool, "select_replica", counted)
+    failed_over = [
+        context for context in running if context.replica_name == running[0].replica_name
+    ]
+    monkeypatch.setattr(Pool, "select_replica", count_selections)
     moves = []
-    for context in lost:
+    for context in failed_over:
         context.failed_replicas = {context.replica_name}
         pool.replicas[context.replica_name].on_request_ended(None, 0.0)
         moves.append(asyncio.create_task(queue.reacquire_replica(context, 1000.0)))
         await asyncio.sleep(0)
-    assert picks <= 3 * count
-    free = [context for context in running if context not in lost]
-    for context in free:  # each seat of the other goes to the one that has waited for longest
+    assert selections <= 3 * count
+    others_running = [context for context in running if context not in failed_over]
+    for context in (
+        others_running
+    ):  # each slot of the other replica goes to the request that has waited longest
         pool.replicas[context.replica_name].on_request_ended(AttemptOutcome.SUCCESS, 0.0)
     for _ in range(4):
         await asyncio.sleep(0)
-    assert [move.done() for move in moves] == [bool(free)] * count
+    assert [move.done() for move in moves] == [bool(others_running)] * count
     for move in moves:
         move.cancel()
     await asyncio.gather(*moves, return_exceptions=True)
-    picks = 0
+    selections = 0
     queue.dispatch_waiting()
-    assert picks == 0
+    assert selections == 0

@@ -1,4 +1,4 @@
-"""Whose sockets are lent to the fast path, and that they come back where it does not take them."""
+"""Lending sockets to the fast path, and taking them back when it does not accept them."""
 
 from __future__ import annotations
 
@@ -11,31 +11,38 @@ from argosy.gateway.upstream import UpstreamResponse
 from argosy.http_server import HttpExchange
 
 
-def sockets(ride: SplicedStream | None) -> tuple[Mock, FastPathSwitch, Mock]:
-    """The fast path, a way by it, and an attempt; both sockets can be lent."""
-    path, attempt = Mock(spec=FastPath), Mock(spec=UpstreamResponse)
+def make_switch(stream: SplicedStream | None) -> tuple[Mock, FastPathSwitch, Mock]:
+    """Return a fast path, its switch and an upstream response. Both sockets can be lent."""
+    fast_path, response = Mock(spec=FastPath), Mock(spec=UpstreamResponse)
     exchange = Mock(spec=HttpExchange)
     (
-        path.attach.return_value,
-        attempt.lend_socket.return_value,
+        fast_path.attach.return_value,
+        response.lend_socket.return_value,
         exchange.lend_socket.return_value,
-    ) = ride, 3, 4
-    return path, FastPathSwitch(path, StreamingWriter(exchange), []), attempt
+    ) = stream, 3, 4
+    return fast_path, FastPathSwitch(fast_path, StreamingWriter(exchange), []), response
 
 
-def test_a_replica_whose_stream_is_not_taken_is_read_on() -> None:
-    path, shortcut, attempt = sockets(None)
-    shortcut.enter(attempt, 1, Mock())
-    path.attach.assert_called_once()
-    attempt.reclaim_socket.assert_called_once_with(b"")
-    assert shortcut.exit() is None
+def test_rejected_stream_is_read_by_event_loop_again() -> None:
+    fast_path, switch, response = make_switch(None)
+    switch.enter(response, 1, Mock())
+    fast_path.attach.assert_called_once()
+    response.reclaim_socket.assert_called_once_with(b"")
+    assert switch.exit() is None
 
 
-def test_a_stream_that_goes_by_it_is_not_lent_again() -> None:
-    """Two pieces that came together each ask for it."""
-    path, shortcut, attempt = sockets(Mock(spec=SplicedStream))
+def test_attached_stream_is_not_lent_again() -> None:
+    """Two chunks that arrive together each request the switch."""
+    fast_path, switch, response = make_switch(Mock(spec=SplicedStream))
     for _ in range(2):
-        shortcut.enter(attempt, 1, Mock())
-    path.attach.assert_called_once()
-    attempt.lend_socket.assert_called_once()
-    attempt.reclaim_socket.assert_not_called()
+        switch.enter(response, 1, Mock())
+    fast_path.attach.assert_called_once()
+    response.lend_socket.assert_called_once()
+    response.reclaim_socket.assert_not_called()
+
+
+def test_lent_writer_cannot_be_discarded() -> None:
+    writer = StreamingWriter(Mock(spec=HttpExchange))
+    assert writer.discard()
+    writer.lend_socket()
+    assert not writer.discard()

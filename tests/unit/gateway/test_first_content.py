@@ -1,4 +1,4 @@
-"""Where an answer begins in a stream, however the stream is cut."""
+"""Detection of the first content in a stream, for any segmentation of the stream."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from argosy.gateway.backends import FirstContentDetector
 
-NOTHING = b"".join(
+EVENTS_WITHOUT_CONTENT = b"".join(
     (
         b": keep-alive\n\n",
         b"event: ping\n\n",
@@ -21,7 +21,7 @@ NOTHING = b"".join(
         b'data: {"choices": [{"index": 0, "text": ""}]}\n\n',
     )
 )
-SOMETHING = [
+EVENTS_WITH_CONTENT = [
     b'{"choices": [{"index": 0, "delta": {"content": "a"}}]}',
     b'{"choices": [{"index": 0, "delta": {"reasoning_content": "a"}}]}',
     b'{"choices": [{"index": 0, "delta": {"role": "assistant", "tool_calls": [{}]}}]}',
@@ -34,12 +34,14 @@ SOMETHING = [
 ]
 
 
-@pytest.mark.parametrize("said", SOMETHING)
-@given(cuts=st.sets(st.integers(1, len(NOTHING))))
-def test_only_what_says_something_begins_an_answer(said: bytes, cuts: set[int]) -> None:
-    opening = FirstContentDetector()
-    ends = [0, *sorted(cuts), len(NOTHING)]
-    assert not any(opening.feed(NOTHING[start:end]) for start, end in pairwise(ends))
-    assert not opening.feed(b"data: ")
-    assert not opening.feed(said)
-    assert opening.feed(b"\n\n")
+@pytest.mark.parametrize("event", EVENTS_WITH_CONTENT)
+@given(cuts=st.sets(st.integers(1, len(EVENTS_WITHOUT_CONTENT))))
+def test_only_content_starts_response(event: bytes, cuts: set[int]) -> None:
+    detector = FirstContentDetector()
+    borders = [0, *sorted(cuts), len(EVENTS_WITHOUT_CONTENT)]
+    assert not any(
+        detector.feed(EVENTS_WITHOUT_CONTENT[start:end]) for start, end in pairwise(borders)
+    )
+    assert not detector.feed(b"data: ")
+    assert not detector.feed(event)
+    assert detector.feed(b"\n\n")

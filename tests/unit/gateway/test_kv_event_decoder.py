@@ -1,4 +1,4 @@
-"""What is read of published KV cache events: blocks that the model's prompts find again, in both shapes."""
+"""Decoding of published KV cache events, encoded as maps or as arrays, into blocks that prompts can find again."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from tests.support.kv_event_publisher import (
     CLEARED,
     Event,
-    as_array,
-    batch,
-    removed,
-    stored,
+    blocks_removed,
+    blocks_stored,
+    encode_batch,
+    to_array,
 )
 
 from argosy.gateway.kv_events.event_decoder import (
@@ -26,89 +26,94 @@ from argosy.gateway.kv_events.event_decoder import (
     KvEventDecoder,
 )
 
-SHAPES = pytest.mark.parametrize("shape", [dict, as_array], ids=["maps", "arrays"])
-Shape = Callable[[Event], Any]
-TWO = range(32)
+ENCODINGS = pytest.mark.parametrize("encode", [dict, to_array], ids=["maps", "arrays"])
+Encoder = Callable[[Event], Any]
+TWO_BLOCKS = range(32)
 
 
-def read(
+def decode(
     *events: object, model: str = "cat"
 ) -> list[BlockStored | BlockRemoved | AllBlocksCleared]:
     return list(KvEventDecoder(model).decode_batch(msgspec.msgpack.encode([1.5, events])))
 
 
-@SHAPES
-def test_both_shapes_are_read(shape: Shape) -> None:
-    events = [stored([1, b"2"], TWO), stored([3], range(16), b"2"), removed(1, b"2"), CLEARED]
-    assert read(*map(shape, events)) == [
-        BlockStored([1, b"2"], None, [*TWO], 16, ""),
+@ENCODINGS
+def test_maps_and_arrays_are_decoded_alike(encode: Encoder) -> None:
+    events = [
+        blocks_stored([1, b"2"], TWO_BLOCKS),
+        blocks_stored([3], range(16), b"2"),
+        blocks_removed(1, b"2"),
+        CLEARED,
+    ]
+    assert decode(*map(encode, events)) == [
+        BlockStored([1, b"2"], None, [*TWO_BLOCKS], 16, ""),
         BlockStored([3], b"2", [*range(16)], 16, ""),
         BlockRemoved([1, b"2"]),
         AllBlocksCleared(),
     ]
 
 
-@SHAPES
+@ENCODINGS
 @pytest.mark.parametrize(
-    "salted",
+    "salt_field",
     [{"cache_salt": "mine"}, {"extra_keys": [["mine"], None]}],
     ids=["sglang", "vllm"],
 )
-def test_the_salt_is_of_the_prompt_that_is_begun(shape: Shape, salted: Event) -> None:
-    (told,) = read(shape(stored([1, 2], TWO, **salted)))
-    assert told == BlockStored([1, 2], None, [*TWO], 16, "mine")
+def test_salt_of_first_block_is_decoded(encode: Encoder, salt_field: Event) -> None:
+    (event,) = decode(encode(blocks_stored([1, 2], TWO_BLOCKS, **salt_field)))
+    assert event == BlockStored([1, 2], None, [*TWO_BLOCKS], 16, "mine")
 
 
-def test_a_batch_of_vllm_0_32_is_read() -> None:
-    """As it was received: a map for each event, the rank after them."""
-    event = stored([1, 2], TWO) | {
+def test_batch_of_vllm_0_32_is_decoded() -> None:
+    """The batch has the form in which it was received: a map for each event, followed by the rank."""
+    published = blocks_stored([1, 2], TWO_BLOCKS) | {
         "lora_name": None,
         "extra_keys": [["abc"], None],
         "group_idx": 0,
         "kv_cache_spec_kind": "full_attention",
         "session_id": "s",
     }
-    (told,) = KvEventDecoder("cat").decode_batch(batch(event))
-    assert told == BlockStored([1, 2], None, [*TWO], 16, "abc")
+    (event,) = KvEventDecoder("cat").decode_batch(encode_batch(published))
+    assert event == BlockStored([1, 2], None, [*TWO_BLOCKS], 16, "abc")
 
 
-@SHAPES
-def test_blocks_with_an_image_are_left_out_and_all_after_them(shape: Shape) -> None:
+@ENCODINGS
+def test_blocks_with_image_and_their_successors_are_skipped(encode: Encoder) -> None:
     keys = [["mine"], [["image", 3]], None]
-    (told,) = read(shape(stored([1, 2, 3], range(48), extra_keys=keys)))
-    assert told == BlockStored([1], None, [*range(16)], 16, "mine")
-    assert read(shape(stored([3], range(16), 2, extra_keys=[["image"]]))) == []
+    (event,) = decode(encode(blocks_stored([1, 2, 3], range(48), extra_keys=keys)))
+    assert event == BlockStored([1], None, [*range(16)], 16, "mine")
+    assert decode(encode(blocks_stored([3], range(16), 2, extra_keys=[["image"]]))) == []
 
 
-@SHAPES
-def test_of_a_model_and_its_adapters_only_what_is_asked_for_counts(shape: Shape) -> None:
+@ENCODINGS
+def test_blocks_of_other_adapters_are_skipped(encode: Encoder) -> None:
     events = [
-        stored([1], range(16)),
-        stored([2], range(16), lora_id=1, lora_name="purr", extra_keys=[["purr", "mine"]]),
-        stored([3], range(16), lora_id=7),
+        blocks_stored([1], range(16)),
+        blocks_stored([2], range(16), lora_id=1, lora_name="purr", extra_keys=[["purr", "mine"]]),
+        blocks_stored([3], range(16), lora_id=7),
     ]
-    assert read(*map(shape, events)) == [BlockStored([1], None, [*range(16)], 16, "")]
-    assert read(*map(shape, [*events, events[0]]), model="purr") == [
+    assert decode(*map(encode, events)) == [BlockStored([1], None, [*range(16)], 16, "")]
+    assert decode(*map(encode, [*events, events[0]]), model="purr") == [
         BlockStored([1], None, [*range(16)], 16, ""),
         AllBlocksCleared(),
         BlockStored([2], None, [*range(16)], 16, "mine"),
     ]
 
 
-@SHAPES
-def test_a_window_and_memory_far_away_do_not_count(shape: Shape) -> None:
+@ENCODINGS
+def test_sliding_window_and_disk_blocks_are_skipped(encode: Encoder) -> None:
     window = {"group_idx": 1, "kv_cache_spec_kind": "sliding_window"}
-    whole = {"group_idx": 0, "kv_cache_spec_kind": "full_attention"}
+    full_attention = {"group_idx": 0, "kv_cache_spec_kind": "full_attention"}
     events = [
-        stored([1], range(16), **whole),
-        stored([1], range(16), **window),
-        stored([9], range(16), medium="DISK", **whole),
-        stored([9, 8], range(16), block_size=16, **whole),
-        removed(1, group_idx=1),
-        removed(1, group_idx=0, medium="DISK"),
-        removed(1, group_idx=0),
+        blocks_stored([1], range(16), **full_attention),
+        blocks_stored([1], range(16), **window),
+        blocks_stored([9], range(16), medium="DISK", **full_attention),
+        blocks_stored([9, 8], range(16), block_size=16, **full_attention),
+        blocks_removed(1, group_idx=1),
+        blocks_removed(1, group_idx=0, medium="DISK"),
+        blocks_removed(1, group_idx=0),
     ]
-    assert read(*map(shape, events)) == [
+    assert decode(*map(encode, events)) == [
         BlockStored([1], None, [*range(16)], 16, ""),
         BlockRemoved([1]),
     ]
@@ -118,20 +123,20 @@ def test_a_window_and_memory_far_away_do_not_count(shape: Shape) -> None:
     "nonsense",
     [
         {"type": "BlockMelted"},
-        stored([1], [-1] * 16),
-        stored([1], [1 << 32] * 16),
-        stored([b"x" * 65], range(16)),
-        stored([1], [(1, 2)] * 16),  # type: ignore[list-item] # SGLang's with EAGLE
+        blocks_stored([1], [-1] * 16),
+        blocks_stored([1], [1 << 32] * 16),
+        blocks_stored([b"x" * 65], range(16)),
+        blocks_stored([1], [(1, 2)] * 16),  # type: ignore[list-item] # SGLang's with EAGLE
         {"type": "BlockStored"},
         "x",
     ],
 )
-def test_what_is_none_is_refused(nonsense: object) -> None:
+def test_invalid_event_is_rejected(nonsense: object) -> None:
     with pytest.raises(msgspec.DecodeError):
-        read(nonsense)
+        decode(nonsense)
 
 
 @given(st.binary(max_size=64))
-def test_rubbish_is_refused(payload: bytes) -> None:
+def test_random_bytes_are_rejected(payload: bytes) -> None:
     with contextlib.suppress(msgspec.DecodeError):
         list(KvEventDecoder("cat").decode_batch(payload))

@@ -1,4 +1,4 @@
-"""How the load of each kind of server is read."""
+"""Parsing of the load that each kind of engine reports."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from argosy.gateway.backends.load_parsers import (
 )
 
 
-def test_metrics_are_read_whatever_their_labels_and_what_is_none_is_left_out() -> None:
+def test_metric_values_ignore_labels_and_skip_invalid_lines() -> None:
     text = b"""# HELP a_b {x} 7
 a_b 1
 a_b{l="x} y 5"} 2 1700000000000
@@ -28,13 +28,13 @@ c 3
     assert parse_metric_values(text, {b"a_b", b"missing"}) == {b"a_b": [1.0, 2.0]}
 
 
-def test_what_waits_before_the_engine_waits_too() -> None:
+def test_lmdeploy_counts_requests_waiting_in_api_server() -> None:
     text = b"lmdeploy:num_requests_running{} 4.0\nlmdeploy:num_requests_waiting{} 2.0\n"
     assert parse_lmdeploy_metrics(text).waiting == 2
     assert parse_lmdeploy_metrics(text + b"lmdeploy:num_api_requests_waiting{} 3.0\n").waiting == 5
 
 
-def test_the_size_of_a_cache_is_read_where_it_is_told() -> None:
+def test_kv_capacity_is_parsed_where_engine_reports_it() -> None:
     vllm = b"""vllm:num_requests_running{engine="0"} 1.0
 vllm:num_requests_running{engine="1"} 2.0
 vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="100"} 1.0

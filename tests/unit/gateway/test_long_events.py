@@ -1,4 +1,4 @@
-"""One event of megabytes, as all log-probabilities of a prompt are, or all blocks of a cache: it is read once."""
+"""Parsers scan an event of megabytes once, such as the log-probabilities of a prompt or all blocks of a cache."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tests.unit.gateway.test_passthrough_parser import reading
+from tests.unit.gateway.test_passthrough_parser import make_parser
 
 from argosy.gateway.backends import CHAT_PATH, StreamContinuation, get_adapter
 from argosy.gateway.backends.delivered_output import DeliveredOutput
@@ -20,43 +20,43 @@ from argosy.protocol import EventParser
 SIZE = 1024
 
 
-def carried() -> Callable[[bytes], object]:
-    """Reads the stream of a server that can be carried on."""
+def make_resumable_feed() -> Callable[[bytes], object]:
+    """Return the `feed` of the parser for an engine whose streams can be resumed."""
     body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "stream": True}
-    ask = parse_request_fields(json.dumps(body).encode(), "messages")
-    leg = StreamContinuation(ask, CHAT_PATH, DeliveredOutput()).plan_upstream(
+    fields = parse_request_fields(json.dumps(body).encode(), "messages")
+    plan = StreamContinuation(fields, CHAT_PATH, DeliveredOutput()).plan_upstream(
         get_adapter("vllm"), "m"
     )
-    assert leg is not None
-    return leg.parser.feed
+    assert plan is not None
+    return plan.parser.feed
 
 
 @pytest.mark.parametrize(
-    "make",
+    "make_feed",
     [
-        carried,
-        lambda: reading(DeliveredOutput()).feed,
+        make_resumable_feed,
+        lambda: make_parser(DeliveredOutput()).feed,
         lambda: NativeStreamParser(DeliveredOutput()).feed,
         lambda: EventParser().feed,
     ],
-    ids=["carried", "passed", "journaled", "events"],
+    ids=["resumable", "passthrough", "native", "events"],
 )
-def test_what_has_come_is_not_looked_at_again_with_each_piece(
-    make: Callable[[], Callable[[bytes], Any]],
+def test_parser_does_not_scan_received_bytes_again(
+    make_feed: Callable[[], Callable[[bytes], Any]],
 ) -> None:
     delta = {"content": "x" * 1000 * SIZE}
-    chunk = {"id": "c", "choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
-    stream = b"data: " + json.dumps(chunk).encode() + b"\n\n: argosy 0 5\n\n"
-    *pieces, last = [stream[start : start + SIZE] for start in range(0, len(stream), SIZE)]
-    feed, taken = make(), list[int]()
+    event = {"id": "c", "choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
+    stream = b"data: " + json.dumps(event).encode() + b"\n\n: argosy 0 5\n\n"
+    *chunks, last_chunk = [stream[start : start + SIZE] for start in range(0, len(stream), SIZE)]
+    feed, allocated = make_feed(), list[int]()
     tracemalloc.start()
     try:
-        for piece in pieces:
+        for chunk in chunks:
             tracemalloc.reset_peak()
-            before, _ = tracemalloc.get_traced_memory()
-            assert not feed(piece)
-            taken.append(tracemalloc.get_traced_memory()[1] - before)
+            used_before, _ = tracemalloc.get_traced_memory()
+            assert not feed(chunk)
+            allocated.append(tracemalloc.get_traced_memory()[1] - used_before)
     finally:
         tracemalloc.stop()
-    assert statistics.median(taken) < SIZE
-    assert feed(last)
+    assert statistics.median(allocated) < SIZE
+    assert feed(last_chunk)

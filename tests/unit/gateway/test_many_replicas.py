@@ -1,4 +1,4 @@
-"""A pool of very many replicas: a request is compared with some of them, and finds what it needs all the same."""
+"""Routing in a pool of many replicas, where each request is compared with some of them only."""
 
 from __future__ import annotations
 
@@ -12,88 +12,88 @@ from argosy.gateway.upstream.upstream import Upstream
 from argosy.policy import ROUTING_POLICIES, AttemptOutcome, RoutingPolicyName
 from argosy.protocol import parse_endpoint
 
-MANY = 4 * MAX_COMPARED_REPLICAS
+COUNT = 4 * MAX_COMPARED_REPLICAS
 
 
-def pool(count: int = MANY, rule: RoutingPolicyName = "least-cost") -> Pool:
+def make_pool(count: int = COUNT, policy: RoutingPolicyName = "least-cost") -> Pool:
     upstream = Upstream(parse_endpoint("http://localhost:1"))
     replicas = [
         ReplicaEndpoint(f"r{number:03}", "openai", "m", upstream) for number in range(count)
     ]
-    return Pool("m", replicas, rule)
+    return Pool("m", replicas, policy)
 
 
-def pick(replicas: Pool, prompt: str = "Hello", session: str = "") -> RoutingDecision | None:
+def select(replicas: Pool, prompt: str = "Hello", session: str = "") -> RoutingDecision | None:
     body = {"model": "m", "prompt": prompt, "max_tokens": 5, "session_id": session or None}
     return replicas.select_replica(
         parse_request_fields(msgspec.json.encode(body), "prompt"), "", 1, frozenset(), 0.0
     )
 
 
-def full(replica: ReplicaEndpoint) -> None:
+def fill(replica: ReplicaEndpoint) -> None:
     replica.load.in_flight = replica.slots
 
 
-def went(replicas: Pool, prompt: str = "Hello", session: str = "") -> str:
-    picked = pick(replicas, prompt, session)
-    assert picked is not None
-    return picked.replica.name
+def select_name(replicas: Pool, prompt: str = "Hello", session: str = "") -> str:
+    decision = select(replicas, prompt, session)
+    assert decision is not None
+    return decision.replica.name
 
 
-def test_it_is_compared_with_some_and_all_get_requests() -> None:
-    replicas, got = pool(), set()
-    for number in range(20 * MANY):
-        picked = pick(replicas, f"Hello {number}")
-        assert picked is not None
+def test_request_is_compared_with_some_and_all_replicas_get_requests() -> None:
+    replicas, selected = make_pool(), set()
+    for number in range(20 * COUNT):
+        decision = select(replicas, f"Hello {number}")
+        assert decision is not None
         assert (
-            len(picked.costs)
-            == len({cost.replica for cost in picked.costs})
+            len(decision.costs)
+            == len({cost.replica for cost in decision.costs})
             <= MAX_COMPARED_REPLICAS + 1
         )
-        picked.replica.on_request_sent(100)
-        got.add(picked.replica.name)
-    assert len(got) == MANY
+        decision.replica.on_request_sent(100)
+        selected.add(decision.replica.name)
+    assert len(selected) == COUNT
     assert max(each.load.in_flight for each in replicas.replicas.values()) <= 2 * 20
 
 
-def test_few_are_all_compared() -> None:
-    picked = pick(pool(MAX_COMPARED_REPLICAS))
-    assert picked is not None
-    assert len(picked.costs) == MAX_COMPARED_REPLICAS
+def test_small_pool_is_compared_completely() -> None:
+    decision = select(make_pool(MAX_COMPARED_REPLICAS))
+    assert decision is not None
+    assert len(decision.costs) == MAX_COMPARED_REPLICAS
 
 
-def test_a_conversation_goes_on_where_it_was() -> None:
-    replicas = pool()
+def test_conversation_stays_on_its_replica() -> None:
+    replicas = make_pool()
     prompts = [f"You are number {number}. " + "Say more. " * 300 for number in range(50)]
-    homes = [went(replicas, prompt) for prompt in prompts]
+    homes = [select_name(replicas, prompt) for prompt in prompts]
     assert len(set(homes)) > 1
     for turn in range(5):
         prompts = [f"{prompt} This is turn {turn}. " + "And more. " * 200 for prompt in prompts]
-        assert [went(replicas, prompt) for prompt in prompts] == homes
+        assert [select_name(replicas, prompt) for prompt in prompts] == homes
 
 
-@pytest.mark.parametrize("rule", ROUTING_POLICIES)
-def test_the_only_one_with_room_is_found(rule: RoutingPolicyName) -> None:
-    replicas = pool(rule=rule)
+@pytest.mark.parametrize("policy", ROUTING_POLICIES)
+def test_only_replica_with_free_slot_is_found(policy: RoutingPolicyName) -> None:
+    replicas = make_pool(policy=policy)
     *others, last = replicas.replicas.values()
     for other in others:
-        full(other)
-    assert {went(replicas, f"Hello {number}") for number in range(20)} == {last.name}
-    full(last)
-    assert pick(replicas) is None
+        fill(other)
+    assert {select_name(replicas, f"Hello {number}") for number in range(20)} == {last.name}
+    fill(last)
+    assert select(replicas) is None
 
 
-def test_the_only_one_that_does_not_fail_is_found() -> None:
-    replicas = pool()
+def test_only_healthy_replica_is_found() -> None:
+    replicas = make_pool()
     *others, last = replicas.replicas.values()
     for other in others:
         while other.breaker.is_closed:
             other.breaker.record_outcome(AttemptOutcome.FAILURE, 0.0)
-    assert {went(replicas, f"Hello {number}") for number in range(20)} == {last.name}
+    assert {select_name(replicas, f"Hello {number}") for number in range(20)} == {last.name}
 
 
-def test_round_robin_and_sessions_see_all() -> None:
-    taking_turns, kept = pool(rule="round-robin"), pool(rule="hash")
-    assert sorted(went(taking_turns) for _ in range(MANY)) == list(taking_turns.replicas)
-    homes = {went(kept, session="ann") for _ in range(20)}
+def test_round_robin_and_hash_consider_all_replicas() -> None:
+    taking_turns, kept = make_pool(policy="round-robin"), make_pool(policy="hash")
+    assert sorted(select_name(taking_turns) for _ in range(COUNT)) == list(taking_turns.replicas)
+    homes = {select_name(kept, session="ann") for _ in range(20)}
     assert len(homes) == 1

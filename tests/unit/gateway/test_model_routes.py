@@ -1,4 +1,4 @@
-"""Which model answers: what each part of a route asks of a request, and in which order routes are looked at."""
+"""Model routes: the conditions of a route, the order of routes, and the errors and log events of invalid ones."""
 
 from __future__ import annotations
 
@@ -22,12 +22,17 @@ from argosy.store import AccountSnapshot, Limit, Organisation, Price, Project
 
 ACME = Organisation(id="org_1", name="acme", created_at=0)
 ZETA = Organisation(id="org_2", name="zeta", created_at=0)
-GONE = Organisation(id="org_3", name="gone", created_at=0, archived_at=1.0)
+ARCHIVED = Organisation(id="org_3", name="gone", created_at=0, archived_at=1.0)
 WEB = Project(id="proj_1", organisation="org_1", name="web", created_at=0)
 APP = Project(id="proj_2", organisation="org_1", name="app", created_at=0)
-THEIRS = Project(id="proj_3", organisation="org_2", name="web", created_at=0)
-OLD = Project(id="proj_4", organisation="org_1", name="old", created_at=0, archived_at=1.0)
-EVERYBODY = AccountSnapshot(organisations=(ACME, ZETA, GONE), projects=(WEB, APP, THEIRS, OLD))
+OTHER_ORGANISATION_PROJECT = Project(id="proj_3", organisation="org_2", name="web", created_at=0)
+ARCHIVED_PROJECT = Project(
+    id="proj_4", organisation="org_1", name="old", created_at=0, archived_at=1.0
+)
+SNAPSHOT = AccountSnapshot(
+    organisations=(ACME, ZETA, ARCHIVED),
+    projects=(WEB, APP, OTHER_ORGANISATION_PROJECT, ARCHIVED_PROJECT),
+)
 FILE = """
 models:
   - {name: qwen, aliases: [default], replicas: [{url: 'http://a'}]}
@@ -36,64 +41,65 @@ store: {}
 """
 
 
-def models(*routes: RouteConfig) -> ModelRouter:
-    """Two models, each with an alias, and these routes."""
+def make_router(*routes: RouteConfig) -> ModelRouter:
+    """Return a router of two models, each with an alias, and these routes."""
     configs = [
         ModelConfig(name=name, aliases=(alias,), replicas=[ReplicaConfig(url=f"http://{name}")])
         for name, alias in (("qwen", "default"), ("next", "latest"))
     ]
     config = GatewayConfig(models=configs, routes=list(routes))
     built = build_model_router(build_model_entries(config), routes)
-    built.apply_snapshot(EVERYBODY)
+    built.apply_snapshot(SNAPSHOT)
     return built
 
 
-def of(project: Project, tier: int = 1) -> Principal:
-    """Who asks for a project."""
+def principal_of(project: Project, tier: int = 1) -> Principal:
+    """Return a principal of this project."""
     return Principal(organisation=project.organisation, project=project.id, tier=tier)
 
 
-def answered(
+def resolve_model(
     route: RouteConfig,
-    asked: str = "qwen",
+    requested_model: str = "qwen",
     principal: Principal = Principal(),  # noqa: B008 - immutable
     headers: Mapping[bytes, bytes] = {},
 ) -> str:
-    """The name of the model that answers where there is this route."""
-    return models(route).resolve_target(asked, principal, headers).pool.model
+    """Return the name of the model that serves the request if this is the only route."""
+    return make_router(route).resolve_target(requested_model, principal, headers).pool.model
 
 
 @pytest.mark.parametrize("named", ["qwen", "default"])
-def test_a_model_is_meant_by_all_of_its_names(named: str) -> None:
-    moved = models(RouteConfig(model=named, target_model="latest"))
-    for asked in ("qwen", "default"):
-        target = moved.resolve_target(asked, Principal(), {})
+def test_route_matches_all_names_of_model(named: str) -> None:
+    moved = make_router(RouteConfig(model=named, target_model="latest"))
+    for requested_model in ("qwen", "default"):
+        target = moved.resolve_target(requested_model, Principal(), {})
         assert target == RouteTarget(
             moved.resolve_target("next", Principal(), {}).pool, "routes[0]"
         )
     assert moved.resolve_target("next", Principal(), {}).route_name == ""
-    assert answered(RouteConfig(target_model="qwen"), "next") == "qwen"  # whatever is asked for
+    route_of_any_model = RouteConfig(target_model="qwen")
+    assert resolve_model(route_of_any_model, "next") == "qwen"
 
 
-def test_a_request_has_all_headers_with_their_exact_values() -> None:
+def test_headers_of_route_must_all_match_exactly() -> None:
     route = RouteConfig(headers={"X-Beta": "1", "x-team": "*"}, target_model="next")
-    fitting = {b"x-beta": b"1", b"x-team": b"blue", b"host": b"here"}
-    assert answered(route, headers=fitting) == "next"
-    for wrong in (
+    matching_headers = {b"x-beta": b"1", b"x-team": b"blue", b"host": b"here"}
+    assert resolve_model(route, headers=matching_headers) == "next"
+    for other_headers in (
         {b"x-beta": b"1"},
         {b"x-team": b"blue"},
-        fitting | {b"x-beta": b"1, 1"},
-        fitting | {b"x-beta": b""},
+        matching_headers | {b"x-beta": b"1, 1"},
+        matching_headers | {b"x-beta": b""},
         {},
     ):
-        assert answered(route, headers=wrong) == "qwen", wrong
+        assert resolve_model(route, headers=other_headers) == "qwen", other_headers
 
 
 @pytest.mark.parametrize(
-    ("tenant", "meant"),
+    ("tenant", "expected"),
     [
-        ("acme", {WEB, APP, OLD}),
-        ("org_1", {WEB, APP, OLD}),
+        ("acme", {WEB, APP, ARCHIVED_PROJECT}),
+        ("org_1", {WEB, APP, ARCHIVED_PROJECT}),
         ("acme/web", {WEB}),
         ("acme/proj_1", {WEB}),
         ("org_1/web", {WEB}),
@@ -106,42 +112,50 @@ def test_a_request_has_all_headers_with_their_exact_values() -> None:
     ],
 )
 def test_tenants_are_organisations_or_projects_by_name_or_id(
-    tenant: str, meant: set[Project]
+    tenant: str, expected: set[Project]
 ) -> None:
     route = RouteConfig(tenants=(tenant,), target_model="next")
-    led = {p for p in (WEB, APP, THEIRS, OLD) if answered(route, principal=of(p)) == "next"}
-    assert led == meant
-    assert answered(route) == "qwen"  # who is nobody's
+    matching = {
+        p
+        for p in (WEB, APP, OTHER_ORGANISATION_PROJECT, ARCHIVED_PROJECT)
+        if resolve_model(route, principal=principal_of(p)) == "next"
+    }
+    assert matching == expected
+    assert resolve_model(route) == "qwen"  # an anonymous principal has no tenant
 
 
-def test_any_of_the_tenants_and_of_the_tiers() -> None:
+def test_route_matches_any_of_its_tenants_and_any_of_its_tiers() -> None:
     route = RouteConfig(
         tenants=("zeta", "acme/app"), tiers=("premium", "free"), target_model="next"
     )
-    for project in (WEB, APP, THEIRS):
+    for project in (WEB, APP, OTHER_ORGANISATION_PROJECT):
         for tier in range(3):
             fits = project is not WEB and tier != 1
-            assert answered(route, principal=of(project, tier)) == ("next" if fits else "qwen")
+            assert resolve_model(route, principal=principal_of(project, tier)) == (
+                "next" if fits else "qwen"
+            )
 
 
-def test_any_of_the_flags_of_a_caller() -> None:
+def test_route_matches_any_flag_of_principal() -> None:
     route = RouteConfig(flags=("beta", "new"), target_model="next")
     for flags, model in (((), "qwen"), (("old",), "qwen"), (("new", "old"), "next")):
-        assert answered(route, principal=Principal(flags=frozenset(flags))) == model
+        assert resolve_model(route, principal=Principal(flags=frozenset(flags))) == model
 
 
-def test_the_first_that_fits_decides_and_no_other_is_looked_at() -> None:
-    routed = models(
+def test_first_matching_route_decides() -> None:
+    router = make_router(
         RouteConfig(name="stays", model="qwen", headers={"x-keep": "*"}, target_model="qwen"),
         RouteConfig(model="qwen", target_model="next"),
         RouteConfig(name="back", model="next", target_model="qwen"),
     )
-    told = {
-        (asked, kept): routed.resolve_target(asked, Principal(), {b"x-keep": b""} if kept else {})
-        for asked in ("qwen", "next")
+    targets = {
+        (requested_model, kept): router.resolve_target(
+            requested_model, Principal(), {b"x-keep": b""} if kept else {}
+        )
+        for requested_model in ("qwen", "next")
         for kept in (False, True)
     }
-    names = {way: (target.pool.model, target.route_name) for way, target in told.items()}
+    names = {request: (target.pool.model, target.route_name) for request, target in targets.items()}
     assert names == {
         ("qwen", True): ("qwen", "stays"),
         ("qwen", False): ("next", "routes[1]"),
@@ -163,82 +177,86 @@ def test_the_first_that_fits_decides_and_no_other_is_looked_at() -> None:
     st.sampled_from(["qwen", "default", "next", "latest"]),
     st.dictionaries(st.sampled_from([b"a", b"b"]), st.sampled_from([b"1", b"2"])),
 )
-def test_any_routes_lead_where_reading_them_in_order_leads(
+def test_routes_are_evaluated_in_order(
     rules: list[tuple[str | None, dict[str, str] | None, str]],
-    asked: str,
+    requested_model: str,
     headers: dict[bytes, bytes],
 ) -> None:
-    own = {"qwen": "qwen", "default": "qwen", "next": "next", "latest": "next"}
-    expected = own[asked], ""
-    for place, (model, wanted, to) in enumerate(rules):
-        known = model is None or own[model] == own[asked]
-        shown = {name: headers.get(name.encode(), b"").decode() for name in wanted or {}}
-        if known and all(
-            shown[name] and value in {"*", shown[name]} for name, value in (wanted or {}).items()
+    canonical = {"qwen": "qwen", "default": "qwen", "next": "next", "latest": "next"}
+    expected = canonical[requested_model], ""
+    for index, (model, conditions, target) in enumerate(rules):
+        model_matches = model is None or canonical[model] == canonical[requested_model]
+        values = {name: headers.get(name.encode(), b"").decode() for name in conditions or {}}
+        if model_matches and all(
+            values[name] and value in {"*", values[name]}
+            for name, value in (conditions or {}).items()
         ):
-            expected = own[to], f"routes[{place}]"
+            expected = canonical[target], f"routes[{index}]"
             break
     routes = [
-        RouteConfig(model=model, headers=wanted, target_model=to) for model, wanted, to in rules
+        RouteConfig(model=model, headers=conditions, target_model=target)
+        for model, conditions, target in rules
     ]
-    found = models(*routes).resolve_target(asked, Principal(), headers)
+    found = make_router(*routes).resolve_target(requested_model, Principal(), headers)
     assert (found.pool.model, found.route_name) == expected
 
 
-def test_leave_is_for_what_is_asked_for() -> None:
-    routed = models(RouteConfig(model="qwen", target_model="next"))
+def test_access_is_checked_for_requested_model() -> None:
+    router = make_router(RouteConfig(model="qwen", target_model="next"))
     scoped = Principal(allowed_models=frozenset({"qwen"}))
-    assert routed.resolve_target("default", scoped, {}).pool.model == "next"
-    assert {card.id for card in routed.list_models(scoped).data} == {"qwen", "default"}
-    with pytest.raises(ApiError) as refused:
-        routed.resolve_target("next", scoped, {})
-    assert refused.value.code == "model_not_allowed"
-    with pytest.raises(ApiError) as refused:
-        routed.resolve_target("qwen", Principal(allowed_models=frozenset({"next"})), {})
-    assert refused.value.code == "model_not_allowed"
-    with pytest.raises(ApiError) as refused:
-        routed.resolve_target("nothing", Principal(), {})
-    assert refused.value.code == "model_not_found"
+    assert router.resolve_target("default", scoped, {}).pool.model == "next"
+    assert {card.id for card in router.list_models(scoped).data} == {"qwen", "default"}
+    with pytest.raises(ApiError) as error:
+        router.resolve_target("next", scoped, {})
+    assert error.value.code == "model_not_allowed"
+    with pytest.raises(ApiError) as error:
+        router.resolve_target("qwen", Principal(allowed_models=frozenset({"next"})), {})
+    assert error.value.code == "model_not_allowed"
+    with pytest.raises(ApiError) as error:
+        router.resolve_target("nothing", Principal(), {})
+    assert error.value.code == "model_not_found"
 
 
-def test_the_log_tells_what_was_asked_for_and_of_tenants_that_are_not_there() -> None:
+def test_routing_and_unknown_tenants_are_logged() -> None:
     with capture_logs() as logs:
-        routed = models(RouteConfig(name="beta", tenants=("acme/wbe", "acme"), target_model="next"))
-        routed.apply_snapshot(EVERYBODY)
-        routed.resolve_target("default", of(WEB), {})
-        routed.resolve_target("default", of(THEIRS), {})
+        router = make_router(
+            RouteConfig(name="beta", tenants=("acme/wbe", "acme"), target_model="next")
+        )
+        router.apply_snapshot(SNAPSHOT)
+        router.resolve_target("default", principal_of(WEB), {})
+        router.resolve_target("default", principal_of(OTHER_ORGANISATION_PROJECT), {})
         found = Project(id="proj_9", organisation="org_1", name="wbe", created_at=0)
-        routed.apply_snapshot(AccountSnapshot(organisations=(ACME,), projects=(found,)))
-        routed.apply_snapshot(EVERYBODY)
+        router.apply_snapshot(AccountSnapshot(organisations=(ACME,), projects=(found,)))
+        router.apply_snapshot(SNAPSHOT)
     unknown = {
         "event": "unknown_tenant_in_config",
         "routes": {"beta": ("acme/wbe",)},
         "log_level": "warning",
     }
-    told = {
+    event = {
         "event": "request_routed",
         "requested_model": "default",
         "model": "next",
         "route": "beta",
         "log_level": "info",
     }
-    assert logs == [unknown, told, unknown]
+    assert logs == [unknown, event, unknown]
 
 
-def test_the_log_tells_of_tenants_that_are_not_there_once_and_from_the_beginning() -> None:
+def test_unknown_tenant_is_logged_once_at_start() -> None:
     with capture_logs() as logs:
-        routed = models(
+        router = make_router(
             RouteConfig(name="beta", tenants=("acem",), target_model="next"),
             RouteConfig(name="gold", tiers=("premium",), target_model="next"),
         )
-        assert [told["routes"] for told in logs] == [{"beta": ("acem",)}]
-        routed.apply_snapshot(EVERYBODY)
-        routed.apply_snapshot(AccountSnapshot(organisations=(ACME,)))
+        assert [event["routes"] for event in logs] == [{"beta": ("acem",)}]
+        router.apply_snapshot(SNAPSHOT)
+        router.apply_snapshot(AccountSnapshot(organisations=(ACME,)))
     assert len(logs) == 1
 
 
 @pytest.mark.parametrize(
-    ("routes", "said"),
+    ("routes", "message"),
     [
         (
             "[{target_model: qwne}]",
@@ -277,17 +295,17 @@ def test_the_log_tells_of_tenants_that_are_not_there_once_and_from_the_beginning
         ("[{target_model: next, tenant: [acme]}]", "unknown field `tenant`"),
     ],
 )
-def test_what_no_route_can_mean_is_refused_by_name(tmp_path: Path, routes: str, said: str) -> None:
+def test_invalid_route_is_rejected_by_name(tmp_path: Path, routes: str, message: str) -> None:
     path = tmp_path / "gateway.yaml"
     path.write_text(f"{FILE}routes: {routes}")
-    with pytest.raises(ValueError, match=f"gateway.yaml: .*{re.escape(said)}"):
+    with pytest.raises(ValueError, match=f"gateway.yaml: .*{re.escape(message)}"):
         load_config(path)
 
 
-@pytest.mark.parametrize("of_accounts", ["tenants: [acme]", "tiers: [premium]", "flags: [new]"])
-def test_routes_by_accounts_need_a_store(tmp_path: Path, of_accounts: str) -> None:
+@pytest.mark.parametrize("condition", ["tenants: [acme]", "tiers: [premium]", "flags: [new]"])
+def test_routes_by_tenant_tier_or_flag_need_store(tmp_path: Path, condition: str) -> None:
     path = tmp_path / "gateway.yaml"
-    route = f"routes: [{{{of_accounts}, target_model: next}}]"
+    route = f"routes: [{{{condition}, target_model: next}}]"
     path.write_text(FILE + route)
     assert load_config(path).routes[0].target_model == "next"
     path.write_text(FILE.replace("store: {}", "") + route)
@@ -295,19 +313,19 @@ def test_routes_by_accounts_need_a_store(tmp_path: Path, of_accounts: str) -> No
         load_config(path)
 
 
-def test_the_log_tells_of_limits_and_prices_of_models_that_are_not_there() -> None:
+def test_unknown_models_of_limits_and_prices_are_logged() -> None:
     def priced(*names: str) -> AccountSnapshot:
         prices = (Price(model=name, input=1, cached_input=1, output=1) for name in names)
         return AccountSnapshot(prices=tuple(prices))
 
     with capture_logs() as logs:
-        served = models()
-        served.apply_snapshot(priced("qwen", "latest", "qwne"))
-        served.apply_snapshot(priced("qwne"))
+        router = make_router()
+        router.apply_snapshot(priced("qwen", "latest", "qwne"))
+        router.apply_snapshot(priced("qwne"))
         limit = Limit(
             id="lim_1", owner_kind="key", owner="key_1", unit="requests", amount=1, model="old"
         )
-        served.apply_snapshot(msgspec.structs.replace(priced("qwne"), limits=(limit,)))
-    unknown = [(told["event"], told["models"], told["count"]) for told in logs]
+        router.apply_snapshot(msgspec.structs.replace(priced("qwne"), limits=(limit,)))
+    unknown = [(event["event"], event["models"], event["count"]) for event in logs]
     event = "unknown_model_in_limits_or_prices"
     assert unknown == [(event, ["qwne"], 1), (event, ["old", "qwne"], 2)]

@@ -1,4 +1,4 @@
-"""A journaled stream read in any pieces: what is passed on is what counts, whatever way it was cut."""
+"""Argosy's native stream format. The segmentation of the stream changes neither the output nor the counts."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ EVENT = b'data: {"choices": [{"index": %d, "delta": {"content": "word %d"}}]}\n\
 DONE = b"data: [DONE]\n\n"
 
 
-def written(pieces: list[tuple[int, int, bool]]) -> tuple[bytes, bytes, list[list[bytes]]]:
-    """A stream of pieces (choice, ids, with a comment between), the events in it, and the ids of the choices."""
+def make_stream(pieces: list[tuple[int, int, bool]]) -> tuple[bytes, bytes, list[list[bytes]]]:
+    """Return a stream of (choice, number of ids, has comment) pieces, its events, and the ids of each choice."""
     stream, events = b": argosy prompt 7 3 AAAA\n\n", b""
     ids: list[list[bytes]] = [[], []]
     for number, (choice, count, commented) in enumerate(pieces):
         event = EVENT % (choice, number)
-        told = [b"%d" % (100 * number + i) for i in range(count)]
-        ids[choice] += told
+        token_ids = [b"%d" % (100 * number + i) for i in range(count)]
+        ids[choice] += token_ids
         events += event
         stream += event + (b": keep-alive\n\n" if commented else b"")
-        stream += b": argosy %d %s" % (choice, b",".join(told))
+        stream += b": argosy %d %s" % (choice, b",".join(token_ids))
         stream += b" length\n\n" if number + 2 >= len(pieces) else b"\n\n"
     return stream + DONE, events + DONE, ids
 
@@ -35,85 +35,87 @@ def written(pieces: list[tuple[int, int, bool]]) -> tuple[bytes, bytes, list[lis
     cuts=st.lists(st.integers(0, 2000)),
     whole_blocks=st.booleans(),
 )
-def test_any_pieces_give_the_same(
+def test_segmentation_does_not_change_result(
     pieces: list[tuple[int, int, bool]], cuts: list[int], *, whole_blocks: bool
 ) -> None:
-    stream, events, ids = written(pieces)
+    stream, events, ids = make_stream(pieces)
     at = {0, len(stream), *(cut % len(stream) for cut in cuts)}
-    if whole_blocks:  # as replicas write: one piece after another
+    if whole_blocks:  # as replicas write, one piece at a time
         at = {0, len(stream)} | {
             stream.find(b"\n\n", stream.find(b": argosy", cut)) + 2 for cut in at if cut
         }
-    borders = sorted(at)
+    boundaries = sorted(at)
     delivered = DeliveredOutput()
-    reader = NativeStreamParser(delivered)
-    passed = b"".join(reader.feed(stream[begin:end]) for begin, end in pairwise(borders))
-    assert reader.is_done
-    assert passed + reader.flush() == events
+    parser = NativeStreamParser(delivered)
+    passed = b"".join(parser.feed(stream[begin:end]) for begin, end in pairwise(boundaries))
+    assert parser.is_done
+    assert passed + parser.flush() == events
     for choice in (0, 1):
-        assert delivered.token_ids(choice) == [int(one) for one in ids[choice]]
+        assert delivered.token_ids(choice) == [int(token_id) for token_id in ids[choice]]
     assert delivered.output_tokens == sum(map(len, ids))
     assert (delivered.prompt_tokens, delivered.cached_tokens) == (7, 3)
     assert delivered.prompt_blocks == b"AAAA"
 
 
-def test_a_choice_that_has_ended_without_a_token_is_not_told_again() -> None:
+def test_choice_that_ended_without_token_is_not_repeated() -> None:
     delivered = DeliveredOutput()
     first = NativeStreamParser(delivered)
     assert first.feed(EVENT % (0, 0) + b": argosy 0  length\n\n" + EVENT % (1, 0))
-    second = NativeStreamParser(delivered)  # it begins anew: no ids can be named to go on from
+    second = NativeStreamParser(delivered)  # no ids to resume from, so the stream starts again
     again = EVENT % (0, 0) + b": argosy 0  length\n\n" + EVENT % (1, 0) + b": argosy 1  length\n\n"
     assert second.feed(again) == EVENT % (1, 0)
     third = NativeStreamParser(delivered)
-    pieces = again.partition(EVENT % (1, 0))
-    assert (third.feed(pieces[0]), third.feed(pieces[1] + pieces[2] + DONE)) == (b"", b"")
+    chunks = again.partition(EVENT % (1, 0))
+    assert (third.feed(chunks[0]), third.feed(chunks[1] + chunks[2] + DONE)) == (b"", b"")
     assert third.flush() == DONE
 
 
 @pytest.mark.parametrize(
     "junk",
     [b"x", b"data: %b\n\n" % (b"x" * 1000)],
-    ids=["no event ends", "no block comes"],
+    ids=["event-never-ends", "metadata-never-arrives"],
 )
-def test_what_waits_for_its_block_is_bounded(junk: bytes) -> None:
-    reader, piece = NativeStreamParser(DeliveredOutput()), junk * (MAX_HELD_BYTES // 2 // len(junk))
-    reader.feed(piece)
-    reader.feed(piece + junk * 9)
-    assert "wait" in reader.failure
+def test_bytes_held_for_metadata_are_bounded(junk: bytes) -> None:
+    parser, chunk = NativeStreamParser(DeliveredOutput()), junk * (MAX_HELD_BYTES // 2 // len(junk))
+    parser.feed(chunk)
+    parser.feed(chunk + junk * 9)
+    assert "wait" in parser.failure
 
 
 @pytest.mark.parametrize("ids", [b"x", b"1,x", b"-1", b"9" * 5000])
-def test_token_ids_that_are_none_are_found_at_once(ids: bytes) -> None:
-    """Not when the answer is to be carried on elsewhere from them."""
-    reader = NativeStreamParser(DeliveredOutput())
-    assert not reader.feed(EVENT % (0, 0) + b": argosy 0 " + ids + b"\n\n")
-    assert "ids" in reader.failure
+def test_invalid_token_ids_fail_immediately(ids: bytes) -> None:
+    """Otherwise the failure would appear only when another replica resumes from these ids."""
+    parser = NativeStreamParser(DeliveredOutput())
+    assert not parser.feed(EVENT % (0, 0) + b": argosy 0 " + ids + b"\n\n")
+    assert "ids" in parser.failure
 
 
 @pytest.mark.parametrize("counts", [b"-5 0", b"5 -1", b"1_000 0", b"9" * 30 + b" 0", b"5", b""])
-def test_counts_of_the_prompt_that_are_none_are_the_replicas_failure(counts: bytes) -> None:
-    reader = NativeStreamParser(DeliveredOutput())
-    assert not reader.feed(b": argosy prompt %b\n\n" % counts)
-    assert "counts" in reader.failure
+def test_invalid_prompt_counts_are_replica_failure(counts: bytes) -> None:
+    parser = NativeStreamParser(DeliveredOutput())
+    assert not parser.feed(b": argosy prompt %b\n\n" % counts)
+    assert "counts" in parser.failure
 
 
-@pytest.mark.parametrize("bad", [b": argosy 0 x\n\n", b": argosy 0\n\n", b": argosy 0 6 \xff\n\n"])
-@pytest.mark.parametrize("at_once", [True, False])
-def test_what_counts_before_something_unreadable_is_told_and_nothing_after_it(
-    bad: bytes, *, at_once: bool
+@pytest.mark.parametrize(
+    "unreadable", [b": argosy 0 x\n\n", b": argosy 0\n\n", b": argosy 0 6 \xff\n\n"]
+)
+@pytest.mark.parametrize("in_one_chunk", [True, False])
+def test_output_before_unreadable_metadata_is_delivered_and_rest_is_not(
+    unreadable: bytes, *, in_one_chunk: bool
 ) -> None:
-    good = [EVENT % (0, place) + b": argosy 0 %d\n\n" % place for place in range(3)]
-    stream = [good[0], good[1] + EVENT % (0, 9) + bad, good[2] + DONE]
+    readable = [EVENT % (0, place) + b": argosy 0 %d\n\n" % place for place in range(3)]
+    stream = [readable[0], readable[1] + EVENT % (0, 9) + unreadable, readable[2] + DONE]
     delivered = DeliveredOutput()
-    reader = NativeStreamParser(delivered)
-    passed = b"".join(map(reader.feed, [b"".join(stream)] if at_once else stream))
+    parser = NativeStreamParser(delivered)
+    passed = b"".join(map(parser.feed, [b"".join(stream)] if in_one_chunk else stream))
     assert passed == EVENT % (0, 0) + EVENT % (0, 1)
     assert (delivered.token_ids(0), delivered.output_tokens) == ([0, 1], 2)
-    assert reader.failure
-    assert not reader.is_done
+    assert parser.failure
+    assert not parser.is_done
 
 
-def test_no_more_of_a_prompt_was_cached_than_there_is() -> None:
+def test_cached_tokens_never_exceed_prompt_tokens() -> None:
     delivered = DeliveredOutput()
     NativeStreamParser(delivered).feed(b": argosy prompt 2 3\n\n")
     assert (delivered.prompt_tokens, delivered.cached_tokens) == (2, 2)

@@ -1,4 +1,4 @@
-"""Calls of the admin API that ask the store: an organisation has so many at a time, and keeps nobody else waiting."""
+"""Concurrent admin calls are limited per organisation, so that one organisation does not delay another."""
 
 from __future__ import annotations
 
@@ -17,59 +17,61 @@ from argosy.gateway.admin.organisation_limiter import (
 from argosy.protocol import ApiError
 
 
-async def test_an_organisation_has_so_many_at_a_time_and_others_have_their_own() -> None:
-    turns, go_on = OrganisationLimiter(), threading.Event()
+async def test_concurrent_calls_are_limited_per_organisation() -> None:
+    limiter, release = OrganisationLimiter(), threading.Event()
     running: list[str] = []
 
     def call(name: str) -> str:
         running.append(name)
         if name != "other":
-            go_on.wait()
+            release.wait()
         return name
 
-    many = MAX_CONCURRENT_PER_ORGANISATION + MAX_WAITING_PER_ORGANISATION
-    asked = [asyncio.create_task(turns.run_in_thread("acme", call, f"{n}")) for n in range(many)]
+    allowed = MAX_CONCURRENT_PER_ORGANISATION + MAX_WAITING_PER_ORGANISATION
+    tasks = [
+        asyncio.create_task(limiter.run_in_thread("acme", call, f"{n}")) for n in range(allowed)
+    ]
     await until(lambda: len(running) == MAX_CONCURRENT_PER_ORGANISATION)
-    with pytest.raises(ApiError) as refused:
-        await turns.run_in_thread("acme", call, "too many")
-    assert (refused.value.status, refused.value.code) == (429, "overloaded")
-    assert await turns.run_in_thread("zeta", call, "other") == "other"
+    with pytest.raises(ApiError) as error:
+        await limiter.run_in_thread("acme", call, "too many")
+    assert (error.value.status, error.value.code) == (429, "overloaded")
+    assert await limiter.run_in_thread("zeta", call, "other") == "other"
     assert len(running) == MAX_CONCURRENT_PER_ORGANISATION + 1
-    asked[-1].cancel()
-    go_on.set()
-    done = await asyncio.gather(*asked[:-1])
-    assert done == [f"{n}" for n in range(many - 1)]
-    assert await turns.run_in_thread("acme", call, "again") == "again"
+    tasks[-1].cancel()
+    release.set()
+    results = await asyncio.gather(*tasks[:-1])
+    assert results == [f"{n}" for n in range(allowed - 1)]
+    assert await limiter.run_in_thread("acme", call, "again") == "again"
 
 
-async def test_all_organisations_together_leave_the_gateway_some_connections() -> None:
-    turns, go_on = OrganisationLimiter(), threading.Event()
+async def test_concurrent_calls_of_all_organisations_are_limited() -> None:
+    limiter, release = OrganisationLimiter(), threading.Event()
     running: list[str] = []
 
     def call(name: str) -> str:
         running.append(name)
-        go_on.wait()
+        release.wait()
         return name
 
     names = [
         f"org{n // MAX_CONCURRENT_PER_ORGANISATION}"
         for n in range(MAX_CONCURRENT + 2 * MAX_CONCURRENT_PER_ORGANISATION)
     ]
-    asked = [asyncio.create_task(turns.run_in_thread(name, call, name)) for name in names]
+    tasks = [asyncio.create_task(limiter.run_in_thread(name, call, name)) for name in names]
     await until(lambda: len(running) >= MAX_CONCURRENT)
-    for _ in range(10):  # whoever may run besides has had time to begin
+    for _ in range(10):  # so that a call over the limit would have started
         await asyncio.to_thread(running.copy)
     assert len(running) == MAX_CONCURRENT
-    go_on.set()
-    assert await asyncio.gather(*asked) == names
+    release.set()
+    assert await asyncio.gather(*tasks) == names
 
 
-async def test_what_a_call_raises_leaves_room() -> None:
-    turns = OrganisationLimiter()
+async def test_failed_call_frees_its_slot() -> None:
+    limiter = OrganisationLimiter()
 
     def fails() -> None:
         raise ValueError("no")
 
     for _ in range(MAX_CONCURRENT_PER_ORGANISATION * 2):
         with pytest.raises(ValueError, match="no"):
-            await turns.run_in_thread("acme", fails)
+            await limiter.run_in_thread("acme", fails)

@@ -1,4 +1,4 @@
-"""Streams that nobody can carry on: what of their events is counted, whatever servers leave null or send as parts."""
+"""Streams that cannot be resumed are counted, even if fields are null or content is not a plain string."""
 
 from __future__ import annotations
 
@@ -12,31 +12,35 @@ from argosy.gateway.backends.delivered_output import DeliveredOutput
 from argosy.gateway.backends.stream_parser import StreamParser
 from argosy.gateway.request_fields import parse_request_fields
 
-ASKED = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "stream": True}
+BODY = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "stream": True}
 
 
-def reading(delivered: DeliveredOutput) -> StreamParser:
-    """Reads the stream of a hosted API."""
-    ask = parse_request_fields(json.dumps(ASKED).encode(), "messages")
-    leg = StreamContinuation(ask, CHAT_PATH, delivered).plan_upstream(get_adapter("openai"), "m")
-    assert leg is not None
-    return leg.parser
+def make_parser(delivered: DeliveredOutput) -> StreamParser:
+    """Return the parser for the stream of a hosted API."""
+    fields = parse_request_fields(json.dumps(BODY).encode(), "messages")
+    plan = StreamContinuation(fields, CHAT_PATH, delivered).plan_upstream(
+        get_adapter("openai"), "m"
+    )
+    assert plan is not None
+    return plan.parser
 
 
-def event(**said: object) -> bytes:
-    return b"data: " + msgspec.json.encode({"id": "x", "created": 1, "model": "m"} | said) + b"\n\n"
+def format_chunk(**values: object) -> bytes:
+    return (
+        b"data: " + msgspec.json.encode({"id": "x", "created": 1, "model": "m"} | values) + b"\n\n"
+    )
 
 
-def test_an_error_is_one_whatever_else_is_null() -> None:
-    reader = reading(DeliveredOutput())
-    assert not reader.feed(event(error={"message": "no room"}, choices=None, object=None))
-    assert "no room" in reader.failure
+def test_error_is_failure_if_other_fields_are_null() -> None:
+    parser = make_parser(DeliveredOutput())
+    assert not parser.feed(format_chunk(error={"message": "no room"}, choices=None, object=None))
+    assert "no room" in parser.failure
 
 
-def test_usage_is_counted_whatever_else_is_null() -> None:
+def test_usage_is_counted_if_other_fields_are_null() -> None:
     delivered = DeliveredOutput()
     usage = {"prompt_tokens": 7, "completion_tokens": 3}
-    assert not reading(delivered).feed(event(choices=None, object=None, usage=usage))
+    assert not make_parser(delivered).feed(format_chunk(choices=None, object=None, usage=usage))
     assert (delivered.prompt_tokens, delivered.output_tokens) == (7, 3)
 
 
@@ -50,20 +54,20 @@ def test_usage_is_counted_whatever_else_is_null() -> None:
     ],
     ids=lambda delta: next(iter(delta)),
 )
-def test_whatever_says_something_counts(delta: dict[str, object]) -> None:
+def test_delta_with_any_content_counts_as_token(delta: dict[str, object]) -> None:
     delivered = DeliveredOutput()
-    told = event(choices=[{"index": 0, "delta": delta, "finish_reason": None}])
-    assert reading(delivered).feed(told) == told
+    chunk = format_chunk(choices=[{"index": 0, "delta": delta, "finish_reason": None}])
+    assert make_parser(delivered).feed(chunk) == chunk
     assert delivered.output_tokens == 1
 
 
-def test_text_that_cannot_be_read_names_nobody() -> None:
-    """It is passed on, as the client may know what it is; who gave it is not known by it."""
+def test_chunk_with_invalid_utf8_sets_no_response_identity() -> None:
+    """The chunk is still forwarded, because the client may understand it."""
     delivered = DeliveredOutput()
-    ask = parse_request_fields(json.dumps(ASKED).encode(), "messages")
-    carrier = StreamContinuation(ask, CHAT_PATH, delivered)
-    leg = carrier.plan_upstream(get_adapter("openai"), "m")
-    assert leg is not None
-    told = event(id="?", choices=[{"index": 0, "delta": {"content": "a"}}])
-    leg.parser.feed(told.replace(b"?", b"\xff"))
-    assert carrier.response_identity is None
+    fields = parse_request_fields(json.dumps(BODY).encode(), "messages")
+    continuation = StreamContinuation(fields, CHAT_PATH, delivered)
+    plan = continuation.plan_upstream(get_adapter("openai"), "m")
+    assert plan is not None
+    chunk = format_chunk(id="?", choices=[{"index": 0, "delta": {"content": "a"}}])
+    plan.parser.feed(chunk.replace(b"?", b"\xff"))
+    assert continuation.response_identity is None

@@ -1,4 +1,4 @@
-"""Which prompts may be taken for the same: none of another domain, model or salt, or rendered otherwise."""
+"""Block keys of prompts differ between cache domains, models, salts and renderings."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from argosy.protocol import parse_endpoint
 PROMPT = "Tell me of the king. " * 100
 
 
-def keys(domain: str = "", model: str = "m", **extra: object) -> list[bytes]:
-    """What the prompt is known by."""
+def block_keys(domain: str = "", model: str = "m", **extra: object) -> list[bytes]:
+    """Return the keys by which the pool finds the prompt's blocks."""
     replica = ReplicaEndpoint("r", "openai", model, Upstream(parse_endpoint("http://localhost:1")))
-    ask = parse_request_fields(
+    fields = parse_request_fields(
         msgspec.json.encode({"model": model, "prompt": PROMPT, **extra}), "prompt"
     )
-    picked = Pool(model, [replica]).select_replica(ask, domain, 1, frozenset(), 0.0)
-    assert picked is not None
-    return picked.block_keys
+    decision = Pool(model, [replica]).select_replica(fields, domain, 1, frozenset(), 0.0)
+    assert decision is not None
+    return decision.block_keys
 
 
 @pytest.mark.parametrize(
-    "other",
+    "changes",
     [
         {"domain": "them"},
         {"model": "another"},
@@ -36,17 +36,17 @@ def keys(domain: str = "", model: str = "m", **extra: object) -> list[bytes]:
         {"add_special_tokens": False},
     ],
 )
-def test_what_makes_other_tokens_or_keeps_them_apart_makes_other_keys(
-    other: dict[str, object],
+def test_keys_differ_if_tokens_or_isolation_differ(
+    changes: dict[str, object],
 ) -> None:
-    assert keys()
-    assert set(keys()).isdisjoint(keys(**other))  # type: ignore[arg-type]
+    assert block_keys()
+    assert set(block_keys()).isdisjoint(block_keys(**changes))  # type: ignore[arg-type]
 
 
-def test_salts_differ() -> None:
-    assert set(keys(cache_salt="a")).isdisjoint(keys(cache_salt="b"))
-    assert keys(cache_salt="a") == keys(cache_salt="a")
+def test_keys_differ_by_salt() -> None:
+    assert set(block_keys(cache_salt="a")).isdisjoint(block_keys(cache_salt="b"))
+    assert block_keys(cache_salt="a") == block_keys(cache_salt="a")
 
 
-def test_what_only_shapes_the_answer_makes_none() -> None:
-    assert keys(temperature=0.5, max_tokens=9, stream=True, seed=3, n=2) == keys()
+def test_sampling_parameters_do_not_change_keys() -> None:
+    assert block_keys(temperature=0.5, max_tokens=9, stream=True, seed=3, n=2) == block_keys()

@@ -1,4 +1,4 @@
-"""What the gateway takes a request for before anybody has counted its tokens."""
+"""Fields and token estimates that the gateway parses from a request before any tokenizer has counted it."""
 
 from __future__ import annotations
 
@@ -20,90 +20,93 @@ from argosy.gateway.request_fields import (
 from argosy.protocol import ApiError
 
 
-def chat(*parts: dict[str, object]) -> RequestFields:
+def make_chat(*parts: dict[str, object]) -> RequestFields:
     messages = [{"role": "user", "content": list(parts)}]
     return parse_request_fields(
         json.dumps({"model": "m", "messages": messages}).encode(), "messages"
     )
 
 
-def picture(content: bytes) -> dict[str, object]:
+def make_image(content: bytes) -> dict[str, object]:
     return {
         "type": "image_url",
         "image_url": {"url": "data:image/png;base64," + base64.b64encode(content).decode()},
     }
 
 
-def sound(content: bytes) -> dict[str, object]:
+def make_audio(content: bytes) -> dict[str, object]:
     data = base64.b64encode(content).decode()
     return {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
 
 
-def text(content: str) -> dict[str, object]:
+def make_text(content: str) -> dict[str, object]:
     return {"type": "text", "text": content}
 
 
-@pytest.mark.parametrize("medium", [picture, sound])
-def test_a_megabyte_of_picture_or_sound_is_not_taken_for_text(
-    medium: Callable[[bytes], dict[str, object]],
+@pytest.mark.parametrize("make_media", [make_image, make_audio])
+def test_encoded_media_is_not_estimated_as_text(
+    make_media: Callable[[bytes], dict[str, object]],
 ) -> None:
-    asked = chat(text("What is this?"), medium(b"\xff\xfe\x3f" * 350_000))
-    assert not asked.exceeds_token_limit(10)
-    assert ESTIMATED_MEDIA_TOKENS < asked.estimated_prompt_tokens < ESTIMATED_MEDIA_TOKENS + 100
-    assert len(asked.raw_prompt) > 1_000_000
+    fields = make_chat(make_text("What is this?"), make_media(b"\xff\xfe\x3f" * 350_000))
+    assert not fields.exceeds_token_limit(10)
+    assert ESTIMATED_MEDIA_TOKENS < fields.estimated_prompt_tokens < ESTIMATED_MEDIA_TOKENS + 100
+    assert len(fields.raw_prompt) > 1_000_000
 
 
-def test_each_picture_counts_and_so_does_the_text_between() -> None:
+def test_estimate_counts_each_image_and_text_between() -> None:
     words = "word " * 4000
-    asked = chat(*[picture(bytes(range(256)) * 40), text(words)] * 3)
+    fields = make_chat(*[make_image(bytes(range(256)) * 40), make_text(words)] * 3)
     assert (
         3 * ESTIMATED_MEDIA_TOKENS + 15_000
-        < asked.estimated_prompt_tokens
+        < fields.estimated_prompt_tokens
         < 3 * ESTIMATED_MEDIA_TOKENS + 15_300
     )
-    most = 3 * len(words) // MAX_TOKEN_BYTES
-    assert (asked.exceeds_token_limit(most - 1), asked.exceeds_token_limit(most)) == (True, False)
+    limit = 3 * len(words) // MAX_TOKEN_BYTES
+    assert (fields.exceeds_token_limit(limit - 1), fields.exceeds_token_limit(limit)) == (
+        True,
+        False,
+    )
 
 
 @given(st.text(max_size=3000))
-def test_text_is_counted_as_text(content: str) -> None:
-    """Whatever it says of itself."""
-    asked = chat(text(content))
-    assert asked.estimated_prompt_tokens == max(1, len(asked.raw_prompt) // 4)
+def test_text_is_estimated_by_length(content: str) -> None:
+    """Applies to text that looks like encoded media, too."""
+    fields = make_chat(make_text(content))
+    assert fields.estimated_prompt_tokens == max(1, len(fields.raw_prompt) // 4)
 
 
 @given(st.lists(st.binary(max_size=4000), max_size=4))
-def test_an_estimate_is_never_less_than_one(contents: list[bytes]) -> None:
-    asked = chat(*map(picture, contents))
-    assert asked.estimated_prompt_tokens >= 1
+def test_estimate_is_at_least_one_token(contents: list[bytes]) -> None:
+    fields = make_chat(*map(make_image, contents))
+    assert fields.estimated_prompt_tokens >= 1
 
 
 LONG = "word " * 40_000
 
 
-def completion(prompt: object, **more: object) -> RequestFields:
+def make_completion(prompt: object, **options: object) -> RequestFields:
     return parse_request_fields(
-        json.dumps({"model": "m", "prompt": prompt} | more).encode(), "prompt"
+        json.dumps({"model": "m", "prompt": prompt} | options).encode(), "prompt"
     )
 
 
 @pytest.mark.parametrize("prompt", [LONG, [LONG], ["short", LONG], [7] * 1001, [[7], [7] * 1001]])
-def test_a_prompt_that_fits_nowhere_is_known(prompt: object) -> None:
-    assert completion(prompt).exceeds_token_limit(1000)
-    assert not completion(prompt).exceeds_token_limit(2000)
+def test_prompt_over_token_limit_is_recognised(prompt: object) -> None:
+    assert make_completion(prompt).exceeds_token_limit(1000)
+    assert not make_completion(prompt).exceeds_token_limit(2000)
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "fields",
     [
-        completion([LONG[:100_000]] * 9),
-        completion([[7] * 600] * 9),
-        completion(LONG, truncate_prompt_tokens=9),
-        completion("\n" * 100_000),
-        completion("\u4e2d" * 100_000),
-        completion([[]]),
-        completion({"a": LONG}),
-        completion(["a", {"a": LONG}, None]),
+        make_completion([LONG[:100_000]] * 9),
+        make_completion([[7] * 600] * 9),
+        make_completion(LONG, truncate_prompt_tokens=9),
+        make_completion("\n" * 100_000),
+        make_completion("\u4e2d" * 100_000),
+        make_completion([[]]),
+        make_completion({"a": LONG}),
+        make_completion(["a", {"a": LONG}, None]),
         parse_request_fields(
             json.dumps(
                 {"model": "m", "messages": [{"role": "user", "content": "a", "reasoning": LONG}]}
@@ -113,19 +116,19 @@ def test_a_prompt_that_fits_nowhere_is_known(prompt: object) -> None:
     ],
     ids=["texts", "ids", "cut", "lines", "wide", "none", "object", "mixed", "reasoning"],
 )
-def test_a_prompt_that_may_fit_is_for_a_replica_to_judge(asked: RequestFields) -> None:
-    assert not asked.exceeds_token_limit(1000)
+def test_prompt_that_may_fit_is_not_rejected(fields: RequestFields) -> None:
+    assert not fields.exceeds_token_limit(1000)
 
 
-def test_a_body_is_its_prompt_and_not_much_beside() -> None:
-    """A dictionary of millions of fields took a gigabyte, and the event loop for seconds."""
-    many = b"".join(b',"%x":1' % number for number in range(600_000))
+def test_body_with_many_extra_fields_is_rejected() -> None:
+    """A dictionary of millions of fields took a gigabyte and blocked the event loop for seconds."""
+    extra_fields = b"".join(b',"%x":1' % number for number in range(600_000))
     with pytest.raises(ApiError) as caught:
-        parse_request_fields(b'{"model":"m","prompt":"x"' + many + b"}", "prompt")
+        parse_request_fields(b'{"model":"m","prompt":"x"' + extra_fields + b"}", "prompt")
     assert caught.value.status == 413
     assert (
         parse_request_fields(
-            b'{"model":"m","prompt":"' + many.hex().encode() + b'"}', "prompt"
+            b'{"model":"m","prompt":"' + extra_fields.hex().encode() + b'"}', "prompt"
         ).choice_count
         == 1
     )
@@ -139,38 +142,36 @@ def test_a_body_is_its_prompt_and_not_much_beside() -> None:
         (["a"] * 129, 128, "n"),
         (["a"] * (MAX_CHOICES + 1), None, "prompt"),
     ],
-    ids=["choices", "absurdly many", "of each prompt", "prompts"],
+    ids=["choices", "absurdly-many", "choices-per-prompt", "prompts"],
 )
-def test_nobody_asks_for_millions_of_answers_at_once(
-    prompt: object, n: int | None, param: str
-) -> None:
-    """To end 16 million, where a server took the request, took a minute of the event loop and the memory."""
+def test_number_of_choices_is_bounded(prompt: object, n: int | None, param: str) -> None:
+    """Ending 16 million choices took a minute of the event loop and all memory."""
     with pytest.raises(ApiError) as caught:
-        completion(prompt, n=n)
+        make_completion(prompt, n=n)
     assert (caught.value.status, caught.value.param) == (400, param)
-    assert completion("a", n=MAX_CHOICES).choice_count == MAX_CHOICES
+    assert make_completion("a", n=MAX_CHOICES).choice_count == MAX_CHOICES
 
 
 @pytest.mark.parametrize(
     "field",
     [b'"stop":"\xff"', b'"cache_salt":"\xff"', b'"user":["\xff"]', b'"\xff":1'],
 )
-def test_a_body_is_utf_8_wherever_it_is_read_first(field: bytes) -> None:
+def test_body_must_be_utf8_in_any_field(field: bytes) -> None:
     with pytest.raises(ApiError) as caught:
         parse_request_fields(b'{"model":"m","prompt":"x",' + field + b"}", "prompt")
     assert (caught.value.status, caught.value.code) == (400, "invalid_json")
 
 
-def test_a_limit_below_zero_is_none() -> None:
-    assert completion("a", max_tokens=-1).max_output_tokens is None
-    assert completion("a", max_tokens=0).max_output_tokens == 0
+def test_negative_max_tokens_is_no_limit() -> None:
+    assert make_completion("a", max_tokens=-1).max_output_tokens is None
+    assert make_completion("a", max_tokens=0).max_output_tokens == 0
 
 
 @pytest.mark.parametrize(
     "item", ["[1]", "1", '"a"', "{}"], ids=["lists", "ids", "texts", "objects"]
 )
-def test_a_prompt_of_millions_of_values_is_refused_before_they_are_made(item: str) -> None:
-    """They took the event loop for ten seconds."""
+def test_prompt_with_millions_of_values_is_rejected_before_parsing(item: str) -> None:
+    """Parsing them blocked the event loop for ten seconds."""
     many = ",".join([item] * 3_000_000)
     for field in ("prompt", "messages"):
         with pytest.raises(ApiError) as caught:
@@ -178,13 +179,13 @@ def test_a_prompt_of_millions_of_values_is_refused_before_they_are_made(item: st
         assert (caught.value.status, caught.value.code) == (413, "request_too_large")
 
 
-def test_a_text_may_be_as_long_as_any_context_whatever_it_is_of() -> None:
+def test_long_text_prompt_is_accepted_whatever_it_contains() -> None:
     rows = [{"id": number, "tags": ["a", "b"]} for number in range(50_000)]
-    assert completion(json.dumps(rows)).choice_count == 1
+    assert make_completion(json.dumps(rows)).choice_count == 1
 
 
 @given(st.integers(0, 200), st.sampled_from(" \t\r\n"))
-def test_what_a_list_holds_is_seen_behind_any_white_space(count: int, white: str) -> None:
+def test_prompt_list_is_recognised_behind_white_space(count: int, white: str) -> None:
     def choices(prompt: str) -> int:
         return parse_request_fields(
             f'{{"model": "m", "prompt": {prompt}}}'.encode(), "prompt"

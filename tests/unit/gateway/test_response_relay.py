@@ -1,4 +1,4 @@
-"""A stream that a limit may end: what the client has been told is what was counted, to the token."""
+"""Response relay: output delivered to the client equals output counted, to the token, and timeouts are enforced."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from argosy.protocol import EventParser, parse_endpoint
 
 
 @dataclass
-class Told:
-    """An `Out` that keeps what the client gets."""
+class FakeWriter:
+    """A response writer that keeps the client's data."""
 
     data: bytes = b""
     is_full: bool = False
@@ -50,114 +50,116 @@ class Told:
     async def finish(self) -> None: ...
 
 
-T = TypeVar("T", bound=Told)
+T = TypeVar("T", bound=FakeWriter)
 
 
-def written(lengths: list[int]) -> bytes:
-    """A replica's stream of as many choices, by turns, each token an event that names it."""
+def make_native_stream(lengths: list[int]) -> bytes:
+    """Return the stream of a replica for choices of these lengths, interleaved, with one event per token."""
     stream = b": argosy prompt 7 3\n\n"
-    for place in range(max(lengths)):
+    for index in range(max(lengths)):
         for choice, length in enumerate(lengths):
-            if place < length:
-                last = place == length - 1
-                chunk: dict[str, Any] = {"index": choice, "ids": [place]}
+            if index < length:
+                last = index == length - 1
+                chunk: dict[str, Any] = {"index": choice, "ids": [index]}
                 chunk["finish_reason"] = "length" if last else None
                 stream += b"data: " + json.dumps({"choices": [chunk]}).encode() + b"\n\n"
                 end = b" length" if last else b""
-                stream += b": argosy %d %d%s\n\n" % (choice, place, end)
+                stream += b": argosy %d %d%s\n\n" % (choice, index, end)
     return stream + b"data: [DONE]\n\n"
 
 
-class Limit:
-    """A visit that ends the answer after `most` tokens, and keeps what was counted."""
+class LimitState:
+    """Filter state that ends the response after `max_tokens` tokens and keeps the counts."""
 
-    def __init__(self, most: int) -> None:
-        self.most = most
+    def __init__(self, max_tokens: int) -> None:
+        self.max_tokens = max_tokens
         self.counts = [0]
         self.charged = 0.0
         self.delivered = DeliveredOutput()
 
     def fast_path_budget(self) -> FastPathBudget:
-        return FastPathBudget(self.most - 1)
+        return FastPathBudget(self.max_tokens - 1)
 
     def on_tokens(self, chunk_times: Sequence[float]) -> str | None:
         del chunk_times
         self.counts.append(self.delivered.output_tokens)
-        return "limit" if self.counts[-1] >= self.most else None
+        return "limit" if self.counts[-1] >= self.max_tokens else None
 
     def on_complete(self) -> None: ...
 
     def charge(self, cost: float) -> None:
-        """It is no visit's: the queue's."""
+        """Add the cost that the queue is charged."""
         self.charged += cost
 
 
-def feeding(
-    told: T, clock: Callable[[], float], choices: int = 1, limit: Limit | None = None
+def make_relay(
+    writer: T, clock: Callable[[], float], choices: int = 1, limit: LimitState | None = None
 ) -> tuple[T, RequestContext, ResponseRelay, UpstreamResponse]:
-    """A stream that an attempt feeds."""
+    """Return a writer, a request, its relay, and an upstream response that feeds the relay."""
     body = {"model": "m", "messages": [], "stream": True, "n": choices}
-    ask = parse_request_fields(json.dumps(body).encode(), "messages")
+    fields = parse_request_fields(json.dumps(body).encode(), "messages")
     replica = ReplicaEndpoint("r", "argosy", "m", Upstream(parse_endpoint("http://r")))
     pool = Pool("m", [replica])
-    exchange = cast("HttpExchange", None)  # nobody is cut off
-    context = RequestContext(exchange, ask, CHAT, pool, "chatcmpl-1", ANONYMOUS, ANONYMOUS.tier)
+    exchange = cast("HttpExchange", None)  # no client is disconnected
+    context = RequestContext(exchange, fields, CHAT, pool, "chatcmpl-1", ANONYMOUS, ANONYMOUS.tier)
     if limit is not None:
         limit.delivered = context.delivered
-    stream = ResponseRelay(
+    relay = ResponseRelay(
         context,
-        told,
-        StreamContinuation(ask, CHAT.path, context.delivered),
+        writer,
+        StreamContinuation(fields, CHAT.path, context.delivered),
         filter_states=[] if limit is None else [limit],
-        charge=(limit or Limit(UNLIMITED_TOKENS)).charge,
+        charge=(limit or LimitState(UNLIMITED_TOKENS)).charge,
         cancel=lambda: None,
         fast_path_switch=None,
     )
-    picked = pool.select_replica(ask, "", 1, (), 0.0)
-    assert picked is not None
-    context.record_dispatch(picked, 0.0)
-    attempt = UpstreamResponse(clock)
-    stream.attach_upstream(attempt, replica, NativeStreamParser(context.delivered))
-    return told, context, stream, attempt
+    decision = pool.select_replica(fields, "", 1, (), 0.0)
+    assert decision is not None
+    context.record_dispatch(decision, 0.0)
+    response = UpstreamResponse(clock)
+    relay.attach_upstream(response, replica, NativeStreamParser(context.delivered))
+    return writer, context, relay, response
 
 
-def streamed(
-    lengths: list[int], most: int, pieces: list[bytes]
-) -> tuple[RequestContext, Told, Limit]:
-    """Feed the pieces to a stream that ends after `most` tokens; also what was counted."""
+def relay_chunks(
+    lengths: list[int], max_tokens: int, chunks: list[bytes]
+) -> tuple[RequestContext, FakeWriter, LimitState]:
+    """Relay the chunks with a limit of `max_tokens`. Also returns the writer and the limit's state."""
 
-    async def feed() -> tuple[RequestContext, Told, Limit]:
-        limit = Limit(most)
-        told, context, stream, attempt = feeding(Told(), lambda: 0.0, len(lengths), limit)
-        for piece in pieces:
-            attempt.on_body(piece)
-        if stream.early_finish_reason is None:
-            stream.finish_upstream()
-        stream.charge_delivered()
-        return context, told, limit
+    async def feed() -> tuple[RequestContext, FakeWriter, LimitState]:
+        limit = LimitState(max_tokens)
+        writer, context, relay, response = make_relay(
+            FakeWriter(), lambda: 0.0, len(lengths), limit
+        )
+        for chunk in chunks:
+            response.on_body(chunk)
+        if relay.early_finish_reason is None:
+            relay.finish_upstream()
+        relay.charge_delivered()
+        return context, writer, limit
 
     return asyncio.run(feed())
 
 
 @given(
     lengths=st.lists(st.integers(1, 6), min_size=1, max_size=3),
-    most=st.integers(1, 20),
+    max_tokens=st.integers(1, 20),
     cuts=st.lists(st.integers(0, 5000), max_size=12),
 )
-def test_what_is_told_is_what_is_counted_wherever_a_limit_ends_it(
-    lengths: list[int], most: int, cuts: list[int]
+def test_delivered_output_equals_counted_output_at_any_limit(
+    lengths: list[int], max_tokens: int, cuts: list[int]
 ) -> None:
-    stream = written(lengths)
-    borders = sorted({0, len(stream), *(cut % len(stream) for cut in cuts)})
-    pieces = [stream[begin:end] for begin, end in pairwise(borders)]
-    context, told, limit = streamed(lengths, most, pieces)
+    stream = make_native_stream(lengths)
+    boundaries = sorted({0, len(stream), *(cut % len(stream) for cut in cuts)})
+    chunks = [stream[start:end] for start, end in pairwise(boundaries)]
+    context, writer, limit = relay_chunks(lengths, max_tokens, chunks)
     counts = limit.counts
-    *chunks, done = EventParser().feed(told.data)
+    *events, done = EventParser().feed(writer.data)
     assert done == b"[DONE]"
     ids: dict[int, list[int]] = {choice: [] for choice in range(len(lengths))}
     finishes: dict[int, str] = {}
-    for chunk in map(json.loads, chunks):
-        for choice in chunk["choices"]:
+    for event in map(json.loads, events):
+        for choice in event["choices"]:
             ids[choice["index"]] += choice.get("ids", [])
             if choice["finish_reason"] is not None:
                 assert choice["index"] not in finishes
@@ -172,10 +174,10 @@ def test_what_is_told_is_what_is_counted_wherever_a_limit_ends_it(
         assert finishes[choice] == ("length" if len(ids[choice]) == length else "limit")
     stopped = "limit" in finishes.values()
     assert stopped == (delivered.output_tokens < sum(lengths))
-    assert all(count < most for count in counts[:-1])
+    assert all(count < max_tokens for count in counts[:-1])
 
 
-LIMITS = StreamTimeouts(
+TIMEOUTS = StreamTimeouts(
     first_token_timeout_s=60.0,
     stream_idle_timeout_s=20.0,
     sse_keepalive_interval_s=15.0,
@@ -184,146 +186,146 @@ LIMITS = StreamTimeouts(
 
 
 @dataclass
-class Shown(Told):
-    """It counts how often the client was shown that somebody is there."""
+class KeepaliveCounter(FakeWriter):
+    """A writer that counts keep-alive comments."""
 
-    shown: int = 0
+    keepalives: int = 0
 
     def send_keepalive(self) -> None:
-        self.shown += 1
+        self.keepalives += 1
 
 
-async def test_a_replica_that_only_says_that_it_is_there_stalls() -> None:
-    """And the client, who is not given its comments, is shown that somebody is there."""
+async def test_replica_that_sends_only_comments_times_out() -> None:
+    """The client does not get the replica's comments, but keep-alive comments of the gateway."""
     now = 0.0
-    told, context, stream, attempt = feeding(Shown(), lambda: now)
-    attempt.on_body(b": argosy prompt 7 3\n\n")
-    shown = []
+    writer, context, relay, response = make_relay(KeepaliveCounter(), lambda: now)
+    response.on_body(b": argosy prompt 7 3\n\n")
+    keepalives = []
     for second in range(1, 61):
         now = float(second)
         if second % 10 == 0:
-            attempt.on_body(b": keep-alive\n\n")
-        stream.check_timeouts(now, LIMITS)
-        shown.append(told.shown)
-    assert [shown[second - 1] for second in (15, 16, 31, 32, 47, 48)] == [0, 1, 1, 2, 2, 3]
-    assert not attempt.end_of_body.done()
+            response.on_body(b": keep-alive\n\n")
+        relay.check_timeouts(now, TIMEOUTS)
+        keepalives.append(writer.keepalives)
+    assert [keepalives[second - 1] for second in (15, 16, 31, 32, 47, 48)] == [0, 1, 1, 2, 2, 3]
+    assert not response.end_of_body.done()
     now = 61.0
-    stream.check_timeouts(now, LIMITS)
+    relay.check_timeouts(now, TIMEOUTS)
     with pytest.raises(UpstreamError, match="no data for 60 s"):
-        await attempt.end_of_body
+        await response.end_of_body
     assert context.delivered.output_tokens == 0
 
 
-async def test_who_waits_for_another_replica_is_shown_that_somebody_is_there() -> None:
+async def test_client_gets_keepalives_during_failover() -> None:
     now = 0.0
-    told, _, stream, attempt = feeding(Shown(), lambda: now)
-    attempt.on_body(b": argosy 0 1\n\n")
-    stream.detach()
-    shown = []
+    writer, _, relay, response = make_relay(KeepaliveCounter(), lambda: now)
+    response.on_body(b": argosy 0 1\n\n")
+    relay.detach()
+    keepalives = []
     for second in range(1, 49):
         now = float(second)
-        stream.check_timeouts(now, LIMITS)
-        shown.append(told.shown)
-    assert [shown[second - 1] for second in (15, 16, 31, 32, 47, 48)] == [0, 1, 1, 2, 2, 3]
+        relay.check_timeouts(now, TIMEOUTS)
+        keepalives.append(writer.keepalives)
+    assert [keepalives[second - 1] for second in (15, 16, 31, 32, 47, 48)] == [0, 1, 1, 2, 2, 3]
 
 
-async def test_a_replica_whose_tokens_have_no_text_yet_gets_on() -> None:
+async def test_tokens_without_text_prevent_timeout() -> None:
     now = 0.0
-    _, context, stream, attempt = feeding(Shown(), lambda: now)
+    _, context, relay, response = make_relay(KeepaliveCounter(), lambda: now)
     for second in range(1, 90):
         now = float(second)
         if second % 10 == 0:
-            attempt.on_body(b": argosy 0 %d\n\n" % second)
-        stream.check_timeouts(now, LIMITS)
-    assert not attempt.end_of_body.done()
+            response.on_body(b": argosy 0 %d\n\n" % second)
+        relay.check_timeouts(now, TIMEOUTS)
+    assert not response.end_of_body.done()
     assert context.delivered.output_tokens == 8
 
 
-async def test_a_replica_that_crawls_after_a_quick_start_is_known_by_it_at_once() -> None:
+async def test_slowdown_after_fast_start_is_measured_immediately() -> None:
     now = 0.0
-    _, context, stream, attempt = feeding(Told(), lambda: now)
+    _, context, relay, response = make_relay(FakeWriter(), lambda: now)
     (load,) = context.pool.reachable_loads()
     for token in range(50):
-        attempt.on_body(b": argosy 0 %d\n\n" % token)
+        response.on_body(b": argosy 0 %d\n\n" % token)
         now += 0.01
     now = 1.0
-    stream.check_timeouts(now, LIMITS)
-    quick_s = load.inter_token_s
+    relay.check_timeouts(now, TIMEOUTS)
+    fast_s = load.inter_token_s
     for second in range(2, 22):
         now = float(second)
         if second % 5 == 0:
-            attempt.on_body(b": argosy 0 %d\n\n" % second)
-        stream.check_timeouts(now, LIMITS)
-    assert quick_s < 0.1
+            response.on_body(b": argosy 0 %d\n\n" % second)
+        relay.check_timeouts(now, TIMEOUTS)
+    assert fast_s < 0.1
     assert load.inter_token_s > 0.3
 
 
-async def test_a_client_that_takes_its_time_does_not_make_its_replica_slow() -> None:
+async def test_slow_client_does_not_make_replica_look_slow() -> None:
     now = 0.0
-    _, context, stream, attempt = feeding(Told(), lambda: now)
+    _, context, relay, response = make_relay(FakeWriter(), lambda: now)
     (load,) = context.pool.reachable_loads()
 
-    def flows() -> None:
+    def stream_tokens() -> None:
         nonlocal now
         for token in range(50):
-            attempt.on_body(b": argosy 0 %d\n\n" % token)
+            response.on_body(b": argosy 0 %d\n\n" % token)
             now += 0.01
 
-    flows()
-    stream.check_timeouts(now, LIMITS)
-    quick_s = load.inter_token_s
+    stream_tokens()
+    relay.check_timeouts(now, TIMEOUTS)
+    fast_s = load.inter_token_s
     for _ in range(3):
-        stream.on_backpressure()
+        relay.on_backpressure()
         for _ in range(20):
             now += 1.0
-            stream.check_timeouts(now, LIMITS)
-        stream.on_writable()
-        stream.check_timeouts(now, LIMITS)
-        flows()
-        stream.check_timeouts(now, LIMITS)
-    stream.detach()
-    assert load.inter_token_s == pytest.approx(quick_s, rel=0.2)
+            relay.check_timeouts(now, TIMEOUTS)
+        relay.on_writable()
+        relay.check_timeouts(now, TIMEOUTS)
+        stream_tokens()
+        relay.check_timeouts(now, TIMEOUTS)
+    relay.detach()
+    assert load.inter_token_s == pytest.approx(fast_s, rel=0.2)
 
 
-async def test_once_it_has_caught_up_its_replica_is_measured_again() -> None:
+async def test_replica_is_measured_again_after_backpressure_ends() -> None:
     now = 0.0
-    _, context, stream, attempt = feeding(Told(), lambda: now)
+    _, context, relay, response = make_relay(FakeWriter(), lambda: now)
     (load,) = context.pool.reachable_loads()
-    attempt.on_body(b": argosy 0 1\n\n")
-    stream.on_backpressure()
-    stream.check_timeouts(now, LIMITS)
-    stream.on_writable()
+    response.on_body(b": argosy 0 1\n\n")
+    relay.on_backpressure()
+    relay.check_timeouts(now, TIMEOUTS)
+    relay.on_writable()
     for token in range(2, 6):
         now += 5.0
-        stream.check_timeouts(now, LIMITS)
-        attempt.on_body(b": argosy 0 %d\n\n" % token)
-    stream.check_timeouts(now, LIMITS)
+        relay.check_timeouts(now, TIMEOUTS)
+        response.on_body(b": argosy 0 %d\n\n" % token)
+    relay.check_timeouts(now, TIMEOUTS)
     assert load.inter_token_s > 0.3
 
 
-class Held(UpstreamResponse):
-    """It knows whether it is paused."""
+class PausableResponse(UpstreamResponse):
+    """An upstream response that knows whether reading is paused."""
 
-    paused = False
+    is_paused = False
 
     def pause_reading(self) -> None:
-        self.paused = True
+        self.is_paused = True
 
     def resume_reading(self) -> None:
-        self.paused = False
+        self.is_paused = False
 
 
-async def test_a_client_that_is_behind_holds_its_replica_back_and_the_next_one_too() -> None:
-    _, context, stream, _ = feeding(Told(), lambda: 0.0)
-    stream.detach()
-    picked = context.decision
-    assert picked is not None
-    stream.on_backpressure()
+async def test_backpressure_pauses_current_and_next_replica() -> None:
+    _, context, relay, _ = make_relay(FakeWriter(), lambda: 0.0)
+    relay.detach()
+    decision = context.decision
+    assert decision is not None
+    relay.on_backpressure()
     for _ in range(2):
-        attempt = Held(lambda: 0.0)
-        stream.attach_upstream(attempt, picked.replica, NativeStreamParser(context.delivered))
-        assert attempt.paused
-    stream.on_writable()
-    assert not attempt.paused
-    stream.on_backpressure()
-    assert attempt.paused
+        response = PausableResponse(lambda: 0.0)
+        relay.attach_upstream(response, decision.replica, NativeStreamParser(context.delivered))
+        assert response.is_paused
+    relay.on_writable()
+    assert not response.is_paused
+    relay.on_backpressure()
+    assert response.is_paused

@@ -1,4 +1,4 @@
-"""Answers whose characters are several tokens, carried on from wherever a server dies: within a character, too."""
+"""Streams with characters of several tokens are resumed after a replica fails within a character."""
 
 from __future__ import annotations
 
@@ -16,219 +16,202 @@ from tests.support.backend_formats import (
     TensorRtLlm,
     Vllm,
 )
-from tests.support.fake_backend import (
-    FIRST_ID,
-    Asked,
-    Double,
-    Json,
-    Part,
-    sse,
-)
-from tests.support.gateway_client import CHAT, COMPLETION, said
-from tests.unit.gateway.test_stream_continuation import ask_for, pieces, seen_in
+from tests.support.fake_backend import FIRST_TOKEN_ID, FakeBackend, Generation, sse
+from tests.support.fake_upstream import Json, UpstreamRequest
+from tests.support.gateway_client import CHAT, COMPLETION, chunk_text
+from tests.unit.gateway.test_stream_continuation import parse_stream, run_continuation
 
-from argosy.gateway.backends import BackendKind, ResumeMode, StreamContinuation, get_adapter
-from argosy.gateway.backends.delivered_output import DeliveredOutput
+from argosy.gateway.backends import BackendKind, ResumeMode, get_adapter
 
-SAID = ("Once", " upon", "", "", " 🦊", " a time", ",", "", " ä", "", "", "", "🐈", " said", ".")
-TEXT = "".join(SAID)
+TOKENS = ("Once", " upon", "", "", " 🦊", " a time", ",", "", " ä", "", "", "", "🐈", " said", ".")
+TEXT = "".join(TOKENS)
 PROMPT = "system\nBe kind.\nuser\nTell me\nassistant\n"
-"""As vLLM would write it; of its answer nobody gets any of it."""
-IDS = list(range(FIRST_ID, FIRST_ID + len(SAID)))
+"""The prompt as vLLM renders it. No response may contain any of it."""
+IDS = list(range(FIRST_TOKEN_ID, FIRST_TOKEN_ID + len(TOKENS)))
 LIMIT = {"max_tokens": 20, "stream_options": {"include_usage": True}}
 
 
-class HalfSglang(Sglang):
-    answer = SAID
+class SplitSglang(Sglang):
+    answer_tokens = TOKENS
 
 
-class HalfTensorRtLlm(TensorRtLlm):
-    answer = SAID
+class SplitTensorRtLlm(TensorRtLlm):
+    answer_tokens = TOKENS
 
 
-class HalfLlamaCpp(LlamaCpp):
-    """Of parts of a character it tells nothing, so an event may have several tokens. It says how many, when asked."""
+class SplitLlamaCpp(LlamaCpp):
+    """Sends no event for part of a character, so an event may have several tokens. Reports their number on request."""
 
-    answer = SAID
+    answer_tokens = TOKENS
 
-    def events(self, asked: Asked, part: Part) -> Iterator[bytes]:
-        for at, event in enumerate(super().events(asked, part), int(not asked.chat)):
+    def stream_events(self, request: UpstreamRequest, generation: Generation) -> Iterator[bytes]:
+        for at, event in enumerate(
+            super().stream_events(request, generation), int(not request.is_chat)
+        ):
             if event == DONE:
                 yield event
                 continue
             chunk: Json = json.loads(event[6:])
-            choice = chunk["choices"][0] if chunk["choices"] else {"finish_reason": "told"}
-            if said(choice) and asked.body.get("timings_per_token"):
+            choice = chunk["choices"][0] if chunk["choices"] else {"finish_reason": "none"}
+            if chunk_text(choice) and request.body.get("timings_per_token"):
                 chunk["timings"] = {"predicted_n": at}
-            if said(choice) or choice["finish_reason"] or "role" in choice.get("delta", {}):
+            if chunk_text(choice) or choice["finish_reason"] or "role" in choice.get("delta", {}):
                 yield sse(chunk)
 
 
-class HalfVllm(Vllm):
-    """Asked to go on within a character, it tells all that it was given together with the rest of that character.
+class SplitVllm(Vllm):
+    """Repeats the prompt and the tokens before the resume point with the rest of a split character."""
 
-    So does `DecodeStream` of Hugging Face's tokenizers, with which vLLM makes text.
-    """
+    answer_tokens = TOKENS
 
-    answer = SAID
-
-    def _texts(self, asked: Asked, part: Part) -> list[str]:
-        texts = super()._texts(asked, part)
-        if part.start and not SAID[part.start - 1] and isinstance(asked.body.get("prompt"), list):
+    def _visible_texts(self, request: UpstreamRequest, generation: Generation) -> list[str]:
+        texts = super()._visible_texts(request, generation)
+        if (
+            generation.offset
+            and not TOKENS[generation.offset - 1]
+            and isinstance(request.body.get("prompt"), list)
+        ):
             at = next(at for at, text in enumerate(texts) if text)
-            texts[at] = PROMPT + "".join(SAID[: part.start]) + texts[at]
+            texts[at] = PROMPT + "".join(TOKENS[: generation.offset]) + texts[at]
         return texts
 
 
-class BusyVllm(HalfVllm):
-    """Its events bring three tokens, as they do where the engine is ahead of its server."""
+class BatchingVllm(SplitVllm):
+    """Sends events of three tokens, as vLLM does when the engine is ahead of its API server."""
 
-    def events(self, asked: Asked, part: Part) -> Iterator[bytes]:
-        role: list[Json] = []
-        told: list[Json] = []
-        rest: list[Json] = []
-        for event in list(super().events(asked, part))[:-1]:
+    def stream_events(self, request: UpstreamRequest, generation: Generation) -> Iterator[bytes]:
+        role_chunks: list[Json] = []
+        token_chunks: list[Json] = []
+        usage_chunks: list[Json] = []
+        for event in list(super().stream_events(request, generation))[:-1]:
             chunk: Json = json.loads(event[6:])
             choices = chunk["choices"]
-            of = (
-                rest if not choices else told if "role" not in choices[0].get("delta", {}) else role
-            )
-            of.append(chunk)
-        few = (told[at : at + 3] for at in range(0, len(told), 3))
-        yield from map(sse, (*role, *map(_together, few), *rest))
+            if not choices:
+                usage_chunks.append(chunk)
+            elif "role" in choices[0].get("delta", {}):
+                role_chunks.append(chunk)
+            else:
+                token_chunks.append(chunk)
+        groups = (token_chunks[at : at + 3] for at in range(0, len(token_chunks), 3))
+        yield from map(sse, (*role_chunks, *map(merge_chunks, groups), *usage_chunks))
         yield DONE
 
 
-def _together(chunks: list[Json]) -> Json:
-    """Chunks as one."""
+def merge_chunks(chunks: list[Json]) -> Json:
+    """Merge chunks into one."""
     choices: list[Json] = [chunk["choices"][0] for chunk in chunks]
-    text = "".join(map(said, choices))
-    own: Json = {"delta": {"content": text}} if "delta" in choices[0] else {"text": text}
+    text = "".join(map(chunk_text, choices))
+    merged: Json = {"delta": {"content": text}} if "delta" in choices[0] else {"text": text}
     ids = [choice["token_ids"] for choice in choices]
-    own["token_ids"] = None if None in ids else [*itertools.chain(*ids)]
+    merged["token_ids"] = None if None in ids else [*itertools.chain(*ids)]
     if "prompt_token_ids" in choices[0]:
-        own["prompt_token_ids"] = choices[0]["prompt_token_ids"]
-    return chunks[-1] | {"choices": [choices[-1] | own]}
+        merged["prompt_token_ids"] = choices[0]["prompt_token_ids"]
+    return chunks[-1] | {"choices": [choices[-1] | merged]}
 
 
-def carried(
-    family: type[Double],
-    kind: BackendKind,
-    how: ResumeMode,
-    path: str,
-    deaths: list[int],
-    cuts: list[int],
-    **changes: object,
-) -> tuple[bytes, DeliveredOutput]:
-    """What the client gets over servers that die after so many bytes each, but for the last."""
-    adapter, ask, delivered = get_adapter(kind, how), ask_for(path, **changes), DeliveredOutput()
-    carrier, passed = StreamContinuation(ask, path.encode(), delivered), b""
-    for death in (*deaths, None):
-        leg = carrier.plan_upstream(adapter, "cat", 64)
-        assert leg is not None
-        double, out = family(), leg.request
-        asked = Asked(out.path.decode(), {}, json.loads(out.body))
-        stream = b"".join(double.events(asked, double.part(asked)))
-        alive = stream if death is None else stream[: death % len(stream)]
-        for piece in pieces(alive, cuts):
-            passed += leg.parser.feed(piece)
-        assert not leg.parser.failure
-        ending = leg.parser.flush() if death is None else carrier.build_missing_tail()
-        if ending is not None:
-            return passed + ending, delivered
-    raise AssertionError
-
-
-places = st.lists(st.integers(0, 10_000), max_size=4)
-ways = pytest.mark.parametrize(
-    ("family", "kind", "how", "path"),
+offsets = st.lists(st.integers(0, 10_000), max_size=4)
+every_backend = pytest.mark.parametrize(
+    ("backend_class", "kind", "resume_mode", "path"),
     [
-        (HalfVllm, "vllm", "exact", CHAT),
-        (HalfVllm, "vllm", "exact", COMPLETION),
-        (HalfVllm, "vllm", "prefill", CHAT),
-        (HalfSglang, "sglang", "exact", CHAT),
-        (HalfSglang, "sglang", "exact", COMPLETION),
-        (HalfTensorRtLlm, "tensorrt-llm", "exact", COMPLETION),
-        (HalfLlamaCpp, "llama.cpp", "exact", CHAT),
-        (HalfLlamaCpp, "llama.cpp", "exact", COMPLETION),
+        (SplitVllm, "vllm", "exact", CHAT),
+        (SplitVllm, "vllm", "exact", COMPLETION),
+        (SplitVllm, "vllm", "prefill", CHAT),
+        (SplitSglang, "sglang", "exact", CHAT),
+        (SplitSglang, "sglang", "exact", COMPLETION),
+        (SplitTensorRtLlm, "tensorrt-llm", "exact", COMPLETION),
+        (SplitLlamaCpp, "llama.cpp", "exact", CHAT),
+        (SplitLlamaCpp, "llama.cpp", "exact", COMPLETION),
     ],
 )
 
 
-@ways
+@every_backend
 @settings(max_examples=60)
-@given(deaths=places, cuts=places)
-def test_an_answer_is_whole_wherever_in_a_character_its_servers_die(
-    family: type[Double],
+@given(failures=offsets, cuts=offsets)
+def test_stream_is_complete_after_failure_within_character(
+    backend_class: type[FakeBackend],
     kind: BackendKind,
-    how: ResumeMode,
+    resume_mode: ResumeMode,
     path: str,
-    deaths: list[int],
+    failures: list[int],
     cuts: list[int],
 ) -> None:
-    passed, delivered = carried(family, kind, how, path, deaths, cuts, **LIMIT)
-    seen = seen_in(passed)
-    assert (seen.text, seen.finish, seen.done) == (TEXT, ["stop"], 1)
-    assert delivered.output_tokens == seen.usage[-1]["completion_tokens"] == len(SAID)
+    passed, delivered = run_continuation(
+        get_adapter(kind, resume_mode), path, failures, cuts, backend_class=backend_class, **LIMIT
+    )
+    result = parse_stream(passed)
+    assert (result.text, result.finish_reasons, result.done_count) == (TEXT, ["stop"], 1)
+    assert delivered.output_tokens == result.usage[-1]["completion_tokens"] == len(TOKENS)
 
 
-@ways
+@every_backend
 @settings(max_examples=30)
-@given(deaths=places, limit=st.integers(1, len(SAID)))
-def test_a_limit_counts_no_part_of_a_character_twice(
-    family: type[Double],
+@given(failures=offsets, limit=st.integers(1, len(TOKENS)))
+def test_token_limit_counts_parts_of_characters_once(
+    backend_class: type[FakeBackend],
     kind: BackendKind,
-    how: ResumeMode,
+    resume_mode: ResumeMode,
     path: str,
-    deaths: list[int],
+    failures: list[int],
     limit: int,
 ) -> None:
-    passed, delivered = carried(family, kind, how, path, deaths, [], max_tokens=limit)
-    seen = seen_in(passed)
-    assert (seen.text, seen.done) == ("".join(SAID[:limit]), 1)
-    untold = (
-        3 if family is HalfLlamaCpp else 0
-    )  # it may be lost before it has told of the last parts
-    assert limit - untold <= delivered.output_tokens <= limit
+    passed, delivered = run_continuation(
+        get_adapter(kind, resume_mode),
+        path,
+        failures,
+        [],
+        backend_class=backend_class,
+        max_tokens=limit,
+    )
+    result = parse_stream(passed)
+    assert (result.text, result.done_count) == ("".join(TOKENS[:limit]), 1)
+    # llama.cpp may fail before it reports the tokens of the last part of a character.
+    uncounted = 3 if backend_class is SplitLlamaCpp else 0
+    assert limit - uncounted <= delivered.output_tokens <= limit
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETION])
 @settings(max_examples=100)
-@given(deaths=places, cuts=places)
-def test_nobody_sees_the_prompt_where_the_end_of_a_character_is_unknown(
-    path: str, deaths: list[int], cuts: list[int]
+@given(failures=offsets, cuts=offsets)
+def test_prompt_is_not_repeated_if_end_of_character_is_unknown(
+    path: str, failures: list[int], cuts: list[int]
 ) -> None:
-    """Of several tokens in one event the last may have no text yet."""
-    passed, delivered = carried(BusyVllm, "vllm", "exact", path, deaths, cuts, **LIMIT)
-    seen = seen_in(passed)
-    assert (seen.text, seen.finish, seen.done) == (TEXT, ["stop"], 1)
-    past = 3 * len(
-        deaths
-    )  # while there is too little text to go by, its last tokens may count twice
-    assert 0 <= delivered.output_tokens - len(SAID) <= past
+    """If an event has several tokens, the last of them may have no text yet."""
+    passed, delivered = run_continuation(
+        "vllm", path, failures, cuts, backend_class=BatchingVllm, **LIMIT
+    )
+    result = parse_stream(passed)
+    assert (result.text, result.finish_reasons, result.done_count) == (TEXT, ["stop"], 1)
+    # While there is too little text to resume from, the last tokens may count twice.
+    surplus = 3 * len(failures)
+    assert 0 <= delivered.output_tokens - len(TOKENS) <= surplus
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETION])
-@pytest.mark.parametrize("asks", [{}, {"stop": ["never said"]}], ids=["plain", "stop"])
-@given(deaths=places, cuts=places)
-def test_a_client_that_wants_token_ids_gets_each_once(
-    path: str, asks: dict[str, object], deaths: list[int], cuts: list[int]
+@pytest.mark.parametrize("options", [{}, {"stop": ["never said"]}], ids=["plain", "stop"])
+@given(failures=offsets, cuts=offsets)
+def test_requested_token_ids_are_sent_once(
+    path: str, options: dict[str, object], failures: list[int], cuts: list[int]
 ) -> None:
-    asks = asks | LIMIT | {"return_token_ids": True}
-    whole = seen_in(carried(HalfVllm, "vllm", "exact", path, [], [], **asks)[0])
-    passed, _ = carried(HalfVllm, "vllm", "exact", path, deaths, cuts, **asks)
-    seen = seen_in(passed)
-    assert seen.text == whole.text == TEXT
-    choices = [choice for chunk in seen.chunks for choice in chunk["choices"]]
-    assert [one for choice in choices for one in choice.get("token_ids") or ()] == IDS
-    prompts = [told.get("prompt_token_ids") for told in (*seen.chunks, *choices)]
+    options = options | LIMIT | {"return_token_ids": True}
+    complete = parse_stream(
+        run_continuation("vllm", path, [], [], backend_class=SplitVllm, **options)[0]
+    )
+    passed, _ = run_continuation("vllm", path, failures, cuts, backend_class=SplitVllm, **options)
+    result = parse_stream(passed)
+    assert result.text == complete.text == TEXT
+    choices = [choice for chunk in result.chunks for choice in chunk["choices"]]
+    assert [token_id for choice in choices for token_id in choice.get("token_ids") or ()] == IDS
+    prompts = [holder.get("prompt_token_ids") for holder in (*result.chunks, *choices)]
     assert len([prompt for prompt in prompts if prompt]) == 1
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETION])
-@pytest.mark.parametrize("asked", [True, False])
-def test_timings_with_each_event_are_for_who_asked_for_them(path: str, *, asked: bool) -> None:
-    asks = {"timings_per_token": True} if asked else {}
-    chunks = seen_in(carried(HalfLlamaCpp, "llama.cpp", "exact", path, [], [], **asks)[0]).chunks
-    texts = [chunk for chunk in chunks if chunk["choices"] and said(chunk["choices"][0])]
-    assert ["timings" in chunk for chunk in texts] == [asked] * len(texts)
+@pytest.mark.parametrize("requested", [True, False])
+def test_timings_are_forwarded_only_on_request(path: str, *, requested: bool) -> None:
+    options = {"timings_per_token": True} if requested else {}
+    chunks = parse_stream(
+        run_continuation("llama.cpp", path, [], [], backend_class=SplitLlamaCpp, **options)[0]
+    ).chunks
+    texts = [chunk for chunk in chunks if chunk["choices"] and chunk_text(chunk["choices"][0])]
+    assert ["timings" in chunk for chunk in texts] == [requested] * len(texts)

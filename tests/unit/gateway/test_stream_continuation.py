@@ -1,4 +1,4 @@
-"""Answers carried over servers that die at any byte, any number of times: the client gets one whole answer."""
+"""Streams that are resumed after replicas fail at any byte, any number of times, are complete."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from tests.support.backend_formats import (
     Tgi,
     Vllm,
 )
-from tests.support.fake_backend import ANSWER, WHOLE, Asked, Double
-from tests.support.gateway_client import BODIES, CHAT, COMPLETION, Seen
+from tests.support.fake_backend import ANSWER_TEXT, ANSWER_TOKENS, FakeBackend
+from tests.support.fake_upstream import UpstreamRequest
+from tests.support.gateway_client import BODIES, CHAT, COMPLETION, StreamResult
 
 from argosy.gateway.backends import (
     BackendAdapter,
@@ -33,7 +34,7 @@ from argosy.gateway.backends.delivered_output import DeliveredOutput
 from argosy.gateway.request_fields import RequestFields, parse_request_fields
 from argosy.protocol import ApiError, EventParser
 
-KINDS: dict[BackendKind, type[Double]] = {
+KINDS: dict[BackendKind, type[FakeBackend]] = {
     "vllm": Vllm,
     "sglang": Sglang,
     "tgi": Tgi,
@@ -41,7 +42,7 @@ KINDS: dict[BackendKind, type[Double]] = {
     "tensorrt-llm": TensorRtLlm,
     "lmdeploy": Lmdeploy,
 }
-CARRIED = [
+RESUMABLE = [
     (kind, path)
     for kind in KINDS
     for path in (CHAT, COMPLETION)
@@ -49,20 +50,20 @@ CARRIED = [
 ]
 
 
-def ask_for(path: str, **changes: object) -> RequestFields:
+def make_fields(path: str, **changes: object) -> RequestFields:
     body = BODIES[path] | {"stream": True} | changes
     return parse_request_fields(json.dumps(body).encode(), "messages" if path == CHAT else "prompt")
 
 
-def test_servers_that_can_keep_the_cached_prompts_of_tenants_apart() -> None:
+def test_cache_salt_separates_domains_where_engine_supports_it() -> None:
     def salt(kind: BackendKind, domain: str, **own: object) -> str | None:
-        ask = msgspec.structs.replace(ask_for(CHAT, **own), cache_domain=domain)
-        leg = StreamContinuation(ask, CHAT.encode(), DeliveredOutput()).plan_upstream(
+        fields = msgspec.structs.replace(make_fields(CHAT, **own), cache_domain=domain)
+        plan = StreamContinuation(fields, CHAT.encode(), DeliveredOutput()).plan_upstream(
             get_adapter(kind), "m"
         )
-        assert leg is not None
-        told: str | None = json.loads(leg.request.body).get("cache_salt")
-        return told
+        assert plan is not None
+        salt_sent: str | None = json.loads(plan.request.body).get("cache_salt")
+        return salt_sent
 
     for kind in ("vllm", "sglang"):
         salts = {salt(kind, "a"), salt(kind, "b"), salt(kind, "a", cache_salt="b")}
@@ -81,148 +82,161 @@ def test_servers_that_can_keep_the_cached_prompts_of_tenants_apart() -> None:
         ("response_format", b'{"type":' + b"9" * 5000 + b"}"),
     ],
 )
-def test_what_can_be_no_value_here_is_refused_by_name(name: str, value: bytes) -> None:
-    """Also where an engine would take it."""
+def test_invalid_field_is_rejected_by_name(name: str, value: bytes) -> None:
+    """Applies to fields that an engine would accept, too."""
     body = json.dumps(BODIES[CHAT] | {"stream": True}).encode()
-    ask = parse_request_fields(body[:-1] + b',"%b":%b}' % (name.encode(), value), "messages")
+    fields = parse_request_fields(body[:-1] + b',"%b":%b}' % (name.encode(), value), "messages")
     with pytest.raises(ApiError) as caught:
-        StreamContinuation(ask, CHAT.encode(), DeliveredOutput()).plan_upstream(
+        StreamContinuation(fields, CHAT.encode(), DeliveredOutput()).plan_upstream(
             get_adapter("vllm"), "m"
         )
     assert (caught.value.status, caught.value.param) == (400, name)
 
 
-def stream_of(kind: BackendKind, leg: UpstreamPlan) -> bytes:
-    """What a server of this kind answers."""
-    outgoing, double = leg.request, KINDS[kind]()
-    asked = Asked(outgoing.path.decode(), {}, json.loads(outgoing.body))
-    assert double.refusal(asked) is None
-    return b"".join(double.events(asked, double.part(asked)))
+def stream_from_backend(backend: FakeBackend, plan: UpstreamPlan) -> bytes:
+    """Return the backend's stream for a planned request."""
+    planned = plan.request
+    request = UpstreamRequest(planned.path.decode(), {}, json.loads(planned.body))
+    assert backend.rejection(request) is None
+    return b"".join(backend.stream_events(request, backend.generate(request)))
 
 
-def pieces(stream: bytes, cuts: list[int]) -> list[bytes]:
-    """The stream in pieces, cut at these places (modulo its length)."""
+def split_stream(stream: bytes, cuts: list[int]) -> list[bytes]:
+    """Split the stream at these offsets, modulo its length."""
     edges = [0, *sorted(cut % (len(stream) + 1) for cut in cuts), len(stream)]
     return [stream[a:b] for a, b in itertools.pairwise(edges)]
 
 
-def seen_in(passed: bytes) -> Seen:
-    seen = Seen()
+def parse_stream(passed: bytes) -> StreamResult:
+    result = StreamResult()
     for data in EventParser().feed(passed):
-        seen.take(data.decode())
-    return seen
+        result.add_event(data.decode())
+    return result
 
 
-def carry(
+def run_continuation(
     kind: BackendKind | BackendAdapter,
     path: str,
-    deaths: list[int],
+    failures: list[int],
     cuts: list[int],
+    *,
+    backend_class: type[FakeBackend] | None = None,
     **changes: object,
 ) -> tuple[bytes, DeliveredOutput]:
-    """All that the client gets over servers that die after so many bytes each, but for the last."""
+    """Return the client's stream over replicas that fail at these offsets, except for the last."""
     adapter = kind if isinstance(kind, BackendAdapter) else get_adapter(kind)
-    ask, delivered, passed = ask_for(path, **changes), DeliveredOutput(), b""
-    carrier = StreamContinuation(ask, path.encode(), delivered)
-    for death in (*deaths, None):
-        leg = carrier.plan_upstream(adapter, "cat", 64)
-        assert leg is not None
-        stream = stream_of(adapter.kind, leg)
-        alive = stream if death is None else stream[: death % len(stream)]
-        for piece in pieces(alive, cuts):
-            passed += leg.parser.feed(piece)
-        assert not leg.parser.failure
-        if death is None:
-            assert leg.parser.is_done
-            return passed + leg.parser.flush(), delivered
-        ending = carrier.build_missing_tail()
+    backend_class = backend_class or KINDS[adapter.kind]
+    fields, delivered, passed = make_fields(path, **changes), DeliveredOutput(), b""
+    continuation = StreamContinuation(fields, path.encode(), delivered)
+    for failure in (*failures, None):
+        plan = continuation.plan_upstream(adapter, "cat", 64)
+        assert plan is not None
+        stream = stream_from_backend(backend_class(), plan)
+        delivered_part = stream if failure is None else stream[: failure % len(stream)]
+        for chunk in split_stream(delivered_part, cuts):
+            passed += plan.parser.feed(chunk)
+        assert not plan.parser.failure
+        if failure is None:
+            assert plan.parser.is_done
+            return passed + plan.parser.flush(), delivered
+        ending = continuation.build_missing_tail()
         if ending is not None:
             return passed + ending, delivered
-        assert carrier.can_resume
+        assert continuation.can_resume
     raise AssertionError
 
 
-places = st.lists(st.integers(0, 10_000), max_size=4)
-parts = st.builds(
-    lambda begin, length: WHOLE[begin : begin + length],
-    st.integers(0, len(WHOLE) - 1),
+offsets = st.lists(st.integers(0, 10_000), max_size=4)
+substrings = st.builds(
+    lambda begin, length: ANSWER_TEXT[begin : begin + length],
+    st.integers(0, len(ANSWER_TEXT) - 1),
     st.integers(1, 12),
 )
 
 
-@pytest.mark.parametrize(("kind", "path"), CARRIED)
+@pytest.mark.parametrize(("kind", "path"), RESUMABLE)
 @settings(max_examples=30)
-@given(deaths=places, cuts=places)
-def test_whatever_dies_wherever_the_answer_is_whole(
-    kind: BackendKind, path: str, deaths: list[int], cuts: list[int]
+@given(failures=offsets, cuts=offsets)
+def test_stream_is_complete_after_failures_anywhere(
+    kind: BackendKind, path: str, failures: list[int], cuts: list[int]
 ) -> None:
-    passed, delivered = carry(kind, path, deaths, cuts, stream_options={"include_usage": True})
-    seen = seen_in(passed)
-    assert (seen.text, seen.finish, seen.done) == (WHOLE, ["stop"], 1)
-    assert len(seen.identities) == 1
-    assert delivered.output_tokens == len(ANSWER)
-    assert [usage["completion_tokens"] for usage in seen.usage] == [len(ANSWER)]
-    assert seen.usage[0]["prompt_tokens"] == delivered.prompt_tokens
+    passed, delivered = run_continuation(
+        kind, path, failures, cuts, stream_options={"include_usage": True}
+    )
+    result = parse_stream(passed)
+    assert (result.text, result.finish_reasons, result.done_count) == (ANSWER_TEXT, ["stop"], 1)
+    assert len(result.stream_ids) == 1
+    assert delivered.output_tokens == len(ANSWER_TOKENS)
+    assert [usage["completion_tokens"] for usage in result.usage] == [len(ANSWER_TOKENS)]
+    assert result.usage[0]["prompt_tokens"] == delivered.prompt_tokens
 
 
-@pytest.mark.parametrize(("kind", "path"), CARRIED)
+@pytest.mark.parametrize(("kind", "path"), RESUMABLE)
 @settings(max_examples=30)
-@given(deaths=places, limit=st.integers(1, len(ANSWER)))
-def test_a_limit_holds_over_all_servers_together(
-    kind: BackendKind, path: str, deaths: list[int], limit: int
+@given(failures=offsets, limit=st.integers(1, len(ANSWER_TOKENS)))
+def test_token_limit_holds_across_replicas(
+    kind: BackendKind, path: str, failures: list[int], limit: int
 ) -> None:
-    passed, delivered = carry(kind, path, deaths, [], max_tokens=limit)
-    seen = seen_in(passed)
-    assert seen.text == "".join(ANSWER[:limit])
-    assert seen.finish == ["length"]
+    passed, delivered = run_continuation(kind, path, failures, [], max_tokens=limit)
+    result = parse_stream(passed)
+    assert result.text == "".join(ANSWER_TOKENS[:limit])
+    assert result.finish_reasons == ["length"]
     assert delivered.output_tokens == limit
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETION])
-@given(deaths=places)
-def test_a_limit_below_zero_is_none_wherever_the_answer_goes_on(
-    path: str, deaths: list[int]
-) -> None:
-    passed, delivered = carry("llama.cpp", path, deaths, [], max_tokens=-1)
-    seen = seen_in(passed)
-    assert (seen.text, seen.finish) == (WHOLE, ["stop"])
-    assert delivered.output_tokens == len(ANSWER)
+@given(failures=offsets)
+def test_negative_token_limit_is_unlimited_after_resume(path: str, failures: list[int]) -> None:
+    passed, delivered = run_continuation("llama.cpp", path, failures, [], max_tokens=-1)
+    result = parse_stream(passed)
+    assert (result.text, result.finish_reasons) == (ANSWER_TEXT, ["stop"])
+    assert delivered.output_tokens == len(ANSWER_TOKENS)
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETION])
 @pytest.mark.parametrize("limit", [4, 12])
-@pytest.mark.parametrize("how", ["exact", "prefill"])
-@given(deaths=places, cuts=places, stop=parts)
-def test_a_stop_string_ends_the_answer_whichever_servers_its_parts_come_from(
-    path: str, limit: int, how: ResumeMode, deaths: list[int], cuts: list[int], stop: str
+@pytest.mark.parametrize("resume_mode", ["exact", "prefill"])
+@given(failures=offsets, cuts=offsets, stop=substrings)
+def test_stop_string_is_found_across_replicas(
+    path: str, limit: int, resume_mode: ResumeMode, failures: list[int], cuts: list[int], stop: str
 ) -> None:
-    vllm = get_adapter("vllm", how)
-    alone = seen_in(carry(vllm, path, [], cuts, stop=[stop, "never"], max_tokens=limit)[0])
-    passed, delivered = carry(vllm, path, deaths, cuts, stop=[stop, "never"], max_tokens=limit)
-    seen = seen_in(passed)
-    told = "".join(ANSWER[:limit])
-    assert seen.text == alone.text == told.partition(stop)[0]
-    assert seen.finish == alone.finish == ["stop" if stop in told or limit == 12 else "length"]
-    assert seen.done == 1
-    ends = [stop in "".join(ANSWER[: count + 1]) for count in range(limit)]
+    vllm = get_adapter("vllm", resume_mode)
+    uninterrupted = parse_stream(
+        run_continuation(vllm, path, [], cuts, stop=[stop, "never"], max_tokens=limit)[0]
+    )
+    passed, delivered = run_continuation(
+        vllm, path, failures, cuts, stop=[stop, "never"], max_tokens=limit
+    )
+    result = parse_stream(passed)
+    full_text = "".join(ANSWER_TOKENS[:limit])
+    assert result.text == uninterrupted.text == full_text.partition(stop)[0]
+    assert (
+        result.finish_reasons
+        == uninterrupted.finish_reasons
+        == ["stop" if stop in full_text or limit == 12 else "length"]
+    )
+    assert result.done_count == 1
+    ends = [stop in "".join(ANSWER_TOKENS[: count + 1]) for count in range(limit)]
     assert delivered.output_tokens == min([*(n + 1 for n, e in enumerate(ends) if e), 9, limit])
 
 
-@pytest.mark.parametrize(("kind", "path"), CARRIED)
+@pytest.mark.parametrize(("kind", "path"), RESUMABLE)
 @settings(max_examples=30)
-@given(cuts=places)
-def test_how_a_stream_is_cut_into_pieces_does_not_matter(
+@given(cuts=offsets)
+def test_segmentation_of_stream_does_not_matter(
     kind: BackendKind, path: str, cuts: list[int]
 ) -> None:
-    for changes in ({}, {"n": 2}):  # both readers: the one that carries on, and the one that passes
-        one, two = (seen_in(carry(kind, path, [], at, **changes)[0]) for at in (cuts, []))
+    for choices in (1, 2):  # the resumable parser and the passthrough parser
+        one, two = (
+            parse_stream(run_continuation(kind, path, [], at, n=choices)[0]) for at in (cuts, [])
+        )
         assert [{**chunk, "id": ""} for chunk in one.chunks] == [
             {**chunk, "id": ""} for chunk in two.chunks
         ]
-        assert one.done == two.done == 1
+        assert one.done_count == two.done_count == 1
 
 
-fields = st.sampled_from(
+field_names = st.sampled_from(
     [
         "choices",
         "usage",
@@ -242,7 +256,7 @@ fields = st.sampled_from(
 )
 json_values: st.SearchStrategy[Any] = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(fields, inner, max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(field_names, inner, max_size=4),
     max_leaves=12,
 )
 
@@ -253,13 +267,13 @@ json_values: st.SearchStrategy[Any] = st.recursive(
     ),
     n=st.sampled_from([1, 2]),
 )
-def test_no_stream_whatsoever_breaks_its_reader(events: list[bytes], n: int) -> None:
-    carrier = StreamContinuation(ask_for(CHAT, n=n), CHAT.encode(), DeliveredOutput())
-    leg = carrier.plan_upstream(get_adapter("vllm"), "cat")
-    assert leg is not None
-    leg.parser.feed(b"".join(event + b"\n\n" for event in events))
-    carrier.build_missing_tail()
-    carrier.plan_upstream(get_adapter("vllm"), "cat")
+def test_parser_survives_any_stream(events: list[bytes], n: int) -> None:
+    continuation = StreamContinuation(make_fields(CHAT, n=n), CHAT.encode(), DeliveredOutput())
+    plan = continuation.plan_upstream(get_adapter("vllm"), "cat")
+    assert plan is not None
+    plan.parser.feed(b"".join(event + b"\n\n" for event in events))
+    continuation.build_missing_tail()
+    continuation.plan_upstream(get_adapter("vllm"), "cat")
 
 
 @pytest.mark.parametrize(
@@ -274,29 +288,29 @@ def test_no_stream_whatsoever_breaks_its_reader(events: list[bytes], n: int) -> 
         ({"structured_outputs": {"regex": "a"}}, False),
     ],
 )
-def test_only_plain_text_is_asked_for_in_a_way_that_can_be_carried_on(
+def test_token_ids_are_requested_for_plain_text_only(
     changes: dict[str, object], plain: bool
 ) -> None:
-    leg = StreamContinuation(
-        ask_for(CHAT, **changes), CHAT.encode(), DeliveredOutput()
+    plan = StreamContinuation(
+        make_fields(CHAT, **changes), CHAT.encode(), DeliveredOutput()
     ).plan_upstream(get_adapter("vllm"), "cat")
-    assert leg is not None
-    assert ("return_token_ids" in json.loads(leg.request.body)) == plain
+    assert plan is not None
+    assert ("return_token_ids" in json.loads(plan.request.body)) == plain
 
 
-def test_a_conversation_that_ends_with_the_assistant_goes_on_in_its_message() -> None:
+def test_final_assistant_message_is_extended() -> None:
     messages = [{"role": "user", "content": "Go on"}, {"role": "assistant", "content": "Well,"}]
-    ask = ask_for(CHAT, messages=messages, continue_final_message=True)
-    carrier = StreamContinuation(ask, CHAT.encode(), DeliveredOutput())
+    fields = make_fields(CHAT, messages=messages, continue_final_message=True)
+    continuation = StreamContinuation(fields, CHAT.encode(), DeliveredOutput())
     adapter: BackendAdapter = get_adapter("sglang")
-    first = carrier.plan_upstream(adapter, "cat")
+    first = continuation.plan_upstream(adapter, "cat")
     assert first is not None
     chunk = {
         "id": "1",
         "choices": [{"index": 0, "delta": {"content": " then"}, "finish_reason": None}],
     }
     first.parser.feed(b"data: " + msgspec.json.encode(chunk) + b"\n\n")
-    second = carrier.plan_upstream(adapter, "cat")
+    second = continuation.plan_upstream(adapter, "cat")
     assert second is not None
     assert json.loads(second.request.body)["messages"][-1]["content"] == "Well, then"
 
@@ -310,17 +324,17 @@ def test_a_conversation_that_ends_with_the_assistant_goes_on_in_its_message() ->
     ],
     ids=lambda part: [*part][-1],
 )
-def test_a_chat_with_more_than_text_keeps_that_where_it_goes_on(part: dict[str, object]) -> None:
-    """The token ids of its prompt only say where a picture stands."""
+def test_multimodal_chat_is_resumed_with_its_media(part: dict[str, object]) -> None:
+    """The token ids of the prompt only mark the position of a picture."""
     content = [{"type": "text", "text": "What is this?"}, part]
-    ask = ask_for(CHAT, messages=[{"role": "user", "content": content}])
-    carrier = StreamContinuation(ask, CHAT.encode(), DeliveredOutput())
-    first = carrier.plan_upstream(get_adapter("vllm"), "cat", 64)
+    fields = make_fields(CHAT, messages=[{"role": "user", "content": content}])
+    continuation = StreamContinuation(fields, CHAT.encode(), DeliveredOutput())
+    first = continuation.plan_upstream(get_adapter("vllm"), "cat", 64)
     assert first is not None
     chunk = {"id": "1", "prompt_token_ids": [1, 2, 2, 2], "choices": []}
     delta = {"index": 0, "delta": {"content": "A cat"}, "token_ids": [7, 8]}
     first.parser.feed(b"data: " + msgspec.json.encode(chunk | {"choices": [delta]}) + b"\n\n")
-    second = carrier.plan_upstream(get_adapter("vllm"), "cat", 64)
+    second = continuation.plan_upstream(get_adapter("vllm"), "cat", 64)
     assert second is not None
     assert second.request.path == CHAT.encode()
     messages = json.loads(second.request.body)["messages"]
@@ -330,104 +344,116 @@ def test_a_chat_with_more_than_text_keeps_that_where_it_goes_on(part: dict[str, 
     ]
 
 
-def told(chunk: dict[str, Any], **more: object) -> bytes:
-    """An event of a completion."""
+def format_chunk(chunk: dict[str, Any], **more: object) -> bytes:
+    """Return an event of a completion."""
     choices = [{"index": 0, "finish_reason": None, **chunk}] if chunk else []
     return b"data: " + msgspec.json.encode({"id": "1", "choices": choices, **more}) + b"\n\n"
 
 
 @pytest.mark.parametrize("kind", ["vllm", "tensorrt-llm"])
-def test_an_event_that_brings_several_tokens_counts_as_many(kind: BackendKind) -> None:
+def test_event_with_several_tokens_counts_all(kind: BackendKind) -> None:
     delivered = DeliveredOutput()
-    carrier = StreamContinuation(ask_for(COMPLETION), COMPLETION.encode(), delivered)
-    first = carrier.plan_upstream(get_adapter(kind, "prefill"), "cat")
+    continuation = StreamContinuation(make_fields(COMPLETION), COMPLETION.encode(), delivered)
+    first = continuation.plan_upstream(get_adapter(kind, "prefill"), "cat")
     assert first is not None
     assert json.loads(first.request.body)["stream_options"]["continuous_usage_stats"]
     usage = {"prompt_tokens": 4, "completion_tokens": 3, "total_tokens": 7}
-    assert b'"usage":null' in first.parser.feed(told({"text": "Once upon a"}, usage=usage))
-    second = carrier.plan_upstream(get_adapter(kind, "prefill"), "cat")
+    assert b'"usage":null' in first.parser.feed(format_chunk({"text": "Once upon a"}, usage=usage))
+    second = continuation.plan_upstream(get_adapter(kind, "prefill"), "cat")
     assert second is not None
     assert json.loads(second.request.body)["max_tokens"] == BODIES[COMPLETION]["max_tokens"] - 3
     assert delivered.output_tokens == 3
 
 
-def test_white_space_alone_is_no_text_to_go_on_from() -> None:
-    carrier, adapter = (
-        StreamContinuation(ask_for(COMPLETION), COMPLETION.encode(), DeliveredOutput()),
+def test_white_space_is_not_enough_to_resume_from() -> None:
+    continuation, adapter = (
+        StreamContinuation(make_fields(COMPLETION), COMPLETION.encode(), DeliveredOutput()),
         "tgi",
     )
-    first = carrier.plan_upstream(get_adapter(adapter), "cat")
+    first = continuation.plan_upstream(get_adapter(adapter), "cat")
     assert first is not None
-    assert b'" "' in first.parser.feed(told({"text": " "}))
-    second = carrier.plan_upstream(get_adapter(adapter), "cat")
+    assert b'" "' in first.parser.feed(format_chunk({"text": " "}))
+    second = continuation.plan_upstream(get_adapter(adapter), "cat")
     assert second is not None
     assert json.loads(second.request.body)["prompt"] == "Tell me"
-    assert seen_in(second.parser.feed(told({"text": " Once"}))).text == "Once"
+    assert parse_stream(second.parser.feed(format_chunk({"text": " Once"}))).text == "Once"
 
 
 @pytest.mark.parametrize("reason", ["abort", "error", "cancelled", "timeout"])
 @pytest.mark.parametrize("n", [1, 2])
-def test_an_answer_that_its_server_broke_off_is_no_answer(reason: str, n: int) -> None:
-    carrier = StreamContinuation(ask_for(COMPLETION, n=n), COMPLETION.encode(), DeliveredOutput())
-    leg = carrier.plan_upstream(get_adapter("tensorrt-llm"), "cat")
-    assert leg is not None
-    assert not leg.parser.feed(told({"text": "", "finish_reason": reason}) + b"data: [DONE]\n\n")
-    assert leg.parser.failure
-    assert not leg.parser.is_done
+def test_aborted_stream_is_failure(reason: str, n: int) -> None:
+    continuation = StreamContinuation(
+        make_fields(COMPLETION, n=n), COMPLETION.encode(), DeliveredOutput()
+    )
+    plan = continuation.plan_upstream(get_adapter("tensorrt-llm"), "cat")
+    assert plan is not None
+    assert not plan.parser.feed(
+        format_chunk({"text": "", "finish_reason": reason}) + b"data: [DONE]\n\n"
+    )
+    assert plan.parser.failure
+    assert not plan.parser.is_done
 
 
-def test_cached_tokens_are_told_as_they_are_counted() -> None:
-    ask = ask_for(COMPLETION, stream_options={"include_usage": True})
+def test_cached_tokens_after_resume_match_count() -> None:
+    fields = make_fields(COMPLETION, stream_options={"include_usage": True})
     delivered = DeliveredOutput()
-    carrier = StreamContinuation(ask, COMPLETION.encode(), delivered)
-    first = carrier.plan_upstream(get_adapter("vllm"), "cat")
+    continuation = StreamContinuation(fields, COMPLETION.encode(), delivered)
+    first = continuation.plan_upstream(get_adapter("vllm"), "cat")
     assert first is not None
-    first.parser.feed(told({"text": "Once", "token_ids": [100], "prompt_token_ids": [1, 2, 3]}))
-    second = carrier.plan_upstream(get_adapter("vllm"), "cat")
+    first.parser.feed(
+        format_chunk({"text": "Once", "token_ids": [100], "prompt_token_ids": [1, 2, 3]})
+    )
+    second = continuation.plan_upstream(get_adapter("vllm"), "cat")
     assert second is not None
-    second.parser.feed(told({"text": ".", "token_ids": [101], "finish_reason": "stop"}))
+    second.parser.feed(format_chunk({"text": ".", "token_ids": [101], "finish_reason": "stop"}))
     usage = {"prompt_tokens": 4, "completion_tokens": 1, "total_tokens": 5}
     details = {"prompt_tokens_details": {"cached_tokens": 4}}
-    (seen,) = seen_in(second.parser.feed(told({}, usage=usage | details))).usage
-    assert seen["prompt_tokens_details"]["cached_tokens"] == delivered.cached_tokens == 0
-    assert (seen["prompt_tokens"], seen["completion_tokens"], seen["total_tokens"]) == (3, 2, 5)
+    (result,) = parse_stream(second.parser.feed(format_chunk({}, usage=usage | details))).usage
+    assert result["prompt_tokens_details"]["cached_tokens"] == delivered.cached_tokens == 0
+    assert (result["prompt_tokens"], result["completion_tokens"], result["total_tokens"]) == (
+        3,
+        2,
+        5,
+    )
 
 
-def test_an_end_that_a_server_could_not_tell_repeats_no_token_ids() -> None:
-    carrier = StreamContinuation(
-        ask_for(COMPLETION, return_token_ids=True, max_tokens=1),
+def test_generated_tail_repeats_no_token_ids() -> None:
+    continuation = StreamContinuation(
+        make_fields(COMPLETION, return_token_ids=True, max_tokens=1),
         COMPLETION.encode(),
         DeliveredOutput(),
     )
-    leg = carrier.plan_upstream(get_adapter("vllm"), "cat")
-    assert leg is not None
-    leg.parser.feed(told({"text": "Once", "token_ids": [100], "prompt_token_ids": [1, 2, 3]}))
-    ending = carrier.build_missing_tail()
+    plan = continuation.plan_upstream(get_adapter("vllm"), "cat")
+    assert plan is not None
+    plan.parser.feed(
+        format_chunk({"text": "Once", "token_ids": [100], "prompt_token_ids": [1, 2, 3]})
+    )
+    ending = continuation.build_missing_tail()
     assert ending is not None
     (choice,) = json.loads(EventParser().feed(ending)[0])["choices"]
     assert (choice["token_ids"], choice["prompt_token_ids"]) == (None, None)
     assert choice["finish_reason"] == "length"
 
 
-def test_what_is_held_back_for_a_stop_string_can_be_told_at_last() -> None:
-    carrier = StreamContinuation(
-        ask_for(COMPLETION, stop=["never"]), COMPLETION.encode(), DeliveredOutput()
+def test_text_held_for_stop_string_is_flushed_once() -> None:
+    continuation = StreamContinuation(
+        make_fields(COMPLETION, stop=["never"]), COMPLETION.encode(), DeliveredOutput()
     )
-    leg = carrier.plan_upstream(get_adapter("vllm"), "cat")
-    assert leg is not None
-    passed = leg.parser.feed(told({"text": "Once up", "token_ids": [100, 101]}))
-    assert seen_in(passed).text == "Onc"
-    passed += carrier.flush_held_text()
-    assert seen_in(passed).text == "Once up"
-    assert not carrier.flush_held_text()
+    plan = continuation.plan_upstream(get_adapter("vllm"), "cat")
+    assert plan is not None
+    passed = plan.parser.feed(format_chunk({"text": "Once up", "token_ids": [100, 101]}))
+    assert parse_stream(passed).text == "Onc"
+    passed += continuation.flush_held_text()
+    assert parse_stream(passed).text == "Once up"
+    assert not continuation.flush_held_text()
 
 
 @pytest.mark.parametrize("more", [{"stop_token_ids": [7]}, {"skip_special_tokens": False}])
-def test_stop_strings_are_the_servers_where_stop_tokens_have_text(more: dict[str, object]) -> None:
-    """With `include_stop_str_in_output` vLLM leaves their text in, too."""
-    carrier = StreamContinuation(
-        ask_for(COMPLETION, stop=["\n"], **more), COMPLETION.encode(), DeliveredOutput()
+def test_engine_keeps_stop_strings_if_stop_tokens_are_visible(more: dict[str, object]) -> None:
+    """With `include_stop_str_in_output`, vLLM would leave the text of stop tokens in the output, too."""
+    continuation = StreamContinuation(
+        make_fields(COMPLETION, stop=["\n"], **more), COMPLETION.encode(), DeliveredOutput()
     )
-    leg = carrier.plan_upstream(get_adapter("vllm"), "cat")
-    assert leg is not None
-    assert "include_stop_str_in_output" not in json.loads(leg.request.body)
+    plan = continuation.plan_upstream(get_adapter("vllm"), "cat")
+    assert plan is not None
+    assert "include_stop_str_in_output" not in json.loads(plan.request.body)

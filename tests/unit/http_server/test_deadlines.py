@@ -1,4 +1,4 @@
-"""Deadlines: whatever is not removed expires, in order, and nothing else does."""
+"""Deadlines: every item that is not removed expires, in order."""
 
 from __future__ import annotations
 
@@ -10,67 +10,70 @@ import pytest
 from argosy.http_server import Deadlines
 
 
-async def test_what_is_not_removed_expires_in_order() -> None:
+async def test_items_that_are_not_removed_expire_in_order() -> None:
     expired: list[int] = []
     last = asyncio.Event()
 
-    def ring(thing: int) -> None:
-        expired.append(thing)
-        if thing == 9:
+    def on_expired(item: int) -> None:
+        expired.append(item)
+        if item == 9:
             last.set()
 
-    deadlines = Deadlines(0.01, ring)
-    for thing in range(10):
-        deadlines.add(thing)
-    deadlines.add(0)  # anew: it is behind the others now
+    deadlines = Deadlines(0.01, on_expired)
+    for item in range(10):
+        deadlines.add(item)
+    deadlines.add(0)  # again, so it moves behind the others
     deadlines.add(9)
-    for thing in (3, 4):
-        deadlines.remove(thing)
+    for item in (3, 4):
+        deadlines.remove(item)
     deadlines.remove(99)
     await last.wait()
     assert expired == [1, 2, 5, 6, 7, 8, 0, 9]
 
 
-async def test_it_rings_again_for_what_is_added_later() -> None:
-    rung: asyncio.Queue[str] = asyncio.Queue()
-    deadlines = Deadlines(0.005, rung.put_nowait)
-    for thing in ("first", "second"):
-        deadlines.add(thing)
-        assert await rung.get() == thing
+async def test_item_added_after_an_expiry_expires_too() -> None:
+    expired: asyncio.Queue[str] = asyncio.Queue()
+    deadlines = Deadlines(0.005, expired.put_nowait)
+    for item in ("first", "second"):
+        deadlines.add(item)
+        assert await expired.get() == item
 
 
-async def test_one_timer_is_enough_for_what_is_added_again_and_again(
+async def test_readded_items_share_one_timer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    loop, timers, rung, enough = asyncio.get_running_loop(), 0, 0, asyncio.Event()
+    loop, timers, expirations, finished = asyncio.get_running_loop(), 0, 0, asyncio.Event()
     call_later = loop.call_later
 
-    def counted(delay: float, ring: Callable[[], None]) -> asyncio.TimerHandle:
+    def count_timers(delay: float, on_expired: Callable[[], None]) -> asyncio.TimerHandle:
         nonlocal timers
         timers += 1
-        return call_later(delay, ring)
+        return call_later(delay, on_expired)
 
-    def ring(thing: int) -> None:
-        nonlocal rung
-        rung += 1
-        deadlines.add(thing)
-        if rung == 50:
-            deadlines.remove(thing)
-            enough.set()
+    def on_expired(item: int) -> None:
+        nonlocal expirations
+        expirations += 1
+        deadlines.add(item)
+        if expirations == 50:
+            deadlines.remove(item)
+            finished.set()
 
-    monkeypatch.setattr(loop, "call_later", counted)
-    deadlines = Deadlines(0.002, ring)
+    monkeypatch.setattr(loop, "call_later", count_timers)
+    deadlines = Deadlines(0.002, on_expired)
     deadlines.add(1)
-    await enough.wait()
-    assert timers <= 2 * rung  # one may ring a moment too early
+    await finished.wait()
+    assert timers <= 2 * expirations  # a timer may fire slightly early
 
 
-async def test_one_that_fails_costs_no_other() -> None:
-    loop, failed, went_on = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+async def test_failing_callback_does_not_affect_other_items() -> None:
+    loop, failed, second_expired = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
     loop.set_exception_handler(lambda *_: failed.set())
-    ended: dict[str, Callable[[], object]] = {"ill": lambda: 1 / 0, "well": went_on.set}
-    deadlines: Deadlines[str] = Deadlines(0.005, lambda thing: ended[thing]())
-    deadlines.add("ill")
-    deadlines.add("well")
+    actions: dict[str, Callable[[], object]] = {
+        "failing": lambda: 1 / 0,
+        "working": second_expired.set,
+    }
+    deadlines: Deadlines[str] = Deadlines(0.005, lambda item: actions[item]())
+    deadlines.add("failing")
+    deadlines.add("working")
     await failed.wait()
-    await went_on.wait()
+    await second_expired.wait()

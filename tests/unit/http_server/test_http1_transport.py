@@ -1,4 +1,4 @@
-"""What is sent of an answer goes out with what else is sent at that moment, and never waits for more."""
+"""HTTP/1.1 transport: writes of one loop iteration are coalesced and never delayed further."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ SCOPE = {"method": "POST", "http_version": "1.1"}
 EVENTS = [(b"content-type", b"text/event-stream")]
 
 
-class Kernel(asyncio.Transport):
-    """Notes each write."""
+class RecordingTransport(asyncio.Transport):
+    """Records each write."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,30 +26,30 @@ class Kernel(asyncio.Transport):
     def is_closing(self) -> bool:
         return False
 
-    def write(self, data: bytes) -> None:  # type: ignore[override] # as it is called
+    def write(self, data: bytes) -> None:  # type: ignore[override] # only bytes are written
         self.writes.append(data)
 
 
-class Client:
-    """An `Owner`."""
+class FakeConnection:
+    """A `ConnectionHandle` that records its writes."""
 
     default_headers = ()
     is_backpressured = False
 
     def __init__(self) -> None:
-        self.held = False
-        self.kernel = Kernel()
-        self.transport: asyncio.Transport = self.kernel
+        self.is_reading_paused = False
+        self.written_to = RecordingTransport()
+        self.transport: asyncio.Transport = self.written_to
 
     def add_unread_bytes(self, byte_count: int) -> bool:
         del byte_count
         return True
 
     def pause_reading(self) -> None:
-        self.held = True
+        self.is_reading_paused = True
 
     def resume_reading(self) -> None:
-        self.held = False
+        self.is_reading_paused = False
 
     def on_response_complete(self, transport: Http1Transport) -> None:
         assert transport.response_complete
@@ -57,60 +57,62 @@ class Client:
     def abort(self) -> None: ...
 
 
-def begun() -> tuple[Http1Transport, list[bytes]]:
-    client = Client()
-    wire = Http1Transport(client, SCOPE, keep_alive=True, expects_continue=False)
-    wire.start_response(200, EVENTS)
-    return wire, client.kernel.writes
+def started_response() -> tuple[Http1Transport, list[bytes]]:
+    """Start a response and return its transport and the recorded writes."""
+    connection = FakeConnection()
+    transport = Http1Transport(connection, SCOPE, keep_alive=True, expects_continue=False)
+    transport.start_response(200, EVENTS)
+    return transport, connection.written_to.writes
 
 
-async def test_a_stream_begins_with_its_first_piece() -> None:
-    wire, writes = begun()
-    wire.write_nowait(b"first")
+async def test_head_and_first_chunk_are_one_write() -> None:
+    transport, writes = started_response()
+    transport.write_nowait(b"first")
     await asyncio.sleep(0)
     assert len(writes) == 1
     assert writes[0].endswith(b"\r\n\r\n5\r\nfirst\r\n")
 
 
-async def test_a_head_does_not_wait_for_a_piece() -> None:
-    _, writes = begun()
+async def test_head_does_not_wait_for_a_chunk() -> None:
+    _, writes = started_response()
     await asyncio.sleep(0)
     assert len(writes) == 1
     assert writes[0].endswith(b"chunked\r\n\r\n")
 
 
-async def test_the_last_piece_brings_the_end() -> None:
-    wire, writes = begun()
+async def test_last_chunk_and_end_are_one_write() -> None:
+    transport, writes = started_response()
     await asyncio.sleep(0)
-    wire.write_nowait(b"last")
-    wire.end_response()
+    transport.write_nowait(b"last")
+    transport.end_response()
     assert writes[1:] == [b"4\r\nlast\r\n0\r\n\r\n"]
     await asyncio.sleep(0)
     assert len(writes) == 2
 
 
-async def test_much_at_once_does_not_pile_up() -> None:
-    wire, writes = begun()
+async def test_coalesced_writes_are_bounded() -> None:
+    transport, writes = started_response()
     for _ in range(100):
-        wire.write_nowait(bytes(MAX_COALESCED_BYTES))
+        transport.write_nowait(bytes(MAX_COALESCED_BYTES))
     assert sum(map(len, writes)) > 100 * MAX_COALESCED_BYTES
     assert max(map(len, writes)) < 2 * MAX_COALESCED_BYTES
 
 
-async def test_a_large_body_that_came_at_once_does_not_hide_that_its_client_leaves() -> None:
-    client = Client()
-    wire = Http1Transport(client, SCOPE, keep_alive=True, expects_continue=False)
-    wire.on_body(bytes(MAX_PREFETCHED_BODY_BYTES + 1))
-    assert client.held
-    wire.on_body_complete()
-    assert not client.held
+async def test_reading_resumes_after_a_large_body_is_complete() -> None:
+    """Otherwise a disconnect would go unnoticed."""
+    connection = FakeConnection()
+    transport = Http1Transport(connection, SCOPE, keep_alive=True, expects_continue=False)
+    transport.on_body(bytes(MAX_PREFETCHED_BODY_BYTES + 1))
+    assert connection.is_reading_paused
+    transport.on_body_complete()
+    assert not connection.is_reading_paused
 
 
 @pytest.mark.parametrize("value", [b"a\r\nx-other: b", b"a\nb", b"a\rb"])
-async def test_a_header_with_a_line_break_is_not_sent(value: bytes) -> None:
-    client = Client()
-    wire = Http1Transport(client, SCOPE, keep_alive=True, expects_continue=False)
+async def test_header_with_a_line_break_is_rejected(value: bytes) -> None:
+    connection = FakeConnection()
+    transport = Http1Transport(connection, SCOPE, keep_alive=True, expects_continue=False)
     with pytest.raises(ValueError, match="line break"):
-        wire.send_response(200, [(b"x-some", value), (b"content-length", b"0")], b"")
+        transport.send_response(200, [(b"x-some", value), (b"content-length", b"0")], b"")
     await asyncio.sleep(0)
-    assert not client.kernel.writes
+    assert not connection.written_to.writes

@@ -1,4 +1,4 @@
-"""A client that takes its answer slowly gets it, one that takes nothing is cut off, and for neither much is kept."""
+"""Slow clients: a slow reader gets its response, a stalled one is disconnected, and little is buffered for either."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ BODY = bytes(range(256)) * (8 * MIB // 256)
 
 
 @dataclass(frozen=True)
-class Limits:
-    """An `ExchangeLimits`."""
+class FakeExchangeLimits:
+    """Limits of the exchange under test, as `ExchangeLimits` declares them."""
 
     body_limit_bytes: int = MIB
     body_timeout_s: float = 60.0
@@ -35,15 +35,15 @@ class Limits:
 
 
 @contextlib.asynccontextmanager
-async def asked(
-    handle: Callable[[HttpExchange], Awaitable[None]], limits: Limits
+async def connected_client(
+    handle: Callable[[HttpExchange], Awaitable[None]], limits: FakeExchangeLimits
 ) -> AsyncIterator[tuple[socket.socket, asyncio.Task[None]]]:
-    """A client that has asked, and the task that answers it."""
-    answering: asyncio.Future[asyncio.Task[None]] = asyncio.get_running_loop().create_future()
+    """Yield a client that has sent a request, and the task that responds to it."""
+    response_task: asyncio.Future[asyncio.Task[None]] = asyncio.get_running_loop().create_future()
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         task = asyncio.ensure_future(handle(HttpExchange(scope, receive, send, limits)))
-        answering.set_result(task)
+        response_task.set_result(task)
         await asyncio.wait({task})
 
     listening = bind_tcp("127.0.0.1", 0)
@@ -53,24 +53,24 @@ async def asked(
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect(listening.getsockname())
         client.sendall(b"GET / HTTP/1.1\r\nhost: here\r\nconnection: close\r\n\r\n")
-        yield client, await answering
+        yield client, await response_task
     listener.stop()
     await serving
 
 
-class Slow:
-    """As much of a `Wire` as is asked of one whose client is behind: so much waits, each time that it is looked."""
+class BackpressuredTransport:
+    """A `ResponseTransport` whose client is behind. `unsent_sequence` lists the unsent bytes at each check."""
 
     is_backpressured = True
     is_disconnected = False
-    was_cut = False
+    is_aborted = False
 
-    def __init__(self, unsent: list[int]) -> None:
-        self.unsent_then = unsent
+    def __init__(self, unsent_sequence: list[int]) -> None:
+        self.unsent_sequence = unsent_sequence
 
     @property
     def unsent_bytes(self) -> int:
-        return self.unsent_then.pop(0)
+        return self.unsent_sequence.pop(0)
 
     async def wait_writable(self) -> None:
         await asyncio.Event().wait()
@@ -78,11 +78,11 @@ class Slow:
     def write_nowait(self, data: bytes) -> None: ...
 
     def abort(self) -> None:
-        self.was_cut = True
+        self.is_aborted = True
 
 
-async def test_little_is_kept_for_who_takes_nothing() -> None:
-    """Megabytes for each of thousands would be all memory that the kernel has for connections."""
+async def test_stalled_client_has_a_bounded_send_buffer() -> None:
+    """Megabytes for each of thousands of clients would exhaust the kernel's socket memory."""
     sent = 0
 
     async def flood(exchange: HttpExchange) -> None:
@@ -92,46 +92,52 @@ async def test_little_is_kept_for_who_takes_nothing() -> None:
             await exchange.write(bytes(MAX_PIECE_BYTES))
             sent += MAX_PIECE_BYTES
 
-    async with asked(flood, Limits(slow_reader_timeout_s=0.05)) as (_, answering):
+    async with connected_client(flood, FakeExchangeLimits(slow_reader_timeout_s=0.05)) as (
+        _,
+        response_task,
+    ):
         with pytest.raises(SlowReaderError):
-            await answering
+            await response_task
     assert sent < MIB
 
 
-async def test_who_takes_a_little_is_not_cut_off_until_they_take_nothing() -> None:
-    wire = Slow([300, 200, 100, 100])
+async def test_slow_client_is_disconnected_only_when_it_reads_nothing() -> None:
+    transport = BackpressuredTransport([300, 200, 100, 100])
     exchange = HttpExchange(
-        {"method": "GET", "path": "/", "headers": [], "state": {TRANSPORT_KEY: wire}},
-        *(None, None),  # type: ignore[arg-type] # nothing is asked of them
-        Limits(slow_reader_timeout_s=0.001),
+        {"method": "GET", "path": "/", "headers": [], "state": {TRANSPORT_KEY: transport}},
+        *(None, None),  # type: ignore[arg-type] # not called
+        FakeExchangeLimits(slow_reader_timeout_s=0.001),
     )
     with pytest.raises(SlowReaderError):
         await exchange.write(b"more")
-    assert wire.unsent_then == []
-    assert wire.was_cut
+    assert transport.unsent_sequence == []
+    assert transport.is_aborted
 
 
-async def test_a_large_answer_waits_for_who_takes_nothing_no_longer_than_a_stream_does() -> None:
-    async with asked(
-        lambda exchange: exchange.send_response(200, BODY), Limits(slow_reader_timeout_s=0.05)
-    ) as (_, answering):
+async def test_large_response_to_a_stalled_client_times_out() -> None:
+    async with connected_client(
+        lambda exchange: exchange.send_response(200, BODY),
+        FakeExchangeLimits(slow_reader_timeout_s=0.05),
+    ) as (_, response_task):
         with pytest.raises(SlowReaderError):
-            await answering
+            await response_task
 
 
-async def test_a_large_answer_is_the_same_bytes_in_pieces() -> None:
-    async with asked(lambda exchange: exchange.send_response(200, BODY), Limits()) as (
+async def test_large_response_is_complete() -> None:
+    async with connected_client(
+        lambda exchange: exchange.send_response(200, BODY), FakeExchangeLimits()
+    ) as (
         client,
-        answering,
+        response_task,
     ):
-        answer = await asyncio.to_thread(read, client)
-        await answering
-    head, _, body = answer.partition(b"\r\n\r\n")
+        response = await asyncio.to_thread(read_all, client)
+        await response_task
+    head, _, body = response.partition(b"\r\n\r\n")
     assert f"content-length: {len(BODY)}".encode() in head
     assert b"chunked" not in head
     assert body == BODY
 
 
-def read(client: socket.socket) -> bytes:
-    """All of its answer."""
+def read_all(client: socket.socket) -> bytes:
+    """Return the complete response."""
     return b"".join(iter(lambda: client.recv(1 << 16), b""))

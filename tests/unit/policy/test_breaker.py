@@ -1,37 +1,29 @@
-"""Breakers: what opens them, what does not, and that a pool never loses more than half of itself."""
+"""Circuit breaker: conditions that open it, probes that close it, and the share of a pool that stays eligible."""
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from argosy.policy import AttemptOutcome, Breaker, BreakerLimits, classify_status, eligible_replicas
 
 
-def test_a_refusal_that_is_the_requests_own_fault_counts_as_success() -> None:
-    assert (
-        classify_status(200)
-        is classify_status(400)
-        is classify_status(404)
-        is AttemptOutcome.SUCCESS
-    )
-    assert classify_status(429) is classify_status(503) is AttemptOutcome.BACKPRESSURE
-    assert classify_status(500) is classify_status(502) is AttemptOutcome.FAILURE
-    assert (
-        classify_status(401)
-        is classify_status(402)
-        is classify_status(424)
-        is AttemptOutcome.FAILURE
-    )
-    assert (
-        classify_status(204)
-        is classify_status(301)
-        is classify_status(307)
-        is AttemptOutcome.FAILURE
-    )
+@pytest.mark.parametrize(
+    ("statuses", "outcome"),
+    [
+        ((200, 400, 404), AttemptOutcome.SUCCESS),  # the client's own mistakes count as success
+        ((429, 503), AttemptOutcome.BACKPRESSURE),
+        ((500, 502, 401, 402, 424, 204, 301, 307), AttemptOutcome.FAILURE),
+    ],
+    ids=lambda value: value.name if isinstance(value, AttemptOutcome) else "",
+)
+def test_status_is_classified(statuses: tuple[int, ...], outcome: AttemptOutcome) -> None:
+    assert {classify_status(status) for status in statuses} == {outcome}
 
 
-def opened(now: float = 0.0) -> Breaker:
+def open_breaker(now: float = 0.0) -> Breaker:
+    """Return a breaker that three failures at `now` have opened."""
     breaker = Breaker()
     for _ in range(3):
         breaker.record_outcome(AttemptOutcome.FAILURE, now)
@@ -39,7 +31,7 @@ def opened(now: float = 0.0) -> Breaker:
     return breaker
 
 
-def test_failures_in_a_row_open_it_and_backpressure_never_does() -> None:
+def test_consecutive_failures_open_breaker_and_backpressure_does_not() -> None:
     breaker = Breaker()
     for outcome in (
         *[AttemptOutcome.BACKPRESSURE] * 100,
@@ -55,50 +47,50 @@ def test_failures_in_a_row_open_it_and_backpressure_never_does() -> None:
     assert not breaker.is_closed
 
 
-def test_a_high_share_of_failures_opens_it_without_a_row() -> None:
-    for each, closed in ((3, True), (2, False)):
+def test_failure_ratio_opens_breaker_without_consecutive_failures() -> None:
+    for failure_period, closed in ((3, True), (2, False)):
         breaker = Breaker(BreakerLimits(sample_size=10))
         for number in range(60):
             breaker.record_outcome(
-                AttemptOutcome.SUCCESS if number % each else AttemptOutcome.FAILURE, 0.0
+                AttemptOutcome.SUCCESS if number % failure_period else AttemptOutcome.FAILURE, 0.0
             )
         assert breaker.is_closed == closed
 
 
-def test_one_probe_at_a_time_decides_and_each_failed_one_doubles_the_wait() -> None:
-    breaker, waits, now = opened(), [], 0.0
+def test_failed_probe_doubles_the_open_interval_and_probes_are_serial() -> None:
+    breaker, intervals, now = open_breaker(), [], 0.0
     for _ in range(1100):
         assert breaker.open_until is not None
-        waits.append(breaker.open_until - now)
+        intervals.append(breaker.open_until - now)
         assert not breaker.is_probe_due(breaker.open_until - 0.1)
         now = breaker.open_until
         assert breaker.is_probe_due(now)
         breaker.on_probe_sent()
         assert not breaker.is_probe_due(now)
         breaker.record_probe_outcome(AttemptOutcome.FAILURE, now)
-    assert waits == [2.0, 4.0, 8.0, *[10.0] * 1097]
+    assert intervals == [2.0, 4.0, 8.0, *[10.0] * 1097]
     assert breaker.open_until is not None
     breaker.on_probe_sent()
     breaker.record_probe_outcome(AttemptOutcome.BACKPRESSURE, breaker.open_until)
     assert breaker.is_closed
 
 
-def test_one_that_is_never_well_for_long_is_left_alone_for_longer() -> None:
-    breaker, waits, now = Breaker(), [], 100.0
-    for well_s in (1.0, 1.0, 1.0, 1.0, 60.0, 1.0):
+def test_short_recovery_does_not_reset_the_open_interval() -> None:
+    breaker, intervals, now = Breaker(), [], 100.0
+    for closed_s in (1.0, 1.0, 1.0, 1.0, 60.0, 1.0):
         for _ in range(3):
             breaker.record_outcome(AttemptOutcome.FAILURE, now)
         assert breaker.open_until is not None
-        waits.append(breaker.open_until - now)
+        intervals.append(breaker.open_until - now)
         now = breaker.open_until
         breaker.on_probe_sent()
         breaker.record_probe_outcome(AttemptOutcome.SUCCESS, now)
         assert breaker.is_closed
-        now += well_s
-    assert waits == [2.0, 4.0, 8.0, 10.0, 10.0, 2.0]
+        now += closed_s
+    assert intervals == [2.0, 4.0, 8.0, 10.0, 10.0, 2.0]
 
 
-def test_what_failed_before_it_closed_is_forgotten() -> None:
+def test_failures_before_closing_do_not_count_afterwards() -> None:
     breaker = Breaker(BreakerLimits(sample_size=4))
     for outcome in (
         AttemptOutcome.FAILURE,
@@ -115,8 +107,8 @@ def test_what_failed_before_it_closed_is_forgotten() -> None:
     assert breaker.is_closed
 
 
-def test_what_began_before_it_opened_neither_closes_nor_prolongs_it() -> None:
-    breaker = opened()
+def test_outcomes_of_earlier_requests_do_not_change_an_open_breaker() -> None:
+    breaker = open_breaker()
     until = breaker.open_until
     breaker.record_outcome(AttemptOutcome.FAILURE, 0.1)
     breaker.record_outcome(AttemptOutcome.SUCCESS, 0.1)
@@ -132,13 +124,13 @@ def test_what_began_before_it_opened_neither_closes_nor_prolongs_it() -> None:
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=20))
-def test_at_least_half_of_a_pool_stays_in_use(broken: list[bool]) -> None:
+def test_at_least_half_of_a_pool_stays_eligible(open_flags: list[bool]) -> None:
     pool = {}
-    for number, is_broken in enumerate(broken):
-        pool[str(number)] = opened(float(-number)) if is_broken else Breaker()
+    for number, is_open in enumerate(open_flags):
+        pool[str(number)] = open_breaker(float(-number)) if is_open else Breaker()
     closed = [name for name, breaker in pool.items() if breaker.is_closed]
-    soonest = [name for name in reversed(pool) if name not in closed]
+    earliest_open = [name for name in reversed(pool) if name not in closed]
     assert (
         eligible_replicas(pool)
-        == closed + soonest[: max(0, len(pool) - len(pool) // 2 - len(closed))]
+        == closed + earliest_open[: max(0, len(pool) - len(pool) // 2 - len(closed))]
     )

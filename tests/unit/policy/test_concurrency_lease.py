@@ -1,45 +1,54 @@
-"""What runs at a time, over gateways that speak when they have to: what runs is kept, what has ended comes back."""
+"""Concurrency leases of gateways in virtual time: running requests keep their slots, unused slots are returned."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.virtual_fleet import ALIVE_S, Gateway, World, world
+from tests.support.virtual_fleet import GATEWAY_TTL_S, VirtualFleet, VirtualGateway, make_fleet
 
 from argosy.policy import ConcurrencyLease, ConcurrencyMeter, LeaseGrant, LeaseRequest
 
 LIMIT = 12
 
 
-def places(count: int) -> World:
-    """Gateways with a lease of so many places; what runs is kept for them, whenever one looks."""
-    fleet = world(count, lambda: ConcurrencyLease("places", ConcurrencyMeter(LIMIT), ALIVE_S))
+def make_lease(limit: int = LIMIT) -> ConcurrencyLease:
+    return ConcurrencyLease("concurrency", ConcurrencyMeter(limit), GATEWAY_TTL_S)
+
+
+def make_concurrency_fleet(num_gateways: int) -> VirtualFleet:
+    """Return a fleet that checks at each tick that running requests have slots within the limit."""
+    fleet = make_fleet(num_gateways, make_lease)
 
     def check() -> None:
         for gateway in fleet.gateways:
-            assert kept(fleet, gateway) >= gateway.running
-            assert gateway.lease.used >= gateway.running
-        assert kept(fleet, *fleet.gateways) <= LIMIT
+            assert leased_slots(fleet, gateway) >= gateway.num_running
+            assert gateway.lease.used >= gateway.num_running
+        assert leased_slots(fleet, *fleet.gateways) <= LIMIT
 
     fleet.check = check
     return fleet
 
 
-def kept(fleet: World, *gateways: Gateway) -> int:
-    limit = fleet.authority.limits.get("places")
-    return 0 if limit is None else sum(limit.places.get(one.name, 0) for one in gateways)
+def leased_slots(fleet: VirtualFleet, *gateways: VirtualGateway) -> int:
+    """Return the slots that the authority has leased to these gateways."""
+    limit = fleet.authority.limits.get("concurrency")
+    return 0 if limit is None else sum(limit.concurrency.get(each.name, 0) for each in gateways)
 
 
-def begin(fleet: World, gateway: Gateway) -> bool:
-    begun = fleet.use(gateway, 1)
-    gateway.running += begun
-    return begun
+def begin(fleet: VirtualFleet, gateway: VirtualGateway) -> bool:
+    admitted = fleet.use(gateway, 1)
+    gateway.num_running += admitted
+    return admitted
 
 
-def end(fleet: World, gateway: Gateway) -> None:
-    if gateway.running:
+def end(fleet: VirtualFleet, gateway: VirtualGateway) -> None:
+    if gateway.num_running:
         gateway.lease.adjust(0, -1, fleet.now)
-        gateway.running -= 1
+        gateway.num_running -= 1
+
+
+def grant(granted: int, used: int) -> LeaseGrant:
+    return LeaseGrant(granted, 0, used, 0.0, 0.0, known=True)
 
 
 @given(
@@ -49,72 +58,73 @@ def end(fleet: World, gateway: Gateway) -> None:
         max_size=40,
     ),
 )
-def test_what_runs_is_kept_nobody_waits_for_what_is_free_and_in_the_end_all_comes_back(
-    count: int, steps: list[tuple[int, str]]
+def test_free_slots_are_granted_and_unused_slots_are_returned(
+    num_gateways: int, steps: list[tuple[int, str]]
 ) -> None:
-    fleet = places(count)
-    for who, what in steps:
-        gateway = fleet.gateways[who % count]
-        if what == "wait":
+    fleet = make_concurrency_fleet(num_gateways)
+    for number, action in steps:
+        gateway = fleet.gateways[number % num_gateways]
+        if action == "wait":
             fleet.wait(3.0)
-        elif what == "end":
+        elif action == "end":
             end(fleet, gateway)
         elif not begin(fleet, gateway):
-            assert kept(fleet, *fleet.gateways) == LIMIT
+            assert leased_slots(fleet, *fleet.gateways) == LIMIT
         fleet.check()
     fleet.wait(3.0)
-    for gateway in fleet.gateways:  # a few are at hand for those that come next, and no more
-        assert kept(fleet, gateway) <= gateway.running + gateway.running // 4 + 1
+    for gateway in fleet.gateways:  # a few slots are kept for the next requests
+        spare = gateway.num_running // 4 + 1
+        assert leased_slots(fleet, gateway) <= gateway.num_running + spare
     for gateway in fleet.gateways:
-        while gateway.running:
+        while gateway.num_running:
             end(fleet, gateway)
     fleet.wait(3.0)
     assert not any(gateway.active for gateway in fleet.gateways)
-    assert kept(fleet, *fleet.gateways) == 0
-    messages = [gateway.messages for gateway in fleet.gateways]
+    assert leased_slots(fleet, *fleet.gateways) == 0
+    messages = [gateway.num_messages for gateway in fleet.gateways]
     fleet.wait(3.0)
-    assert messages == [gateway.messages for gateway in fleet.gateways]
+    assert messages == [gateway.num_messages for gateway in fleet.gateways]
 
 
-def test_who_runs_many_asks_seldom_and_what_others_run_is_known() -> None:
-    fleet = places(2)
+def test_busy_gateway_sends_few_messages_and_knows_usage_of_others() -> None:
+    fleet = make_concurrency_fleet(2)
     first, second = fleet.gateways
     assert all(begin(fleet, first) for _ in range(8))
-    assert first.messages <= 5
+    assert first.num_messages <= 5
     begin(fleet, second)
-    assert second.lease.used == kept(fleet, first) + 1
+    assert second.lease.used == leased_slots(fleet, first) + 1
     assert second.lease.reset_s(fleet.now) == second.lease.wait_s(1, fleet.now) == 0.0
-    before = first.messages
+    before = first.num_messages
     fleet.wait(10.0)
-    assert 5 <= first.messages - before <= 15
-    before = first.messages
+    assert 5 <= first.num_messages - before <= 15
+    before = first.num_messages
     begin(fleet, first)
-    assert first.messages == before
+    assert first.num_messages == before
 
 
-def test_who_comes_soon_after_another_need_not_ask() -> None:
-    fleet = places(1)
-    (one,) = fleet.gateways
-    begin(fleet, one)
+def test_request_soon_after_another_needs_no_message() -> None:
+    fleet = make_concurrency_fleet(1)
+    (gateway,) = fleet.gateways
+    begin(fleet, gateway)
     for _ in range(3):
-        end(fleet, one)
+        end(fleet, gateway)
         fleet.wait(1.1)
-        before = one.messages
-        begin(fleet, one)
-        assert one.messages == before
+        before = gateway.num_messages
+        begin(fleet, gateway)
+        assert gateway.num_messages == before
 
 
-def test_an_authority_that_is_silent_keeps_nothing_for_ever() -> None:
-    fleet = places(1)
-    (one,) = fleet.gateways
-    begin(fleet, one)
-    assert one.lease.remaining(fleet.now + ALIVE_S - 0.1) > 0
-    assert one.lease.remaining(fleet.now + ALIVE_S) == 0
-    assert one.lease.build_request(fleet.now + ALIVE_S).kept == 1
+def test_spare_slots_expire_while_authority_is_silent() -> None:
+    fleet = make_concurrency_fleet(1)
+    (gateway,) = fleet.gateways
+    begin(fleet, gateway)
+    assert gateway.lease.remaining(fleet.now + GATEWAY_TTL_S - 0.1) > 0
+    assert gateway.lease.remaining(fleet.now + GATEWAY_TTL_S) == 0
+    assert gateway.lease.build_request(fleet.now + GATEWAY_TTL_S).kept == 1
 
 
-def test_what_is_lent_is_one_at_that_moment_and_counts() -> None:
-    lease = ConcurrencyLease("places", ConcurrencyMeter(7), ALIVE_S)
+def test_overdrawn_slot_counts_and_is_usable_only_at_that_moment() -> None:
+    lease = make_lease(7)
     assert lease.is_idle
     assert [lease.is_within_even_share(units, 3, 10.0) for units in (3, 4)] == [True, False]
     lease.overdraw(1, 10.0)
@@ -128,32 +138,26 @@ def test_what_is_lent_is_one_at_that_moment_and_counts() -> None:
     assert lease.build_request(12.0).kept == 1
 
 
-def test_where_there_was_too_little_more_is_not_worth_asking_for_a_moment_later() -> None:
-    lease = ConcurrencyLease("places", ConcurrencyMeter(9), ALIVE_S)
+def test_overdraft_is_refused_for_a_moment_after_short_grant() -> None:
+    lease = make_lease(9)
     lease.request_units(5)
     assert not lease.is_exhausted(5, 10.0)
-    ask = lease.build_request(10.0)
-    assert (ask.need, ask.kept) == (5, 0)
-    lease.apply_grant(ask, told(2), 10.0, 10.0)
+    request = lease.build_request(10.0)
+    assert (request.need, request.kept) == (5, 0)
+    lease.apply_grant(request, grant(2, 2), 10.0, 10.0)
     assert [lease.can_overdraw(units, 10.01) for units in (2, 3)] == [True, False]
     assert lease.can_overdraw(3, 10.06)
     lease.request_units(1)
-    lease.apply_grant(lease.build_request(11.0), told(1), 11.0, 11.0)
+    lease.apply_grant(lease.build_request(11.0), grant(1, 1), 11.0, 11.0)
     assert lease.can_overdraw(9, 11.0)
 
 
-def told(granted: int) -> LeaseGrant:
-    return LeaseGrant(granted, 0, granted, 0.0, 0.0, known=True)
-
-
-def test_of_what_all_have_beyond_a_lowered_limit_each_gives_back_what_it_can() -> None:
-    lease = ConcurrencyLease("places", ConcurrencyMeter(4), ALIVE_S)
+def test_lowered_limit_takes_spare_slots_from_each_gateway() -> None:
+    lease = make_lease(4)
     lease.add(2, 10.0)
-    ask = LeaseRequest(kind="slots", limit=4, keep_s=10.0, need=0, ahead=0, kept=5)
-    for all_have, room in ((6, 1), (60, -2)):
-        lease.apply_grant(ask, LeaseGrant(0, 0, all_have, 0.0, 0.0, known=True), 10.0, 10.0)
-        assert lease.remaining(10.0) == room
-    lease.apply_grant(
-        lease.build_request(11.0), LeaseGrant(0, 0, 60, 0.0, 0.0, known=True), 11.0, 11.0
-    )
+    request = LeaseRequest(kind="slots", limit=4, keep_s=10.0, need=0, ahead=0, kept=5)
+    for used_by_all, remaining in ((6, 1), (60, -2)):
+        lease.apply_grant(request, grant(0, used_by_all), 10.0, 10.0)
+        assert lease.remaining(10.0) == remaining
+    lease.apply_grant(lease.build_request(11.0), grant(0, 60), 11.0, 11.0)
     assert not lease.is_idle

@@ -1,4 +1,4 @@
-"""The seats of a replica among gateways that know of each other by its reports: in use, not crowded, even, in order."""
+"""Slot shares of gateways that know of each other from a replica's reports: full use, little excess, fairness."""
 
 from __future__ import annotations
 
@@ -13,80 +13,80 @@ from argosy.policy import slot_share
 COUNTS = st.dictionaries(st.integers(0, 4), st.integers(0, 40), max_size=3)
 
 
-class World:
-    """Gateways that always want more, each in one tier, and what they have at a replica."""
+class ReplicaWithGateways:
+    """A replica and its saturated gateways, each of one tier, with the number of requests that each runs."""
 
-    def __init__(self, seats: int, tiers: list[int], seed: int) -> None:
-        self.seats = seats
+    def __init__(self, slots: int, tiers: list[int], seed: int) -> None:
+        self.slots = slots
         self.tiers = tiers
-        self.there = [0] * len(tiers)
+        self.running = [0] * len(tiers)
         self._draws = random.Random(seed)
 
-    def fill(self, gateway: int) -> None:
-        """A report comes to a gateway, and it sends what it may."""
+    def report_to(self, gateway: int) -> None:
+        """Deliver a report to a gateway, which fills its share."""
         others = [
             {tier: count}
-            for number, (tier, count) in enumerate(zip(self.tiers, self.there, strict=True))
+            for number, (tier, count) in enumerate(zip(self.tiers, self.running, strict=True))
             if number != gateway and count
         ]
-        most = slot_share(self.seats, others, self.tiers[gateway])
-        self.there[gateway] = max(self.there[gateway], most)
+        max_concurrency = slot_share(self.slots, others, self.tiers[gateway])
+        self.running[gateway] = max(self.running[gateway], max_concurrency)
 
-    def turn(self) -> None:
-        """An answer ends; its gateway knows at once, the others hear of it, one after the other."""
-        running = Counter({number: count for number, count in enumerate(self.there) if count})
-        if running:
-            (ended,) = self._draws.sample(list(running), 1, counts=list(running.values()))
-            self.there[ended] -= 1
-            self.fill(ended)
+    def finish_one(self) -> None:
+        """End one request. Its gateway knows at once, the others by reports in random order."""
+        busy = Counter({number: count for number, count in enumerate(self.running) if count})
+        if busy:
+            (ended,) = self._draws.sample(list(busy), 1, counts=list(busy.values()))
+            self.running[ended] -= 1
+            self.report_to(ended)
         for gateway in self._draws.sample(range(len(self.tiers)), len(self.tiers)):
-            self.fill(gateway)
+            self.report_to(gateway)
 
 
-@settings(max_examples=200)
+@settings(max_examples=30)
 @given(
-    seats=st.integers(1, 40),
+    slots=st.integers(1, 40),
     tiers=st.lists(st.integers(0, 2), min_size=1, max_size=5),
     seed=st.integers(0, 2**32),
 )
-def test_all_seats_are_in_use_hardly_any_twice_and_come_to_be_even(
-    seats: int, tiers: list[int], seed: int
+def test_slots_are_all_used_with_little_excess_and_converge_to_equal_shares(
+    slots: int, tiers: list[int], seed: int
 ) -> None:
-    world = World(seats, tiers, seed)
-    most = seats + max(1, seats // 4) + len(tiers) - 1
-    for _ in range(60 * seats):
-        world.turn()
-        assert seats <= sum(world.there) <= most
-    highest = [world.there[n] for n, tier in enumerate(tiers) if tier == min(tiers)]
-    assert sum(highest) >= seats
-    assert max(highest) - min(highest) <= max(2, len(highest))
-    assert sum(world.there) == sum(highest)
+    replica = ReplicaWithGateways(slots, tiers, seed)
+    max_concurrency = slots + max(1, slots // 4) + len(tiers) - 1
+    for _ in range(60 * slots):
+        replica.finish_one()
+        assert slots <= sum(replica.running) <= max_concurrency
+    highest_tier = [replica.running[n] for n, tier in enumerate(tiers) if tier == min(tiers)]
+    assert sum(highest_tier) >= slots
+    assert max(highest_tier) - min(highest_tier) <= max(2, len(highest_tier))
+    assert sum(replica.running) == sum(highest_tier)
 
 
-def test_one_alone_has_all_and_idle_gateways_cost_nothing() -> None:
+def test_lone_gateway_gets_all_slots_and_idle_gateways_reserve_none() -> None:
     assert [slot_share(8, [], tier) for tier in range(3)] == [8, 8, 8]
     assert [slot_share(8, [{1: 1}], tier) for tier in range(3)] == [8, 7, 7]
 
 
-def test_who_comes_late_need_not_wait_for_an_answer_to_end() -> None:
+def test_late_gateway_gets_a_share_at_once() -> None:
     assert slot_share(64, [{1: 64}], 1) == 16
     assert slot_share(8, [{1: 8}], 1) == 2
     assert slot_share(1, [{1: 1}, {1: 1}, {1: 1}], 1) == 1
 
 
-def test_a_higher_tier_goes_before_and_a_lower_one_makes_way() -> None:
+def test_higher_tier_goes_first_and_lower_tier_yields() -> None:
     assert slot_share(8, [{2: 8}], 0) == 2
     assert slot_share(8, [{0: 2, 2: 8}], 2) == 0
     assert slot_share(8, [{0: 8}], 2) == 0
 
 
-@given(seats=st.integers(1, 300), others=st.lists(COUNTS, max_size=5))
-def test_no_tier_has_fewer_than_a_lower_one(seats: int, others: list[dict[int, int]]) -> None:
-    parts = [slot_share(seats, others, tier) for tier in range(3)]
-    assert parts == sorted(parts, reverse=True)
-    assert all(0 <= most <= seats for most in parts)
+@given(slots=st.integers(1, 300), others=st.lists(COUNTS, max_size=5))
+def test_share_never_grows_towards_lower_tiers(slots: int, others: list[dict[int, int]]) -> None:
+    shares = [slot_share(slots, others, tier) for tier in range(3)]
+    assert shares == sorted(shares, reverse=True)
+    assert all(0 <= max_concurrency <= slots for max_concurrency in shares)
 
 
 @given(st.lists(st.dictionaries(st.integers(), st.integers(0)), max_size=3))
-def test_nonsense_is_worth_no_more_than_the_seats(others: list[dict[int, int]]) -> None:
+def test_invalid_counts_never_exceed_the_slots(others: list[dict[int, int]]) -> None:
     assert 0 <= slot_share(8, others, 1) <= 8

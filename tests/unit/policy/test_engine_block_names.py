@@ -1,4 +1,4 @@
-"""The blocks that an engine tells of have the names that prompts are given, whatever it evicts and keeps twice."""
+"""Blocks that an engine reports get the same names as the prompts, whatever it evicts or stores twice."""
 
 from __future__ import annotations
 
@@ -18,75 +18,76 @@ Prompt = tuple[str, tuple[int, ...]]
 PROMPTS = st.tuples(
     st.sampled_from(SALTS), st.lists(st.integers(0, 2), min_size=1, max_size=5).map(tuple)
 )
-"""A salt, and blocks of tokens that are all alike."""
+"""A salt, and blocks that each repeat one token."""
 
 
-def ids_of(numbers: tuple[int, ...]) -> array[int]:
-    return array("I", [number for number in numbers for _ in range(SIZE)])
+def token_ids(blocks: tuple[int, ...]) -> array[int]:
+    return array("I", [number for number in blocks for _ in range(SIZE)])
 
 
-def names_of(prompt: Prompt) -> array[int]:
-    return compute_block_names(prompt[0], ids_of(prompt[1]), SIZE)
+def block_names(prompt: Prompt) -> array[int]:
+    return compute_block_names(prompt[0], token_ids(prompt[1]), SIZE)
 
 
-def hash_of(prompt: Prompt) -> int:
-    """An engine's, of the prompt's last block."""
+def engine_hash(prompt: Prompt) -> int:
+    """Return the engine's own hash of the prompt's last block."""
     return hash(prompt)
 
 
-@settings(max_examples=300)
+@settings(max_examples=60)
 @given(st.data())
-def test_what_is_held_has_the_names_of_its_prompts(data: st.DataObject) -> None:
-    engine, held = Counter[Prompt](), set[int]()
+def test_stored_blocks_have_the_names_of_their_prompts(data: st.DataObject) -> None:
+    engine, named = Counter[Prompt](), set[int]()
     blocks = EngineBlockNames(SIZE)
     for _ in range(data.draw(st.integers(1, 12))):
-        evicts = data.draw(st.booleans())
-        if evicts and engine:
-            gone = data.draw(st.sampled_from(sorted(engine)))
-            engine[gone] -= 1
+        if data.draw(st.booleans()) and engine:
+            evicted = data.draw(st.sampled_from(sorted(engine)))
+            engine[evicted] -= 1
             engine += Counter()
-            held -= set(blocks.remove_blocks([hash_of(gone)]))
+            named -= set(blocks.remove_blocks([engine_hash(evicted)]))
         else:
             salt, numbers = data.draw(PROMPTS)
             chain = [(salt, numbers[:end]) for end in range(1, len(numbers) + 1)]
-            hit = data.draw(st.integers(0, sum(engine[each] > 0 for each in chain)))
-            while hit and not all(engine[each] for each in chain[:hit]):
-                hit -= 1
-            parent = hash_of(chain[hit - 1]) if hit else None
-            new = chain[hit:]
+            cached = data.draw(st.integers(0, sum(engine[each] > 0 for each in chain)))
+            while cached and not all(engine[each] for each in chain[:cached]):
+                cached -= 1
+            parent = engine_hash(chain[cached - 1]) if cached else None
+            new = chain[cached:]
             engine.update(new)
-            held |= set(
+            named |= set(
                 blocks.add_blocks(
-                    [hash_of(each) for each in new], parent, ids_of(numbers[hit:]), salt
+                    [engine_hash(each) for each in new], parent, token_ids(numbers[cached:]), salt
                 )
             )
-        assert held == {names_of(each)[-1] for each in engine}
+        assert named == {block_names(each)[-1] for each in engine}
         assert len(blocks) == len(engine)
 
 
 @given(PROMPTS, PROMPTS)
-def test_names_are_alike_as_far_as_salt_and_tokens_are(one: Prompt, other: Prompt) -> None:
+def test_names_agree_up_to_the_first_difference_in_salt_or_tokens(
+    first_prompt: Prompt, second_prompt: Prompt
+) -> None:
     for first, second, same in zip(
-        names_of(one),
-        names_of(other),
-        [one[1][:end] == other[1][:end] for end in range(1, 6)],
+        block_names(first_prompt),
+        block_names(second_prompt),
+        [first_prompt[1][:end] == second_prompt[1][:end] for end in range(1, 6)],
         strict=False,
     ):
-        assert (first == second) == (one[0] == other[0] and same)
+        assert (first == second) == (first_prompt[0] == second_prompt[0] and same)
 
 
-def test_half_a_block_has_no_name() -> None:
+def test_partial_block_has_no_name() -> None:
     assert len(compute_block_names("", array("I", range(3 * SIZE - 1)), SIZE)) == 2
 
 
-def test_what_comes_after_an_unknown_block_cannot_be_named() -> None:
+def test_block_after_unknown_parent_has_no_name() -> None:
     blocks = EngineBlockNames(SIZE)
     assert not blocks.add_blocks([5], 4, range(SIZE), "")
     assert not blocks.remove_blocks([5, 6])
     assert not len(blocks)
 
 
-def test_blocks_without_their_tokens_are_refused() -> None:
+def test_blocks_without_their_tokens_are_rejected() -> None:
     with pytest.raises(ValueError, match="zip"):
         EngineBlockNames(SIZE).add_blocks([1, 2], None, range(SIZE), "")
     with pytest.raises(OverflowError):

@@ -1,4 +1,4 @@
-"""Second attempts keep to their budget and out of everybody's way, whatever comes."""
+"""Hedged requests stay within their budget and start only where slots are free."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from hypothesis import strategies as st
 from argosy.policy import Hedging
 from argosy.policy.hedging import HEDGE_RATIO, HEDGE_RESERVE, MIN_FREE_FRACTION
 
-SEATS = 40
+SLOTS = 40
 
 
-def take(hedging: Hedging, now: float = 0.0) -> bool:
-    """With all the room there could be."""
-    return hedging.try_acquire(now, queued=0, free_slots=SEATS, total_slots=SEATS, saturation=0.0)
+def try_acquire_with_room(hedging: Hedging, now: float = 0.0) -> bool:
+    """Request a hedge while every slot is free."""
+    return hedging.try_acquire(now, queued=0, free_slots=SLOTS, total_slots=SLOTS, saturation=0.0)
 
 
 @given(st.lists(st.booleans(), max_size=300))
-def test_they_never_exceed_the_share_and_the_reserve(events: list[bool]) -> None:
+def test_hedges_never_exceed_ratio_and_reserve(events: list[bool]) -> None:
     hedging, requests, hedges = Hedging(1.0), 0, 0
-    for stuck in events:
-        if stuck:
-            hedges += take(hedging)
+    for is_hedge in events:
+        if is_hedge:
+            hedges += try_acquire_with_room(hedging)
         else:
             hedging.record_request(0.0)
             requests += 1
@@ -30,37 +30,42 @@ def test_they_never_exceed_the_share_and_the_reserve(events: list[bool]) -> None
 
 @given(
     st.integers(0, 3),
-    st.integers(0, SEATS),
+    st.integers(0, SLOTS),
     st.sampled_from((0.0, 0.01, 1.0)),
 )
-def test_they_go_only_where_there_is_room_to_spare_and_refusals_cost_nothing(
-    waiting: int, free: int, saturated: float
+def test_hedge_needs_free_slots_and_rejection_spends_no_budget(
+    queued: int, free: int, saturation: float
 ) -> None:
     hedging = Hedging(1.0)
-    spare = waiting == 0 and saturated == 0.0 and free >= MIN_FREE_FRACTION * SEATS
-    asked = hedging.try_acquire(
-        0.0, queued=waiting, free_slots=free, total_slots=SEATS, saturation=saturated
+    is_room_free = queued == 0 and saturation == 0.0 and free >= MIN_FREE_FRACTION * SLOTS
+    acquired = hedging.try_acquire(
+        0.0, queued=queued, free_slots=free, total_slots=SLOTS, saturation=saturation
     )
-    assert asked == spare
-    assert sum(take(hedging) for _ in range(5)) == HEDGE_RESERVE - spare
+    assert acquired == is_room_free
+    assert sum(try_acquire_with_room(hedging) for _ in range(5)) == HEDGE_RESERVE - is_room_free
 
 
 @given(st.floats(0.01, 1e6))
-def test_a_pool_without_seats_gets_none(now: float) -> None:
+def test_pool_without_slots_gets_no_hedge(now: float) -> None:
     assert not Hedging(1.0).try_acquire(now, queued=0, free_slots=0, total_slots=0, saturation=0.0)
 
 
-def test_the_budget_comes_back_with_time() -> None:
+def test_budget_recovers_over_time() -> None:
     hedging = Hedging(1.0)
-    assert [take(hedging, now) for now in (0.0, 0.0, 1.0, 1000.0)] == [True, True, False, True]
+    assert [try_acquire_with_room(hedging, now) for now in (0.0, 0.0, 1.0, 1000.0)] == [
+        True,
+        True,
+        False,
+        True,
+    ]
 
 
-def test_one_in_twenty_requests_may_be_sent_twice_and_one_free_seat_in_four_is_enough() -> None:
+def test_default_ratio_is_one_in_twenty_with_a_quarter_of_slots_free() -> None:
     hedging = Hedging(1.0)
     for _ in range(100):
         hedging.record_request(0.0)
-    took = [
-        hedging.try_acquire(0.0, queued=0, free_slots=1, total_slots=seats, saturation=0.0)
-        for seats in (*[4] * 7, 5, 4)
+    acquired = [
+        hedging.try_acquire(0.0, queued=0, free_slots=1, total_slots=slots, saturation=0.0)
+        for slots in (*[4] * 7, 5, 4)
     ]
-    assert took == [*[True] * 7, False, False]
+    assert acquired == [*[True] * 7, False, False]

@@ -1,4 +1,4 @@
-"""How long requests wait for a replica that is away: bounded from when it was last there, whatever it says."""
+"""Grace period of a replica that is down: bounded from the time when it was last up, whatever it reports."""
 
 from __future__ import annotations
 
@@ -10,64 +10,68 @@ from hypothesis import strategies as st
 from argosy.policy import OutageTracker
 from argosy.policy.outage_tracker import RETRY_INTERVAL_S, STARTING_GRACE_S
 
-PATIENCE_S = 20.0
-NEWS = st.lists(st.tuples(st.sampled_from(["there", "lost", "coming"]), st.floats(0.1, 400.0)))
+GRACE_S = 20.0
+OBSERVATIONS = st.lists(
+    st.tuples(st.sampled_from(["up", "down", "starting"]), st.floats(0.1, 400.0))
+)
 
 
-def told(absence: OutageTracker, news: str, now: float) -> None:
-    match news:
-        case "there":
-            absence.mark_up()
-        case "lost":
-            absence.mark_down(now)
+def observe(tracker: OutageTracker, observation: str, now: float) -> None:
+    match observation:
+        case "up":
+            tracker.mark_up()
+        case "down":
+            tracker.mark_down(now)
         case _:
-            absence.mark_starting(now)
+            tracker.mark_starting(now)
 
 
-def test_one_that_was_there_is_waited_for_and_one_that_never_was_is_not() -> None:
-    absence = OutageTracker(PATIENCE_S)
-    assert absence.grace_ends_at == math.inf  # until it has been asked
-    absence.mark_down(10.0)
-    assert absence.grace_ends_at == -math.inf
-    absence.mark_up()
-    absence.mark_down(20.0)
-    absence.mark_down(30.0)
-    assert absence.grace_ends_at == 20.0 + PATIENCE_S
+def test_grace_starts_when_replica_goes_down_and_needs_an_earlier_up() -> None:
+    tracker = OutageTracker(GRACE_S)
+    assert tracker.grace_ends_at == math.inf  # before the first observation
+    tracker.mark_down(10.0)
+    assert tracker.grace_ends_at == -math.inf
+    tracker.mark_up()
+    tracker.mark_down(20.0)
+    tracker.mark_down(30.0)
+    assert tracker.grace_ends_at == 20.0 + GRACE_S
 
 
-def test_one_that_says_that_it_is_coming_gets_the_time_that_loading_takes_once() -> None:
-    absence = OutageTracker(PATIENCE_S)
-    absence.mark_starting(10.0)
-    absence.mark_down(20.0)
-    assert absence.grace_ends_at == 10.0 + PATIENCE_S
-    absence.mark_starting(25.0)
-    assert absence.grace_ends_at == 10.0 + STARTING_GRACE_S
+def test_starting_replica_gets_the_loading_grace_once() -> None:
+    tracker = OutageTracker(GRACE_S)
+    tracker.mark_starting(10.0)
+    tracker.mark_down(20.0)
+    assert tracker.grace_ends_at == 10.0 + GRACE_S
+    tracker.mark_starting(25.0)
+    assert tracker.grace_ends_at == 10.0 + STARTING_GRACE_S
 
 
-def test_while_it_is_away_a_request_now_and_then_finds_out() -> None:
-    absence = OutageTracker(PATIENCE_S)
-    absence.mark_down(1.0)
-    assert absence.probe_budget(1.0) == 1
-    absence.on_dispatched(1.0)
-    absence.mark_down(1.1)
-    assert [absence.probe_budget(now) for now in (1.0, 1.0 + RETRY_INTERVAL_S)] == [0, 1]
+def test_probe_is_allowed_once_per_retry_interval() -> None:
+    tracker = OutageTracker(GRACE_S)
+    tracker.mark_down(1.0)
+    assert tracker.probe_budget(1.0) == 1
+    tracker.on_dispatched(1.0)
+    tracker.mark_down(1.1)
+    assert [tracker.probe_budget(now) for now in (1.0, 1.0 + RETRY_INTERVAL_S)] == [0, 1]
 
 
-@given(NEWS, st.sampled_from([PATIENCE_S, 2 * STARTING_GRACE_S]))
-def test_nobody_waits_for_longer_than_from_when_it_was_there_or_first_said_that_it_would_be(
-    events: list[tuple[str, float]], patience_s: float
+@given(OBSERVATIONS, st.sampled_from([GRACE_S, 2 * STARTING_GRACE_S]))
+def test_grace_counts_from_last_up_or_first_starting_report(
+    events: list[tuple[str, float]], grace_s: float
 ) -> None:
-    absence, now, since = OutageTracker(patience_s), 0.0, -math.inf
-    for news, pause_s in events:
+    tracker, now, since = OutageTracker(grace_s), 0.0, -math.inf
+    for observation, pause_s in events:
         now += pause_s
-        if not absence.is_down and absence.was_ever_up:
+        if not tracker.is_down and tracker.was_ever_up:
             since = now
-        if news == "coming" and since == -math.inf:
+        if observation == "starting" and since == -math.inf:
             since = now
-        told(absence, news, now)
-        coming_s = max(STARTING_GRACE_S, patience_s)
-        allowed_s = {"there": math.inf, "lost": patience_s, "coming": coming_s}[news]
-        assert absence.grace_ends_at == since + allowed_s or (
-            news == "there" and not absence.is_down
+        observe(tracker, observation, now)
+        starting_grace_s = max(STARTING_GRACE_S, grace_s)
+        expected_grace_s = {"up": math.inf, "down": grace_s, "starting": starting_grace_s}[
+            observation
+        ]
+        assert tracker.grace_ends_at == since + expected_grace_s or (
+            observation == "up" and not tracker.is_down
         )
-        assert absence.is_down == (news != "there")
+        assert tracker.is_down == (observation != "up")

@@ -1,4 +1,4 @@
-"""Prices: the newest that holds, the tier's own before the general one, and whole numbers all the way."""
+"""Prices: the newest valid price applies, a tier's own price before the general one, in whole nanodollars."""
 
 from __future__ import annotations
 
@@ -38,28 +38,29 @@ PRICES = st.lists(
 
 
 @given(PRICES, st.sampled_from("abc"), st.sampled_from(["free", "premium"]), st.floats(-1, 25))
-def test_the_newest_price_that_holds_is_paid_and_the_tiers_own_goes_first(
+def test_newest_valid_price_applies_and_tier_price_goes_first(
     prices: list[Price], model: str, tier: str, now: float
 ) -> None:
-    holding = [p for p in prices if p.model == model and p.since <= now]
-    own = [p for p in holding if p.tier == tier]
-    general = [p for p in holding if p.tier is None]
-    paid = max(own or general, key=lambda price: price.since, default=None)
-    expected = NO_CHARGE if paid is None else Rates(paid.input, paid.cached_input, paid.output)
+    valid = [p for p in prices if p.model == model and p.since <= now]
+    tier_prices = [p for p in valid if p.tier == tier]
+    general_prices = [p for p in valid if p.tier is None]
+    price = max(tier_prices or general_prices, key=lambda price: price.since, default=None)
+    expected = NO_CHARGE if price is None else Rates(price.input, price.cached_input, price.output)
     assert PriceList(prices).rates_at(model, tier, now) == expected
 
 
 @given(st.builds(Rates, NANO, NANO, NANO), COUNT, COUNT, COUNT, COUNT)
-def test_every_token_is_paid_once(
-    rates: Rates, fresh: int, cached: int, output: int, more: int
+def test_every_token_is_charged_once(
+    rates: Rates, uncached: int, cached: int, output: int, extra: int
 ) -> None:
-    cost = rates.cost_nano_dollars(fresh + cached, cached, output)
-    assert cost == fresh * rates.input + cached * rates.cached_input + output * rates.output
+    cost = rates.cost_nano_dollars(uncached + cached, cached, output)
+    assert cost == uncached * rates.input + cached * rates.cached_input + output * rates.output
     assert (
-        rates.cost_nano_dollars(fresh + cached, cached, output + more) == cost + more * rates.output
+        rates.cost_nano_dollars(uncached + cached, cached, output + extra)
+        == cost + extra * rates.output
     )
-    assert rates.cost_nano_dollars(fresh, fresh + more, 0) == fresh * rates.cached_input
+    assert rates.cost_nano_dollars(uncached, uncached + extra, 0) == uncached * rates.cached_input
 
 
-def test_a_model_without_a_price_costs_nothing() -> None:
+def test_model_without_a_price_is_free() -> None:
     assert PriceList().rates_at("any", "standard", 1.0).cost_nano_dollars(10, 2, 10) == 0

@@ -1,4 +1,4 @@
-"""Which addresses a name has, whatever its answers lack for a while."""
+"""Addresses of a name while DNS answers omit some of them for a while."""
 
 from __future__ import annotations
 
@@ -15,35 +15,44 @@ ANSWERS = st.lists(
 
 
 @given(ANSWERS)
-def test_what_an_answer_had_lately_is_there_and_nothing_that_none_had(
+def test_recent_addresses_are_kept_and_unknown_ones_never_appear(
     answers: list[tuple[float, frozenset[str]]],
 ) -> None:
     addresses, now = ResolvedAddresses(), 0.0
-    told: list[tuple[float, frozenset[str]]] = []
-    for after, found in answers:
-        now += after
-        told.append((now, found))
-        there = addresses.update(found, now)
-        lately = {one for at, had in told if now - at < MISSING_GRACE_S for one in had}
-        assert lately <= there <= {one for _, had in told for one in had}
+    history: list[tuple[float, frozenset[str]]] = []
+    for pause_s, answer in answers:
+        now += pause_s
+        history.append((now, answer))
+        current = addresses.update(answer, now)
+        recent = {
+            address
+            for at, addresses_then in history
+            if now - at < MISSING_GRACE_S
+            for address in addresses_then
+        }
+        assert (
+            recent
+            <= current
+            <= {address for _, addresses_then in history for address in addresses_then}
+        )
 
 
-def test_an_address_goes_once_it_has_been_lacked_for_long() -> None:
+def test_address_is_removed_after_missing_grace() -> None:
     addresses = ResolvedAddresses()
     assert addresses.update({"a", "b"}, 0) == {"a", "b"}
-    assert addresses.update({"a"}, 100) == {"a", "b"}  # nobody has looked meanwhile
+    assert addresses.update({"a"}, 100) == {"a", "b"}  # first answer without it
     assert addresses.update({"a"}, 100 + MISSING_GRACE_S - 1) == {"a", "b"}
     assert addresses.update({"a"}, 100 + MISSING_GRACE_S) == {"a"}
 
 
-def test_one_that_comes_back_in_between_stays() -> None:
+def test_intermittent_address_stays() -> None:
     addresses = ResolvedAddresses()
     for now in range(0, 1000, 5):
-        there = addresses.update({"a"} if now % 10 else {"a", "b"}, float(now))
-        assert there == {"a", "b"}
+        current = addresses.update({"a"} if now % 10 else {"a", "b"}, float(now))
+        assert current == {"a", "b"}
 
 
-def test_an_empty_answer_is_believed_later() -> None:
+def test_empty_answer_takes_effect_after_its_grace() -> None:
     addresses = ResolvedAddresses()
     addresses.update({"a", "b"}, 0)
     assert addresses.update((), 10) == {"a", "b"}

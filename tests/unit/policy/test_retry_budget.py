@@ -1,4 +1,4 @@
-"""The retry budget holds whatever comes, and waits lie where the formula says."""
+"""Retry budget and backoff: retries stay within their ratio and reserve, and delays follow the formula."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from argosy.policy import RetryBudget, backoff_s
 
 
 @given(st.lists(st.booleans(), max_size=300))
-def test_retries_never_exceed_the_share_and_the_reserve(tries: list[bool]) -> None:
+def test_retries_never_exceed_ratio_and_reserve(attempts: list[bool]) -> None:
     budget, requests, retries = RetryBudget(ratio=0.1, reserve=5.0), 0, 0
-    for retry in tries:
-        if retry:
+    for is_retry in attempts:
+        if is_retry:
             retries += budget.try_acquire(0.0)
         else:
             budget.record_request(0.0)
@@ -23,28 +23,32 @@ def test_retries_never_exceed_the_share_and_the_reserve(tries: list[bool]) -> No
 
 
 @given(st.lists(st.tuples(st.booleans(), st.floats(0.0, 20.0)), max_size=200))
-def test_over_time_a_few_more_come_back_and_no_more_than_is_said(
-    tries: list[tuple[bool, float]],
+def test_reserve_refills_no_faster_than_its_half_life(
+    attempts: list[tuple[bool, float]],
 ) -> None:
     budget, requests, retries, now = RetryBudget(), 0, 0, 1000.0
-    for retry, pause in tries:
+    for is_retry, pause in attempts:
         now += pause
-        if retry:
+        if is_retry:
             retries += budget.try_acquire(now)
         else:
             budget.record_request(now)
             requests += 1
-        few = 5.0 * (1.0 + (now - 1000.0) * math.log(2) / 10.0)
-        assert retries <= 0.1 * requests + few + 1e-6
+        reserve = 5.0 * (1.0 + (now - 1000.0) * math.log(2) / 10.0)
+        assert retries <= 0.1 * requests + reserve + 1e-6
 
 
-def test_the_budget_comes_back_with_time() -> None:
+def test_budget_refills_by_half_life() -> None:
     budget = RetryBudget()
     for _ in range(100):
         budget.record_request(0.0)
     assert sum(budget.try_acquire(0.0) for _ in range(100)) == 5 + 10
-    for now, more in ((10.0, 2), (20.0, 2), (2000.0, 5)):  # each half-life halves what was, of both
-        assert sum(budget.try_acquire(now) for _ in range(100)) == more
+    for now, expected in (
+        (10.0, 2),
+        (20.0, 2),
+        (2000.0, 5),
+    ):  # each half-life halves recorded requests and retries
+        assert sum(budget.try_acquire(now) for _ in range(100)) == expected
 
 
 @given(st.integers(1, 10_000), st.floats(0, 1, exclude_max=True))

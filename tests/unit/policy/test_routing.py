@@ -1,4 +1,4 @@
-"""Routing rules: the cost in seconds does what it says, and the classic rules are what their names say."""
+"""Routing policies: the least-cost estimate is the sum of its terms, and classic policies keep their definitions."""
 
 from __future__ import annotations
 
@@ -29,46 +29,51 @@ def load(name: str, **known: float) -> ReplicaLoad:
     return ReplicaLoad(name, reported_at=0.0, **known)  # type: ignore[arg-type]
 
 
-def choose(
-    rule: RoutingPolicy,
+def select_replica(
+    policy: RoutingPolicy,
     loads: list[ReplicaLoad],
     draw: float = 0.0,
     now: float = 0.0,
     key: str = "",
 ) -> ReplicaLoad:
-    candidates = [RoutingCandidate(one, 1000, estimate_cost(one, 1000, 10, now)) for one in loads]
-    return rule.select(candidates, key, draw, now).load
+    candidates = [
+        RoutingCandidate(replica, 1000, estimate_cost(replica, 1000, 10, now)) for replica in loads
+    ]
+    return policy.select(candidates, key, draw, now).load
 
 
-@pytest.mark.parametrize("rule", ROUTING_POLICIES)
+@pytest.mark.parametrize("policy", ROUTING_POLICIES)
 @given(
     loads=st.lists(st.integers(0, 50), min_size=1, max_size=8),
     draw=st.floats(0, 1, exclude_max=True),
     key=st.text(max_size=3),
 )
-def test_every_rule_gives_one_of_the_candidates(
-    rule: RoutingPolicyName, loads: list[int], draw: float, key: str
+def test_policy_selects_a_candidate(
+    policy: RoutingPolicyName, loads: list[int], draw: float, key: str
 ) -> None:
     candidates = [load(str(n), in_flight=busy, queued_tokens=busy) for n, busy in enumerate(loads)]
-    assert choose(ROUTING_POLICIES[rule](), candidates, draw, key=key) in candidates
+    assert select_replica(ROUTING_POLICIES[policy](), candidates, draw, key=key) in candidates
 
 
-def test_a_warm_replica_wins_until_its_queue_costs_more_than_computing_elsewhere() -> None:
+def test_least_cost_prefers_warm_replica_until_its_queue_costs_more() -> None:
     for queued, expected in ((0, "warm"), (900, "warm"), (1100, "cold")):
         candidates = [
-            RoutingCandidate(one, uncached, estimate_cost(one, uncached, 10, 0.0))
-            for one, uncached in ((load("cold"), 1000), (load("warm", queued_tokens=queued), 40))
+            RoutingCandidate(replica, uncached, estimate_cost(replica, uncached, 10, 0.0))
+            for replica, uncached in (
+                (load("cold"), 1000),
+                (load("warm", queued_tokens=queued), 40),
+            )
         ]
         assert LeastCost().select(candidates, "", 0.0, 0.0).load.name == expected
 
 
-def test_a_cost_is_the_sum_of_its_seconds() -> None:
+def test_cost_is_the_sum_of_its_terms() -> None:
     known = load("x", prefill_tokens_per_s=500.0, inter_token_s=0.02, kv_usage_ratio=0.5)
     known.queued_tokens, known.sent_tokens, known.reported_at = 100, 150, 100.0
-    told = estimate_cost(known, 1000, 10, 102.1)
-    terms = (told.queue_s, told.prefill_s, told.decode_s, told.memory_s, told.stale_s)
+    costs = estimate_cost(known, 1000, 10, 102.1)
+    terms = (costs.queue_s, costs.prefill_s, costs.decode_s, costs.memory_s, costs.stale_s)
     assert terms == pytest.approx((0.5, 2.0, 0.2, 0.15, 0.25))
-    assert told.total_s == pytest.approx(3.1)
+    assert costs.total_s == pytest.approx(3.1)
     assert estimate_cost(known, 1000, 10, 101.9).stale_s == 0.0
     assert estimate_cost(load("x", kv_usage_ratio=1.0), 1000, 10, 0.0).memory_s > 100
 
@@ -91,82 +96,90 @@ LOADS = st.builds(
     st.integers(0, 1 << 40),
     st.floats(0.0, 1.0, exclude_max=True),
 )
-def test_no_cost_is_negative_and_none_that_is_dearer_in_every_way_is_taken(
+def test_costs_are_not_negative_and_dominated_replica_is_never_selected(
     loads: list[ReplicaLoad], uncached: list[int], output: int, draw: float
 ) -> None:
-    for number, one in enumerate(loads):
-        one.name = str(number)
+    for number, candidate in enumerate(loads):
+        candidate.name = str(number)
     candidates = [
-        RoutingCandidate(one, tokens, estimate_cost(one, tokens, output, 100.0))
-        for one, tokens in zip(loads, uncached, strict=False)
+        RoutingCandidate(candidate, tokens, estimate_cost(candidate, tokens, output, 100.0))
+        for candidate, tokens in zip(loads, uncached, strict=False)
     ]
     terms = {
-        one.load.name: (c.queue_s, c.prefill_s, c.decode_s, c.memory_s, c.stale_s)
-        for one in candidates
-        for c in [one.cost]
+        candidate.load.name: (c.queue_s, c.prefill_s, c.decode_s, c.memory_s, c.stale_s)
+        for candidate in candidates
+        for c in [candidate.cost]
     }
-    assert all(math.isfinite(term) and term >= 0 for told in terms.values() for term in told)
+    assert all(
+        math.isfinite(term) and term >= 0
+        for replica_terms in terms.values()
+        for term in replica_terms
+    )
     chosen = LeastCost().select(candidates, "", draw, 100.0).load.name
     for other in terms.values():
         assert not all(a > b + 1e-8 for a, b in zip(terms[chosen], other, strict=True))
 
 
-def test_equals_share_by_the_draw() -> None:
+def test_equal_replicas_are_selected_by_the_draw() -> None:
     candidates = [load(name) for name in "abcd"]
-    chosen = Counter(choose(LeastCost(), candidates, number / 100).name for number in range(100))
+    chosen = Counter(
+        select_replica(LeastCost(), candidates, number / 100).name for number in range(100)
+    )
     assert chosen == dict.fromkeys("abcd", 25)
 
 
-def test_round_robin_is_even_also_when_a_replica_leaves() -> None:
-    rule, four = RoundRobin(), [load(name) for name in "dbca"]
-    assert "".join(choose(rule, four).name for _ in range(6)) == "abcdab"
-    assert "".join(choose(rule, four[1:]).name for _ in range(3)) == "cab"
+def test_round_robin_stays_even_when_a_replica_leaves() -> None:
+    policy, four = RoundRobin(), [load(name) for name in "dbca"]
+    assert "".join(select_replica(policy, four).name for _ in range(6)) == "abcdab"
+    assert "".join(select_replica(policy, four[1:]).name for _ in range(3)) == "cab"
 
 
-def test_power_of_two_takes_the_less_loaded_of_each_pair() -> None:
+def test_power_of_two_selects_the_less_loaded_of_each_pair() -> None:
     candidates = [load("busy", in_flight=9), load("idle"), load("half", in_flight=5)]
-    chosen = Counter(choose(PowerOfTwo(), candidates, number / 600).name for number in range(600))
+    chosen = Counter(
+        select_replica(PowerOfTwo(), candidates, number / 600).name for number in range(600)
+    )
     assert chosen == {"idle": 400, "half": 200}
 
 
 @given(st.lists(st.text(min_size=1, max_size=5), min_size=1, max_size=200))
-def test_hashing_never_exceeds_its_bound_and_keeps_keys_together(keys: list[str]) -> None:
-    rule, candidates = BoundedHash(), [load(name) for name in "abcde"]
+def test_bounded_hash_keeps_its_bound_and_key_affinity(keys: list[str]) -> None:
+    policy, candidates = BoundedHash(), [load(name) for name in "abcde"]
     for number, key in enumerate(keys):
-        chosen = choose(rule, candidates, key=key)
+        chosen = select_replica(policy, candidates, key=key)
         chosen.in_flight += 1
         assert chosen.in_flight <= math.ceil(1.25 * (number + 1) / 5)
     idle = [load(name) for name in "abcde"]
-    again = {choose(rule, idle, key=keys[0]).name for _ in range(5)}
+    again = {select_replica(policy, idle, key=keys[0]).name for _ in range(5)}
     assert len(again) == 1
 
 
-def test_few_keys_move_when_a_replica_is_added() -> None:
-    rule, few, more = BoundedHash(), [load(n) for n in "abcd"], [load(n) for n in "abcde"]
+def test_bounded_hash_moves_few_keys_when_a_replica_is_added() -> None:
+    policy, few, more = BoundedHash(), [load(n) for n in "abcd"], [load(n) for n in "abcde"]
     keys = [str(number) for number in range(400)]
-    before = [choose(rule, few, key=key).name for key in keys]
-    after = [choose(rule, more, key=key).name for key in keys]
+    before = [select_replica(policy, few, key=key).name for key in keys]
+    after = [select_replica(policy, more, key=key).name for key in keys]
     moved = sum(old != new for old, new in zip(before, after, strict=True))
     assert moved < 160
     assert {new for old, new in zip(before, after, strict=True) if old != new} == {"e"}
 
 
 @given(st.lists(st.sets(st.sampled_from("abcdef"), min_size=1), max_size=8), st.text(max_size=8))
-def test_keys_go_where_they_would_if_those_away_had_never_been_there(
-    pools: list[set[str]], key: str
+def test_bounded_hash_does_not_depend_on_absent_replicas(
+    candidate_sets: list[set[str]], key: str
 ) -> None:
-    rule = BoundedHash()
-    for there in pools:
-        candidates = [load(name) for name in sorted(there)]
-        fresh = choose(BoundedHash(), candidates, 0.4, key=key)
-        assert choose(rule, candidates, 0.4, key=key) is fresh
+    policy = BoundedHash()
+    for present in candidate_sets:
+        candidates = [load(name) for name in sorted(present)]
+        fresh_choice = select_replica(BoundedHash(), candidates, 0.4, key=key)
+        assert select_replica(policy, candidates, 0.4, key=key) is fresh_choice
 
 
 # --- the prefix index ----------------------------------------------------------------------------
 
 
 @given(st.binary(max_size=400), st.binary(max_size=400), st.binary(max_size=4))
-def test_chains_agree_exactly_as_far_as_the_prompts_do(a: bytes, b: bytes, salt: bytes) -> None:
+def test_prefix_keys_agree_exactly_as_far_as_the_prompts(a: bytes, b: bytes, salt: bytes) -> None:
     shared = sum(
         x == y
         for x, y in zip(
@@ -180,7 +193,7 @@ def test_chains_agree_exactly_as_far_as_the_prompts_do(a: bytes, b: bytes, salt:
     assert not set(compute_prefix_keys(salt, a, 16)) & set(compute_prefix_keys(salt + b"!", a, 16))
 
 
-def test_hits_count_from_the_beginning_and_the_least_recent_end_goes_first() -> None:
+def test_match_starts_at_the_beginning_and_least_recent_tail_is_evicted() -> None:
     index = EstimatedPrefixIndex(capacity_blocks=4)
     first, second = compute_prefix_keys(b"", b"a" * 48, 16), compute_prefix_keys(b"", b"b" * 32, 16)
     index.on_prompt_sent(first)
@@ -194,29 +207,29 @@ def test_hits_count_from_the_beginning_and_the_least_recent_end_goes_first() -> 
 
 
 @given(st.lists(st.binary(min_size=16, max_size=64), max_size=100))
-def test_memory_is_bounded(prompts: list[bytes]) -> None:
+def test_prefix_index_stays_within_capacity(prompts: list[bytes]) -> None:
     index = EstimatedPrefixIndex(capacity_blocks=7)
     for prompt in prompts:
         index.on_prompt_sent(compute_prefix_keys(b"", prompt, 16))
         assert len(index) <= 7
 
 
-class Cache:
-    """A replica's real cache, smaller than it is believed to be."""
+class ReplicaCache:
+    """Real cache of a replica, smaller than the index assumes."""
 
     def __init__(self, blocks: int) -> None:
         self._held: list[bytes] = []
         self._blocks = blocks
 
-    def use(self, keys: list[bytes]) -> int:
-        """How many blocks of a prompt it had; now it has all."""
-        had = next((n for n, key in enumerate(keys) if key not in self._held), len(keys))
+    def lookup_and_store(self, keys: list[bytes]) -> int:
+        """Return how many blocks of a prompt were cached, and store all of them."""
+        cached = next((n for n, key in enumerate(keys) if key not in self._held), len(keys))
         for key in reversed(keys):
             if key in self._held:
                 self._held.remove(key)
             self._held.append(key)
         del self._held[: -self._blocks]
-        return had
+        return cached
 
 
 @given(
@@ -224,24 +237,28 @@ class Cache:
     st.integers(1, 4),
     st.integers(2, 12),
 )
-def test_a_cache_smaller_than_believed_is_found_out_from_what_answers_say(
-    asked: list[int], length: int, blocks: int
+def test_hit_reports_correct_an_overestimated_cache(
+    prompt_numbers: list[int], length: int, blocks: int
 ) -> None:
-    told, silent, cache = EstimatedPrefixIndex(), EstimatedPrefixIndex(), Cache(blocks)
-    wrong = {"told": 0, "silent": 0}
-    for number in asked:
+    corrected, uncorrected, cache = (
+        EstimatedPrefixIndex(),
+        EstimatedPrefixIndex(),
+        ReplicaCache(blocks),
+    )
+    wrong_blocks = {"corrected": 0, "uncorrected": 0}
+    for number in prompt_numbers:
         keys = compute_prefix_keys(b"%d" % number, b"x" * 16 * length, 16)
-        found, had = told.match_prefix(keys), cache.use(keys)
-        wrong["told"] += max(0, len(found) - had)
-        wrong["silent"] += max(0, len(silent.match_prefix(keys)) - had)
-        for index in (told, silent):
+        found, cached = corrected.match_prefix(keys), cache.lookup_and_store(keys)
+        wrong_blocks["corrected"] += max(0, len(found) - cached)
+        wrong_blocks["uncorrected"] += max(0, len(uncorrected.match_prefix(keys)) - cached)
+        for index in (corrected, uncorrected):
             index.on_prompt_sent(keys)
-        told.evict_missing(found, had)
-    assert wrong["told"] <= wrong["silent"]
-    assert len(told) <= len(silent)
+        corrected.evict_missing(found, cached)
+    assert wrong_blocks["corrected"] <= wrong_blocks["uncorrected"]
+    assert len(corrected) <= len(uncorrected)
 
 
-def test_one_cold_answer_tells_of_all_that_is_older() -> None:
+def test_one_miss_evicts_all_older_prompts() -> None:
     index, chains = (
         EstimatedPrefixIndex(),
         [compute_prefix_keys(b"%d" % n, b"x" * 64, 16) for n in range(10)],
@@ -255,19 +272,19 @@ def test_one_cold_answer_tells_of_all_that_is_older() -> None:
     assert held == [6, 7, 8, 9]
 
 
-def test_who_was_never_tried_is_tried_once_and_who_was_slow_is_tried_again() -> None:
-    rule = ROUTING_POLICIES["latency"]()
+def test_latency_policy_tries_new_replicas_once_and_retries_slow_ones() -> None:
+    policy = ROUTING_POLICIES["latency"]()
     known, new, slow = load("known"), load("new"), load("slow")
     known.ttft.add(0.2, 0.0)
     slow.ttft.add(2.0, 0.0)
-    assert choose(rule, [slow, known, new]) is new
+    assert select_replica(policy, [slow, known, new]) is new
     new.in_flight = 1
-    assert choose(rule, [slow, known, new]) is known
+    assert select_replica(policy, [slow, known, new]) is known
     slow.in_flight, known.in_flight = 2, 18
-    assert choose(rule, [slow, known, new]) is known
+    assert select_replica(policy, [slow, known, new]) is known
     known.in_flight = 20
-    assert choose(rule, [slow, known, new]) is new
+    assert select_replica(policy, [slow, known, new]) is new
     slow.in_flight = known.in_flight = 0
     for second in range(60):
         known.ttft.add(0.2, float(second))
-    assert choose(rule, [slow, known, new], now=60.0) is slow
+    assert select_replica(policy, [slow, known, new], now=60.0) is slow

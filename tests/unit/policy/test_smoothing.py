@@ -1,4 +1,4 @@
-"""Measured numbers: rates weigh what came last, latencies rise at once and fall with time, lines find their slope."""
+"""Smoothed measurements: rates weigh recent samples, latencies rise at once and decay, linear fits find their slope."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SECONDS = st.floats(0.001, 100)
 
 
 @given(st.lists(st.tuples(st.integers(1, 5000), SECONDS), min_size=1, max_size=50))
-def test_a_rate_lies_between_the_slowest_and_the_fastest_of_what_was_measured(
+def test_rate_lies_within_the_measured_rates(
     measured: list[tuple[int, float]],
 ) -> None:
     rate = EwmaRate(half_life_units=1000.0)
@@ -25,7 +25,7 @@ def test_a_rate_lies_between_the_slowest_and_the_fastest_of_what_was_measured(
     assert min(rates) * 0.999 <= rate.units_per_s <= max(rates) * 1.001
 
 
-def test_a_rate_follows_a_machine_that_has_become_slower() -> None:
+def test_rate_follows_a_slowdown() -> None:
     rate = EwmaRate(half_life_units=1000.0)
     for _ in range(100):
         rate.add(100, 0.1)
@@ -35,18 +35,20 @@ def test_a_rate_follows_a_machine_that_has_become_slower() -> None:
 
 
 @given(st.lists(SECONDS, min_size=1, max_size=50), SECONDS)
-def test_a_mean_lies_among_its_samples_and_follows_them(samples: list[float], then: float) -> None:
+def test_mean_lies_within_its_samples_and_follows_them(
+    samples: list[float], later_sample: float
+) -> None:
     mean = EwmaMean(half_life_samples=4.0, initial=samples[0])
     for sample in samples:
         mean.add(sample)
     assert min(samples) * 0.999 <= mean.value <= max(samples) * 1.001
     for _ in range(100):
-        mean.add(then)
-    assert mean.value == pytest.approx(then, rel=0.01)
+        mean.add(later_sample)
+    assert mean.value == pytest.approx(later_sample, rel=0.01)
 
 
 @given(st.lists(st.tuples(st.floats(0, 30), SECONDS), min_size=1, max_size=50), st.floats(0, 100))
-def test_a_latency_is_never_above_the_worst_nor_below_the_last_when_that_was_worse(
+def test_peak_latency_lies_between_the_last_sample_and_the_worst(
     samples: list[tuple[float, float]], later: float
 ) -> None:
     latency, now, worst = PeakEwma(), 1000.0, 0.0
@@ -67,15 +69,17 @@ def test_a_latency_is_never_above_the_worst_nor_below_the_last_when_that_was_wor
     st.lists(st.integers(1, 256), min_size=2, max_size=50, unique=True),
     st.integers(1, 300),
 )
-def test_a_line_is_found_from_its_points(a: float, b: float, xs: list[int], x: int) -> None:
+def test_linear_fit_recovers_the_line(
+    intercept: float, slope: float, points: list[int], x: int
+) -> None:
     line = OnlineLinearFit(half_life_points=64.0)
     assert line.predict(x) == 0.0
-    for point in xs:
-        line.add(point, a + b * point)
-    assert line.predict(x) == pytest.approx(a + b * x, rel=1e-3, abs=1e-3)
+    for point in points:
+        line.add(point, intercept + slope * point)
+    assert line.predict(x) == pytest.approx(intercept + slope * x, rel=1e-3, abs=1e-3)
 
 
-def test_a_line_never_falls_and_one_point_is_level() -> None:
+def test_linear_fit_never_falls_and_one_point_is_constant() -> None:
     line = OnlineLinearFit(half_life_points=64.0)
     line.add(4, 1.0)
     assert line.predict(1) == line.predict(100) == 1.0
@@ -83,15 +87,17 @@ def test_a_line_never_falls_and_one_point_is_level() -> None:
     assert line.predict(100) == line.predict(0) == pytest.approx(0.75, rel=0.05)
 
 
-def test_a_line_is_never_below_nothing() -> None:
+def test_linear_fit_is_never_negative() -> None:
     line = OnlineLinearFit(half_life_points=64.0)
     line.add(10, 1.0)
     line.add(20, 11.0)
     assert line.predict(15) == pytest.approx(6.0)
-    assert line.predict(5) == pytest.approx(6.0, rel=0.02)  # the mean: there it would be nothing
+    assert line.predict(5) == pytest.approx(
+        6.0, rel=0.02
+    )  # the mean, because the line would reach zero
 
 
-def test_what_is_half_a_life_ago_counts_half() -> None:
+def test_sample_one_half_life_ago_counts_half() -> None:
     rate = EwmaRate(half_life_units=100.0)
     for units, seconds in ((1000.0, 1.0), (200.0, 1.0)):
         rate.add(units, seconds)

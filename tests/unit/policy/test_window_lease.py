@@ -1,4 +1,4 @@
-"""Many gateways, one limit: in virtual time, with messages lost on the way, gateways dying, the authority gone."""
+"""State machines of gateways that share a limit while messages are lost, gateways die and the authority is down."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from tests.support.quota_authority import Authority
+from tests.support.quota_authority import FakeQuotaAuthority
 
 from argosy.policy import (
     CalendarPeriod,
@@ -23,121 +23,124 @@ from argosy.policy import (
 )
 
 WINDOW_S = 60.0
-ALIVE_S = 5.0
+GATEWAY_TTL_S = 5.0
 GATEWAYS = 3
-WHO = st.integers(0, GATEWAYS - 1)
-PAUSE = st.sampled_from([0.2, 1.0, 1.9, 56.0, 58.0, 59.0, 59.5, 60.0, 61.0]) | st.floats(0.01, 40.0)
-FATE = st.sampled_from(["arrives", "arrives", "arrives", "lost", "answer lost"])
+GATEWAY = st.integers(0, GATEWAYS - 1)
+PAUSE_S = st.sampled_from([0.2, 1.0, 1.9, 56.0, 58.0, 59.0, 59.5, 60.0, 61.0]) | st.floats(
+    0.01, 40.0
+)
+DELIVERY = st.sampled_from(["delivered", "delivered", "delivered", "lost", "reply lost"])
 
 
 @dataclass
-class Gateway:
-    """One gateway's lease, and what it said and has not been answered."""
+class GatewayState:
+    """Lease of one gateway, and its message that has no reply yet."""
 
     name: str
     lease: LeasedQuota
-    number: int = 0
-    asked: tuple[str, LeaseRequest, float] | None = None
-    held: list[tuple[int, int, int]] = field(default_factory=list)
-    """Own slot, units and the number of the use, for what may be given back."""
+    message_number: int = 0
+    pending: tuple[str, LeaseRequest, float] | None = None
+    """Lease name, request and time of the message without a reply."""
+    returnable: list[tuple[int, int, int]] = field(default_factory=list)
+    """Slot, units and index in `uses` of each use whose units can be returned."""
 
 
-class Fleet(RuleBasedStateMachine):
-    """Gateways that share a limit, and everything that may happen to them."""
+class LeasedWindows(RuleBasedStateMachine):
+    """Gateways that share a window limit, with all events that can affect them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 1_000_000.0
         self.limit = 50
-        self.authority = Authority()
-        self.born = 0
-        self.gateways = [self._gateway() for _ in range(GATEWAYS)]
+        self.authority = FakeQuotaAuthority()
+        self.num_started = 0
+        self.gateways = [self._start_gateway() for _ in range(GATEWAYS)]
         self.uses: list[list[Any]] = []
-        """When, and how many units."""
+        """Time and units of each use."""
 
-    def lease(self) -> LeasedQuota:
+    def make_lease(self) -> LeasedQuota:
         raise NotImplementedError
 
-    def _gateway(self) -> Gateway:
-        self.born += 1
-        return Gateway(f"g{self.born}", self.lease())
+    def _start_gateway(self) -> GatewayState:
+        self.num_started += 1
+        return GatewayState(f"g{self.num_started}", self.make_lease())
 
-    def _use(self, gateway: Gateway, units: int) -> None:
+    def _use(self, gateway: GatewayState, units: int) -> None:
         slot = gateway.lease.add(units, self.now)
-        gateway.held.append((slot, units, len(self.uses)))
+        gateway.returnable.append((slot, units, len(self.uses)))
         self.uses.append([self.now, units])
 
-    @rule(who=WHO, units=st.integers(1, 30))
-    def use(self, who: int, units: int) -> None:
-        gateway = self.gateways[who]
+    @rule(number=GATEWAY, units=st.integers(1, 30))
+    def use(self, number: int, units: int) -> None:
+        gateway = self.gateways[number]
         if units <= gateway.lease.remaining(self.now):
             self._use(gateway, units)
         else:
             gateway.lease.request_units(units)
 
-    @rule(who=WHO, units=st.integers(1, 60))
-    def get(self, who: int, units: int) -> None:
-        """As much of it as there is."""
-        gateway = self.gateways[who]
+    @rule(number=GATEWAY, units=st.integers(1, 60))
+    def use_available(self, number: int, units: int) -> None:
+        """Request units and use as many of them as are available."""
+        gateway = self.gateways[number]
         for _ in range(2):
             if gateway.lease.remaining(self.now) < units:
                 gateway.lease.request_units(units)
-                self.talk(who, "arrives")
-        room = min(units, gateway.lease.remaining(self.now))
-        if room > 0:
-            self._use(gateway, room)
+                self.exchange(number, "delivered")
+        available = min(units, gateway.lease.remaining(self.now))
+        if available > 0:
+            self._use(gateway, available)
 
-    @rule(who=WHO, part=st.floats(0, 1))
-    def give_back(self, who: int, part: float) -> None:
-        gateway = self.gateways[who]
-        if gateway.held:
-            slot, units, number = gateway.held.pop()
-            back = int(units * part)
-            gateway.lease.adjust(slot, -back, self.now)
-            self.uses[number][1] -= back
+    @rule(number=GATEWAY, part=st.floats(0, 1))
+    def return_units(self, number: int, part: float) -> None:
+        gateway = self.gateways[number]
+        if gateway.returnable:
+            slot, units, use = gateway.returnable.pop()
+            returned = int(units * part)
+            gateway.lease.adjust(slot, -returned, self.now)
+            self.uses[use][1] -= returned
 
-    @rule(who=WHO, fate=FATE)
-    def talk(self, who: int, fate: str) -> None:
-        gateway = self.gateways[who]
-        if gateway.asked is None:
-            ask = gateway.lease.build_request(self.now)
-            gateway.asked = gateway.lease.name, ask, self.now
-            gateway.number += 1
-        name, ask, asked_at = gateway.asked
-        if fate == "lost":
+    @rule(number=GATEWAY, delivery=DELIVERY)
+    def exchange(self, number: int, delivery: str) -> None:
+        gateway = self.gateways[number]
+        if gateway.pending is None:
+            request = gateway.lease.build_request(self.now)
+            gateway.pending = gateway.lease.name, request, self.now
+            gateway.message_number += 1
+        name, request, sent_at = gateway.pending
+        if delivery == "lost":
             return
         [grant] = self.authority.exchange(
-            gateway.name, gateway.number, ALIVE_S, [(name, ask)], self.now
+            gateway.name, gateway.message_number, GATEWAY_TTL_S, [(name, request)], self.now
         )
-        if fate == "arrives":
-            gateway.lease.apply_grant(ask, grant, asked_at, self.now)
-            gateway.asked = None
+        if delivery == "delivered":
+            gateway.lease.apply_grant(request, grant, sent_at, self.now)
+            gateway.pending = None
 
-    @rule(seconds=PAUSE)
+    @rule(seconds=PAUSE_S)
     def wait(self, seconds: float) -> None:
         self.now += seconds
 
-    @rule(who=WHO)
-    def die(self, who: int) -> None:
-        self.gateways[who] = self._gateway()
+    @rule(number=GATEWAY)
+    def die(self, number: int) -> None:
+        self.gateways[number] = self._start_gateway()
 
-    def within(self, seconds: float) -> int:
+    def used_within(self, seconds: float) -> int:
         return sum(units for at, units in self.uses if at > self.now - seconds)
 
 
-class Sliding(Fleet):
-    """A window, the authority always there: exact, whatever is lost."""
+class SlidingWindows(LeasedWindows):
+    """Sliding window with the authority always up. The limit is exact whatever is lost."""
 
-    def lease(self) -> LeasedQuota:
+    def make_lease(self) -> LeasedQuota:
         return WindowLease("limit", SlidingWindow(self.limit, WINDOW_S))
 
     @invariant()
-    def never_more_than_the_limit(self) -> None:
-        assert self.within(WINDOW_S) <= self.limit
+    def limit_is_kept(self) -> None:
+        assert self.used_within(WINDOW_S) <= self.limit
 
 
 Step = tuple[float, int, str, int]
-"""How long before, who, what, and how many units."""
+"""Pause before the step, gateway, action and units."""
 
 
 @settings(max_examples=300)
@@ -146,37 +149,37 @@ Step = tuple[float, int, str, int]
         st.tuples(
             st.sampled_from([0.0, 0.9, 1.9, 57.2, 58.9, 59.3, 60.0]),
             st.integers(0, 1),
-            st.sampled_from(["ask", "use", "get", "give back"]),
+            st.sampled_from(["request", "use", "use available", "return"]),
             st.sampled_from([10, 30, 60]),
         ),
         max_size=14,
     )
 )
-@example([(0.0, 0, "ask", 30), (1.9, 0, "use", 40), (59.3, 1, "get", 60)])
-def test_grants_that_are_used_late_or_given_back_late_free_nothing_too_soon(
+@example([(0.0, 0, "request", 30), (1.9, 0, "use", 40), (59.3, 1, "use available", 60)])
+def test_late_use_or_return_of_grant_frees_no_units_early(
     steps: list[Step],
 ) -> None:
-    fleet = Sliding()
-    for pause, who, what, units in steps:
-        fleet.wait(pause)
-        if what == "ask":
-            fleet.gateways[who].lease.request_units(units)
-            fleet.talk(who, "arrives")
-        elif what == "use":
-            fleet.use(who, units)
-        elif what == "get":
-            fleet.get(who, units)
+    fleet = SlidingWindows()
+    for pause_s, number, action, units in steps:
+        fleet.wait(pause_s)
+        if action == "request":
+            fleet.gateways[number].lease.request_units(units)
+            fleet.exchange(number, "delivered")
+        elif action == "use":
+            fleet.use(number, units)
+        elif action == "use available":
+            fleet.use_available(number, units)
         else:
-            fleet.give_back(who, 0.9)
-        fleet.never_more_than_the_limit()
+            fleet.return_units(number, 0.9)
+        fleet.limit_is_kept()
 
 
-class Unsure(Fleet):
-    """Gateways that go on without the authority."""
+class DegradedWindows(LeasedWindows):
+    """Gateways that admit requests within an even share while the authority is down."""
 
-    @rule(who=WHO, units=st.integers(1, 30))
-    def go_on(self, who: int, units: int) -> None:
-        gateway = self.gateways[who]
+    @rule(number=GATEWAY, units=st.integers(1, 30))
+    def use_even_share(self, number: int, units: int) -> None:
+        gateway = self.gateways[number]
         if units > gateway.lease.remaining(self.now) and gateway.lease.is_within_even_share(
             units, GATEWAYS, self.now
         ):
@@ -185,101 +188,99 @@ class Unsure(Fleet):
             self._use(gateway, units)
 
 
-class Trusting(Unsure, Sliding):
-    """A window, and gateways that go on without the authority: at most twice the limit, whatever happens."""
+class DegradedSlidingWindows(DegradedWindows, SlidingWindows):
+    """Sliding window without the authority. The gateways use at most twice the limit."""
 
-    def die(self, who: int) -> None:
-        """Not here: it would come back knowing nothing of what it used."""
+    def die(self, number: int) -> None:
+        """Do nothing, because a restarted gateway does not know what it used."""
 
     @invariant()
-    def never_more_than_the_limit(self) -> None:
+    def limit_is_kept(self) -> None:
         share = -(-self.limit // GATEWAYS)
-        assert self.within(WINDOW_S) <= self.limit + GATEWAYS * share
+        assert self.used_within(WINDOW_S) <= self.limit + GATEWAYS * share
 
 
-class Daily(Fleet):
-    """A day's budget, and the next day's: never passed, and nothing leaks while nobody dies."""
+class DayBudgets(LeasedWindows):
+    """Budget of two days. Budgets are never exceeded, and no units leak unless a gateway dies."""
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 12 * 86400 - 100.0  # a little before midnight
         self.died = False
 
-    def lease(self) -> WindowLease:
+    def make_lease(self) -> WindowLease:
         return WindowLease("budget", CalendarPeriod(self.limit, "day"))
 
-    @rule(who=WHO)
-    def die(self, who: int) -> None:
-        super().die(who)
+    @rule(number=GATEWAY)
+    def die(self, number: int) -> None:
+        super().die(number)
         self.died = True
 
     @invariant()
-    def never_more_than_the_budget(self) -> None:
-        assert self.today() <= self.limit
+    def budget_is_kept(self) -> None:
+        assert self.used_today() <= self.limit
 
-    def today(self) -> int:
+    def used_today(self) -> int:
         midnight = self.now // 86400 * 86400
         return sum(units for at, units in self.uses if at >= midnight)
 
     def teardown(self) -> None:
         if self.died:
             return
-        for who in (*range(GATEWAYS),) * 3:  # what is owed, what is left, and nothing
-            self.talk(who, "arrives")
-        kept = self.authority.limits.get(self.gateways[0].lease.name)
-        counted = 0 if kept is None else sum(kept.slots.values())
-        assert counted == self.today()
+        for number in (*range(GATEWAYS),) * 3:  # report overdraft, return units, and settle
+            self.exchange(number, "delivered")
+        counted = self.authority.counted_units(self.gateways[0].lease.name)
+        assert counted == self.used_today()
 
 
-class TrustingDaily(Unsure, Daily):
-    """A day's budget, and gateways that go on without the authority: nothing leaks once that is there again."""
+class DegradedDayBudgets(DegradedWindows, DayBudgets):
+    """Budget of two days without the authority. No units leak once the authority is up again."""
 
-    def die(self, who: int) -> None:
-        """Not here."""
+    def die(self, number: int) -> None:
+        """Do nothing, because a restarted gateway does not know what it used."""
 
     @invariant()
-    def never_more_than_the_budget(self) -> None:
+    def budget_is_kept(self) -> None:
         share = -(-self.limit // GATEWAYS)
-        assert self.today() <= self.limit + GATEWAYS * share
+        assert self.used_today() <= self.limit + GATEWAYS * share
 
 
 @given(idle_s=st.floats(60.0, 50_000.0))
-def test_an_authority_that_forgot_learns_what_was_used_since_a_gateway_looked_long_ago(
+def test_restarted_authority_gets_usage_since_old_seed_of_idle_gateway(
     idle_s: float,
 ) -> None:
-    """That gateway has had nothing to ask since it read the ledger; another one has used the budget meanwhile."""
-    fleet = Daily()
+    """The idle gateway read the usage before another gateway used up the budget."""
+    fleet = DayBudgets()
     fleet.now = 12 * 86400 + 10.0
-    busy, quiet = fleet.gateways[:2]
-    for gateway in (busy, quiet):
+    busy, idle = fleet.gateways[:2]
+    for gateway in (busy, idle):
         gateway.lease.seed_points(fleet.now)
         gateway.lease.seed([(fleet.now, 0)], fleet.now)
-    fleet.get(0, fleet.limit)
-    assert fleet.within(86400) == fleet.limit
+    fleet.use_available(0, fleet.limit)
+    assert fleet.used_within(86400) == fleet.limit
     fleet.wait(idle_s)
-    fleet.authority = Authority()
-    news: list[int] = []
-    assert isinstance(quiet.lease, WindowLease)
-    quiet.lease.on_report_due = lambda: news.append(1)
-    quiet.lease.request_units(1)
-    fleet.talk(1, "arrives")
-    assert quiet.lease.needs_seed
-    looked_at = fleet.now
-    fleet.wait(20.0)  # there is much to look for
-    quiet.lease.seed([(looked_at, fleet.limit)], fleet.now)
-    assert news
-    assert quiet.lease.is_due(fleet.now)
-    fleet.talk(1, "arrives")
-    assert not quiet.lease.needs_seed
-    kept = fleet.authority.limits[quiet.lease.name]
-    assert kept.known
-    assert sum(kept.slots.values()) >= fleet.limit
+    fleet.authority = FakeQuotaAuthority()
+    reports: list[int] = []
+    assert isinstance(idle.lease, WindowLease)
+    idle.lease.on_report_due = lambda: reports.append(1)
+    idle.lease.request_units(1)
+    fleet.exchange(1, "delivered")
+    assert idle.lease.needs_seed
+    read_at = fleet.now
+    fleet.wait(20.0)  # reading the usage takes long
+    idle.lease.seed([(read_at, fleet.limit)], fleet.now)
+    assert reports
+    assert idle.lease.is_due(fleet.now)
+    fleet.exchange(1, "delivered")
+    assert not idle.lease.needs_seed
+    assert fleet.authority.limits[idle.lease.name].known
+    assert fleet.authority.counted_units(idle.lease.name) >= fleet.limit
 
 
-def test_however_much_is_used_it_can_be_told() -> None:
-    """A replica may claim any number of tokens, and they have a price."""
-    for own in (SlidingWindow(50, WINDOW_S), CalendarPeriod(50, "day")):
-        lease = WindowLease("limit", own)
+def test_huge_usage_can_be_encoded() -> None:
+    """A replica may report any number of tokens, and each has a price."""
+    for meter in (SlidingWindow(50, WINDOW_S), CalendarPeriod(50, "day")):
+        lease = WindowLease("limit", meter)
         slot = lease.add(10**30, 1e6)
         msgspec.msgpack.encode(lease.build_request(1e6))
         lease.apply_grant(
@@ -287,98 +288,100 @@ def test_however_much_is_used_it_can_be_told() -> None:
         )
         lease.add(10, 1e6)
         lease.adjust(slot, -(10**30), 1e6)
-        told = msgspec.msgpack.decode(msgspec.msgpack.encode(lease.build_request(1e6)))
-        assert told["back"][0][0] == 7
+        decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(lease.build_request(1e6)))
+        assert decoded["back"][0][0] == 7
 
 
-class Places(RuleBasedStateMachine):
-    """What runs at a time: never more than the limit at gateways that live; the places of the dead come back."""
+class ConcurrencyLimits(RuleBasedStateMachine):
+    """Concurrency limit: live gateways never exceed it, and slots of dead gateways become free again."""
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 1_000_000.0
-        self.authority = Authority()
-        self.born = 0
+        self.authority = FakeQuotaAuthority()
+        self.num_started = 0
         self.running = [0] * GATEWAYS
-        self.dead: list[tuple[float, int]] = []
-        self.gateways = [self._gateway() for _ in range(GATEWAYS)]
+        self.gateways = [self._start_gateway() for _ in range(GATEWAYS)]
 
-    def _gateway(self) -> Gateway:
-        self.born += 1
-        return Gateway(f"g{self.born}", ConcurrencyLease("places", ConcurrencyMeter(5), ALIVE_S))
+    def _start_gateway(self) -> GatewayState:
+        self.num_started += 1
+        return GatewayState(
+            f"g{self.num_started}",
+            ConcurrencyLease("concurrency", ConcurrencyMeter(5), GATEWAY_TTL_S),
+        )
 
-    @rule(who=WHO)
-    def begin(self, who: int) -> None:
-        lease = self.gateways[who].lease
+    @rule(number=GATEWAY)
+    def begin(self, number: int) -> None:
+        lease = self.gateways[number].lease
         if lease.remaining(self.now) >= 1:
             lease.add(1, self.now)
-            self.running[who] += 1
+            self.running[number] += 1
         else:
             lease.request_units(1)
 
-    @rule(who=WHO)
-    def end(self, who: int) -> None:
-        if self.running[who]:
-            self.gateways[who].lease.adjust(0, -1, self.now)
-            self.running[who] -= 1
+    @rule(number=GATEWAY)
+    def end(self, number: int) -> None:
+        if self.running[number]:
+            self.gateways[number].lease.adjust(0, -1, self.now)
+            self.running[number] -= 1
 
-    talk = Fleet.talk
+    exchange = LeasedWindows.exchange
 
     @rule(seconds=st.floats(0.1, 1.0))
     def wait(self, seconds: float) -> None:
         self.now += seconds
-        for who in range(GATEWAYS):
-            self.talk(who, "arrives")
-            self.talk(who, "arrives")
+        for number in range(GATEWAYS):
+            self.exchange(number, "delivered")
+            self.exchange(number, "delivered")
 
-    @rule(who=WHO)
-    def die(self, who: int) -> None:
-        self.gateways[who], self.running[who] = self._gateway(), 0
+    @rule(number=GATEWAY)
+    def die(self, number: int) -> None:
+        self.gateways[number], self.running[number] = self._start_gateway(), 0
 
     @invariant()
-    def never_more_than_the_limit(self) -> None:
+    def limit_is_kept(self) -> None:
         assert sum(self.running) <= 5
 
     def teardown(self) -> None:
-        """All that ran has ended or died: within a heartbeat's patience somebody can have everything."""
-        for who in range(GATEWAYS):
-            while self.running[who]:
-                self.end(who)
+        """Check that one gateway can use the whole limit soon after all requests have ended."""
+        for number in range(GATEWAYS):
+            while self.running[number]:
+                self.end(number)
         for _ in range(12):
             self.wait(1.0)
         lease = self.gateways[0].lease
         for _ in range(5):
             lease.request_units(1)
-        self.talk(0, "arrives")
+        self.exchange(0, "delivered")
         assert lease.remaining(self.now) == 5
 
 
-@given(lowered=st.integers(0, 4), running=st.integers(1, 5), each_s=st.floats(0.05, 0.9))
-def test_a_limit_on_what_runs_that_is_lowered_holds_though_there_is_always_more_to_run(
-    lowered: int, running: int, each_s: float
+@given(lowered=st.integers(0, 4), running=st.integers(1, 5), pause_s=st.floats(0.05, 0.9))
+def test_lowered_concurrency_limit_holds_under_constant_load(
+    lowered: int, running: int, pause_s: float
 ) -> None:
-    places = Places()
-    for gateway in places.gateways:
+    fleet = ConcurrencyLimits()
+    for gateway in fleet.gateways:
         gateway.lease.limit = running * GATEWAYS
     for _ in range(2 * running):
-        for who in range(GATEWAYS):
-            places.talk(who, "arrives")
-            if places.running[who] < running:
-                places.begin(who)
-    assert sum(places.running) == running * GATEWAYS
-    for gateway in places.gateways:
+        for number in range(GATEWAYS):
+            fleet.exchange(number, "delivered")
+            if fleet.running[number] < running:
+                fleet.begin(number)
+    assert sum(fleet.running) == running * GATEWAYS
+    for gateway in fleet.gateways:
         gateway.lease.limit = lowered
     for _ in range(running * GATEWAYS):
-        for who in range(GATEWAYS):
-            places.end(who)
-            places.begin(who)
-            places.begin(who)
-        places.wait(each_s)
-    assert sum(places.running) <= lowered
+        for number in range(GATEWAYS):
+            fleet.end(number)
+            fleet.begin(number)
+            fleet.begin(number)
+        fleet.wait(pause_s)
+    assert sum(fleet.running) <= lowered
 
 
-TestSliding = Sliding.TestCase
-TestTrusting = Trusting.TestCase
-TestDaily = Daily.TestCase
-TestTrustingDaily = TrustingDaily.TestCase
-TestPlaces = Places.TestCase
+TestSlidingWindows = SlidingWindows.TestCase
+TestDegradedSlidingWindows = DegradedSlidingWindows.TestCase
+TestDayBudgets = DayBudgets.TestCase
+TestDegradedDayBudgets = DegradedDayBudgets.TestCase
+TestConcurrencyLimits = ConcurrencyLimits.TestCase

@@ -1,4 +1,4 @@
-"""Error bodies: OpenAI's shape, and a type for every status."""
+"""Error bodies: the shape of OpenAI, and an error type for every status."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 from argosy.protocol import ApiError, invalid_request
 
 
-def test_body() -> None:
-    told = json.loads(invalid_request("Too hot. Lower it.", "temperature").encode_body("req_1"))
-    assert told == {
+def test_error_body_has_the_shape_of_openai() -> None:
+    body = json.loads(invalid_request("Too hot. Lower it.", "temperature").encode_body("req_1"))
+    assert body == {
         "error": {
             "message": "Too hot. Lower it.",
             "type": "invalid_request_error",
@@ -23,7 +23,7 @@ def test_body() -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "kind"),
+    ("status", "error_type"),
     [
         (404, "not_found_error"),
         (405, "invalid_request_error"),
@@ -33,5 +33,5 @@ def test_body() -> None:
         (503, "overloaded_error"),
     ],
 )
-def test_types(status: int, kind: str) -> None:
-    assert ApiError(status, "code", "message").type == kind
+def test_error_type_follows_the_status(status: int, error_type: str) -> None:
+    assert ApiError(status, "code", "message").type == error_type

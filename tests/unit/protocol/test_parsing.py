@@ -1,4 +1,4 @@
-"""Bodies to types: what is wrong is named, and whatever comes in, only an ApiError comes out."""
+"""Request parsing: errors name the parameter, and any input gives a value or an `ApiError`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CHAT = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
 PROMPT = {"model": "m", "prompt": "x"}
 
 
-def refusal(body: object) -> ApiError:
+def parse_error(body: object) -> ApiError:
     with pytest.raises(ApiError) as caught:
         parse_body(ChatCompletionRequest, json.dumps(body).encode())
     assert caught.value.status == 400
@@ -46,17 +46,17 @@ def refusal(body: object) -> ApiError:
         ([], None, "invalid_type"),
     ],
 )
-def test_the_field_is_named(body: object, param: str | None, code: str) -> None:
-    error = refusal(body)
+def test_parse_error_names_parameter_and_code(body: object, param: str | None, code: str) -> None:
+    error = parse_error(body)
     assert (error.param, error.code) == (param, code)
     assert param is None or param in error.message
 
 
-def test_null_is_left_out() -> None:
+def test_null_is_treated_as_absent() -> None:
     assert parse_body(ChatCompletionRequest, json.dumps(CHAT | {"n": None}).encode()).n is None
 
 
-def test_integers_are_floats_where_floats_are_asked_for() -> None:
+def test_integers_are_accepted_as_floats() -> None:
     body = json.dumps(CHAT | {"temperature": 1, "logit_bias": {"5": -100}}).encode()
     parsed = parse_body(ChatCompletionRequest, body)
     assert parsed.temperature == 1.0
@@ -64,20 +64,20 @@ def test_integers_are_floats_where_floats_are_asked_for() -> None:
 
 
 @pytest.mark.parametrize("prompt", ["a", ["a", "b"], [1, 2], [[1], [2, 3]]])
-def test_every_kind_of_prompt(prompt: object) -> None:
+def test_every_prompt_type_is_accepted(prompt: object) -> None:
     body = json.dumps(PROMPT | {"prompt": prompt}).encode()
     assert parse_body(CompletionRequest, body).prompt == prompt
 
 
-def test_long_names_are_cut_in_messages() -> None:
-    assert len(refusal(CHAT | {"x" * 100_000: 1}).message) < 300
+def test_long_names_are_truncated_in_messages() -> None:
+    assert len(parse_error(CHAT | {"x" * 100_000: 1}).message) < 300
 
 
 @given(st.binary(max_size=200))
-def test_any_bytes_are_a_body_or_an_api_error(body: bytes) -> None:
-    for kind in (ChatCompletionRequest, CompletionRequest):
+def test_arbitrary_bytes_raise_an_api_error(body: bytes) -> None:
+    for body_type in (ChatCompletionRequest, CompletionRequest):
         with pytest.raises(ApiError):
-            parse_body(kind, body)
+            parse_body(body_type, body)
 
 
 JSON = st.recursive(
@@ -94,16 +94,16 @@ JSON = st.recursive(
 
 
 @given(st.sampled_from(GenerationRequest.__struct_fields__), JSON)
-def test_any_value_of_any_field_is_a_body_or_names_the_field(field: str, value: object) -> None:
+def test_any_value_of_any_field_is_parsed_or_named_in_the_error(field: str, value: object) -> None:
     try:
         body = json.dumps(PROMPT | {field: value}).encode()
         parse_body(CompletionRequest, body)
     except ApiError as error:
-        named = error.param
+        error_param = error.param
     else:
-        named = field
-    assert named is not None
-    assert named.startswith(field)
+        error_param = field
+    assert error_param is not None
+    assert error_param.startswith(field)
 
 
 class Query(msgspec.Struct, forbid_unknown_fields=True):
@@ -112,14 +112,14 @@ class Query(msgspec.Struct, forbid_unknown_fields=True):
     since: float | None = None
 
 
-def test_parameters_of_a_url_are_read_from_text() -> None:
-    read = parse_query(Query, {"limit": "5", "since": "1.5", "name": "7"})
-    assert (read.name, read.limit, read.since) == ("7", 5, 1.5)
+def test_query_parameters_are_parsed_from_text() -> None:
+    parsed = parse_query(Query, {"limit": "5", "since": "1.5", "name": "7"})
+    assert (parsed.name, parsed.limit, parsed.since) == ("7", 5, 1.5)
     assert parse_query(Query, {}) == Query()
 
 
 @pytest.mark.parametrize("query", [{"limit": "0"}, {"limit": "x"}, {"since": ""}, {"page": "1"}])
-def test_a_wrong_parameter_of_a_url_is_named(query: dict[str, str]) -> None:
+def test_invalid_query_parameter_is_named(query: dict[str, str]) -> None:
     with pytest.raises(ApiError) as caught:
         parse_query(Query, query)
     assert (caught.value.status, caught.value.param) == (400, next(iter(query)))

@@ -1,4 +1,4 @@
-"""Server-sent events: what is framed comes out of the parser again, however the bytes are cut."""
+"""Server-sent events: the parser returns every framed event, at any split of the bytes."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ data = st.binary(min_size=1, max_size=20).map(lambda raw: raw.hex().encode())
 
 
 @given(st.lists(data, max_size=5), st.lists(st.integers(0, 400), max_size=6))
-def test_any_cut_gives_the_same_events(payloads: list[bytes], cuts: list[int]) -> None:
+def test_any_split_gives_the_same_events(payloads: list[bytes], cuts: list[int]) -> None:
     stream = (
         b"".join(format_event(payload) + format_comment(b"keep-alive") for payload in payloads)
         + SSE_DONE
     )
     parser = EventParser()
-    places = [0, *sorted(min(cut, len(stream)) for cut in cuts), len(stream)]
-    got = []
-    for start, end in itertools.pairwise(places):
-        got += parser.feed(stream[start:end])
-    assert got == [*payloads, b"[DONE]"]
+    boundaries = [0, *sorted(min(cut, len(stream)) for cut in cuts), len(stream)]
+    events = []
+    for start, end in itertools.pairwise(boundaries):
+        events += parser.feed(stream[start:end])
+    assert events == [*payloads, b"[DONE]"]
 
 
-def test_carriage_returns_other_fields_and_several_lines() -> None:
+def test_carriage_returns_other_fields_and_multiline_data() -> None:
     stream = b": hi\r\nevent: x\r\nid: 1\r\ndata: a\r\ndata:b\r\n\r\n\r\ndata: unfinished"
     assert EventParser().feed(stream) == [b"a\nb"]
 
 
 @pytest.mark.parametrize("piece", [b"x", b"data: %b\n" % (b"x" * 1000)], ids=["line", "lines"])
-def test_an_event_that_does_not_end_is_not_kept_for_ever(piece: bytes) -> None:
+def test_unterminated_event_is_rejected_at_its_size_limit(piece: bytes) -> None:
     parser, half = EventParser(), piece * (MAX_EVENT_BYTES // 2 // len(piece))
     assert parser.feed(half) == []
     with pytest.raises(ValueError, match="longer"):

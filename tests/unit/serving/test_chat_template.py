@@ -1,4 +1,4 @@
-"""Chat templates as Hugging Face checkpoints have them, and everything that can go wrong in one."""
+"""Chat templates of Hugging Face checkpoints, and the errors that they can cause."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def template(source: str) -> ChatTemplate:
     return ChatTemplate(source, {"bos_token": "<s>"}, lambda: datetime(2026, 11, 20, tzinfo=UTC))
 
 
-def refusal(source: str, **arguments: Any) -> ApiError:  # noqa: ANN401 - as `render` takes them
+def render_error(source: str, **arguments: Any) -> ApiError:  # noqa: ANN401 - as `render` takes them
     with pytest.raises(ApiError) as caught:
         template(source).render(HELLO, **arguments)
     assert caught.value.status == 400
     return caught.value
 
 
-def test_messages_and_generation_prompt() -> None:
+def test_messages_and_generation_prompt_are_rendered() -> None:
     chat = template(TEMPLATE)
     assert chat.render(HELLO) == "<|user|>user: Hello<|end|>\n<|user|>assistant:"
     assert chat.render(HELLO, add_generation_prompt=False) == "<|user|>user: Hello<|end|>\n"
@@ -48,22 +48,22 @@ def test_messages_and_generation_prompt() -> None:
         ("{{ messages[0]['content'] }}{{ absent }}", "Hello"),
     ],
 )
-def test_what_templates_rely_on(source: str, text: str) -> None:
+def test_template_features_are_supported(source: str, text: str) -> None:
     assert template(source).render(HELLO) == text
 
 
-def test_variables_of_the_request() -> None:
+def test_request_variables_reach_the_template() -> None:
     chat = template("{{ enable_thinking }} {{ bos_token }}")
     assert chat.render(HELLO, variables={"enable_thinking": False}) == "False <s>"
 
 
 @pytest.mark.parametrize("name", ["messages", "add_generation_prompt", "tools"])
-def test_variables_of_the_request_do_not_replace_ours(name: str) -> None:
-    assert refusal("x", variables={name: 1}).param == f"chat_template_kwargs.{name}"
+def test_request_variables_cannot_replace_built_in_ones(name: str) -> None:
+    assert render_error("x", variables={name: 1}).param == f"chat_template_kwargs.{name}"
 
 
-def test_raise_exception_is_a_refusal_in_the_templates_words() -> None:
-    error = refusal("{{ raise_exception('roles must alternate') }}")
+def test_raise_exception_gives_the_templates_message() -> None:
+    error = render_error("{{ raise_exception('roles must alternate') }}")
     assert "roles must alternate" in error.message
     assert error.code == "chat_template_error"
 
@@ -82,11 +82,11 @@ def test_raise_exception_is_a_refusal_in_the_templates_words() -> None:
         "{{ cycler | tojson }}",
     ],
 )
-def test_whatever_fails_in_a_template_is_a_refusal(source: str) -> None:
-    assert refusal(source).code == "chat_template_error"
+def test_failing_template_is_a_client_error(source: str) -> None:
+    assert render_error(source).code == "chat_template_error"
 
 
-def test_a_model_without_template_takes_no_messages(tmp_path: Path) -> None:
+def test_model_without_template_rejects_messages(tmp_path: Path) -> None:
     with pytest.raises(ApiError) as caught:
         ChatTemplate.load(tmp_path).render(HELLO)
     assert (caught.value.status, caught.value.code) == (400, "no_chat_template")
@@ -100,26 +100,26 @@ def test_a_model_without_template_takes_no_messages(tmp_path: Path) -> None:
         ("<b>{{ messages[0].content }}", "<b>Hel lo "),
     ],
 )
-def test_continuing_the_final_message_cuts_behind_it(source: str, text: str) -> None:
+def test_continued_final_message_ends_the_prompt(source: str, text: str) -> None:
     messages = [{"role": "assistant", "content": "Hel lo "}]
     rendered = template(source).render(messages, continue_final_message=True)
     assert rendered == text
     assert messages == [{"role": "assistant", "content": "Hel lo "}]
 
 
-def test_a_template_that_drops_the_final_message_cannot_continue_it() -> None:
-    error = refusal("fixed", continue_final_message=True)
+def test_template_without_final_message_cannot_continue_it() -> None:
+    error = render_error("fixed", continue_final_message=True)
     assert error.param == "continue_final_message"
 
 
-def test_developer_is_system_unless_the_template_knows_it() -> None:
+def test_developer_role_becomes_system_unless_template_supports_it() -> None:
     messages = [{"role": "developer", "content": "x"}]
     assert template("{{ messages[0].role }}").render(messages) == "system"
-    knowing = "{% if messages[0].role == 'developer' %}known{% endif %}"
-    assert template(knowing).render(messages) == "known"
+    branching = "{% if messages[0].role == 'developer' %}known{% endif %}"
+    assert template(branching).render(messages) == "known"
 
 
-def test_where_the_template_is_found(tmp_path: Path) -> None:
+def test_template_precedence_is_override_then_file_then_config(tmp_path: Path) -> None:
     write_checkpoint(tmp_path)
     assert ChatTemplate.load(tmp_path).render(HELLO).startswith("<|user|>user: Hello")
     (tmp_path / "chat_template.jinja").write_text("file {{ eos_token }}")
@@ -129,13 +129,16 @@ def test_where_the_template_is_found(tmp_path: Path) -> None:
     assert ChatTemplate.load(tmp_path, override).render(HELLO) == "mine <|begin|>"
 
 
-def test_of_several_named_templates_the_default_is_taken(tmp_path: Path) -> None:
-    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+def test_default_of_several_named_templates_is_used(tmp_path: Path) -> None:
+    templates = [
+        {"name": "tool_use", "template": "tools"},
+        {"name": "default", "template": "plain"},
+    ]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
     assert ChatTemplate.load(tmp_path).render(HELLO) == "plain"
 
 
-def test_templates_that_cannot_be_read_say_where(tmp_path: Path) -> None:
+def test_unreadable_template_error_names_the_file(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("{% if %}")
     with pytest.raises(ValueError, match=r"chat_template\.jinja.*--chat-template"):
         ChatTemplate.load(tmp_path)

@@ -1,4 +1,4 @@
-"""A choice: however its deltas are grouped and taken, text, tokens and counts are the same."""
+"""Choices: text, tokens and counts do not depend on how deltas are grouped or drained."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ def new_choice(params: SamplingParams, output: list[int] | None = None) -> Choic
 
 
 def run(choice: Choice, tokens: list[int], cuts: list[int]) -> tuple[str, list[int], list[int]]:
-    """Text, tokens and tokens with a log-probability, pushed in pieces that end at `cuts`."""
-    text, told, scored = "", list[int](), list[int]()
-    places = sorted({0, len(tokens), *(cut % (len(tokens) + 1) for cut in cuts)})
-    for start, end in zip(places, [*places[1:], len(tokens)], strict=True):
-        part = tokens[start:end]
+    """Push tokens in groups that end at `cuts`. Return the text, the tokens and the tokens with log-probabilities."""
+    text, tokens_out, logprob_tokens = "", list[int](), list[int]()
+    boundaries = sorted({0, len(tokens), *(cut % (len(tokens) + 1) for cut in cuts)})
+    for start, end in zip(boundaries, [*boundaries[1:], len(tokens)], strict=True):
+        group = tokens[start:end]
         last = end == len(tokens)
         choice.push(
             Delta(
                 id="r",
-                tokens=part,
-                logprobs=[TokenLogprob(token, -1.0, 1) for token in part],
+                tokens=group,
+                logprobs=[TokenLogprob(token, -1.0, 1) for token in group],
                 finish_reason="length" if last else None,
             )
         )
         piece = choice.drain()
         text += piece.text
-        told += piece.tokens
-        scored += [record.token for record in piece.logprobs]
+        tokens_out += piece.tokens
+        logprob_tokens += [logprob.token for logprob in piece.logprobs]
         if choice.finish_reason is not None:
             break
-    return text, told, scored
+    return text, tokens_out, logprob_tokens
 
 
 @given(
@@ -50,19 +50,19 @@ def run(choice: Choice, tokens: list[int], cuts: list[int]) -> tuple[str, list[i
     st.lists(st.integers(0, 100), max_size=5),
     st.sampled_from([(), ("e",), ("the", "an")]),
 )
-def test_grouping_changes_nothing(
+def test_grouping_of_deltas_does_not_change_the_output(
     tokens: list[int], cuts: list[int], stop: tuple[str, ...]
 ) -> None:
     params = SamplingParams(stop=stop, max_tokens=100)
-    whole = new_choice(params)
-    pieces = new_choice(params)
-    expected = run(whole, tokens, [])
-    assert run(pieces, tokens, cuts) == expected
-    assert pieces.finish_reason == whole.finish_reason
-    assert pieces.stop_reason == whole.stop_reason
-    assert pieces.generated_tokens == whole.generated_tokens == len(expected[1]) == len(expected[2])
-    for one in stop:
-        assert one not in expected[0]
+    single = new_choice(params)
+    split = new_choice(params)
+    expected = run(single, tokens, [])
+    assert run(split, tokens, cuts) == expected
+    assert split.finish_reason == single.finish_reason
+    assert split.stop_reason == single.stop_reason
+    assert split.generated_tokens == single.generated_tokens == len(expected[1]) == len(expected[2])
+    for stop_string in stop:
+        assert stop_string not in expected[0]
 
 
 def test_usage_counts_resumed_tokens() -> None:
@@ -73,9 +73,7 @@ def test_usage_counts_resumed_tokens() -> None:
 
 
 @pytest.mark.parametrize(("token", "reason"), [(EOS, None), (300, 300)])
-def test_stop_reason_is_the_stop_token_but_not_the_models_own(
-    token: int, reason: int | None
-) -> None:
+def test_stop_reason_is_a_requested_stop_token_only(token: int, reason: int | None) -> None:
     choice = new_choice(SamplingParams(stop_token_ids=(300,)))
     choice.push(Delta(id="r", tokens=[301, token], finish_reason="stop", stop_token=token))
     piece = choice.drain()
@@ -84,20 +82,20 @@ def test_stop_reason_is_the_stop_token_but_not_the_models_own(
 
 
 @pytest.mark.parametrize(("finish", "status"), [("error", 500), ("cancelled", 499)])
-def test_failures_are_raised(finish: str, status: int) -> None:
+def test_failed_and_cancelled_choices_raise_api_errors(finish: str, status: int) -> None:
     choice = new_choice(SamplingParams())
     with pytest.raises(ApiError) as caught:
         choice.push(Delta(id="r", finish_reason="error" if finish == "error" else "cancelled"))
     assert caught.value.status == status
 
 
-def test_scoring_leaves_the_sampled_token_out() -> None:
+def test_scoring_drops_the_sampled_token() -> None:
     request = EngineRequest(id="r", prompt=[1, 2], params=SamplingParams(max_tokens=1))
     prompt = PromptState(token_ids=[1, 2], echo_text="x")
     choice = ScoringChoice(0, request, prompt, TOKENIZER)
-    record = TokenLogprob(2, -1.0, 1)
-    choice.push(Delta(id="r", tokens=[EOS], prompt_logprobs=[record], finish_reason="stop"))
+    logprob = TokenLogprob(2, -1.0, 1)
+    choice.push(Delta(id="r", tokens=[EOS], prompt_logprobs=[logprob], finish_reason="stop"))
     piece = choice.drain()
     assert (piece.text, piece.tokens, piece.finish_reason) == ("", [], "length")
-    assert prompt.logprobs == [record]
+    assert prompt.logprobs == [logprob]
     assert choice.output_tokens == 0

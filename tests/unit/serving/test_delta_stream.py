@@ -1,4 +1,4 @@
-"""What the reader of one request's deltas gets, however it reads and however often the engine starts over."""
+"""Delta stream: a reader gets every delta once, at any pace and across engine restarts."""
 
 from __future__ import annotations
 
@@ -16,68 +16,68 @@ def stream(aborted: list[str]) -> DeltaStream:
 
 
 @given(st.lists(st.tuples(st.lists(st.integers(0, 9), max_size=3), st.booleans()), min_size=1))
-def test_nothing_is_lost_or_told_twice_whenever_one_takes(
-    steps: list[tuple[list[int], bool]],
+def test_every_delta_is_delivered_once_at_any_pace(
+    added: list[tuple[list[int], bool]],
 ) -> None:
     aborted: list[str] = []
-    deltas, calls = stream(aborted), 0
+    delta_stream, calls = stream(aborted), 0
 
-    def heard() -> None:
+    def count_call() -> None:
         nonlocal calls
         calls += 1
 
-    deltas.set_listener(heard)
-    taken: list[Delta] = []
-    for index, (tokens, take) in enumerate(steps):
-        finish = "length" if index == len(steps) - 1 else None
+    delta_stream.set_listener(count_call)
+    drained: list[Delta] = []
+    for index, (tokens, drains) in enumerate(added):
+        finish = "length" if index == len(added) - 1 else None
         first = {"cached_tokens": 1, "queue_s": 0.5} if index == 0 else {}
-        deltas.add_delta(Delta(id="r~1", tokens=tokens, finish_reason=finish, **first))  # type: ignore[arg-type]
-        if take and (delta := deltas.drain()) is not None:
-            taken.append(delta)
-    if (delta := deltas.drain()) is not None:
-        taken.append(delta)
-    assert calls == len(steps)
-    whole = [token for tokens, _ in steps for token in tokens]
-    assert [token for each in taken for token in each.tokens] == whole
-    assert [each.finish_reason for each in taken][-1] == "length"
-    assert [each.cached_tokens for each in taken] == [1] + [None] * (len(taken) - 1)
-    assert {each.id for each in taken} == {"r"}
-    assert deltas.drain() is None
-    deltas.close()
+        delta_stream.add_delta(Delta(id="r~1", tokens=tokens, finish_reason=finish, **first))  # type: ignore[arg-type]
+        if drains and (delta := delta_stream.drain()) is not None:
+            drained.append(delta)
+    if (delta := delta_stream.drain()) is not None:
+        drained.append(delta)
+    assert calls == len(added)
+    all_tokens = [token for tokens, _ in added for token in tokens]
+    assert [token for each in drained for token in each.tokens] == all_tokens
+    assert [each.finish_reason for each in drained][-1] == "length"
+    assert [each.cached_tokens for each in drained] == [1] + [None] * (len(drained) - 1)
+    assert {each.id for each in drained} == {"r"}
+    assert delta_stream.drain() is None
+    delta_stream.close()
     assert not aborted
 
 
-def test_who_asks_late_is_told_of_what_waits() -> None:
-    deltas = stream([])
-    deltas.add_delta(Delta(id="r~1", tokens=[3]))
+def test_late_listener_is_called_for_waiting_deltas() -> None:
+    delta_stream = stream([])
+    delta_stream.add_delta(Delta(id="r~1", tokens=[3]))
     calls: list[None] = []
-    deltas.set_listener(lambda: calls.append(None))
+    delta_stream.set_listener(lambda: calls.append(None))
     assert len(calls) == 1
-    delta = deltas.drain()
+    delta = delta_stream.drain()
     assert delta is not None
     assert delta.tokens == [3]
 
 
-def test_after_a_restart_the_first_words_are_not_said_again() -> None:
-    deltas = stream([])
-    deltas.add_delta(
+def test_restart_does_not_repeat_first_delta_fields() -> None:
+    delta_stream = stream([])
+    delta_stream.add_delta(
         Delta(id="r~1", tokens=[3], cached_tokens=7, queue_s=0.5, prompt_block_names=b"x")
     )
-    assert deltas.drain() is not None
-    deltas.add_delta(
+    assert delta_stream.drain() is not None
+    delta_stream.add_delta(
         Delta(id="r~1", tokens=[4], cached_tokens=2, queue_s=0.1, prompt_block_names=b"y")
     )
-    delta = deltas.drain()
+    delta = delta_stream.drain()
     assert delta is not None
     assert (delta.tokens, delta.cached_tokens, delta.queue_s) == ([4], None, None)
     assert delta.prompt_block_names == b""
 
 
-def test_who_closes_early_aborts_and_hears_no_more() -> None:
+def test_early_close_aborts_the_request_and_drops_deltas() -> None:
     aborted: list[str] = []
-    deltas = stream(aborted)
-    deltas.close()
-    deltas.close()
-    deltas.add_delta(Delta(id="r~1", tokens=[3]))
+    delta_stream = stream(aborted)
+    delta_stream.close()
+    delta_stream.close()
+    delta_stream.add_delta(Delta(id="r~1", tokens=[3]))
     assert aborted == ["r"]
-    assert deltas.drain() is None
+    assert delta_stream.drain() is None

@@ -1,4 +1,4 @@
-"""Text as tokens come: whole characters only, nothing of a stop string, and exact resumption."""
+"""Detokenizer: text is emitted in whole characters, without stop strings, and resumes exactly."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from argosy.engine.serving.text.stop_string_matcher import StopStringMatcher
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.protocol import SamplingParams
 
-KINDS = [byte_level(), sentencepiece()]
+TOKENIZERS = [byte_level(), sentencepiece()]
 WORDS = [" the", "stop", "END", "\n\n", "你好", "👋🏽", "ü", "st", "op", "th", "a", "aa", " "]
 
 
 @st.composite
 def generations(draw: st.DrawFn) -> tuple[Tokenizer, list[int]]:
-    """A tokenizer and tokens as a model might emit: words, and any tokens at all between them."""
-    tokenizer = draw(st.sampled_from(KINDS))
+    """Draw a tokenizer and a model's output: words, with arbitrary tokens between them."""
+    tokenizer = draw(st.sampled_from(TOKENIZERS))
     word = st.sampled_from(WORDS).map(lambda w: tokenizer.encode(w, add_special_tokens=False))
-    anything = st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=4)
-    return tokenizer, list(chain.from_iterable(draw(st.lists(word | anything, max_size=12))))
+    any_tokens = st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=4)
+    return tokenizer, list(chain.from_iterable(draw(st.lists(word | any_tokens, max_size=12))))
 
 
 STOPS = st.lists(
@@ -37,8 +37,8 @@ STOPS = st.lists(
 ).map(tuple)
 
 
-def cut(text: str, stops: tuple[str, ...], *, include: bool) -> str:
-    """The text up to the stop string that ends first (the longest of those that end together)."""
+def truncate_at_stop(text: str, stops: tuple[str, ...], *, include: bool) -> str:
+    """Return the text up to the stop string that ends first; the longest one if several end there."""
     ends = [(text.find(s) + len(s), -len(s), s) for s in stops if s in text]
     if not ends:
         return text
@@ -46,44 +46,44 @@ def cut(text: str, stops: tuple[str, ...], *, include: bool) -> str:
     return text[:end] if include else text[: end - len(stop)]
 
 
-def emissions(
-    tokenizer: Tokenizer, params: SamplingParams, tokens: list[int]
-) -> tuple[list[str], str]:
-    """The text given out after each token, and at the end."""
+def emit(tokenizer: Tokenizer, params: SamplingParams, tokens: list[int]) -> tuple[list[str], str]:
+    """Return the text emitted after each token, and at the end."""
     stream = Detokenizer(tokenizer, params, [])
     return [stream.push([token]).text for token in tokens], stream.flush()
 
 
 @given(generated=generations(), stops=STOPS, include=st.booleans())
-def test_emissions_add_up_to_the_text_cut_at_the_first_stop_string(
+def test_emitted_text_ends_at_the_first_stop_string(
     generated: tuple[Tokenizer, list[int]], stops: tuple[str, ...], include: bool
 ) -> None:
     tokenizer, tokens = generated
-    stops = tuple(s for s in stops if "�" not in s)  # half a character at the end is no stop
+    stops = tuple(
+        s for s in stops if "�" not in s
+    )  # a replacement character only appears at the end
     params = SamplingParams(stop=stops, include_stop_str_in_output=include, ignore_eos=True)
-    given_out, rest = emissions(tokenizer, params, tokens)
-    piece = tokenizer.token_decoder(skip_special_tokens=True)
-    text = b"".join(map(piece, tokens)).decode("utf-8", "replace")
-    assert "".join(given_out) + rest == cut(text, stops, include=include)
+    emitted, rest = emit(tokenizer, params, tokens)
+    token_bytes = tokenizer.token_decoder(skip_special_tokens=True)
+    text = b"".join(map(token_bytes, tokens)).decode("utf-8", "replace")
+    assert "".join(emitted) + rest == truncate_at_stop(text, stops, include=include)
 
 
 @given(generated=generations(), stops=STOPS)
-def test_what_is_given_out_is_never_taken_back(
+def test_emitted_text_is_final(
     generated: tuple[Tokenizer, list[int]], stops: tuple[str, ...]
 ) -> None:
-    """After any token, the text so far is a beginning of every answer that starts with these tokens."""
+    """The text after any token is a prefix of the text of every longer output."""
     tokenizer, tokens = generated
     params = SamplingParams(stop=stops)
-    given_out, _ = emissions(tokenizer, params, tokens)
+    emitted, _ = emit(tokenizer, params, tokens)
     for k in range(len(tokens) + 1):
-        if_it_ended = Detokenizer(tokenizer, params, [])
-        text = if_it_ended.push(tokens[:k]).text
-        assert text == "".join(given_out[:k])
-        assert (text + if_it_ended.flush()).startswith(text)
+        shorter = Detokenizer(tokenizer, params, [])
+        text = shorter.push(tokens[:k]).text
+        assert text == "".join(emitted[:k])
+        assert (text + shorter.flush()).startswith(text)
 
 
 @given(generated=generations(), stops=STOPS, include=st.booleans(), data=st.data())
-def test_grouping_of_tokens_changes_nothing(
+def test_grouping_of_tokens_does_not_change_the_text(
     generated: tuple[Tokenizer, list[int]],
     stops: tuple[str, ...],
     include: bool,
@@ -91,71 +91,71 @@ def test_grouping_of_tokens_changes_nothing(
 ) -> None:
     tokenizer, tokens = generated
     params = SamplingParams(stop=stops, include_stop_str_in_output=include)
-    one_by_one, rest = emissions(tokenizer, params, tokens)
+    one_by_one, rest = emit(tokenizer, params, tokens)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(tokens)), max_size=4)))
     stream = Detokenizer(tokenizer, params, [])
     grouped = [stream.push(tokens[a:b]) for a, b in pairwise([0, *cuts, len(tokens)])]
     assert "".join(d.text for d in grouped) == "".join(one_by_one)
     assert stream.flush() == rest
-    alone = Detokenizer(tokenizer, params, []).push(tokens)
-    assert sum(d.used_tokens for d in grouped) == alone.used_tokens
-    assert stream.stop_string == alone.stop_string
+    ungrouped = Detokenizer(tokenizer, params, []).push(tokens)
+    assert sum(d.used_tokens for d in grouped) == ungrouped.used_tokens
+    assert stream.stop_string == ungrouped.stop_string
 
 
 @given(generated=generations(), stops=STOPS, min_tokens=st.integers(0, 4))
-def test_resuming_at_every_index_gives_exactly_the_rest(
+def test_resume_at_any_token_gives_exactly_the_rest(
     generated: tuple[Tokenizer, list[int]], stops: tuple[str, ...], min_tokens: int
 ) -> None:
     tokenizer, tokens = generated
     params = SamplingParams(stop=stops, min_tokens=min_tokens)
-    given_out, rest = emissions(tokenizer, params, tokens)
+    emitted, rest = emit(tokenizer, params, tokens)
     for k in range(len(tokens) + 1):
         resumed = Detokenizer(tokenizer, params, tokens[:k])
-        assert resumed.push(tokens[k:]).text == "".join(given_out[k:])
+        assert resumed.push(tokens[k:]).text == "".join(emitted[k:])
         assert resumed.flush() == rest
 
 
 @given(text=st.text("ab", max_size=30), stops=st.lists(st.text("ab", min_size=1, max_size=5)))
-def test_the_automaton_finds_what_a_search_finds(text: str, stops: list[str]) -> None:
+def test_stop_string_matcher_agrees_with_a_search(text: str, stops: list[str]) -> None:
     _, match = StopStringMatcher(tuple(stops)).scan(0, text)
     ends = [(text.find(s) + len(s), -len(s), s) for s in stops if s in text]
     assert (match and (match.end, match.stop_string)) == (min(ends)[::2] if ends else None)
 
 
 @given(text=st.text("ab", max_size=20), stops=st.lists(st.text("ab", min_size=1, max_size=5)))
-def test_exactly_what_may_begin_a_stop_string_is_held(text: str, stops: list[str]) -> None:
-    automaton = StopStringMatcher(tuple(stops))
-    state = automaton.skip(0, text)
-    beginnings = {s[:k] for s in stops for k in range(1, len(s))}
-    longest = max((k for k in range(1, len(text) + 1) if text[-k:] in beginnings), default=0)
-    assert automaton.held_chars(state) == longest
+def test_matcher_holds_exactly_the_longest_stop_string_prefix(text: str, stops: list[str]) -> None:
+    matcher = StopStringMatcher(tuple(stops))
+    state = matcher.skip(0, text)
+    stop_prefixes = {s[:k] for s in stops for k in range(1, len(s))}
+    longest = max((k for k in range(1, len(text) + 1) if text[-k:] in stop_prefixes), default=0)
+    assert matcher.held_chars(state) == longest
 
 
-@pytest.mark.parametrize("tokenizer", KINDS)
-def test_a_character_comes_whole(tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize("tokenizer", TOKENIZERS)
+def test_multi_token_character_is_emitted_whole(tokenizer: Tokenizer) -> None:
     tokens = [
         t
         for t in tokenizer.encode("👋", add_special_tokens=False)
         if tokenizer.token_text(t) != " "
     ]
     assert len(tokens) > 1
-    given_out, rest = emissions(tokenizer, SamplingParams(), tokens)
-    assert given_out == [""] * (len(tokens) - 1) + ["👋"]
+    emitted, rest = emit(tokenizer, SamplingParams(), tokens)
+    assert emitted == [""] * (len(tokens) - 1) + ["👋"]
     assert rest == ""
-    given_out, rest = emissions(tokenizer, SamplingParams(), tokens[:-1])
-    assert ("".join(given_out), rest) == ("", "�")
+    emitted, rest = emit(tokenizer, SamplingParams(), tokens[:-1])
+    assert ("".join(emitted), rest) == ("", "�")
 
 
-def test_a_stop_string_over_several_tokens_never_leaks() -> None:
-    tokenizer = KINDS[0]
+def test_stop_string_over_several_tokens_is_not_emitted() -> None:
+    tokenizer = TOKENIZERS[0]
     tokens = [tokenizer.encode(c)[0] for c in "a stoop stop it"]
-    given_out, rest = emissions(tokenizer, SamplingParams(stop=("stop",)), tokens)
-    assert given_out[:12] == ["a", " ", "", "", "", "stoo", "p", " ", "", "", "", ""]
-    assert ("".join(given_out), rest) == ("a stoop ", "")
+    emitted, rest = emit(tokenizer, SamplingParams(stop=("stop",)), tokens)
+    assert emitted[:12] == ["a", " ", "", "", "", "stoo", "p", " ", "", "", "", ""]
+    assert ("".join(emitted), rest) == ("a stoop ", "")
 
 
-def test_used_counts_the_tokens_up_to_the_stop_string() -> None:
-    tokenizer = KINDS[0]
+def test_used_tokens_count_up_to_the_stop_string() -> None:
+    tokenizer = TOKENIZERS[0]
     tokens = [tokenizer.encode(c)[0] for c in "ab stop xyz"]
     delta = Detokenizer(tokenizer, SamplingParams(stop=("nope", "stop")), []).push(tokens)
     assert (delta.text, delta.used_tokens, delta.stop_string) == ("ab ", 7, "stop")
@@ -163,49 +163,47 @@ def test_used_counts_the_tokens_up_to_the_stop_string() -> None:
     assert Detokenizer(tokenizer, included, []).push(tokens).text == "ab stop"
 
 
-def test_nothing_is_taken_after_a_stop_string() -> None:
-    tokenizer = KINDS[0]
+def test_tokens_after_a_stop_string_are_ignored() -> None:
+    tokenizer = TOKENIZERS[0]
     stream = Detokenizer(tokenizer, SamplingParams(stop=("b",)), [])
     stream.push(tokenizer.encode("ab"))
     after = stream.push(tokenizer.encode("cd"))
     assert (after.text, after.used_tokens, after.stop_string, stream.flush()) == ("", 0, "b", "")
 
 
-def test_held_text_comes_at_the_end() -> None:
-    tokenizer = KINDS[0]
-    given_out, rest = emissions(tokenizer, SamplingParams(stop=("stop",)), tokenizer.encode("sto"))
-    assert ("".join(given_out), rest) == ("", "sto")
+def test_held_text_is_emitted_at_the_end() -> None:
+    tokenizer = TOKENIZERS[0]
+    emitted, rest = emit(tokenizer, SamplingParams(stop=("stop",)), tokenizer.encode("sto"))
+    assert ("".join(emitted), rest) == ("", "sto")
 
 
 @pytest.mark.parametrize(
     ("stop", "min_tokens", "text"),
     [("b", 0, "a"), ("b", 1, "a"), ("b", 2, "abca"), ("b", 5, "abcab"), ("ca", 3, "ab")],
 )
-def test_stop_strings_that_end_within_min_tokens_do_not_count(
-    stop: str, min_tokens: int, text: str
-) -> None:
-    tokenizer = KINDS[0]
+def test_stop_string_within_min_tokens_is_ignored(stop: str, min_tokens: int, text: str) -> None:
+    tokenizer = TOKENIZERS[0]
     tokens = [tokenizer.encode(c)[0] for c in "abcab"]
     stream = Detokenizer(tokenizer, SamplingParams(stop=(stop,), min_tokens=min_tokens), [])
     assert stream.push(tokens).text + stream.flush() == text
 
 
-def test_the_token_that_ends_an_answer_has_no_text() -> None:
-    tokenizer = KINDS[0]
+def test_stop_token_has_no_text_unless_included() -> None:
+    tokenizer = TOKENIZERS[0]
     a, end = tokenizer.encode("a"), tokenizer.encode("<|end|>")
-    shown = SamplingParams(skip_special_tokens=False)
-    assert "".join(emissions(tokenizer, shown, a + end)[0]) == "a"
+    with_special = SamplingParams(skip_special_tokens=False)
+    assert "".join(emit(tokenizer, with_special, a + end)[0]) == "a"
     ids = SamplingParams(stop_token_ids=(a[0],))
-    assert "".join(emissions(tokenizer, ids, end + a)[0]) == ""
-    kept = SamplingParams(skip_special_tokens=False, include_stop_str_in_output=True)
-    assert "".join(emissions(tokenizer, kept, a + end)[0]) == "a<|end|>"
-    going_on = SamplingParams(skip_special_tokens=False, ignore_eos=True)
-    assert "".join(emissions(tokenizer, going_on, end + a)[0]) == "<|end|>a"
-    assert Detokenizer(tokenizer, shown, []).push(a + end).used_tokens == 2
+    assert "".join(emit(tokenizer, ids, end + a)[0]) == ""
+    with_stop = SamplingParams(skip_special_tokens=False, include_stop_str_in_output=True)
+    assert "".join(emit(tokenizer, with_stop, a + end)[0]) == "a<|end|>"
+    ignoring_eos = SamplingParams(skip_special_tokens=False, ignore_eos=True)
+    assert "".join(emit(tokenizer, ignoring_eos, end + a)[0]) == "<|end|>a"
+    assert Detokenizer(tokenizer, with_special, []).push(a + end).used_tokens == 2
 
 
-def test_stop_strings_match_over_skipped_special_tokens() -> None:
-    tokenizer = KINDS[0]
+def test_stop_string_matches_across_skipped_special_tokens() -> None:
+    tokenizer = TOKENIZERS[0]
     tokens = tokenizer.encode("st<|user|>op!")
     assert (
         Detokenizer(tokenizer, SamplingParams(stop=("stop",)), []).push(tokens).stop_string

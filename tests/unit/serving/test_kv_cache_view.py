@@ -1,4 +1,4 @@
-"""Whatever a reader misses meanwhile, what it is told adds up to what is held."""
+"""KV cache view: the updates of a reader add up to the cached blocks, whatever it misses meanwhile."""
 
 from __future__ import annotations
 
@@ -20,81 +20,83 @@ EVENTS = st.one_of(
 )
 
 
-async def told(reader: KvUpdateReader, before: set[int]) -> set[int]:
-    """What the reader knows after one more reading."""
-    news = await reader.next_update(0.0)
-    if news is None:
-        return before
-    assert news.stored.isdisjoint(news.removed)
-    return ((set() if news.is_snapshot else before) | news.stored) - news.removed
+async def read_update(reader: KvUpdateReader, known: set[int]) -> set[int]:
+    """Return the blocks that the reader knows after one more update."""
+    update = await reader.next_update(0.0)
+    if update is None:
+        return known
+    assert update.stored.isdisjoint(update.removed)
+    return ((set() if update.is_snapshot else known) | update.stored) - update.removed
 
 
 @given(st.lists(EVENTS, max_size=60))
-def test_readers_of_any_pace_learn_what_is_held(events: list[tuple[object, ...]]) -> None:
+def test_updates_add_up_to_cached_blocks_at_any_pace(events: list[tuple[object, ...]]) -> None:
     async def play() -> None:
-        ledger, expected = KvCacheView(), set[int]()
-        with ledger.subscribe() as one, ledger.subscribe() as two, ledger.subscribe() as three:
-            readers, known = (one, two, three), [set[int]() for _ in range(3)]
+        view, expected = KvCacheView(), set[int]()
+        with view.subscribe() as one, view.subscribe() as two, view.subscribe() as three:
+            readers, known_by_reader = (one, two, three), [set[int]() for _ in range(3)]
             for event in events:
                 match event:
                     case ("change", set() as stored, set() as removed):
                         change = KvChange(
                             pack_block_names(stored - removed), pack_block_names(removed)
                         )
-                        ledger.apply_change(change)
+                        view.apply_change(change)
                         expected = (expected | stored) - removed
                     case ("reset",):
-                        ledger.reset()
+                        view.reset()
                         expected = set()
                     case ("read", int() as number):
-                        known[number] = await told(readers[number], known[number])
-            for reader, before in zip(readers, known, strict=True):
-                assert await told(reader, before) == ledger.block_names == expected
+                        known_by_reader[number] = await read_update(
+                            readers[number], known_by_reader[number]
+                        )
+            for reader, known in zip(readers, known_by_reader, strict=True):
+                assert await read_update(reader, known) == view.block_names == expected
                 assert await reader.next_update(0.0) is None
 
     asyncio.run(play())
 
 
-async def test_a_reader_that_is_far_behind_is_told_everything_anew() -> None:
-    ledger = KvCacheView()
-    with ledger.subscribe() as reader:
+async def test_reader_far_behind_gets_a_snapshot() -> None:
+    view = KvCacheView()
+    with view.subscribe() as reader:
         await reader.next_update(0.0)
         for number in range(1000):
-            gone = pack_block_names([number - 1] if number else [])
-            ledger.apply_change(KvChange(pack_block_names([number]), gone))
-        news = await reader.next_update(0.0)
-        assert news is not None
-        assert news.is_snapshot
-        assert news.stored == {999}
-        assert not news.removed
+            removed_names = pack_block_names([number - 1] if number else [])
+            view.apply_change(KvChange(pack_block_names([number]), removed_names))
+        update = await reader.next_update(0.0)
+        assert update is not None
+        assert update.is_snapshot
+        assert update.stored == {999}
+        assert not update.removed
 
 
-async def test_a_reader_that_reads_nothing_takes_no_more_memory_than_what_is_held() -> None:
-    ledger = KvCacheView()
-    with ledger.subscribe():
+async def test_idle_reader_takes_bounded_memory() -> None:
+    view = KvCacheView()
+    with view.subscribe():
         tracemalloc.start()
         try:
-            for number in range(20_000):
-                gone = pack_block_names([number - 1] if number else [])
-                ledger.apply_change(KvChange(pack_block_names([number]), gone))
+            for number in range(5_000):
+                removed_names = pack_block_names([number - 1] if number else [])
+                view.apply_change(KvChange(pack_block_names([number]), removed_names))
             kept_bytes, _ = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
     assert kept_bytes < 100_000
 
 
-async def test_who_waits_is_woken_by_a_change_and_by_the_end() -> None:
-    ledger = KvCacheView()
-    with ledger.subscribe() as reader:
+async def test_waiting_reader_wakes_on_change_and_close() -> None:
+    view = KvCacheView()
+    with view.subscribe() as reader:
         await reader.next_update(0.0)
         waiting = asyncio.create_task(reader.next_update(30.0))
         await asyncio.sleep(0)
-        ledger.apply_change(KvChange(pack_block_names([7]), b""))
-        news = await waiting
-        assert news is not None
-        assert news.stored == {7}
+        view.apply_change(KvChange(pack_block_names([7]), b""))
+        update = await waiting
+        assert update is not None
+        assert update.stored == {7}
         waiting = asyncio.create_task(reader.next_update(30.0))
         await asyncio.sleep(0)
-        ledger.close()
+        view.close()
         assert await waiting is None
         assert reader.is_closed

@@ -1,4 +1,4 @@
-"""The door: what passes becomes the right engine requests, everything else is a 400 with its name."""
+"""Request processor: valid bodies become the right engine requests, others are 400 errors that name the parameter."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ from argosy.protocol import (
 TOKENIZER = byte_level()
 VOCAB = TOKENIZER.vocab_size
 MAX_LEN = 128
-CONTEXT = GatewayHeaders(request_id="r", tenant="acme", cache_domain="d", tier=2, weight=3.0)
+HEADERS = GatewayHeaders(request_id="r", tenant="acme", cache_domain="d", tier=2, weight=3.0)
 USER = [{"role": "user", "content": "hello world"}]
 IDS: list[str | int | list[int]] = [10, 11, 12]
 
 
 class CountingTokenizer(Tokenizer):
-    """Counts the characters that it is asked to encode."""
+    """Tokenizer that counts the encoded characters."""
 
     encoded = 0
 
@@ -57,7 +57,7 @@ class CountingTokenizer(Tokenizer):
         return super().encode(text, add_special_tokens)
 
 
-def make_door(
+def make_processor(
     tokenizer: Tokenizer = TOKENIZER, source: str = TEMPLATE, **overrides: int
 ) -> RequestProcessor:
     ready = CoreReady(
@@ -79,24 +79,24 @@ def make_door(
     )
 
 
-DOOR = make_door()
+PROCESSOR = make_processor()
 
 
-def chat(door: RequestProcessor = DOOR, **body: Any) -> PreparedRequest:  # noqa: ANN401 - any JSON
+def chat(processor: RequestProcessor = PROCESSOR, **body: Any) -> PreparedRequest:  # noqa: ANN401 - any JSON
     raw = msgspec.json.encode({"model": "m", "messages": USER, **body})
-    return door.prepare_chat(parse_body(ChatCompletionRequest, raw), CONTEXT)
+    return processor.prepare_chat(parse_body(ChatCompletionRequest, raw), HEADERS)
 
 
-def complete(door: RequestProcessor = DOOR, **body: Any) -> PreparedRequest:  # noqa: ANN401 - the same
+def complete(processor: RequestProcessor = PROCESSOR, **body: Any) -> PreparedRequest:  # noqa: ANN401 - any JSON
     raw = msgspec.json.encode({"model": "m", "prompt": IDS, **body})
-    return door.prepare_completion(parse_body(CompletionRequest, raw), CONTEXT)
+    return processor.prepare_completion(parse_body(CompletionRequest, raw), HEADERS)
 
 
-def params(job: PreparedRequest) -> SamplingParams:
-    return job.requests[0].params
+def params(prepared: PreparedRequest) -> SamplingParams:
+    return prepared.requests[0].params
 
 
-def refused(call: Any, **body: Any) -> ApiError:  # noqa: ANN401 - the same
+def rejection(call: Any, **body: Any) -> ApiError:  # noqa: ANN401 - any JSON
     with pytest.raises(ApiError) as caught:
         call(**body)
     assert caught.value.status == 400
@@ -104,14 +104,14 @@ def refused(call: Any, **body: Any) -> ApiError:  # noqa: ANN401 - the same
     return caught.value
 
 
-# --- what becomes of a body ----------------------------------------------------------------------
+# --- engine requests -------------------------------------------------------------------------------
 
 
-def test_a_chat_becomes_one_request() -> None:
-    job = chat(seed=7)
+def test_chat_becomes_one_engine_request() -> None:
+    prepared = chat(seed=7)
     rendered = "<|user|>user: hello world<|end|>\n<|user|>assistant:"
     prompt = TOKENIZER.encode(rendered, add_special_tokens=False)
-    assert job.requests == [
+    assert prepared.requests == [
         EngineRequest(
             id="r-0",
             prompt=prompt,
@@ -124,11 +124,16 @@ def test_a_chat_becomes_one_request() -> None:
         )
     ]
     assert TOKENIZER.decode(prompt, skip_special_tokens=False) == rendered
-    assert (job.n, job.logprobs, job.echo_texts, job.is_scoring) == (1, None, [], False)
-    assert job.prompt_tokens == len(prompt)
+    assert (prepared.n, prepared.logprobs, prepared.echo_texts, prepared.is_scoring) == (
+        1,
+        None,
+        [],
+        False,
+    )
+    assert prepared.prompt_tokens == len(prompt)
 
 
-def test_a_completion_has_16_tokens_by_default_or_what_is_left() -> None:
+def test_completion_defaults_to_16_tokens_within_the_context() -> None:
     assert params(complete()).max_tokens == 16
     assert params(complete(prompt=[5] * (MAX_LEN - 3))).max_tokens == 3
 
@@ -142,26 +147,26 @@ def test_a_completion_has_16_tokens_by_default_or_what_is_left() -> None:
         ([[1, 2], [3]], [[1, 2], [3]]),
     ],
 )
-def test_the_four_shapes_of_a_prompt(prompt: object, expected: list[list[int]]) -> None:
+def test_prompt_types_give_their_token_ids(prompt: object, expected: list[list[int]]) -> None:
     assert [r.prompt for r in complete(prompt=prompt).requests] == expected
 
 
-def test_every_parameter_arrives() -> None:
-    job = complete(
+def test_every_sampling_parameter_reaches_the_engine() -> None:
+    prepared = complete(
         max_tokens=9, min_tokens=2, temperature=0.5, top_k=5, top_p=0.9, min_p=0.1,
         repetition_penalty=1.1, presence_penalty=-2, frequency_penalty=2, logit_bias={"3": -100},
         allowed_token_ids=[9, 3, 9], seed=1, stop="x", stop_token_ids=[8],
         include_stop_str_in_output=True, ignore_eos=True, logprobs=3, prompt_logprobs=2,
         skip_special_tokens=False, cache_salt="s", priority=3, timeout_s=1.5,
     )  # fmt: skip
-    assert params(job) == SamplingParams(
+    assert params(prepared) == SamplingParams(
         max_tokens=9, min_tokens=2, temperature=0.5, top_k=5, top_p=0.9, min_p=0.1,
         repetition_penalty=1.1, presence_penalty=-2, frequency_penalty=2, logit_bias={3: -100},
         allowed_token_ids=(3, 9), seed=1, stop=("x",), stop_token_ids=(8,),
         include_stop_str_in_output=True, ignore_eos=True, logprobs=3, prompt_logprobs=2,
         skip_special_tokens=False,
     )  # fmt: skip
-    assert (job.requests[0].tier, job.requests[0].timeout_s) == (5, 1.5)
+    assert (prepared.requests[0].tier, prepared.requests[0].timeout_s) == (5, 1.5)
 
 
 @pytest.mark.parametrize(
@@ -177,11 +182,11 @@ def test_every_parameter_arrives() -> None:
         ({"logprobs": 0}, "logprobs", 0),
     ],
 )
-def test_values_are_brought_to_one_form(body: dict[str, Any], field: str, value: object) -> None:
+def test_parameter_values_are_normalized(body: dict[str, Any], field: str, value: object) -> None:
     assert msgspec.structs.asdict(params(complete(**body)))[field] == value
 
 
-def test_chat_logprobs_and_limits() -> None:
+def test_chat_logprobs_and_token_limits() -> None:
     assert params(chat(logprobs=True)).logprobs == 0
     assert params(chat(logprobs=True, top_logprobs=20)).logprobs == 20
     assert params(chat(logprobs=False, top_logprobs=0)).logprobs is None
@@ -190,19 +195,19 @@ def test_chat_logprobs_and_limits() -> None:
     assert params(chat(max_completion_tokens=5, max_tokens=5)).max_tokens == 5
 
 
-def test_choices_are_siblings_with_seeds_of_their_own() -> None:
-    job = complete(prompt=[[1, 2], [3]], n=3, seed=11, echo=True, logprobs=1)
-    assert [r.id for r in job.requests] == ["r-0", "r-1", "r-2", "r-3", "r-4", "r-5"]
-    assert [r.parent_id for r in job.requests] == [None, "r-0", "r-0", None, "r-3", "r-3"]
-    assert [r.prompt for r in job.requests] == [[1, 2]] * 3 + [[3]] * 3
-    seeds = [r.params.seed for r in job.requests]
+def test_choices_are_siblings_with_own_seeds() -> None:
+    prepared = complete(prompt=[[1, 2], [3]], n=3, seed=11, echo=True, logprobs=1)
+    assert [r.id for r in prepared.requests] == ["r-0", "r-1", "r-2", "r-3", "r-4", "r-5"]
+    assert [r.parent_id for r in prepared.requests] == [None, "r-0", "r-0", None, "r-3", "r-3"]
+    assert [r.prompt for r in prepared.requests] == [[1, 2]] * 3 + [[3]] * 3
+    seeds = [r.params.seed for r in prepared.requests]
     assert seeds == [choice_seed(11, i) for i in range(3)] * 2
-    assert [r.params.prompt_logprobs for r in job.requests] == [1, None, None] * 2
-    assert job.prompt_tokens == 3
+    assert [r.params.prompt_logprobs for r in prepared.requests] == [1, None, None] * 2
+    assert prepared.prompt_tokens == 3
 
 
 @given(seed=st.integers(-(2**63), 2**63 - 1))
-def test_seeds_of_choices_are_valid_distinct_and_fixed(seed: int) -> None:
+def test_choice_seeds_are_valid_distinct_and_deterministic(seed: int) -> None:
     seeds = [choice_seed(seed, i) for i in range(64)]
     assert all(0 <= s < 2**63 for s in seeds)
     assert len(set(seeds)) == 64
@@ -210,7 +215,7 @@ def test_seeds_of_choices_are_valid_distinct_and_fixed(seed: int) -> None:
     assert choice_seed(seeds[0], 0) == seeds[0]
 
 
-def test_the_derivation_of_seeds_never_changes() -> None:
+def test_choice_seeds_never_change() -> None:
     assert [choice_seed(0, i) for i in range(3)] == [
         0,
         0xE220A8397B1DCDAF >> 1,
@@ -218,20 +223,20 @@ def test_the_derivation_of_seeds_never_changes() -> None:
     ]
 
 
-def test_without_a_seed_one_is_drawn() -> None:
+def test_missing_seed_is_drawn_at_random() -> None:
     drawn = {params(complete()).seed for _ in range(8)}
     assert len(drawn) == 8
     assert all(seed is not None and 0 <= seed < 2**63 for seed in drawn)
 
 
-def test_the_cache_salt_divides_the_tenants_domain() -> None:
+def test_cache_salt_divides_the_tenants_cache_domain() -> None:
     salts = [None, "a", "b"]
     domains = [complete(cache_salt=salt).requests[0].cache_domain for salt in salts]
     assert domains[0] == "d"
     assert len(set(domains)) == 3
     assert complete(cache_salt="a").requests[0].cache_domain == domains[1]
     raw = msgspec.json.encode({"model": "m", "prompt": IDS, "cache_salt": "a"})
-    other = DOOR.prepare_completion(
+    other = PROCESSOR.prepare_completion(
         parse_body(CompletionRequest, raw), GatewayHeaders(request_id="r", cache_domain="e")
     )
     assert other.requests[0].cache_domain not in domains
@@ -240,15 +245,19 @@ def test_the_cache_salt_divides_the_tenants_domain() -> None:
 # --- scoring, echo, truncation, special tokens ---------------------------------------------------
 
 
-def test_scoring_a_prompt_as_lm_eval_does() -> None:
-    job = complete(prompt=[[1, 2, 3]], echo=True, max_tokens=0, logprobs=1)
-    assert (params(job).max_tokens, params(job).prompt_logprobs, job.is_scoring) == (1, 1, True)
-    assert job.echo_texts == [TOKENIZER.decode([1, 2, 3])]
-    job = complete(prompt=[[40, 41]], echo=True, max_tokens=1, logprobs=1)
-    assert (params(job).max_tokens, job.is_scoring) == (1, False)
+def test_scoring_request_of_lm_eval() -> None:
+    prepared = complete(prompt=[[1, 2, 3]], echo=True, max_tokens=0, logprobs=1)
+    assert (params(prepared).max_tokens, params(prepared).prompt_logprobs, prepared.is_scoring) == (
+        1,
+        1,
+        True,
+    )
+    assert prepared.echo_texts == [TOKENIZER.decode([1, 2, 3])]
+    prepared = complete(prompt=[[40, 41]], echo=True, max_tokens=1, logprobs=1)
+    assert (params(prepared).max_tokens, prepared.is_scoring) == (1, False)
 
 
-def test_echo_gives_the_text_as_it_was_sent() -> None:
+def test_echo_returns_the_prompt_text_as_sent() -> None:
     assert complete(prompt=["<|user|>the", "cat"], echo=True).echo_texts == ["<|user|>the", "cat"]
     assert complete(prompt="the").echo_texts == []
 
@@ -260,22 +269,24 @@ def test_truncation_keeps_the_end_or_the_beginning() -> None:
     assert right.requests[0].prompt == [20, 21, 22]
     assert right.echo_texts == [TOKENIZER.decode([20, 21, 22])]
     text = "hello world, " * 10_000 + "the cat"
-    kept = complete(prompt=text, truncate_prompt_tokens=5).requests[0].prompt
-    assert kept == TOKENIZER.encode("hello world, hello world, the cat")[-5:]
+    truncated = complete(prompt=text, truncate_prompt_tokens=5).requests[0].prompt
+    assert truncated == TOKENIZER.encode("hello world, hello world, the cat")[-5:]
 
 
-def test_special_tokens_are_added_to_prompts_but_not_to_rendered_chats() -> None:
+def test_special_tokens_are_added_to_prompts_but_not_to_chats() -> None:
     tokenizer = sentencepiece()
-    door = make_door(tokenizer)
+    processor = make_processor(tokenizer)
     begin = tokenizer.encode("")[0]
-    assert complete(door, prompt="the").requests[0].prompt[0] == begin
-    assert begin not in complete(door, prompt="the", add_special_tokens=False).requests[0].prompt
-    assert begin not in chat(door).requests[0].prompt
-    assert chat(door, add_special_tokens=True).requests[0].prompt[0] == begin
-    assert complete(door, prompt="").requests[0].prompt == [begin]
+    assert complete(processor, prompt="the").requests[0].prompt[0] == begin
+    assert (
+        begin not in complete(processor, prompt="the", add_special_tokens=False).requests[0].prompt
+    )
+    assert begin not in chat(processor).requests[0].prompt
+    assert chat(processor, add_special_tokens=True).requests[0].prompt[0] == begin
+    assert complete(processor, prompt="").requests[0].prompt == [begin]
 
 
-def test_messages_of_parts_are_flattened() -> None:
+def test_content_parts_are_joined() -> None:
     parts = [{"type": "text", "text": "hello"}, {"type": "text", "text": "world"}]
     by_parts = chat(messages=[{"role": "user", "content": parts}])
     by_text = chat(messages=[{"role": "user", "content": "hello\nworld"}])
@@ -283,7 +294,7 @@ def test_messages_of_parts_are_flattened() -> None:
 
 
 @pytest.mark.parametrize(
-    "beside",
+    "extra_fields",
     [
         {"annotations": []},
         {"annotations": None, "audio": None, "function_call": None, "tool_calls": None},
@@ -294,15 +305,15 @@ def test_messages_of_parts_are_flattened() -> None:
         {"reasoning_details": [{"type": "reasoning.text", "text": "hm"}]},
     ],
 )
-def test_answers_come_back_with_what_clients_put_beside_their_text(beside: dict[str, Any]) -> None:
+def test_extra_fields_of_assistant_messages_are_ignored(extra_fields: dict[str, Any]) -> None:
     answer = {"role": "assistant", "content": "the cat"}
-    with_it = chat(messages=[*USER, answer | beside, *USER])
+    with_it = chat(messages=[*USER, answer | extra_fields, *USER])
     without = chat(messages=[*USER, answer, *USER])
     assert with_it.requests[0].prompt == without.requests[0].prompt
 
 
-def test_marks_of_what_to_cache_say_nothing_about_the_prompt() -> None:
-    """They are hints for APIs that cache only what is marked; LiteLLM passes them on."""
+def test_cache_control_does_not_change_the_prompt() -> None:
+    """LiteLLM forwards these hints, which are meant for APIs that cache marked parts only."""
     mark = {"cache_control": {"type": "ephemeral"}}
     part = {"type": "text", "text": "hello"} | mark
     marked = chat(messages=[{"role": "user", "content": [part]} | mark])
@@ -310,24 +321,26 @@ def test_marks_of_what_to_cache_say_nothing_about_the_prompt() -> None:
     assert marked.requests[0].prompt == plain.requests[0].prompt
 
 
-def test_continuing_the_final_message() -> None:
+def test_final_message_is_continued() -> None:
     messages = [*USER, {"role": "assistant", "content": "the cat"}]
     prompt = chat(messages=messages, continue_final_message=True).requests[0].prompt
     assert TOKENIZER.decode(prompt).endswith("assistant: the cat")
-    error = refused(
+    error = rejection(
         chat, messages=messages, continue_final_message=True, add_generation_prompt=True
     )
     assert error.param == "continue_final_message"
 
 
-def test_a_chat_that_is_carried_on_is_told_the_time_at_which_it_began() -> None:
-    door = make_door(source="{{ strftime_now('%d %b %Y %H:%M:%S') }}: {{ messages[0].content }}")
-    body = parse_body(ChatCompletionRequest, msgspec.json.encode({"model": "m", "messages": USER}))
-    began = datetime(2024, 2, 28, 23, 59, 58).astimezone()
-    context = dataclasses.replace(
-        CONTEXT, created_at=int(began.timestamp()), wants_resume_metadata=True
+def test_resumed_chat_is_rendered_with_its_original_time() -> None:
+    processor = make_processor(
+        source="{{ strftime_now('%d %b %Y %H:%M:%S') }}: {{ messages[0].content }}"
     )
-    (request,) = door.prepare_chat(body, context).requests
+    body = parse_body(ChatCompletionRequest, msgspec.json.encode({"model": "m", "messages": USER}))
+    created_at = datetime(2024, 2, 28, 23, 59, 58).astimezone()
+    headers = dataclasses.replace(
+        HEADERS, created_at=int(created_at.timestamp()), wants_resume_metadata=True
+    )
+    (request,) = processor.prepare_chat(body, headers).requests
     assert TOKENIZER.decode(request.prompt, skip_special_tokens=False) == (
         "28 Feb 2024 23:59:58: hello world"
     )
@@ -335,27 +348,27 @@ def test_a_chat_that_is_carried_on_is_told_the_time_at_which_it_began() -> None:
 
 def test_tokenize_and_detokenize() -> None:
     def ids(**body: object) -> list[int]:
-        return DOOR.tokenize(parse_body(TokenizeRequest, msgspec.json.encode(body)))
+        return PROCESSOR.tokenize(parse_body(TokenizeRequest, msgspec.json.encode(body)))
 
     assert ids(prompt="the cat") == TOKENIZER.encode("the cat")
     assert ids(messages=USER) == chat().requests[0].prompt
-    assert refused(ids).param == "prompt"
-    assert refused(ids, prompt="a", messages=USER).param == "prompt"
-    assert refused(ids, messages=USER, chat_template="x").param == "chat_template"
+    assert rejection(ids).param == "prompt"
+    assert rejection(ids, prompt="a", messages=USER).param == "prompt"
+    assert rejection(ids, messages=USER, chat_template="x").param == "chat_template"
     tokens = TOKENIZER.encode("the<|end|>")
-    assert DOOR.detokenize(DetokenizeRequest(tokens=tokens)) == "the<|end|>"
+    assert PROCESSOR.detokenize(DetokenizeRequest(tokens=tokens)) == "the<|end|>"
     with pytest.raises(ApiError):
-        DOOR.detokenize(DetokenizeRequest(tokens=[VOCAB]))
+        PROCESSOR.detokenize(DetokenizeRequest(tokens=[VOCAB]))
 
 
 # --- resuming ------------------------------------------------------------------------------------
 
 
-def test_resume_goes_on_after_the_tokens() -> None:
+def test_resumed_tokens_reach_the_engine() -> None:
     assert complete(resume={"token_ids": [4, 5]}).requests[0].resumed_tokens == [4, 5]
     assert complete(resume={"token_ids": []}).requests[0].resumed_tokens == []
-    job = complete(n=2, resume={"token_ids": [[4], []]})
-    assert [r.resumed_tokens for r in job.requests] == [[4], []]
+    prepared = complete(n=2, resume={"token_ids": [[4], []]})
+    assert [r.resumed_tokens for r in prepared.requests] == [[4], []]
 
 
 @pytest.mark.parametrize(
@@ -371,12 +384,12 @@ def test_resume_goes_on_after_the_tokens() -> None:
         ({"resume": {"token_ids": TOKENIZER.encode("a stop")}, "stop": "sto"}, "resume_finished"),
     ],
 )
-def test_what_cannot_be_resumed(body: dict[str, Any], code: str) -> None:
-    error = refused(complete, **body)
+def test_invalid_or_finished_resume_is_rejected(body: dict[str, Any], code: str) -> None:
+    error = rejection(complete, **body)
     assert (error.param, error.code) == ("resume.token_ids", code)
 
 
-def test_an_end_that_did_not_count_can_be_resumed() -> None:
+def test_ignored_stop_token_can_be_resumed() -> None:
     end = TOKENIZER.eos_token_ids[0]
     assert complete(resume={"token_ids": [end]}, ignore_eos=True).requests[0].resumed_tokens == [
         end
@@ -385,9 +398,9 @@ def test_an_end_that_did_not_count_can_be_resumed() -> None:
     assert stop.requests[0].resumed_tokens == [end]
 
 
-# --- refusals ------------------------------------------------------------------------------------
+# --- rejections ----------------------------------------------------------------------------------
 
-TABLE = {
+UNSUPPORTED_VALUES = {
     "tools": [{"type": "function"}],
     "tool_choice": "required",
     "functions": [{"name": "f"}],
@@ -420,13 +433,13 @@ TABLE = {
 
 
 @pytest.mark.parametrize("name", sorted({*RESTRICTED_PARAMETERS, "echo"}))
-def test_what_we_cannot_honour_is_refused_by_name(name: str) -> None:
+def test_unsupported_parameter_is_rejected_by_name(name: str) -> None:
     call = complete if name == "suffix" else chat
-    error = refused(call, **{name: TABLE[name]})
+    error = rejection(call, **{name: UNSUPPORTED_VALUES[name]})
     assert (error.param, error.code) == (name, "unsupported_parameter")
 
 
-HONOURED = {
+NEUTRAL_VALUES = {
     "tools": [],
     "tool_choice": "none",
     "response_format": {"type": "text"},
@@ -451,13 +464,13 @@ METADATA = {
 }
 
 
-@pytest.mark.parametrize("name", sorted({*HONOURED, *IGNORED_PARAMETERS}))
-def test_what_says_nothing_else_is_accepted(name: str) -> None:
-    body: dict[str, Any] = {name: (HONOURED | METADATA)[name]}
+@pytest.mark.parametrize("name", sorted({*NEUTRAL_VALUES, *IGNORED_PARAMETERS}))
+def test_neutral_value_of_unsupported_parameter_is_accepted(name: str) -> None:
+    body: dict[str, Any] = {name: (NEUTRAL_VALUES | METADATA)[name]}
     assert chat(seed=1, **body) == chat(seed=1)
 
 
-USED_BY_THE_DOOR = {
+PREPROCESSING_PARAMETERS = {
     "messages", "prompt", "model", "n", "seed", "stop", "max_tokens", "max_completion_tokens",
     "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "logit_bias", "min_tokens", "ignore_eos", "stop_token_ids",
@@ -466,7 +479,7 @@ USED_BY_THE_DOOR = {
     "add_special_tokens", "skip_special_tokens", "cache_salt", "timeout_s", "resume",
     "add_generation_prompt", "continue_final_message", "chat_template_kwargs",
 }  # fmt: skip
-USED_BY_THE_ANSWER = {
+RESPONSE_PARAMETERS = {
     "stream", "stream_options", "return_token_ids",
     "return_tokens_as_token_ids",
 }  # fmt: skip
@@ -474,19 +487,24 @@ USED_BY_THE_ANSWER = {
 
 @pytest.mark.parametrize("body_type", [ChatCompletionRequest, CompletionRequest])
 def test_no_parameter_is_ignored_silently(body_type: type[msgspec.Struct]) -> None:
-    decided = {*RESTRICTED_PARAMETERS, *IGNORED_PARAMETERS, *USED_BY_THE_DOOR, *USED_BY_THE_ANSWER}
-    assert set(body_type.__struct_fields__) <= decided
+    known = {
+        *RESTRICTED_PARAMETERS,
+        *IGNORED_PARAMETERS,
+        *PREPROCESSING_PARAMETERS,
+        *RESPONSE_PARAMETERS,
+    }
+    assert set(body_type.__struct_fields__) <= known
 
 
 @pytest.mark.parametrize("name", sorted(PARAMETER_RANGES))
-def test_numbers_beside_their_range_are_refused_by_name(name: str) -> None:
+def test_number_outside_its_range_is_rejected_by_name(name: str) -> None:
     call = chat if name in {"top_logprobs", "max_completion_tokens"} else complete
     allowed = PARAMETER_RANGES[name]
     for value in (
         allowed.minimum if allowed.exclusive_minimum else allowed.minimum - 1,
         allowed.maximum + 1,
     ):
-        assert refused(call, **{name: value}).param == name
+        assert rejection(call, **{name: value}).param == name
 
 
 @pytest.mark.parametrize(
@@ -529,8 +547,8 @@ def test_numbers_beside_their_range_are_refused_by_name(name: str) -> None:
         ("prompt", ["a"] * 1025),
     ],
 )
-def test_values_that_do_not_fit_are_refused_by_name(name: str, value: object) -> None:
-    assert refused(complete, **{name: value}).param == name
+def test_invalid_value_is_rejected_by_name(name: str, value: object) -> None:
+    assert rejection(complete, **{name: value}).param == name
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -538,14 +556,14 @@ def test_values_that_do_not_fit_are_refused_by_name(name: str, value: object) ->
     "name",
     ["temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "timeout_s"],
 )
-def test_numbers_that_are_none_are_refused(name: str, value: float) -> None:
+def test_non_finite_number_is_rejected_by_name(name: str, value: float) -> None:
     body = msgspec.structs.replace(CompletionRequest(model="m", prompt=IDS), **{name: value})
     with pytest.raises(ApiError) as caught:
-        DOOR.prepare_completion(body, CONTEXT)
+        PROCESSOR.prepare_completion(body, HEADERS)
     assert caught.value.param == name
     bias = CompletionRequest(model="m", prompt=IDS, logit_bias={1: value})
     with pytest.raises(ApiError):
-        DOOR.prepare_completion(bias, CONTEXT)
+        PROCESSOR.prepare_completion(bias, HEADERS)
 
 
 @pytest.mark.parametrize(
@@ -584,65 +602,71 @@ def test_numbers_that_are_none_are_refused(name: str, value: float) -> None:
         ),
     ],
 )
-def test_combinations_are_refused(call: Any, body: dict[str, Any], param: str) -> None:  # noqa: ANN401 - either
-    assert refused(call, **body).param == param
+def test_invalid_combination_is_rejected(call: Any, body: dict[str, Any], param: str) -> None:  # noqa: ANN401 - `chat` or `complete`
+    assert rejection(call, **body).param == param
 
 
 # --- lengths -------------------------------------------------------------------------------------
 
 
-def test_the_whole_context_can_be_used_and_no_more() -> None:
+def test_prompt_and_output_are_limited_to_the_context() -> None:
     assert params(complete(prompt=[5] * 100, max_tokens=28)).max_tokens == 28
-    error = refused(complete, prompt=[5] * 100, max_tokens=29)
+    error = rejection(complete, prompt=[5] * 100, max_tokens=29)
     assert (error.code, error.param) == ("context_length_exceeded", "prompt")
     assert params(complete(prompt=[5] * 127, max_tokens=0, echo=True)).max_tokens == 1
-    error = refused(complete, prompt=[5] * 128, max_tokens=0, echo=True)
+    error = rejection(complete, prompt=[5] * 128, max_tokens=0, echo=True)
     assert error.code == "context_length_exceeded"
-    left = params(chat()).max_tokens
-    assert params(chat(max_tokens=left)).max_tokens == left
-    assert refused(chat, max_tokens=left + 1).code == "context_length_exceeded"
+    remaining = params(chat()).max_tokens
+    assert params(chat(max_tokens=remaining)).max_tokens == remaining
+    assert rejection(chat, max_tokens=remaining + 1).code == "context_length_exceeded"
 
 
-def test_more_messages_than_tokens_are_refused_before_rendering() -> None:
+def test_more_messages_than_context_tokens_are_rejected() -> None:
     messages = [{"role": "user", "content": ""}] * 100_000
-    assert refused(chat, messages=messages).code == "context_length_exceeded"
+    assert rejection(chat, messages=messages).code == "context_length_exceeded"
 
 
-def test_an_end_that_only_the_tokenizer_knows_ends_answers_too() -> None:
+def test_eos_ids_of_the_tokenizer_become_stop_tokens() -> None:
     tokenizer = Tokenizer(byte_level_backend(), [2, 7])
-    door = make_door(tokenizer, eos=2)
-    assert params(complete(door, stop_token_ids=[9])).stop_token_ids == (7, 9)
-    assert params(complete(door, ignore_eos=True)).stop_token_ids == ()
-    assert params(complete(make_door(tokenizer))).stop_token_ids == ()
+    processor = make_processor(tokenizer, eos=2)
+    assert params(complete(processor, stop_token_ids=[9])).stop_token_ids == (7, 9)
+    assert params(complete(processor, ignore_eos=True)).stop_token_ids == ()
+    assert params(complete(make_processor(tokenizer))).stop_token_ids == ()
 
 
-def test_a_small_kv_cache_is_a_short_context() -> None:
-    door = make_door(num_blocks=2)
-    assert door.max_context_tokens == 32
-    assert len(complete(door, prompt=[5] * 31, max_tokens=1).requests) == 1
-    error = refused(lambda **body: complete(door, **body), prompt=[5] * 31, max_tokens=2)
+def test_small_kv_cache_limits_the_context() -> None:
+    processor = make_processor(num_blocks=2)
+    assert processor.max_context_tokens == 32
+    assert len(complete(processor, prompt=[5] * 31, max_tokens=1).requests) == 1
+    error = rejection(lambda **body: complete(processor, **body), prompt=[5] * 31, max_tokens=2)
     assert "KV cache" in error.message
 
 
 @pytest.mark.parametrize("text", ["x", "the ", "你", "<|end|>", "hello world "])
-def test_a_huge_prompt_is_refused_without_reading_it_all(text: str) -> None:
+def test_huge_prompt_is_rejected_without_full_encoding(text: str) -> None:
     tokenizer = CountingTokenizer(byte_level_backend())
-    door = make_door(tokenizer)
+    processor = make_processor(tokenizer)
     CountingTokenizer.encoded = 0
     huge = text * (10_000_000 // len(text))
     for body in ({"prompt": huge}, {"prompt": [huge]}):
-        assert refused(lambda **b: complete(door, **b), **body).code == "context_length_exceeded"
+        assert (
+            rejection(lambda **b: complete(processor, **b), **body).code
+            == "context_length_exceeded"
+        )
     messages = [{"role": "user", "content": huge}]
-    assert refused(lambda **b: chat(door, **b), messages=messages).code == "context_length_exceeded"
+    assert (
+        rejection(lambda **b: chat(processor, **b), messages=messages).code
+        == "context_length_exceeded"
+    )
     assert CountingTokenizer.encoded < 3 * MAX_LEN * 20
 
 
-def test_a_long_prompt_within_the_bound_on_characters_is_probed() -> None:
+def test_long_prompt_within_the_character_bound_is_probed() -> None:
     tokenizer = CountingTokenizer(byte_level_backend())
     tokenizer.max_token_chars = 10_000
-    door = make_door(tokenizer)
+    processor = make_processor(tokenizer)
     CountingTokenizer.encoded = 0
-    assert refused(lambda **b: complete(door, **b), prompt="x " * 500_000).param == "prompt"
+    assert rejection(lambda **b: complete(processor, **b), prompt="x " * 500_000).param == "prompt"
     assert CountingTokenizer.encoded <= MAX_LEN * 8
 
 
@@ -673,30 +697,43 @@ def test_a_long_prompt_within_the_bound_on_characters_is_probed() -> None:
     | st.lists(st.text(max_size=5), max_size=3)
     | st.lists(st.lists(st.integers(0, VOCAB - 1), max_size=4), max_size=3),
 )
-def test_any_body_gives_servable_requests_or_a_400(body: dict[str, Any], prompt: Any) -> None:  # noqa: ANN401 - JSON
+def test_any_body_gives_valid_requests_or_an_api_error(body: dict[str, Any], prompt: Any) -> None:  # noqa: ANN401 - JSON
     try:
-        job = DOOR.prepare_completion(CompletionRequest(model="m", prompt=prompt, **body), CONTEXT)
+        prepared = PROCESSOR.prepare_completion(
+            CompletionRequest(model="m", prompt=prompt, **body), HEADERS
+        )
     except ApiError:
         return
-    for request in job.requests:
-        p = request.params
-        assert p.max_tokens >= 1
-        assert 0 <= p.min_tokens <= p.max_tokens
-        assert 1 <= len(request.prompt) <= MAX_LEN - p.max_tokens
-        ids = [*request.prompt, *p.logit_bias, *p.stop_token_ids, *p.allowed_token_ids]
+    for request in prepared.requests:
+        params_ = request.params
+        assert params_.max_tokens >= 1
+        assert 0 <= params_.min_tokens <= params_.max_tokens
+        assert 1 <= len(request.prompt) <= MAX_LEN - params_.max_tokens
+        ids = [
+            *request.prompt,
+            *params_.logit_bias,
+            *params_.stop_token_ids,
+            *params_.allowed_token_ids,
+        ]
         assert all(0 <= i < VOCAB for i in ids)
-        numbers = [p.temperature, p.top_p, p.min_p, p.repetition_penalty, *p.logit_bias.values()]
+        numbers = [
+            params_.temperature,
+            params_.top_p,
+            params_.min_p,
+            params_.repetition_penalty,
+            *params_.logit_bias.values(),
+        ]
         assert all(math.isfinite(x) for x in numbers)
-        assert p.top_p > 0
-        assert p.repetition_penalty > 0
-        assert p.seed is not None
-        assert 0 <= p.seed < 2**63
+        assert params_.top_p > 0
+        assert params_.repetition_penalty > 0
+        assert params_.seed is not None
+        assert 0 <= params_.seed < 2**63
 
 
 # --- the bundled model ---------------------------------------------------------------------------
 
 
-def test_the_bundled_model_takes_chats_and_prompts() -> None:
+def test_bundled_model_accepts_chats_and_prompts() -> None:
     tokenizer = Tokenizer.load(BUNDLED_MODEL)
     assert tokenizer.eos_token_ids
     ready = CoreReady(
@@ -705,10 +742,10 @@ def test_the_bundled_model_takes_chats_and_prompts() -> None:
         backend="test",
         fingerprint="",
     )  # fmt: skip
-    door = RequestProcessor(
+    processor = RequestProcessor(
         tokenizer, ChatTemplate.load(BUNDLED_MODEL), ready, EngineConfig(model="m")
     )
-    prompt = chat(door).requests[0].prompt
+    prompt = chat(processor).requests[0].prompt
     assert "hello world" in tokenizer.decode(prompt)
     assert tokenizer.decode(tokenizer.encode("the cat, 你好", add_special_tokens=False)) == (
         "the cat, 你好"

@@ -1,4 +1,4 @@
-"""The engine's speed: prefill from steps that compute prompts, decodes from steps that do nothing else."""
+"""Speed estimator: prefill speed comes from steps with prompts, decode speed from steps with decodes only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def step(*counts: int) -> StepPlan:
     return StepPlan(1, counts=list(counts))
 
 
-def test_prompts_and_decodes_are_told_apart() -> None:
+def test_prefill_and_decode_speeds_are_estimated_separately() -> None:
     speed = SpeedEstimator()
     assert speed.prefill_tokens_per_s == speed.inter_token_s(1) == 0.0
     for running in (1, 4, 16, 4, 1) * 20:

@@ -1,4 +1,4 @@
-"""Encoding, and decoding as plain concatenation of bytes, for both kinds of vocabularies."""
+"""Tokenizer: encoding, and decoding by concatenation of bytes, for both types of vocabularies."""
 
 from __future__ import annotations
 
@@ -23,63 +23,61 @@ from tokenizers import decoders, models
 
 from argosy.engine.serving.text.tokenizer import Tokenizer, read_special_tokens
 
-KINDS = {"byte_level": byte_level(), "sentencepiece": sentencepiece()}
+TOKENIZERS = {"byte_level": byte_level(), "sentencepiece": sentencepiece()}
 BACKENDS = {"byte_level": byte_level_backend(), "sentencepiece": sentencepiece_backend()}
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=60) | st.sampled_from(
     ["the cat", " the", "你好 👋🏽", "a\n\n b", "<palabra añadida>é√", "the<|end|>cat"]
 )
 
 
-@pytest.fixture(params=KINDS)
-def kind(request: pytest.FixtureRequest) -> str:
+@pytest.fixture(params=TOKENIZERS)
+def tokenizer_type(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@given(text=TEXT, name=st.sampled_from(sorted(KINDS)))
-def test_decoding_an_encoding_gives_what_the_library_gives(text: str, name: str) -> None:
-    ids = KINDS[name].encode(text)
+@given(text=TEXT, name=st.sampled_from(sorted(TOKENIZERS)))
+def test_decode_agrees_with_the_library(text: str, name: str) -> None:
+    ids = TOKENIZERS[name].encode(text)
     for skip in (True, False):
         expected = BACKENDS[name].decode(ids, skip_special_tokens=skip)
-        assert KINDS[name].decode(ids, skip_special_tokens=skip) == expected
+        assert TOKENIZERS[name].decode(ids, skip_special_tokens=skip) == expected
 
 
 @given(data=st.data())
-def test_any_byte_level_ids_decode_as_the_library_does(data: st.DataObject) -> None:
-    ids = data.draw(st.lists(st.integers(0, KINDS["byte_level"].vocab_size - 1), max_size=30))
-    assert KINDS["byte_level"].decode(ids) == BACKENDS["byte_level"].decode(ids)
+def test_any_byte_level_ids_decode_as_in_the_library(data: st.DataObject) -> None:
+    ids = data.draw(st.lists(st.integers(0, TOKENIZERS["byte_level"].vocab_size - 1), max_size=30))
+    assert TOKENIZERS["byte_level"].decode(ids) == BACKENDS["byte_level"].decode(ids)
 
 
 @given(text=TEXT)
-def test_bytes_of_the_tokens_concatenate_to_the_text(text: str) -> None:
-    tokenizer = KINDS["byte_level"]
+def test_token_bytes_concatenate_to_the_text(text: str) -> None:
+    tokenizer = TOKENIZERS["byte_level"]
     ids = tokenizer.encode(text)
     assert b"".join(map(tokenizer.token_bytes, ids)) == text.encode()
 
 
-def test_every_byte_has_a_token_of_its_own(kind: str) -> None:
-    tokenizer = KINDS[kind]
+def test_every_byte_has_its_own_token(tokenizer_type: str) -> None:
+    tokenizer = TOKENIZERS[tokenizer_type]
     single = {tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)}
     assert {bytes([byte]) for byte in range(256)} <= single
 
 
-def test_sentencepiece_tokens_as_bytes_and_text() -> None:
-    tokenizer, ids = KINDS["sentencepiece"], BACKENDS["sentencepiece"].get_vocab()
+def test_sentencepiece_token_bytes_and_text() -> None:
+    tokenizer, ids = TOKENIZERS["sentencepiece"], BACKENDS["sentencepiece"].get_vocab()
     assert tokenizer.token_bytes(ids["<0x0A>"]) == b"\n"
     assert tokenizer.token_bytes(ids["▁the"]) == b" the"
     assert tokenizer.token_text(ids["<0xE4>"]) == "�"
     assert tokenizer.token_text(ids["</s>"]) == "</s>"
 
 
-def test_sentencepiece_decodes_a_whole_text_without_its_leading_space_but_continues_with_it() -> (
-    None
-):
-    tokenizer, the = KINDS["sentencepiece"], BACKENDS["sentencepiece"].get_vocab()["▁the"]
+def test_sentencepiece_drops_the_leading_space_only_in_whole_texts() -> None:
+    tokenizer, the = TOKENIZERS["sentencepiece"], BACKENDS["sentencepiece"].get_vocab()["▁the"]
     assert tokenizer.decode([the, the]) == "the the"
-    piece = tokenizer.token_decoder(skip_special_tokens=True)
-    assert b"".join(map(piece, [the, the])) == b" the the"
+    token_bytes = tokenizer.token_decoder(skip_special_tokens=True)
+    assert b"".join(map(token_bytes, [the, the])) == b" the the"
 
 
-def test_metaspace_decoder() -> None:
+def test_metaspace_decoder_agrees_with_the_library() -> None:
     backend = tokenizers.Tokenizer(models.WordLevel({"▁the": 0, "▁cat": 1, "s": 2}, "s"))
     backend.decoder = decoders.Metaspace()
     ids = [0, 1, 2]
@@ -87,7 +85,7 @@ def test_metaspace_decoder() -> None:
 
 
 def test_special_tokens_are_skipped_on_demand() -> None:
-    tokenizer = KINDS["byte_level"]
+    tokenizer = TOKENIZERS["byte_level"]
     ids = tokenizer.encode("<|user|>the<|end|>")
     assert tokenizer.decode(ids) == "the"
     assert tokenizer.decode(ids, skip_special_tokens=False) == "<|user|>the<|end|>"
@@ -95,69 +93,69 @@ def test_special_tokens_are_skipped_on_demand() -> None:
 
 
 def test_special_tokens_are_added_on_demand() -> None:
-    tokenizer = KINDS["sentencepiece"]
+    tokenizer = TOKENIZERS["sentencepiece"]
     assert tokenizer.encode("the")[0] == BACKENDS["sentencepiece"].get_vocab()["<s>"]
     assert tokenizer.encode("the") == [1, *tokenizer.encode("the", add_special_tokens=False)]
 
 
-def test_ids_outside_the_vocabulary_have_no_text(kind: str) -> None:
-    tokenizer = KINDS[kind]
+def test_ids_outside_the_vocabulary_have_no_text(tokenizer_type: str) -> None:
+    tokenizer = TOKENIZERS[tokenizer_type]
     assert tokenizer.decode([-1, tokenizer.vocab_size, 10**30]) == ""
     assert tokenizer.token_bytes(-1) == tokenizer.token_bytes(tokenizer.vocab_size) == b""
 
 
-def test_a_lone_surrogate_is_a_value_error(kind: str) -> None:
+def test_lone_surrogate_is_a_value_error(tokenizer_type: str) -> None:
     with pytest.raises(ValueError, match="Unicode"):
-        KINDS[kind].encode("a\ud800")
+        TOKENIZERS[tokenizer_type].encode("a\ud800")
 
 
-def test_the_longest_token_bounds_the_characters_of_a_text(kind: str) -> None:
-    tokenizer = KINDS[kind]
+def test_longest_token_bounds_the_characters_of_a_text(tokenizer_type: str) -> None:
+    tokenizer = TOKENIZERS[tokenizer_type]
     text = "hello world, stop stop the 你好世界"
     assert len(text) <= len(tokenizer.encode(text)) * tokenizer.max_token_chars
 
 
-def test_many_threads_encode_alike(kind: str) -> None:
+def test_concurrent_threads_encode_alike(tokenizer_type: str) -> None:
     texts = [f"the cat {i} sat on the mat 你好" for i in range(64)]
-    alone = [KINDS[kind].encode(text) for text in texts]
+    expected = [TOKENIZERS[tokenizer_type].encode(text) for text in texts]
     with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(KINDS[kind].encode, texts)) == alone
+        assert list(pool.map(TOKENIZERS[tokenizer_type].encode, texts)) == expected
 
 
-def test_nobody_waits_for_a_long_text_to_be_encoded(kind: str) -> None:
-    """Streams are written by another thread, which would stand still for as long as a prompt takes."""
+def test_encoding_releases_the_gil(tokenizer_type: str) -> None:
+    """Another thread writes streams. It would stop for as long as the encoding of a long prompt takes."""
     text = "the cat sat on the mat 你好 " * 20_000
-    begun, ended = threading.Event(), threading.Event()
+    started, ended = threading.Event(), threading.Event()
 
     def encode() -> None:
-        begun.set()
-        KINDS[kind].encode(text)
+        started.set()
+        TOKENIZERS[tokenizer_type].encode(text)
         ended.set()
 
-    patience = sys.getswitchinterval()
-    sys.setswitchinterval(600)  # nobody is interrupted: who goes on was let
+    switch_interval = sys.getswitchinterval()
+    sys.setswitchinterval(600)  # threads only switch if one releases the GIL
     try:
         thread = threading.Thread(target=encode)
         thread.start()
-        begun.wait()
-        before = not ended.is_set()
+        started.wait()
+        was_interleaved = not ended.is_set()
         thread.join()
     finally:
-        sys.setswitchinterval(patience)
-    assert before
+        sys.setswitchinterval(switch_interval)
+    assert was_interleaved
 
 
-def test_truncation_and_padding_of_the_file_are_switched_off(tmp_path: Path) -> None:
+def test_truncation_and_padding_of_the_file_are_disabled(tmp_path: Path) -> None:
     backend = tokenizers.Tokenizer.from_str(byte_level_backend().to_str())
     backend.enable_truncation(3)
     backend.enable_padding(length=500)
     backend.save(str(tmp_path / "tokenizer.json"))
     text = "hello world, the cat sat on the mat"
-    assert Tokenizer.load(tmp_path).encode(text) == KINDS["byte_level"].encode(text)
+    assert Tokenizer.load(tmp_path).encode(text) == TOKENIZERS["byte_level"].encode(text)
 
 
 @pytest.mark.parametrize(
-    ("file", "value", "names"),
+    ("file", "value", "expected_tokens"),
     [
         ("generation_config.json", {"eos_token_id": [1, 0]}, ["<|begin|>", "<|user|>", "<|end|>"]),
         ("generation_config.json", {"eos_token_id": 1}, ["<|user|>", "<|end|>"]),
@@ -165,27 +163,27 @@ def test_truncation_and_padding_of_the_file_are_switched_off(tmp_path: Path) -> 
         ("config.json", {"eos_token_id": None}, ["<|end|>"]),
     ],
 )
-def test_eos_ids_are_all_that_the_files_name(
-    tmp_path: Path, file: str, value: dict[str, object], names: list[str]
+def test_eos_ids_are_collected_from_all_files(
+    tmp_path: Path, file: str, value: dict[str, object], expected_tokens: list[str]
 ) -> None:
     write_checkpoint(tmp_path)
     (tmp_path / file).write_text(json.dumps(value))
     tokenizer = Tokenizer.load(tmp_path)
-    assert [tokenizer.token_text(i) for i in tokenizer.eos_token_ids] == names
+    assert [tokenizer.token_text(i) for i in tokenizer.eos_token_ids] == expected_tokens
 
 
-def test_named_special_tokens(tmp_path: Path) -> None:
+def test_special_tokens_are_read_by_name(tmp_path: Path) -> None:
     write_checkpoint(tmp_path)
     assert read_special_tokens(tmp_path) == {"bos_token": "<|begin|>", "eos_token": "<|end|>"}
 
 
-def test_a_missing_tokenizer_says_how_to_write_one(tmp_path: Path) -> None:
+def test_missing_tokenizer_error_suggests_save_pretrained(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="save_pretrained"):
         Tokenizer.load(tmp_path)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"model": 3}'])
-def test_a_broken_tokenizer_file_is_a_value_error(tmp_path: Path, content: str) -> None:
+def test_invalid_tokenizer_file_is_a_value_error(tmp_path: Path, content: str) -> None:
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(ValueError, match=r"tokenizer\.json"):
         Tokenizer.load(tmp_path)
@@ -195,7 +193,7 @@ def test_a_broken_tokenizer_file_is_a_value_error(tmp_path: Path, content: str) 
     "decoder",
     [decoders.WordPiece(), decoders.CTC(), decoders.Sequence([decoders.Strip(" ", 1, 1)])],
 )
-def test_decoders_that_are_no_concatenation_are_refused(decoder: decoders.Decoder) -> None:
+def test_decoder_without_concatenation_is_rejected(decoder: decoders.Decoder) -> None:
     backend = tokenizers.Tokenizer(models.WordLevel({"a": 0}, "a"))
     backend.decoder = decoder
     with pytest.raises(ValueError, match="not supported"):

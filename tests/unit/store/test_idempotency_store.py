@@ -1,12 +1,13 @@
-"""Answers kept in memory, under random events: never more than allowed, the oldest forgotten first, none lost."""
+"""State machine of the idempotency store in memory: bounded, oldest evicted first, no response lost early."""
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from tests.support.fake_clock import FakeClock
 
 from argosy.store import CachedResponse, IdempotencyConfig, InFlightClaim
 from argosy.store.idempotency_store import RESPONSE_OVERHEAD_BYTES, MemoryIdempotencyStore
@@ -14,125 +15,120 @@ from argosy.store.idempotency_store import RESPONSE_OVERHEAD_BYTES, MemoryIdempo
 CONFIG = IdempotencyConfig(
     retention_s=10, max_bytes=4 * (RESPONSE_OVERHEAD_BYTES + 100), max_response_bytes=200
 )
-NAMES = st.sampled_from([f"name{number}" for number in range(8)])
+KEYS = st.sampled_from([f"key{number}" for number in range(8)])
 SIZES = st.integers(0, 3 * RESPONSE_OVERHEAD_BYTES)
 
 
-@dataclass
-class Clock:
-    now: float = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+def size_bytes(response: CachedResponse) -> int:
+    return len(response.body) + RESPONSE_OVERHEAD_BYTES
 
 
-def size(answer: CachedResponse) -> int:
-    return len(answer.body) + RESPONSE_OVERHEAD_BYTES
-
-
-class Keeping(RuleBasedStateMachine):
-    """Requests come with keys, end well or not, and take bytes meanwhile; time passes."""
+class MemoryStore(RuleBasedStateMachine):
+    """Requests claim keys, reserve memory, and complete or fail while time passes."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.clock = Clock()
-        self.answers = MemoryIdempotencyStore(CONFIG, self.clock)
-        self.loop = asyncio.Runner()
-        self.requests = 0
+        self.clock = FakeClock(100.0)
+        self.store = MemoryIdempotencyStore(CONFIG, self.clock)
+        self.runner = asyncio.Runner()
+        self.num_requests = 0
         self.running: dict[str, InFlightClaim] = {}
-        self.kept: dict[str, tuple[float, CachedResponse]] = {}
-        """Until when, oldest first."""
-        self.held: list[int] = []
+        self.stored: dict[str, tuple[float, CachedResponse]] = {}
+        """Expiry and response by key, oldest first."""
+        self.reserved: list[int] = []
 
     def teardown(self) -> None:
-        self.loop.close()
+        self.runner.close()
 
-    def expected(self, name: str) -> InFlightClaim | CachedResponse | None:
-        if name in self.kept:
-            return self.kept[name][1]
-        return self.running.get(name)
+    def expected(self, key: str) -> InFlightClaim | CachedResponse | None:
+        if key in self.stored:
+            return self.stored[key][1]
+        return self.running.get(key)
 
-    def make_room(self, needed: int) -> bool:
-        """Forget what has to be forgotten; whether there is room then."""
-        self.forget_old()
-        while self.kept and self.used + needed > CONFIG.max_bytes:
-            del self.kept[next(iter(self.kept))]
-        return self.used + needed <= CONFIG.max_bytes
+    def evict_for(self, needed_bytes: int) -> bool:
+        """Evict the oldest responses as far as necessary. Returns whether there is enough memory then."""
+        self.evict_expired()
+        while self.stored and self.used_bytes + needed_bytes > CONFIG.max_bytes:
+            del self.stored[next(iter(self.stored))]
+        return self.used_bytes + needed_bytes <= CONFIG.max_bytes
 
-    def forget_old(self) -> None:
+    def evict_expired(self) -> None:
         now = self.clock.now
-        self.kept = {name: kept for name, kept in self.kept.items() if kept[0] > now}
+        self.stored = {key: entry for key, entry in self.stored.items() if entry[0] > now}
 
     @property
-    def used(self) -> int:
-        return sum(self.held) + sum(size(answer) for _, answer in self.kept.values())
+    def used_bytes(self) -> int:
+        return sum(self.reserved) + sum(
+            size_bytes(response) for _, response in self.stored.values()
+        )
 
-    # --- what happens ------------------------------------------------------------------------------
+    # --- events ------------------------------------------------------------------------------------
 
-    @rule(name=NAMES)
-    def claim(self, name: str) -> None:
-        self.forget_old()
-        self.requests += 1
-        claim = InFlightClaim(f"r{self.requests}", b"digest")
-        expected = self.expected(name)
-        assert self.loop.run(self.answers.claim(name, claim)) == expected
+    @rule(key=KEYS)
+    def claim(self, key: str) -> None:
+        self.evict_expired()
+        self.num_requests += 1
+        claim = InFlightClaim(f"r{self.num_requests}", b"digest")
+        expected = self.expected(key)
+        assert self.runner.run(self.store.claim(key, claim)) == expected
         if expected is None:
-            self.running[name] = claim
+            self.running[key] = claim
 
-    @rule(which=st.integers(0, 50), length=SIZES)
+    @rule(index=st.integers(0, 50), length=SIZES)
     @precondition(lambda self: self.running)
-    def end_well(self, which: int, length: int) -> None:
-        name, claim = self.pick(which)
-        answer = CachedResponse(
+    def complete(self, index: int, length: int) -> None:
+        key, claim = self.pick(index)
+        response = CachedResponse(
             claim.request_id, claim.request_digest, b"text/plain", b"x" * length
         )
-        self.answers.settle_claim(name, claim, answer)
-        del self.running[name]
-        if self.make_room(size(answer)):
-            self.kept[name] = self.clock.now + CONFIG.retention_s, answer
+        self.store.settle_claim(key, claim, response)
+        del self.running[key]
+        if self.evict_for(size_bytes(response)):
+            self.stored[key] = self.clock.now + CONFIG.retention_s, response
 
-    @rule(which=st.integers(0, 50))
+    @rule(index=st.integers(0, 50))
     @precondition(lambda self: self.running)
-    def fail(self, which: int) -> None:
-        name, claim = self.pick(which)
-        self.answers.settle_claim(name, claim, None)
-        del self.running[name]
+    def fail(self, index: int) -> None:
+        key, claim = self.pick(index)
+        self.store.settle_claim(key, claim, None)
+        del self.running[key]
 
-    @rule(which=st.integers(0, 50))
+    @rule(index=st.integers(0, 50))
     @precondition(lambda self: self.running)
-    def settle_what_is_not_ones_own(self, which: int) -> None:
-        name, claim = self.pick(which)
+    def settle_foreign_claim(self, index: int) -> None:
+        key, claim = self.pick(index)
         stranger = InFlightClaim("stranger", claim.request_digest)
-        self.answers.settle_claim(name, stranger, CachedResponse("stranger", b"", b"", b""))
+        self.store.settle_claim(key, stranger, CachedResponse("stranger", b"", b"", b""))
 
     @rule(length=SIZES)
-    def hold(self, length: int) -> None:
-        expected = self.make_room(length)
-        assert self.answers.reserve_bytes(length) is expected
+    def reserve(self, length: int) -> None:
+        expected = self.evict_for(length)
+        assert self.store.reserve_bytes(length) is expected
         if expected:
-            self.held.append(length)
+            self.reserved.append(length)
 
     @rule()
-    @precondition(lambda self: self.held)
+    @precondition(lambda self: self.reserved)
     def release(self) -> None:
-        self.answers.release_bytes(self.held.pop())
+        self.store.release_bytes(self.reserved.pop())
 
     @rule(seconds=st.floats(0, 6))
     def wait(self, seconds: float) -> None:
         self.clock.now += seconds
 
-    def pick(self, which: int) -> tuple[str, InFlightClaim]:
-        return sorted(self.running.items())[which % len(self.running)]
+    def pick(self, index: int) -> tuple[str, InFlightClaim]:
+        return sorted(self.running.items())[index % len(self.running)]
 
-    # --- what holds --------------------------------------------------------------------------------
+    # --- invariants --------------------------------------------------------------------------------
 
     @invariant()
-    def it_is_bounded(self) -> None:
-        assert 0 <= self.answers.used_bytes <= CONFIG.max_bytes
-        assert self.answers.used_bytes == sum(self.held) + sum(
-            size(answer) for _, answer in self.kept.values()
+    def memory_is_bounded(self) -> None:
+        assert 0 <= self.store.used_bytes <= CONFIG.max_bytes
+        assert self.store.used_bytes == sum(self.reserved) + sum(
+            size_bytes(response) for _, response in self.stored.values()
         )
-        assert dict(self.answers.claims) == self.running
+        assert dict(self.store.claims) == self.running
 
 
-TestKeeping = Keeping.TestCase
+TestMemoryStore = MemoryStore.TestCase
+TestMemoryStore.settings = settings(max_examples=50)

@@ -1,4 +1,4 @@
-"""What is common to all that ask Redis."""
+"""Cancellation of the background tasks of Redis clients."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ import asyncio
 from argosy.store.redis_client import cancel_task
 
 
-async def test_a_task_is_ended_though_it_loses_that_it_was_told() -> None:
-    begun = asyncio.Event()
+async def test_task_that_loses_cancellations_is_cancelled_again() -> None:
+    """`asyncio.wait_for` of Python 3.11 may lose a cancellation."""
+    started = asyncio.Event()
 
-    async def ask() -> None:
+    async def lose_two_cancellations() -> None:
         for _ in range(2):
             try:
-                begun.set()
+                started.set()
                 await asyncio.Event().wait()
-            except asyncio.CancelledError:  # as `wait_for` of Python 3.11 may
+            except asyncio.CancelledError:
                 continue
         await asyncio.Event().wait()
 
-    task = asyncio.create_task(ask())
-    await begun.wait()
+    task = asyncio.create_task(lose_two_cancellations())
+    await started.wait()
     await cancel_task(task)
     assert task.cancelled()
     await cancel_task(task)

@@ -1,4 +1,4 @@
-"""Databases of PostgreSQL as others have set them up: their encodings, rights and settings."""
+"""PostgreSQL databases with other encodings, rights and settings than the default ones."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def administrator(postgres: PostgresServer) -> Iterator[psycopg.Connection]:
         yield connection
 
 
-def database_in(administrator: psycopg.Connection, encoding: str) -> str:
-    """A new database's name."""
+def create_database(administrator: psycopg.Connection, encoding: str) -> str:
+    """Create a database with an encoding. Returns its name."""
     name = f"in_{encoding.lower()}"
     administrator.execute(
         sql.SQL("CREATE DATABASE {} ENCODING {} LOCALE 'C' TEMPLATE template0").format(
@@ -33,23 +33,23 @@ def database_in(administrator: psycopg.Connection, encoding: str) -> str:
     return name
 
 
-def test_a_database_without_an_encoding_keeps_every_text(
+def test_database_without_an_encoding_stores_every_text(
     postgres: PostgresServer, administrator: psycopg.Connection
 ) -> None:
-    """What `initdb` makes where the locale is C."""
-    store = open_store(postgres.url(database_in(administrator, "SQL_ASCII")))
+    """`initdb` creates such databases under the C locale."""
+    store = open_store(postgres.url(create_database(administrator, "SQL_ASCII")))
     store.migrate()
     store.accounts.create_organisation(NAME, actor="test")
     store.ledger.add_records([usage_row("r", model=NAME)])
-    assert [one.name for one in store.load_snapshot().organisations] == [NAME]
+    assert [organisation.name for organisation in store.load_snapshot().organisations] == [NAME]
     assert [row.model for row in store.ledger.report(["model"])] == [NAME]
     store.close()
 
 
-def test_a_text_that_an_encoding_lacks_is_refused_with_what_to_do(
+def test_text_outside_the_encoding_is_rejected_with_a_remedy(
     postgres: PostgresServer, administrator: psycopg.Connection
 ) -> None:
-    store = open_store(postgres.url(database_in(administrator, "LATIN1")))
+    store = open_store(postgres.url(create_database(administrator, "LATIN1")))
     store.migrate()
     with pytest.raises(StoreError, match=r"no equivalent in encoding.* ENCODING 'UTF8'"):
         store.ledger.add_records([usage_row("r", model=NAME)])
@@ -59,25 +59,25 @@ def test_a_text_that_an_encoding_lacks_is_refused_with_what_to_do(
 
 
 @pytest.mark.parametrize("migrated", [False, True])
-def test_a_user_without_rights_is_told_to_get_them(
+def test_missing_rights_are_reported_with_a_remedy(
     postgres: PostgresServer, administrator: psycopg.Connection, *, migrated: bool
 ) -> None:
-    """Only owners make tables in a schema of PostgreSQL 15 or newer."""
-    administrator.execute("DROP ROLE IF EXISTS nobody")
-    administrator.execute("CREATE ROLE nobody LOGIN")
+    """Since PostgreSQL 15, only owners may create tables in the schema `public`."""
+    administrator.execute("DROP ROLE IF EXISTS unprivileged")
+    administrator.execute("CREATE ROLE unprivileged LOGIN")
     with postgres.database() as url:
         if migrated:
             migrate(url)
-        store = open_store(url.replace("//postgres@", "//nobody@"))
+        store = open_store(url.replace("//postgres@", "//unprivileged@"))
         with pytest.raises(StoreError, match=r"permission denied for .* GRANT"):
             store.migrate()
         store.close()
 
 
-def test_a_database_that_was_made_read_only_is_not_only_taken_for_a_standby(
+def test_read_only_database_is_not_reported_as_a_standby_alone(
     postgres: PostgresServer, administrator: psycopg.Connection
 ) -> None:
-    """As those who host databases do when its disk is full."""
+    """Providers make a database read-only when its disk is full."""
     with postgres.database() as url:
         migrate(url)
         name = url.partition("@/")[2].partition("?")[0]

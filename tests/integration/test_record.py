@@ -1,4 +1,4 @@
-"""What keeps the rows of a benchmark ends when it is told to, and the benchmark before it."""
+"""Benchmark recorder: it stops its benchmark before it exits on a signal."""
 
 from __future__ import annotations
 
@@ -19,32 +19,33 @@ try:
     sys.stderr.flush()
     signal.pause()
 finally:
-    time.sleep(1.0)  # as long as it takes to end what it started
-    sys.stderr.write("ended all\\n")
+    time.sleep(1.0)  # as long as stopping child processes takes
+    sys.stderr.write("cleaned up\\n")
 """
 
 
 @pytest.mark.parametrize(
-    ("number", "whole_group"), [(signal.SIGINT, True), (signal.SIGTERM, False)]
+    ("sent_signal", "whole_group"), [(signal.SIGINT, True), (signal.SIGTERM, False)]
 )
-def test_a_benchmark_ends_what_it_started(
-    number: signal.Signals, whole_group: bool, tmp_path: Path
+def test_signal_stops_the_benchmark_before_the_recorder_exits(
+    sent_signal: signal.Signals, whole_group: bool, tmp_path: Path
 ) -> None:
     program = tmp_path / "program.py"
     program.write_text(BENCHMARK)
-    keep = "from benchmarks.record import heed_sigterm, printed; heed_sigterm(); printed"
-    code = f"{keep}([{sys.executable!r}, {str(program)!r}])"
+    setup = "from benchmarks.processes import exit_on_sigterm; exit_on_sigterm()"
+    call = f"from benchmarks.record import printed; printed([{sys.executable!r}, {str(program)!r}])"
+    code = f"{setup}; {call}"
     with subprocess.Popen(
         [sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
         assert process.stderr is not None
         assert process.stderr.readline() == "runs\n"
-        os.killpg(process.pid, number) if whole_group else process.send_signal(number)
-        assert "ended all" in process.stderr.read()
+        os.killpg(process.pid, sent_signal) if whole_group else process.send_signal(sent_signal)
+        assert "cleaned up" in process.stderr.read()
     assert process.returncode
 
 
-def test_what_a_benchmark_prints_is_had() -> None:
+def test_output_of_the_benchmark_is_returned() -> None:
     from benchmarks.record import printed
 
     assert printed([sys.executable, "-c", "print(7)"]) == "7\n"

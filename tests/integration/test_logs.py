@@ -1,4 +1,4 @@
-"""Logs as a process writes them: one JSON object a line, with the request's id, the libraries' too."""
+"""Logs of a process: one JSON object or line per event, with the request's id, also from libraries."""
 
 from __future__ import annotations
 
@@ -28,11 +28,16 @@ log.info("after")
 """
 
 
-def test_json_lines() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True
+def run_program(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a Python program and return its output."""
+    return subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=True
     )
-    served, library, failed, after = map(json.loads, done.stderr.splitlines())
+
+
+def test_json_lines_have_request_and_trace_ids() -> None:
+    process = run_program(PROGRAM)
+    served, library, failed, after = map(json.loads, process.stderr.splitlines())
     assert served["event"] == "served"
     assert (served["level"], failed["level"], after["level"]) == ("info", "error", "info")
     assert served["route"] == "/x"
@@ -41,41 +46,40 @@ def test_json_lines() -> None:
     assert library["event"] == "look here"
     assert "ValueError: broken" in failed["exception"]
     assert "request_id" not in after
-    assert not done.stdout
+    assert not process.stdout
 
 
-def test_lines_for_people() -> None:
-    program = PROGRAM.replace('"json"', '"console"')
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    served, library, failed, *traceback, after = done.stderr.splitlines()
+def test_console_lines_have_request_id_and_traceback() -> None:
+    process = run_program(PROGRAM.replace('"json"', '"console"'))
+    served, library, failed, *traceback, after = process.stderr.splitlines()
     assert all(part in served for part in ("served", "argosy.test", "route=/x", "request_id=req_1"))
     assert all(part in library for part in ("look here", "library", "request_id=req_1"))
     assert "failed" in failed
     assert "ValueError: broken" in traceback[-1]
     assert "after" in after
-    assert not done.stdout
+    assert not process.stdout
 
 
-HOSTILE = """
+CONTROL_CHARACTERS = """
 import structlog
 from argosy.telemetry import configure_logging
 configure_logging("console")
 log = structlog.get_logger("argosy.test")
 for path in ("/a\\x1b[2J\\0\\u202e", "/b\\n2026 [error] all is lost\\r"):
-    log.warning("asked", path=path, text="grün")
+    log.warning("request", path=path, text="grün")
 """
 
 
-def test_what_clients_sent_neither_steers_a_terminal_nor_looks_like_a_line() -> None:
-    done = subprocess.run([sys.executable, "-c", HOSTILE], capture_output=True, check=True)
-    lines = done.stderr.decode().splitlines()
+def test_control_characters_are_escaped_in_console_lines() -> None:
+    process = subprocess.run(
+        [sys.executable, "-c", CONTROL_CHARACTERS], capture_output=True, check=True
+    )
+    lines = process.stderr.decode().splitlines()
     assert [path in line for path, line in zip(("/a", "/b"), lines, strict=True)] == [True, True]
     assert all(line.isprintable() and line.endswith("text=grün") for line in lines)
 
 
-NOBODY_READS = """
+CLOSED_STDERR = """
 import os, sys, structlog
 from argosy.telemetry import configure_logging
 configure_logging(sys.argv[1])
@@ -84,25 +88,23 @@ log.info("before")
 reading, writing = os.pipe()
 os.close(reading)
 os.dup2(writing, 2)
-log.warning("nobody reads")
+log.warning("pipe without reader")
 sys.stderr.close()
-log.error("nor can it be written")
+log.error("stderr is closed")
 sys.stderr = None
-log.exception("not even tried")
-print("went on")
+log.exception("stderr is None")
+print("continued")
 """
 
 
 @pytest.mark.parametrize("log_format", ["json", "console"])
-def test_what_cannot_be_logged_is_lost_and_nothing_else(log_format: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", NOBODY_READS, log_format], capture_output=True, text=True, check=True
-    )
-    assert done.stdout == "went on\n"
-    assert "before" in done.stderr
+def test_closed_stderr_does_not_stop_the_process(log_format: str) -> None:
+    process = run_program(CLOSED_STDERR, log_format)
+    assert process.stdout == "continued\n"
+    assert "before" in process.stderr
 
 
-UNICODE_HAS_NOT = """
+UNDECODABLE_PATH = """
 import logging, structlog
 from argosy.telemetry import configure_logging
 configure_logging("json")
@@ -111,16 +113,14 @@ logging.getLogger("library").warning("in %s", "/srv/caf\\udce9")
 """
 
 
-def test_names_of_files_may_be_any_bytes() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", UNICODE_HAS_NOT], capture_output=True, text=True, check=True
-    )
-    ours, theirs = map(json.loads, done.stderr.splitlines())
-    assert (ours["event"], ours["folder"], ours["rows"]) == ("full", "/srv/caf\udce9", 2)
-    assert theirs["event"] == "in /srv/caf\udce9"
+def test_undecodable_paths_are_logged() -> None:
+    process = run_program(UNDECODABLE_PATH)
+    own, library = map(json.loads, process.stderr.splitlines())
+    assert (own["event"], own["folder"], own["rows"]) == ("full", "/srv/caf\udce9", 2)
+    assert library["event"] == "in /srv/caf\udce9"
 
 
-UNDER_A_LOOP = """
+BUFFERED_BY_LOOP = """
 import asyncio, os, signal, structlog, sys
 from argosy.telemetry import configure_logging
 configure_logging("json")
@@ -136,20 +136,20 @@ asyncio.run(main())
 """
 
 
-def test_lines_under_a_loop_come_soon_and_warnings_bring_all_before_them_at_once() -> None:
+def test_loop_flushes_lines_soon_and_warnings_at_once() -> None:
     pipe = subprocess.PIPE
     with subprocess.Popen(
-        [sys.executable, "-c", UNDER_A_LOOP], stdin=pipe, stderr=pipe, text=True
+        [sys.executable, "-c", BUFFERED_BY_LOOP], stdin=pipe, stderr=pipe, text=True
     ) as process:
         assert process.stdin is not None
         assert process.stderr is not None
-        told = [json.loads(process.stderr.readline())["event"] for _ in range(2)]
+        events = [json.loads(process.stderr.readline())["event"] for _ in range(2)]
         process.stdin.close()
-        told += [json.loads(line)["event"] for line in process.stderr]
-    assert told == ["first", "second", "third", "last"]
+        events += [json.loads(line)["event"] for line in process.stderr]
+    assert events == ["first", "second", "third", "last"]
 
 
-ONE_AFTER_ANOTHER = """
+LATENCY_OF_A_LINE = """
 import asyncio, os, time, structlog, uvloop
 from argosy.telemetry import configure_logging
 reading, writing = os.pipe()
@@ -176,7 +176,9 @@ uvloop.run(main())
 """
 
 
-def test_a_line_waits_for_others_only_so_long() -> None:
-    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    done = subprocess.run([sys.executable, "-c", ONE_AFTER_ANOTHER], env=buffered, check=False)
-    assert done.returncode == 0
+def test_line_is_written_within_the_flush_interval() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    process = subprocess.run(
+        [sys.executable, "-c", LATENCY_OF_A_LINE], env=environment, check=False
+    )
+    assert process.returncode == 0

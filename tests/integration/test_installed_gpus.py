@@ -1,0 +1,38 @@
+"""Count of installed GPUs, as a driver library reports it."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from argosy.fleet.device_assignment import count_installed_gpus
+
+NVML = """
+static int ready;
+int nvmlInit_v2(void) { ready = 1; return INIT; }
+int nvmlDeviceGetCount_v2(unsigned int *count) { *count = 3; return ready ? COUNT : 1; }
+int nvmlShutdown(void) { ready = 0; return 0; }
+"""
+
+
+@pytest.mark.parametrize(
+    ("init_status", "count_status", "gpus"), [(0, 0, 3), (9, 0, 0), (0, 999, 0)]
+)
+def test_gpus_are_counted_by_the_driver(
+    tmp_path: Path, init_status: int, count_status: int, gpus: int
+) -> None:
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("there is no C compiler")
+    source, library = tmp_path / "nvml.c", tmp_path / "nvml.so"
+    source.write_text(NVML)
+    macros = [f"-DINIT={init_status}", f"-DCOUNT={count_status}"]
+    subprocess.run([compiler, "-shared", "-fPIC", *macros, "-o", library, source], check=True)
+    assert count_installed_gpus(str(library)) == gpus
+
+
+def test_no_gpus_without_a_driver() -> None:
+    assert count_installed_gpus("libno-such-driver.so.1") == 0

@@ -1,0 +1,161 @@
+"""Scheduler with a fake executor, and random workloads for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from hypothesis import strategies as st
+
+from argosy.engine.scheduling import Scheduler, SchedulerLimits, Sequence
+from argosy.protocol.sampling import SamplingParams
+from tests.support.fake_executor import FakeExecutor, reference_output
+
+WORKLOAD_STEPS = 41
+
+
+@dataclass
+class SchedulerHarness:
+    """A scheduler with its executor, and the output and finish reason of each request."""
+
+    limits: SchedulerLimits
+    scheduler: Scheduler = field(init=False)
+    executor: FakeExecutor = field(init=False)
+    now: float = 0.0
+    outputs: dict[str, list[int]] = field(default_factory=dict)
+    finish_reasons: dict[str, str] = field(default_factory=dict)
+    """Finish reason by request, in the order in which the requests ended."""
+
+    def __post_init__(self) -> None:
+        self.scheduler = Scheduler(self.limits)
+        self.executor = FakeExecutor(
+            self.limits.num_blocks, self.limits.block_size, self.limits.max_step_tokens
+        )
+
+    def add(self, name: str, prompt: list[int], max_tokens: int, **options: object) -> Sequence:
+        """Queue a request."""
+        self.outputs[name] = list(options.get("output", []))  # type: ignore[call-overload]
+        return self.scheduler.add(
+            id=name,
+            prompt=prompt,
+            params=SamplingParams(max_tokens=max_tokens),
+            now=self.now,
+            **options,  # type: ignore[arg-type]
+        )
+
+    def step(self) -> None:
+        """Run one step and check the invariants."""
+        self.now += 0.01
+        for seq in self.scheduler.expire(self.now):
+            self.finish(seq.id, "timeout")
+        plan = self.scheduler.schedule(self.now)
+        assert len(self.scheduler.running) <= self.limits.max_seqs
+        for seq, _, token, finish in self.scheduler.commit(self.executor.execute(plan)):
+            if token >= 0:
+                self.outputs[seq.id].append(token)
+            if finish:
+                self.finish(seq.id, finish)
+        self.scheduler.check_invariants()
+
+    def finish(self, name: str, reason: str) -> None:
+        """Record the end of a request."""
+        assert name not in self.finish_reasons, "a request ended twice"
+        self.finish_reasons[name] = reason
+
+    def cancel(self, name: str) -> None:
+        """Cancel a request if it has not ended."""
+        if self.scheduler.cancel(name):
+            self.finish(name, "cancelled")
+
+    def run(self, max_steps: int = 5000) -> None:
+        """Run until all requests have ended."""
+        for _ in range(max_steps):
+            if not self.scheduler.has_work:
+                break
+            self.step()
+        assert not self.scheduler.has_work, "a request starves"
+        kv_cache = self.scheduler.kv_cache
+        assert kv_cache.available_blocks == self.limits.num_blocks, "blocks leaked"
+
+    def apply(self, event: WorkloadEvent) -> Sequence | None:
+        """Apply one event of a workload. Return the sequence of a new request."""
+        match event.action:
+            case "add":
+                return self.add(**event.options)  # type: ignore[arg-type]
+            case "cancel":
+                self.cancel(str(event.options["name"]))
+            case _:
+                self.executor.corrupt_slots.add(int(event.options["slot"]))  # type: ignore[call-overload]
+        return None
+
+
+class WorkloadEvent(NamedTuple):
+    """New request, cancellation or corrupted host block before a step."""
+
+    step: int
+    action: str
+    options: dict[str, object]
+
+
+class Workload(NamedTuple):
+    """Scheduler limits and events in the order of their steps."""
+
+    limits: SchedulerLimits
+    events: SequenceOf[WorkloadEvent]
+
+
+def scheduler_limits(**changes: object) -> SchedulerLimits:
+    """Return small limits with some changes."""
+    defaults = {
+        "max_seqs": 4,
+        "max_step_tokens": 16,
+        "block_size": 4,
+        "num_blocks": 32,
+        "max_prefill_fraction": 0.5,
+        "watermark": 0.01,
+        "prefix_cache": True,
+        "ridge_tokens": 2,
+    }
+    return SchedulerLimits(**(defaults | changes))  # type: ignore[arg-type]
+
+
+@st.composite
+def workloads(draw: st.DrawFn) -> Workload:
+    """Draw limits, and requests with shared prefixes, parents, resumed output, timeouts and faults."""
+    block_size = draw(st.sampled_from([1, 2, 4]))
+    limits = scheduler_limits(
+        max_seqs=draw(st.integers(1, 5)),
+        max_step_tokens=draw(st.integers(5, 40)),
+        block_size=block_size,
+        num_blocks=draw(st.integers(-(-30 // block_size), 40)),
+        host_blocks=draw(st.sampled_from([0, 3, 20])),
+        prefix_cache=draw(st.booleans()),
+        watermark=draw(st.sampled_from([0.0, 0.1])),
+    )
+    shared_prefix = draw(st.lists(st.integers(0, 3), min_size=20, max_size=20))
+    events: list[WorkloadEvent] = []
+    for number in range(draw(st.integers(1, 12))):
+        prompt = shared_prefix[: draw(st.integers(1, 20))]
+        prompt += draw(st.lists(st.integers(0, 3), max_size=2))
+        max_tokens = draw(st.integers(1, 30 - len(prompt)))
+        resumed_output = reference_output(prompt, draw(st.integers(0, max_tokens - 1)))
+        parent = draw(st.one_of(st.none(), st.integers(0, number - 1))) if number else None
+        options: dict[str, object] = {
+            "name": str(number),
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "output": resumed_output,
+            "tenant": draw(st.sampled_from("ab")),
+            "tier": draw(st.integers(0, 2)),
+            "cache_domain": draw(st.sampled_from(["x", "x", "y"])),
+            "timeout_s": draw(st.sampled_from([float("inf")] * 4 + [0.05])),
+            "parent_id": None if parent is None else str(parent),
+        }
+        events.append(WorkloadEvent(draw(st.integers(0, 15)), "add", options))
+        if draw(st.integers(0, 4)) == 0:
+            events.append(WorkloadEvent(draw(st.integers(0, 40)), "cancel", {"name": str(number)}))
+        if draw(st.integers(0, 5)) == 0:
+            slot = draw(st.integers(0, 19))
+            events.append(WorkloadEvent(draw(st.integers(0, 40)), "corrupt", {"slot": slot}))
+    return Workload(limits, sorted(events, key=lambda event: event.step))

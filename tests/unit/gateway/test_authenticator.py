@@ -1,0 +1,419 @@
+"""Authenticator: API keys, networks, local access without keys, brute-force protection and authorization."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import msgspec
+import pytest
+from structlog.testing import capture_logs
+from tests.support.account_fixtures import (
+    ANN,
+    ARCHIVED_PROJECT,
+    BOB,
+    NOW,
+    OFFICE,
+    SHARED,
+    FakeConnection,
+    bearer,
+    make_key,
+    make_snapshot,
+    plaintext_key,
+)
+from tests.support.fake_clock import FakeClock
+
+from argosy.gateway.auth import (
+    AuthConfig,
+    Authenticator,
+    ConnectionInfo,
+    can_use_model,
+    check_exposure,
+    check_model_access,
+    check_role,
+)
+from argosy.gateway.principal import ANONYMOUS, Principal
+from argosy.http_server import HttpExchange
+from argosy.http_server.http_exchange import TRANSPORT_KEY
+from argosy.protocol import ApiError
+from argosy.store import AccountSnapshot, Key, Role, open_store
+
+KEY_A = plaintext_key("a")
+KEY_B = plaintext_key("b")
+
+
+def make_authenticator(
+    *keys: Key, clock: FakeClock | None = None, **settings: object
+) -> Authenticator:
+    config = AuthConfig(**settings)  # type: ignore[arg-type]
+    return Authenticator(make_snapshot(*keys), config, clock or FakeClock(NOW))
+
+
+def rejection(authenticator: Authenticator, connection: ConnectionInfo) -> tuple[int, str]:
+    """Return status and code of the error that `authenticate` raises."""
+    with pytest.raises(ApiError) as caught:
+        authenticator.authenticate(connection)
+    return caught.value.status, caught.value.code
+
+
+# --- keys ----------------------------------------------------------------------------------------
+
+
+def test_key_authenticates_complete_principal() -> None:
+    authenticator = make_authenticator(make_key("a", models=("big",), user=ANN.id))
+    assert authenticator.authenticate(bearer(KEY_A)) == Principal(
+        organisation="org_acme",
+        project="proj_chat",
+        key="key_a",
+        user="user_ann",
+        role="user",
+        tier=0,
+        weight=2.0,
+        cache_domain="proj_chat",
+        allowed_models=frozenset({"big"}),
+    )
+
+
+def test_project_with_shared_cache_uses_cache_domain_of_organisation() -> None:
+    authenticator = make_authenticator(make_key("a", SHARED))
+    assert authenticator.authenticate(bearer(KEY_A)).cache_domain == "org_acme"
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {b"authorization": b"Bearer KEY"},
+        {b"authorization": b"bearer  KEY"},
+        {b"x-api-key": b"KEY"},
+        {b"api-key": b"KEY"},
+        {b"authorization": b"Basic xyz", b"x-api-key": b"KEY"},
+    ],
+)
+def test_key_is_accepted_in_common_headers(headers: dict[bytes, bytes]) -> None:
+    sent = {name: value.replace(b"KEY", KEY_A.encode()) for name, value in headers.items()}
+    connection = FakeConnection(sent, "203.0.113.9")
+    assert make_authenticator(make_key("a")).authenticate(connection).key == "key_a"
+
+
+@pytest.mark.parametrize("authorization", [b"Bearer ", b"Bearer", b"", b"Basic abc", b"KEY"])
+def test_header_without_key_is_rejected_as_missing(authorization: bytes) -> None:
+    connection = FakeConnection({b"authorization": authorization})
+    assert rejection(make_authenticator(make_key("a")), connection) == (401, "missing_api_key")
+
+
+@pytest.mark.parametrize("credential", [KEY_B, KEY_A + "x", "sk-argosy-0000000a", "é", "a.b.c"])
+def test_unknown_key_is_rejected_from_localhost(credential: str) -> None:
+    authenticator = make_authenticator(make_key("a"))
+    assert rejection(authenticator, bearer(credential)) == (401, "invalid_api_key")
+
+
+def test_key_expires_exactly_at_its_expiry() -> None:
+    clock = FakeClock(NOW)
+    authenticator = make_authenticator(make_key("a", expires_at=NOW + 10), clock=clock)
+    assert authenticator.authenticate(bearer(KEY_A)).key == "key_a"
+    clock.now = NOW + 10
+    assert rejection(authenticator, bearer(KEY_A)) == (401, "expired_api_key")
+
+
+def test_key_of_archived_project_or_disabled_user_is_rejected() -> None:
+    authenticator = make_authenticator(make_key("a", ARCHIVED_PROJECT), make_key("b", user=BOB.id))
+    assert rejection(authenticator, bearer(KEY_A)) == (401, "project_archived")
+    assert rejection(authenticator, bearer(KEY_B)) == (401, "user_disabled")
+
+
+def test_new_snapshot_takes_effect_immediately() -> None:
+    authenticator = make_authenticator(make_key("a"))
+    assert authenticator.authenticate(bearer(KEY_A)).key == "key_a"
+    authenticator.apply_snapshot(make_snapshot(make_key("b")))
+    assert rejection(authenticator, bearer(KEY_A)) == (401, "invalid_api_key")
+    assert authenticator.authenticate(bearer(KEY_B)).key == "key_b"
+
+
+def test_older_snapshot_does_not_replace_newer_one() -> None:
+    newer = msgspec.structs.replace(make_snapshot(make_key("a")), read_at=2.0)
+    older = msgspec.structs.replace(make_snapshot(make_key("b")), read_at=1.0)
+    authenticator = Authenticator(newer, AuthConfig(), FakeClock(NOW))
+    authenticator.apply_snapshot(older)
+    assert authenticator.authenticate(bearer(KEY_A)).key == "key_a"
+
+
+def test_rejection_never_reveals_key() -> None:
+    authenticator = make_authenticator(make_key("a", expires_at=1.0))
+    with capture_logs() as logs:
+        for credential in (KEY_A, KEY_B):
+            with pytest.raises(ApiError) as caught:
+                authenticator.authenticate(bearer(credential))
+            assert credential[18:] not in caught.value.message
+    assert KEY_B[18:] not in str(logs)
+
+
+# --- networks ------------------------------------------------------------------------------------
+
+
+def test_networks_of_key_and_project_both_apply() -> None:
+    authenticator = make_authenticator(
+        make_key("a", OFFICE, networks=("10.1.0.0/16", "2001:db8::/32"))
+    )
+    for allowed in ("10.1.2.3", "::ffff:10.1.2.3"):
+        assert authenticator.authenticate(bearer(KEY_A, allowed)).key == "key_a"
+    for address in ("10.2.0.1", "2001:db8::1", "203.0.113.1", "unix", ""):
+        assert rejection(authenticator, bearer(KEY_A, address)) == (403, "address_not_allowed")
+
+
+def test_gateway_networks_are_checked_before_key() -> None:
+    authenticator = make_authenticator(make_key("a"), allowed_networks=("192.0.2.0/24",))
+    assert authenticator.authenticate(bearer(KEY_A, "192.0.2.7")).key == "key_a"
+    unknown = plaintext_key("x")
+    assert rejection(authenticator, bearer(unknown, "192.0.3.7")) == (403, "address_not_allowed")
+
+
+@pytest.mark.parametrize(
+    ("peer", "forwarded", "allowed"),
+    [
+        ("10.0.0.1", "198.51.100.7", True),
+        ("unix", "198.51.100.7:4711", True),
+        ("10.0.0.1", "203.0.113.9, 198.51.100.7, 10.9.9.9", True),
+        pytest.param("203.0.113.1", "198.51.100.7", False, id="untrusted-peer"),
+        pytest.param("10.0.0.1", "198.51.100.7, 203.0.113.9", False, id="spoofed-first-hop"),
+        ("10.0.0.1", "198.51.100.7, nonsense", False),
+        ("10.0.0.1", "", False),
+    ],
+)
+def test_forwarded_address_is_trusted_from_trusted_proxies_only(
+    peer: str, forwarded: str, allowed: bool
+) -> None:
+    authenticator = make_authenticator(
+        make_key("a", networks=("198.51.100.0/24",)), trusted_proxies=("10.0.0.0/8", "127.0.0.1")
+    )
+    connection = bearer(KEY_A, peer, x_forwarded_for=forwarded)
+    if allowed:
+        assert authenticator.authenticate(connection).key == "key_a"
+    else:
+        assert rejection(authenticator, connection) == (403, "address_not_allowed")
+
+
+# --- no keys -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("peer", ["127.0.0.1", "::1", "unix", "127.8.9.1"])
+def test_local_connection_without_keys_is_anonymous(peer: str) -> None:
+    authenticator = make_authenticator()
+    assert authenticator.authenticate(FakeConnection(peer_address=peer)) is ANONYMOUS
+    assert authenticator.authenticate(bearer("none", peer, host="localhost:8000")) is ANONYMOUS
+
+
+@pytest.mark.parametrize(
+    ("peer", "headers"),
+    [
+        ("192.168.1.5", {}),
+        ("", {}),
+        ("127.0.0.1", {b"x-forwarded-for": b"127.0.0.1"}),
+        ("unix", {b"forwarded": b"for=203.0.113.1"}),
+        ("127.0.0.1", {b"host": b"rebound.example:8000"}),
+        ("127.0.0.1", {b"host": b"192.168.1.5:8000"}),
+        ("127.0.0.1", {b"host": b"192.168.1.5:8000", b"origin": b"http://192.168.1.5:8000"}),
+        ("unix", {b"host": b"203.0.113.5"}),
+        ("127.0.0.1", {b"host": b"localhost:8000", b"origin": b"https://evil.example"}),
+        ("127.0.0.1", {b"host": b"localhost:8000", b"origin": b"http://203.0.113.5"}),
+        ("127.0.0.1", {b"host": b"localhost:8000", b"origin": b"null"}),
+    ],
+)
+def test_remote_connection_without_keys_is_rejected(peer: str, headers: dict[bytes, bytes]) -> None:
+    assert rejection(make_authenticator(), FakeConnection(headers, peer)) == (401, "no_keys_yet")
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {b"host": b"127.0.0.1:8000"},
+        {b"host": b"[::1]:8000"},
+        {b"host": b"box.localhost"},
+        {b"host": b"localhost:8000", b"origin": b"http://localhost:3000"},
+        {b"host": b"0.0.0.0:8000", b"origin": b"http://0.0.0.0:8000"},
+    ],
+)
+def test_local_host_and_origin_headers_are_accepted(headers: dict[bytes, bytes]) -> None:
+    assert make_authenticator().authenticate(FakeConnection(headers)) is ANONYMOUS
+
+
+@pytest.mark.parametrize(
+    ("client", "server", "peer"),
+    [
+        (("203.0.113.1", 5000), ("127.0.0.1", 80), "203.0.113.1"),
+        (None, ("/run/argosy.sock", None), "unix"),
+        (None, ("127.0.0.1", 80), ""),
+        (None, None, ""),
+    ],
+)
+def test_disconnected_client_is_not_local(client: object, server: object, peer: str) -> None:
+    scope = {
+        "client": client,
+        "server": server,
+        "state": {TRANSPORT_KEY: Mock()},
+        "http_version": "1.1",
+        "method": "GET",
+        "path": "/",
+        "query_string": b"",
+        "headers": [],
+    }
+    exchange = HttpExchange(scope, None, None, None)  # type: ignore[arg-type] # no data is read or sent
+    assert exchange.peer_address == peer
+    if peer == "unix":
+        assert make_authenticator().authenticate(exchange) is ANONYMOUS
+    else:
+        assert rejection(make_authenticator(), exchange) == (401, "no_keys_yet")
+
+
+def test_first_key_ends_anonymous_access() -> None:
+    authenticator = make_authenticator()
+    authenticator.authenticate(FakeConnection())
+    authenticator.apply_snapshot(make_snapshot(make_key("a")))
+    assert rejection(authenticator, FakeConnection()) == (401, "missing_api_key")
+
+
+def test_revoking_last_key_does_not_restore_anonymous_access(tmp_path: Path) -> None:
+    store = open_store(f"sqlite:///{tmp_path / 'argosy.db'}")
+    try:
+        store.migrate()
+        created = store.accounts.bootstrap(actor="test")
+        assert created is not None
+        store.accounts.revoke_key(created[0].id, actor="test")
+        authenticator = Authenticator(store.load_snapshot(), AuthConfig())
+        assert rejection(authenticator, FakeConnection()) == (401, "missing_api_key")
+        check_exposure("0.0.0.0", AuthConfig(), store.load_snapshot())  # noqa: S104 - a key is required
+    finally:
+        store.close()
+
+
+def test_auth_mode_overrides_existence_of_keys() -> None:
+    required = make_authenticator(mode="required")
+    assert rejection(required, FakeConnection()) == (401, "missing_api_key")
+    disabled = make_authenticator(make_key("a"), mode="disabled")
+    assert disabled.authenticate(FakeConnection()) is ANONYMOUS
+    assert disabled.authenticate(bearer("wrong", "203.0.113.1")) == Principal()
+
+
+def test_empty_snapshot_allows_local_access() -> None:
+    authenticator = Authenticator(AccountSnapshot(), AuthConfig())
+    assert authenticator.authenticate(FakeConnection()) is ANONYMOUS
+
+
+@pytest.mark.parametrize(
+    ("host", "keys", "mode", "rejected"),
+    [
+        ("127.0.0.1", (), "auto", False),
+        ("localhost", (), "auto", False),
+        ("::1", (), "auto", False),
+        ("0.0.0.0", (), "auto", True),  # noqa: S104 - rejected
+        ("::", (), "auto", True),
+        ("", (), "auto", True),
+        ("example.test", (), "auto", True),
+        ("0.0.0.0", (make_key("a"),), "auto", False),  # noqa: S104 - a key is required
+        ("0.0.0.0", (), "disabled", False),  # noqa: S104 - explicit setting
+        ("0.0.0.0", (), "required", False),  # noqa: S104 - a key is required
+    ],
+)
+def test_public_listener_without_keys_is_rejected(
+    host: str, keys: tuple[Key, ...], mode: str, rejected: bool
+) -> None:
+    settings = AuthConfig(mode=mode)  # type: ignore[arg-type]
+    if rejected:
+        with pytest.raises(ValueError, match="argosy keys create"):
+            check_exposure(host, settings, make_snapshot(*keys))
+    else:
+        check_exposure(host, settings, make_snapshot(*keys))
+
+
+@pytest.mark.parametrize("field", ["allowed_networks", "trusted_proxies"])
+def test_invalid_network_in_settings_is_named_in_error(field: str) -> None:
+    settings: dict[str, Any] = {field: ("10.0.0.0/99",)}
+    with pytest.raises(ValueError, match=r"10\.0\.0\.0/99"):
+        make_authenticator(**settings)
+
+
+# --- brute force ---------------------------------------------------------------------------------
+
+
+def test_failed_attempts_are_throttled_and_valid_keys_are_not() -> None:
+    clock = FakeClock(NOW)
+    authenticator = make_authenticator(make_key("a"), clock=clock)
+    with capture_logs() as logs:
+        statuses = [
+            rejection(authenticator, bearer(f"wrong-{n}", "203.0.113.1"))[0] for n in range(100)
+        ]
+    assert statuses == [401] * 20 + [429] * 80
+    assert len(logs) == 1, "the log does not grow with the attempts"
+    assert authenticator.authenticate(bearer(KEY_A, "203.0.113.1")).key == "key_a"
+    assert rejection(authenticator, bearer("wrong", "203.0.113.2"))[0] == 401, "other address"
+    clock.now += 30
+    assert rejection(authenticator, bearer("wrong", "203.0.113.1"))[0] == 401
+
+
+def test_clock_set_back_does_not_prolong_throttling() -> None:
+    clock = FakeClock(NOW)
+    authenticator = make_authenticator(make_key("a"), clock=clock)
+    wrong = bearer("wrong", "203.0.113.1")
+    assert [rejection(authenticator, wrong)[0] for _ in range(21)][-1] == 429
+    clock.now -= 86_400
+    assert rejection(authenticator, wrong)[0] == 429
+    clock.now += 30
+    assert rejection(authenticator, wrong)[0] == 401
+
+
+def test_throttled_addresses_are_bounded_and_grouped_by_ipv6_prefix() -> None:
+    authenticator = make_authenticator(make_key("a"))
+    first = bearer("wrong", "203.0.113.1")
+    assert [rejection(authenticator, first)[0] for _ in range(21)][-2:] == [401, 429]
+    for n in range(6000):
+        rejection(authenticator, bearer("wrong", f"10.{n >> 16}.{n >> 8 & 255}.{n & 255}"))
+    for n in range(30):
+        last = rejection(authenticator, bearer("wrong", f"2001:db8:0:1::{n + 1:x}"))[0]
+    assert last == 429, "addresses of one /64 count as one"
+    assert rejection(authenticator, first)[0] == 401, "the oldest address is evicted first"
+
+
+def test_unknown_addresses_are_throttled_together() -> None:
+    authenticator = make_authenticator(make_key("a"))
+    statuses = [rejection(authenticator, bearer("wrong", ""))[0] for _ in range(21)]
+    assert statuses == [401] * 20 + [429]
+
+
+# --- authorization -------------------------------------------------------------------------------
+
+
+def test_higher_role_includes_lower_roles() -> None:
+    roles: tuple[Role, ...] = ("user", "viewer", "operator", "admin")
+    for rank, role in enumerate(roles):
+        for required_rank, required in enumerate(roles):
+            if rank >= required_rank:
+                check_role(Principal(role=role), required)
+                check_role(Principal(role=role, role_scope="gateway"), required, "gateway")
+            else:
+                with pytest.raises(ApiError, match="needs the role"):
+                    check_role(Principal(role=role, role_scope="gateway"), required)
+
+
+def test_organisation_role_does_not_grant_gateway_role() -> None:
+    with pytest.raises(
+        ApiError, match="role viewer of the whole gateway; yours is admin of your organisation only"
+    ):
+        check_role(Principal(role="admin"), "viewer", "gateway")
+    check_role(Principal(), "user", "gateway")
+
+
+def test_scoped_key_may_use_only_its_models() -> None:
+    scoped = Principal(allowed_models=frozenset({"big"}))
+    check_model_access(scoped, "big")
+    check_model_access(scoped, "default", "big")
+    assert can_use_model(Principal(), "anything")
+    assert not can_use_model(scoped, "small")
+    with pytest.raises(ApiError, match="It may use: big") as caught:
+        check_model_access(scoped, "small")
+    assert (caught.value.status, caught.value.code) == (403, "model_not_allowed")
+
+
+@pytest.mark.parametrize("role", ["viewer", "operator"])
+def test_operations_role_cannot_call_models(role: Role) -> None:
+    with pytest.raises(ApiError, match="cannot call models"):
+        check_model_access(Principal(role=role), "big")

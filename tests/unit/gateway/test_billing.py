@@ -1,0 +1,561 @@
+"""Billing rules: the tokens that a response counts, and the counts that a request pays for, by its ending.
+
+The tests in `tests/integration/gateway/test_billing.py` check that usage log, metrics and trace agree with these rules.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+from unittest.mock import AsyncMock, Mock
+
+import pytest
+
+from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig
+from argosy.gateway.backends import BackendKind, StreamContinuation, get_adapter
+from argosy.gateway.filters.usage_recorder import UsageRecorder
+from argosy.gateway.model_registry.model_entries import build_model_entries, build_model_router
+from argosy.gateway.pool.pool import Pool
+from argosy.gateway.pool.replica_endpoint import ReplicaEndpoint
+from argosy.gateway.principal import ANONYMOUS
+from argosy.gateway.proxy import handlers as handlers_module
+from argosy.gateway.proxy.dispatcher import Dispatcher
+from argosy.gateway.proxy.handlers import CompletionHandlers
+from argosy.gateway.proxy.response_relay import ResponseRelay
+from argosy.gateway.proxy.response_writers import ResponseWriter
+from argosy.gateway.request_context import CHAT, COMPLETION, RequestContext, RequestStatus
+from argosy.gateway.request_fields import parse_request_fields
+from argosy.gateway.upstream.upstream import Upstream
+from argosy.gateway.upstream.upstream_response import UpstreamResponse
+from argosy.http_server import DisconnectedError, HttpExchange
+from argosy.http_server.http_exchange import TRANSPORT_KEY
+from argosy.protocol import ApiError, format_event, parse_endpoint
+from argosy.store import AccountSnapshot, Price, UsageLog, UsageRecord
+
+Json = dict[str, Any]
+Counts = tuple[int, int, int]
+"""Prompt tokens, cached tokens and output tokens."""
+
+PROMPT = "Tell me a story of forty bytes or so, please"
+ESTIMATE = len(PROMPT) // 4
+"""Estimated tokens of `PROMPT`."""
+WORDS = "forty words or so " * 20
+WORD_TOKENS = len(WORDS) // 4
+COMPLETION_BODY: Json = {"model": "m", "prompt": PROMPT}
+CHAT_BODY: Json = {"model": "m", "messages": [{"role": "user", "content": PROMPT}]}
+CHAT_ESTIMATE = len(json.dumps(CHAT_BODY["messages"])) // 4
+RESUMABLE, PASSTHROUGH = {"n": 1}, {"n": 2}
+"""Streams of one choice can be resumed, so their chunks are parsed differently."""
+
+
+class NullWriter:
+    """A response writer that discards the events."""
+
+    is_full = False
+
+    async def start(self) -> None: ...
+
+    def write_events(self, events: bytes) -> None: ...
+
+    def send_keepalive(self) -> None: ...
+
+    def discard(self) -> bool:
+        return True
+
+    async def finish(self) -> None: ...
+
+
+def make_relay(body: Json) -> tuple[RequestContext, ResponseRelay, StreamContinuation]:
+    """Return a request to the model "m", its relay and its continuation."""
+    api = CHAT if "messages" in body else COMPLETION
+    fields = parse_request_fields(json.dumps(body).encode(), api.prompt_field)
+    exchange = cast("HttpExchange", None)  # no client is disconnected
+    pool = Pool("m", [])
+    context = RequestContext(exchange, fields, api, pool, "id", ANONYMOUS, ANONYMOUS.tier)
+    continuation = StreamContinuation(fields, api.path, context.delivered)
+    relay = ResponseRelay(
+        context,
+        NullWriter(),
+        continuation,
+        filter_states=[],
+        charge=lambda _: None,
+        cancel=lambda: None,
+        fast_path_switch=None,
+    )
+    return context, relay, continuation
+
+
+def counts(context: RequestContext) -> Counts:
+    delivered = context.delivered
+    return delivered.prompt_tokens, delivered.cached_tokens, delivered.output_tokens
+
+
+def count_stream(body: Json, *chunks: Json, kind: BackendKind, is_complete: bool) -> Counts:
+    """Relay a stream of these chunks, and return its counts."""
+    context, relay, continuation = make_relay(body | {"stream": True})
+    plan = continuation.plan_upstream(get_adapter(kind), "m")
+    assert plan is not None
+    upstream = Upstream(parse_endpoint("http://localhost:1"))
+    replica = ReplicaEndpoint("r", kind, "m", upstream)
+    pool = Pool("m", [replica])
+    context.pool = pool
+    decision = pool.select_replica(context.fields, "", 1, (), 0.0)
+    assert decision is not None
+    context.record_dispatch(decision, 0.0)
+    response = UpstreamResponse(lambda: 0.0)
+    relay.attach_upstream(response, replica, plan.parser)
+    for chunk in chunks:
+        response.on_body(format_event(json.dumps(chunk).encode()))
+    if is_complete:
+        response.on_body(b"data: [DONE]\n\n")
+        relay.finish_upstream()
+    return counts(context)
+
+
+def usage(**fields: object) -> Json:
+    return {"choices": [], "usage": fields}
+
+
+def text(content: str, finish_reason: str | None = None, index: int = 0, **fields: object) -> Json:
+    choice = {"index": index, "text": content, "finish_reason": finish_reason}
+    return {"choices": [choice], **fields}
+
+
+def delta(value: Json, finish_reason: str | None = None, index: int = 0) -> Json:
+    return {"choices": [{"index": index, "delta": value, "finish_reason": finish_reason}]}
+
+
+AB = text("a"), text("b", "stop")
+ZERO_USAGE = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
+TOOL_CALL = [{"index": 0, "id": "c", "function": {"name": "f"}}]
+LONG_TOOL_CALL = [{"index": 0, "function": {"arguments": WORDS}}]
+
+
+@pytest.mark.parametrize("choices", [RESUMABLE, PASSTHROUGH], ids=["resumable", "passthrough"])
+@pytest.mark.parametrize(
+    ("body", "chunks", "expected"),
+    [
+        pytest.param(
+            COMPLETION_BODY,
+            [*AB, usage(prompt_tokens=7, completion_tokens=3)],
+            (7, 0, 3),
+            id="usage",
+        ),
+        pytest.param(COMPLETION_BODY, [*AB, usage(prompt_tokens=7)], (7, 0, 2), id="prompt-only"),
+        pytest.param(COMPLETION_BODY, [*AB, usage()], (ESTIMATE, 0, 2), id="empty-usage"),
+        pytest.param(
+            COMPLETION_BODY,
+            [*AB, usage(prompt_tokens=None, completion_tokens=None)],
+            (ESTIMATE, 0, 2),
+            id="null-usage",
+        ),
+        pytest.param(
+            COMPLETION_BODY,
+            [
+                *AB,
+                usage(
+                    prompt_tokens=7,
+                    completion_tokens=2,
+                    prompt_tokens_details={"cached_tokens": 10},
+                ),
+            ],
+            (7, 7, 2),
+            id="more-cached-than-prompt",
+        ),
+        pytest.param(COMPLETION_BODY, [*AB], (ESTIMATE, 0, 2), id="no-usage"),
+        pytest.param(
+            CHAT_BODY,
+            [
+                delta({"role": "assistant", "content": ""}),
+                delta({"reasoning_content": "Hm"}),
+                delta({"reasoning_content": "Hm"}),
+                delta({}, "stop"),
+            ],
+            (CHAT_ESTIMATE, 0, 2),
+            id="reasoning_content",
+        ),
+        pytest.param(
+            CHAT_BODY,
+            [delta({"reasoning": "Hm"}), delta({"reasoning": "Hm"}), delta({}, "stop")],
+            (CHAT_ESTIMATE, 0, 2),
+            id="reasoning",
+        ),
+        pytest.param(
+            CHAT_BODY,
+            [delta({"refusal": "Hm"}), delta({"refusal": "Hm"}), delta({}, "stop")],
+            (CHAT_ESTIMATE, 0, 2),
+            id="refusal",
+        ),
+        pytest.param(
+            CHAT_BODY,
+            [delta({"tool_calls": TOOL_CALL}), delta({"tool_calls": TOOL_CALL}), delta({}, "stop")],
+            (CHAT_ESTIMATE, 0, 2),
+            id="tool_calls",
+        ),
+    ],
+)
+async def test_tokens_of_complete_stream(
+    body: Json, chunks: list[Json], expected: Counts, choices: Json
+) -> None:
+    assert count_stream(body | choices, *chunks, kind="llama.cpp", is_complete=True) == expected
+
+
+@pytest.mark.parametrize("choices", [RESUMABLE, PASSTHROUGH], ids=["resumable", "passthrough"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("content", WORDS), ("reasoning", WORDS), ("tool_calls", LONG_TOOL_CALL)],
+    ids=["content", "reasoning", "tool_calls"],
+)
+async def test_tokens_of_cut_stream_are_estimated_from_its_text(
+    name: str, value: object, choices: Json
+) -> None:
+    """Hosted APIs, and engines configured so, send dozens of tokens with each event and usage only at the end."""
+    chunks = [delta({name: value}), delta({name: value}, "stop")]
+    _, _, output = count_stream(CHAT_BODY | choices, *chunks, kind="llama.cpp", is_complete=False)
+    assert output == 2 * WORD_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "chunks", "expected"),
+    [
+        pytest.param(
+            "openai",
+            COMPLETION_BODY,
+            [text("a", usage=ZERO_USAGE), text("a", "stop", usage=ZERO_USAGE)],
+            (ESTIMATE, 0, 2),
+            id="zero-usage-in-each-chunk",
+        ),
+        pytest.param(
+            "openai",
+            COMPLETION_BODY | {"echo": True},
+            [text(PROMPT * 9), text(" a story", "stop")],
+            (ESTIMATE, 0, 2),
+            id="echoed-prompt",
+        ),
+        pytest.param(
+            "openai",
+            COMPLETION_BODY | PASSTHROUGH,
+            [text("a", "stop"), usage(prompt_tokens=2**40, completion_tokens=2**40)],
+            (ESTIMATE, 0, 1),
+            id="implausible-usage",
+        ),
+        pytest.param(
+            "openai",
+            COMPLETION_BODY | PASSTHROUGH,
+            [text("a", "stop"), usage(prompt_tokens=1, completion_tokens=-5)],
+            (ESTIMATE, 0, 1),
+            id="negative-usage",
+        ),
+        pytest.param(
+            "llama.cpp",
+            COMPLETION_BODY | PASSTHROUGH,
+            [
+                *[text("a", "length" if at == 1 else None) for at in range(2)],
+                usage(prompt_tokens=7, completion_tokens=2),
+                *[text("a", "length" if at == 29 else None, 1) for at in range(30)],
+                usage(prompt_tokens=7, completion_tokens=30),
+            ],
+            (7, 0, 32),
+            id="usage-of-each-completion-choice",
+        ),
+        pytest.param(
+            "llama.cpp",
+            CHAT_BODY | PASSTHROUGH,
+            [
+                *[delta({"content": "a"}, "length" if at == 1 else None) for at in range(2)],
+                usage(prompt_tokens=7, completion_tokens=2),
+                *[delta({"content": "a"}, "length" if at == 29 else None, 1) for at in range(30)],
+                usage(prompt_tokens=7, completion_tokens=30),
+            ],
+            (7, 0, 32),
+            id="usage-of-each-chat-choice",
+        ),
+        pytest.param(
+            "llama.cpp",
+            COMPLETION_BODY | {"prompt": [PROMPT * 9, "Hi", "You there"]},
+            [
+                text(
+                    "five of these",
+                    "length",
+                    index,
+                    usage={"prompt_tokens": prompt, "completion_tokens": 5},
+                )
+                for index, prompt in enumerate((100, 3, 9))
+            ],
+            (112, 0, 15),
+            id="usage-of-each-prompt",
+        ),
+    ],
+)
+async def test_tokens_of_stream_with_unusual_usage(
+    kind: BackendKind, body: Json, chunks: list[Json], expected: Counts
+) -> None:
+    """llama.cpp reports usage for each choice, and LiteLLM's proxy a usage of zero with each chunk."""
+    assert count_stream(body, *chunks, kind=kind, is_complete=True) == expected
+
+
+def completion_choices(*contents: str, **fields: object) -> list[Json]:
+    return [
+        {"index": index, "text": content, "finish_reason": "stop", **fields}
+        for index, content in enumerate(contents)
+    ]
+
+
+def chat_choices(*contents: str, **fields: object) -> list[Json]:
+    return [
+        {"index": index, "message": {"content": content}, "finish_reason": "stop", **fields}
+        for index, content in enumerate(contents)
+    ]
+
+
+FIRST_CHOICE_USAGE = {"prompt_tokens": 7, "completion_tokens": 1}
+LOGPROBS = {"top_logprobs": [{"a": -1.0}] * 50}
+PARTS_AND_CALL = {
+    "content": [{"type": "text", "text": "hello " * 50}],
+    "function_call": {"name": "f", "arguments": '{"a": "' + "b" * 400 + '"}'},
+}
+
+
+@pytest.mark.parametrize(
+    ("body", "response", "prompt", "output"),
+    [
+        pytest.param(
+            COMPLETION_BODY,
+            {
+                "choices": completion_choices("a b c"),
+                "usage": {"prompt_tokens": 7, "completion_tokens": 3},
+            },
+            (7, 7),
+            (3, 3),
+            id="usage",
+        ),
+        pytest.param(
+            CHAT_BODY | {"n": 3},
+            {"choices": chat_choices("a", WORDS, "b"), "usage": FIRST_CHOICE_USAGE},
+            (7, 7),
+            (2 + WORD_TOKENS, 2 + WORD_TOKENS),
+            id="usage-of-first-chat-choice",
+        ),
+        pytest.param(
+            COMPLETION_BODY | {"prompt": [PROMPT] * 3},
+            {"choices": completion_choices("a", WORDS, "b"), "usage": FIRST_CHOICE_USAGE},
+            (3 * ESTIMATE, 3 * ESTIMATE + 6),
+            (2 + WORD_TOKENS, 2 + WORD_TOKENS),
+            id="usage-of-first-prompt",
+        ),
+        pytest.param(
+            COMPLETION_BODY,
+            {"choices": completion_choices("hello " * 50), "usage": {"prompt_tokens": 7}},
+            (7, 7),
+            (51, 100),
+            id="prompt-only",
+        ),
+        pytest.param(
+            COMPLETION_BODY | {"n": 2},
+            {"choices": completion_choices(WORDS, "b", logprobs=LOGPROBS)},
+            (ESTIMATE, ESTIMATE),
+            (WORD_TOKENS + 1, WORD_TOKENS + 1),
+            id="no-usage-completion",
+        ),
+        pytest.param(
+            CHAT_BODY | {"n": 2},
+            {"choices": chat_choices(WORDS, "b", logprobs=LOGPROBS)},
+            (CHAT_ESTIMATE, CHAT_ESTIMATE),
+            (WORD_TOKENS + 1, WORD_TOKENS + 1),
+            id="no-usage-chat",
+        ),
+        pytest.param(
+            CHAT_BODY,
+            {"choices": [{"index": 0, "message": PARTS_AND_CALL, "finish_reason": "stop"}]},
+            (CHAT_ESTIMATE, CHAT_ESTIMATE),
+            (175, 210),
+            id="no-usage-parts-and-call",
+        ),
+        pytest.param(
+            COMPLETION_BODY,
+            {"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": -5}},
+            (1, ESTIMATE),
+            (1, 100),
+            id="negative-usage",
+        ),
+        pytest.param(
+            COMPLETION_BODY,
+            {"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 2**63}},
+            (1, ESTIMATE),
+            (1, 100),
+            id="implausible-usage",
+        ),
+    ],
+)
+def test_tokens_of_whole_response(
+    body: Json, response: Json, prompt: tuple[int, int], output: tuple[int, int]
+) -> None:
+    """`prompt` and `output` are the least and the greatest counts that are right."""
+    context, relay, _ = make_relay(body)
+    relay.record_buffered(json.dumps(response).encode(), 0.0, get_adapter("llama.cpp"))
+    prompt_tokens, cached_tokens, output_tokens = counts(context)
+    assert prompt[0] <= prompt_tokens <= prompt[1]
+    assert output[0] <= output_tokens <= output[1]
+    assert cached_tokens == 0
+
+
+# --- endings -------------------------------------------------------------------------------------
+
+ROLE = format_event(json.dumps(delta({"role": "assistant", "content": ""})).encode())
+CHUNK = format_event(
+    json.dumps(delta({"content": "a"}) | {"id": "c", "created": 1, "model": "m"}).encode()
+)
+REJECTION = ApiError(422, "invalid_value", "The temperature is too high.")
+FAILURE = ApiError(502, "upstream_failed", "The replica failed.")
+DELIVERED = (10, 4, 3)
+PAID = (*DELIVERED, 6 * 5 + 4 * 1 + 3 * 20)
+NOTHING = (0, 0, 0, 0)
+NO_OUTPUT = (10, 4, 0)
+PROMPT_PAID = (*NO_OUTPUT, 6 * 5 + 4 * 1)
+
+
+def end_by_limit(relay: ResponseRelay) -> None:
+    relay.early_finish_reason = "budget"
+
+
+def make_exchange(body: Json) -> HttpExchange:
+    """Return the exchange of a request whose client discards the response."""
+    content = json.dumps(body).encode()
+    transport = Mock(
+        is_body_complete=True,
+        is_backpressured=False,
+        is_disconnected=False,
+        read_body=AsyncMock(return_value=content),
+    )
+    scope: Json = {
+        "client": ("127.0.0.1", 1),
+        "server": ("127.0.0.1", 2),
+        "state": {TRANSPORT_KEY: transport},
+        "http_version": "1.1",
+        "method": "POST",
+        "path": "/v1/chat/completions",
+        "query_string": b"",
+        "headers": [],
+    }
+
+    async def receive() -> Json:
+        return {}
+
+    async def send(message: object) -> None: ...
+
+    return HttpExchange(scope, receive, send, GatewayConfig(models=[]))
+
+
+class Ending(NamedTuple):
+    """Ending of a request, and the counts and the cost that its client pays for."""
+
+    events: list[bytes]
+    """Events written to the client, or buffered for a whole response."""
+    delivered: Counts
+    outcome: Exception | Callable[[ResponseRelay], None] | None
+    status: RequestStatus
+    paid_if_stream: tuple[int, int, int, int]
+    paid_if_whole: tuple[int, int, int, int]
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+@pytest.mark.parametrize(
+    "ending",
+    [
+        pytest.param(Ending([CHUNK], DELIVERED, None, "completed", PAID, PAID), id="completed"),
+        pytest.param(
+            Ending([CHUNK], NO_OUTPUT, None, "completed", PROMPT_PAID, PROMPT_PAID),
+            id="completed-without-output",
+        ),
+        pytest.param(Ending([CHUNK], DELIVERED, end_by_limit, "stopped", PAID, PAID), id="stopped"),
+        pytest.param(
+            Ending([CHUNK], NO_OUTPUT, end_by_limit, "stopped", NOTHING, NOTHING),
+            id="stopped-without-output",
+        ),
+        pytest.param(
+            Ending([CHUNK], DELIVERED, DisconnectedError(), "cancelled", PAID, NOTHING),
+            id="disconnect-after-output",
+        ),
+        pytest.param(
+            Ending([ROLE], NO_OUTPUT, DisconnectedError(), "cancelled", NOTHING, NOTHING),
+            id="disconnect-after-role",
+        ),
+        pytest.param(
+            Ending([], NO_OUTPUT, DisconnectedError(), "cancelled", NOTHING, NOTHING),
+            id="disconnect-before-events",
+        ),
+        pytest.param(Ending([], (0, 0, 0), REJECTION, "refused", NOTHING, NOTHING), id="rejected"),
+        pytest.param(
+            Ending([], NO_OUTPUT, REJECTION, "refused", NOTHING, NOTHING), id="rejected-late"
+        ),
+        pytest.param(Ending([], NO_OUTPUT, FAILURE, "failed", NOTHING, NOTHING), id="failed"),
+        pytest.param(
+            Ending([ROLE], NO_OUTPUT, FAILURE, "failed", NOTHING, NOTHING),
+            id="failed-after-role",
+        ),
+        pytest.param(
+            Ending([CHUNK], DELIVERED, FAILURE, "failed", PAID, NOTHING),
+            id="failed-after-output",
+        ),
+        pytest.param(
+            Ending([], DELIVERED, FAILURE, "failed", NOTHING, NOTHING),
+            id="failed-with-output-held-back",
+        ),
+        pytest.param(
+            Ending([CHUNK], DELIVERED, RuntimeError("a bug"), "failed", PAID, NOTHING),
+            id="bug-after-output",
+        ),
+    ],
+)
+async def test_request_pays_for_tokens_that_reached_its_client(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: Ending, stream: bool
+) -> None:
+    """A prompt alone is billed only if its response is complete."""
+    outcome = ending.outcome
+
+    class ScriptedProxy:
+        """Delivers the events of `ending` in place of a replica."""
+
+        def __init__(self, *arguments: object) -> None:
+            _, dispatcher, context, _, relay, writer = arguments
+            self._dispatcher = cast("Dispatcher", dispatcher)
+            self._context = cast("RequestContext", context)
+            self._relay, self._writer = cast("ResponseRelay", relay), cast("ResponseWriter", writer)
+
+        async def run(self) -> None:
+            await self._dispatcher.acquire_replica(self._context)
+            counted = self._context.delivered
+            counted.prompt_tokens, counted.cached_tokens, counted.output_tokens = ending.delivered
+            if ending.events:
+                await self._writer.start()
+            for event in ending.events:
+                self._writer.write_events(event)
+            if isinstance(outcome, Exception):
+                raise outcome
+            if outcome is not None:
+                outcome(self._relay)
+
+    monkeypatch.setattr(handlers_module, "FailoverProxy", ScriptedProxy)
+    usage_log = UsageLog(tmp_path)
+    recorder = UsageRecorder(usage_log)
+    price = Price(model="m", input=5, cached_input=1, output=20)
+    recorder.apply_snapshot(AccountSnapshot(prices=(price,)))
+    replicas = [ReplicaConfig(url="http://localhost:1", kind="openai")]
+    config = GatewayConfig(models=[ModelConfig(name="m", replicas=replicas)])
+    router = build_model_router(build_model_entries(config))
+    handlers = CompletionHandlers(router, config, [recorder], None)
+    exchange = make_exchange(CHAT_BODY | {"stream": stream})
+    if isinstance(outcome, Exception):
+        with pytest.raises(type(outcome)):
+            await handlers.chat_completions(exchange, ANONYMOUS)
+    else:
+        await handlers.chat_completions(exchange, ANONYMOUS)
+    records: list[UsageRecord] = []
+    usage_log.drain(records.extend)
+    usage_log.close()
+    (record,) = records
+    paid = record.input_tokens, record.cached_tokens, record.output_tokens, record.nano_dollars
+    assert record.status == ending.status
+    assert paid == (ending.paid_if_stream if stream else ending.paid_if_whole)

@@ -1,0 +1,134 @@
+"""Validation of the gateway's configuration file: each error names the file, the setting and a remedy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from argosy.gateway import GatewayConfig, GatewayServer, ModelConfig, ReplicaConfig, load_config
+
+MODELS = "models: [{name: m, replicas: [{url: 'http://a'}]}]\n"
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "gateway.yaml"
+
+
+@pytest.mark.parametrize(
+    "setting", ["limits: {redis: 'redis://localhost'}", "auth: {mode: required}"]
+)
+def test_setting_without_required_store_is_rejected(path: Path, setting: str) -> None:
+    path.write_text(MODELS + setting)
+    with pytest.raises(ValueError, match="Add `store`"):
+        load_config(path)
+    path.write_text(f"{MODELS}{setting}\nstore: {{}}")
+    assert load_config(path).store is not None
+
+
+@pytest.mark.parametrize(
+    ("settings", "pattern"),
+    [
+        ("port: 99999", r"<= 65535 - at `\$.port`"),
+        ("body_limit_bytes: -1", r">= 1 - at `\$.body_limit_bytes`"),
+        ("drain_deadline_s: .nan", r">= 0.0 - at `\$.drain_deadline_s`"),
+        ("colour: red", "unknown field `colour`"),
+        ("models: [{name: m, replicas: [{url: 'http://a'}, {url: 'http://a'}]}]", "'http://a' is"),
+        (
+            "models: [{name: m, replicas: [{url: 'http://a', name: x}, {url: 'http://b', name: x}]}]",
+            "model 'm', replica 'x' is defined twice",
+        ),
+        (
+            "models: [{name: m, aliases: [m], replicas: [{url: 'http://a'}]}]",
+            "model name 'm' is defined twice",
+        ),
+        (
+            "auth:\n  mode: required\n  mode: 'off'",
+            "'mode' is defined twice, in line 3 and in line 4",
+        ),
+        ("port: 1\nport: 2", "'port' is defined twice, in line 2 and in line 3. Keep one"),
+        ("models: [{name: m, replicas: [{url: x, url: y}]}]", "'url' is defined twice"),
+        ("prot: 1", "unknown field `prot`; did you mean `port`"),
+        ("auth: {jwt: {audience: [a], isuer: x}}", r"auth.jwt`; did you mean `issuer`"),
+        ("models: [{name: m, replicas: [{url: x, tls: {caa: x}}]}]", "did you mean `ca`"),
+        ("log_level: loud", "Invalid enum value 'loud' .*; write debug, error, info or warning"),
+        ("auth: {jwt: {audience: [a], algorithms: [HS256]}}", "write ES256, ES384, .* or RS512"),
+        ("models: [{name: m, replicas: [{url: x, kind: vlm}]}]", "; write .*vllm"),
+        ("port: 2026-12-24", "Expected `int`, got `str`"),
+        ("models: []", "length >= 1"),
+        ("port: [", "parsing"),
+        ("models: [{name: '', replicas: [{url: x}]}]", r"regex .* at `\$.models\[0\].name`"),
+        ('models: [{name: "a\\tb", replicas: [{url: x}]}]', "regex .*name"),
+        ("models: [{name: m, aliases: [' a'], replicas: [{url: x}]}]", "regex .*aliases"),
+        (
+            "models: [{name: m, replicas: [{url: 'http://x', tls: {ca: y}}]}]",
+            "tls needs an https URL",
+        ),
+        (
+            "models: [{name: m, replicas: [{url: 'http://x', kind: tgi, priority_scheduling: true}]}]",
+            "priority_scheduling is only supported for kind vllm or sglang. Remove it",
+        ),
+        ("explain: {max_requests: -1}", ">= 0"),
+        ("explain: {retention_s: .nan}", ">= 0"),
+        ("auth: {jwt: {audience: ['']}}", "length >= 1"),
+        ("store: {keep_usage_days: 9999999}", "<= 36500"),
+        pytest.param("store: " + "[" * 1000, "the settings are nested too deeply", id="nested"),
+    ],
+)
+def test_invalid_settings_are_rejected_with_name_of_file(
+    path: Path, settings: str, pattern: str
+) -> None:
+    models = "" if settings.startswith("models") else MODELS
+    path.write_text(models + settings)
+    with pytest.raises(ValueError, match=f"gateway.yaml: .*{pattern}"):
+        load_config(path)
+
+
+def test_missing_file_is_named_in_error(path: Path) -> None:
+    with pytest.raises(ValueError, match=r"gateway\.yaml cannot be read: No such file"):
+        load_config(path)
+
+
+def test_dates_and_booleans_in_text_settings_stay_text(path: Path) -> None:
+    models = "models: [{name: 2026-11-22, aliases: [on], replicas: [{url: 'http://a', stream_usage: false}]}]"
+    path.write_text(f"{models}\nfast_path: off\nauth: {{mode: disabled}}")
+    config = load_config(path)
+    (model,) = config.models
+    assert (model.name, model.aliases) == ("2026-11-22", ("on",))
+    assert (config.fast_path, config.auth.mode) == ("off", "disabled")
+    assert not model.replicas[0].stream_usage
+
+
+@pytest.mark.parametrize("content", ["", "# nothing yet", "---"])
+def test_empty_file_lacks_models(path: Path, content: str) -> None:
+    path.write_text(content)
+    with pytest.raises(ValueError, match="missing required field `models`"):
+        load_config(path)
+
+
+@pytest.mark.parametrize(
+    ("replica", "pattern"),
+    [
+        ({"url": "http://user:secret@x"}, "URL of x has a user, a query"),
+        ({"url": "http://x?key=secret"}, "URL of x has a user, a query"),
+        ({"url": "http://x/a b"}, "or a space"),
+        ({"url": "http://x y"}, "or a space"),
+        (
+            {"url": "http://x", "headers": {"Content-Length": "5"}},
+            r"gateway sets the header .* itself\. Remove it",
+        ),
+        (
+            {"url": "http://x", "headers": {"host": "y"}},
+            r"gateway sets the header .* itself\. Remove it",
+        ),
+    ],
+)
+def test_invalid_replica_url_or_header_is_rejected_without_secrets(
+    replica: dict[str, Any], pattern: str
+) -> None:
+    config = GatewayConfig(models=[ModelConfig(name="m", replicas=[ReplicaConfig(**replica)])])
+    with pytest.raises(ValueError, match=pattern) as caught:
+        GatewayServer(config, print)
+    assert "secret" not in str(caught.value)

@@ -1,0 +1,452 @@
+"""Limit filter of one gateway: admission, stream ends, settlement, rate limit headers and seeding from past usage."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection
+from datetime import UTC, datetime
+from functools import partial
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from structlog.testing import capture_logs
+from tests.support.fake_clock import FakeClock
+from tests.support.limit_harness import (
+    OTHER_PRINCIPAL,
+    PRINCIPAL,
+    TrackedLimitFilter,
+    complete,
+    deliver,
+    expect_rejection,
+    find_rejection,
+    is_admitted,
+    make_context,
+    make_limit,
+    make_snapshot,
+)
+
+from argosy.gateway.filters.limit_filter import LimitsConfig, open_quota_backend
+from argosy.gateway.filters.limit_responses import format_duration
+from argosy.gateway.request_context import RequestContext, RequestStatus
+from argosy.protocol import ApiError
+from argosy.store import Limit, LocalQuotaBackend, Price, UsageReportRow
+from argosy.store.clock import SteadyClock
+
+NOON = datetime(2026, 11, 21, 12, tzinfo=UTC).timestamp()
+PRICE = Price(model="big", input=1_000, cached_input=100, output=10_000)
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock(NOON)
+
+
+def make_filter(
+    clock: FakeClock, *limits: Limit, prices: tuple[Price, ...] = ()
+) -> TrackedLimitFilter:
+    limit_filter = TrackedLimitFilter(LocalQuotaBackend(), clock)
+    limit_filter.apply_snapshot(make_snapshot(*limits, prices=prices))
+    return limit_filter
+
+
+# --- admission and its responses -----------------------------------------------------------------
+
+
+async def test_principal_without_limits_is_not_limited(clock: FakeClock) -> None:
+    limits, context = make_filter(clock, make_limit("requests", 1)), make_context(OTHER_PRINCIPAL)
+    for _ in range(3):
+        await limits.on_request(context)
+        assert deliver(limits, context, 10**6) is None
+        complete(limits, context)
+    assert (context.response_headers, context.trace.limits) == ([], [])
+
+
+async def test_rejection_names_limit_and_retry_time(clock: FakeClock) -> None:
+    limits = make_filter(
+        clock, make_limit("tokens", 100), make_limit("requests", 2, "hour", "project")
+    )
+    await limits.on_request(make_context(prompt_tokens=80))
+    context = make_context(prompt_tokens=15)
+    error = await expect_rejection(limits, context)
+    assert (error.status, error.code) == (429, "rate_limit_exceeded")
+    assert "the key's limit of 100 tokens per minute" in error.message
+    assert "Used: 85 tokens. Needed: 20 tokens." in error.message
+    assert error.retry_after_s is not None
+    assert 60.0 < error.retry_after_s <= 61.0
+    [decision] = context.trace.limits
+    assert decision.used == 85
+    assert (decision.owner, decision.unit, decision.asked) == ("key", "tokens", 20)
+    clock.now += error.retry_after_s + 1e-3
+    assert await find_rejection(limits, make_context(prompt_tokens=15)) is None
+    error = await expect_rejection(limits, make_context(prompt_tokens=15))
+    assert "the project's limit of 2 requests per hour" in error.message
+
+
+async def test_request_above_whole_limit_is_too_large(clock: FakeClock) -> None:
+    limits = make_filter(clock, make_limit("tokens", 100))
+    error = await expect_rejection(limits, make_context(prompt_tokens=100))
+    assert (error.status, error.code) == (413, "request_too_large")
+    assert "needs 101 tokens" in error.message
+
+
+@pytest.mark.parametrize(
+    ("limit", "text"),
+    [
+        (
+            make_limit("requests", 0),
+            "the key's limit of 0 requests per minute. Have the limit raised.",
+        ),
+        (make_limit("concurrency", 0), "0 requests at a time. Have the limit raised."),
+        (make_limit("tokens", 0), "0 tokens per minute. Have the limit raised."),
+        (
+            make_limit("input_tokens", 5),
+            "5 input tokens per minute. Send a shorter prompt or have the",
+        ),
+    ],
+    ids=["requests", "concurrency", "tokens", "input-tokens"],
+)
+async def test_rejection_suggests_effective_remedy(
+    clock: FakeClock, limit: Limit, text: str
+) -> None:
+    error = await expect_rejection(make_filter(clock, limit), make_context(prompt_tokens=100))
+    assert text in error.message
+
+
+async def test_response_headers_describe_tightest_limits(clock: FakeClock) -> None:
+    limits = make_filter(
+        clock,
+        make_limit("requests", 10),
+        make_limit("requests", 3, "hour", "project"),
+        make_limit("tokens", 1000),
+        make_limit("output_tokens", 300, "second", "user"),
+    )
+    context = make_context(prompt_tokens=10, max_tokens=5)
+    await limits.on_request(context)
+    assert dict(context.response_headers) == {
+        b"x-ratelimit-limit-requests": b"3",
+        b"x-ratelimit-remaining-requests": b"2",
+        b"x-ratelimit-reset-requests": b"1h1m0s",
+        b"x-ratelimit-limit-tokens": b"300",
+        b"x-ratelimit-remaining-tokens": b"295",
+        b"x-ratelimit-reset-tokens": b"1.1s",
+    }
+    assert [decision.unit for decision in context.trace.limits].count("requests") == 2
+    for _ in range(2):
+        await limits.on_request(make_context())
+    rejected = make_context()
+    await expect_rejection(limits, rejected)
+    assert (b"x-ratelimit-remaining-requests", b"0") in rejected.response_headers
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.0, "0ms"),
+        (0.0601, "61ms"),
+        (1.2, "1.2s"),
+        (59.99, "60s"),
+        (90, "1m30s"),
+        (7505, "2h5m5s"),
+    ],
+)
+def test_durations_have_format_of_openai_headers(seconds: float, text: str) -> None:
+    assert format_duration(seconds) == text
+
+
+async def test_model_limit_applies_to_its_model_only(clock: FakeClock) -> None:
+    limits = make_filter(
+        clock, make_limit("requests", 1, model="big"), make_limit("requests", 0, model="other")
+    )
+    assert await is_admitted(limits)
+    error = await expect_rejection(limits, make_context())
+    assert "for 'big'" in error.message
+
+
+async def test_unknown_or_missing_window_disables_only_its_limit(clock: FakeClock) -> None:
+    """A newer gateway may have written a limit with a window that this gateway does not know."""
+    unusable = (
+        make_limit("tokens", 5, None),
+        make_limit("tokens", 5, "fortnight"),  # type: ignore[arg-type]
+    )
+    with capture_logs() as logs:
+        limits = make_filter(clock, *unusable, make_limit("requests", 1))
+    logged = [(entry["event"], entry["limit"]) for entry in logs]
+    assert logged == [("limit_not_enforced", limit.id) for limit in unusable]
+    assert [await is_admitted(limits) for _ in range(2)] == [True, False]
+
+
+# --- streams and settlement ----------------------------------------------------------------------
+
+
+async def test_stream_longer_than_expected_ends_at_limit(clock: FakeClock) -> None:
+    limits = make_filter(clock, make_limit("tokens", 400))
+    context = make_context(prompt_tokens=10, max_tokens=None)
+    await limits.on_request(context)
+    delivered, finish_reason = 0, None
+    while finish_reason is None:
+        delivered += 7
+        finish_reason = deliver(limits, context, 7)
+    assert finish_reason == "limit"
+    assert 400 < delivered + 10 <= 400 + 7
+    complete(limits, context, "stopped")
+    assert "Used: 402 tokens." in (await expect_rejection(limits, make_context())).message
+
+
+async def test_budget_ends_stream_and_is_renewed_at_midnight(clock: FakeClock) -> None:
+    budget = 10 * 1_000 + 20 * 10_000
+    limits = make_filter(
+        clock, make_limit("nano_dollars", budget, "day", "project"), prices=(PRICE,)
+    )
+    context = make_context(prompt_tokens=10, max_tokens=1)
+    await limits.on_request(context)
+    assert deliver(limits, context, 20) is None
+    assert deliver(limits, context, 1) == "budget"
+    complete(limits, context, "stopped")
+    admission, end = context.trace.limits
+    assert (admission.unit, admission.fits) == (end.unit, True)
+    assert (end.used, end.asked, end.limit, end.fits) == (budget, 10_000, budget, False)
+    error = await expect_rejection(limits, make_context(prompt_tokens=10, max_tokens=1))
+    assert (error.status, error.code) == (429, "insufficient_quota")
+    assert "the project's budget of $0.00021 per day. Used: $0.00022." in error.message
+    assert "Possible cost of this request: $0.00002." in error.message
+    assert error.retry_after_s == 12 * 3600
+    clock.now += 12 * 3600
+    assert await find_rejection(limits, make_context(prompt_tokens=10, max_tokens=1)) is None
+
+
+async def test_reported_prompt_and_cached_tokens_replace_estimate(clock: FakeClock) -> None:
+    limits = make_filter(
+        clock,
+        make_limit("input_tokens", 1000),
+        make_limit("nano_dollars", 10**9, "month"),
+        prices=(PRICE,),
+    )
+    context = make_context(prompt_tokens=20, max_tokens=5)
+    await limits.on_request(context)
+    context.delivered.cached_tokens = 400
+    assert deliver(limits, context, 5, prompt_tokens=500) is None
+    complete(limits, context)
+    await limits.on_request(second := make_context(prompt_tokens=20, max_tokens=5))
+    assert {decision.unit: decision.used for decision in second.trace.limits} == {
+        "input_tokens": 500,
+        "nano_dollars": 100 * 1_000 + 400 * 100 + 5 * 10_000,
+    }
+
+
+async def test_longer_prompt_does_not_increase_output_reservation(clock: FakeClock) -> None:
+    limits = make_filter(clock, make_limit("tokens", 100))
+    await limits.on_request(context := make_context(prompt_tokens=10, max_tokens=5))
+    assert deliver(limits, context, 1, prompt_tokens=20) is None
+    error = await expect_rejection(limits, make_context(prompt_tokens=85))
+    assert "Used: 25 tokens." in error.message
+
+
+async def test_failed_request_without_output_is_free(clock: FakeClock) -> None:
+    limits = make_filter(
+        clock, make_limit("requests", 1), make_limit("concurrency", 1), make_limit("tokens", 100)
+    )
+    status: RequestStatus
+    for status, replica in (("cancelled", ""), ("failed", "replica"), ("cancelled", "")):
+        await limits.on_request(context := make_context())
+        complete(limits, context, status, replica)
+    await limits.on_request(context := make_context())
+    complete(limits, context, "cancelled")
+    assert "1 request per minute" in (await expect_rejection(limits, make_context())).message
+
+
+@pytest.mark.parametrize("status", ["cancelled", "stopped"])
+async def test_disconnect_or_timeout_before_first_token_charges_prompt(
+    clock: FakeClock, status: RequestStatus
+) -> None:
+    limits = make_filter(
+        clock,
+        make_limit("input_tokens", 30),
+        make_limit("nano_dollars", 31_000, "day"),
+        prices=(msgspec.structs.replace(PRICE, output=1),),
+    )
+    for _ in range(2):
+        await limits.on_request(context := make_context(prompt_tokens=15, max_tokens=1))
+        complete(limits, context, status)
+    error = await expect_rejection(limits, make_context(prompt_tokens=15, max_tokens=1))
+    assert "Used: 30 input tokens." in error.message
+    clock.now += 62
+    context = make_context(prompt_tokens=30, max_tokens=1)
+    assert await find_rejection(limits, context) is None, "the budget is not charged"
+
+
+async def test_disconnect_before_complete_response_charges_generated_tokens(
+    clock: FakeClock,
+) -> None:
+    """Otherwise a client that always disconnects just before the end would have no limit."""
+    limits = make_filter(
+        clock,
+        make_limit("output_tokens", 30),
+        make_limit("nano_dollars", 10**6),
+        prices=(PRICE,),
+    )
+    await limits.on_request(context := make_context(max_tokens=20))
+    assert deliver(limits, context, 19) is None
+    context.delivered.reset()
+    complete(limits, context, "cancelled")
+    error = await expect_rejection(limits, make_context(max_tokens=20))
+    assert "Used: 19 output tokens." in error.message
+
+
+async def test_concurrency_slot_is_freed_when_request_ends(clock: FakeClock) -> None:
+    limits = make_filter(clock, make_limit("concurrency", 2))
+    running = [make_context(), make_context()]
+    for context in running:
+        await limits.on_request(context)
+    error = await expect_rejection(limits, make_context())
+    assert (error.status, error.retry_after_s) == (429, 1.0)
+    assert "the key's limit of 2 requests at a time. Running: 2 requests." in error.message
+    complete(limits, running.pop())
+    assert await is_admitted(limits)
+
+
+async def test_output_reservation_follows_previous_responses(clock: FakeClock) -> None:
+    limits = make_filter(clock, make_limit("tokens", 10**9))
+    for _ in range(60):
+        await limits.on_request(context := make_context(max_tokens=None))
+        deliver(limits, context, 40)
+        complete(limits, context)
+    await limits.on_request(context := make_context(prompt_tokens=10, max_tokens=None))
+    [decision] = context.trace.limits
+    assert 35 <= decision.asked - 10 <= 60
+
+
+@settings(max_examples=50)
+@given(
+    limit=st.integers(30, 2000),
+    chunks=st.lists(st.integers(1, 12), min_size=1, max_size=8),
+    num_streams=st.integers(1, 12),
+)
+def test_concurrent_streams_exceed_limit_by_at_most_one_chunk_each(
+    limit: int, chunks: list[int], num_streams: int
+) -> None:
+    limits = make_filter(
+        FakeClock(NOON),
+        make_limit("tokens", limit, "hour"),
+        make_limit("output_tokens", limit, "day"),
+    )
+    delivered, overrun = 0, 0
+
+    async def stream(number: int) -> None:
+        nonlocal delivered, overrun
+        for attempt in range(4):
+            context = make_context(prompt_tokens=10, max_tokens=None if number % 2 else 30)
+            if await find_rejection(limits, context) is not None:
+                continue
+            finish_reason = None
+            for chunk in chunks * (1 + (number + attempt) % 3):
+                await asyncio.sleep(0)
+                finish_reason = deliver(limits, context, chunk)
+                if finish_reason is not None:
+                    overrun += chunk
+                    break
+            delivered += 10 + context.delivered.output_tokens
+            complete(limits, context, "completed" if finish_reason is None else "stopped")
+
+    async def run_streams() -> None:
+        await asyncio.gather(*(stream(number) for number in range(num_streams)))
+
+    asyncio.run(run_streams())
+    assert delivered <= limit + overrun
+
+
+async def test_utility_call_holds_slot_and_counts_only_on_success(clock: FakeClock) -> None:
+    limits = make_filter(clock, make_limit("concurrency", 1), make_limit("requests", 2))
+    reserve = partial(limits.reserve_request, PRINCIPAL, "big", [])
+    with pytest.raises(RuntimeError):
+        async with reserve():
+            raise RuntimeError
+    async with reserve():
+        with pytest.raises(ApiError, match="at a time"):
+            await reserve().__aenter__()
+    async with reserve():
+        pass
+    with pytest.raises(ApiError, match="2 requests per minute"):
+        await reserve().__aenter__()
+
+
+# --- changed limits and rotated keys -------------------------------------------------------------
+
+
+async def test_changed_limit_keeps_current_usage(clock: FakeClock) -> None:
+    limits = make_filter(clock, make_limit("requests", 1), make_limit("concurrency", 1))
+    await limits.on_request(context := make_context())
+    limits.apply_snapshot(make_snapshot(make_limit("requests", 2), make_limit("concurrency", 2)))
+    assert [await is_admitted(limits) for _ in range(2)] == [True, False]
+    limits.apply_snapshot(make_snapshot(make_limit("requests", 1)))
+    assert not await is_admitted(limits)
+    limits.apply_snapshot(make_snapshot())
+    assert await is_admitted(limits)
+    complete(limits, context)
+
+
+async def test_rotated_key_shares_limit_with_predecessors(clock: FakeClock) -> None:
+    def limit_of(key: str) -> Limit:
+        return msgspec.structs.replace(make_limit("requests", 2), owner=key)
+
+    def context_of(key: str) -> RequestContext:
+        return make_context(msgspec.structs.replace(PRINCIPAL, key=key))
+
+    limits = make_filter(clock, limit_of("k0"))
+    await limits.on_request(context_of("k0"))
+    rotated = make_snapshot(limit_of("k2"))
+    limits.apply_snapshot(msgspec.structs.replace(rotated, successors={"k0": "k1", "k1": "k2"}))
+    await limits.on_request(context_of("k1"))
+    for key in ("k0", "k1", "k2"):
+        assert await find_rejection(limits, context_of(key)) is not None
+    assert await find_rejection(limits, context_of("k3")) is None
+
+
+# --- seeding and settings ------------------------------------------------------------------------
+
+
+async def test_thousands_of_limits_are_seeded_with_few_queries(clock: FakeClock) -> None:
+    """A gateway waits for the queries when it starts."""
+    queries = list[float]()
+
+    def sum_by_owner(
+        kind: str, owners: Collection[str], since: float
+    ) -> dict[str, list[UsageReportRow]]:
+        assert (kind, len(owners)) == ("key", 3000)
+        queries.append(since)
+        return {owner: [UsageReportRow(model="big", requests=int(owner))] for owner in owners}
+
+    templates = make_limit("requests", 3000, "minute"), make_limit("requests", 5000, "month")
+    limits = make_filter(
+        clock,
+        *(
+            msgspec.structs.replace(template, id=f"{template.id}{number}", owner=str(number))
+            for template in templates
+            for number in range(3000)
+        ),
+    )
+    await limits.seed_usage(sum_by_owner)
+    assert len(queries) == len(set(queries)) <= 10
+    context = make_context(msgspec.structs.replace(PRINCIPAL, key="2000"))
+    await limits.on_request(context)
+    assert [decision.used for decision in context.trace.limits] == [2000, 2000]
+
+
+def test_steady_clock_never_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([100.0, 101.0, 50.0, 51.5, 200.0])
+    monkeypatch.setattr("time.time", lambda: next(times))
+    clock = SteadyClock()
+    assert [clock() for _ in range(5)] == [100.0, 101.0, 101.0, 102.5, 251.0]
+
+
+def test_quota_backend_settings_are_validated() -> None:
+    assert isinstance(open_quota_backend(LimitsConfig()), LocalQuotaBackend)
+    for url in ("http://nowhere", "redis://nowhere:66000/0", "redis://user:sec/ret@nowhere"):
+        with pytest.raises(ValueError, match=r"Redis URL is not valid .*Write redis://") as caught:
+            open_quota_backend(LimitsConfig(redis=url))
+        assert "sec" not in str(caught.value)
+    with pytest.raises(ValueError, match="set the environment variable NOT_THERE"):
+        open_quota_backend(LimitsConfig(redis="redis://nowhere", password_env="NOT_THERE"))
+    with pytest.raises(ValueError, match="add redis"):
+        open_quota_backend(LimitsConfig(password_env="HOME"))
