@@ -32,7 +32,7 @@ from benchmarks import wire
 from benchmarks.options import parse_choices
 from benchmarks.peers.catalog import ROOT
 from benchmarks.processes import PeerError, exit_on_sigterm
-from benchmarks.proxies import DEFAULT, KEY, MOST_STREAMS, PROXIES, Running, running
+from benchmarks.proxies import DEFAULT, KEY, MAX_STREAMS, PROXIES, Running, running
 
 PARTS = ("json", "streams", "most", "churn")
 CONNECTIONS = 32
@@ -113,7 +113,7 @@ class Bench:
         }
 
     def _most(self, route: Running) -> Figures:
-        measured, _ = self._run_load(route, "most", LATE_MS, MOST_STREAMS)
+        measured, _ = self._run_load(route, "most", LATE_MS, MAX_STREAMS)
         return {"streams": measured["streams"], "rate_share": measured["rate"] / wire.TOKENS_PER_S}
 
     def _churn(self, route: Running) -> Figures:

@@ -26,7 +26,7 @@ from benchmarks.processes import PeerError
 
 MODEL = "mock"
 KEY = "sk-none"
-MOST_STREAMS = 100_000
+MAX_STREAMS = 100_000
 """Concurrency limit that no measurement reaches."""
 PATIENCE_S = 90.0
 
@@ -106,7 +106,7 @@ class Running:
 
 def argosy_plain(place: Place) -> Start:
     """Argosy without accounts and keys, in front of another server."""
-    return _argosy(place, {"kind": "openai", "max_requests": MOST_STREAMS}, {}, KEY)
+    return _argosy(place, {"kind": "openai", "max_requests": MAX_STREAMS}, {}, KEY)
 
 
 def argosy(place: Place) -> Start:
