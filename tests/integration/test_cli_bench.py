@@ -93,10 +93,10 @@ def test_interrupted_self_check_prints_no_traceback() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--url", "localhost:1"), "is no URL"),
-        (("--url", "http://127.0.0.1:99999"), "is no URL"),
+        (("--url", "localhost:1"), "is not the URL"),
+        (("--url", "http://127.0.0.1:99999"), "is not a URL"),
         (("--url", "http://127.0.0.1:9"), "Start the server"),
-        (("--url", "unix:"), "is no URL"),
+        (("--url", "unix:"), "is not the URL"),
         (("--url", "unix:/nonexistent/a.sock"), "unix:/nonexistent/a.sock"),
         (("--rate", "0"), "numbers above 0"),
         (("--rate", "x"), "numbers above 0"),

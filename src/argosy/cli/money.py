@@ -1,4 +1,4 @@
-"""Parsing and formatting of dollar amounts, exact to the nanodollars-dollar."""
+"""Parsing and formatting of dollar amounts, exact to the nanodollar."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import typer
 NANODOLLARS_PER_DOLLAR = 10**9
 MILLION = 10**6
 MAX_DOLLARS = (2**63 - 1) // NANODOLLARS_PER_DOLLAR
-"""Largest amount. The store holds nanodollars-dollars as signed 64-bit integers."""
+"""Largest amount. The store holds nanodollars as signed 64-bit integers."""
 MAX_PRICE_DOLLARS = MILLION
 """Largest price, in dollars for a million tokens."""
 
 
 def parse_dollars(text: str) -> int:
-    """Return the amount in nanodollars-dollars.
+    """Return the amount in nanodollars.
 
     Raises:
-        typer.BadParameter: `text` is not an amount, or is too large, or is not a multiple of a nanodollars-dollar.
+        typer.BadParameter: `text` is not an amount, or is too large, or is not a multiple of a nanodollar.
     """
     try:
         nanodollars = (
@@ -31,7 +31,7 @@ def parse_dollars(text: str) -> int:
         or nanodollars < 0
         or nanodollars != nanodollars.to_integral_value()
     ):
-        raise typer.BadParameter(f"{text!r} must be 0 or more, in whole nanodollars-dollars")
+        raise typer.BadParameter(f"{text!r} must be 0 or more, in whole nanodollars")
     if nanodollars > MAX_DOLLARS * NANODOLLARS_PER_DOLLAR:
         raise typer.BadParameter(f"{text!r} is too large; give at most {MAX_DOLLARS:,} dollars")
     return int(nanodollars)

@@ -49,18 +49,18 @@ def parse_endpoint(url: str) -> Endpoint:
     if url.startswith("unix:"):
         socket = unquote(url.removeprefix("unix:").removeprefix("//"))
         if not socket.startswith("/"):
-            raise ValueError(f"{url!r} is no URL of a server; {URL_REMEDY}")
+            raise ValueError(f"{url!r} is not the URL of a server; {URL_REMEDY}")
         return Endpoint("localhost", socket_path=socket)
     try:
         parts = urlsplit(url)
         port = parts.port if parts.scheme in {"http", "https"} else None
     except ValueError as error:
-        raise ValueError(f"{url!r} is no URL ({error}); {URL_REMEDY}") from error
+        raise ValueError(f"{url!r} is not a URL ({error}); {URL_REMEDY}") from error
     path = parts.path.rstrip("/").removesuffix("/v1")
     if parts.scheme == "http+unix" and parts.netloc:
         return Endpoint("localhost", socket_path=unquote(parts.netloc), path_prefix=path)
     if parts.scheme not in {"http", "https"} or not parts.hostname:
-        raise ValueError(f"{url!r} is no URL of a server; {URL_REMEDY}")
+        raise ValueError(f"{url!r} is not the URL of a server; {URL_REMEDY}")
     if parts.query or parts.fragment or parts.username is not None or " " in url:
         message = f"the URL of {parts.hostname} has a user, a query, a fragment or a space"
         raise ValueError(f"{message}, which would not be sent to the server; {URL_REMEDY}")

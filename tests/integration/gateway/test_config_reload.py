@@ -185,7 +185,7 @@ async def test_unchanged_replicas_are_kept(config_file: ConfigFile) -> None:
         ([], "models"),
         ([{"name": "big"}], "replicas"),
         ([{"name": "big", "replicas": [{"url": "http://a"}], "rooting": "hash"}], "rooting"),
-        (model_list({"url": "a"}), "is no URL of a server"),
+        (model_list({"url": "a"}), "is not the URL of a server"),
         (model_list({"url": "http://a", "api_key_env": "NO_SUCH"}), "NO_SUCH"),
         (model_list({"url": "https://a", "tls": {"ca": "/no/such"}}), "/no/such"),
         (
