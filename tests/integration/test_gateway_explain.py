@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import io
-import shutil
 import subprocess
 
 import msgspec
@@ -13,6 +12,7 @@ from rich.console import Console
 from tests.integration.test_metrics import value
 from tests.support.fake_upstream import UpstreamRequest, fake_upstream
 from tests.support.gateway_harness import RecordingFilter, run_gateway
+from tests.support.services import find_program
 
 from argosy.cli.explain import print_explanation, timeline_steps
 from argosy.gateway import ReplicaConfig
@@ -119,9 +119,7 @@ async def test_running_request_has_trace() -> None:
 
 
 async def test_gateway_metrics_pass_promtool() -> None:
-    promtool = shutil.which("promtool")
-    if promtool is None:
-        pytest.skip("promtool is not installed (Debian package prometheus)")
+    promtool = find_program("promtool", "prometheus")
     async with (
         fake_upstream() as upstream,
         run_gateway([], ReplicaConfig(url=upstream.url, kind="openai")) as running,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.support.fake_engine import FakeEngine, Script, constant_script
 from tests.support.replica_servers import CONFIG, MODEL, RunningReplica, chat, completion, serve
+from tests.support.services import find_program
 from tests.support.waiting import until
 
 from argosy.telemetry import ReplicaMetrics
@@ -119,9 +119,7 @@ async def test_aborts_are_counted_by_reason(
 
 
 async def test_replica_metrics_pass_promtool(replica_server: RunningReplica) -> None:
-    promtool = shutil.which("promtool")
-    if promtool is None:
-        pytest.skip("promtool is not installed (Debian package prometheus)")
+    promtool = find_program("promtool", "prometheus")
     await send_requests(replica_server)
     exposition = (await replica_server.client.get("/metrics")).content
     done = await asyncio.to_thread(

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 
-import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from tests.support.services import find_program
 
 from argosy.policy import ReplicaStatus
 from argosy.telemetry import GatewayGauges, GatewayMetrics, QuotaBackendGauges, ReplicaGauges
@@ -99,9 +98,7 @@ def test_tenants_beyond_the_bound_share_one_label() -> None:
 
 
 def test_promtool_accepts_the_exposition() -> None:
-    promtool = shutil.which("promtool")
-    if promtool is None:
-        pytest.skip("promtool is not installed (Debian package prometheus)")
+    promtool = find_program("promtool", "prometheus")
     metrics = GatewayMetrics()
     record_everything(metrics)
     process = subprocess.run(

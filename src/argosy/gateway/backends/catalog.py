@@ -26,7 +26,6 @@ from argosy.gateway.backends.kv_event_sources import (
 )
 
 BOTH_PATHS = frozenset({CHAT_PATH, COMPLETION_PATH})
-CHAT_ONLY = frozenset({CHAT_PATH})
 COMPLETION_ONLY = frozenset({COMPLETION_PATH})
 NO_PATHS: frozenset[bytes] = frozenset()
 
