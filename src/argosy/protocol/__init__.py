@@ -38,6 +38,7 @@ from argosy.protocol.openai_responses import (
     Completion,
     CompletionChoice,
     CompletionLogprobs,
+    CompletionTokenUsageInfo,
     DetokenizeResponse,
     ErrorBody,
     ErrorDetail,
@@ -48,14 +49,18 @@ from argosy.protocol.openai_responses import (
     PromptLogprob,
     PromptLogprobs,
     PromptTokenUsageInfo,
+    ResponseWarning,
     StatusResponse,
     TokenizeResponse,
+    ToolCall,
+    ToolCallCustom,
+    ToolCallFunction,
     TopLogprob,
     Usage,
     VersionResponse,
 )
 from argosy.protocol.parsing import parse_body, parse_query
-from argosy.protocol.sampling import SamplingParams
+from argosy.protocol.sampling import ReasoningBlock, SamplingParams
 from argosy.protocol.sse import SSE_CONTENT_TYPE as SSE_CONTENT_TYPE
 from argosy.protocol.sse import SSE_DONE as SSE_DONE
 from argosy.protocol.sse import EventParser, LineBuffer, format_comment, format_event
@@ -78,6 +83,7 @@ __all__ = [
     "CompletionChoice",
     "CompletionLogprobs",
     "CompletionRequest",
+    "CompletionTokenUsageInfo",
     "ContentPart",
     "DetokenizeRequest",
     "DetokenizeResponse",
@@ -97,6 +103,8 @@ __all__ = [
     "PromptLogprob",
     "PromptLogprobs",
     "PromptTokenUsageInfo",
+    "ReasoningBlock",
+    "ResponseWarning",
     "ResumeInput",
     "SamplingParams",
     "StatusResponse",
@@ -104,6 +112,9 @@ __all__ = [
     "TokenizationKey",
     "TokenizeRequest",
     "TokenizeResponse",
+    "ToolCall",
+    "ToolCallCustom",
+    "ToolCallFunction",
     "TopLogprob",
     "Usage",
     "VersionResponse",

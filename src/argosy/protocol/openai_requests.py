@@ -117,6 +117,19 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """Whether logprobs name tokens as `token_id:123`."""
     response_format: JsonObject | None = None
     structured_outputs: JsonObject | None = None
+    guided_json: str | JsonObject | bool | None = None
+    """Constraint in vLLM's older spelling, as are the next fields. `structured_outputs` replaces them."""
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    structural_tag: str | JsonObject | None = None
+    guided_whitespace_pattern: str | None = None
+    guided_decoding_backend: str | None = None
+    json_schema: JsonObject | None = None
+    """Constraint in the spelling of SGLang and llama.cpp, as are the next fields."""
+    grammar: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
     priority: int | None = None
     request_id: str | None = None
     session_id: str | None = None

@@ -5,6 +5,17 @@ from __future__ import annotations
 import msgspec
 
 
+class ReasoningBlock(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """Block of reasoning ("thinking") at the start of the output. A grammar applies only after its end."""
+
+    end_ids: tuple[int, ...]
+    """Token ids that close the block, as one sequence."""
+    start_ids: tuple[int, ...] = ()
+    """Token ids that open the block as the first output. Empty if the prompt has opened it."""
+    budget: int | None = None
+    """Number of reasoning tokens after which the engine closes the block; None for no limit."""
+
+
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """Sampling parameters of one sequence, with the defaults of the OpenAI API.
 
@@ -42,3 +53,9 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     prompt_logprobs: int | None = None
     """Same as `logprobs` for each prompt token except the first."""
     skip_special_tokens: bool = True
+    grammar: str = ""
+    """Grammar of the output in the format of llguidance; empty for unconstrained output."""
+    reasoning: ReasoningBlock | None = None
+    """Reasoning block that precedes the constrained output, or whose length is limited; None for neither."""
+    banned_token_ids: tuple[int, ...] = ()
+    """Tokens that are never sampled, such as the trigger of a tool call that the request forbids."""
