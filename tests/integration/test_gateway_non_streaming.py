@@ -57,7 +57,11 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
             stream_options={"include_usage": True, "continuous_usage_stats": True},
         ),
     ),
-    "no such stream options": ("/v1/completions", completion("A", stream_options={"x": 1})),
+    "unknown fields": (
+        "/v1/completions",
+        completion("A", seed=1, stream_options={"x": 1}, future_field=1),
+    ),
+    "no such constraint": ("/v1/completions", completion("A", guided_new="x")),
     "no such temperature": ("/v1/completions", completion("The cat", temperature=-1)),
 }
 

@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import httpx2
 
@@ -147,6 +148,7 @@ async def run_gateway(
     queue: QueueConfig = QueueConfig(),  # noqa: B008 - immutable
     slow_reader_timeout_s: float = 30.0,
     hedge_after_s: float | None = None,
+    unknown_fields: Literal["ignore", "refuse"] = "ignore",
 ) -> AsyncIterator[GatewayHarness]:
     """Run a gateway with the model "big" on these replicas. A telemetry filter precedes `filters`."""
     config = GatewayConfig(
@@ -161,6 +163,7 @@ async def run_gateway(
         timeouts=timeouts,
         queue=queue,
         slow_reader_timeout_s=slow_reader_timeout_s,
+        unknown_fields=unknown_fields,
     )
     models, metrics = build_model_router(build_model_entries(config)), GatewayMetrics()
     traces = TraceStore(ExplainConfig())

@@ -121,6 +121,13 @@ RequestTimeout = Annotated[
     float,
     Option(min=0.001, help="Timeout of one request in seconds.", rich_help_panel=ADVANCED_PANEL),
 ]
+UnknownFields = Annotated[
+    Literal["ignore", "refuse"],
+    Option(
+        help="Unknown request fields: ignored and named in a response header, or refused.",
+        rich_help_panel=ADVANCED_PANEL,
+    ),
+]
 DrainDeadline = Annotated[
     float,
     Option(

@@ -63,6 +63,7 @@ def _build_settings(
     batching: serve_options.Batching = "continuous",
     prefix_cache: serve_options.PrefixCache = True,
     request_timeout: serve_options.RequestTimeout = 600.0,
+    unknown_fields: serve_options.UnknownFields = "ignore",
     drain_deadline: serve_options.DrainDeadline = 30.0,
     vllm_metrics: serve_options.VllmMetrics = False,
 ) -> tuple[ReplicaServerConfig, EngineConfig]:
@@ -81,6 +82,7 @@ def _build_settings(
         tls=build_tls_config(tls_cert, tls_key, tls_client_ca),
         served_model_names=tuple(served_model_name or ()),
         chat_template=chat_template,
+        unknown_fields=unknown_fields,
         drain_deadline_s=drain_deadline,
         vllm_metrics=vllm_metrics,
     )

@@ -77,7 +77,9 @@ class GatewayApp:
         self._metrics = metrics
         self._log = log.bind()
         self._config = config
-        utility = UtilityHandlers(models, limits)
+        utility = UtilityHandlers(
+            models, limits, refuse_unknown_fields=config.unknown_fields == "refuse"
+        )
         routes = (
             HttpRoute("/v1/chat/completions", "POST", generation.chat_completions),
             HttpRoute("/v1/completions", "POST", generation.completions),

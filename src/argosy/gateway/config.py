@@ -180,6 +180,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_failed_attempts: Annotated[int, Meta(ge=1, le=10)] = 4
     """Maximum number of failures of one request: 5xx responses, or replicas lost while the request made little
     progress."""
+    unknown_fields: Literal["ignore", "refuse"] = "ignore"
+    """Whether native replicas ignore unknown request fields and name them in `x-argosy-ignored-fields`, or refuse
+    them."""
     body_limit_bytes: Annotated[int, Meta(ge=1)] = 32 * 1024 * 1024
     """Maximum size of a request body."""
     body_timeout_s: PositiveFloat = 60.0

@@ -15,7 +15,12 @@ from argosy.gateway.filters import LimitFilter
 from argosy.gateway.model_registry import ModelRouter
 from argosy.gateway.pool import Pool, ReplicaEndpoint
 from argosy.gateway.principal import Principal
-from argosy.gateway.proxy import RETRY_AFTER_S, no_replica_error
+from argosy.gateway.proxy import (
+    REFUSE_UNKNOWN_FIELDS,
+    RETRY_AFTER_S,
+    forward_ignored_fields,
+    no_replica_error,
+)
 from argosy.gateway.request_fields import parse_raw_fields
 from argosy.gateway.upstream import UpstreamError, UpstreamResponse
 from argosy.http_server import JSON_CONTENT_TYPE, DisconnectedError, HttpExchange
@@ -44,9 +49,12 @@ class _UtilityFields(msgspec.Struct, gc=False):
 class UtilityHandlers:
     """Handlers for endpoints that a replica's HTTP server answers without its engine."""
 
-    def __init__(self, models: ModelRouter, limits: LimitFilter | None) -> None:
+    def __init__(
+        self, models: ModelRouter, limits: LimitFilter | None, *, refuse_unknown_fields: bool
+    ) -> None:
         self._models = models
         self._limits = limits
+        self._extra_headers = [REFUSE_UNKNOWN_FIELDS] if refuse_unknown_fields else []
         self._tenant_slots = WeakValueDictionary[str, asyncio.Semaphore]()
         """Concurrency slots by tenant."""
 
@@ -89,7 +97,8 @@ class UtilityHandlers:
                 upstream_fields = fields | {
                     "model": Raw(msgspec.json.encode(replica.upstream_model))
                 }
-                if await _try_forward(exchange, replica, msgspec.json.encode(upstream_fields)):
+                body = msgspec.json.encode(upstream_fields)
+                if await _try_forward(exchange, replica, body, extra_headers=self._extra_headers):
                     return
             now = time.monotonic()
             if pool.is_available() or now > give_up_at or not pool.may_recover(now):
@@ -135,7 +144,12 @@ def _replicas_by_load(pool: Pool) -> Iterable[ReplicaEndpoint]:
 
 
 async def _try_forward(
-    exchange: HttpExchange, replica: ReplicaEndpoint, body: bytes, path: str | None = None
+    exchange: HttpExchange,
+    replica: ReplicaEndpoint,
+    body: bytes,
+    path: str | None = None,
+    *,
+    extra_headers: Iterable[tuple[bytes, bytes]] = (),
 ) -> bool:
     """Forward a request to one replica and send its response to the client.
 
@@ -144,6 +158,7 @@ async def _try_forward(
         replica: The replica to use.
         body: Body of the upstream request.
         path: Path of the upstream request. Defaults to the path of the client's request.
+        extra_headers: More headers of the upstream request.
 
     Returns:
         Whether the replica answered. If not, nothing was sent to the client.
@@ -151,6 +166,7 @@ async def _try_forward(
     headers = [
         (b"content-type", JSON_CONTENT_TYPE),
         (b"x-request-id", exchange.request_id.encode()),
+        *extra_headers,
     ]
     upstream, response = replica.upstream, UpstreamResponse(time.monotonic)
     # GET for HEAD too, because the body of the response is read.
@@ -173,5 +189,7 @@ async def _try_forward(
         replica.on_request_ended(outcome, time.monotonic())
     if outcome is not AttemptOutcome.SUCCESS:
         return False
+    if replica.adapter.is_native:
+        forward_ignored_fields(response.headers, exchange.extra_headers)
     await exchange.send_response(status, response_body, response.content_type)
     return True

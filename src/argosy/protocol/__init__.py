@@ -1,6 +1,7 @@
 """Wire formats that gateway, replicas and clients share.
 
-Request bodies (`openai_requests`) are decoded by `parse_body`, which turns every mistake into an `ApiError`. Responses
+Request bodies (`openai_requests`) are decoded by `parse_request_body`, which ignores unknown fields and turns every
+mistake into an `ApiError`. `parse_body` refuses unknown fields too. Responses
 (`openai_responses`) and errors have the shapes of the OpenAI API with vLLM's extensions. Streams are framed with
 `format_event` and read with `EventParser`. Validated requests reach the engine with `SamplingParams`. A replica
 publishes the blocks of its prefix cache as `KvEvent`. Server addresses are parsed into an `Endpoint`.
@@ -59,15 +60,17 @@ from argosy.protocol.openai_responses import (
     Usage,
     VersionResponse,
 )
-from argosy.protocol.parsing import parse_body, parse_query
+from argosy.protocol.parsing import parse_body, parse_query, parse_request_body
 from argosy.protocol.sampling import ReasoningBlock, SamplingParams
 from argosy.protocol.sse import SSE_CONTENT_TYPE as SSE_CONTENT_TYPE
 from argosy.protocol.sse import SSE_DONE as SSE_DONE
 from argosy.protocol.sse import EventParser, LineBuffer, format_comment, format_event
+from argosy.protocol.unknown_fields import IGNORED_FIELDS_HEADER, format_ignored_fields
 
 __all__ = [
     "BLOCK_NAME_BYTES",
     "ERROR_CODES",
+    "IGNORED_FIELDS_HEADER",
     "MAX_COUNT",
     "SSE_CONTENT_TYPE",
     "SSE_DONE",
@@ -120,10 +123,12 @@ __all__ = [
     "VersionResponse",
     "format_comment",
     "format_event",
+    "format_ignored_fields",
     "invalid_request",
     "pack_block_names",
     "parse_body",
     "parse_endpoint",
     "parse_query",
+    "parse_request_body",
     "unpack_block_names",
 ]

@@ -1,8 +1,9 @@
 """Request bodies of the OpenAI API with vLLM's extensions.
 
 Every field of the API is declared here, including unsupported ones (tools, audio and others), so that their rejection
-can explain the reason. The function `parse_body` rejects undeclared fields. The value `None` always means that the
-field is absent. Number ranges are checked later by `engine.serving.preprocessing`, which knows the model.
+can explain the reason. Undeclared fields are ignored by `parse_request_body` and rejected by `parse_body`. The value
+`None` always means that the field is absent. Number ranges are checked later by `engine.serving.preprocessing`, which
+knows the model.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from argosy.protocol.errors import ApiError, invalid_request
+from argosy.protocol.unknown_fields import remove_unknown_fields
 
 T = TypeVar("T")
 
@@ -42,13 +43,59 @@ def parse_body(body_type: type[T], body: bytes) -> T:
             value with a wrong type (`messages[0].role`).
         ApiError(413): The body has too many values.
     """
+    try:
+        return _decode(body_type, body)
+    except msgspec.ValidationError as error:
+        raise _to_api_error(str(error)) from error
+
+
+def parse_request_body(
+    body_type: type[T], body: bytes, *, refuse_unknown: bool = False
+) -> tuple[T, tuple[str, ...]]:
+    """Decode a JSON body into `body_type`, which forbids unknown fields, and ignore these fields.
+
+    A body without unknown fields is decoded only once.
+
+    Args:
+        body_type: Type to decode.
+        body: The JSON body.
+        refuse_unknown: Raise an error for the first unknown field instead of ignoring it.
+
+    Returns:
+        The decoded body, and the paths of the ignored fields (see `remove_unknown_fields`).
+
+    Raises:
+        ApiError(400): The body is invalid (see `parse_body`), or an unknown field constrains the output.
+        ApiError(413): The body has too many values.
+    """
+    try:
+        return _decode(body_type, body), ()
+    except msgspec.ValidationError as error:
+        problem = str(error)
+        if refuse_unknown or not _UNKNOWN_FIELD.search(problem):
+            raise _to_api_error(problem) from error
+    fields = _decode(object, body)
+    ignored = remove_unknown_fields(body_type, fields)
+    try:
+        return msgspec.convert(fields, type=body_type, str_keys=True), ignored
+    except msgspec.ValidationError as error:
+        raise _to_api_error(str(error)) from error
+
+
+def _decode(body_type: type[T], body: bytes) -> T:
+    """Decode a JSON body.
+
+    Raises:
+        msgspec.ValidationError: A value does not fit `body_type`.
+        ApiError: 400 if the body is not valid JSON, 413 if it has too many values.
+    """
     if len(body) > _MIN_CHECKED_BYTES:
         _check_value_counts(body)
     decoder: msgspec.json.Decoder[T] = _get_decoder(body_type)
     try:
         return decoder.decode(body)
-    except msgspec.ValidationError as error:
-        raise _to_api_error(str(error)) from error
+    except msgspec.ValidationError:
+        raise
     except msgspec.DecodeError as error:
         raise invalid_request(
             f"The body is not valid JSON: {error}.", code="invalid_json"

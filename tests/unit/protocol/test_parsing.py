@@ -15,8 +15,10 @@ from argosy.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
     GenerationRequest,
+    format_ignored_fields,
     parse_body,
     parse_query,
+    parse_request_body,
 )
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
@@ -33,7 +35,7 @@ def parse_error(body: object) -> ApiError:
 @pytest.mark.parametrize(
     ("body", "param", "code"),
     [
-        (CHAT | {"guided_json": {}}, "guided_json", "unknown_parameter"),
+        (CHAT | {"guided_jso": {}}, "guided_jso", "unknown_parameter"),
         ({"model": "m"}, "messages", "missing_required_parameter"),
         (CHAT | {"temperature": "hot"}, "temperature", "invalid_type"),
         (CHAT | {"n": True}, "n", "invalid_type"),
@@ -50,6 +52,71 @@ def test_parse_error_names_parameter_and_code(body: object, param: str | None, c
     error = parse_error(body)
     assert (error.param, error.code) == (param, code)
     assert param is None or param in error.message
+
+
+def parse_chat(fields: object, *, refuse_unknown: bool = False) -> tuple[object, tuple[str, ...]]:
+    body = json.dumps(fields).encode()
+    return parse_request_body(ChatCompletionRequest, body, refuse_unknown=refuse_unknown)
+
+
+PART = {"type": "text", "text": "x"}
+
+
+@pytest.mark.parametrize(
+    ("unknown", "known", "names"),
+    [
+        ({}, {}, ()),
+        ({"future": {"a": 1}, "x y": None}, {}, ("future", "x y")),
+        ({"stream_options": {"x": 1}}, {"stream_options": {}}, ("stream_options.x",)),
+        (
+            {"messages": [{"role": "user", "content": "x", "x": i, "y": 1} for i in range(2)]},
+            {"messages": [{"role": "user", "content": "x"}] * 2},
+            ("messages[].x", "messages[].y"),
+        ),
+        (
+            {"messages": [{"role": "user", "content": [PART | {"x": 1}, PART]}]},
+            {"messages": [{"role": "user", "content": [PART, PART]}]},
+            ("messages[].content[].x",),
+        ),
+        ({"logit_bias": {"5": 1}, "x": 1}, {"logit_bias": {"5": 1}}, ("x",)),
+        ({"guided_new": None}, {}, ("guided_new",)),
+    ],
+)
+def test_unknown_fields_are_ignored_and_named(
+    unknown: dict[str, object], known: dict[str, object], names: tuple[str, ...]
+) -> None:
+    assert parse_chat(CHAT | unknown) == (parse_chat(CHAT | known)[0], names)
+
+
+@pytest.mark.parametrize("name", ["guided_new", "response_schema", "format"])
+def test_unknown_field_that_constrains_output_is_refused(name: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        parse_chat(CHAT | {"x": 1, name: {"type": "object"}})
+    assert (caught.value.param, caught.value.code) == (name, "unsupported_parameter")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [({"x": 1, "n": "a"}, "n"), ({"x": 1, "messages": [{}]}, "messages[0].role")],
+)
+def test_error_beside_unknown_field_names_parameter(fields: dict[str, object], param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        parse_chat(CHAT | fields)
+    assert caught.value.param == param
+
+
+def test_unknown_field_is_refused_on_request() -> None:
+    with pytest.raises(ApiError) as caught:
+        parse_chat(CHAT | {"x": 1}, refuse_unknown=True)
+    assert (caught.value.param, caught.value.code) == ("x", "unknown_parameter")
+
+
+@given(st.lists(st.text(st.characters(), max_size=200), max_size=50))
+def test_header_with_ignored_fields_is_short_printable_ascii(names: list[str]) -> None:
+    value = format_ignored_fields(names)
+    assert len(value) < 1100
+    assert all(0x21 <= byte < 0x7F for byte in value)
+    assert value.count(b",") < max(1, len(names))
 
 
 def test_null_is_treated_as_absent() -> None:
@@ -78,6 +145,8 @@ def test_arbitrary_bytes_raise_an_api_error(body: bytes) -> None:
     for body_type in (ChatCompletionRequest, CompletionRequest):
         with pytest.raises(ApiError):
             parse_body(body_type, body)
+        with pytest.raises(ApiError):
+            parse_request_body(body_type, body)
 
 
 JSON = st.recursive(
@@ -104,6 +173,18 @@ def test_any_value_of_any_field_is_parsed_or_named_in_the_error(field: str, valu
         error_param = field
     assert error_param is not None
     assert error_param.startswith(field)
+
+
+@given(st.sampled_from(GenerationRequest.__struct_fields__), JSON)
+def test_unknown_field_does_not_change_how_others_are_parsed(field: str, value: object) -> None:
+    results: list[object] = []
+    for unknown in (dict[str, object](), {"an unknown field": [{}]}):
+        body = json.dumps(PROMPT | {field: value} | unknown).encode()
+        try:
+            results.append(parse_request_body(CompletionRequest, body)[0])
+        except ApiError as error:
+            results.append((error.param, error.code))
+    assert results[0] == results[1]
 
 
 class Query(msgspec.Struct, forbid_unknown_fields=True):

@@ -17,8 +17,10 @@ from argosy.engine.engine_config import EngineConfig
 from argosy.engine.serving.core_messages import CoreReady, EngineRequest
 from argosy.engine.serving.preprocessing.parameter_rules import (
     IGNORED_PARAMETERS,
+    NEUTRAL_PARAMETERS,
     PARAMETER_RANGES,
     RESTRICTED_PARAMETERS,
+    ignored_parameters,
 )
 from argosy.engine.serving.preprocessing.request_processor import (
     GatewayHeaders,
@@ -411,22 +413,14 @@ UNSUPPORTED_VALUES = {
     "modalities": ["text", "audio"],
     "documents": [{"text": "x"}],
     "suffix": "x",
-    "web_search_options": {},
-    "moderation": {},
-    "prediction": {"content": "x"},
-    "reasoning_effort": "high",
     "include_reasoning": False,
     "thinking_token_budget": 5,
-    "verbosity": "low",
     "chat_template": "{{ 1 }}",
     "use_beam_search": True,
     "length_penalty": 0.5,
     "bad_words": ["x"],
     "logprob_token_ids": [1],
     "kv_transfer_params": {"x": 1},
-    "stream_interval": 5,
-    "store": True,
-    "service_tier": "flex",
     "priority": -1,
     "echo": True,
 }
@@ -464,10 +458,34 @@ METADATA = {
 }
 
 
-@pytest.mark.parametrize("name", sorted({*NEUTRAL_VALUES, *IGNORED_PARAMETERS}))
+@pytest.mark.parametrize("name", sorted({*NEUTRAL_VALUES, *NEUTRAL_PARAMETERS}))
 def test_neutral_value_of_unsupported_parameter_is_accepted(name: str) -> None:
     body: dict[str, Any] = {name: (NEUTRAL_VALUES | METADATA)[name]}
     assert chat(seed=1, **body) == chat(seed=1)
+
+
+IGNORED_VALUES = {
+    "store": True,
+    "service_tier": "flex",
+    "verbosity": "low",
+    "reasoning_effort": "high",
+    "prediction": {"type": "content", "content": "x"},
+    "web_search_options": {},
+    "moderation": {},
+    "stream_interval": 5,
+}
+
+
+@pytest.mark.parametrize("name", sorted(IGNORED_PARAMETERS))
+def test_parameter_without_effect_is_accepted_and_named(name: str) -> None:
+    body: dict[str, Any] = {name: IGNORED_VALUES[name]}
+    assert chat(seed=1, **body) == chat(seed=1)
+    assert ignored_parameters(body | {"user": "u"}) == (name,)
+
+
+def test_neutral_value_of_ignored_parameter_is_not_named() -> None:
+    neutral = {"store": False, "service_tier": "default", "verbosity": "medium", "moderation": None}
+    assert not ignored_parameters(neutral)
 
 
 PREPROCESSING_PARAMETERS = {
@@ -490,6 +508,7 @@ def test_no_parameter_is_ignored_silently(body_type: type[msgspec.Struct]) -> No
     known = {
         *RESTRICTED_PARAMETERS,
         *IGNORED_PARAMETERS,
+        *NEUTRAL_PARAMETERS,
         *PREPROCESSING_PARAMETERS,
         *RESPONSE_PARAMETERS,
     }

@@ -37,7 +37,11 @@ from argosy.gateway.proxy.dispatcher import (
 )
 from argosy.gateway.proxy.response_relay import ResponseRelay
 from argosy.gateway.proxy.response_writers import ResponseWriter
-from argosy.gateway.proxy.upstream_headers import build_request_headers, parse_model_digest
+from argosy.gateway.proxy.upstream_headers import (
+    build_request_headers,
+    forward_ignored_fields,
+    parse_model_digest,
+)
 from argosy.gateway.request_context import REFUSED_BY_REPLICA, REQUEST_TOO_LARGE, RequestContext
 from argosy.gateway.request_fields import RequestFields
 from argosy.gateway.upstream import ResponseTooLargeError, UpstreamError, UpstreamResponse
@@ -67,6 +71,8 @@ class ProxyConfig:
     """Deadlines of attempts that wait for the start of a stream."""
     buffered_deadlines: Deadlines[UpstreamResponse]
     """Deadlines of attempts that wait for a buffered response."""
+    refuse_unknown_fields: bool
+    """Whether native replicas refuse unknown request fields."""
 
 
 class FailoverProxy:
@@ -186,9 +192,11 @@ class FailoverProxy:
             start = await hedged_request.run(
                 self._send_request, hedging.after_s, timeout_s, self._select_hedge
             )
+        attempt = hedged_request.attempt
+        if attempt.replica.adapter.is_native and context.exchange.status is None:
+            forward_ignored_fields(attempt.response.headers, context.response_headers)
         if isinstance(start, BufferedResponse):
             return start
-        attempt = hedged_request.attempt
         await self._writer.start()
         plan = start
         if hedged_request.is_hedged:  # the continuation only supports its latest plan
@@ -227,7 +235,12 @@ class FailoverProxy:
         )
         if adapter.priority_sign:
             upstream_request = upstream_request.with_priority(context.compute_priority(adapter))
-        headers = build_request_headers(context, replica, resumable=uses_stream)
+        headers = build_request_headers(
+            context,
+            replica,
+            resumable=uses_stream,
+            refuse_unknown=self._config.refuse_unknown_fields,
+        )
         request = replica.upstream.build_request(
             b"POST", upstream_request.path, upstream_request.body, headers
         )

@@ -72,6 +72,7 @@ class CompletionHandlers:
             self._clock,
             stream_start_deadlines=Deadlines(config.timeouts.first_token_timeout_s, _abort_late),
             buffered_deadlines=Deadlines(config.timeouts.non_streaming_timeout_s, _abort_late),
+            refuse_unknown_fields=config.unknown_fields == "refuse",
         )
 
     @property

@@ -10,6 +10,7 @@ from urllib.parse import quote
 from argosy.gateway.backends import resume_token_counts
 from argosy.gateway.pool import ReplicaEndpoint
 from argosy.gateway.request_context import RequestContext
+from argosy.protocol import IGNORED_FIELDS_HEADER
 
 _COMMON_HEADERS = [(b"content-type", b"application/json"), (b"accept-encoding", b"identity")]
 _MODEL_DIGEST_HEADER = b"x-argosy-model-digest"
@@ -26,8 +27,13 @@ unhealthy."""
 _SAFE_CHARACTERS = "".join(map(chr, range(0x21, 0x7F))).replace("%", "")
 
 
+REFUSE_UNKNOWN_FIELDS = (b"x-argosy-unknown-fields", b"refuse")
+"""Request header by which a native replica refuses unknown fields instead of ignoring them."""
+_FORWARDED_HEADER_VALUE = re.compile(rb"[!-~]{1,2048}")
+
+
 def build_request_headers(
-    context: RequestContext, replica: ReplicaEndpoint, *, resumable: bool
+    context: RequestContext, replica: ReplicaEndpoint, *, resumable: bool, refuse_unknown: bool
 ) -> list[tuple[bytes, bytes]]:
     """Build the headers of a request to a replica.
 
@@ -35,6 +41,7 @@ def build_request_headers(
         context: The request.
         replica: The replica.
         resumable: Whether a native replica adds resume metadata to its stream.
+        refuse_unknown: Whether a native replica refuses unknown fields.
     """
     exchange, principal = context.exchange, context.principal
     headers = list(_COMMON_HEADERS)
@@ -51,6 +58,8 @@ def build_request_headers(
     headers += _principal_headers(
         principal.tier, principal.weight, principal.tenant, principal.cache_domain
     )
+    if refuse_unknown:
+        headers.append(REFUSE_UNKNOWN_FIELDS)
     if resumable:
         headers.append((b"x-argosy-resume-metadata", b"1"))
         if (
@@ -69,6 +78,16 @@ def parse_model_digest(headers: Mapping[bytes, bytes]) -> bytes:
     """Return the model digest that a replica reports, or b"" if it reports none."""
     digest = headers.get(_MODEL_DIGEST_HEADER, b"")
     return digest if _DIGEST_PATTERN.fullmatch(digest) else b""
+
+
+def forward_ignored_fields(
+    upstream_headers: Mapping[bytes, bytes], headers: list[tuple[bytes, bytes]]
+) -> None:
+    """Add the replica's header with the names of ignored request fields to `headers`, once."""
+    value = upstream_headers.get(IGNORED_FIELDS_HEADER, b"")
+    entry = (IGNORED_FIELDS_HEADER, value)
+    if _FORWARDED_HEADER_VALUE.fullmatch(value) and entry not in headers:
+        headers.append(entry)
 
 
 def _trace_headers(headers: Mapping[bytes, bytes]) -> list[tuple[bytes, bytes]]:

@@ -18,11 +18,16 @@ from argosy.engine.serving.api_server.event_writers import (
     EventWriter,
 )
 from argosy.engine.serving.api_server.generation import Generation
+from argosy.engine.serving.api_server.ignored_fields import (
+    refuses_unknown_fields,
+    report_ignored_fields,
+)
 from argosy.engine.serving.api_server.replica_state import LoadedModel, ReplicaState
 from argosy.engine.serving.api_server.request_metrics import RequestMetrics, abort_reason
 from argosy.engine.serving.api_server.response_spec import ResponseSpec, new_response_id
 from argosy.engine.serving.api_server.responses import build_chat_completion, build_completion
 from argosy.engine.serving.api_server.resume_metadata import ResumeMetadataWriter
+from argosy.engine.serving.preprocessing.parameter_rules import ignored_parameters
 from argosy.engine.serving.preprocessing.request_processor import (
     GatewayHeaders,
     PreparedRequest,
@@ -40,7 +45,7 @@ from argosy.protocol import (
     format_comment,
     format_event,
     invalid_request,
-    parse_body,
+    parse_request_body,
 )
 
 MIN_THREADED_BODY_BYTES = 32 * 1024
@@ -150,12 +155,14 @@ class GenerationHandlers:
         """Validate the request and prepare its response."""
         model = self._replica.require_ready()
         headers = parse_gateway_headers(exchange, new_response_id(endpoint.id_prefix))
-        prepare = partial(self._prepare_in_thread, endpoint, model, raw, headers)
-        prepared = (
+        refuse_unknown = refuses_unknown_fields(self._replica.config, exchange)
+        prepare = partial(self._prepare_in_thread, endpoint, model, raw, headers, refuse_unknown)
+        body, spec, ignored = (
             prepare() if len(raw) < MIN_THREADED_BODY_BYTES else await asyncio.to_thread(prepare)
         )
         self._replica.require_ready()  # the replica may have begun to drain meanwhile
-        return prepared
+        report_ignored_fields(exchange, ignored)
+        return body, spec
 
     def _prepare_in_thread(
         self,
@@ -163,11 +170,17 @@ class GenerationHandlers:
         model: LoadedModel,
         raw: bytes,
         headers: GatewayHeaders,
-    ) -> tuple[Body, ResponseSpec]:
-        body = parse_body(endpoint.request_type, raw)
+        refuse_unknown: bool,  # noqa: FBT001 - a partial call
+    ) -> tuple[Body, ResponseSpec, tuple[str, ...]]:
+        """Return the body, the specification of its response and the names of the fields that are ignored."""
+        body, unknown = parse_request_body(
+            endpoint.request_type, raw, refuse_unknown=refuse_unknown
+        )
         self._replica.check_model(body.model)
         prepared = endpoint.prepare_request(model.processor, body, headers)
-        return body, ResponseSpec.from_request(body, prepared, model.tokenizer, headers)
+        ignored = unknown + ignored_parameters(msgspec.structs.asdict(body))
+        spec = ResponseSpec.from_request(body, prepared, model.tokenizer, headers)
+        return body, spec, ignored
 
     async def _generate(
         self,

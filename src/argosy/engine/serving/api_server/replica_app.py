@@ -12,6 +12,10 @@ import structlog
 
 from argosy.engine.serving.api_server import replica_openapi
 from argosy.engine.serving.api_server.generation_handlers import GenerationHandlers
+from argosy.engine.serving.api_server.ignored_fields import (
+    refuses_unknown_fields,
+    report_ignored_fields,
+)
 from argosy.engine.serving.api_server.kv_events_handler import KvEventsHandler
 from argosy.engine.serving.api_server.replica_state import LoadedModel, ReplicaState
 from argosy.http_server import (
@@ -35,6 +39,7 @@ from argosy.protocol import (
     TokenizeResponse,
     VersionResponse,
     parse_body,
+    parse_request_body,
 )
 from argosy.telemetry import METRICS_CONTENT_TYPE as METRICS_TYPE
 from argosy.telemetry import CoalescedScrape, bind_request
@@ -155,35 +160,44 @@ class ReplicaApp:
     async def _tokenize(self, exchange: HttpExchange) -> None:
         model = self._replica.require_loaded()
         raw = await exchange.read_body()
+        refuse_unknown = refuses_unknown_fields(self._replica.config, exchange)
 
-        def process_body() -> TokenizeResponse:
-            body = parse_body(TokenizeRequest, raw)
+        def process_body() -> tuple[TokenizeResponse, tuple[str, ...]]:
+            body, ignored = parse_request_body(TokenizeRequest, raw, refuse_unknown=refuse_unknown)
             if body.model is not None:
                 self._replica.check_model(body.model)
             ids = model.processor.tokenize(body)
             token_strs = (
                 list(map(model.tokenizer.token_text, ids)) if body.return_token_strs else None
             )
-            return TokenizeResponse(
+            response = TokenizeResponse(
                 count=len(ids),
                 max_model_len=model.ready.max_model_len,
                 tokens=ids,
                 token_strs=token_strs,
             )
+            return response, ignored
 
-        await exchange.send_response(200, _encode(await asyncio.to_thread(process_body)))
+        response, ignored = await asyncio.to_thread(process_body)
+        report_ignored_fields(exchange, ignored)
+        await exchange.send_response(200, _encode(response))
 
     async def _detokenize(self, exchange: HttpExchange) -> None:
         model = self._replica.require_loaded()
         raw = await exchange.read_body()
+        refuse_unknown = refuses_unknown_fields(self._replica.config, exchange)
 
-        def process_body() -> DetokenizeResponse:
-            body = parse_body(DetokenizeRequest, raw)
+        def process_body() -> tuple[DetokenizeResponse, tuple[str, ...]]:
+            body, ignored = parse_request_body(
+                DetokenizeRequest, raw, refuse_unknown=refuse_unknown
+            )
             if body.model is not None:
                 self._replica.check_model(body.model)
-            return DetokenizeResponse(prompt=model.processor.detokenize(body))
+            return DetokenizeResponse(prompt=model.processor.detokenize(body)), ignored
 
-        await exchange.send_response(200, _encode(await asyncio.to_thread(process_body)))
+        response, ignored = await asyncio.to_thread(process_body)
+        report_ignored_fields(exchange, ignored)
+        await exchange.send_response(200, _encode(response))
 
     # --- operator endpoints ----------------------------------------------------------------------
 

@@ -11,8 +11,10 @@ import msgspec
 from argosy.protocol import (
     ChatCompletion,
     ChatCompletionRequest,
+    ChatMessageParam,
     Completion,
     CompletionRequest,
+    ContentPart,
     DetokenizeRequest,
     DetokenizeResponse,
     DrainRequest,
@@ -21,7 +23,9 @@ from argosy.protocol import (
     LoadResponse,
     ModelCard,
     ModelList,
+    ResumeInput,
     StatusResponse,
+    StreamOptions,
     TokenizeRequest,
     TokenizeResponse,
     VersionResponse,
@@ -40,6 +44,17 @@ _GENERATION_ERRORS = {
 _UTILITY_ERRORS = {
     code: _GENERATION_ERRORS[code] for code in ("400", "404", "408", "413", "415", "503")
 }
+_LENIENT_BODIES = (
+    ChatCompletionRequest.__name__,
+    ChatMessageParam.__name__,
+    CompletionRequest.__name__,
+    ContentPart.__name__,
+    DetokenizeRequest.__name__,
+    ResumeInput.__name__,
+    StreamOptions.__name__,
+    TokenizeRequest.__name__,
+)
+"""Objects in request bodies whose unknown fields are ignored by default."""
 _INTERNAL_ERROR = {"500": "Internal error. The log has the details under the request id."}
 
 
@@ -61,6 +76,8 @@ def render_openapi() -> bytes:
         *(VersionResponse, LoadResponse, KvEvent, ErrorBody),
     )
     _, schemas = msgspec.json.schema_components(bodies, ref_template="#/components/schemas/{name}")
+    for name in _LENIENT_BODIES:
+        schemas[name].pop("additionalProperties", None)
     return msgspec.json.encode(
         {
             "openapi": "3.1.0",

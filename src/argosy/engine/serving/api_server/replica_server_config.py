@@ -24,6 +24,8 @@ class ReplicaServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     """Names that requests may use. Responses use the first one. Empty means the model's own name."""
     chat_template: str | None = None
     """File with a Jinja chat template that replaces the checkpoint's template."""
+    unknown_fields: Literal["ignore", "refuse"] = "ignore"
+    """Whether unknown fields of a request body are ignored and named in a response header, or refused."""
     body_limit_bytes: int = 32 * 1024 * 1024
     body_timeout_s: float = 60.0
     """A request whose body is incomplete after this time is rejected."""

@@ -76,21 +76,12 @@ RESTRICTED_PARAMETERS: dict[str, ParameterRestriction] = {
         _is_empty, "Documents are not supported. Put their text into a message."
     ),
     "suffix": ParameterRestriction(_is_empty, "This model cannot fill in the middle."),
-    "web_search_options": ParameterRestriction(_is_never_supported, "Web search is not supported."),
-    "moderation": ParameterRestriction(_is_never_supported, "Moderation is not supported."),
-    "prediction": ParameterRestriction(_is_never_supported, "Predicted output is not supported."),
     # style of the answer
-    "reasoning_effort": ParameterRestriction(
-        _is_one_of("none"), "The model has no reasoning levels."
-    ),
     "include_reasoning": ParameterRestriction(
         bool, "Reasoning is not separated from the answer yet."
     ),
     "thinking_token_budget": ParameterRestriction(
         _is_never_supported, "Thinking budgets are not supported."
-    ),
-    "verbosity": ParameterRestriction(
-        _is_one_of("medium"), "The model has no verbosity levels. State the wish in a message."
     ),
     "chat_template": ParameterRestriction(
         _is_never_supported,
@@ -107,21 +98,29 @@ RESTRICTED_PARAMETERS: dict[str, ParameterRestriction] = {
     ),
     "kv_transfer_params": ParameterRestriction(_is_empty, "KV transfer is not supported."),
     # service features
-    "stream_interval": ParameterRestriction(
-        _is_one_of(1), "Each token is sent as soon as it is generated."
-    ),
-    "store": ParameterRestriction(_is_empty, "Completions are not stored here."),
-    "service_tier": ParameterRestriction(
-        _is_one_of("auto", "default"), 'Only "auto" and "default" are supported.'
-    ),
     "priority": ParameterRestriction(
         lambda value: 0 <= value <= 8,
         "A request may only lower its own priority. Use 0 (unchanged) to 8.",
     ),
 }
-"""Parameters that are rejected with an error, never ignored, if the server cannot apply them."""
+"""Parameters that are rejected with an error, never ignored, if the server cannot apply them.
 
-IGNORED_PARAMETERS = frozenset(
+They constrain the output, change what the prompt means, or ask for another kind of output.
+"""
+
+IGNORED_PARAMETERS: dict[str, Callable[[Any], bool]] = {
+    "store": _is_empty,  # no completions are stored
+    "service_tier": _is_one_of("auto", "default"),
+    "verbosity": _is_one_of("medium"),
+    "reasoning_effort": _is_one_of("none"),
+    "prediction": _is_never_supported,
+    "web_search_options": _is_never_supported,
+    "moderation": _is_never_supported,
+    "stream_interval": _is_one_of(1),  # each token is sent as soon as it is generated
+}
+"""Parameters that are ignored and named in a response header, with a predicate of the values that need no action."""
+
+NEUTRAL_PARAMETERS = frozenset(
     {
         "user",
         "metadata",
@@ -135,7 +134,7 @@ IGNORED_PARAMETERS = frozenset(
         "spaces_between_special_tokens",  # no effect on the supported tokenizers
     }
 )
-"""Accepted parameters without effect on the answer."""
+"""Accepted parameters that have no effect on the answer by their meaning."""
 
 PARAMETER_RANGES: dict[str, NumericRange] = {
     "temperature": NumericRange(0, 100),
@@ -176,6 +175,15 @@ def check_parameters(parameters: Mapping[str, Any]) -> None:
         value = parameters.get(name)
         if value is not None:
             check_range(name, value, allowed_range)
+
+
+def ignored_parameters(parameters: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of the parameters that are set and have no effect here, although they ask for one."""
+    return tuple(
+        name
+        for name, needs_no_action in IGNORED_PARAMETERS.items()
+        if parameters.get(name) is not None and not needs_no_action(parameters[name])
+    )
 
 
 def check_range(name: str, value: float, allowed: NumericRange) -> None:

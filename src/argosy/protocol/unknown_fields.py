@@ -1,0 +1,137 @@
+"""Removal of unknown fields from a decoded request body, and the response header that names them.
+
+A field that a server does not know is ignored, unless its name says that it constrains the output.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
+from urllib.parse import quote
+
+import msgspec
+
+from argosy.protocol.errors import invalid_request
+
+IGNORED_FIELDS_HEADER = b"x-argosy-ignored-fields"
+"""Response header with the comma-separated names of the request fields that had no effect."""
+MAX_HEADER_BYTES = 1024
+MAX_NAME_CHARS = 100
+
+CONSTRAINT_FIELDS = frozenset(
+    {
+        # Constraints of other APIs and servers
+        "format",
+        "gbnf",
+        "grammar_lazy",
+        "grammar_triggers",
+        "json_object",
+        "lark",
+        "output_config",
+        "output_format",
+        "output_schema",
+        "response_json_schema",
+        "response_mime_type",
+        "response_schema",
+        "stop_regex",
+        # Tokens and texts that the output must not or must contain
+        "banned_strings",
+        "banned_tokens",
+        "custom_logit_processor",
+        "logits_processors",
+        "suppress_tokens",
+    }
+)
+"""Names of undeclared fields that constrain the output, so that ignoring them would break the client's expectation."""
+_CONSTRAINT_PREFIX = "guided_"
+
+
+class _Shape(NamedTuple):
+    """Where a value of some type has structs: in itself, or in the items of a list."""
+
+    fields: Mapping[str, _Shape | None] | None
+    """Shapes of the fields by their name in JSON, if the value may be a struct. None for fields without structs."""
+    item: _Shape | None
+    """Shape of the items, if the value may be a list that contains structs."""
+
+
+def remove_unknown_fields(body_type: type, value: object) -> tuple[str, ...]:
+    """Remove the fields that `body_type` does not declare from a decoded JSON value, in place.
+
+    Returns:
+        The paths of the removed fields in order, each once and without list indices (`messages[].name`).
+
+    Raises:
+        ApiError(400): An unknown field constrains the output.
+    """
+    removed: dict[str, None] = {}
+    shape = _shape(body_type)
+    if shape is not None:
+        if isinstance(value, dict):
+            _check_constraints(value, shape.fields or {})
+        _remove(shape, value, "", removed)
+    return tuple(removed)
+
+
+def format_ignored_fields(names: Iterable[str]) -> bytes:
+    """Format the value of `IGNORED_FIELDS_HEADER`. A long list ends with `...`."""
+    entries: list[str] = []
+    size = 0
+    for name in names:
+        entry = quote(name[:MAX_NAME_CHARS], safe="[]", errors="replace")
+        size += len(entry) + 1
+        if size > MAX_HEADER_BYTES:
+            entries.append("...")
+            break
+        entries.append(entry)
+    return ",".join(entries).encode()
+
+
+def _check_constraints(body: Mapping[str, Any], declared: Mapping[str, object]) -> None:
+    for name, value in body.items():
+        if value is None or name in declared:
+            continue
+        if name in CONSTRAINT_FIELDS or name.startswith(_CONSTRAINT_PREFIX):
+            message = (
+                f"'{name[:MAX_NAME_CHARS]}' constrains the output and is not supported. "
+                "Use 'response_format' or 'structured_outputs', or remove it."
+            )
+            raise invalid_request(message, name[:MAX_NAME_CHARS], "unsupported_parameter")
+
+
+def _remove(shape: _Shape, value: object, path: str, removed: dict[str, None]) -> None:
+    if isinstance(value, list):
+        if shape.item is not None:
+            for item in value:
+                _remove(shape.item, item, path + "[]", removed)
+        return
+    if not isinstance(value, dict) or shape.fields is None:
+        return
+    prefix = path + "." if path else ""
+    for name in [name for name in value if name not in shape.fields]:
+        del value[name]
+        removed[prefix + name] = None
+    for name, field_shape in shape.fields.items():
+        if field_shape is not None and name in value:
+            _remove(field_shape, value[name], prefix + name, removed)
+
+
+@functools.cache
+def _shape(type_: Any) -> _Shape | None:  # noqa: ANN401 - any annotation
+    """Return where values of a type have structs; None if they have none."""
+    if isinstance(type_, type) and issubclass(type_, msgspec.Struct):
+        hints = get_type_hints(type_)
+        names = zip(type_.__struct_fields__, type_.__struct_encode_fields__, strict=True)
+        return _Shape({encoded: _shape(hints[name]) for name, encoded in names}, None)
+    if get_origin(type_) is list:
+        item = _shape(get_args(type_)[0])
+        return None if item is None else _Shape(None, item)
+    if get_origin(type_) not in {Union, types.UnionType}:
+        return None
+    shapes = [shape for shape in map(_shape, get_args(type_)) if shape is not None]
+    if not shapes:
+        return None
+    fields = next((shape.fields for shape in shapes if shape.fields is not None), None)
+    return _Shape(fields, next((shape.item for shape in shapes if shape.item is not None), None))
