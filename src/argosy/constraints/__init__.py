@@ -2,3 +2,21 @@
 
 The gateway and the replica share this package, so both refuse the same schemas.
 """
+
+from argosy.constraints.tools import (
+    CUSTOM_INPUT,
+    TOOL_FIELDS,
+    ToolChoice,
+    ToolDefinition,
+    ToolRequest,
+    read_tools,
+)
+
+__all__ = [
+    "CUSTOM_INPUT",
+    "TOOL_FIELDS",
+    "ToolChoice",
+    "ToolDefinition",
+    "ToolRequest",
+    "read_tools",
+]

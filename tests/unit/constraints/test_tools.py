@@ -1,0 +1,259 @@
+"""Tool fields of requests: every shape that clients send becomes one shape, or an error that names the field."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from argosy.constraints import CUSTOM_INPUT, TOOL_FIELDS, ToolChoice, read_tools
+from argosy.constraints.tools import MAX_TOOL_DEPTH, MAX_TOOLS, MAX_TOOLS_BYTES
+from argosy.protocol import ApiError
+
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+WEATHER = {"type": "function", "function": {"name": "get_weather", "parameters": SCHEMA}}
+TIME = {"type": "function", "function": {"name": "clock.get:time"}}
+SHELL = {"type": "custom", "custom": {"name": "shell", "description": "Runs a command."}}
+TOOLS = [WEATHER, TIME, SHELL]
+CHOOSE_WEATHER = {"type": "function", "function": {"name": "get_weather"}}
+
+
+def error_of(**fields: object) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        read_tools(fields)
+    assert caught.value.status == 400
+    return caught.value
+
+
+def test_tools_are_read_in_order() -> None:
+    request = read_tools({"tools": TOOLS})
+    assert [tool.name for tool in request.tools] == ["get_weather", "clock.get:time", "shell"]
+    assert [tool.kind for tool in request.tools] == ["function", "function", "custom"]
+    assert request.tools[0].parameters == SCHEMA
+    assert request.tools[1].parameters == {"type": "object", "properties": {}}
+    assert request.tools[2].parameters["required"] == [CUSTOM_INPUT]
+    assert (request.choice, request.parallel) == (ToolChoice(mode="auto"), True)
+    assert request.callable_tools == request.tools
+
+
+def test_templates_get_client_order_of_keys_without_strict() -> None:
+    function = {"parameters": SCHEMA, "strict": True, "name": "f", "description": "d", "x": 1}
+    request = read_tools({"tools": [{"function": function, "type": "function"}]})
+    expected = {"parameters": SCHEMA, "name": "f", "description": "d"}
+    assert json.dumps(request.template_tools) == json.dumps(
+        [{"type": "function", "function": expected}]
+    )
+    assert request.tools[0].strict
+
+
+@pytest.mark.parametrize("fields", [{}, {"tools": None}, {"tools": [], "tool_choice": "auto"}])
+def test_request_without_tools_calls_none(fields: dict[str, Any]) -> None:
+    request = read_tools(fields)
+    assert (request.tools, request.choice.mode) == ((), "none")
+
+
+@pytest.mark.parametrize(
+    ("value", "choice"),
+    [
+        ("none", ToolChoice(mode="none")),
+        ("auto", ToolChoice(mode="auto")),
+        ("required", ToolChoice(mode="required")),
+        (CHOOSE_WEATHER, ToolChoice(mode="named", allowed=("get_weather",))),
+        (
+            {"type": "function", "name": "get_weather"},
+            ToolChoice(mode="named", allowed=("get_weather",)),
+        ),
+        (
+            {"type": "custom", "custom": {"name": "shell"}},
+            ToolChoice(mode="named", allowed=("shell",)),
+        ),
+        (
+            {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": "required", "tools": [CHOOSE_WEATHER, CHOOSE_WEATHER]},
+            },
+            ToolChoice(mode="required", allowed=("get_weather",)),
+        ),
+        (
+            {"type": "allowed_tools", "tools": [{"type": "custom", "name": "shell"}]},
+            ToolChoice(mode="auto", allowed=("shell",)),
+        ),
+    ],
+)
+def test_every_shape_of_tool_choice_is_read(value: object, choice: ToolChoice) -> None:
+    request = read_tools({"tools": TOOLS, "tool_choice": value})
+    assert request.choice == choice
+    if choice.mode == "none":
+        assert not request.callable_tools
+        assert len(request.template_tools) == 3
+    elif choice.allowed is not None:
+        assert [tool.name for tool in request.callable_tools] == list(choice.allowed)
+
+
+@pytest.mark.parametrize(("value", "parallel"), [(True, True), (False, False), (None, True)])
+def test_parallel_calls_are_the_default(value: object, *, parallel: bool) -> None:
+    assert read_tools({"tools": TOOLS, "parallel_tool_calls": value}).parallel is parallel
+
+
+@pytest.mark.parametrize(
+    ("value", "mode"), [(None, "auto"), ("none", "none"), ({"name": "f"}, "named")]
+)
+def test_legacy_functions_are_tools(value: object, mode: str) -> None:
+    request = read_tools({"functions": [{"name": "f"}], "function_call": value})
+    assert request.is_legacy
+    assert not request.parallel
+    assert request.choice.mode == mode
+    assert request.template_tools == [{"type": "function", "function": {"name": "f"}}]
+
+
+def test_tools_of_other_services_are_ignored_and_named() -> None:
+    request = read_tools({"tools": [{"type": "web_search"}, WEATHER, {"type": "mcp", "x": 1}]})
+    assert [tool.name for tool in request.tools] == ["get_weather"]
+    assert request.ignored == ("tools[0]", "tools[2]")
+
+
+@pytest.mark.parametrize("syntax", ["regex", "lark"])
+@pytest.mark.parametrize("nested", [True, False])
+def test_grammar_of_custom_tool_is_honoured_or_refused(syntax: str, *, nested: bool) -> None:
+    grammar = {"syntax": syntax, "definition": "a|b"}
+    text_format = {"type": "grammar"} | ({"grammar": grammar} if nested else grammar)
+    tool = {"type": "custom", "custom": {"name": "shell", "format": text_format}}
+    if syntax == "lark":
+        error = error_of(tools=[tool])
+        assert (error.param, error.code) == ("tools[0].custom.format", "unsupported_parameter")
+        return
+    (read,) = read_tools({"tools": [tool]}).tools
+    assert read.strict
+    assert read.parameters["properties"] == {
+        CUSTOM_INPUT: {"type": "string", "pattern": "^(?:a|b)$"}
+    }
+
+
+def function(**body: object) -> dict[str, Any]:
+    return {"tools": [{"type": "function", "function": body}]}
+
+
+DEEP: dict[str, Any] = {}
+for _ in range(MAX_TOOL_DEPTH):
+    DEEP = {"x": DEEP}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "code"),
+    [
+        ({"tools": {}}, "tools", "invalid_type"),
+        ({"tools": [None]}, "tools[0]", "invalid_type"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function", "missing_required_parameter"),
+        ({"tools": [{"type": ["function"]}]}, "tools[0].type", "invalid_type"),
+        ({"tools": [{"type": "custom"}]}, "tools[0].custom", "missing_required_parameter"),
+        (function(), "tools[0].function.name", "missing_required_parameter"),
+        (function(name=1), "tools[0].function.name", "invalid_type"),
+        (function(name=""), "tools[0].function.name", "invalid_value"),
+        (function(name="a b"), "tools[0].function.name", "invalid_value"),
+        (function(name="</tool_call>"), "tools[0].function.name", "invalid_value"),
+        (function(name="a\n"), "tools[0].function.name", "invalid_value"),
+        (function(name="x" * 129), "tools[0].function.name", "invalid_value"),
+        (function(name="f", description=1), "tools[0].function.description", "invalid_type"),
+        (function(name="f", strict="yes"), "tools[0].function.strict", "invalid_type"),
+        (function(name="f", parameters=[]), "tools[0].function.parameters", "invalid_type"),
+        (
+            function(name="f", parameters={"type": "string"}),
+            "tools[0].function.parameters.type",
+            "invalid_value",
+        ),
+        (function(name="f", parameters=DEEP), "tools", "invalid_value"),
+        (function(name="f", description="x" * MAX_TOOLS_BYTES), "tools", "invalid_value"),
+        ({"tools": [WEATHER] * (MAX_TOOLS + 1)}, "tools", "invalid_value"),
+        ({"tools": [WEATHER, TIME, WEATHER]}, "tools[2]", "invalid_value"),
+        ({"tools": [WEATHER], "functions": [{"name": "f"}]}, "functions", "invalid_value"),
+        ({"functions": [{"name": "f"}], "tool_choice": "required"}, "tool_choice", "invalid_value"),
+        ({"tools": TOOLS, "function_call": {"name": "shell"}}, "function_call", "invalid_value"),
+        (
+            {"functions": [{"name": "f"}], "function_call": "required"},
+            "function_call",
+            "invalid_value",
+        ),
+        ({"tool_choice": "required"}, "tool_choice", "invalid_value"),
+        ({"tools": [{"type": "mcp"}], "tool_choice": "required"}, "tool_choice", "invalid_value"),
+        ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice", "invalid_value"),
+        ({"tools": TOOLS, "tool_choice": 1}, "tool_choice", "invalid_type"),
+        ({"tools": TOOLS, "tool_choice": {"type": ["x"]}}, "tool_choice.type", "invalid_type"),
+        ({"tools": TOOLS, "tool_choice": {"type": "mcp"}}, "tool_choice.type", "invalid_value"),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "function"}},
+            "tool_choice.function",
+            "missing_required_parameter",
+        ),
+        (
+            {"tools": [TIME], "tool_choice": CHOOSE_WEATHER},
+            "tool_choice",
+            "invalid_value",
+        ),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": None}},
+            "tool_choice.allowed_tools",
+            "invalid_type",
+        ),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "tools": []}},
+            "tool_choice.tools",
+            "invalid_value",
+        ),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "mode": "x", "tools": [{}]}},
+            "tool_choice.mode",
+            "invalid_value",
+        ),
+        ({"tools": TOOLS, "parallel_tool_calls": "yes"}, "parallel_tool_calls", "invalid_type"),
+    ],
+)
+def test_malformed_tools_are_refused_by_path(fields: dict[str, Any], param: str, code: str) -> None:
+    error = error_of(**fields)
+    assert (error.param, error.code) == (param, code)
+    assert len(error.message) < 400
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.sampled_from(["function", "custom", "f", "auto"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(
+                [
+                    "type",
+                    "function",
+                    "custom",
+                    "name",
+                    "parameters",
+                    "format",
+                    "grammar",
+                    "mode",
+                    "tools",
+                ]
+            ),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=12,
+)
+
+
+@given(st.dictionaries(st.sampled_from(TOOL_FIELDS), JSON | st.lists(JSON, max_size=3)))
+def test_any_json_is_read_or_refused(fields: dict[str, Any]) -> None:
+    try:
+        request = read_tools(fields)
+    except ApiError as error:
+        assert_client_error(error)
+    else:
+        assert {tool.name for tool in request.callable_tools} <= {t.name for t in request.tools}
+
+
+def assert_client_error(error: ApiError) -> None:
+    assert (error.status, error.param is not None) == (400, True)
