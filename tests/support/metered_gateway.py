@@ -37,10 +37,14 @@ class MeteredGateway:
 
     def usage_record(self) -> UsageRecord:
         """Return the only record in the usage log."""
+        (record,) = self.usage_records()
+        return record
+
+    def usage_records(self) -> list[UsageRecord]:
+        """Remove all records from the usage log and return them."""
         records: list[UsageRecord] = []
         self.usage_log.drain(records.extend)
-        (record,) = records
-        return record
+        return records
 
     def trace_dict(self, record: UsageRecord) -> dict[str, Any]:
         """Return the trace of a request as `argosy explain` shows it."""

@@ -183,6 +183,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     unknown_fields: Literal["ignore", "refuse"] = "ignore"
     """Whether native replicas ignore unknown request fields and name them in `x-argosy-ignored-fields`, or refuse
     them."""
+    log_content: bool = False
+    """Keep rendered prompts and raw outputs of native replicas in explanations. All users who may explain a request
+    can then read them."""
     body_limit_bytes: Annotated[int, Meta(ge=1)] = 32 * 1024 * 1024
     """Maximum size of a request body."""
     body_timeout_s: PositiveFloat = 60.0

@@ -17,9 +17,12 @@ from msgspec.structs import asdict
 
 from argosy.gateway.principal import ANONYMOUS, TIERS, Principal
 from argosy.policy import Rates, RoutingCost
+from argosy.protocol import ReplicaReport
 
 MAX_CANDIDATES = 16
 """Maximum candidates kept per attempt, cheapest first."""
+MAX_CONTENT_BYTES = 64 * 1024 * 1024
+"""Maximum size of all prompts and outputs that are kept. The oldest are dropped first."""
 MAX_ATTEMPT_TRACES = 64
 """Maximum attempts kept per request: the first one and the latest."""
 
@@ -124,6 +127,8 @@ class RequestTrace(msgspec.Struct, gc=False, array_like=True):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+    reasoning_tokens: int | None = None
+    """Output tokens inside reasoning blocks. None if the server reports none."""
     finish_reasons: dict[int, str] = msgspec.field(default_factory=dict)
     """Finish reason by choice index."""
     status: str = "running"
@@ -132,6 +137,8 @@ class RequestTrace(msgspec.Struct, gc=False, array_like=True):
     """The limits that were checked. For a rejected request: the limits that it exceeds."""
     usage: UsageTrace | None = None
     idempotency: IdempotencyTrace | None = None
+    report: ReplicaReport | None = None
+    """Report of the native replica that completed the response."""
 
     def begin_attempt(
         self,
@@ -194,6 +201,10 @@ class RequestTrace(msgspec.Struct, gc=False, array_like=True):
                 str(choice): reason for choice, reason in self.finish_reasons.items()
             },
         }
+        if self.reasoning_tokens is not None:
+            explanation["tokens"]["reasoning"] = self.reasoning_tokens
+        if self.report is not None:
+            explanation["replica_report"] = msgspec.to_builtins(self.report)
         if self.idempotency is not None:
             explanation["idempotency"] = asdict(self.idempotency)
         if self.limits:
@@ -241,6 +252,34 @@ def _lookup_keys(organisation: str, request_id: str) -> tuple[tuple[str | None, 
     return (None, request_id), (organisation, request_id)
 
 
+class ContentStore:
+    """Reports with prompts and outputs, bounded in their total size."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._packed: OrderedDict[str, bytes] = OrderedDict()
+        """Packed reports by response id, oldest first."""
+        self._size = 0
+
+    def add(self, response_id: str, report: ReplicaReport) -> None:
+        """Add a report, and drop the oldest ones beyond the limit."""
+        self.discard(response_id)
+        packed = msgspec.msgpack.encode(report)
+        self._packed[response_id] = packed
+        self._size += len(packed)
+        while self._size > self._max_bytes:
+            self._size -= len(self._packed.popitem(last=False)[1])
+
+    def discard(self, response_id: str) -> None:
+        """Drop a report, if there is one."""
+        self._size -= len(self._packed.pop(response_id, b""))
+
+    def find(self, response_id: str) -> ReplicaReport | None:
+        """Return a report; None if there is none or it was dropped."""
+        packed = self._packed.get(response_id)
+        return None if packed is None else msgspec.msgpack.decode(packed, type=ReplicaReport)
+
+
 class TraceStore:
     """Traces of running requests and of the latest ended requests, bounded in number and age."""
 
@@ -248,6 +287,7 @@ class TraceStore:
         self._config = config
         self._running: dict[str, RequestTrace] = {}
         self._ended: OrderedDict[str, _StoredTrace] = OrderedDict()
+        self._contents = ContentStore(MAX_CONTENT_BYTES)
         self._by_request: dict[tuple[str | None, str], str] = {}
         """Id of the latest response by organisation (None for any) and request id."""
 
@@ -263,6 +303,9 @@ class TraceStore:
     def complete(self, trace: RequestTrace, now: float) -> None:
         """Store the trace of an ended request, which no longer changes."""
         self._running.pop(trace.response_id, None)
+        if trace.report is not None and trace.report.has_content:
+            self._contents.add(trace.response_id, trace.report)
+            trace.report = trace.report.without_content()
         self._ended[trace.response_id] = _StoredTrace(
             now, trace.principal.organisation, trace.request_id, _encode_trace(trace)
         )
@@ -276,6 +319,7 @@ class TraceStore:
             if stored.ended_at >= min_ended_at and len(self._ended) <= self._config.max_requests:
                 return
             del self._ended[response_id]
+            self._contents.discard(response_id)
             for key in _lookup_keys(stored.organisation, stored.request_id):
                 if self._by_request.get(key) == response_id:
                     del self._by_request[key]
@@ -300,8 +344,8 @@ class TraceStore:
         if running is not None:
             return running
         stored = self._ended.get(response_id)
-        return (
-            None
-            if stored is None
-            else msgspec.msgpack.decode(stored.packed_trace, type=RequestTrace)
-        )
+        if stored is None:
+            return None
+        trace = msgspec.msgpack.decode(stored.packed_trace, type=RequestTrace)
+        trace.report = self._contents.find(response_id) or trace.report
+        return trace

@@ -61,6 +61,13 @@ from argosy.protocol.openai_responses import (
     VersionResponse,
 )
 from argosy.protocol.parsing import parse_body, parse_query, parse_request_body
+from argosy.protocol.replica_report import (
+    MAX_REPORTED_CHARS,
+    REPORT_CONTENT,
+    REPORT_HEADER,
+    ReplicaReport,
+    parse_replica_report,
+)
 from argosy.protocol.sampling import ReasoningBlock, SamplingParams
 from argosy.protocol.sse import SSE_CONTENT_TYPE as SSE_CONTENT_TYPE
 from argosy.protocol.sse import SSE_DONE as SSE_DONE
@@ -72,6 +79,9 @@ __all__ = [
     "ERROR_CODES",
     "IGNORED_FIELDS_HEADER",
     "MAX_COUNT",
+    "MAX_REPORTED_CHARS",
+    "REPORT_CONTENT",
+    "REPORT_HEADER",
     "SSE_CONTENT_TYPE",
     "SSE_DONE",
     "ApiError",
@@ -107,6 +117,7 @@ __all__ = [
     "PromptLogprobs",
     "PromptTokenUsageInfo",
     "ReasoningBlock",
+    "ReplicaReport",
     "ResponseWarning",
     "ResumeInput",
     "SamplingParams",
@@ -129,6 +140,7 @@ __all__ = [
     "parse_body",
     "parse_endpoint",
     "parse_query",
+    "parse_replica_report",
     "parse_request_body",
     "unpack_block_names",
 ]

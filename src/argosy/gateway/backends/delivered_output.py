@@ -6,6 +6,8 @@ from array import array
 
 import msgspec
 
+from argosy.protocol import ReplicaReport
+
 
 class DeliveredOutput(msgspec.Struct, eq=False):
     """Tokens, finish reasons and prompt counts delivered to the client.
@@ -24,12 +26,17 @@ class DeliveredOutput(msgspec.Struct, eq=False):
     finish_reasons: dict[int, str] = msgspec.field(default_factory=dict)
     """Finish reason by choice."""
     output_tokens: int = 0
+    reasoning_tokens: int | None = None
+    """Output tokens inside reasoning blocks; None if the replica reports none."""
+    report: ReplicaReport | None = None
+    """Report of the last native replica about the request."""
     model_digest: bytes = b""
     """Digest of the model that generated the output; empty if the replica reports none."""
 
     def reset(self) -> None:
         """Forget the output of an attempt that never reached the client."""
         self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
+        self.reasoning_tokens = self.report = None
         self.model_digest = b""
         self.token_id_pieces.clear()
         self.finish_reasons.clear()

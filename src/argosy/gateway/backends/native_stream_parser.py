@@ -9,13 +9,14 @@ import re
 
 from argosy.gateway.backends.delivered_output import DeliveredOutput
 from argosy.gateway.backends.stream_parser import StreamParser
-from argosy.protocol import LineBuffer
+from argosy.protocol import LineBuffer, parse_replica_report
 
 _EVENT_END = b"\n\n"
 _METADATA_PREFIX = b": argosy "
 _METADATA_START = _EVENT_END + _METADATA_PREFIX
 _METADATA_START_BYTES = len(_METADATA_START)
 _COMMENT_START = b"\n:"
+_REPORT_PREFIX = b"report "
 _DATA_PREFIX = b"data:"
 _DONE_EVENT = b"data: [DONE]"
 _TOKEN_IDS_PATTERN = re.compile(rb"[0-9]{0,10}(?:,[0-9]{0,10})*")
@@ -111,6 +112,9 @@ class NativeStreamParser(StreamParser):
             ValueError, LookupError: The comment is malformed. Nothing of it was recorded.
         """
         delivered = self._delivered
+        if metadata.startswith(_REPORT_PREFIX):
+            self._record_report(metadata[len(_REPORT_PREFIX) :])
+            return True
         words = metadata.split(b" ")
         if words[0] == b"prompt":
             if not _PROMPT_COUNTS_PATTERN.fullmatch(metadata):
@@ -134,3 +138,14 @@ class NativeStreamParser(StreamParser):
         if finish_reason is not None:
             delivered.finish_reasons[choice] = finish_reason
         return True
+
+    def _record_report(self, text: bytes) -> None:
+        """Record the replica's report. A report that cannot be read is no reason to fail the response."""
+        report = parse_replica_report(text)
+        if report is None:
+            return
+        self._delivered.report = report
+        if report.reasoning_tokens is not None:
+            self._delivered.reasoning_tokens = min(
+                report.reasoning_tokens, self._delivered.output_tokens
+            )

@@ -54,6 +54,8 @@ class ReportedUsage(msgspec.Struct):
     prompt_tokens: TokenCount | None = None
     completion_tokens: TokenCount | None = None
     prompt_tokens_details: PromptTokensDetails | None = None
+    completion_tokens_details: Any = None
+    """Not typed, because it is not billed and must not make the rest unreadable."""
 
     def apply_to(self, delivered: DeliveredOutput) -> None:
         """Copy the reported counts to `delivered`."""
@@ -62,6 +64,10 @@ class ReportedUsage(msgspec.Struct):
         if self.completion_tokens is not None:
             delivered.output_tokens = self.completion_tokens
         delivered.cached_tokens = min(self.cached_tokens, delivered.prompt_tokens)
+        details = self.completion_tokens_details
+        reasoning = details.get("reasoning_tokens") if isinstance(details, dict) else None
+        if isinstance(reasoning, int) and reasoning >= 0:
+            delivered.reasoning_tokens = min(reasoning, delivered.output_tokens)
 
     @property
     def cached_tokens(self) -> int:

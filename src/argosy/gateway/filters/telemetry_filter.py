@@ -93,6 +93,8 @@ class TelemetryFilterState(msgspec.Struct, eq=False):
         trace.prompt_tokens = delivered.prompt_tokens
         trace.cached_tokens = delivered.cached_tokens
         trace.output_tokens = delivered.output_tokens
+        trace.reasoning_tokens = delivered.reasoning_tokens
+        trace.report = delivered.report
         for choice, reason in itertools.islice(
             delivered.finish_reasons.items(), MAX_RECORDED_CHOICES
         ):

@@ -71,8 +71,8 @@ class ProxyConfig:
     """Deadlines of attempts that wait for the start of a stream."""
     buffered_deadlines: Deadlines[UpstreamResponse]
     """Deadlines of attempts that wait for a buffered response."""
-    refuse_unknown_fields: bool
-    """Whether native replicas refuse unknown request fields."""
+    native_headers: tuple[tuple[bytes, bytes], ...]
+    """Headers with the gateway's settings for native replicas."""
 
 
 class FailoverProxy:
@@ -239,7 +239,7 @@ class FailoverProxy:
             context,
             replica,
             resumable=uses_stream,
-            refuse_unknown=self._config.refuse_unknown_fields,
+            native_headers=self._config.native_headers,
         )
         request = replica.upstream.build_request(
             b"POST", upstream_request.path, upstream_request.body, headers

@@ -20,6 +20,7 @@ from argosy.gateway.proxy.fast_path import FastPath
 from argosy.gateway.proxy.fast_path_switch import FastPathSwitch
 from argosy.gateway.proxy.response_relay import ResponseRelay, StreamTimeouts
 from argosy.gateway.proxy.response_writers import AggregatingWriter, ResponseWriter, StreamingWriter
+from argosy.gateway.proxy.upstream_headers import build_native_headers
 from argosy.gateway.request_context import (
     CHAT,
     COMPLETION,
@@ -72,7 +73,10 @@ class CompletionHandlers:
             self._clock,
             stream_start_deadlines=Deadlines(config.timeouts.first_token_timeout_s, _abort_late),
             buffered_deadlines=Deadlines(config.timeouts.non_streaming_timeout_s, _abort_late),
-            refuse_unknown_fields=config.unknown_fields == "refuse",
+            native_headers=build_native_headers(
+                refuse_unknown_fields=config.unknown_fields == "refuse",
+                log_content=config.log_content,
+            ),
         )
 
     @property

@@ -9,11 +9,20 @@ from collections import defaultdict
 from typing import Any, Protocol
 
 import msgspec
+from msgspec import UNSET
 
 from argosy.gateway.backends import MALFORMED_EVENT_ERRORS, DeliveredOutput, check_container_count
+from argosy.gateway.proxy.aggregated_choice import AggregatedChoice
 from argosy.gateway.request_context import CHAT, RequestContext
 from argosy.http_server import HttpExchange
-from argosy.protocol import ApiError, EventParser, PromptTokenUsageInfo, Usage, format_comment
+from argosy.protocol import (
+    ApiError,
+    CompletionTokenUsageInfo,
+    EventParser,
+    PromptTokenUsageInfo,
+    Usage,
+    format_comment,
+)
 
 KEEPALIVE_COMMENT = format_comment(b"keep-alive")
 MAX_AGGREGATED_BYTES = 64 * 1024 * 1024
@@ -30,6 +39,11 @@ def build_usage(delivered: DeliveredOutput) -> Usage:
         completion_tokens=delivered.output_tokens,
         total_tokens=delivered.prompt_tokens + delivered.output_tokens,
         prompt_tokens_details=PromptTokenUsageInfo(cached_tokens=delivered.cached_tokens),
+        completion_tokens_details=(
+            UNSET
+            if delivered.reasoning_tokens is None
+            else CompletionTokenUsageInfo(reasoning_tokens=delivered.reasoning_tokens)
+        ),
     )
 
 
@@ -101,44 +115,14 @@ class StreamingWriter:
         self._exchange.write_raw_chunks(chunks)
 
 
-class _AggregatedChoice(msgspec.Struct):
-    """A choice, aggregated from the chunks so far."""
-
-    text_parts: list[str] = []
-    logprobs: dict[str, Any] | None = None
-    token_ids: list[int] | None = None
-    prompt_token_ids: list[int] | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-
-    def add_chunk(self, chunk: dict[str, Any]) -> None:
-        """Add the choice's part of a chunk."""
-        self.text_parts.append(chunk.get("delta", chunk).get("content") or chunk.get("text") or "")
-        if chunk.get("logprobs") is not None:
-            self._add_logprobs(chunk["logprobs"])
-        if "token_ids" in chunk:
-            self.token_ids = self.token_ids or []
-            self.token_ids += chunk["token_ids"]
-        self.prompt_token_ids = chunk.get("prompt_token_ids", self.prompt_token_ids)
-        if chunk["finish_reason"] is not None:
-            self.finish_reason, self.stop_reason = chunk["finish_reason"], chunk["stop_reason"]
-
-    def _add_logprobs(self, logprobs: dict[str, Any]) -> None:
-        aggregated = self.logprobs = self.logprobs or {}
-        for name, values in logprobs.items():
-            if isinstance(values, list):
-                aggregated.setdefault(name, []).extend(values)
-            else:
-                aggregated[name] = values
-
-
 class AggregatingWriter:
     """Response writer that aggregates events into a response like a native replica's buffered one."""
 
     def __init__(self, context: RequestContext) -> None:
         self._context = context
         self._event_parser = EventParser()
-        self._choices: defaultdict[int, _AggregatedChoice] = defaultdict(_AggregatedChoice)
+        self._choices: defaultdict[int, AggregatedChoice] = defaultdict(AggregatedChoice)
+        self._warnings: list[dict[str, Any]] = []
         self._envelope: dict[str, Any] = {}
         self._prompt_token_ids: list[int] | None = None
         """Prompt tokens of a chat, which has a single prompt."""
@@ -172,6 +156,7 @@ class AggregatingWriter:
 
     def discard(self) -> bool:
         self._choices.clear()
+        self._warnings.clear()
         self._buffered_bytes = 0
         return True
 
@@ -191,12 +176,20 @@ class AggregatingWriter:
     def _add_chunk(self, chunk: dict[str, Any]) -> None:
         self._envelope = chunk
         self._prompt_token_ids = chunk.get("prompt_token_ids", self._prompt_token_ids)
+        # A replica that resumes the stream may repeat warnings.
+        self._warnings += [
+            warning for warning in chunk.get("warnings") or () if warning not in self._warnings
+        ]
         for choice in chunk["choices"]:
             self._choices[choice["index"]].add_chunk(choice)
 
     def _build_response(self) -> dict[str, Any]:
         is_chat = self._context.api is CHAT
-        build_choice = _build_chat_choice if is_chat else _build_completion_choice
+        build_choice = (
+            AggregatedChoice.build_chat_choice
+            if is_chat
+            else AggregatedChoice.build_completion_choice
+        )
         envelope = self._envelope
         response = {
             "id": envelope["id"],
@@ -204,31 +197,12 @@ class AggregatingWriter:
             "created": envelope["created"],
             "model": envelope["model"],
             "choices": [
-                build_choice(index, self._choices[index]) for index in sorted(self._choices)
+                build_choice(self._choices[index], index) for index in sorted(self._choices)
             ],
             "usage": build_usage(self._context.delivered),
         }
+        if self._warnings:
+            response["warnings"] = self._warnings
         if self._prompt_token_ids is not None:
             response["prompt_token_ids"] = self._prompt_token_ids
         return response
-
-
-def _build_chat_choice(index: int, choice: _AggregatedChoice) -> dict[str, Any]:
-    message = {"role": "assistant", "content": "".join(choice.text_parts), "refusal": None}
-    return {"index": index, "message": message, **_choice_tail(choice)}
-
-
-def _build_completion_choice(index: int, choice: _AggregatedChoice) -> dict[str, Any]:
-    result = {"index": index, "text": "".join(choice.text_parts), **_choice_tail(choice)}
-    if choice.token_ids is not None:
-        result["prompt_token_ids"] = choice.prompt_token_ids
-    return result
-
-
-def _choice_tail(choice: _AggregatedChoice) -> dict[str, Any]:
-    tail = {
-        "logprobs": choice.logprobs,
-        "finish_reason": choice.finish_reason,
-        "stop_reason": choice.stop_reason,
-    }
-    return tail if choice.token_ids is None else {**tail, "token_ids": choice.token_ids}

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from urllib.parse import quote
 
 from argosy.gateway.backends import resume_token_counts
 from argosy.gateway.pool import ReplicaEndpoint
 from argosy.gateway.request_context import RequestContext
-from argosy.protocol import IGNORED_FIELDS_HEADER
+from argosy.protocol import IGNORED_FIELDS_HEADER, REPORT_CONTENT, REPORT_HEADER
 
 _COMMON_HEADERS = [(b"content-type", b"application/json"), (b"accept-encoding", b"identity")]
 _MODEL_DIGEST_HEADER = b"x-argosy-model-digest"
@@ -32,8 +32,20 @@ REFUSE_UNKNOWN_FIELDS = (b"x-argosy-unknown-fields", b"refuse")
 _FORWARDED_HEADER_VALUE = re.compile(rb"[!-~]{1,2048}")
 
 
+def build_native_headers(
+    *, refuse_unknown_fields: bool, log_content: bool
+) -> tuple[tuple[bytes, bytes], ...]:
+    """Build the headers with the gateway's settings that every request to a native replica carries."""
+    report = (REPORT_HEADER, REPORT_CONTENT if log_content else b"1")
+    return (report, REFUSE_UNKNOWN_FIELDS) if refuse_unknown_fields else (report,)
+
+
 def build_request_headers(
-    context: RequestContext, replica: ReplicaEndpoint, *, resumable: bool, refuse_unknown: bool
+    context: RequestContext,
+    replica: ReplicaEndpoint,
+    *,
+    resumable: bool,
+    native_headers: Sequence[tuple[bytes, bytes]],
 ) -> list[tuple[bytes, bytes]]:
     """Build the headers of a request to a replica.
 
@@ -41,7 +53,7 @@ def build_request_headers(
         context: The request.
         replica: The replica.
         resumable: Whether a native replica adds resume metadata to its stream.
-        refuse_unknown: Whether a native replica refuses unknown fields.
+        native_headers: Headers that a native replica gets in addition.
     """
     exchange, principal = context.exchange, context.principal
     headers = list(_COMMON_HEADERS)
@@ -58,8 +70,7 @@ def build_request_headers(
     headers += _principal_headers(
         principal.tier, principal.weight, principal.tenant, principal.cache_domain
     )
-    if refuse_unknown:
-        headers.append(REFUSE_UNKNOWN_FIELDS)
+    headers += native_headers
     if resumable:
         headers.append((b"x-argosy-resume-metadata", b"1"))
         if (

@@ -1,0 +1,154 @@
+"""Tool calls and reasoning of native replicas: aggregated, resumed, billed and explained."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai.types.chat import ChatCompletion
+from tests.support.fake_upstream import listening
+from tests.support.gateway_client import parse_stream
+from tests.support.metered_gateway import CHATS, MeteredGateway, run_gateway_before
+from tests.support.native_upstream import (
+    PROMPT_TOKENS,
+    NativeScript,
+    NativeUpstream,
+    continue_call,
+    start_call,
+    think,
+)
+
+from argosy.gateway import ReplicaConfig
+
+ARGUMENTS = ['{"ci', 'ty": "', "Par", 'is"}']
+CALL = [start_call(0, "get_weather"), *(continue_call(0, text) for text in ARGUMENTS)]
+WARNING = {"code": "schema_relaxed", "message": "Not enforced: not.", "param": "tools[0]"}
+REPORT = {
+    "grammar_compile_ms": 1.5,
+    "masked_steps": 5,
+    "reasoning_tokens": 2,
+    "tool_calls": 1,
+    "parser_events": {"call_start": 1},
+    "a later field": 1,
+}
+FUNCTION_CALL = {
+    "id": "call_0",
+    "type": "function",
+    "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'},
+}
+REASONING = {"reasoning_content": "Let me see.", "reasoning": "Let me see."}
+SCRIPTS: dict[str, tuple[NativeScript, dict[str, Any]]] = {
+    "text": (NativeScript(deltas=[{"content": "Hi"}, {"content": "."}]), {"content": "Hi."}),
+    "nothing": (NativeScript(deltas=[]), {"content": ""}),
+    "call": (
+        NativeScript(deltas=[{}, *CALL, {}], finish_reason="tool_calls"),
+        {"content": None, "tool_calls": [FUNCTION_CALL]},
+    ),
+    "text and two calls": (
+        NativeScript(
+            deltas=[
+                {"content": "Both."},
+                {},
+                *CALL,
+                {},
+                start_call(1, "shell", "custom"),
+                continue_call(1, "ls ", "custom"),
+                continue_call(1, "-l", "custom"),
+            ],
+            finish_reason="tool_calls",
+            warnings=[WARNING],
+        ),
+        {
+            "content": "Both.",
+            "tool_calls": [
+                FUNCTION_CALL,
+                {"id": "call_1", "type": "custom", "custom": {"name": "shell", "input": "ls -l"}},
+            ],
+        },
+    ),
+    "reasoning": (
+        NativeScript(deltas=[{}, think("Let me"), think(" see.")], finish_reason="length"),
+        {"content": None, **REASONING},
+    ),
+    "reasoning, text and call": (
+        NativeScript(
+            deltas=[think("Let me"), think(" see."), {}, {"content": "So:"}, *CALL],
+            finish_reason="tool_calls",
+            report=REPORT,
+        ),
+        {"content": "So:", **REASONING, "tool_calls": [FUNCTION_CALL]},
+    ),
+}
+
+
+@contextlib.asynccontextmanager
+async def run_native(
+    folder: Path, script: NativeScript
+) -> AsyncIterator[tuple[MeteredGateway, NativeUpstream, NativeUpstream]]:
+    """Run a gateway in front of two native replicas with the same script."""
+    first, second = NativeUpstream(native_script=script), NativeUpstream(native_script=script)
+    async with listening(first, second):
+        replicas = [ReplicaConfig(url=one.url, kind="argosy") for one in (first, second)]
+        async with run_gateway_before(folder, *replicas) as gateway:
+            for replica in gateway.running.replicas:
+                replica.is_accepting = True  # the fake replicas do not report readiness
+            yield gateway, first, second
+
+
+@pytest.mark.parametrize("kind", SCRIPTS)
+async def test_whole_response_has_calls_and_reasoning(kind: str, tmp_path: Path) -> None:
+    script, expected = SCRIPTS[kind]
+    async with run_native(tmp_path, script) as (gateway, _, _):
+        response = json.loads(await gateway.post(CHATS))
+        record = await gateway.assert_consistent()
+        trace = gateway.trace_dict(record)
+    ChatCompletion.model_validate(response)
+    (choice,) = response["choices"]
+    assert choice["message"] == {"role": "assistant", "refusal": None, **expected}
+    assert choice["finish_reason"] == script.finish_reason
+    assert response.get("warnings", []) == script.warnings
+    usage = {
+        "prompt_tokens": PROMPT_TOKENS,
+        "completion_tokens": script.num_tokens,
+        "total_tokens": PROMPT_TOKENS + script.num_tokens,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+    if script.report is not None:
+        usage["completion_tokens_details"] = {"reasoning_tokens": 2}
+    assert response["usage"] == usage
+    assert (record.status, record.output_tokens) == ("completed", script.num_tokens)
+    assert trace["tokens"].get("reasoning") == (2 if script.report else None)
+
+
+@pytest.mark.parametrize("kind", SCRIPTS)
+@pytest.mark.parametrize("stream", [True, False])
+async def test_replica_lost_at_any_token_changes_nothing(
+    kind: str, tmp_path: Path, *, stream: bool
+) -> None:
+    script, _ = SCRIPTS[kind]
+    async with run_native(tmp_path, script) as (gateway, first, second):
+        undisturbed = await gateway.post(CHATS, stream=stream)
+        for cut_after in range(script.num_tokens):
+            first.cut_after = second.cut_after = cut_after
+            response = await gateway.post(CHATS, stream=stream)
+            assert (first.cut_after, second.cut_after) != (cut_after, cut_after)
+            assert response == undisturbed
+            first.cut_after = second.cut_after = None
+        records = gateway.usage_records()
+    assert {record.output_tokens for record in records} == {script.num_tokens}
+
+
+async def test_explanation_shows_report_of_replica(tmp_path: Path) -> None:
+    script, _ = SCRIPTS["reasoning, text and call"]
+    async with run_native(tmp_path, script) as (gateway, _, _):
+        body = await gateway.post(CHATS, stream=True)
+        explanation = gateway.trace_dict(gateway.usage_record())
+    assert "report" not in body
+    assert parse_stream(body).finish_reasons == ["tool_calls"]
+    assert explanation["replica_report"] == {
+        name: value for name, value in REPORT.items() if name != "a later field"
+    }
