@@ -1,1 +1,20 @@
-"""Parsing of model output into reasoning, content and tool calls, and the formats of model families."""
+"""Parsing of model output into reasoning, content and tool calls, and the formats of model families.
+
+An `OutputFormat` describes a family as data. `OutputParser` turns the pieces of an output into events by it.
+"""
+
+from argosy.engine.serving.output_parsing.formats import FORMATS, OutputFormat
+from argosy.engine.serving.output_parsing.output_parser import OutputParser
+from argosy.engine.serving.output_parsing.pieces import MarkerToken, Piece
+from argosy.engine.serving.output_parsing.prompt_reasoning import prompt_opens_reasoning
+from argosy.engine.serving.output_parsing.tools import Tool
+
+__all__ = [
+    "FORMATS",
+    "MarkerToken",
+    "OutputFormat",
+    "OutputParser",
+    "Piece",
+    "Tool",
+    "prompt_opens_reasoning",
+]

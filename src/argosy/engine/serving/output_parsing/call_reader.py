@@ -1,0 +1,122 @@
+"""Common parts of the parsers of tool calls."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from argosy.engine.serving.output_parsing.cursor import (
+    Cursor,
+    LiteralSet,
+    MarkerCodec,
+    NotACallError,
+    OutputEnded,
+    Reading,
+)
+from argosy.engine.serving.output_parsing.json_text import MalformedJsonError, read_structure
+from argosy.engine.serving.output_parsing.sink import EventSink
+from argosy.engine.serving.output_parsing.tools import Tool
+
+_NAME = re.compile(r"[^\s\"'{}<>()\ud800-\udfff]{1,256}")
+
+
+class CallReader(Protocol):
+    """Parser of the tool calls of one syntax. Literals are encoded."""
+
+    triggers: tuple[str, ...]
+    """Literals that begin calls anywhere in the answer."""
+    start_triggers: tuple[str, ...]
+    """Literals that begin calls only where the answer begins, or after another call."""
+
+    def read(self) -> Reading[None]:
+        """Read calls from the position of a trigger.
+
+        Raises:
+            NotACallError: The text is not a call.
+            OutputEnded: The output ends before the end of the calls.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class CallContext:
+    """Input, output and tools of a parser of calls."""
+
+    cursor: Cursor
+    codec: MarkerCodec
+    sink: EventSink
+    tools: Mapping[str, Tool]
+
+    def check_name(self, text: str | None, *, must_exist: bool = False) -> str:
+        """Return a valid name of a tool.
+
+        Raises:
+            NotACallError: The text cannot be a name, or it is no tool's name although it must be one.
+        """
+        name = "" if text is None else text.strip()
+        if _NAME.fullmatch(name) is None or (must_exist and name not in self.tools):
+            raise NotACallError
+        return name
+
+    def stream_arguments(self, stops: LiteralSet) -> Reading[bool]:
+        """Pass JSON arguments on as they arrive. Return whether they are well-formed.
+
+        Malformed arguments are passed on as they are, up to one of `stops`.
+
+        Raises:
+            OutputEnded: The output ends before the arguments.
+        """
+        try:
+            yield from read_structure(self.cursor, self.codec, self.sink.write_arguments)
+        except MalformedJsonError:
+            yield from self.write_rest(stops)
+            return False
+        return True
+
+    def write_rest(self, stops: LiteralSet) -> Reading[None]:
+        """Pass all text up to one of `stops` on as arguments.
+
+        Raises:
+            OutputEnded: The output ends before one of `stops`.
+        """
+        cursor = self.cursor
+        while True:
+            end, literal = stops.search(cursor.text, cursor.position, is_final=cursor.is_final)
+            self.sink.write_arguments(self.codec.decode(cursor.text[cursor.position : end]))
+            cursor.position = end
+            if literal:
+                return
+            if cursor.is_final:
+                raise OutputEnded
+            cursor.release()
+            yield
+
+    def skip_until(self, stops: LiteralSet) -> Reading[None]:
+        """Skip text that has no meaning, up to one of `stops`.
+
+        Raises:
+            OutputEnded: The output ends before one of `stops`.
+        """
+        cursor = self.cursor
+        while True:
+            cursor.position, literal = stops.search(
+                cursor.text, cursor.position, is_final=cursor.is_final
+            )
+            if literal:
+                return
+            if cursor.is_final:
+                raise OutputEnded
+            cursor.release()
+            yield
+
+    def accept_after_space(self, *literals: str) -> Reading[bool]:
+        """Read white space and one of `literals`, or nothing. Return whether a literal was read."""
+        cursor = self.cursor
+        start = cursor.position
+        yield from cursor.skip()
+        if any(literals) and (yield from cursor.accept(*filter(None, literals))):
+            return True
+        cursor.position = start
+        return False

@@ -1,0 +1,430 @@
+"""Formats of the output of model families, as data."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import string
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Literal, NamedTuple
+
+from argosy.engine.serving.output_parsing import harmony
+from argosy.engine.serving.output_parsing.harmony import HarmonySyntax
+from argosy.engine.serving.output_parsing.json_calls import JsonSyntax, NamedJsonSyntax
+from argosy.engine.serving.output_parsing.mapping_calls import MappingSyntax
+from argosy.engine.serving.output_parsing.python_calls import PythonSyntax
+from argosy.engine.serving.output_parsing.tagged_calls import TagSyntax
+
+_MISTRAL_ID_CHARS = 9
+_NINE_CHARACTERS = re.compile(r"[a-zA-Z0-9]{9}")
+_KIMI_ID = re.compile(r"functions\..+:\d+")
+_ID_ALPHABET = string.ascii_letters + string.digits
+CallSyntax = (
+    JsonSyntax | NamedJsonSyntax | TagSyntax | PythonSyntax | MappingSyntax | HarmonySyntax | None
+)
+
+
+class ThinkingBlock(NamedTuple):
+    """Markers around reasoning."""
+
+    open: str
+    close: str
+    label: str = ""
+    """Word that the model writes behind the opening marker, which is no reasoning."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputFormat:
+    """Format of the output of a model family.
+
+    Args:
+        name: Name for the setting `tool_format`.
+        description: Model families that use it.
+        syntax: Syntax of calls. None if the format has reasoning only.
+        thinking: Markers of reasoning. The first block is the one that the engine opens and closes.
+        tokens: Markers that are usually special tokens.
+        trims_content: Whether white space before calls belongs to no text.
+        trims_reasoning: Whether white space at the end of reasoning, and line breaks behind it, belong to no text.
+        triggers: Markers without which no call begins. Empty if calls begin with ordinary text.
+        ignored: Markers around the answer that have no meaning for a client.
+        reasoning_enders: Markers that end reasoning without closing it. They belong to what follows.
+        call_ends_reasoning: Whether a well-formed start of a call ends reasoning that was not closed.
+        call_ids: How the ids of earlier calls must look in the prompt.
+        vocabulary: Markers that are special tokens of this model.
+    """
+
+    name: str
+    description: str
+    syntax: CallSyntax = None
+    thinking: tuple[ThinkingBlock, ...] = ()
+    tokens: tuple[str, ...] = ()
+    trims_content: bool = True
+    trims_reasoning: bool = True
+    triggers: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+    reasoning_enders: tuple[str, ...] = ()
+    call_ends_reasoning: bool = False
+    call_ids: Literal["any", "nine_characters", "kimi"] = "any"
+    vocabulary: frozenset[str] = frozenset()
+
+    @property
+    def marker_texts(self) -> tuple[str, ...]:
+        """Markers that may be special tokens of a model."""
+        return self.tokens
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether the format has tool calls."""
+        return self.syntax is not None
+
+    @property
+    def reasoning_open(self) -> str:
+        """Marker before reasoning, or an empty string."""
+        return self.thinking[0].open if self.thinking else ""
+
+    @property
+    def reasoning_close(self) -> str:
+        """Marker after reasoning, or an empty string."""
+        return self.thinking[0].close if self.thinking else ""
+
+    def map_call_id(self, call_id: str, name: str, number: int) -> str:
+        """Return the id of an earlier call as the prompt must show it.
+
+        Args:
+            call_id: Id that the client sent.
+            name: Name of the tool.
+            number: Number of the call in the conversation, from 0.
+        """
+        match self.call_ids:
+            case "nine_characters" if _NINE_CHARACTERS.fullmatch(call_id) is None:
+                return _hash_id(call_id)
+            case "kimi" if _KIMI_ID.fullmatch(call_id) is None:
+                return f"functions.{name}:{number}"
+        return call_id
+
+    def with_vocabulary(self, has_token: Callable[[str], bool]) -> OutputFormat:
+        """Return the format for a model whose vocabulary contains the tokens that `has_token` confirms."""
+        return replace(self, vocabulary=frozenset(filter(has_token, self.tokens)))
+
+
+def _hash_id(call_id: str) -> str:
+    """Return nine letters and digits that depend on the id only."""
+    number = int.from_bytes(hashlib.sha256(call_id.encode()).digest()[:8])
+    letters = ""
+    for _ in range(_MISTRAL_ID_CHARS):
+        number, rest = divmod(number, len(_ID_ALPHABET))
+        letters += _ID_ALPHABET[rest]
+    return letters
+
+
+_THINK = ThinkingBlock("<think>", "</think>")
+_THINK_TOKENS = ("<think>", "</think>")
+_TOOL_CALL_TOKENS = ("<tool_call>", "</tool_call>")
+
+
+def _dsml(name: str, description: str, section: str, space: str = "") -> OutputFormat:
+    """Return a format of DeepSeek since V3.2, which differ in the names of their tags."""
+    tag = f"｜DSML｜{space}"
+    return OutputFormat(
+        name=name,
+        description=description,
+        syntax=TagSyntax(
+            section_open=f"<｜DSML｜{section}>",
+            section_close=f"</｜DSML｜{section}>",
+            name_open=f'<{tag}invoke name="',
+            name_close='"',
+            call_close=f"</{tag}invoke>",
+            key_open=f'<{tag}parameter name="',
+            key_close='"',
+            value_close=f"</{tag}parameter>",
+            tag_end=">",
+            type_attribute="string",
+            separator="\n",
+            call_separator="\n",
+        ),
+        thinking=(_THINK,),
+        tokens=("｜DSML｜", *_THINK_TOKENS),
+    )
+
+
+def _deepseek(name: str, description: str, syntax: NamedJsonSyntax) -> OutputFormat:
+    return OutputFormat(
+        name=name,
+        description=description,
+        syntax=syntax,
+        thinking=(_THINK,),
+        tokens=(
+            "<｜tool▁calls▁begin｜>",
+            "<｜tool▁calls▁end｜>",
+            "<｜tool▁call▁begin｜>",
+            "<｜tool▁call▁end｜>",
+            "<｜tool▁sep｜>",
+            *_THINK_TOKENS,
+        ),
+        trims_content=False,
+        triggers=("<｜tool▁calls▁begin｜>",),
+    )
+
+
+def _glm(name: str, description: str, separator: str) -> OutputFormat:
+    return OutputFormat(
+        name=name,
+        description=description,
+        syntax=TagSyntax(
+            wrapper_open="<tool_call>",
+            wrapper_close="</tool_call>",
+            name_close="",
+            key_open="<arg_key>",
+            key_close="</arg_key>",
+            value_open="<arg_value>",
+            value_close="</arg_value>",
+            separator=separator,
+            call_separator=separator,
+        ),
+        thinking=(_THINK,),
+        tokens=(
+            *_TOOL_CALL_TOKENS,
+            "<arg_key>",
+            "</arg_key>",
+            "<arg_value>",
+            "</arg_value>",
+            *_THINK_TOKENS,
+        ),
+        triggers=("<tool_call>",),
+    )
+
+
+_MISTRAL_BLOCKS = (ThinkingBlock("[THINK]", "[/THINK]"), _THINK)
+_ALL_FORMATS = (
+    OutputFormat(
+        name="hermes",
+        description="Hermes 2 and 3, Qwen2.5, Qwen3, QwQ, Granite 4",
+        syntax=JsonSyntax(
+            open=("<tool_call>",),
+            close="</tool_call>",
+            after_open="\n",
+            before_close="\n",
+            separator="\n",
+        ),
+        thinking=(_THINK,),
+        tokens=(*_TOOL_CALL_TOKENS, *_THINK_TOKENS),
+        triggers=("<tool_call>",),
+    ),
+    OutputFormat(
+        name="qwen3-xml",
+        description="Qwen3-Coder, Qwen3.5 and later, Nemotron 3",
+        syntax=TagSyntax(
+            wrapper_open="<tool_call>",
+            wrapper_close="</tool_call>",
+            name_open="<function=",
+            name_close=">",
+            call_close="</function>",
+            key_open="<parameter=",
+            key_close=">",
+            value_close="</parameter>",
+            has_bare_calls=True,
+            has_line_breaks=True,
+            separator="\n",
+            call_separator="\n",
+        ),
+        thinking=(_THINK,),
+        tokens=(*_TOOL_CALL_TOKENS, *_THINK_TOKENS),
+        triggers=("<tool_call>",),
+        call_ends_reasoning=True,
+    ),
+    OutputFormat(
+        name="llama3-json",
+        description="Llama 3.1, 3.2 and 3.3",
+        syntax=JsonSyntax(
+            open=("<|python_tag|>", ""),
+            arguments_key="parameters",
+            separator="; ",
+        ),
+        tokens=("<|python_tag|>",),
+        trims_content=False,
+    ),
+    OutputFormat(
+        name="pythonic",
+        description="Llama 4, Llama 3.2 with Python calls, ToolACE, OLMo 3",
+        syntax=PythonSyntax(open="<|python_start|>", close="<|python_end|>"),
+        tokens=("<|python_start|>", "<|python_end|>"),
+        trims_content=False,
+    ),
+    OutputFormat(
+        name="mistral-v3",
+        description="Mistral 7B v0.3, Mixtral v0.3, Mistral Nemo, Mistral Large 2",
+        syntax=JsonSyntax(
+            open=("[TOOL_CALLS]",), is_array=True, after_open=" ", separator=", "
+        ),
+        thinking=_MISTRAL_BLOCKS,
+        tokens=("[TOOL_CALLS]",),
+        trims_content=False,
+        triggers=("[TOOL_CALLS]",),
+        call_ids="nine_characters",
+    ),
+    OutputFormat(
+        name="mistral-v11",
+        description="Mistral Small 3.2, Devstral, Magistral, Ministral 3, Mistral Medium 3.5",
+        syntax=NamedJsonSyntax(
+            call_open="[TOOL_CALLS]", name_end=("[ARGS]",), id_open="[CALL_ID]"
+        ),
+        thinking=_MISTRAL_BLOCKS,
+        tokens=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]"),
+        trims_content=False,
+        triggers=("[TOOL_CALLS]",),
+        call_ids="nine_characters",
+    ),
+    _deepseek(
+        "deepseek-v3",
+        "DeepSeek V3, V3-0324, R1",
+        NamedJsonSyntax(
+            section_open="<｜tool▁calls▁begin｜>",
+            section_close="<｜tool▁calls▁end｜>",
+            call_open="<｜tool▁call▁begin｜>",
+            call_close="<｜tool▁call▁end｜>",
+            name_prefix="function<｜tool▁sep｜>",
+            name_end=("\n",),
+            arguments_open="```json\n",
+            arguments_close="\n```",
+            separator="\n",
+        ),
+    ),
+    _deepseek(
+        "deepseek-v31",
+        "DeepSeek V3.1",
+        NamedJsonSyntax(
+            section_open="<｜tool▁calls▁begin｜>",
+            section_close="<｜tool▁calls▁end｜>",
+            call_open="<｜tool▁call▁begin｜>",
+            call_close="<｜tool▁call▁end｜>",
+            name_end=("<｜tool▁sep｜>",),
+        ),
+    ),
+    _dsml("deepseek-v32", "DeepSeek V3.2", "function_calls"),
+    _dsml("deepseek-v4", "DeepSeek V4", "tool_calls"),
+    _dsml("deepseek-v41", "DeepSeek V4.1", " calls", " "),
+    OutputFormat(
+        name="gpt-oss",
+        description="gpt-oss",
+        syntax=HarmonySyntax(),
+        thinking=(
+            ThinkingBlock(
+                f"{harmony.CHANNEL}analysis{harmony.MESSAGE}",
+                harmony.END,
+            ),
+        ),
+        tokens=harmony.TOKENS,
+        trims_content=False,
+        trims_reasoning=False,
+    ),
+    _glm("glm45", "GLM-4.5, GLM-4.6", "\n"),
+    _glm("glm47", "GLM-4.7, GLM-5", ""),
+    OutputFormat(
+        name="kimi-k2",
+        description="Kimi K2",
+        syntax=NamedJsonSyntax(
+            section_open="<|tool_calls_section_begin|>",
+            section_close="<|tool_calls_section_end|>",
+            call_open="<|tool_call_begin|>",
+            call_close="<|tool_call_end|>",
+            optional_prefix="functions.",
+            name_end=("<|tool_call_argument_begin|>",),
+            has_index=True,
+        ),
+        thinking=(_THINK,),
+        tokens=(
+            "<|tool_calls_section_begin|>",
+            "<|tool_calls_section_end|>",
+            "<|tool_call_begin|>",
+            "<|tool_call_end|>",
+            "<|tool_call_argument_begin|>",
+            *_THINK_TOKENS,
+        ),
+        trims_content=False,
+        triggers=("<|tool_calls_section_begin|>", "<|tool_call_begin|>"),
+        call_ids="kimi",
+    ),
+    OutputFormat(
+        name="kimi-k3",
+        description="Kimi K3",
+        syntax=TagSyntax(
+            section_open="<|open|>tools<|sep|>",
+            section_close="<|close|>tools<|sep|>",
+            name_open='<|open|>call tool="',
+            name_close='"',
+            call_close="<|close|>call<|sep|>",
+            key_open='<|open|>argument key="',
+            key_close='"',
+            value_close="<|close|>argument<|sep|>",
+            tag_end="<|sep|>",
+            type_attribute="type",
+            has_index=True,
+        ),
+        thinking=(ThinkingBlock("<|open|>think<|sep|>", "<|close|>think<|sep|>"),),
+        tokens=("<|open|>", "<|close|>", "<|sep|>"),
+        trims_content=False,
+        ignored=(
+            "<|open|>response<|sep|>",
+            "<|close|>response<|sep|>",
+            "<|close|>message<|sep|>",
+        ),
+        reasoning_enders=("<|open|>response<|sep|>", "<|open|>tools<|sep|>"),
+    ),
+    OutputFormat(
+        name="gemma4",
+        description="Gemma 4",
+        syntax=MappingSyntax(open="<|tool_call>", close="<tool_call|>", quote='<|"|>'),
+        thinking=(ThinkingBlock("<|channel>", "<channel|>", "thought"),),
+        tokens=("<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>"),
+        trims_content=False,
+        triggers=("<|tool_call>",),
+    ),
+    OutputFormat(
+        name="functiongemma",
+        description="FunctionGemma",
+        syntax=MappingSyntax(
+            open="<start_function_call>", close="<end_function_call>", quote="<escape>"
+        ),
+        tokens=("<start_function_call>", "<end_function_call>", "<escape>"),
+        triggers=("<start_function_call>",),
+    ),
+    OutputFormat(
+        name="phi4-mini",
+        description="Phi-4-mini",
+        syntax=JsonSyntax(
+            open=("<|tool_call|>", "functools"),
+            close="<|/tool_call|>",
+            is_array=True,
+            separator=", ",
+        ),
+        tokens=("<|tool_call|>", "<|/tool_call|>"),
+    ),
+    OutputFormat(
+        name="granite",
+        description="Granite 3.0",
+        syntax=JsonSyntax(open=("<|tool_call|>",), is_array=True, separator=", "),
+        tokens=("<|tool_call|>",),
+        triggers=("<|tool_call|>",),
+    ),
+    OutputFormat(
+        name="granite-31",
+        description="Granite 3.1, 3.2 and 3.3",
+        syntax=JsonSyntax(
+            open=("<tool_call>", "<|tool_call|>"), is_array=True, separator=", "
+        ),
+        thinking=(_THINK,),
+        tokens=("<tool_call>", "<|tool_call|>", *_THINK_TOKENS),
+    ),
+    OutputFormat(
+        name="think",
+        description="Models with <think> and without tool calls",
+        thinking=(_THINK,),
+        tokens=_THINK_TOKENS,
+    ),
+)
+FORMATS: Mapping[str, OutputFormat] = MappingProxyType(
+    {output_format.name: output_format for output_format in _ALL_FORMATS}
+)
+"""Formats by their name."""

@@ -1,0 +1,145 @@
+"""Events of a parsed output, in order, with the white space that belongs to no text left out."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+
+from argosy.engine.serving.output_parsing.cursor import Cursor, MarkerCodec
+from argosy.engine.serving.output_parsing.events import (
+    CallArguments,
+    CallEnd,
+    CallStart,
+    ContentText,
+    OutputEvent,
+    ReasoningText,
+)
+
+
+class EventSink:
+    """Collector of events. Decides which white space around reasoning and calls is part of the text.
+
+    White space alone between reasoning, calls and the ends of the output is dropped.
+
+    Args:
+        codec: Mapping of special tokens.
+        cursor: Position in the output, whose mark is cleared by the start of a call.
+        trims_content: Whether white space before a call is a separator of the format.
+        trims_reasoning: Whether white space at the end of reasoning, and line breaks behind it, are separators.
+    """
+
+    def __init__(
+        self, codec: MarkerCodec, cursor: Cursor, *, trims_content: bool, trims_reasoning: bool
+    ) -> None:
+        self.calls = 0
+        """Number of calls that have started."""
+        self._codec = codec
+        self._cursor = cursor
+        self._trims_content = trims_content
+        self._trims_reasoning = trims_reasoning
+        self._events: list[OutputEvent] = []
+        self._held = ""
+        """White space that is text only if more text follows."""
+        self.has_text = False
+        """Whether the current segment of content or reasoning has more than white space."""
+        self._has_output = False
+        """Whether there has been reasoning or a call."""
+        self._after_reasoning = False
+        self._arguments: list[str] = []
+        self._is_valid = True
+
+    def take(self) -> list[OutputEvent]:
+        """Return the events since the last time."""
+        events, self._events = self._events, []
+        return events
+
+    def write_content(self, text: str) -> None:
+        """Add encoded text of the answer."""
+        text = self._held + self._codec.decode(text)
+        if not self.has_text and self._after_reasoning and self._trims_reasoning:
+            text = text.lstrip("\n")
+        kept = text.rstrip() if self._trims_content or not text.strip() else text
+        self._held = text[len(kept) :]
+        if kept:
+            self.has_text = True
+            self._emit_text(ContentText, kept)
+
+    def write_reasoning(self, text: str) -> None:
+        """Add encoded text of the reasoning."""
+        text = self._held + self._codec.decode(text)
+        kept = text.rstrip() if self._trims_reasoning or not text.strip() else text
+        self._held = text[len(kept) :]
+        if kept:
+            self.has_text = True
+            self._emit_text(ReasoningText, kept)
+
+    def begin_text(self, *, is_answer: bool = False) -> None:
+        """Begin new reasoning or content. White space at the end of the old text is dropped if it is a separator.
+
+        Args:
+            is_answer: Whether this is content after a reasoning block, whose leading line breaks are separators.
+        """
+        self._held = ""
+        self.has_text = False
+        self._has_output = True
+        self._after_reasoning = is_answer
+
+    def flush_content(self) -> None:
+        """End the output within content. Trailing white space belongs to the text, if there is any."""
+        if self._held and (self.has_text or not self._has_output):
+            self._emit_text(ContentText, self._held)
+        self._held = ""
+
+    def flush_reasoning(self) -> None:
+        """End the output within reasoning, whose trailing white space belongs to the text."""
+        if self._held:
+            self._emit_text(ReasoningText, self._held)
+        self._held = ""
+
+    def start_call(self, name: str) -> None:
+        """Begin a call, after which the parser cannot return to an earlier position."""
+        self.begin_text()
+        self._cursor.mark = None
+        self._arguments.clear()
+        self._is_valid = True
+        self._events.append(CallStart(self.calls, name))
+        self.calls += 1
+
+    def write_arguments(self, text: str) -> None:
+        """Add JSON text of the arguments."""
+        if text:
+            self._arguments.append(text)
+            call = self.calls - 1
+            last = self._events[-1] if self._events else None
+            if isinstance(last, CallArguments):
+                self._events[-1] = CallArguments(call, last.text + text)
+            else:
+                self._events.append(CallArguments(call, text))
+
+    def write_string(self, text: str) -> None:
+        """Add encoded text as a part of a JSON string."""
+        self.write_arguments(quote_string(self._codec.decode(text)))
+
+    def end_call(self) -> None:
+        """End a call. A call whose arguments are not one JSON object stays incomplete."""
+        text = "".join(self._arguments)
+        self._arguments.clear()
+        try:
+            is_object = isinstance(msgspec.json.decode(text), dict)
+        except (msgspec.DecodeError, RecursionError):
+            is_object = False
+        if is_object:
+            self._events.append(CallEnd(self.calls - 1))
+
+    def _emit_text(self, kind: type[ContentText] | type[ReasoningText], text: str) -> None:
+        last = self._events[-1] if self._events else None
+        if isinstance(last, kind):
+            self._events[-1] = kind(last.text + text)
+        else:
+            self._events.append(kind(text))
+
+
+def quote_string(text: str) -> str:
+    """Return text as it stands inside a JSON string."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
