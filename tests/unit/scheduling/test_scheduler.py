@@ -7,7 +7,7 @@ import random
 import pytest
 from hypothesis import given, settings
 
-from argosy.engine.scheduling import Scheduler, StepResult
+from argosy.engine.scheduling import Scheduler, SequenceFailure, StepResult
 from argosy.engine.scheduling.batching_policy import DynamicBatching, StaticBatching
 from tests.support.fake_executor import reference_output
 from tests.support.scheduler_harness import (
@@ -275,7 +275,9 @@ def test_prefill_with_invalid_logits_is_not_cached() -> None:
     harness = SchedulerHarness(scheduler_limits())
     harness.add("sick", [1] * 10, 3)
     harness.executor.execute(harness.scheduler.schedule(harness.now))
-    (progress,) = harness.scheduler.commit(StepResult([-1], failures={0: "not finite"}))
+    (progress,) = harness.scheduler.commit(
+        StepResult([-1], failures={0: SequenceFailure("not finite")})
+    )
     assert progress.finish_reason == "error"
     second = harness.add("again", [1] * 10, 3)
     harness.run()

@@ -65,6 +65,13 @@ class Logprob(NamedTuple):
     top_logprobs: list[tuple[int, float]]
 
 
+class SequenceFailure(NamedTuple):
+    """Reason why a sequence cannot continue, with the error code of the response."""
+
+    message: str
+    code: str = "engine_error"
+
+
 class StepDurations(NamedTuple):
     """Durations of the executor's phases of a step, in seconds."""
 
@@ -74,6 +81,10 @@ class StepDurations(NamedTuple):
     """Time on the device to run the model."""
     sample_s: float = 0.0
     """Time on the device to sample tokens from logits."""
+    mask_fill_s: float = 0.0
+    """Time of a host thread to fill the masks of constrained rows, while the device computes."""
+    mask_wait_s: float = 0.0
+    """Time for which sampling waited for these masks."""
 
 
 ZERO_DURATIONS = StepDurations()
@@ -88,8 +99,10 @@ class StepResult:
     logprobs: dict[int, Logprob] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[Logprob]] = field(default_factory=dict)
     """Chunk -> log-probabilities of the prompt tokens at positions start + 1 .. start + count, in order."""
-    failures: dict[int, str] = field(default_factory=dict)
-    """Chunk -> reason, for chunks without finite logits. Only the sequences of these chunks end."""
+    failures: dict[int, SequenceFailure] = field(default_factory=dict)
+    """Chunk -> failure, for chunks without finite logits or allowed token. Only their sequences end."""
     corrupt_blocks: list[int] = field(default_factory=list)
     """Blocks of `block_restores` with a wrong checksum. Results computed on them are invalid."""
     durations: StepDurations = ZERO_DURATIONS
+    masked_rows: int = 0
+    """Number of tokens that were sampled under a mask."""

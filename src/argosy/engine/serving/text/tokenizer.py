@@ -38,6 +38,7 @@ class Tokenizer:
             self._pieces[token_id] = to_bytes(token)
         added = backend.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
+        self._added_ids = frozenset(added)
         self._visible_pieces = [
             b"" if i in self._special_ids else p for i, p in enumerate(self._pieces)
         ]
@@ -74,6 +75,11 @@ class Tokenizer:
     def special_ids(self) -> frozenset[int]:
         """Ids of the special tokens, which `skip_special_tokens` leaves out of the text."""
         return self._special_ids
+
+    @property
+    def added_ids(self) -> frozenset[int]:
+        """Ids of the tokens that were added to the vocabulary, special or not, such as `<tool_call>`."""
+        return self._added_ids
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:  # noqa: FBT001, FBT002 - Hugging Face's signature
         """Encode `text` to token ids.

@@ -1,0 +1,32 @@
+"""Constrained sampling: compiles grammars for a tokenizer, and computes which tokens each sequence may sample next.
+
+`build_grammar_tokenizer` converts a tokenizer for llguidance. The `GrammarCompiler` compiles grammar texts in threads
+and caches the results. A `TokenConstraint` follows one sequence through its reasoning block and its grammar.
+`RowMasks` keeps the constraints of the rows of a batch, and fills their masks while the model computes. The package
+imports neither torch nor asyncio.
+"""
+
+from argosy.engine.grammar.grammar_compiler import CompiledGrammar, GrammarCompiler, GrammarError
+from argosy.engine.grammar.grammar_tokenizer import GrammarTokenizer, build_grammar_tokenizer
+from argosy.engine.grammar.row_masks import MaskBatch, PendingMasks, RowMasks
+from argosy.engine.grammar.token_constraint import (
+    DEAD_END_CODE,
+    TokenConstraint,
+    end_token_ids,
+    is_constrained,
+)
+
+__all__ = [
+    "DEAD_END_CODE",
+    "CompiledGrammar",
+    "GrammarCompiler",
+    "GrammarError",
+    "GrammarTokenizer",
+    "MaskBatch",
+    "PendingMasks",
+    "RowMasks",
+    "TokenConstraint",
+    "build_grammar_tokenizer",
+    "end_token_ids",
+    "is_constrained",
+]

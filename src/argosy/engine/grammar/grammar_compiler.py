@@ -1,0 +1,174 @@
+"""Compiler of grammars, with a cache. A hostile grammar fails here, within limits, and not in the batch."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits
+from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from argosy.engine.grammar.grammar_tokenizer import GrammarTokenizer
+
+COMPILE_THREADS = 2
+"""Threads that compile. With two, a slow grammar does not block the next one."""
+MAX_CACHED_GRAMMARS = 256
+MAX_CACHED_BYTES = 16 << 20
+"""Largest total length of the cached grammar texts."""
+TRIAL_STEPS = 2
+"""Masks that are computed when a grammar is compiled, because some grammars fail only then."""
+LIMITS = LLParserLimits(
+    max_items_in_row=1000,
+    step_max_items=20_000,
+    step_lexer_fuel=100_000,
+    max_lexer_states=100_000,
+    verbose_errors=False,
+)
+"""Limits of the parser, which bound the time of one mask to some ten milliseconds."""
+
+
+class GrammarError(ValueError):
+    """A grammar that cannot be compiled. The message is one line and names the reason."""
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class CompiledGrammar:
+    """Grammar compiled for one tokenizer. Thread-safe."""
+
+    tokenizer: GrammarTokenizer
+    _prototype: LLMatcher
+
+    def create_matcher(self) -> LLMatcher:
+        """Return a matcher at the start of the grammar."""
+        return self._prototype.deep_copy()
+
+
+class GrammarCompiler:
+    """Compiles grammar texts in threads, each text once.
+
+    A compiled grammar stays available to `find` while the cache or a caller holds it. Thread-safe.
+    """
+
+    def __init__(self, load_tokenizer: Callable[[], GrammarTokenizer]) -> None:
+        """Create a compiler. `load_tokenizer` is called once, in a compiler thread, before the first grammar."""
+        self._load_tokenizer = load_tokenizer
+        self._tokenizer: GrammarTokenizer | None = None
+        self._tokenizer_lock = threading.Lock()
+        self._lock = threading.Lock()
+        self._threads = ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="grammar-compiler")
+        self._cache: OrderedDict[str, Future[CompiledGrammar]] = OrderedDict()
+        """Grammars by text, least recently used first. A grammar that failed is cached as well."""
+        self._cached_bytes = 0
+        self._available: WeakValueDictionary[str, CompiledGrammar] = WeakValueDictionary()
+        self.compiles = 0
+        """Grammars compiled, including failed ones."""
+        self.cache_hits = 0
+        self.compile_s = 0.0
+        """Seconds spent on compiling, without loading the tokenizer."""
+
+    def warm_up(self) -> Future[object]:
+        """Load the tokenizer in a compiler thread."""
+        return self._threads.submit(self._get_tokenizer)
+
+    def submit(self, text: str) -> Future[CompiledGrammar]:
+        """Return the future of a compiled grammar. Its exception is a `GrammarError` if the grammar cannot be used."""
+        with self._lock:
+            future = self._cache.get(text)
+            if future is not None and not _has_unexpected_error(future):
+                self._cache.move_to_end(text)
+                self.cache_hits += 1
+                return future
+            available = self._available.get(text)
+            if available is not None:  # evicted from the cache, but in use
+                self.cache_hits += 1
+                future = Future()
+                future.set_result(available)
+            else:
+                future = self._threads.submit(self._compile, text)
+            if self._cache.pop(text, None) is None:
+                self._cached_bytes += len(text)
+            self._cache[text] = future
+            self._evict()
+            return future
+
+    def find(self, text: str) -> CompiledGrammar:
+        """Return a grammar whose future is done and whose result is still referenced.
+
+        Raises:
+            KeyError: The grammar is not available.
+        """
+        return self._available[text]
+
+    def close(self) -> None:
+        """Stop the threads. Grammars that wait for compilation are cancelled."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _evict(self) -> None:
+        while len(self._cache) > 1 and (
+            len(self._cache) > MAX_CACHED_GRAMMARS or self._cached_bytes > MAX_CACHED_BYTES
+        ):
+            text, _ = self._cache.popitem(last=False)
+            self._cached_bytes -= len(text)
+
+    def _get_tokenizer(self) -> GrammarTokenizer:
+        with self._tokenizer_lock:
+            if self._tokenizer is None:
+                self._tokenizer = self._load_tokenizer()
+            return self._tokenizer
+
+    def _compile(self, text: str) -> CompiledGrammar:
+        tokenizer = self._get_tokenizer()
+        started_at = time.perf_counter()
+        try:
+            compiled = CompiledGrammar(tokenizer, _compile_matcher(tokenizer, text))
+        finally:
+            with self._lock:
+                self.compiles += 1
+                self.compile_s += time.perf_counter() - started_at
+        with self._lock:
+            self._available[text] = compiled
+        return compiled
+
+
+def describe_matcher_error(matcher: LLMatcher) -> str:
+    """Return the first line of a matcher's error. Later lines quote the output."""
+    lines = matcher.get_error().splitlines()
+    return lines[0] if lines else "the matcher gave no reason"
+
+
+def _compile_matcher(tokenizer: GrammarTokenizer, text: str) -> LLMatcher:
+    """Compile a grammar, and follow it for some tokens.
+
+    Raises:
+        GrammarError: The grammar is invalid or exceeds the limits.
+    """
+    prototype = LLMatcher(tokenizer.native, text, log_level=0, limits=LIMITS)
+    matcher = prototype.deep_copy()
+    mask = allocate_token_bitmask(1, tokenizer.native.vocab_size)
+    for _ in range(TRIAL_STEPS):
+        if not matcher.is_error():
+            fill_next_token_bitmask(matcher, mask)
+        if matcher.is_error():
+            raise GrammarError(describe_matcher_error(matcher))
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8)[0], bitorder="little"))
+        tokens = allowed[allowed < tokenizer.vocab_size]
+        if not tokens.size:
+            break
+        matcher.consume_token(int(tokens[0]))
+    return prototype
+
+
+def _has_unexpected_error(future: Future[CompiledGrammar]) -> bool:
+    """Return whether compilation failed for a reason that may pass, such as memory."""
+    if not future.done():
+        return False
+    return future.cancelled() or not isinstance(future.exception(), GrammarError | None)

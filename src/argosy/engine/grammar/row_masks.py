@@ -1,0 +1,178 @@
+"""Masks of the constrained rows of a batch, which a thread fills while the model computes.
+
+The mask of a step depends on the tokens of the previous step, which may still be on their way from the device. The
+thread waits for them, advances the constraints, and fills the masks. The model needs no mask, so the device computes
+meanwhile.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from llguidance import LLExecutor
+from llguidance.numpy import fill_next_token_bitmask_par
+
+from argosy.engine.grammar.token_constraint import TokenConstraint, is_constrained
+from argosy.engine.grammar.token_mask import count_mask_words
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+
+    from argosy.engine.grammar.grammar_compiler import CompiledGrammar
+    from argosy.engine.scheduling import AdmittedSequence
+
+
+@dataclass(frozen=True, slots=True)
+class MaskBatch:
+    """Masks of the constrained rows of one step."""
+
+    index: NDArray[np.int64]
+    """[M], ascending indices into the step's samples."""
+    words: NDArray[np.int32]
+    """[M, W], the mask of each of them, see `token_mask`."""
+    failures: dict[int, str]
+    """Index into the step's samples -> why no token can be sampled. The mask of such a row has no effect."""
+    fill_s: float
+    """Seconds that the thread spent, without waiting for the previous step."""
+
+
+class _SampledTokens(NamedTuple):
+    """Tokens that a step samples for constrained sequences."""
+
+    constraints: list[tuple[int, TokenConstraint]]
+    """(index into the tokens, constraint)."""
+    get_tokens: Callable[[], Sequence[int]]
+    """Waits for the step, and returns its tokens."""
+
+
+@dataclass(slots=True)
+class PendingMasks:
+    """Masks of one step that are being filled."""
+
+    constraints: list[tuple[int, TokenConstraint]]
+    """(index into the step's samples, constraint)."""
+    _job: Future[MaskBatch]
+    wait_s: float = field(default=0.0, init=False)
+    """Seconds that `result` waited."""
+
+    def result(self) -> MaskBatch:
+        """Wait for the masks."""
+        started_at = time.perf_counter()
+        masks = self._job.result()
+        self.wait_s = time.perf_counter() - started_at
+        return masks
+
+
+class RowMasks:
+    """Constraints of the rows of a batch. Not thread-safe: use it from the thread that runs the steps."""
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        eos_token_ids: list[int],
+        find_grammar: Callable[[str], CompiledGrammar],
+        threads: int,
+    ) -> None:
+        """Create the masks of an empty batch.
+
+        Args:
+            vocab_size: Number of logits.
+            eos_token_ids: End-of-sequence tokens of the model.
+            find_grammar: Returns the compiled grammar of a text, which must be available.
+            threads: Threads that compute the masks of one step.
+        """
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        self._find_grammar = find_grammar
+        self._threads = threads
+        self._constraints: dict[int, TokenConstraint] = {}
+        """Row -> constraint of its latest sequence."""
+        self._replays: list[tuple[TokenConstraint, list[int]]] = []
+        """New constraints, and the output that their sequences have already."""
+        self._sampled: list[_SampledTokens] = []
+        """Sampled tokens that the constraints have not accepted yet, oldest first."""
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="grammar-masks")
+        self._mask_executor: LLExecutor | None = None
+        self._job: Future[MaskBatch] | None = None
+
+    def admit(self, admission: AdmittedSequence) -> None:
+        """Set the constraint of a row for a sequence that joins the batch, with the output that it has already."""
+        params, row = admission.params, admission.row
+        self._constraints.pop(row, None)
+        if not is_constrained(params):
+            return
+        constraint = self._constraints[row] = TokenConstraint(
+            params,
+            vocab_size=self._vocab_size,
+            grammar=self._find_grammar(params.grammar) if params.grammar else None,
+            eos_token_ids=self._eos_token_ids,
+        )
+        output = admission.tokens[admission.prompt_len :]
+        if output:
+            self._replays.append((constraint, output))
+
+    def start(self, rows: Sequence[int]) -> PendingMasks | None:
+        """Start to fill the masks of the step that samples a token for each of `rows`. None if no row has a mask."""
+        if not self._constraints:
+            return None
+        constraints = [
+            (index, constraint)
+            for index, row in enumerate(rows)
+            if (constraint := self._constraints.get(row)) is not None
+        ]
+        if not constraints:
+            return None
+        self._job = self._worker.submit(self._fill, self._replays, self._sampled, constraints)
+        self._replays, self._sampled = [], []
+        return PendingMasks(constraints, self._job)
+
+    def record_sampled(self, masks: PendingMasks, get_tokens: Callable[[], Sequence[int]]) -> None:
+        """Record the tokens that a step with `masks` samples. `get_tokens` waits for the step, in another thread."""
+        self._sampled.append(_SampledTokens(masks.constraints, get_tokens))
+
+    def clear(self) -> None:
+        """Remove all constraints, after the masks in progress are done or have failed."""
+        if self._job is not None:
+            self._job.exception()
+            self._job = None
+        self._constraints, self._replays, self._sampled = {}, [], []
+
+    def _fill(
+        self,
+        replays: list[tuple[TokenConstraint, list[int]]],
+        sampled: list[_SampledTokens],
+        constraints: list[tuple[int, TokenConstraint]],
+    ) -> MaskBatch:
+        """Advance the constraints by the sampled tokens, and fill the masks. Runs in the worker thread."""
+        known_tokens = [step.get_tokens() for step in sampled]
+        started_at = time.perf_counter()
+        for constraint, output in replays:
+            constraint.accept(output)
+        for step, tokens in zip(sampled, known_tokens, strict=True):
+            for index, constraint in step.constraints:
+                constraint.accept([tokens[index]])
+        words = np.zeros((len(constraints), count_mask_words(self._vocab_size)), np.int32)
+        matchers = [
+            (matcher, position)
+            for position, (_, constraint) in enumerate(constraints)
+            if (matcher := constraint.active_matcher) is not None
+        ]
+        if matchers:
+            if self._mask_executor is None:
+                self._mask_executor = LLExecutor(self._threads)
+            fill_next_token_bitmask_par(self._mask_executor, matchers, words)
+        for row, (_, constraint) in zip(words, constraints, strict=True):
+            constraint.complete_row(row)
+        return MaskBatch(
+            np.array([index for index, _ in constraints], np.int64),
+            words,
+            {index: c.failure for index, c in constraints if c.failure is not None},
+            time.perf_counter() - started_at,
+        )
