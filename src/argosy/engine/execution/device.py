@@ -104,6 +104,11 @@ class Device(Protocol):
         ...
 
     @property
+    def mask_threads(self) -> int:
+        """Host threads that compute the masks of constrained rows while the device computes."""
+        ...
+
+    @property
     def kv_memory_fraction(self) -> float:
         """Default fraction of the free memory for the KV cache."""
         ...
@@ -213,6 +218,10 @@ class _CpuDevice:
     @property
     def warmup_sizes(self) -> tuple[int, ...]:
         return WARMUP_SIZES
+
+    @property
+    def mask_threads(self) -> int:
+        return 1  # the other CPUs run the model
 
     @property
     def kv_memory_fraction(self) -> float:

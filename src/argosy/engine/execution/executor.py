@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Protocol
 
@@ -15,7 +16,15 @@ from argosy.engine.execution.decode_graphs import DecodeGraphs
 from argosy.engine.execution.host_block_store import HostBlockStore
 from argosy.engine.execution.persistent_batch import DeviceInputs, PersistentBatch
 from argosy.engine.execution.sampler import Sampler, SamplerOutput
-from argosy.engine.scheduling import Logprob, StepDurations, StepPlan, StepResult
+from argosy.engine.execution.token_masks import TokenMasks
+from argosy.engine.grammar import DEAD_END_CODE, RowMasks, end_token_ids
+from argosy.engine.scheduling import (
+    Logprob,
+    SequenceFailure,
+    StepDurations,
+    StepPlan,
+    StepResult,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -26,8 +35,9 @@ if TYPE_CHECKING:
     from argosy.engine.execution.batch import Attention, Batch
     from argosy.engine.execution.device import Device, DeviceEvent, GraphCapturer
     from argosy.engine.execution.persistent_batch import PackedStep
+    from argosy.engine.grammar import CompiledGrammar, MaskBatch
 
-NON_FINITE_LOGITS = "the model produced logits that are not finite"
+NON_FINITE_LOGITS = SequenceFailure("the model produced logits that are not finite")
 PromptSpans = dict[int, tuple[int, int, int]]
 """Chunk -> (first flat token, its position, count) of the logits that predict prompt tokens."""
 
@@ -71,7 +81,7 @@ class TorchExecutor:
     """Executor that computes with torch.
 
     `model(batch, attention)` returns logits [L, V]. `graph_capturer` captures decode steps. Without it, all steps run
-    eagerly.
+    eagerly. `find_grammar` returns the compiled grammar of an admitted sequence. Without it, no sequence may have one.
     """
 
     def __init__(
@@ -84,6 +94,7 @@ class TorchExecutor:
         eos_token_ids: list[int],
         device: Device,
         graph_capturer: GraphCapturer | None = None,
+        find_grammar: Callable[[str], CompiledGrammar] | None = None,
     ) -> None:
         self._model = model
         self._attention = attention
@@ -92,6 +103,12 @@ class TorchExecutor:
         self._eos_token_ids = eos_token_ids
         self._device = device
         self.host_store = HostBlockStore()
+        self._masks = RowMasks(
+            vocab_size=vocab_size,
+            eos_token_ids=eos_token_ids,
+            find_grammar=find_grammar or _find_no_grammar,
+            threads=device.mask_threads,
+        )
         self._prompt_logprob_counts: dict[int, int] = {}
         """Row -> number of likeliest tokens to return for each prompt position."""
         self._persistent_batch = PersistentBatch(
@@ -109,6 +126,7 @@ class TorchExecutor:
         """Free all rows and keep the KV blocks. Raises pending errors of the device."""
         self._device.record_event().synchronize()
         self._persistent_batch.clear()
+        self._masks.clear()
         self._sampler = Sampler(self._limits.max_seqs, self._vocab_size, self._device.torch_device)
         self._prompt_logprob_counts.clear()
 
@@ -133,11 +151,8 @@ class TorchExecutor:
         for admission in plan.admissions:
             self._persistent_batch.admit(admission)
             params = admission.params
-            end_token_ids = [
-                *params.stop_token_ids,
-                *([] if params.ignore_eos else self._eos_token_ids),
-            ]
-            self._sampler.admit(admission, end_token_ids)
+            self._sampler.admit(admission, sorted(end_token_ids(params, self._eos_token_ids)))
+            self._masks.admit(admission)
             self._prompt_logprob_counts.pop(admission.row, None)
             if params.prompt_logprobs is not None:
                 self._prompt_logprob_counts[admission.row] = params.prompt_logprobs
@@ -146,6 +161,9 @@ class TorchExecutor:
             self._attention.ensure_block(_highest_block(plan))
         if not plan.rows:
             return CompletedStep(StepResult([], corrupt_blocks=corrupt))
+        masks = self._masks.start(
+            [row for row, samples in zip(plan.rows, plan.sample_flags, strict=True) if samples]
+        )
         spans = self._prompt_spans(plan)
         captured = None if spans else self._graphs.find_captured(plan)
         if captured is None:
@@ -163,16 +181,26 @@ class TorchExecutor:
             logits = self._graphs.replay(captured, packed)
         computed = self._device.record_event()
         prompt_logprobs = self._prompt_logprobs(plan, packed, logits, spans)
-        sampled = self._sample(packed, inputs, logits)
+        mask_batch = None if masks is None else masks.result()
+        token_masks = None
+        if mask_batch is not None:
+            words = self._device.to_device(torch.from_numpy(mask_batch.words))
+            token_masks = TokenMasks(mask_batch.index, words)
+        sampled = self._sample(packed, inputs, logits, token_masks)
         tokens = None if sampled is None else self._device.to_host(sampled.tokens)
+        done = self._device.record_event()
+        if masks is not None and tokens is not None:
+            self._masks.record_sampled(masks, partial(_wait_for_tokens, tokens, done))
         return _PendingStep(
             plan=plan,
             tokens=tokens,
             logprobs={} if sampled is None else sampled.logprobs,
             prompt_logprobs=prompt_logprobs,
             corrupt=corrupt,
-            events=(ready, computed, self._device.record_event()),
+            events=(ready, computed, done),
             launch_s=launched_at - started_at,
+            masks=mask_batch,
+            mask_wait_s=0.0 if masks is None else masks.wait_s,
         )
 
     def _compute(self, batch: Batch) -> Tensor:
@@ -194,7 +222,11 @@ class TorchExecutor:
         return corrupt
 
     def _sample(
-        self, packed: PackedStep, inputs: DeviceInputs, logits: Tensor
+        self,
+        packed: PackedStep,
+        inputs: DeviceInputs,
+        logits: Tensor,
+        masks: TokenMasks | None,
     ) -> SamplerOutput | None:
         """Sample tokens for the chunks that need one, and append them to the persistent batch."""
         count = len(packed.sample_index)
@@ -204,7 +236,7 @@ class TorchExecutor:
             selected = torch.from_numpy(np.searchsorted(packed.logit_index, packed.sample_index))
             logits = logits[self._device.to_device(selected)]
         rows, positions = map(torch.from_numpy, (packed.sample_rows, packed.sample_positions))
-        sampled = self._sampler(logits[:count], rows, positions)
+        sampled = self._sampler(logits[:count], rows, positions, masks)
         self._persistent_batch.append_tokens(inputs, sampled.tokens)
         return sampled
 
@@ -267,6 +299,8 @@ class _PendingStep:
     events: tuple[DeviceEvent, DeviceEvent, DeviceEvent]
     """Events after the input copy, after the logits, and after sampling and the token copy."""
     launch_s: float
+    masks: MaskBatch | None
+    mask_wait_s: float
 
     def result(self) -> StepResult:
         ready, computed, done = self.events
@@ -286,6 +320,10 @@ class _PendingStep:
                 for chunk, token in zip(chunks, sampled, strict=True)
                 if token < 0
             }
+        masks = self.masks
+        if masks is not None:
+            for index, reason in masks.failures.items():
+                failed[chunks[index]] = SequenceFailure(reason, DEAD_END_CODE)
         return StepResult(
             tokens,
             {chunks[i]: logprob for i, logprob in self.logprobs.items()},
@@ -293,9 +331,25 @@ class _PendingStep:
             failed,
             self.corrupt,
             StepDurations(
-                self.launch_s, computed.seconds_since(ready), done.seconds_since(computed)
+                self.launch_s,
+                computed.seconds_since(ready),
+                done.seconds_since(computed),
+                0.0 if masks is None else masks.fill_s,
+                self.mask_wait_s,
             ),
+            0 if masks is None else len(masks.index),
         )
+
+
+def _wait_for_tokens(tokens: Tensor, done: DeviceEvent) -> list[int]:
+    """Wait for the tokens of a step, which are complete after its last event."""
+    done.synchronize()
+    values: list[int] = tokens.tolist()
+    return values
+
+
+def _find_no_grammar(text: str) -> CompiledGrammar:
+    raise KeyError(text)
 
 
 def _highest_block(plan: StepPlan) -> int:

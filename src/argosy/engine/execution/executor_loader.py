@@ -21,6 +21,7 @@ from argosy.engine.execution.executor import Executor, TorchExecutor
 from argosy.engine.execution.model_architecture import ModelArchitecture
 from argosy.engine.execution.pack_cache import PackCache, open_pack_cache
 from argosy.engine.execution.weight_loader import load_decoder
+from argosy.engine.grammar import CompiledGrammar
 from argosy.engine.scheduling import AdmittedSequence, StepPlan
 from argosy.protocol import SamplingParams
 
@@ -47,12 +48,17 @@ class LoadedExecutor:
     """Number of tokens whose computation takes as long as reading the weights."""
 
 
-def load_executor(config: EngineConfig, progress: Callable[[str, float], None]) -> LoadedExecutor:
+def load_executor(
+    config: EngineConfig,
+    progress: Callable[[str, float], None],
+    find_grammar: Callable[[str], CompiledGrammar] | None = None,
+) -> LoadedExecutor:
     """Load the model, size its KV cache and warm it up.
 
     Args:
         config: The settings.
         progress: Called with a phase and the fraction of it that is done, 0 to 1.
+        find_grammar: Returns the compiled grammar of an admitted sequence. None if no sequence will have one.
 
     Raises:
         ValueError: The settings or the checkpoint cannot be used. The message says what to do.
@@ -85,7 +91,7 @@ def load_executor(config: EngineConfig, progress: Callable[[str, float], None]) 
     limits = _resolve_limits(
         config, factory, f"{checkpoint_state} {format_name}", pack_cache.mapped_bytes
     )
-    executor = factory.create_executor(limits)
+    executor = factory.create_executor(limits, find_grammar)
     if config.warmup:
         _warm_up(executor, limits, device.warmup_sizes, progress)
     return LoadedExecutor(
@@ -117,7 +123,11 @@ class _ExecutorFactory:
         """Bytes of keys and values of one token, all layers together."""
         return self.decoder.architecture.kv_bytes_per_token(self.kv_dtype.itemsize)
 
-    def create_executor(self, limits: EngineLimits) -> TorchExecutor:
+    def create_executor(
+        self,
+        limits: EngineLimits,
+        find_grammar: Callable[[str], CompiledGrammar] | None = None,
+    ) -> TorchExecutor:
         """Create an executor with its own KV cache."""
         architecture = self.decoder.architecture
         return TorchExecutor(
@@ -129,6 +139,7 @@ class _ExecutorFactory:
             device=self.device,
             # A mixture of experts counts tokens per expert on the host, which a graph cannot include.
             graph_capturer=None if architecture.moe else self.device.graph_capturer,
+            find_grammar=find_grammar,
         )
 
 

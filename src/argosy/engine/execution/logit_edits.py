@@ -27,8 +27,18 @@ class LogitEdits:
         values = self.logits[index]
         self.set_values(index, values.masked_fill(values < INFINITY, -INFINITY))
 
+    def mask_rows(self, rows: Tensor, masked: Tensor, restored_rows: Tensor) -> None:
+        """Add `masked` [M, V], which has 0 for allowed tokens and -infinity for others, to some rows.
+
+        Sampling still detects NaN, which stays NaN, and infinity, which becomes NaN. `undo` restores only
+        `restored_rows`, a subset of `rows`. A copy of all rows would cost more than sampling.
+        """
+        if len(restored_rows):
+            self._saved.append(((restored_rows,), self.logits[restored_rows]))
+        self.logits.index_add_(0, rows, masked)
+
     def undo(self) -> None:
-        """Restore the original logits, bit for bit."""
+        """Restore the original logits, bit for bit, except those of masked rows that need not be restored."""
         for index, values in reversed(self._saved):
             self.logits[index] = values
         self._saved.clear()

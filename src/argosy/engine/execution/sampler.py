@@ -16,11 +16,13 @@ from argosy.engine.execution.persistent_batch import RaggedTable
 from argosy.engine.execution.random_numbers import uniform_random
 from argosy.engine.execution.sampling_ops import LOG2E, SamplingMetadata, SamplingOps
 from argosy.engine.execution.sampling_ops_cpu import create_cpu_sampling_ops
+from argosy.engine.grammar import is_constrained
 from argosy.engine.scheduling import Logprob
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from argosy.engine.execution.token_masks import TokenMasks
     from argosy.engine.scheduling import AdmittedSequence
 
 NEG_INF = float("-inf")
@@ -60,15 +62,19 @@ class Sampler:
         self._min_positions = np.zeros(rows, np.int64)
         self._top_logprobs = np.full(rows, -1, np.int64)
         self._has_token_limits = np.zeros(rows, bool)
-        """Whether each row has a logit bias or allowed tokens."""
+        """Whether each row has a logit bias, allowed tokens or banned tokens."""
         self._penalties = Penalties(rows, vocab_size, device)
         self._bias = RaggedTable(rows, device)
         self._allowed = RaggedTable(rows, device)
+        self._banned = RaggedTable(rows, device)
         self._early_stop_tokens = RaggedTable(rows, device)
         """Tokens that are masked out before `min_tokens`."""
 
     def admit(self, admission: AdmittedSequence, end_token_ids: list[int]) -> None:
-        """Fill a row for a sequence that joins the batch. `end_token_ids` are masked out before `min_tokens`."""
+        """Fill a row for a sequence that joins the batch. `end_token_ids` are masked out before `min_tokens`.
+
+        The mask of a constrained sequence includes its allowed, banned and end tokens.
+        """
         row, params = admission.row, admission.params
         temperature = params.temperature
         self._logit_scale[row] = (
@@ -83,21 +89,29 @@ class Sampler:
         self._min_positions[row] = admission.prompt_len + params.min_tokens
         self._top_logprobs[row] = -1 if params.logprobs is None else params.logprobs
         self._bias.set(row, list(params.logit_bias), list(params.logit_bias.values()))
-        allowed_ids = list(params.allowed_token_ids)
+        has_mask = is_constrained(params)
+        allowed_ids = [] if has_mask else list(params.allowed_token_ids)
+        banned_ids = [] if has_mask else list(params.banned_token_ids)
+        early_stop_ids = [] if has_mask or params.min_tokens <= 0 else end_token_ids
         self._allowed.set(row, allowed_ids, [0.0] * len(allowed_ids))
-        self._has_token_limits[row] = bool(params.logit_bias) or bool(allowed_ids)
-        early_stop_ids = end_token_ids if params.min_tokens > 0 else []
+        self._banned.set(row, banned_ids, [0.0] * len(banned_ids))
         self._early_stop_tokens.set(row, early_stop_ids, [0.0] * len(early_stop_ids))
+        self._has_token_limits[row] = bool(params.logit_bias or allowed_ids or banned_ids)
         self._penalties.admit(admission)
 
-    def __call__(self, logits: Tensor, rows: Tensor, positions: Tensor) -> SamplerOutput:
+    def __call__(
+        self, logits: Tensor, rows: Tensor, positions: Tensor, masks: TokenMasks | None = None
+    ) -> SamplerOutput:
         """Sample the token at `positions[i]` for `rows[i]` from `logits[i]`.
 
-        Logits [S, V] float32 are edited in place and restored, because a copy would cost more than sampling. Rows and
-        positions are [S] int64 in host memory, which avoids waiting for the device.
+        Logits [S, V] float32 are edited in place, because a copy would cost more than sampling. They are restored,
+        except for rows with a mask whose log-probabilities are not requested. Rows and positions are [S] int64 in host
+        memory, which avoids waiting for the device.
         """
         batch_rows, batch_positions = rows.numpy(), positions.numpy()
         edits = LogitEdits(logits)
+        if masks is not None:
+            self._apply_masks(edits, masks, batch_rows)
         self._apply_edits(edits, batch_rows, batch_positions)
         tokens = self._ops.sample(logits, self._build_metadata(batch_rows, batch_positions))
         edits.undo()
@@ -135,8 +149,19 @@ class Sampler:
             edits.mask_out((index[early_pairs], ids[early_pairs]))
         self._penalties.apply(edits, batch_rows)
 
+    def _apply_masks(
+        self, edits: LogitEdits, masks: TokenMasks, batch_rows: NDArray[np.int64]
+    ) -> None:
+        """Apply the masks first, so that all other parameters act on the allowed tokens."""
+        has_logprobs = self._top_logprobs[batch_rows[masks.index]] >= 0
+        edits.mask_rows(
+            self._to_device(masks.index),
+            masks.expand(edits.logits),
+            self._to_device(masks.index[has_logprobs]),
+        )
+
     def _apply_token_limits(self, edits: LogitEdits, rows: Tensor) -> None:
-        """Apply the logit bias and the allowed tokens."""
+        """Apply the logit bias, the allowed tokens and the banned tokens."""
         index, ids, values = self._bias.select_rows(rows)
         edits.set_values((index, ids), edits.logits[index, ids] + values)
         index, ids, _ = self._allowed.select_rows(rows)
@@ -144,6 +169,9 @@ class Sampler:
             kept = edits.logits[index, ids]
             edits.mask_out((index.unique(),))
             edits.set_values((index, ids), kept)
+        index, ids, _ = self._banned.select_rows(rows)
+        if len(index):
+            edits.mask_out((index, ids))
 
     def _sampled_logprobs(
         self, logits: Tensor, batch_rows: NDArray[np.int64], tokens: Tensor

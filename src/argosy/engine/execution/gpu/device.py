@@ -28,6 +28,8 @@ KV_SHARE = 0.95
 """Fraction of the memory left by weights and the largest step. The rest covers fragmentation and unforeseen use."""
 MEMORY_MARGIN_BYTES = 512 << 20
 """Memory kept free beside the largest step, because captured decode steps have their own pool."""
+MASK_THREADS = 4
+"""Host threads that compute the masks of constrained rows. The GPU leaves most CPUs idle."""
 WARMUP_SIZES = (1, 2, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 512, 1024)
 """Sizes for every tile of the kernels. Multiples of 16 and other sizes are compiled separately."""
 RIDGE_TOKENS = 256
@@ -115,6 +117,10 @@ class GpuDevice:
     @property
     def warmup_sizes(self) -> tuple[int, ...]:
         return WARMUP_SIZES
+
+    @property
+    def mask_threads(self) -> int:
+        return MASK_THREADS
 
     @property
     def kv_memory_fraction(self) -> float:
