@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from functools import cache
 from typing import TYPE_CHECKING
@@ -11,7 +12,7 @@ import pytest
 
 from argosy.engine.serving.core_messages import EngineRequest
 from argosy.models import BUNDLED_MODEL
-from argosy.protocol import SamplingParams
+from argosy.protocol import ReasoningBlock, SamplingParams
 from tests.engine.core_driver import RequestOutput, create_core, run_requests
 from tests.engine.pairwise import pairwise
 
@@ -25,6 +26,26 @@ if TYPE_CHECKING:
 DEFAULT_ISA = "default"
 """The instruction set that the engine selects itself."""
 DTYPES = ["bfloat16", "float32", "int8", "int4"]
+PERSON_GRAMMAR = json.dumps(
+    {
+        "grammars": [
+            {
+                "json_schema": {
+                    "type": "object",
+                    "properties": {
+                        "name": {"type": "string", "maxLength": 12},
+                        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+                        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 2},
+                    },
+                    "required": ["name", "age", "tags"],
+                    "additionalProperties": False,
+                    "x-guidance": {"whitespace_flexible": False},
+                }
+            }
+        ]
+    }
+)
+TEXT_GRAMMAR = json.dumps({"grammars": [{"lark_grammar": "start: /[a-z ]{4,60}/"}]})
 SAMPLING_PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=2),
     SamplingParams(temperature=0.8, seed=1, max_tokens=24, ignore_eos=True),
@@ -44,6 +65,33 @@ SAMPLING_PARAMS = [
         temperature=0.0, logit_bias={5: 3.0, 300: -100.0}, max_tokens=16, ignore_eos=True
     ),
     SamplingParams(temperature=0.0, max_tokens=6, prompt_logprobs=1, ignore_eos=True),
+    SamplingParams(seed=5, max_tokens=40, grammar=PERSON_GRAMMAR, logprobs=1, min_tokens=12),
+    SamplingParams(  # the prompt has opened a reasoning block, and the budget closes it
+        seed=6,
+        max_tokens=30,
+        grammar=PERSON_GRAMMAR,
+        reasoning=ReasoningBlock(end_ids=(60, 47, 62), budget=5),
+        repetition_penalty=1.2,
+        presence_penalty=0.3,
+        logprobs=0,
+    ),
+    SamplingParams(
+        temperature=0.9,
+        seed=7,
+        max_tokens=24,
+        grammar=TEXT_GRAMMAR,
+        reasoning=ReasoningBlock(end_ids=(71,), start_ids=(70, 72), budget=4),
+        logit_bias={70: 50.0, 72: 50.0},
+        banned_token_ids=tuple(range(300, 600)),
+        stop_token_ids=(90,),
+    ),
+    SamplingParams(
+        temperature=0.0,
+        max_tokens=16,
+        ignore_eos=True,
+        reasoning=ReasoningBlock(end_ids=(60, 62), budget=7),
+        banned_token_ids=(100, 101),
+    ),
 ]
 
 
@@ -234,9 +282,10 @@ def test_resume_at_every_token_continues_output(number: int, steps_in_flight: in
         assert output.finish == reference.finish
 
 
-def test_siblings_share_prompt_and_equal_reference(steps_in_flight: int) -> None:
+@pytest.mark.parametrize("number", [1, 8], ids=["unconstrained", "constrained"])
+def test_siblings_share_prompt_and_equal_reference(number: int, steps_in_flight: int) -> None:
     """With `n` choices, siblings reuse the first choice's prompt, and each equals a request alone."""
-    request = requests()[1]
+    request = requests()[number]
     siblings = [
         msgspec.structs.replace(
             request,

@@ -121,6 +121,17 @@ ERROR_CODES = (
     ErrorCode(500, "internal_error", "A fault of the server; its log has the details."),
     ErrorCode(500, "engine_error", "The engine failed on this request."),
     ErrorCode(
+        500,
+        "grammar_dead_end",
+        "No token can continue the constrained output. The grammar is too complex, or `allowed_token_ids` and banned"
+        " tokens exclude everything that it allows.",
+    ),
+    ErrorCode(
+        500,
+        "grammar_failed",
+        "The engine could not compile the grammar of the request. Simplify it.",
+    ),
+    ErrorCode(
         502,
         "upstream_failed",
         "Every attempt at a replica failed, or a stream broke and no replica could resume it.",

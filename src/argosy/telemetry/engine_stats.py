@@ -74,5 +74,37 @@ class EngineStats(Protocol):
         """Host blocks dropped because of a wrong checksum."""
 
     @property
+    def held(self) -> int:
+        """Sequences that wait for their grammar, which are part of `waiting`."""
+
+    @property
+    def grammar_compiles_total(self) -> int:
+        """Grammars compiled, including refused ones."""
+
+    @property
+    def grammar_cache_hits_total(self) -> int:
+        """Constrained requests whose grammar was compiled already."""
+
+    @property
+    def grammar_compile_s_total(self) -> float:
+        """Seconds spent on compiling grammars."""
+
+    @property
+    def grammar_dead_ends_total(self) -> int:
+        """Sequences that ended because no token could continue their output."""
+
+    @property
+    def masked_tokens_total(self) -> int:
+        """Tokens sampled under a mask."""
+
+    @property
+    def mask_fill_s_total(self) -> float:
+        """Seconds that a thread spent on masks, while the device computed."""
+
+    @property
+    def mask_wait_s_total(self) -> float:
+        """Seconds for which sampling waited for masks."""
+
+    @property
     def phase_s_total(self) -> Mapping[str, float]:
         """Seconds spent in steps, by phase."""

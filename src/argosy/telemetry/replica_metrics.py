@@ -30,7 +30,7 @@ STEP_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512)
 CHOICE_BUCKETS = (1, 2, 5, 10, 20)
 
-_CORE_COUNTERS: dict[str, tuple[str, Callable[[EngineStats], int]]] = {
+_CORE_COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "prompt_tokens": (
         "Prompt tokens computed or found in the prefix cache.",
         lambda stats: stats.prompt_tokens_total,
@@ -58,6 +58,34 @@ _CORE_COUNTERS: dict[str, tuple[str, Callable[[EngineStats], int]]] = {
     "corrupt_blocks": (
         "Host blocks dropped because their checksum was wrong.",
         lambda stats: stats.corrupt_blocks_total,
+    ),
+    "grammar_compiles": (
+        "Grammars compiled by the engine, including those that it refused.",
+        lambda stats: stats.grammar_compiles_total,
+    ),
+    "grammar_cache_hits": (
+        "Constrained requests whose grammar was compiled already.",
+        lambda stats: stats.grammar_cache_hits_total,
+    ),
+    "grammar_compile_seconds": (
+        "Time spent on compiling grammars.",
+        lambda stats: stats.grammar_compile_s_total,
+    ),
+    "grammar_dead_ends": (
+        "Sequences ended because no token could continue their constrained output.",
+        lambda stats: stats.grammar_dead_ends_total,
+    ),
+    "masked_tokens": (
+        "Tokens sampled under the mask of a grammar or a reasoning budget.",
+        lambda stats: stats.masked_tokens_total,
+    ),
+    "mask_fill_seconds": (
+        "Time a thread spent on computing masks, while the device computed.",
+        lambda stats: stats.mask_fill_s_total,
+    ),
+    "mask_wait_seconds": (
+        "Time for which sampling waited for masks.",
+        lambda stats: stats.mask_wait_s_total,
     ),
 }
 """Help text and reader of each counter that the engine core keeps."""
@@ -282,6 +310,7 @@ class ReplicaMetrics(Collector):
         for name, help_text, value in (
             ("requests_running", "Sequences in the running batch.", stats.running),
             ("requests_waiting", "Sequences in the queue.", stats.waiting),
+            ("requests_held", "Sequences that wait for their grammar.", stats.held),
             ("queued_prompt_tokens", "Prompt tokens not computed yet.", stats.queued_tokens),
             (
                 "kv_usage_ratio",

@@ -76,6 +76,10 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Seconds from arrival at the core to the first step that includes the request. Set on the first delta."""
     prompt_block_names: bytes = b""
     """Names of the prompt's first full KV blocks (`protocol.kv`), if they are cached. Set on the first delta."""
+    error_code: str | None = None
+    """Code of `error` from `protocol.ERROR_CODES`. None stands for `engine_error`."""
+    grammar_wait_s: float | None = None
+    """Part of `queue_s` for which the request waited for its grammar. Set on the first delta if it has one."""
 
 
 class CoreStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -108,6 +112,19 @@ class CoreStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Measured prefill rate in tokens per second. 0 means not measured yet."""
     inter_token_s: float = 0.0
     """Measured seconds between tokens of a sequence if one more sequence were running. 0 means not measured yet."""
+    held: int = 0
+    """Requests that wait for their grammar. They are part of `waiting`."""
+    grammar_compiles_total: int = 0
+    grammar_cache_hits_total: int = 0
+    grammar_compile_s_total: float = 0.0
+    grammar_dead_ends_total: int = 0
+    """Requests that ended because no token could continue their output."""
+    masked_tokens_total: int = 0
+    """Tokens sampled under a mask."""
+    mask_fill_s_total: float = 0.0
+    """Seconds that a thread spent on masks, while the device computed."""
+    mask_wait_s_total: float = 0.0
+    """Seconds for which sampling waited for masks."""
 
 
 class LoadProgress(msgspec.Struct, frozen=True, array_like=True, tag="loading"):

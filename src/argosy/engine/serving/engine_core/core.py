@@ -9,14 +9,24 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NoReturn
 
 import structlog
 
 from argosy.engine.engine_config import EngineConfig
+from argosy.engine.execution.architecture_config import read_architecture
+from argosy.engine.execution.checkpoint import resolve_model_path
 from argosy.engine.execution.executor import StepHandle
 from argosy.engine.execution.executor_loader import load_executor
-from argosy.engine.scheduling import Scheduler, SchedulerLimits, StepPlan
+from argosy.engine.grammar import (
+    CompiledGrammar,
+    GrammarCompiler,
+    GrammarTokenizer,
+    build_grammar_tokenizer,
+    end_token_ids,
+)
+from argosy.engine.scheduling import Scheduler, SchedulerLimits, SequenceFailure, StepPlan
 from argosy.engine.scheduling.batching_policy import (
     BatchingPolicy,
     ContinuousBatching,
@@ -31,9 +41,12 @@ from argosy.engine.serving.core_messages import (
     KvChange,
     StepOutputs,
 )
+from argosy.engine.serving.engine_core.constraint_stats import ConstraintStats
 from argosy.engine.serving.engine_core.delta_builder import DeltaBuilder
+from argosy.engine.serving.engine_core.held_requests import HeldRequest, HeldRequests
 from argosy.engine.serving.engine_core.phase_seconds import PhaseSeconds
 from argosy.engine.serving.engine_core.speed_estimator import SpeedEstimator
+from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.protocol import BLOCK_NAME_BYTES
 
 log = structlog.get_logger(__name__)
@@ -44,6 +57,8 @@ QUEUE_REPORT_INTERVAL_S = 0.1
 """Minimum seconds between two counts of queued tokens. An idle scheduler is always counted."""
 KV_REPORT_INTERVAL_S = 0.05
 """Minimum seconds between KV reports while decoding. A request's first delta triggers a report at once."""
+HELD_WAIT_S = 0.001
+"""Maximum wait for a grammar in a step that has nothing else to do."""
 PREPARE_INTERVAL_STEPS = 32
 """While the engine computes, one optional preparation (such as a graph capture) runs every this many steps."""
 
@@ -67,7 +82,8 @@ class EngineCore:
         clock: Callable[[], float],
         progress: Callable[[str, float], None],
     ) -> None:
-        loaded = load_executor(config, progress)
+        self._grammars = GrammarCompiler(partial(_load_grammar_tokenizer, config))
+        loaded = load_executor(config, progress, self._grammars.find)
         self._clock = clock
         self._request_timeout_s = config.request_timeout_s
         self.executor = loaded.executor
@@ -100,7 +116,11 @@ class EngineCore:
             fingerprint=loaded.fingerprint,
             model_digest=loaded.digest,
         )
-        self._eos_token_ids = frozenset(loaded.architecture.eos_token_ids)
+        self._eos_token_ids = loaded.architecture.eos_token_ids
+        self._held = HeldRequests()
+        self._grammars_in_use: dict[str, CompiledGrammar] = {}
+        """Grammars of the queued and running requests by request id, which keeps them available."""
+        self._constraint_stats = ConstraintStats()
         self._delta_builder = DeltaBuilder(limits.block_size)
         self._pending_deltas: list[Delta] = []
         """Deltas that arose between steps."""
@@ -114,40 +134,79 @@ class EngineCore:
         self._queue_reported_at = float("-inf")
         self._kv_reported_at = float("-inf")
         self._kv_reported_starts = 0
+        if config.warmup:
+            self._grammars.warm_up()
 
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
-        requests = self.scheduler.has_work or self._pending_deltas or self._steps_in_flight
+        requests = (
+            self.scheduler.has_work or self._held or self._pending_deltas or self._steps_in_flight
+        )
         return bool(requests) or self.executor.pending_preparations > 0
 
     def add(self, request: EngineRequest) -> None:
-        """Queue a request. A request that cannot run gets a final delta with finish reason `error`."""
-        params = request.params
+        """Queue a request, after its grammar is compiled.
+
+        A request that cannot run gets a final delta with finish reason `error`.
+        """
         problem = self._rejection_reason(request)
         if problem is not None:
             self._pending_deltas.append(Delta(id=request.id, finish_reason="error", error=problem))
             return
-        stops = frozenset(params.stop_token_ids)
+        now = self._clock()
+        if not request.params.grammar:
+            self._queue_request(request, now)
+            return
+        grammar = self._grammars.submit(request.params.grammar)
+        self._held.add(HeldRequest(request, grammar, now, now + self._timeout_s(request)))
+        self._queue_compiled_requests(now)
+
+    def _queue_request(
+        self, request: EngineRequest, arrived_at: float, grammar_wait_s: float | None = None
+    ) -> None:
+        params = request.params
         seq = self.scheduler.add(
             id=request.id,
             prompt=request.prompt,
             output=request.resumed_tokens,
             params=params,
-            stop_token_ids=stops if params.ignore_eos else stops | self._eos_token_ids,
-            now=self._clock(),
+            stop_token_ids=end_token_ids(params, self._eos_token_ids),
+            now=arrived_at,
             cache_domain=request.cache_domain,
             tenant=request.tenant,
             tier=request.tier,
             weight=request.weight,
-            timeout_s=self._request_timeout_s if request.timeout_s is None else request.timeout_s,
+            timeout_s=self._timeout_s(request),
             parent_id=request.parent_id,
         )
-        self._delta_builder.add_request(seq)
+        self._delta_builder.add_request(seq, grammar_wait_s)
+
+    def _queue_compiled_requests(self, now: float) -> None:
+        """Queue the held requests whose grammar is ready. End those whose grammar was refused."""
+        for held in self._held.pop_ready():
+            request = held.request
+            error = held.grammar.exception()
+            if error is None:
+                self._grammars_in_use[request.id] = held.grammar.result()
+                self._queue_request(request, held.arrived_at, now - held.arrived_at)
+                continue
+            if not isinstance(error, ValueError):
+                log.error("grammar_compilation_failed", request=request.id, error=repr(error))
+            self._pending_deltas.append(
+                Delta(
+                    id=request.id,
+                    finish_reason="error",
+                    error=f"the grammar cannot be compiled: {error}",
+                    error_code="grammar_failed",
+                )
+            )
 
     def abort(self, request_ids: list[str]) -> None:
         """End requests and free their blocks at once. Ids of requests that have ended are ignored."""
         for request_id in request_ids:
+            if self._held.cancel(request_id):
+                self._pending_deltas.append(Delta(id=request_id, finish_reason="cancelled"))
             seq = self.scheduler.cancel(request_id)
             if seq is not None:
                 self._pending_deltas.append(self._delta_builder.build_final_delta(seq, "cancelled"))
@@ -155,6 +214,8 @@ class EngineCore:
     def step(self) -> StepOutputs:
         """Run one engine step. Raises only after too many consecutive failed steps, when the worker is broken."""
         started_at = self._clock()
+        if self._held:
+            self._update_held_requests(started_at)
         deltas, self._pending_deltas = self._pending_deltas, []
         deltas += [
             self._delta_builder.build_final_delta(seq, "timeout")
@@ -175,6 +236,10 @@ class EngineCore:
         self._steps_in_flight.append((plan, step_handle))
         while len(self._steps_in_flight) > max_in_flight:
             deltas += self._collect_step()
+        if self._grammars_in_use:
+            for delta in deltas:
+                if delta.finish_reason is not None:
+                    self._grammars_in_use.pop(delta.id, None)
         return StepOutputs(
             deltas,
             self._build_stats(plan, started_at, planned_at),
@@ -184,13 +249,26 @@ class EngineCore:
     def _rejection_reason(self, request: EngineRequest) -> str | None:
         """Return why a request cannot run, or None if it can."""
         total = len(request.prompt) + max(request.params.max_tokens, len(request.resumed_tokens))
-        if request.id in self.scheduler.requests:
+        if request.id in self.scheduler.requests or request.id in self._held:
             return "the request id is in use; choose another one"
         if not request.prompt:
             return "the prompt has no tokens"
         if total > self.info.max_model_len:
             return f"{total} tokens exceed the limit of {self.info.max_model_len}; lower max_tokens"
         return None
+
+    def _timeout_s(self, request: EngineRequest) -> float:
+        return self._request_timeout_s if request.timeout_s is None else request.timeout_s
+
+    def _update_held_requests(self, now: float) -> None:
+        """End held requests that have timed out, and queue those that are ready."""
+        if not (self.scheduler.has_work or self._pending_deltas or self._steps_in_flight):
+            self._held.wait(HELD_WAIT_S)
+        self._pending_deltas += [
+            Delta(id=request_id, finish_reason="timeout")
+            for request_id in self._held.pop_expired(now)
+        ]
+        self._queue_compiled_requests(now)
 
     def _collect_step(self) -> list[Delta]:
         """Wait for the oldest step in flight and commit its result."""
@@ -208,6 +286,7 @@ class EngineCore:
             if delta is not None:
                 deltas.append(delta)
         self._phase_seconds.record_step(result.durations, self._clock() - collected_at)
+        self._constraint_stats.record_step(result)
         self._speed.record_step(plan, result.durations)
         return deltas
 
@@ -225,8 +304,10 @@ class EngineCore:
         self._steps_in_flight.clear()
         failed = self.scheduler.recover_failed_step()
         self.executor.reset()
-        reason = "the engine failed on this request; see the server's log"
-        return [self._delta_builder.build_final_delta(seq, "error", error=reason) for seq in failed]
+        failure = SequenceFailure("the engine failed on this request; see the server's log")
+        return [
+            self._delta_builder.build_final_delta(seq, "error", failure=failure) for seq in failed
+        ]
 
     def _build_kv_change(self, now: float) -> KvChange | None:
         """Return the prefix cache changes to report with this step, or None.
@@ -253,7 +334,7 @@ class EngineCore:
         return CoreStats(
             step=plan.step,
             running=len(scheduler.running),
-            waiting=scheduler.waiting,
+            waiting=scheduler.waiting + len(self._held),
             blocks_total=kv_cache.pool.num_blocks,
             blocks_used=kv_cache.pool.used_blocks,
             blocks_cached=kv_cache.pool.cached_blocks,
@@ -271,7 +352,25 @@ class EngineCore:
             phase_s_total=self._phase_seconds.to_dict(),
             prefill_tokens_per_s=self._speed.prefill_tokens_per_s,
             inter_token_s=self._speed.inter_token_s(len(scheduler.running) + 1),
+            held=len(self._held),
+            grammar_compiles_total=self._grammars.compiles,
+            grammar_cache_hits_total=self._grammars.cache_hits,
+            grammar_compile_s_total=self._grammars.compile_s,
+            grammar_dead_ends_total=self._constraint_stats.dead_ends,
+            masked_tokens_total=self._constraint_stats.masked_tokens,
+            mask_fill_s_total=self._constraint_stats.mask_fill_s,
+            mask_wait_s_total=self._constraint_stats.mask_wait_s,
         )
+
+
+def _load_grammar_tokenizer(config: EngineConfig) -> GrammarTokenizer:
+    """Load the checkpoint's tokenizer for the compiler.
+
+    Raises:
+        ValueError: The checkpoint has no tokenizer.
+    """
+    path = resolve_model_path(config.model, config.revision)
+    return build_grammar_tokenizer(Tokenizer.load(path), read_architecture(path).vocab_size)
 
 
 def _pack_block_names(keys: list[bytes]) -> bytes:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from argosy.engine.scheduling import Sequence, SequenceUpdate, StepPlan, StepResult
+from argosy.engine.scheduling import (
+    Sequence,
+    SequenceFailure,
+    SequenceUpdate,
+    StepPlan,
+    StepResult,
+)
 from argosy.engine.scheduling.step_plan import Logprob
 from argosy.engine.serving.core_messages import Delta, EngineFinishReason, TokenLogprob
 from argosy.protocol import BLOCK_NAME_BYTES
@@ -23,12 +29,16 @@ class DeltaBuilder:
         self.generated_tokens_total = 0
         self._without_delta: set[str] = set()
         """Requests that have had no delta yet."""
+        self._grammar_waits_s: dict[str, float] = {}
+        """Seconds that constrained requests without a delta waited for their grammar, by request id."""
         self._reported_prompt_logprobs: dict[str, int] = {}
         """Number of prompt positions whose log-probabilities were sent, by request id."""
 
-    def add_request(self, seq: Sequence) -> None:
-        """Register a queued request."""
+    def add_request(self, seq: Sequence, grammar_wait_s: float | None = None) -> None:
+        """Register a queued request, which has waited `grammar_wait_s` for its grammar if it has one."""
         self._without_delta.add(seq.id)
+        if grammar_wait_s is not None:
+            self._grammar_waits_s[seq.id] = grammar_wait_s
         if seq.params.prompt_logprobs is not None:
             self._reported_prompt_logprobs[seq.id] = 0
 
@@ -54,9 +64,13 @@ class DeltaBuilder:
             return None
         logprob = result.logprobs.get(chunk)
         if finish_reason is not None:
-            error = result.failures.get(chunk)
             return self.build_final_delta(
-                seq, finish_reason, token, logprob, prompt_logprobs=prompt_logprobs, error=error
+                seq,
+                finish_reason,
+                token,
+                logprob,
+                prompt_logprobs=prompt_logprobs,
+                failure=result.failures.get(chunk),
             )
         self.generated_tokens_total += token >= 0
         is_first = self._mark_started(seq)
@@ -68,6 +82,7 @@ class DeltaBuilder:
             cached_tokens=seq.hit_tokens if is_first else None,
             queue_s=_queue_s(seq) if is_first else None,
             prompt_block_names=self._prompt_block_names(seq) if is_first else b"",
+            grammar_wait_s=self._grammar_waits_s.pop(seq.id, None) if is_first else None,
         )
 
     def build_final_delta(
@@ -78,7 +93,7 @@ class DeltaBuilder:
         logprob: Logprob | None = None,
         *,
         prompt_logprobs: list[TokenLogprob] | None = None,
-        error: str | None = None,
+        failure: SequenceFailure | None = None,
     ) -> Delta:
         """Build the delta that ends a request."""
         self.generated_tokens_total += token >= 0
@@ -91,10 +106,12 @@ class DeltaBuilder:
             prompt_logprobs=prompt_logprobs or [],
             finish_reason=finish_reason,
             stop_token=token if finish_reason == "stop" else None,
-            error=error,
+            error=None if failure is None else failure.message,
             cached_tokens=seq.hit_tokens if is_first else None,
             queue_s=_queue_s(seq) if is_first else None,
             prompt_block_names=self._prompt_block_names(seq) if is_first else b"",
+            error_code=None if failure is None else failure.code,
+            grammar_wait_s=self._grammar_waits_s.pop(seq.id, None) if is_first else None,
         )
 
     def _mark_started(self, seq: Sequence) -> bool:

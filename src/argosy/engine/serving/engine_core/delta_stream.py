@@ -102,6 +102,8 @@ class DeltaStream:
             cached_tokens=None if had_delta else delta.cached_tokens,
             queue_s=None if had_delta else delta.queue_s,
             prompt_block_names=b"" if had_delta else delta.prompt_block_names,
+            error_code=delta.error_code,
+            grammar_wait_s=None if had_delta else delta.grammar_wait_s,
         )
         pending = self._pending
         self._pending = delta if pending is None else _merge(pending, delta)
@@ -152,6 +154,7 @@ def _merge(before: Delta, after: Delta) -> Delta:
         finish_reason=after.finish_reason,
         stop_token=after.stop_token,
         error=after.error,
+        error_code=after.error_code,
     )
 
 

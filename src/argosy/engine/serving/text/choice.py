@@ -98,7 +98,9 @@ class Choice:
         elif delta.finish_reason == "error":
             reason = delta.error or "the engine gave no reason"
             raise ApiError(
-                500, "engine_error", f"The engine could not finish the request: {reason}."
+                500,
+                delta.error_code or "engine_error",
+                f"The engine could not finish the request: {reason}.",
             )
         elif delta.finish_reason == "cancelled":
             raise ApiError(499, "cancelled", "The request was cancelled before it finished.")
