@@ -1,8 +1,18 @@
 """Constraints of generated output: from request fields to grammars, without a tokenizer and without torch.
 
-The gateway and the replica share this package, so both refuse the same schemas.
+The gateway and the replica share this package, so both refuse the same schemas. The function `read_constraint` finds
+the constraint of a request, in every spelling that clients use. The function `schema_grammar` compiles one JSON schema,
+also for the parameters of a tool. Both return an `OutputConstraint`, whose grammar text is all that an engine needs.
+The function `check_grammar` compiles such a text as an engine would. The function `validate_document` checks a finished
+document against the parts of a schema that the grammar does not enforce. Engines use the same `PARSER_LIMITS`.
 """
 
+from argosy.constraints.document_validation import validate_document
+from argosy.constraints.grammar_check import check_grammar
+from argosy.constraints.limits import PARSER_LIMITS
+from argosy.constraints.output_constraint import JsonWhitespace, OutputConstraint, Relaxation
+from argosy.constraints.request_constraint import read_constraint
+from argosy.constraints.schema_grammar import ANSWER_WHITESPACE, schema_grammar
 from argosy.constraints.tools import (
     CUSTOM_INPUT,
     TOOL_FIELDS,
@@ -13,10 +23,19 @@ from argosy.constraints.tools import (
 )
 
 __all__ = [
+    "ANSWER_WHITESPACE",
     "CUSTOM_INPUT",
+    "PARSER_LIMITS",
     "TOOL_FIELDS",
+    "JsonWhitespace",
+    "OutputConstraint",
+    "Relaxation",
     "ToolChoice",
     "ToolDefinition",
     "ToolRequest",
+    "check_grammar",
+    "read_constraint",
     "read_tools",
+    "schema_grammar",
+    "validate_document",
 ]

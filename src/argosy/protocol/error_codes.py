@@ -37,6 +37,22 @@ ERROR_CODES = (
     ),
     ErrorCode(
         400,
+        "invalid_schema",
+        "A JSON schema is not valid, exceeds a limit or is satisfied by no document. The message has the JSON pointer.",
+    ),
+    ErrorCode(
+        400,
+        "unsupported_schema",
+        "A keyword of a JSON schema cannot be enforced; the message has its JSON pointer. Change it, or set `strict` to"
+        " false.",
+    ),
+    ErrorCode(
+        400,
+        "invalid_grammar",
+        "A grammar, a regular expression, a list of choices or a structural tag does not compile.",
+    ),
+    ErrorCode(
+        400,
         "context_length_exceeded",
         "The prompt and the requested output do not fit the model's context. Shorten the prompt, lower `max_tokens`,"
         " or set `truncate_prompt_tokens`.",

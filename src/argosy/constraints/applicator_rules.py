@@ -1,0 +1,107 @@
+"""Rules for keywords that combine subschemas, and for references."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from argosy.constraints.limits import MAX_ONE_OF
+from argosy.constraints.schema_disjointness import DisjointnessProver
+from argosy.constraints.schema_errors import quote
+from argosy.constraints.schema_normalizer import SchemaNode
+from argosy.constraints.value_rules import TYPES
+
+
+def normalize_reference(node: SchemaNode, keyword: str, value: Any) -> None:  # noqa: ANN401 - JSON value
+    """Refer to the rewritten target."""
+    if not isinstance(value, str):
+        node.reject("The value must be a string.", keyword)
+    normalizer = node.normalizer
+    try:
+        target = normalizer.references.resolve(value, node.location)
+    except LookupError:
+        if value.startswith("#"):
+            node.reject(f"The schema has no subschema at {quote(value)}.", keyword)
+        node.relax(keyword, "the reference leads to another document, which is not fetched")
+        normalizer.external_references.add(id(node.source))
+        return
+    schema = normalizer.define(target)
+    if schema is False:
+        node.is_unsatisfiable = True
+    elif schema and "$ref" in node.output:
+        node.conjuncts.append(schema)
+    else:
+        node.output.update(schema)
+
+
+def normalize_dynamic_reference(node: SchemaNode, keyword: str, value: Any) -> None:  # noqa: ANN401 - JSON value
+    """Drop a reference whose target depends on the path that leads to it."""
+    if not isinstance(value, str):
+        node.reject("The value must be a string.", keyword)
+    node.relax(keyword, "grammars resolve references before they are generated")
+
+
+def normalize_combination(node: SchemaNode, keyword: str, value: Any) -> None:  # noqa: ANN401 - JSON value
+    """Rewrite the subschemas of `allOf` and `anyOf`."""
+    schemas = _normalize_options(node, keyword, value)
+    if keyword == "anyOf" and "anyOf" in node.output:
+        node.conjuncts.append({keyword: schemas})
+    else:
+        node.output[keyword] = schemas
+
+
+def normalize_one_of(node: SchemaNode, keyword: str, value: Any) -> None:  # noqa: ANN401 - JSON value
+    """Rewrite to `anyOf`, which means the same if no document satisfies two of the subschemas."""
+    schemas = _normalize_options(node, keyword, value)
+    if len(schemas) > MAX_ONE_OF:
+        node.reject(f"The list has more than {MAX_ONE_OF} items. Use 'anyOf'.", keyword)
+    prover = DisjointnessProver(node.normalizer.definitions)
+    overlap = next(
+        (
+            (first, second)
+            for second in range(len(schemas))
+            for first in range(second)
+            if not prover.are_disjoint(schemas[first], schemas[second])
+        ),
+        None,
+    )
+    if overlap is not None:
+        node.relax(
+            keyword,
+            f"a document might satisfy both item {overlap[0]} and item {overlap[1]} (distinguish them by a required"
+            " property with a 'const', or use 'anyOf')",
+        )
+    if "anyOf" in node.output:
+        node.conjuncts.append({"anyOf": schemas})
+    else:
+        node.output["anyOf"] = schemas
+
+
+def _normalize_options(node: SchemaNode, keyword: str, value: Any) -> list[Any]:  # noqa: ANN401 - JSON value
+    if not isinstance(value, list) or not value:
+        node.reject("The value must be a list with at least one schema.", keyword)
+    return [node.normalize(schema, keyword, position) for position, schema in enumerate(value)]
+
+
+def normalize_negation(node: SchemaNode, keyword: str, value: Any) -> None:  # noqa: ANN401 - JSON value
+    """Rewrite a negation of types. Others are not supported."""
+    if value is False:
+        return
+    if value is True or value == {}:
+        node.is_unsatisfiable = True
+        return
+    excluded = value.get("type") if isinstance(value, dict) and set(value) == {"type"} else None
+    names = [excluded] if isinstance(excluded, str) else excluded
+    if not isinstance(names, list) or ("integer" in names and "number" not in names):
+        node.relax(keyword, "grammars do not negate schemas")
+        return
+    allowed = [name for name in TYPES if name not in names and name != "integer"]
+    if allowed:
+        node.conjuncts.append({"type": allowed})
+    else:
+        node.is_unsatisfiable = True
+
+
+def normalize_condition(node: SchemaNode, keyword: str, value: Any) -> None:  # noqa: ANN401, ARG001 - signature of rules
+    """Drop a condition without consequence."""
+    if "then" in node.source or "else" in node.source:
+        node.relax(keyword, "grammars do not evaluate conditions")
