@@ -79,7 +79,7 @@ class RequestContext(msgspec.Struct, eq=False):
     failed_replicas: set[str] = msgspec.field(default_factory=set)
     """Names of replicas that failed the request since its last progress."""
     incompatible_replicas: set[str] = msgspec.field(default_factory=set)
-    """Names of replicas that cannot resume the response."""
+    """Names of replicas that cannot resume the response or do not enforce its constraint."""
     failed_attempts: int = 0
     """Failed attempts since the last progress."""
     error_responses: int = 0

@@ -147,3 +147,38 @@ async def test_invalid_trace_headers_are_removed(sent: dict[str, str], forwarded
     async with gateway_to(backend) as (_, client):
         await client.post(CHAT, json=BODIES[CHAT], headers=headers)
     assert {"traceparent", "tracestate"} & backend.requests[0].headers.keys() == forwarded
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETION])
+async def test_constraint_reaches_backend_in_its_own_spelling(path: str) -> None:
+    backend = Vllm()
+    async with gateway_to(backend) as (_, client):
+        await stream(client, path, guided_regex="a+")
+        await client.post(path, json=BODIES[path] | {"regex": "a+"})
+    for request in backend.requests:
+        assert request.body["structured_outputs"] == {"regex": "a+"}
+        assert request.body.keys().isdisjoint({"guided_regex", "regex"})
+
+
+async def test_constraint_that_no_replica_enforces_is_refused() -> None:
+    backend = LlamaCpp()
+    async with gateway_to(backend) as (_, client):
+        response = await client.post(CHAT, json=BODIES[CHAT] | {"guided_regex": "a+"})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "guided_regex")
+    assert error["code"] == "unsupported_parameter"
+    assert "llama.cpp" in error["message"]
+    assert not backend.requests
+
+
+async def test_constrained_request_uses_replica_that_enforces_it() -> None:
+    enforcing, other = Vllm(), LlamaCpp()
+    async with serve_backends(enforcing, other):
+        configs = replica_config(enforcing), replica_config(other)
+        async with gateway(*configs) as (_, client):
+            for _ in range(4):
+                await client.post(CHAT, json=BODIES[CHAT] | {"guided_regex": "a+"})
+                assert (await stream(client, CHAT, guided_regex="a+")).is_complete
+            for _ in range(2):
+                await stream(client, CHAT)
+    assert (len(enforcing.requests), len(other.requests)) == (9, 1)

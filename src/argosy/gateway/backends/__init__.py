@@ -28,6 +28,7 @@ from argosy.gateway.backends.request_builder import (
     derive_cache_salt,
     is_token_ids_requested,
     resume_token_counts,
+    translate_constraint,
 )
 from argosy.gateway.backends.response_status import (
     is_json_object,
@@ -82,4 +83,5 @@ __all__ = [
     "parse_usage",
     "resume_token_counts",
     "status_in_body",
+    "translate_constraint",
 ]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from argosy.gateway.backends.constraint_spellings import ConstraintSupport
 from argosy.gateway.backends.kv_event_sources import KvEventSource
 from argosy.protocol import MAX_COUNT
 
@@ -147,6 +148,8 @@ class BackendAdapter:
     """Sign of `priority` in request bodies: 1 if lower values run first, -1 if higher values do, 0 if unsupported."""
     unsupported_fields: frozenset[str] = ARGOSY_FIELDS
     """Request fields that the server does not know or gives another meaning. The gateway drops them."""
+    constraint_support: ConstraintSupport | None = None
+    """Constraints of the output that the server enforces. None passes the client's own fields unchanged."""
     default_completion_tokens: int | None = None
     """`max_tokens` that the server assumes for a completion without one; None if it assumes no limit."""
     incomplete_finish_reasons: frozenset[str] = INCOMPLETE_FINISH_REASONS

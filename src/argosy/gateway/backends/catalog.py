@@ -19,6 +19,7 @@ from argosy.gateway.backends.backend_adapter import (
     LoadSource,
     ResumeMode,
 )
+from argosy.gateway.backends.constraint_spellings import CONSTRAINT_SUPPORT
 from argosy.gateway.backends.kv_event_sources import (
     KvEventSource,
     parse_sglang_info,
@@ -51,6 +52,7 @@ _ADAPTERS = (
     BackendAdapter("argosy", is_native=True, unsupported_fields=frozenset()),
     BackendAdapter(
         "vllm",
+        constraint_support=CONSTRAINT_SUPPORT["vllm"],
         load_sources=(LoadSource(b"/metrics", load_parsers.parse_vllm_metrics),),
         kv_event_source=KvEventSource(b"/kv_event_sources", parse_vllm_sources),
         token_id_paths=BOTH_PATHS,
@@ -64,6 +66,7 @@ _ADAPTERS = (
     ),
     BackendAdapter(
         "sglang",
+        constraint_support=CONSTRAINT_SUPPORT["sglang"],
         load_sources=(
             LoadSource(b"/v1/loads", load_parsers.parse_sglang_loads),
             LoadSource(b"/metrics", load_parsers.SGLANG_METRICS),
@@ -79,6 +82,7 @@ _ADAPTERS = (
     ),
     BackendAdapter(
         "tensorrt-llm",
+        constraint_support=CONSTRAINT_SUPPORT["tensorrt-llm"],
         load_sources=(LoadSource(b"/metrics", load_parsers.parse_tensorrt_iterations),),
         prefill_paths=COMPLETION_ONLY,
         has_continuous_usage=True,
@@ -88,16 +92,19 @@ _ADAPTERS = (
     ),
     BackendAdapter(
         "tgi",
+        constraint_support=CONSTRAINT_SUPPORT["tgi"],
         load_sources=(LoadSource(b"/metrics", load_parsers.TGI_METRICS),),
         prefill_paths=BOTH_PATHS,
     ),
     BackendAdapter(
         "lmdeploy",
+        constraint_support=CONSTRAINT_SUPPORT["lmdeploy"],
         load_sources=(LoadSource(b"/metrics", load_parsers.parse_lmdeploy_metrics),),
         prefill_paths=COMPLETION_ONLY,
     ),
     BackendAdapter(
         "llama.cpp",
+        constraint_support=CONSTRAINT_SUPPORT["llama.cpp"],
         load_sources=(
             LoadSource(b"/slots", load_parsers.parse_llama_cpp_slots),
             LoadSource(b"/metrics", load_parsers.LLAMA_CPP_METRICS),
@@ -108,7 +115,11 @@ _ADAPTERS = (
         has_token_timings=True,
         client_error_markers=LLAMA_CPP_CLIENT_ERROR_MARKERS,
     ),
-    BackendAdapter("openai", health_path=b"/v1/models"),
+    BackendAdapter(
+        "openai",
+        health_path=b"/v1/models",
+        constraint_support=CONSTRAINT_SUPPORT["openai"],
+    ),
 )
 ADAPTERS = {adapter.kind: adapter for adapter in _ADAPTERS}
 

@@ -14,6 +14,7 @@ from argosy.gateway.backends.backend_adapter import (
     PRIVILEGED_FIELDS,
     BackendAdapter,
 )
+from argosy.gateway.backends.constraint_fields import CONSTRAINT_FIELDS, read_constraint_fields
 from argosy.gateway.request_fields import RequestFields
 from argosy.protocol import ApiError, invalid_request
 
@@ -43,17 +44,10 @@ _CHAT_ONLY_FIELDS = frozenset(
 
 _NON_TEXT_FIELDS = frozenset(
     {
+        *CONSTRAINT_FIELDS - {"response_format"},
         "tools",
         "functions",
-        "structured_outputs",
-        "guided_json",
-        "guided_regex",
-        "guided_choice",
-        "guided_grammar",
-        "json_schema",
-        "grammar",
-        "regex",
-        "ebnf",
+        "thinking_token_budget",
         "prompt_logprobs",
         "prompt_embeds",
         "echo",
@@ -329,6 +323,7 @@ def _build_raw_fields(
         xargs = _decode_field(fields, "vllm_xargs", dict[str, Raw] | None) or {}
         allowed = {name: value for name, value in xargs.items() if name not in PRIVILEGED_FIELDS}
         raw["vllm_xargs"] = Raw(_encode(allowed))
+    raw = translate_constraint(raw, path, adapter)
     if fields.has_generated_seed:
         del raw["seed"]  # only native replicas need it, and others are slower with a seed
     raw["model"] = Raw(_encode(model))
@@ -347,6 +342,26 @@ def _build_raw_fields(
             options["continuous_usage_stats"] = True
         raw["stream_options"] = Raw(_encode(options))
     return raw
+
+
+def translate_constraint(
+    raw: dict[str, Raw], path: bytes, adapter: BackendAdapter
+) -> dict[str, Raw]:
+    """Return the fields with the output's constraint in the spelling of the server.
+
+    Raises:
+        ApiError(400): A constraint is malformed, or the server does not enforce it.
+    """
+    if adapter.constraint_support is None or raw.keys().isdisjoint(CONSTRAINT_FIELDS):
+        return raw
+    constraint = read_constraint_fields(raw)
+    if constraint is None:
+        return raw
+    built = adapter.constraint_support.build_fields(constraint, path, adapter.kind)
+    if built is None:
+        return raw
+    others = {name: value for name, value in raw.items() if name not in CONSTRAINT_FIELDS}
+    return others | {name: Raw(_encode(value)) for name, value in built.items()}
 
 
 def _remaining_limits(

@@ -221,6 +221,8 @@ class FailoverProxy:
         """
         context, replica, response = self._context, attempt.replica, attempt.response
         fields, path, adapter = context.fields, context.api.path, replica.adapter
+        if replica.name in context.incompatible_replicas:
+            raise CannotResumeError
         uses_stream = _uses_stream(fields, adapter)
         plan = _plan_upstream(self._continuation, replica) if uses_stream else None
         if uses_stream and plan is None:
@@ -332,7 +334,7 @@ class FailoverProxy:
         return await self._dispatcher.reacquire_replica(context, timeout_s)
 
     def _on_cannot_resume(self, replica: ReplicaEndpoint) -> None:
-        """Exclude a replica that cannot resume the response. Start over if the client has received nothing yet.
+        """Exclude a replica that cannot give or resume the response. Start over if the client has received nothing yet.
 
         Raises:
             ApiError: 502 if no replica of the pool can resume it.
@@ -342,6 +344,7 @@ class FailoverProxy:
             self._relay.restart()  # the client has received nothing, so any model may answer
             return
         context.incompatible_replicas.add(replica.name)
+        context.failing_since = context.failing_since or self._config.clock()
         if all(
             other.name in context.incompatible_replicas
             for other in context.pool.eligible_replicas()
@@ -422,7 +425,7 @@ class FailoverProxy:
 
 
 class CannotResumeError(Exception):
-    """The replica cannot resume the response at its current position."""
+    """The replica cannot resume the response at its current position, or does not enforce the request's constraint."""
 
 
 def _uses_stream(fields: RequestFields, adapter: BackendAdapter) -> bool:

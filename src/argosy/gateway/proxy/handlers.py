@@ -14,6 +14,7 @@ from argosy.gateway.config import GatewayConfig
 from argosy.gateway.model_registry import ModelRouter
 from argosy.gateway.pool import Pool
 from argosy.gateway.principal import TIERS, Principal
+from argosy.gateway.proxy.constraint_check import find_unsupporting_replicas
 from argosy.gateway.proxy.dispatcher import RETRY_AFTER_S, Dispatcher
 from argosy.gateway.proxy.failover import FailoverProxy, ProxyConfig
 from argosy.gateway.proxy.fast_path import FastPath
@@ -178,6 +179,7 @@ class CompletionHandlers:
                 "Send the tokens as text in the prompt."
             )
             raise invalid_request(message, "resume")
+        unsupporting = find_unsupporting_replicas(pool, fields, api.path)
         now = self._clock()
         return RequestContext(
             exchange,
@@ -190,6 +192,7 @@ class CompletionHandlers:
             route_name=route,
             deadline=exchange.arrived_at + min(fields.timeout_s, self._max_request_s),
             response_headers=exchange.extra_headers,
+            incompatible_replicas=unsupporting,
             trace=RequestTrace(arrived_at=exchange.arrived_at, parsed_at=now),
             started_at=time.time() - (now - exchange.arrived_at),
         )
