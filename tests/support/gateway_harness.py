@@ -149,6 +149,7 @@ async def run_gateway(
     slow_reader_timeout_s: float = 30.0,
     hedge_after_s: float | None = None,
     unknown_fields: Literal["ignore", "refuse"] = "ignore",
+    log_content: bool = False,
 ) -> AsyncIterator[GatewayHarness]:
     """Run a gateway with the model "big" on these replicas. A telemetry filter precedes `filters`."""
     config = GatewayConfig(
@@ -164,6 +165,7 @@ async def run_gateway(
         queue=queue,
         slow_reader_timeout_s=slow_reader_timeout_s,
         unknown_fields=unknown_fields,
+        log_content=log_content,
     )
     models, metrics = build_model_router(build_model_entries(config)), GatewayMetrics()
     traces = TraceStore(ExplainConfig())

@@ -22,6 +22,8 @@ class NativeScript:
     finish_reason: str = "stop"
     warnings: list[dict[str, Any]] = field(default_factory=list)
     report: dict[str, Any] | None = None
+    content: dict[str, Any] = field(default_factory=dict)
+    """Part of the report that is sent only if the gateway logs content."""
 
     @property
     def num_tokens(self) -> int:
@@ -55,9 +57,10 @@ class NativeUpstream(FakeUpstream):
                 return
             is_last = number == len(script.deltas)
             request.send_chunk(self._encode_token(script, number, is_last=is_last))
-        if script.report is not None and "x-argosy-report" in request.headers:
-            report = json.dumps(script.report).encode()
-            request.send_chunk(format_comment(b"argosy report " + report))
+        requested = request.headers.get("x-argosy-report")
+        if script.report is not None and requested is not None:
+            report = script.report | (script.content if requested == "content" else {})
+            request.send_chunk(format_comment(b"argosy report " + json.dumps(report).encode()))
         request.send_chunk(SSE_DONE)
         request.send_chunk(b"")
 

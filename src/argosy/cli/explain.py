@@ -14,6 +14,7 @@ import typer
 from argosy.cli.failure import EXIT_FAILURE, fail
 from argosy.cli.money import format_dollars, format_price
 from argosy.cli.output import format_one_line, open_console
+from argosy.cli.replica_report import print_replica_report
 from argosy.cli.server_client import error_message, explain_connect_error, open_client
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ SECTION_KEYS = frozenset(
         *("object", "id", "request_id", "status", "error", "model", "path", "stream", "caller"),
         *("asked", "route"),
         *("started_at", "ms", "queue", "rule", "attempts", "tokens", "finish_reasons"),
-        *("limits", "ledger"),
+        *("limits", "ledger", "replica_report"),
     }
 )
 """Keys that have their own section. Other keys were added by request filters, and are printed under their names."""
@@ -96,6 +97,8 @@ def print_explanation(console: Console, explanation: dict[str, Any]) -> None:
         console.print(_limits_table(explanation["limits"]))
     if "ledger" in explanation:
         console.print(_format_ledger_line(explanation["ledger"]))
+    if "replica_report" in explanation:
+        print_replica_report(console, explanation["replica_report"])
     for name, section in explanation.items():
         if name not in SECTION_KEYS:
             console.print(_extra_table(name, section))
@@ -120,6 +123,7 @@ def _headline(explanation: dict[str, Any]) -> str:
         f"{explanation['path']} to [bold]{escape(explanation['model'])}[/]{asked}, "
         + ("streamed" if explanation["stream"] else "sent whole"),
         f"{tokens['prompt']} prompt tokens ({tokens['cached']} cached), {tokens['output']} output"
+        + (f" ({tokens['reasoning']} reasoning)" if "reasoning" in tokens else "")
         + (f", finished by {escape(finish)}" if finish else "")
         + ("" if ended is None else f", {ended:.0f} ms"),
     ]

@@ -45,6 +45,8 @@ class _KnownFields(msgspec.Struct, gc=False):
     model: str | None = None
     messages: Raw = Raw()
     prompt: Raw = Raw()
+    tools: Raw = Raw()
+    functions: Raw = Raw()
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     n: int | None = None
@@ -88,9 +90,11 @@ class RequestFields(msgspec.Struct, frozen=True, eq=False):
     raw_prompt: bytes
     """The prompt or the messages as raw JSON."""
     estimated_prompt_tokens: int
-    """Estimated prompt tokens, including the tokens of `resume`."""
+    """Estimated prompt tokens, including the tokens of tools and of `resume`."""
     session_id: str
     """Session for affinity. The routing policy `hash` sends equal sessions to one replica."""
+    estimated_tool_tokens: int = 0
+    """Part of `estimated_prompt_tokens` that describes the tools of a chat, which templates render first."""
     prompt_count: int = 1
     """Number of prompts. Completions may have several."""
     timeout_s: float = math.inf
@@ -161,6 +165,8 @@ def parse_request_fields(
     limit = known.max_completion_tokens
     limit = known.max_tokens if limit is None else limit
     options = known.stream_options
+    tool_bytes = len(bytes(known.tools)) + len(bytes(known.functions))
+    tool_tokens = tool_bytes // BYTES_PER_TOKEN if prompt_field == "messages" else 0
     return RequestFields(
         raw=fields,
         model=known.model,
@@ -170,7 +176,10 @@ def parse_request_fields(
         if limit is None or limit < 0
         else min(limit, MAX_ESTIMATED_OUTPUT_TOKENS),
         raw_prompt=prompt,
-        estimated_prompt_tokens=_estimate_tokens(prompt) + bytes(known.resume).count(b","),
+        estimated_prompt_tokens=_estimate_tokens(prompt)
+        + tool_tokens
+        + bytes(known.resume).count(b","),
+        estimated_tool_tokens=tool_tokens,
         session_id=known.session_id or session_id or known.prompt_cache_key or "",
         prompt_count=prompt_count,
         timeout_s=math.inf if known.timeout_s is None else known.timeout_s,

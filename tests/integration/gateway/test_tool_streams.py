@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 from openai.types.chat import ChatCompletion
+from rich.console import Console
 from tests.support.fake_upstream import listening
 from tests.support.gateway_client import parse_stream
 from tests.support.metered_gateway import CHATS, MeteredGateway, run_gateway_before
@@ -22,7 +24,10 @@ from tests.support.native_upstream import (
     think,
 )
 
+from argosy.cli.explain import print_explanation
 from argosy.gateway import ReplicaConfig
+from argosy.gateway.request_trace import ContentStore
+from argosy.protocol import ReplicaReport
 
 ARGUMENTS = ['{"ci', 'ty": "', "Par", 'is"}']
 CALL = [start_call(0, "get_weather"), *(continue_call(0, text) for text in ARGUMENTS)]
@@ -87,13 +92,13 @@ SCRIPTS: dict[str, tuple[NativeScript, dict[str, Any]]] = {
 
 @contextlib.asynccontextmanager
 async def run_native(
-    folder: Path, script: NativeScript
+    folder: Path, script: NativeScript, *, log_content: bool = False
 ) -> AsyncIterator[tuple[MeteredGateway, NativeUpstream, NativeUpstream]]:
     """Run a gateway in front of two native replicas with the same script."""
     first, second = NativeUpstream(native_script=script), NativeUpstream(native_script=script)
     async with listening(first, second):
         replicas = [ReplicaConfig(url=one.url, kind="argosy") for one in (first, second)]
-        async with run_gateway_before(folder, *replicas) as gateway:
+        async with run_gateway_before(folder, *replicas, log_content=log_content) as gateway:
             for replica in gateway.running.replicas:
                 replica.is_accepting = True  # the fake replicas do not report readiness
             yield gateway, first, second
@@ -152,3 +157,40 @@ async def test_explanation_shows_report_of_replica(tmp_path: Path) -> None:
     assert explanation["replica_report"] == {
         name: value for name, value in REPORT.items() if name != "a later field"
     }
+
+
+CONTENT = {"prompts": ["<|user|>Hi\n"], "outputs": ["<think>\x1b[31mred"]}
+
+
+@pytest.mark.parametrize("log_content", [False, True])
+async def test_explanation_has_content_only_if_it_is_logged(
+    tmp_path: Path, *, log_content: bool
+) -> None:
+    script = NativeScript(deltas=[{"content": "x"}], report={"masked_steps": 1}, content=CONTENT)
+    async with run_native(tmp_path, script, log_content=log_content) as (gateway, _, _):
+        await gateway.post(CHATS, stream=True)
+        explanation = gateway.trace_dict(gateway.usage_record())
+    expected = {"masked_steps": 1} | (CONTENT if log_content else {})
+    assert explanation["replica_report"] == expected
+    text = io.StringIO()
+    print_explanation(Console(file=text, width=100), explanation)
+    assert "masked_steps" in text.getvalue()
+    assert ("<|user|>Hi" in text.getvalue()) is log_content
+    assert "\x1b" not in text.getvalue()
+
+
+def test_content_of_oldest_requests_is_dropped_first() -> None:
+    store = ContentStore(max_bytes=3_000)
+    for number in range(4):
+        store.add(f"r{number}", ReplicaReport(prompts=["x" * 1_000]))
+    store.add("r3", ReplicaReport(prompts=["y" * 1_000]))
+    assert [store.find(f"r{number}") is not None for number in range(4)] == [
+        False,
+        False,
+        True,
+        True,
+    ]
+    store.discard("r3")
+    store.discard("r3")
+    store.add("r4", ReplicaReport(prompts=["x" * 1_000]))
+    assert store.find("r2") is not None

@@ -75,6 +75,17 @@ def test_text_is_estimated_by_length(content: str) -> None:
     assert fields.estimated_prompt_tokens == max(1, len(fields.raw_prompt) // 4)
 
 
+@pytest.mark.parametrize("name", ["tools", "functions"])
+def test_estimate_counts_tools_of_chats(name: str) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "description": "x" * 400}}]
+    body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
+    plain = parse_request_fields(json.dumps(body).encode(), "messages")
+    fields = parse_request_fields(json.dumps(body | {name: tools}).encode(), "messages")
+    assert fields.estimated_tool_tokens == len(json.dumps(tools)) // 4
+    added_tokens = fields.estimated_prompt_tokens - plain.estimated_prompt_tokens
+    assert added_tokens == fields.estimated_tool_tokens
+
+
 @given(st.lists(st.binary(max_size=4000), max_size=4))
 def test_estimate_is_at_least_one_token(contents: list[bytes]) -> None:
     fields = make_chat(*map(make_image, contents))

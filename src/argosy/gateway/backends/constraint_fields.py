@@ -48,7 +48,7 @@ _UNSET_VALUES = frozenset({b"null", b'""'})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestConstraint:
-    """What the output of a request must be, before any server's spelling."""
+    """Constraint of a request's output, before any server's spelling."""
 
     kind: ConstraintKind | None
     """None for a `response_format` that only its server knows."""

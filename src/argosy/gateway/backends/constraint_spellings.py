@@ -1,4 +1,4 @@
-"""Spellings of output constraints: how each kind of backend wants to be told what its output must be.
+"""Spellings of output constraints: the request fields by which each kind of backend gets them.
 
 Taken from the sources of vLLM 0.33, SGLang 0.5, TensorRT-LLM 1, TGI 3, LMDeploy 0.16 and llama.cpp (November 2026). A
 kind that a table lacks is refused, because a server that does not know a field may ignore it without a word.

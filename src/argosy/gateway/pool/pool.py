@@ -264,6 +264,8 @@ class Pool:
         for replica in selectable:
             matches[replica.name] = match = replica.prefix_index.match_prefix(keys)
             cached = len(match) * BLOCK_BYTES // BYTES_PER_TOKEN
+            if match:  # the keys differ if the tools do
+                cached += fields.estimated_tool_tokens
             uncached = max(0, fields.estimated_prompt_tokens - cached)
             cost = estimate_cost(replica.load, uncached, output_tokens, now)
             candidates.append(RoutingCandidate(replica.load, uncached, cost))
