@@ -1,3 +1,4 @@
+# ruff: noqa: RUF001 - DeepSeek's markers contain full-width bars
 """Outputs of the `canitoolcall` fixtures as pieces: special tokens as markers, ordinary tokens as text.
 
 The fixtures hold token ids, but the tokenizers are not available. The ids of the special tokens that structure outputs
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import Any
 
 from canitoolcall.fixtures import Fixture, load_families, load_fixtures
@@ -80,7 +82,13 @@ _GPT_OSS = {
     200008: "<|message|>",
     200012: "<|call|>",
 }
-_GEMMA4 = {48: "<|tool_call>", 49: "<tool_call|>", 52: '<|"|>', 100: "<|channel>", 101: "<channel|>"}
+_GEMMA4 = {
+    48: "<|tool_call>",
+    49: "<tool_call|>",
+    52: '<|"|>',
+    100: "<|channel>",
+    101: "<channel|>",
+}
 _MODELS: dict[str, tuple[str, dict[int, str]]] = {
     "Qwen/Qwen3-0.6B": ("hermes", _QWEN3),
     "Qwen/Qwen3-4B-Thinking-2507": ("hermes", _QWEN3),
@@ -108,8 +116,8 @@ _MODELS: dict[str, tuple[str, dict[int, str]]] = {
     "deepseek-ai/DeepSeek-V4.1-Flash": ("deepseek-v41", _DEEPSEEK_V4),
     "openai/gpt-oss-20b": ("gpt-oss", _GPT_OSS),
     "zai-org/GLM-4.5": ("glm45", _GLM),
-    "zai-org/GLM-4.7": ("glm47", _GLM),
-    "zai-org/GLM-5.3": ("glm47", {token - 151350 + 154841: text for token, text in _GLM.items()}),
+    "zai-org/GLM-4.7": ("glm45", _GLM),
+    "zai-org/GLM-5.3": ("glm45", {token - 151350 + 154841: text for token, text in _GLM.items()}),
     "moonshotai/Kimi-K2.6": ("kimi-k2", _KIMI_K2),
     "moonshotai/Kimi-K2-Instruct-0905": ("kimi-k2", _KIMI_K2),
     "moonshotai/Kimi-K3": (
@@ -182,7 +190,7 @@ def _split_text(text: str, parts: int) -> Iterable[str]:
     if parts:
         size = max(1, len(text) // parts)
         bounds = [index * size for index in range(parts)] + [len(text)]
-        yield from (text[start:end] for start, end in zip(bounds, bounds[1:], strict=False))
+        yield from (text[start:end] for start, end in pairwise(bounds))
 
 
 def parse(fixture: Fixture, chunks: Iterable[list[Piece]]) -> ParseResult:
@@ -217,5 +225,5 @@ def to_result(events: Iterable[OutputEvent]) -> ParseResult:
     return ParseResult(
         content=texts[ContentText] or None,
         reasoning_content=texts[ReasoningText] or None,
-        tool_calls=[ParsedToolCall(call["name"], call["arguments"]) for call in calls],
+        tool_calls=tuple(ParsedToolCall(call["name"], call["arguments"]) for call in calls),
     )

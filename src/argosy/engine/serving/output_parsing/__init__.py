@@ -3,7 +3,9 @@
 An `OutputFormat` describes a family as data. `OutputParser` turns the pieces of an output into events by it.
 """
 
+from argosy.engine.serving.output_parsing.format_detection import detect_format
 from argosy.engine.serving.output_parsing.formats import FORMATS, OutputFormat
+from argosy.engine.serving.output_parsing.output_grammar import build_output_grammar
 from argosy.engine.serving.output_parsing.output_parser import OutputParser
 from argosy.engine.serving.output_parsing.pieces import MarkerToken, Piece
 from argosy.engine.serving.output_parsing.prompt_reasoning import prompt_opens_reasoning
@@ -16,5 +18,7 @@ __all__ = [
     "OutputParser",
     "Piece",
     "Tool",
+    "build_output_grammar",
+    "detect_format",
     "prompt_opens_reasoning",
 ]

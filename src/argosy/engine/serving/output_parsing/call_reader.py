@@ -12,7 +12,7 @@ from argosy.engine.serving.output_parsing.cursor import (
     LiteralSet,
     MarkerCodec,
     NotACallError,
-    OutputEnded,
+    OutputEndedError,
     Reading,
 )
 from argosy.engine.serving.output_parsing.json_text import MalformedJsonError, read_structure
@@ -35,7 +35,7 @@ class CallReader(Protocol):
 
         Raises:
             NotACallError: The text is not a call.
-            OutputEnded: The output ends before the end of the calls.
+            OutputEndedError: The output ends before the end of the calls.
         """
         ...
 
@@ -66,7 +66,7 @@ class CallContext:
         Malformed arguments are passed on as they are, up to one of `stops`.
 
         Raises:
-            OutputEnded: The output ends before the arguments.
+            OutputEndedError: The output ends before the arguments.
         """
         try:
             yield from read_structure(self.cursor, self.codec, self.sink.write_arguments)
@@ -79,7 +79,7 @@ class CallContext:
         """Pass all text up to one of `stops` on as arguments.
 
         Raises:
-            OutputEnded: The output ends before one of `stops`.
+            OutputEndedError: The output ends before one of `stops`.
         """
         cursor = self.cursor
         while True:
@@ -89,7 +89,7 @@ class CallContext:
             if literal:
                 return
             if cursor.is_final:
-                raise OutputEnded
+                raise OutputEndedError
             cursor.release()
             yield
 
@@ -97,7 +97,7 @@ class CallContext:
         """Skip text that has no meaning, up to one of `stops`.
 
         Raises:
-            OutputEnded: The output ends before one of `stops`.
+            OutputEndedError: The output ends before one of `stops`.
         """
         cursor = self.cursor
         while True:
@@ -107,7 +107,7 @@ class CallContext:
             if literal:
                 return
             if cursor.is_final:
-                raise OutputEnded
+                raise OutputEndedError
             cursor.release()
             yield
 

@@ -25,7 +25,7 @@ _SURROGATES = re.compile("[\ud800-\udfff]")
 WHITE_SPACE = " \t\r\n"
 
 
-class OutputEnded(Exception):
+class OutputEndedError(Exception):
     """The output ended where the parser needed more text."""
 
 
@@ -41,7 +41,9 @@ class MarkerCodec:
     """
 
     def __init__(self, tokens: Collection[str]) -> None:
-        self._chars = {text: chr(_FIRST_MARKER + index) for index, text in enumerate(sorted(tokens))}
+        self._chars = {
+            text: chr(_FIRST_MARKER + index) for index, text in enumerate(sorted(tokens))
+        }
         self._texts = {char: text for text, char in self._chars.items()}
         alternatives = "|".join(re.escape(text) for text in sorted(tokens, key=len, reverse=True))
         self._tokens = re.compile(alternatives) if tokens else None
@@ -126,11 +128,11 @@ class Cursor:
         """Return the next character.
 
         Raises:
-            OutputEnded: The output ends here.
+            OutputEndedError: The output ends here.
         """
         char = yield from self.peek()
         if not char:
-            raise OutputEnded
+            raise OutputEndedError
         return char
 
     def skip(self, chars: str = WHITE_SPACE) -> Reading[None]:
@@ -141,7 +143,7 @@ class Cursor:
     def match(self, *literals: str) -> Reading[str]:
         """Return the first of `literals` that the text continues with, or an empty string. Does not read it."""
         while True:
-            rest = self.text[self.position : self.position + max(map(len, literals))]
+            rest = self.text[self.position : self.position + max(map(len, literals), default=0)]
             for literal in literals:
                 if rest.startswith(literal):
                     return literal
@@ -161,22 +163,24 @@ class Cursor:
         """Read one of `literals` and return it.
 
         Raises:
-            OutputEnded: The output ends within a literal.
+            OutputEndedError: The output ends within a literal.
             NotACallError: The text continues otherwise.
         """
         literal = yield from self.accept(*literals)
         if not literal:
             rest = self.text[self.position :]
             if any(candidate.startswith(rest) for candidate in literals):
-                raise OutputEnded
+                raise OutputEndedError
             raise NotACallError
         return literal
 
-    def read_until(self, stops: LiteralSet, limit: int = MAX_HEADER_CHARS) -> Reading[tuple[str, str]]:
+    def read_until(
+        self, stops: LiteralSet, limit: int = MAX_HEADER_CHARS
+    ) -> Reading[tuple[str, str]]:
         """Read up to the first of `stops`. Return the text before it, and the literal, which is not read.
 
         Raises:
-            OutputEnded: The output ends before a literal.
+            OutputEndedError: The output ends before a literal.
             NotACallError: There is no literal within `limit` characters.
         """
         start = searched = self.position
@@ -188,5 +192,5 @@ class Cursor:
                 self.position = searched
                 return self.text[start:searched], literal
             if self.is_final:
-                raise OutputEnded
+                raise OutputEndedError
             yield

@@ -1,3 +1,4 @@
+# ruff: noqa: RUF001 - DeepSeek's markers contain full-width bars
 """Formats of the output of model families, as data."""
 
 from __future__ import annotations
@@ -35,6 +36,15 @@ class ThinkingBlock(NamedTuple):
     """Word that the model writes behind the opening marker, which is no reasoning."""
 
 
+class AnswerFrame(NamedTuple):
+    """Markers around the answer, which have no meaning for a client."""
+
+    open: str
+    close: str
+    end: str
+    """Marker behind the answer and all calls."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputFormat:
     """Format of the output of a model family.
@@ -48,7 +58,7 @@ class OutputFormat:
         trims_content: Whether white space before calls belongs to no text.
         trims_reasoning: Whether white space at the end of reasoning, and line breaks behind it, belong to no text.
         triggers: Markers without which no call begins. Empty if calls begin with ordinary text.
-        ignored: Markers around the answer that have no meaning for a client.
+        frame: Markers around the answer.
         reasoning_enders: Markers that end reasoning without closing it. They belong to what follows.
         call_ends_reasoning: Whether a well-formed start of a call ends reasoning that was not closed.
         call_ids: How the ids of earlier calls must look in the prompt.
@@ -63,7 +73,7 @@ class OutputFormat:
     trims_content: bool = True
     trims_reasoning: bool = True
     triggers: tuple[str, ...] = ()
-    ignored: tuple[str, ...] = ()
+    frame: AnswerFrame | None = None
     reasoning_enders: tuple[str, ...] = ()
     call_ends_reasoning: bool = False
     call_ids: Literal["any", "nine_characters", "kimi"] = "any"
@@ -168,34 +178,6 @@ def _deepseek(name: str, description: str, syntax: NamedJsonSyntax) -> OutputFor
     )
 
 
-def _glm(name: str, description: str, separator: str) -> OutputFormat:
-    return OutputFormat(
-        name=name,
-        description=description,
-        syntax=TagSyntax(
-            wrapper_open="<tool_call>",
-            wrapper_close="</tool_call>",
-            name_close="",
-            key_open="<arg_key>",
-            key_close="</arg_key>",
-            value_open="<arg_value>",
-            value_close="</arg_value>",
-            separator=separator,
-            call_separator=separator,
-        ),
-        thinking=(_THINK,),
-        tokens=(
-            *_TOOL_CALL_TOKENS,
-            "<arg_key>",
-            "</arg_key>",
-            "<arg_value>",
-            "</arg_value>",
-            *_THINK_TOKENS,
-        ),
-        triggers=("<tool_call>",),
-    )
-
-
 _MISTRAL_BLOCKS = (ThinkingBlock("[THINK]", "[/THINK]"), _THINK)
 _ALL_FORMATS = (
     OutputFormat(
@@ -238,7 +220,7 @@ _ALL_FORMATS = (
         name="llama3-json",
         description="Llama 3.1, 3.2 and 3.3",
         syntax=JsonSyntax(
-            open=("<|python_tag|>", ""),
+            open=("", "<|python_tag|>"),
             arguments_key="parameters",
             separator="; ",
         ),
@@ -255,9 +237,7 @@ _ALL_FORMATS = (
     OutputFormat(
         name="mistral-v3",
         description="Mistral 7B v0.3, Mixtral v0.3, Mistral Nemo, Mistral Large 2",
-        syntax=JsonSyntax(
-            open=("[TOOL_CALLS]",), is_array=True, after_open=" ", separator=", "
-        ),
+        syntax=JsonSyntax(open=("[TOOL_CALLS]",), is_array=True, after_open=" ", separator=", "),
         thinking=_MISTRAL_BLOCKS,
         tokens=("[TOOL_CALLS]",),
         trims_content=False,
@@ -267,9 +247,7 @@ _ALL_FORMATS = (
     OutputFormat(
         name="mistral-v11",
         description="Mistral Small 3.2, Devstral, Magistral, Ministral 3, Mistral Medium 3.5",
-        syntax=NamedJsonSyntax(
-            call_open="[TOOL_CALLS]", name_end=("[ARGS]",), id_open="[CALL_ID]"
-        ),
+        syntax=NamedJsonSyntax(call_open="[TOOL_CALLS]", name_end=("[ARGS]",), id_open="[CALL_ID]"),
         thinking=_MISTRAL_BLOCKS,
         tokens=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]"),
         trims_content=False,
@@ -319,8 +297,31 @@ _ALL_FORMATS = (
         trims_content=False,
         trims_reasoning=False,
     ),
-    _glm("glm45", "GLM-4.5, GLM-4.6", "\n"),
-    _glm("glm47", "GLM-4.7, GLM-5", ""),
+    OutputFormat(
+        name="glm45",
+        description="GLM-4.5 and later",
+        syntax=TagSyntax(
+            wrapper_open="<tool_call>",
+            wrapper_close="</tool_call>",
+            name_close="",
+            key_open="<arg_key>",
+            key_close="</arg_key>",
+            value_open="<arg_value>",
+            value_close="</arg_value>",
+            separator="\n",
+            call_separator="\n",
+        ),
+        thinking=(_THINK,),
+        tokens=(
+            *_TOOL_CALL_TOKENS,
+            "<arg_key>",
+            "</arg_key>",
+            "<arg_value>",
+            "</arg_value>",
+            *_THINK_TOKENS,
+        ),
+        triggers=("<tool_call>",),
+    ),
     OutputFormat(
         name="kimi-k2",
         description="Kimi K2",
@@ -365,7 +366,7 @@ _ALL_FORMATS = (
         thinking=(ThinkingBlock("<|open|>think<|sep|>", "<|close|>think<|sep|>"),),
         tokens=("<|open|>", "<|close|>", "<|sep|>"),
         trims_content=False,
-        ignored=(
+        frame=AnswerFrame(
             "<|open|>response<|sep|>",
             "<|close|>response<|sep|>",
             "<|close|>message<|sep|>",
@@ -394,7 +395,7 @@ _ALL_FORMATS = (
         name="phi4-mini",
         description="Phi-4-mini",
         syntax=JsonSyntax(
-            open=("<|tool_call|>", "functools"),
+            open=("<|tool_call|>",),
             close="<|/tool_call|>",
             is_array=True,
             separator=", ",
@@ -403,19 +404,113 @@ _ALL_FORMATS = (
     ),
     OutputFormat(
         name="granite",
-        description="Granite 3.0",
-        syntax=JsonSyntax(open=("<|tool_call|>",), is_array=True, separator=", "),
-        tokens=("<|tool_call|>",),
+        description="Granite 3.0 to 3.3",
+        syntax=JsonSyntax(open=("<|tool_call|>", "<tool_call>"), is_array=True, separator=", "),
+        thinking=(_THINK,),
+        tokens=("<|tool_call|>", "<tool_call>", *_THINK_TOKENS),
         triggers=("<|tool_call|>",),
     ),
     OutputFormat(
-        name="granite-31",
-        description="Granite 3.1, 3.2 and 3.3",
-        syntax=JsonSyntax(
-            open=("<tool_call>", "<|tool_call|>"), is_array=True, separator=", "
+        name="minimax-m2",
+        description="MiniMax M2",
+        syntax=TagSyntax(
+            section_open="<minimax:tool_call>",
+            section_close="</minimax:tool_call>",
+            name_open='<invoke name="',
+            name_close='"',
+            call_close="</invoke>",
+            key_open='<parameter name="',
+            key_close='"',
+            value_close="</parameter>",
+            tag_end=">",
+            separator="\n",
+            call_separator="\n",
         ),
         thinking=(_THINK,),
-        tokens=("<tool_call>", "<|tool_call|>", *_THINK_TOKENS),
+        tokens=("<minimax:tool_call>", "</minimax:tool_call>", *_THINK_TOKENS),
+        triggers=("<minimax:tool_call>",),
+    ),
+    OutputFormat(
+        name="seed-oss",
+        description="Seed-OSS",
+        syntax=TagSyntax(
+            wrapper_open="<seed:tool_call>",
+            wrapper_close="</seed:tool_call>",
+            name_open="<function=",
+            name_close=">",
+            call_close="</function>",
+            key_open="<parameter=",
+            key_close=">",
+            value_close="</parameter>",
+            separator="\n",
+            call_separator="\n",
+        ),
+        thinking=(ThinkingBlock("<seed:think>", "</seed:think>"),),
+        tokens=("<seed:tool_call>", "</seed:tool_call>", "<seed:think>", "</seed:think>"),
+        triggers=("<seed:tool_call>",),
+    ),
+    OutputFormat(
+        name="nemotron-json",
+        description="Nemotron Nano and Super",
+        syntax=JsonSyntax(open=("<TOOLCALL>",), close="</TOOLCALL>", is_array=True, separator=", "),
+        thinking=(_THINK,),
+        tokens=("<TOOLCALL>", "</TOOLCALL>", *_THINK_TOKENS),
+        triggers=("<TOOLCALL>",),
+    ),
+    OutputFormat(
+        name="apriel",
+        description="Apriel 1.5 and 1.6",
+        syntax=JsonSyntax(
+            open=("<tool_calls>",), close="</tool_calls>", is_array=True, separator=", "
+        ),
+        tokens=("<tool_calls>", "</tool_calls>"),
+        triggers=("<tool_calls>",),
+    ),
+    OutputFormat(
+        name="hunyuan",
+        description="Hunyuan",
+        syntax=NamedJsonSyntax(
+            section_open="<tool_calls>",
+            section_close="</tool_calls>",
+            call_open="<tool_call>",
+            call_close="</tool_call>",
+            name_end=("\n",),
+            arguments_open="```json\n",
+            arguments_close="\n```",
+            separator="\n",
+        ),
+        thinking=(_THINK,),
+        tokens=("<tool_calls>", "</tool_calls>", *_TOOL_CALL_TOKENS, *_THINK_TOKENS),
+        triggers=("<tool_calls>",),
+    ),
+    OutputFormat(
+        name="longcat",
+        description="LongCat",
+        syntax=JsonSyntax(
+            open=("<longcat_tool_call>",), close="</longcat_tool_call>", separator="\n"
+        ),
+        thinking=(ThinkingBlock("<longcat_think>", "</longcat_think>"),),
+        tokens=(
+            "<longcat_tool_call>",
+            "</longcat_tool_call>",
+            "<longcat_think>",
+            "</longcat_think>",
+        ),
+        triggers=("<longcat_tool_call>",),
+    ),
+    OutputFormat(
+        name="lfm2",
+        description="LFM2, LFM2.5",
+        syntax=PythonSyntax(open="<|tool_call_start|>", close="<|tool_call_end|>"),
+        thinking=(_THINK,),
+        tokens=("<|tool_call_start|>", "<|tool_call_end|>", *_THINK_TOKENS),
+        trims_content=False,
+    ),
+    OutputFormat(
+        name="xlam",
+        description="xLAM 2",
+        syntax=JsonSyntax(open=("",), is_array=True, separator=", "),
+        trims_content=False,
     ),
     OutputFormat(
         name="think",

@@ -16,7 +16,7 @@ from argosy.engine.serving.output_parsing.cursor import (
     Cursor,
     LiteralSet,
     MarkerCodec,
-    OutputEnded,
+    OutputEndedError,
     Reading,
 )
 from argosy.engine.serving.output_parsing.sink import EventSink
@@ -53,9 +53,7 @@ class _Header(NamedTuple):
 class HarmonyReader:
     """Parser of a whole output in harmony's format."""
 
-    def __init__(
-        self, context: CallContext, *, in_reasoning: bool, parse_calls: bool
-    ) -> None:
+    def __init__(self, context: CallContext, *, in_reasoning: bool, parse_calls: bool) -> None:
         self._context = context
         self._cursor: Cursor = context.cursor
         self._codec: MarkerCodec = context.codec
@@ -80,7 +78,7 @@ class HarmonyReader:
         while not cursor.is_final or not cursor.at_end:
             try:
                 text, stop = yield from cursor.read_until(self._header_stops, limit=sys.maxsize)
-            except OutputEnded:
+            except OutputEndedError:
                 text, stop = cursor.text[cursor.position :], ""
                 cursor.position = len(cursor.text)
             header = self._parse_header(text)

@@ -85,16 +85,15 @@ class JsonCallReader:
         self._is_bare = "" in syntax.open
         self._stops = LiteralSet((self._close, *self._open))
         self.triggers = self._open
-        self.start_triggers = ("{", "[") if self._is_bare and syntax.is_array else ("{",) * self._is_bare
+        self.start_triggers = (
+            ("{", "[") if self._is_bare and syntax.is_array else ("{",) * self._is_bare
+        )
 
     def read(self) -> Reading[None]:
         """Read an opening text, the calls behind it, and the closing text."""
         cursor = self._cursor
-        if self._open:
-            is_bare = not (yield from cursor.accept(*self._open))
-        else:
-            is_bare = True
-        yield from self.read_objects(must_exist=is_bare)
+        has_marker = bool(self._open) and bool((yield from cursor.accept(*self._open)))
+        yield from self.read_objects(must_exist=not has_marker)
 
     def read_objects(self, *, must_exist: bool = False) -> Reading[None]:
         """Read the calls behind the opening text, and the closing text."""
@@ -227,7 +226,7 @@ class NamedJsonCallReader:
                 yield from context.skip_until(self._section_stops)
             else:
                 noise, _ = yield from cursor.read_until(self._section_stops)
-                has_noise = has_noise or not noise.isspace() and bool(noise)
+                has_noise = has_noise or (not noise.isspace() and bool(noise))
             if (yield from cursor.accept(self._section_close)):
                 if context.sink.calls == calls and has_noise:
                     raise NotACallError

@@ -8,11 +8,10 @@ from collections.abc import Callable
 
 from argosy.engine.serving.output_parsing.cursor import (
     MAX_HEADER_CHARS,
-    WHITE_SPACE,
     Cursor,
     MarkerCodec,
     NotACallError,
-    OutputEnded,
+    OutputEndedError,
     Reading,
 )
 from argosy.engine.serving.output_parsing.sink import quote_string
@@ -36,7 +35,7 @@ def read_structure(cursor: Cursor, codec: MarkerCodec, write: Write) -> Reading[
 
     Raises:
         MalformedJsonError: A bracket does not match, or a character cannot be a part of JSON.
-        OutputEnded: The output ends before the value.
+        OutputEndedError: The output ends before the value.
     """
     closers: list[str] = []
     in_string = False
@@ -52,7 +51,7 @@ def read_structure(cursor: Cursor, codec: MarkerCodec, write: Write) -> Reading[
         if cursor.position >= len(cursor.text):
             flush()
             if cursor.is_final:
-                raise OutputEnded
+                raise OutputEndedError
             yield
             continue
         text, position = cursor.text, cursor.position
@@ -98,7 +97,7 @@ def read_value(cursor: Cursor, codec: MarkerCodec) -> Reading[str]:
 
     Raises:
         NotACallError: The value is malformed or too long.
-        OutputEnded: The output ends before the value.
+        OutputEndedError: The output ends before the value.
     """
     char = yield from cursor.require()
     if char in '{["':
@@ -120,7 +119,7 @@ def read_value(cursor: Cursor, codec: MarkerCodec) -> Reading[str]:
     start = cursor.position
     while (match := _SCALAR_END.search(cursor.text, start)) is None:
         if cursor.is_final:
-            raise OutputEnded
+            raise OutputEndedError
         if len(cursor.text) - start > MAX_HEADER_CHARS:
             raise NotACallError
         yield
@@ -135,13 +134,3 @@ def decode_string(text: str) -> str | None:
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, str) else None
-
-
-__all__ = [
-    "WHITE_SPACE",
-    "MalformedJsonError",
-    "Write",
-    "decode_string",
-    "read_structure",
-    "read_value",
-]

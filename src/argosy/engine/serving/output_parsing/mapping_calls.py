@@ -48,7 +48,7 @@ class MappingCallReader:
         self._call_stops = LiteralSet((self._close, self._open))
         self._key_stops = LiteralSet(":,}")
         self._scalar_stops = LiteralSet(",]}")
-        self.triggers = (self._open,)
+        self.triggers: tuple[str, ...] = (self._open,)
         self.start_triggers: tuple[str, ...] = ()
 
     def read(self) -> Reading[None]:

@@ -1,3 +1,4 @@
+# ruff: noqa: RUF001 - DeepSeek's markers contain full-width bars
 """Reasoning that a rendered prompt has opened."""
 
 from __future__ import annotations

@@ -57,8 +57,8 @@ class PythonCallReader:
         self._open = encode(syntax.open)
         self._close = encode(syntax.close)
         self._name_stops = LiteralSet("(")
-        self.triggers = tuple(filter(None, (self._open,)))
-        self.start_triggers = ("[",)
+        self.triggers: tuple[str, ...] = (self._open,) if self._open else ()
+        self.start_triggers: tuple[str, ...] = ("[",)
 
     def read(self) -> Reading[None]:
         """Read a list of calls."""

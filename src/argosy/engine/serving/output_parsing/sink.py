@@ -59,8 +59,7 @@ class EventSink:
         text = self._held + self._codec.decode(text)
         if not self.has_text and self._after_reasoning and self._trims_reasoning:
             text = text.lstrip("\n")
-        kept = text.rstrip() if self._trims_content or not text.strip() else text
-        self._held = text[len(kept) :]
+        kept = self._hold_space(text, trims=self._trims_content)
         if kept:
             self.has_text = True
             self._emit_text(ContentText, kept)
@@ -68,11 +67,16 @@ class EventSink:
     def write_reasoning(self, text: str) -> None:
         """Add encoded text of the reasoning."""
         text = self._held + self._codec.decode(text)
-        kept = text.rstrip() if self._trims_reasoning or not text.strip() else text
-        self._held = text[len(kept) :]
+        kept = self._hold_space(text, trims=self._trims_reasoning)
         if kept:
             self.has_text = True
             self._emit_text(ReasoningText, kept)
+
+    def _hold_space(self, text: str, *, trims: bool) -> str:
+        """Hold back white space that may turn out to be no text, and return the text before it."""
+        kept = text.rstrip() if trims or not (self.has_text or text.strip()) else text
+        self._held = text[len(kept) :]
+        return kept
 
     def begin_text(self, *, is_answer: bool = False) -> None:
         """Begin new reasoning or content. White space at the end of the old text is dropped if it is a separator.
@@ -132,7 +136,7 @@ class EventSink:
         if is_object:
             self._events.append(CallEnd(self.calls - 1))
 
-    def _emit_text(self, kind: type[ContentText] | type[ReasoningText], text: str) -> None:
+    def _emit_text(self, kind: type[ContentText | ReasoningText], text: str) -> None:
         last = self._events[-1] if self._events else None
         if isinstance(last, kind):
             self._events[-1] = kind(last.text + text)

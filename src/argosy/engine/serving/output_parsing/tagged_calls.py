@@ -14,7 +14,7 @@ from argosy.engine.serving.output_parsing.cursor import (
     WHITE_SPACE,
     LiteralSet,
     NotACallError,
-    OutputEnded,
+    OutputEndedError,
     Reading,
 )
 from argosy.engine.serving.output_parsing.typed_values import ValueWriter
@@ -94,7 +94,7 @@ class TaggedCallReader:
         self._closers = tuple(filter(None, closers))
         self._element_stops = LiteralSet((self._key_open, *closers, self._section_close))
         self._section_stops = LiteralSet((self._first_call, self._section_close))
-        names = (self._name_close,)
+        names: tuple[str, ...] = (self._name_close,)
         if not self._name_open:
             names = ("\n", self._key_open, self._wrapper_close)
         self._name_stops = LiteralSet(names)
@@ -129,14 +129,18 @@ class TaggedCallReader:
 
     def _read_call(self) -> Reading[None]:
         context, cursor = self._context, self._cursor
-        is_wrapped = bool(self._wrapper_open) and bool((yield from cursor.accept(self._wrapper_open)))
+        is_wrapped = bool(self._wrapper_open) and bool(
+            (yield from cursor.accept(self._wrapper_open))
+        )
         if is_wrapped:
             yield from cursor.skip()
         if self._name_open:
             yield from cursor.expect(self._name_open)
         text, _ = yield from cursor.read_until(self._name_stops)
         must_exist = self._syntax.has_bare_calls and not is_wrapped
-        name = context.check_name(html.unescape(text) if self._tag_end else text, must_exist=must_exist)
+        name = context.check_name(
+            html.unescape(text) if self._tag_end else text, must_exist=must_exist
+        )
         if self._name_open:
             yield from cursor.accept(self._name_close)
         is_empty = False
@@ -164,7 +168,7 @@ class TaggedCallReader:
             key, declared = yield from self._read_key()
             if key in keys:
                 yield from self._read_value(
-                    ValueWriter(lambda text: None, context.codec, frozenset()), types.keys() - keys
+                    ValueWriter(_discard, context.codec, ()), types.keys() - keys
                 )
                 continue
             keys.add(key)
@@ -192,10 +196,12 @@ class TaggedCallReader:
         key, _ = yield from cursor.read_until(self._key_stops)
         yield from cursor.accept(self._key_close)
         declared: frozenset[str] | None = None
+        attributes = ""
         if self._tag_end:
             attributes, _ = yield from cursor.read_until(self._tag_stops)
             yield from cursor.accept(self._tag_end)
             key = html.unescape(key)
+        if syntax.type_attribute:
             value = dict(_ATTRIBUTE.findall(attributes)).get(syntax.type_attribute, "")
             declared = frozenset({"string"} if value in ("true", "string") else {"value"})
         if self._value_open:
@@ -208,7 +214,7 @@ class TaggedCallReader:
         A value on lines of its own ends with a tag at the start of a line. Models leave out closing tags: the next tag
         ends a value as well, if what follows shows that it is no part of the value.
         """
-        context, cursor = self._context, self._cursor
+        cursor = self._cursor
         has_line_breaks = self._syntax.has_line_breaks and bool((yield from cursor.accept("\n")))
         held = ""
         while True:
@@ -222,7 +228,7 @@ class TaggedCallReader:
             writer.write(text)
             if not literal:
                 if cursor.is_final:
-                    raise OutputEnded
+                    raise OutputEndedError
                 cursor.release()
                 yield
                 continue
@@ -250,7 +256,7 @@ class TaggedCallReader:
             start = cursor.position
             try:
                 key, _ = yield from cursor.read_until(self._key_stops, limit=256)
-            except (NotACallError, OutputEnded):
+            except (NotACallError, OutputEndedError):
                 key = ""
             cursor.position = start
             return key.strip() in other_keys
@@ -267,3 +273,8 @@ class TaggedCallReader:
         at_end = "" in literals and not (yield from cursor.peek())
         cursor.position = start
         return bool(literal) or at_end
+
+
+def _discard(text: str) -> None:
+    """Take text that has no meaning, such as the value of a repeated argument."""
+    del text

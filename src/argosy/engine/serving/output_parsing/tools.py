@@ -45,16 +45,18 @@ class Tool:
         properties = self.parameters.get("properties")
         if not isinstance(properties, dict):
             return {}
-        return {
-            key: frozenset(_iter_types(schema, self.parameters, MAX_REFERENCES))
-            for key, schema in properties.items()
-        }
+        return {key: schema_types(schema, self.parameters) for key, schema in properties.items()}
 
     @property
     def required(self) -> frozenset[str]:
         """Names of the parameters that every call needs."""
         required = self.parameters.get("required")
         return frozenset(required) if isinstance(required, list) else frozenset()
+
+
+def schema_types(schema: object, root: Mapping[str, Any]) -> frozenset[str]:
+    """Return the JSON types that a schema allows. An empty set means any type."""
+    return frozenset(_iter_types(schema, root, MAX_REFERENCES))
 
 
 def json_type(value: object) -> str:

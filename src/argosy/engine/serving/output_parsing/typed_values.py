@@ -93,4 +93,3 @@ def _convert_python(text: str) -> tuple[str, object]:
         return json.dumps(value, ensure_ascii=False, allow_nan=False), value
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
         return "", None
-

@@ -1,0 +1,382 @@
+"""Grammars of the calls of each syntax."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from argosy.engine.serving.output_parsing.argument_schema import (
+    Parameter,
+    schema_grammars,
+    split_parameters,
+)
+from argosy.engine.serving.output_parsing.grammar_writer import (
+    GrammarWriter,
+    alternatives,
+    escape_regex,
+    quote,
+)
+from argosy.engine.serving.output_parsing.json_calls import JsonSyntax, NamedJsonSyntax
+from argosy.engine.serving.output_parsing.literal_grammar import MappingValues, PythonValues
+from argosy.engine.serving.output_parsing.mapping_calls import MappingSyntax
+from argosy.engine.serving.output_parsing.python_calls import PythonSyntax
+from argosy.engine.serving.output_parsing.tagged_calls import TagSyntax
+from argosy.engine.serving.output_parsing.tools import Tool
+
+_JSON_KINDS = ("array", "boolean", "null", "number", "object")
+
+
+class CallGrammar(Protocol):
+    """Grammar of the calls of one syntax."""
+
+    opener: str
+    """Text with which calls begin."""
+
+    def calls(self, head: str, *, parallel: bool) -> str:
+        """Return an expression for one call, or for one or more, behind the expression `head` for the opener."""
+        ...
+
+
+class JsonArguments:
+    """Arguments of tools as JSON. Each tool's schema is compiled once."""
+
+    def __init__(self, writer: GrammarWriter, tools: Sequence[Tool]) -> None:
+        self.writer = writer
+        self.tools = tools
+        self.references = [
+            writer.add_grammars(
+                schema_grammars(
+                    tool.parameters or {"type": "object"},
+                    strict=tool.strict,
+                    param=param_of(index),
+                    name=f"t{index}",
+                )
+            )
+            for index, tool in enumerate(tools)
+        ]
+
+
+def param_of(index: int) -> str:
+    """Return the request field with the parameters of a tool."""
+    return f"tools[{index}].function.parameters"
+
+
+class JsonCallGrammar(JsonArguments):
+    """Grammar of `JsonSyntax`."""
+
+    def __init__(self, writer: GrammarWriter, syntax: JsonSyntax, tools: Sequence[Tool]) -> None:
+        super().__init__(writer, tools)
+        self._syntax = syntax
+        ws = writer.white_space()
+        self._objects = alternatives(
+            [
+                f'"{{" {ws} "\\"name\\"" {ws} ":" {ws} {quote(quote(tool.name))} {ws} "," {ws} '
+                f'{quote(quote(syntax.arguments_key))} {ws} ":" {ws} {reference} {ws} "}}"'
+                for tool, reference in zip(tools, self.references, strict=True)
+            ]
+        )
+        self._object = writer.rule("object", self._objects)
+        self.opener = syntax.open[0]
+
+    def calls(self, head: str, *, parallel: bool) -> str:
+        """Return an expression for calls behind their opener."""
+        writer, syntax = self.writer, self._syntax
+        ws = writer.white_space()
+        closer = f"{ws} {writer.literal(syntax.close)}" if syntax.close else ""
+        if syntax.is_array:
+            more = f'({ws} "," {ws} {self._object})*' if parallel else ""
+            return f'{head} {ws} "[" {ws} {self._object} {more} {ws} "]" {closer}'
+        call = f"{ws} {self._object} {closer}"
+        if not parallel:
+            return f"{head} {call}"
+        if not syntax.close:
+            return f"{head} {call} ({writer.literal(syntax.separator)} {self._object})*"
+        return f"{head} {call} ({ws} {writer.literal(self.opener)} {call})*"
+
+    def bare_calls(self, *, parallel: bool) -> tuple[str, str]:
+        """Return calls that begin with their bracket, and an expression for text that does not look like one.
+
+        The beginning of a call is one lexeme, so that it differs from free text with its last character.
+        """
+        writer, syntax = self.writer, self._syntax
+        ws = writer.white_space()
+        names = "|".join(escape_regex(tool.name) for tool in self.tools)
+        space = r"[ \n]{0,16}"
+        heads = [
+            writer.rule(
+                "HEAD",
+                rf'/\{{{space}"name"{space}:{space}"{escape_regex(tool.name)}"{space},{space}'
+                rf'"{syntax.arguments_key}"{space}:/',
+            )
+            for tool in self.tools
+        ]
+        call = alternatives(
+            [
+                f'{head} {ws} {reference} {ws} "}}"'
+                for head, reference in zip(heads, self.references, strict=True)
+            ]
+        )
+        more = f"({writer.literal(syntax.separator)} {self._object})*" if parallel else ""
+        text = writer.rule(
+            "ANSWER",
+            rf'/[\s\S]*/ & ~/\s*\{{\s*"name"\s*:\s*"({names})"[\s\S]*/',
+        )
+        calls = [f"{call} {more}"]
+        calls += [
+            f"{text} {writer.literal(opener)} {ws} {self._object} {more}"
+            for opener in syntax.open
+            if opener and writer.is_token(opener)
+        ]
+        return " | ".join(calls), text
+
+
+class NamedJsonCallGrammar(JsonArguments):
+    """Grammar of `NamedJsonSyntax`."""
+
+    def __init__(
+        self, writer: GrammarWriter, syntax: NamedJsonSyntax, tools: Sequence[Tool]
+    ) -> None:
+        super().__init__(writer, tools)
+        self._syntax = syntax
+        suffix = r"/:[0-9]{1,4} ?/" if syntax.has_index else ""
+        call_id = ""
+        if syntax.id_open and writer.is_token(syntax.id_open):
+            call_id = f"({writer.literal(syntax.id_open)} /[a-zA-Z0-9]{{9}}/)?"
+        prefix = syntax.name_prefix + syntax.optional_prefix
+        name_end = syntax.name_end[0] + syntax.arguments_open
+        calls = [
+            f"{writer.literal(prefix + tool.name)} {suffix} {call_id} {writer.literal(name_end)} "
+            f"{reference} {writer.literal(syntax.arguments_close + syntax.call_close)}"
+            for tool, reference in zip(tools, self.references, strict=True)
+        ]
+        self._call = writer.rule("call", alternatives(calls))
+        self.opener = syntax.section_open or syntax.call_open
+
+    def calls(self, head: str, *, parallel: bool) -> str:
+        """Return an expression for calls behind their opener."""
+        writer, syntax = self.writer, self._syntax
+        separator = f"{writer.literal(syntax.separator)}?" if syntax.separator else ""
+        call_open = writer.literal(syntax.call_open)
+        more = f"({separator} {call_open} {self._call})*" if parallel else ""
+        first = call_open if syntax.section_open else ""
+        return f"{head} {first} {self._call} {more} {writer.literal(syntax.section_close)}"
+
+
+class TaggedCallGrammar:
+    """Grammar of `TagSyntax`. Parameters stand in the order of the schema, and optional ones may be left out."""
+
+    def __init__(self, writer: GrammarWriter, syntax: TagSyntax, tools: Sequence[Tool]) -> None:
+        self._writer = writer
+        self._syntax = syntax
+        self._space = f"{quote(syntax.separator)}" if syntax.separator else ""
+        calls = [
+            self._call_of(tool, f"t{index}", param_of(index)) for index, tool in enumerate(tools)
+        ]
+        self._call = writer.rule("call", alternatives(calls))
+        self._call_open = syntax.wrapper_open or syntax.name_open
+        self.opener = syntax.section_open or self._call_open
+
+    def calls(self, head: str, *, parallel: bool) -> str:
+        """Return an expression for calls behind their opener."""
+        writer, syntax = self._writer, self._syntax
+        separator = f"{quote(syntax.call_separator)}?" if syntax.call_separator else ""
+        call_open = writer.literal(self._call_open)
+        more = f"({separator} {call_open} {self._call})*" if parallel else ""
+        if not syntax.section_open:
+            return f"{head} {self._call} {more}"
+        return (
+            f"{head} {separator} {call_open} {self._call} {more} "
+            f"{separator} {writer.literal(syntax.section_close)}"
+        )
+
+    def _call_of(self, tool: Tool, name: str, param: str) -> str:
+        """Return an expression for a call of one tool."""
+        writer, syntax = self._writer, self._syntax
+        parameters, is_open = split_parameters(tool, param)
+        elements = [
+            self._element(
+                parameter, f"{name}p{index}", tool, f"{param}.properties.{parameter.name}"
+            )
+            for index, parameter in enumerate(parameters)
+        ]
+        elements = [
+            element if parameter.is_required else f"({element})?"
+            for element, parameter in zip(elements, parameters, strict=True)
+        ]
+        space = f"{self._space}?" if self._space else ""
+        if is_open:
+            elements.append(f"({self._open_element(name, param)} {space})*")
+        tool_name = html.escape(tool.name) if syntax.tag_end else tool.name
+        name_open = syntax.name_open if syntax.wrapper_open else ""
+        opener = writer.literal(name_open + tool_name + syntax.name_close)
+        if syntax.tag_end:
+            index = ' " index=\\"" /[0-9]{1,3}/ "\\""' if syntax.has_index else ""
+            opener += f"{index} {writer.literal(syntax.tag_end)}"
+        lead = space if syntax.wrapper_open and syntax.name_open else ""
+        close_call = writer.literal(syntax.call_close)
+        close_wrapper = writer.literal(syntax.wrapper_close)
+        if close_call and close_wrapper:
+            close_call += f" {space}"
+        more_space = f"{space} {space}" if syntax.tag_end else space
+        body = f" {space} ".join(elements) if elements else ""
+        return (
+            f"{lead} {opener} {more_space} {body} "
+            f"{space if elements else ''} {close_call} {close_wrapper}"
+        )
+
+    def _element(self, parameter: Parameter, name: str, tool: Tool, param: str) -> str:
+        """Return an expression for a parameter and its value."""
+        attribute = self._syntax.type_attribute
+        takes_string = not parameter.types or "string" in parameter.types
+        others = sorted(parameter.types - {"string"})
+        choices = []
+        if takes_string:
+            choices.append(self._tag(parameter.name, "string") + self._string(parameter))
+        if attribute == "type":
+            kinds = others if parameter.types else _JSON_KINDS
+            choices += [
+                self._tag(parameter.name, kind)
+                + self._json(parameter, [kind], f"{name}{kind}", tool, param)
+                for kind in kinds
+            ]
+        elif (attribute or not takes_string) and (others or not parameter.types):
+            choices.append(
+                self._tag(parameter.name, "value")
+                + self._json(parameter, others, name, tool, param)
+            )
+        return alternatives(choices)
+
+    def _tag(self, key: str, kind: str, *, is_rule: bool = False) -> str:
+        """Return an expression for the name of a parameter, up to its value.
+
+        Args:
+            key: The name, or a rule for it.
+            kind: Type of the value.
+            is_rule: Whether `key` is a rule.
+        """
+        writer, syntax = self._writer, self._syntax
+        attribute = ""
+        if syntax.type_attribute == "string":
+            attribute = f' string="{"true" if kind == "string" else "false"}"'
+        elif syntax.type_attribute:
+            attribute = f' type="{"number" if kind == "integer" else kind}"'
+        end = syntax.key_close + attribute + syntax.tag_end
+        if is_rule:
+            tag = f"{writer.literal(syntax.key_open)} {key} {writer.literal(end)}"
+        else:
+            key = html.escape(key) if syntax.tag_end else key
+            tag = writer.literal(syntax.key_open + key + end)
+        space = f"{self._space}?" if self._space and syntax.value_open else ""
+        line = '"\\n"' if syntax.has_line_breaks else ""
+        return f"{tag} {space} {writer.literal(syntax.value_open)} {line} "
+
+    @property
+    def _value_close(self) -> str:
+        return "\n" * self._syntax.has_line_breaks + self._syntax.value_close
+
+    def _string(self, parameter: Parameter) -> str:
+        """Return an expression for a string as plain text, and what closes it."""
+        if parameter.strings:
+            values = alternatives(
+                [self._writer.literal(value) or '""' for value in parameter.strings]
+            )
+            return f"{values} {self._writer.literal(self._value_close)}"
+        return self._writer.text_until(self._value_close, parameter.pattern)
+
+    def _json(
+        self, parameter: Parameter, kinds: list[str], name: str, tool: Tool, param: str
+    ) -> str:
+        """Return an expression for a value of one of the types as JSON, and what closes it."""
+        schema = dict(parameter.schema)
+        if kinds:
+            schema["type"] = kinds[0] if len(kinds) == 1 else kinds
+        reference = self._writer.add_grammars(
+            schema_grammars(schema, strict=tool.strict, param=param, name=name)
+        )
+        return f"{reference} {self._writer.literal(self._value_close)}"
+
+    def _open_element(self, name: str, param: str) -> str:
+        """Return an expression for any parameter with any value."""
+        writer, attribute = self._writer, self._syntax.type_attribute
+        key = writer.shared_rule("KEY", r"/[A-Za-z_][A-Za-z0-9_.-]{0,63}/")
+        choices = [
+            f"{self._tag(key, 'string', is_rule=True)} {writer.text_until(self._value_close)}"
+        ]
+        kinds = {"string": ("value",), "type": _JSON_KINDS}.get(attribute, ())
+        for kind in kinds:
+            schema = {} if kind == "value" else {"type": kind}
+            reference = writer.add_grammars(
+                schema_grammars(schema, strict=False, param=param, name=f"{name}{kind}")
+            )
+            choices.append(
+                f"{self._tag(key, kind, is_rule=True)} {reference} {writer.literal(self._value_close)}"
+            )
+        return alternatives(choices)
+
+
+class PythonCallGrammar:
+    """Grammar of `PythonSyntax`. Arguments have keywords and stand in the order of the schema."""
+
+    opener = "["
+
+    def __init__(self, writer: GrammarWriter, syntax: PythonSyntax, tools: Sequence[Tool]) -> None:
+        values = PythonValues(writer)
+        self._writer = writer
+        self._syntax = syntax
+        self._names = [tool.name for tool in tools]
+        self._arguments = [
+            writer.rule("arguments", values.members(tool, param_of(index), '"="') + ' ")"')
+            for index, tool in enumerate(tools)
+        ]
+        self._call = writer.rule(
+            "call", self._alternatives(f'{quote(name)} "("' for name in self._names)
+        )
+
+    def calls(self, head: str, *, parallel: bool) -> str:
+        """Return an expression for calls behind their opener."""
+        return f"{head} {self._call} {self._more(parallel=parallel)}"
+
+    def bare_calls(self, *, parallel: bool) -> tuple[str, str]:
+        """Return calls without a marker, and an expression for text that does not look like one.
+
+        The beginning of a call is one lexeme, so that it differs from free text with its last character.
+        """
+        writer, syntax = self._writer, self._syntax
+        heads = [writer.rule("HEAD", rf"/\[ ?{escape_regex(name)}\(/") for name in self._names]
+        more = self._more(parallel=parallel)
+        names = "|".join(map(escape_regex, self._names))
+        text = writer.rule("ANSWER", rf"/[\s\S]*/ & ~/\s*\[\s*({names})\s*\([\s\S]*/")
+        calls = f"{self._alternatives(heads)} {more}"
+        if writer.is_token(syntax.open):
+            head = f'{text} {writer.literal(syntax.open)} "["'
+            calls += f" | {self.calls(head, parallel=parallel)} ({writer.literal(syntax.close)})?"
+        return calls, text
+
+    def _alternatives(self, heads: Iterable[str]) -> str:
+        return alternatives(
+            [f"{head} {arguments}" for head, arguments in zip(heads, self._arguments, strict=True)]
+        )
+
+    def _more(self, *, parallel: bool) -> str:
+        more = f'("," " "? {self._call})*' if parallel else ""
+        return f'{more} "]"'
+
+
+class MappingCallGrammar:
+    """Grammar of `MappingSyntax`. Keys are sorted, as in training, or stand in the order of the schema."""
+
+    def __init__(self, writer: GrammarWriter, syntax: MappingSyntax, tools: Sequence[Tool]) -> None:
+        values = MappingValues(writer, syntax.quote)
+        calls = []
+        for index, tool in enumerate(tools):
+            arguments = values.members(tool, param_of(index), '":"')
+            calls.append(f'{quote(f"call:{tool.name}{{")} {arguments} "}}"')
+        self._call = writer.rule("call", f"{alternatives(calls)} {writer.literal(syntax.close)}")
+        self._writer = writer
+        self.opener = syntax.open
+
+    def calls(self, head: str, *, parallel: bool) -> str:
+        """Return an expression for calls behind their opener."""
+        more = f"({self._writer.literal(self.opener)} {self._call})*" if parallel else ""
+        return f"{head} {self._call} {more}"

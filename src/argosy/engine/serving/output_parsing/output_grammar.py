@@ -1,0 +1,206 @@
+"""Grammar of a whole output: free text, tool calls and a constrained answer, in the format of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Literal
+
+from argosy.constraints import OutputConstraint
+from argosy.engine.serving.output_parsing import harmony
+from argosy.engine.serving.output_parsing.call_grammar import (
+    CallGrammar,
+    JsonArguments,
+    JsonCallGrammar,
+    MappingCallGrammar,
+    NamedJsonCallGrammar,
+    PythonCallGrammar,
+    TaggedCallGrammar,
+)
+from argosy.engine.serving.output_parsing.formats import AnswerFrame, OutputFormat
+from argosy.engine.serving.output_parsing.grammar_writer import (
+    GrammarWriter,
+    alternatives,
+)
+from argosy.engine.serving.output_parsing.harmony import HarmonySyntax
+from argosy.engine.serving.output_parsing.json_calls import JsonSyntax, NamedJsonSyntax
+from argosy.engine.serving.output_parsing.mapping_calls import MappingSyntax
+from argosy.engine.serving.output_parsing.python_calls import PythonSyntax
+from argosy.engine.serving.output_parsing.tagged_calls import TagSyntax
+from argosy.engine.serving.output_parsing.tools import Tool
+
+Mode = Literal["auto", "required", "named", "none"]
+_LEADING_SPACE = r"/[ \n]{1,2}/"
+
+
+def build_output_grammar(
+    output_format: OutputFormat,
+    tools: Sequence[Tool],
+    *,
+    mode: Mode,
+    allowed: Collection[str] | None,
+    parallel: bool,
+    answer: OutputConstraint | None,
+    marker_id: Callable[[str], int | None],
+) -> str:
+    """Return the grammar of an output behind its reasoning block, or an empty string if nothing is constrained.
+
+    Args:
+        output_format: Format of the model.
+        tools: All tools of the request.
+        mode: `auto` allows text and calls, `required` and `named` demand calls, `none` forbids them.
+        allowed: Names of the tools that may be called. None means all.
+        parallel: Whether there may be several calls.
+        answer: Constraint of the answer if there is no call.
+        marker_id: Id of a marker that is a special token of the model, or None.
+
+    Raises:
+        ApiError: 400 if a strict tool cannot be enforced.
+    """
+    ids = {text: marker_id(text) for text in output_format.tokens}
+    writer = GrammarWriter({text: token for text, token in ids.items() if token is not None})
+    callable_tools = [
+        tool for tool in tools if mode != "none" and (allowed is None or tool.name in allowed)
+    ]
+    parallel = parallel and mode != "named"
+    if isinstance(output_format.syntax, HarmonySyntax):
+        return _harmony_grammar(writer, callable_tools, mode, answer)
+    grammar = _call_grammar(output_format, writer, callable_tools) if callable_tools else None
+    if grammar is None:
+        return _answer_grammar(writer, output_format.frame, answer)
+    if mode == "auto" and answer is None:
+        start = _free_text(writer, output_format, grammar, parallel=parallel)
+    else:
+        space = writer.shared_rule("SPACE", _LEADING_SPACE) + "?"
+        start = f"{space} {grammar.calls(writer.literal(grammar.opener), parallel=parallel)}"
+        if output_format.frame is not None:
+            frame = output_format.frame
+            start = (
+                f"({writer.literal(frame.open)})? {writer.literal(frame.close)} {start} "
+                f"({writer.literal(frame.end)})?"
+            )
+        if mode == "auto" and answer is not None:
+            start = f"{start} | {_framed_answer(writer, output_format.frame, answer)}"
+    return writer.encode(start)
+
+
+def _call_grammar(
+    output_format: OutputFormat, writer: GrammarWriter, tools: Sequence[Tool]
+) -> CallGrammar | None:
+    match output_format.syntax:
+        case JsonSyntax() as syntax:
+            return JsonCallGrammar(writer, syntax, tools)
+        case NamedJsonSyntax() as syntax:
+            return NamedJsonCallGrammar(writer, syntax, tools)
+        case TagSyntax() as syntax:
+            return TaggedCallGrammar(writer, syntax, tools)
+        case PythonSyntax() as syntax:
+            return PythonCallGrammar(writer, syntax, tools)
+        case MappingSyntax() as syntax:
+            return MappingCallGrammar(writer, syntax, tools)
+    return None
+
+
+def _answer_grammar(
+    writer: GrammarWriter, frame: AnswerFrame | None, answer: OutputConstraint | None
+) -> str:
+    """Return the grammar of an answer without calls."""
+    if answer is None:
+        return ""
+    if frame is None:
+        return answer.grammar_text
+    return writer.encode(_framed_answer(writer, frame, answer))
+
+
+def _framed_answer(
+    writer: GrammarWriter, frame: AnswerFrame | None, answer: OutputConstraint
+) -> str:
+    """Return an expression for a constrained answer and the markers around it."""
+    text = writer.add_grammars(answer.grammars)
+    if frame is None:
+        return text
+    return (
+        f"({writer.literal(frame.open)})? {text} {writer.literal(frame.close)} "
+        f"({writer.literal(frame.end)})?"
+    )
+
+
+def _free_text(
+    writer: GrammarWriter, output_format: OutputFormat, grammar: CallGrammar, *, parallel: bool
+) -> str:
+    """Return an expression for text in which calls may occur. A call begins with the first trigger."""
+    if isinstance(grammar, JsonCallGrammar) and not grammar.opener:
+        calls, text = grammar.bare_calls(parallel=parallel)
+        return f"{calls} | {text}"
+    if isinstance(grammar, PythonCallGrammar):
+        calls, text = grammar.bare_calls(parallel=parallel)
+        return f"{calls} | {text}"
+    first, *rest = writer.split(grammar.opener)
+    unwanted: list[str] = list(_bare_triggers(output_format, writer))
+    if writer.is_token(first):
+        head = f"{writer.text(unwanted)} {writer.literal(grammar.opener)}"
+    elif rest:
+        head = f"{writer.text_with(first)} {writer.literal(''.join(rest))}"
+    else:
+        head = writer.text_up_to(first)
+        unwanted.append(first)
+    calls = grammar.calls(head, parallel=parallel)
+    text = writer.text(unwanted)
+    if output_format.frame is not None:
+        frame = output_format.frame
+        calls = grammar.calls(writer.literal(grammar.opener), parallel=parallel)
+        return (
+            f"({writer.literal(frame.open)})? {text} ({writer.literal(frame.close)} ({calls})? "
+            f"({writer.literal(frame.end)})?)?"
+        )
+    return f"({calls})* {text}" if parallel else f"{calls} | {text}"
+
+
+def _bare_triggers(output_format: OutputFormat, writer: GrammarWriter) -> Sequence[str]:
+    """Return further texts with which a call would begin."""
+    syntax = output_format.syntax
+    if isinstance(syntax, TagSyntax) and syntax.has_bare_calls:
+        return (syntax.name_open,)
+    if isinstance(syntax, JsonSyntax):
+        return [text for text in syntax.open[1:] if text and not writer.is_token(text)]
+    return ()
+
+
+def _harmony_grammar(
+    writer: GrammarWriter,
+    tools: Sequence[Tool],
+    mode: Mode,
+    answer: OutputConstraint | None,
+) -> str:
+    """Return the grammar of messages. The prompt has opened the first one, and its channel follows."""
+    if not tools and answer is None:
+        return ""
+    literal = writer.literal
+    text = writer.text()
+    next_message = literal(f"{harmony.END}{harmony.START}assistant")
+    channels = ["analysis"]
+    if mode == "auto" and answer is None:
+        channels.append("commentary")
+    messages = alternatives(
+        [
+            f"{literal(f'{harmony.CHANNEL}{channel}{harmony.MESSAGE}')} {text}"
+            for channel in channels
+        ]
+    )
+    last = []
+    if tools:
+        arguments = JsonArguments(writer, tools)
+        content_type = f'(" "? {literal(harmony.CONSTRAIN)} "json" | " json")?'
+        message = literal(harmony.MESSAGE)
+        calls = [
+            f"({literal(f' to=functions.{tool.name}{harmony.CHANNEL}commentary')} | "
+            f"{literal(f'{harmony.CHANNEL}commentary to=functions.{tool.name}')}) "
+            f"{content_type} {message} {reference}"
+            for tool, reference in zip(tools, arguments.references, strict=True)
+        ]
+        last.append(writer.rule("call", alternatives(calls)))
+    if mode in ("auto", "none"):
+        body = text if answer is None else writer.add_grammars(answer.grammars)
+        last.append(f"{literal(f'{harmony.CHANNEL}final{harmony.MESSAGE}')} {body}")
+        if "commentary" in channels:
+            last.append(f"{literal(f'{harmony.CHANNEL}commentary{harmony.MESSAGE}')} {text}")
+    return writer.encode(f"({messages} {next_message})* {alternatives(last)}")

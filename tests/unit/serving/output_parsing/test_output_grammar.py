@@ -1,0 +1,182 @@
+"""Grammars of calls: what the families' fixtures hold is accepted, and what would not parse is masked."""
+
+from __future__ import annotations
+
+import json
+from itertools import takewhile
+from typing import Any
+
+import pytest
+from canitoolcall.fixtures import Fixture
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.support.call_renderer import CallRenderer
+from tests.support.grammar_matcher import GrammarMatcher
+from tests.support.tool_call_fixtures import (
+    FIXTURES,
+    format_of,
+    pieces_of,
+    prompt_of,
+    tools_of,
+)
+
+from argosy.constraints import schema_grammar
+from argosy.engine.serving.output_parsing import (
+    FORMATS,
+    MarkerToken,
+    OutputFormat,
+    Piece,
+    Tool,
+    build_output_grammar,
+    prompt_opens_reasoning,
+)
+from argosy.protocol import ApiError
+
+MARKER = "A special token within an argument. Arguments hold text only."
+ORDER = "Keys in another order than in training."
+CHANNEL = "A call on the analysis channel, or to a built-in tool."
+AFTER_CALL = "Output behind `<|call|>`, which ends a turn."
+BARE = "A call without the tag around it."
+SYNTAX = "A tag is not closed, or is written without its line breaks."
+LITERAL = "A Python literal where the schema demands JSON."
+EMPTY = "A section without a well-formed call, or text that belongs to no call."
+KEY = "`arguments` as the key, which Llama writes as `parameters`."
+FORBIDDEN = {
+    "deepseek/sglang-v4-self-closing-invoke": SYNTAX,
+    "deepseek/v3-marker-in-arguments": MARKER,
+    "deepseek/v31-marker-in-arguments": MARKER,
+    "deepseek/v32-marker-in-arguments": MARKER,
+    "deepseek/v4-marker-in-arguments": MARKER,
+    "deepseek/v41-marker-in-arguments": MARKER,
+    "gemma4/marker-in-arguments": MARKER,
+    "glm/glm45-marker-in-arguments": MARKER,
+    "glm/glm47-marker-in-arguments": MARKER,
+    "glm/glm47-missing-last-close-arg-value": SYNTAX,
+    "gpt-oss/harmony-string-escapes": "The escape of a control character, which llguidance writes differently.",
+    "gpt-oss/llamacpp-builtin-python-recipient": CHANNEL,
+    "gpt-oss/llamacpp-recipient-in-channel-analysis": CHANNEL,
+    "gpt-oss/llamacpp-recipient-in-role-constrain": CHANNEL,
+    "gpt-oss/vllm-call-on-analysis-channel": CHANNEL,
+    "gpt-oss/vllm-call-then-final": AFTER_CALL,
+    "gpt-oss/vllm-preamble-call-end-terminated": AFTER_CALL,
+    "gpt-oss/vllm-sequential-calls": AFTER_CALL,
+    "kimi/k26-marker-in-arguments": MARKER,
+    "kimi/k26-marker-terminator-in-string": MARKER,
+    "kimi/k2i-vllm-content-after-tool-section": EMPTY,
+    "kimi/k2i-vllm-empty-tool-section": EMPTY,
+    "kimi/k2i-vllm-id-without-functions-prefix": SYNTAX,
+    "kimi/k2i-vllm-noise-between-markers": EMPTY,
+    "llama/l3-bug-whole-call-single-delta": KEY,
+    "llama/l3-marker-in-arguments": MARKER,
+    "llama/l3-meta-python-tag-type-function": ORDER,
+    "llama/l3-sglang-python-tag-call": KEY,
+    "llama/l3-sglang-text-before-python-tag": KEY,
+    "llama/l3-vllm-arguments-key": KEY,
+    "mistral/vllm-v3-arguments-before-name": ORDER,
+    "mistral/vllm-v3-name-inside-arguments": ORDER,
+    "qwen3-hermes/marker-in-arguments": MARKER,
+    "qwen3-xml/bug-coder-missing-tool-call-opener": BARE,
+    "qwen3-xml/bug-coder-text-after-call": SYNTAX,
+    "qwen3-xml/bug-missing-close-parameter-before-function": SYNTAX,
+    "qwen3-xml/coder-marker-in-arguments": MARKER,
+    "qwen3-xml/coder-python-literals": LITERAL,
+    "qwen3-xml/llamacpp-coder-bare-function": BARE,
+    "qwen3-xml/llamacpp-coder-bare-function-parallel": BARE,
+    "qwen3-xml/q35-python-literals": LITERAL,
+    "qwen3-xml/q38-tool-call-token-in-arguments": MARKER,
+    "qwen3-xml/vllm-coder-missing-close-parameter": SYNTAX,
+}
+"""Outputs that a grammar does not accept, with the reason."""
+COMPLETE = [
+    fixture_id
+    for fixture_id, fixture in FIXTURES.items()
+    if fixture.expected is not None and not fixture.truncated
+]
+CALL_FORMATS = [name for name, output_format in FORMATS.items() if output_format.has_calls]
+WEATHER = Tool(
+    name="get_weather",
+    parameters={
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": "integer", "minimum": 1, "maximum": 9},
+            "unit": {"enum": ["c", "f"]},
+            "tags": {"type": "array", "items": {"type": "string"}},
+        },
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+)
+SEARCH = Tool(
+    name="search",
+    parameters={
+        "type": "object",
+        "properties": {"query": {"type": "string"}, "exact": {"type": "boolean"}},
+        "required": ["query", "exact"],
+        "additionalProperties": False,
+    },
+)
+TOOLS = [WEATHER, SEARCH]
+CALL = ("search", {"query": "cats", "exact": True})
+WEATHER_CALL = ("get_weather", {"city": "Bern"})
+
+
+def special(name: str) -> OutputFormat:
+    """Return a format whose markers are special tokens."""
+    return FORMATS[name].with_vocabulary(lambda text: True)
+
+
+def grammar_of(matcher: GrammarMatcher, output_format: OutputFormat, **options: Any) -> str:
+    """Return the grammar of an output with `TOOLS`."""
+    arguments: dict[str, Any] = {
+        "mode": "auto",
+        "allowed": None,
+        "parallel": True,
+        "answer": None,
+        **options,
+    }
+    tools = arguments.pop("tools", TOOLS)
+    return build_output_grammar(output_format, tools, marker_id=matcher.marker_id, **arguments)
+
+
+def behind_reasoning(fixture: Fixture) -> list[Piece]:
+    """Return the pieces of a fixture behind its reasoning block, where the grammar begins."""
+    output_format, pieces = format_of(fixture), pieces_of(fixture)
+    if output_format.name == "gpt-oss":
+        return pieces
+    is_open = prompt_opens_reasoning(output_format, prompt_of(fixture))
+    for block in output_format.thinking:
+        closer = CallRenderer(output_format).syntax(block.close)
+        text = [*map(_text, pieces)]
+        has_opener = any(_text(piece) == block.open for piece in pieces)
+        if not (is_open or has_opener or fixture.raw_output.startswith(block.open)):
+            continue
+        length = len("".join(map(_text, closer)))
+        position = "".join(text).find(block.close)
+        if position < 0:
+            continue
+        rest: list[Piece] = []
+        offset = 0
+        for piece in pieces:
+            end = offset + len(_text(piece))
+            if offset >= position + length:
+                rest.append(piece)
+            elif end > position + length:
+                rest.append(_text(piece)[position + length - offset :])
+            offset = end
+        return rest
+    return pieces
+
+
+def _text(piece: Piece) -> str:
+    return piece if isinstance(piece, str) else piece.text
+
+
+@pytest.mark.parametrize("fixture_id", COMPLETE)
+def test_accepts_every_complete_fixture_that_it_should(fixture_id: str) -> None:
+    fixture = FIXTURES[fixture_id]
+    output_format = format_of(fixture)
+    matcher = GrammarMatcher(output_format)
+    grammar = grammar_of(matcher, output_format, tools=tools_of(fixture))
+    rest = matcher.match(grammar, behind_reasoning(fixture))
+    assert bool(rest) == (fixture_id in FORBIDDEN), rest

@@ -1,0 +1,185 @@
+"""Parser of output: total, independent of how the output is split, and exact for valid calls of every format."""
+
+from __future__ import annotations
+
+import json
+from itertools import chain
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.support.call_renderer import CallRenderer
+from tests.support.tool_call_fixtures import FIXTURES, format_of, pieces_of, to_result
+
+from argosy.engine.serving.output_parsing import (
+    FORMATS,
+    MarkerToken,
+    OutputFormat,
+    OutputParser,
+    Piece,
+    Tool,
+)
+from argosy.engine.serving.output_parsing.events import CallEnd, CallStart, OutputEvent
+
+PARAMETERS = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string"},
+        "note": {"type": ["string", "null"]},
+        "count": {"type": "integer"},
+        "ratio": {"type": "number"},
+        "flag": {"type": "boolean"},
+        "nothing": {"type": "null"},
+        "items": {"type": "array", "items": {"type": ["integer", "string"]}},
+        "nested": {"type": "object", "properties": {"text": {"type": "string"}}},
+    },
+}
+TOOLS = [Tool(name="get_weather", parameters=PARAMETERS), Tool(name="search", parameters=PARAMETERS)]
+CALL_FORMATS = [output_format for output_format in FORMATS.values() if output_format.has_calls]
+SPECIAL = {
+    output_format.name: output_format.with_vocabulary(lambda text: True)
+    for output_format in CALL_FORMATS
+}
+PLAIN_TEXT = {
+    output_format.name: output_format.with_vocabulary(lambda text: False)
+    for output_format in CALL_FORMATS
+}
+WORDS = st.text(st.characters(codec="utf-8"), max_size=12) | st.sampled_from(
+    [
+        '"',
+        "\\",
+        '{"name": "search"',
+        "}",
+        "</tool_call>",
+        "</parameter>",
+        "\n<parameter=x>",
+        "<|call|>",
+        "'",
+        "}]",
+        "null",
+        "None",
+        " \n",
+    ]
+)
+
+
+def parse(
+    output_format: OutputFormat,
+    chunks: list[list[Piece]],
+    *,
+    in_reasoning: bool = False,
+    parse_calls: bool = True,
+) -> list[list[OutputEvent]]:
+    """Return the events after each chunk, and those at the end."""
+    parser = OutputParser(output_format, TOOLS, in_reasoning=in_reasoning, parse_calls=parse_calls)
+    return [*(parser.feed(chunk) for chunk in chunks), parser.finish()]
+
+
+def join(events: list[list[OutputEvent]]) -> list[OutputEvent]:
+    """Return events with adjacent texts joined."""
+    joined: list[Any] = []
+    for event in chain.from_iterable(events):
+        last = joined[-1] if joined else None
+        if type(event) is type(last) and not isinstance(event, CallStart | CallEnd):
+            joined[-1] = event._replace(text=last.text + event.text)
+        else:
+            joined.append(event)
+    return joined
+
+
+@st.composite
+def outputs(draw: st.DrawFn) -> tuple[OutputFormat, list[Piece]]:
+    """Draw a format and an output of fixtures, markers, syntax and arbitrary text."""
+    name = draw(st.sampled_from(sorted(SPECIAL)))
+    output_format = draw(st.sampled_from([SPECIAL[name], PLAIN_TEXT[name]]))
+    fixtures = [fixture for fixture in FIXTURES.values() if format_of(fixture).name == name]
+    pieces: list[Piece] = []
+    for _ in range(draw(st.integers(1, 4))):
+        kind = draw(st.integers(0, 3))
+        if kind == 0 and fixtures:
+            output = pieces_of(draw(st.sampled_from(fixtures)))
+            start = draw(st.integers(0, len(output)))
+            pieces += output[start : start + draw(st.integers(0, 60))]
+        elif kind == 1:
+            pieces.append(MarkerToken(draw(st.sampled_from(output_format.tokens or ("<eos>",)))))
+        elif kind == 2:
+            calls = [(draw(st.sampled_from(["search", "other"])), {"text": draw(WORDS)})]
+            pieces += CallRenderer(output_format).render(calls)
+        else:
+            pieces.append(draw(WORDS))
+    return output_format, pieces
+
+
+@given(outputs(), st.booleans(), st.booleans(), st.data())
+def test_events_do_not_depend_on_how_the_output_is_split(
+    output: tuple[OutputFormat, list[Piece]],
+    in_reasoning: bool,
+    parse_calls: bool,
+    data: st.DataObject,
+) -> None:
+    output_format, pieces = output
+    options = {"in_reasoning": in_reasoning, "parse_calls": parse_calls}
+    whole = join(parse(output_format, [pieces], **options))
+    characters: list[Piece] = []
+    for piece in pieces:
+        characters += [piece] if isinstance(piece, MarkerToken) else list(piece)
+    single = parse(output_format, [[piece] for piece in characters], **options)
+    assert join(single) == whole
+    cut = data.draw(st.integers(0, len(characters)))
+    before, after = characters[:cut], characters[cut:]
+    halves = parse(output_format, [before, after], **options)
+    assert join([halves[0]]) == join(single[:cut])
+    assert join(halves) == whole
+
+
+def values_for(output_format: OutputFormat) -> st.SearchStrategy[dict[str, Any]]:
+    """Return a strategy of arguments that the format can express."""
+    markers = [text for text in (*output_format.tokens, "</", "<", "call", "｜") if text]
+    text = st.text(st.characters(codec="utf-8"), max_size=20).filter(
+        lambda value: not any(marker in value for marker in markers)
+    )
+    nullable = text.filter(lambda value: value not in ("null", "None")) | st.none()
+    return st.fixed_dictionaries(
+        {},
+        optional={
+            "text": text,
+            "note": nullable,
+            "count": st.integers(-(2**53), 2**53),
+            "ratio": st.floats(allow_nan=False, allow_infinity=False),
+            "flag": st.booleans(),
+            "nothing": st.none(),
+            "items": st.lists(st.integers(0, 9) | text, max_size=3),
+            "nested": st.fixed_dictionaries({"text": text}),
+        },
+    )
+
+
+@pytest.mark.parametrize("vocabulary", [SPECIAL, PLAIN_TEXT], ids=["tokens", "text"])
+@pytest.mark.parametrize("name", SPECIAL)
+@given(data=st.data())
+def test_valid_calls_of_every_format_are_parsed_exactly(
+    name: str, vocabulary: dict[str, OutputFormat], data: st.DataObject
+) -> None:
+    output_format = vocabulary[name]
+    calls = data.draw(
+        st.lists(
+            st.tuples(st.sampled_from(["get_weather", "search"]), values_for(output_format)),
+            min_size=1,
+            max_size=3,
+        )
+    )
+    events = join(parse(output_format, [CallRenderer(output_format).render(calls)]))
+    result = to_result(events)
+    parsed = [(call.name, json.loads(call.arguments_raw or "")) for call in result.tool_calls]
+    assert parsed == calls
+    assert sum(isinstance(event, CallEnd) for event in events) == len(calls)
+    assert result.content is None
+
+
+@pytest.mark.parametrize("name", SPECIAL)
+def test_a_call_is_content_if_calls_are_not_parsed(name: str) -> None:
+    output_format = SPECIAL[name]
+    pieces = CallRenderer(output_format).render([("search", {"text": "x"})])
+    events = join(parse(output_format, [pieces], parse_calls=False))
+    assert not any(isinstance(event, CallStart) for event in events)
