@@ -101,7 +101,9 @@ async def test_internal_fields_of_backends_are_removed(backend_class: type[FakeB
         await stream(client, CHAT)
         for path in (CHAT, COMPLETION):
             await stream(client, path, **INTERNAL_FIELDS)
-            await client.post(path, json=BODIES[path] | INTERNAL_FIELDS)
+            response = await client.post(path, json=BODIES[path] | INTERNAL_FIELDS)
+            named = response.headers["x-argosy-ignored-fields"].split(",")
+            assert set(named) == INTERNAL_FIELDS.keys() - {"request_id", "Model"}
     assert len(backend.requests) == 5
     for request in backend.requests:
         assert request.body.keys().isdisjoint(INTERNAL_FIELDS)

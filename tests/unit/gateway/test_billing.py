@@ -205,8 +205,13 @@ async def test_tokens_of_complete_stream(
 @pytest.mark.parametrize("choices", [RESUMABLE, PASSTHROUGH], ids=["resumable", "passthrough"])
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("content", WORDS), ("reasoning", WORDS), ("tool_calls", LONG_TOOL_CALL)],
-    ids=["content", "reasoning", "tool_calls"],
+    [
+        ("content", WORDS),
+        ("reasoning", WORDS),
+        ("tool_calls", LONG_TOOL_CALL),
+        ("tool_calls", [{"index": 0, "type": "custom", "custom": {"input": WORDS}}]),
+    ],
+    ids=["content", "reasoning", "tool_calls", "custom_tool_calls"],
 )
 async def test_tokens_of_cut_stream_are_estimated_from_its_text(
     name: str, value: object, choices: Json

@@ -45,6 +45,27 @@ def test_usage_is_counted_if_other_fields_are_null() -> None:
 
 
 @pytest.mark.parametrize(
+    ("details", "reasoning_tokens"),
+    [
+        ({"reasoning_tokens": 2}, 2),
+        ({"reasoning_tokens": 9}, 3),
+        ({"reasoning_tokens": -1}, None),
+        ({"reasoning_tokens": "2"}, None),
+        ({}, None),
+        ("many", None),
+        (None, None),
+    ],
+)
+def test_unreadable_details_of_usage_do_not_hide_it(
+    details: object, reasoning_tokens: int | None
+) -> None:
+    delivered = DeliveredOutput()
+    usage = {"prompt_tokens": 7, "completion_tokens": 3, "completion_tokens_details": details}
+    make_parser(delivered).feed(format_chunk(choices=[], usage=usage))
+    assert (delivered.output_tokens, delivered.reasoning_tokens) == (3, reasoning_tokens)
+
+
+@pytest.mark.parametrize(
     "delta",
     [
         {"content": [{"type": "thinking", "thinking": [{"type": "text", "text": "a"}]}]},

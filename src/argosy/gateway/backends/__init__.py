@@ -18,6 +18,7 @@ from argosy.gateway.backends.backend_adapter import (
     ResumeMode,
 )
 from argosy.gateway.backends.catalog import get_adapter
+from argosy.gateway.backends.constraint_fields import CONSTRAINT_FIELDS
 from argosy.gateway.backends.delivered_output import DeliveredOutput
 from argosy.gateway.backends.detection import DetectedBackend, detect_backend
 from argosy.gateway.backends.first_content import FirstContentDetector
@@ -27,6 +28,7 @@ from argosy.gateway.backends.request_builder import (
     count_resume_tokens,
     derive_cache_salt,
     is_token_ids_requested,
+    list_dropped_fields,
     resume_token_counts,
     translate_constraint,
 )
@@ -52,6 +54,7 @@ from argosy.gateway.backends.usage import ReportedUsage, estimate_response_token
 __all__ = [
     "CHAT_PATH",
     "COMPLETION_PATH",
+    "CONSTRAINT_FIELDS",
     "MALFORMED_EVENT_ERRORS",
     "BackendAdapter",
     "BackendKind",
@@ -78,6 +81,7 @@ __all__ = [
     "infer_status",
     "is_json_object",
     "is_token_ids_requested",
+    "list_dropped_fields",
     "parse_error_message",
     "parse_finish_reasons",
     "parse_usage",

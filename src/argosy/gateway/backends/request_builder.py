@@ -344,6 +344,14 @@ def _build_raw_fields(
     return raw
 
 
+def list_dropped_fields(fields: RequestFields) -> tuple[str, ...]:
+    """Return the client's fields without effect at servers of other backends than Argosy.
+
+    The gateway applies some of the fields that it drops itself: they are not listed.
+    """
+    return tuple(sorted((PRIVILEGED_FIELDS - {"request_id"}).intersection(fields.raw)))
+
+
 def translate_constraint(
     raw: dict[str, Raw], path: bytes, adapter: BackendAdapter
 ) -> dict[str, Raw]:

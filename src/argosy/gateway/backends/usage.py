@@ -37,9 +37,14 @@ def estimate_tokens(*values: object) -> int:
 
 
 def _tool_call_arguments(calls: list[object]) -> list[object]:
-    """Return the arguments of well-formed tool calls."""
-    functions = [call.get("function") for call in calls if isinstance(call, dict)]
-    return [function.get("arguments") for function in functions if isinstance(function, dict)]
+    """Return the arguments of well-formed tool calls, and the inputs of custom ones."""
+    return [
+        body.get(name)
+        for call in calls
+        if isinstance(call, dict)
+        for kind, name in (("function", "arguments"), ("custom", "input"))
+        if isinstance(body := call.get(kind), dict)
+    ]
 
 
 class PromptTokensDetails(msgspec.Struct):

@@ -1,11 +1,38 @@
-"""Check of a request's output constraint before the request is queued."""
+"""Checks of a request's constraint and tools before it is queued, as its replica would check them."""
 
 from __future__ import annotations
 
-from argosy.gateway.backends import BackendAdapter, BackendKind, translate_constraint
+import asyncio
+import hashlib
+from collections import OrderedDict
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import msgspec
+import structlog
+from msgspec import Raw
+
+from argosy import constraints
+from argosy.gateway.backends import (
+    CHAT_PATH,
+    CONSTRAINT_FIELDS,
+    BackendAdapter,
+    BackendKind,
+    translate_constraint,
+)
 from argosy.gateway.pool import Pool
 from argosy.gateway.request_fields import RequestFields
-from argosy.protocol import ApiError
+from argosy.protocol import ApiError, invalid_request
+
+CHECKED_FIELDS = (*constraints.TOOL_FIELDS, *sorted(CONSTRAINT_FIELDS))
+CHECK_TIMEOUT_S = 2.0
+"""A request whose check takes longer, because others are ahead of it, is checked by its replica only."""
+MAX_CACHED_RESULTS = 1024
+MAX_THREADS = 2
+
+log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
 
 def find_unsupporting_replicas(pool: Pool, fields: RequestFields, path: bytes) -> set[str]:
@@ -17,16 +44,93 @@ def find_unsupporting_replicas(pool: Pool, fields: RequestFields, path: bytes) -
     errors: dict[BackendKind, ApiError | None] = {}
     for replica in pool.replicas.values():
         if replica.kind not in errors:
-            errors[replica.kind] = _find_error(fields, path, replica.adapter)
+            errors[replica.kind] = _find_translation_error(fields, path, replica.adapter)
     supported = [kind for kind, error in errors.items() if error is None]
     if errors and not supported:
         raise next(error for error in errors.values() if error is not None)
     return {name for name, replica in pool.replicas.items() if replica.kind not in supported}
 
 
-def _find_error(fields: RequestFields, path: bytes, adapter: BackendAdapter) -> ApiError | None:
+def _find_translation_error(
+    fields: RequestFields, path: bytes, adapter: BackendAdapter
+) -> ApiError | None:
     try:
         translate_constraint(fields.raw, path, adapter)
     except ApiError as error:
         return error
     return None
+
+
+class NativeRequestChecker:
+    """Checks requests to native replicas: grammars must compile, and tools must be well-formed.
+
+    Grammars are compiled in threads, and the results of the latest checks are kept.
+    """
+
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="constraint-check")
+        self._results: OrderedDict[bytes, asyncio.Future[ApiError | None]] = OrderedDict()
+        """Error by digest of the fields; None for valid fields."""
+
+    async def check(self, pool: Pool, fields: RequestFields, path: bytes) -> None:
+        """Check a request, if all replicas of its pool are native.
+
+        Raises:
+            ApiError(400): A replica would refuse the request. `param` names the field.
+        """
+        raw = {name: fields.raw[name] for name in CHECKED_FIELDS if name in fields.raw}
+        kinds = {replica.kind for replica in pool.replicas.values()}
+        if not raw or kinds != {"argosy"}:
+            return
+        result = self._find_result(raw, path)
+        if not result.done():
+            await asyncio.wait({result}, timeout=CHECK_TIMEOUT_S)
+        error = result.result() if result.done() else None
+        if error is not None:
+            # A new one, because a raised error refers to the frames of its request.
+            raise ApiError(error.status, error.code, error.message, param=error.param)
+
+    def _find_result(self, raw: Mapping[str, Raw], path: bytes) -> asyncio.Future[ApiError | None]:
+        """Return the result for these fields, from an earlier check if possible."""
+        digest = hashlib.blake2b(path, digest_size=16)
+        for name, value in raw.items():
+            digest.update(b"%b %d " % (name.encode(), len(bytes(value))))
+            digest.update(bytes(value))
+        key = digest.digest()
+        result = self._results.get(key)
+        if result is None:
+            check = partial(find_native_error, dict(raw), is_chat=path == CHAT_PATH)
+            result = asyncio.get_running_loop().run_in_executor(self._executor, check)
+            self._results[key] = result
+            if len(self._results) > MAX_CACHED_RESULTS:
+                self._results.popitem(last=False)
+        else:
+            self._results.move_to_end(key)
+        return result
+
+
+def find_native_error(raw: Mapping[str, Raw], *, is_chat: bool) -> ApiError | None:
+    """Return the error with which a native replica would refuse these fields, or None."""
+    try:
+        fields = {name: _decode(name, value) for name, value in raw.items()}
+        constraints.read_constraint(fields)
+        if is_chat:
+            for tool in constraints.read_tools(fields).callable_tools:
+                if tool.strict:
+                    constraints.schema_grammar(
+                        tool.parameters, strict=True, param=tool.schema_param
+                    )
+    except ApiError as error:
+        # Without the traceback, which refers to all of the fields.
+        return ApiError(error.status, error.code, error.message, param=error.param)
+    except Exception:
+        log.exception("constraint_check_failed")  # the replica checks the request again
+    return None
+
+
+def _decode(name: str, value: Raw) -> Any:  # noqa: ANN401 - JSON value
+    try:
+        return msgspec.json.decode(value)
+    except (msgspec.DecodeError, RecursionError) as error:
+        message = f"'{name}' is not valid JSON, or nested too deeply. Correct it."
+        raise invalid_request(message, name, "invalid_json") from error

@@ -39,8 +39,8 @@ from argosy.gateway.proxy.response_relay import ResponseRelay
 from argosy.gateway.proxy.response_writers import ResponseWriter
 from argosy.gateway.proxy.upstream_headers import (
     build_request_headers,
-    forward_ignored_fields,
     parse_model_digest,
+    report_ignored_fields,
 )
 from argosy.gateway.request_context import REFUSED_BY_REPLICA, REQUEST_TOO_LARGE, RequestContext
 from argosy.gateway.request_fields import RequestFields
@@ -193,8 +193,8 @@ class FailoverProxy:
                 self._send_request, hedging.after_s, timeout_s, self._select_hedge
             )
         attempt = hedged_request.attempt
-        if attempt.replica.adapter.is_native and context.exchange.status is None:
-            forward_ignored_fields(attempt.response.headers, context.response_headers)
+        if context.exchange.status is None:
+            report_ignored_fields(context, attempt.replica, attempt.response.headers)
         if isinstance(start, BufferedResponse):
             return start
         await self._writer.start()

@@ -14,7 +14,10 @@ from argosy.gateway.config import GatewayConfig
 from argosy.gateway.model_registry import ModelRouter
 from argosy.gateway.pool import Pool
 from argosy.gateway.principal import TIERS, Principal
-from argosy.gateway.proxy.constraint_check import find_unsupporting_replicas
+from argosy.gateway.proxy.constraint_check import (
+    NativeRequestChecker,
+    find_unsupporting_replicas,
+)
 from argosy.gateway.proxy.dispatcher import RETRY_AFTER_S, Dispatcher
 from argosy.gateway.proxy.failover import FailoverProxy, ProxyConfig
 from argosy.gateway.proxy.fast_path import FastPath
@@ -67,6 +70,7 @@ class CompletionHandlers:
         )
         self._dispatchers: dict[Pool, Dispatcher] = {}
         """Dispatchers of the pools that have received requests."""
+        self._request_checker = NativeRequestChecker()
         self._relays: set[ResponseRelay] = set()
         self._proxy_config = ProxyConfig(
             config.timeouts,
@@ -230,6 +234,7 @@ class CompletionHandlers:
         pool.active_requests += 1
         try:
             if await run_filters(self._filters, filter_states, context):
+                await self._request_checker.check(pool, context.fields, context.api.path)
                 context.trace.admitted_at = self._clock()
                 await FailoverProxy(
                     self._proxy_config, dispatcher, context, continuation, relay, writer

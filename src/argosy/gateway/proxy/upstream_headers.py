@@ -7,10 +7,15 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from urllib.parse import quote
 
-from argosy.gateway.backends import resume_token_counts
+from argosy.gateway.backends import list_dropped_fields, resume_token_counts
 from argosy.gateway.pool import ReplicaEndpoint
 from argosy.gateway.request_context import RequestContext
-from argosy.protocol import IGNORED_FIELDS_HEADER, REPORT_CONTENT, REPORT_HEADER
+from argosy.protocol import (
+    IGNORED_FIELDS_HEADER,
+    REPORT_CONTENT,
+    REPORT_HEADER,
+    format_ignored_fields,
+)
 
 _COMMON_HEADERS = [(b"content-type", b"application/json"), (b"accept-encoding", b"identity")]
 _MODEL_DIGEST_HEADER = b"x-argosy-model-digest"
@@ -89,6 +94,17 @@ def parse_model_digest(headers: Mapping[bytes, bytes]) -> bytes:
     """Return the model digest that a replica reports, or b"" if it reports none."""
     digest = headers.get(_MODEL_DIGEST_HEADER, b"")
     return digest if _DIGEST_PATTERN.fullmatch(digest) else b""
+
+
+def report_ignored_fields(
+    context: RequestContext, replica: ReplicaEndpoint, upstream_headers: Mapping[bytes, bytes]
+) -> None:
+    """Name the request fields that have no effect at the replica in the headers of the client's response."""
+    if replica.adapter.is_native:
+        forward_ignored_fields(upstream_headers, context.response_headers)
+        return
+    dropped = format_ignored_fields(list_dropped_fields(context.fields))
+    forward_ignored_fields({IGNORED_FIELDS_HEADER: dropped}, context.response_headers)
 
 
 def forward_ignored_fields(
