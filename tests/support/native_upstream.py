@@ -43,53 +43,84 @@ class NativeUpstream(FakeUpstream):
         self.script = self._stream
 
     async def _stream(self, request: UpstreamRequest) -> None:
-        script = self.native_script
+        script, encoder = self.native_script, EventEncoder(request)
         resumed = len((request.body.get("resume") or {}).get("token_ids", []))
         request.start_stream()
         request.send_chunk(format_comment(b"argosy prompt %d 0" % PROMPT_TOKENS))
         if not resumed:
-            request.send_chunk(encode_choice({"role": "assistant", "content": ""}))
-        for number in range(resumed, script.num_tokens):
+            request.send_chunk(encoder.encode_choice({"role": "assistant", "content": ""}))
+        for number in range(resumed, script.num_tokens + 1):
             if number == self.cut_after:
                 self.cut_after = None
                 await request.writer.drain()
                 request.writer.transport.abort()
                 return
-            is_last = number == len(script.deltas)
-            request.send_chunk(self._encode_token(script, number, is_last=is_last))
-        requested = request.headers.get("x-argosy-report")
-        if script.report is not None and requested is not None:
-            report = script.report | (script.content if requested == "content" else {})
-            request.send_chunk(format_comment(b"argosy report " + json.dumps(report).encode()))
+            if number < script.num_tokens:
+                request.send_chunk(encoder.encode_token(script, number))
+        if request.wants_usage:
+            request.send_chunk(encoder.encode_usage(script))
         request.send_chunk(SSE_DONE)
         request.send_chunk(b"")
 
-    def _encode_token(self, script: NativeScript, number: int, *, is_last: bool) -> bytes:
+
+class EventEncoder:
+    """Encoder of the events for one request, as a replica writes them."""
+
+    def __init__(self, request: UpstreamRequest) -> None:
+        response_id, created = request.headers["x-argosy-response-id"].split()
+        self._envelope: dict[str, Any] = {
+            "id": response_id,
+            "object": "chat.completion.chunk",
+            "created": int(created),
+            "model": request.body["model"],
+        }
+        self._null_usage: dict[str, Any] = {"usage": None} if request.wants_usage else {}
+        self._requested_report = request.headers.get("x-argosy-report")
+
+    def encode_token(self, script: NativeScript, number: int) -> bytes:
+        """Encode the events and the metadata of a token."""
         ids = b"argosy 0 %d" % (100 + number)
-        if is_last:
-            event = encode_choice({}, script.finish_reason, script.warnings)
-            return event + format_comment(ids + b" " + script.finish_reason.encode())
-        delta = script.deltas[number]
-        return (encode_choice(delta) if delta else b"") + format_comment(ids)
+        if number < len(script.deltas):
+            delta = script.deltas[number]
+            return (self.encode_choice(delta) if delta else b"") + format_comment(ids)
+        event = self.encode_choice({}, script.finish_reason, script.warnings)
+        metadata = format_comment(ids + b" " + script.finish_reason.encode())
+        return event + self._encode_report(script) + metadata
 
+    def encode_choice(
+        self,
+        delta: Delta,
+        finish_reason: str | None = None,
+        warnings: list[dict[str, Any]] | None = None,
+    ) -> bytes:
+        """Encode a chunk with one choice."""
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+        if finish_reason is not None:
+            choice["stop_reason"] = None
+        more: dict[str, Any] = {"warnings": warnings} if warnings else {}
+        return self._encode({"choices": [choice]} | more | self._null_usage)
 
-def encode_choice(
-    delta: Delta, finish_reason: str | None = None, warnings: list[dict[str, Any]] | None = None
-) -> bytes:
-    """Encode a chunk with one choice, as a replica writes it."""
-    choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
-    if finish_reason is not None:
-        choice["stop_reason"] = None
-    chunk: dict[str, Any] = {
-        "id": "chatcmpl-1",
-        "object": "chat.completion.chunk",
-        "created": 1,
-        "model": "m",
-        "choices": [choice],
-    }
-    if warnings:
-        chunk["warnings"] = warnings
-    return format_event(json.dumps(chunk, separators=(",", ":")).encode())
+    def encode_usage(self, script: NativeScript) -> bytes:
+        """Encode the usage event."""
+        usage: dict[str, Any] = {
+            "prompt_tokens": PROMPT_TOKENS,
+            "completion_tokens": script.num_tokens,
+            "total_tokens": PROMPT_TOKENS + script.num_tokens,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        }
+        reasoning_tokens = (script.report or {}).get("reasoning_tokens")
+        if reasoning_tokens is not None:
+            usage["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
+        return self._encode({"choices": [], "usage": usage})
+
+    def _encode_report(self, script: NativeScript) -> bytes:
+        if script.report is None or self._requested_report is None:
+            return b""
+        report = script.report | (script.content if self._requested_report == "content" else {})
+        return format_comment(b"argosy report " + json.dumps(report).encode())
+
+    def _encode(self, chunk: dict[str, Any]) -> bytes:
+        return format_event(json.dumps(self._envelope | chunk, separators=(",", ":")).encode())
 
 
 def start_call(index: int, name: str, kind: str = "function") -> Delta:

@@ -1,7 +1,8 @@
-"""Report of a native replica about one request, which it adds to the end of a stream for the gateway's explanation.
+"""Report of a native replica about one request, which it adds to a stream for the gateway's explanation.
 
 A gateway enables it with the header `x-argosy-report: 1`, and with `x-argosy-report: content` if prompt and output may
-be kept. The replica sends it after the last output, as one SSE comment: `: argosy report JSON`.
+be kept. The replica sends it as one SSE comment, `: argosy report JSON`, before the metadata comment of the last
+output. A gateway that knows all finish reasons then has the report too, and can complete the usage.
 """
 
 from __future__ import annotations

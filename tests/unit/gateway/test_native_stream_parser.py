@@ -18,6 +18,7 @@ DONE = b"data: [DONE]\n\n"
 def make_stream(pieces: list[tuple[int, int, bool]]) -> tuple[bytes, bytes, list[list[bytes]]]:
     """Return a stream of (choice, number of ids, has comment) pieces, its events, and the ids of each choice."""
     stream, events = b": argosy prompt 7 3 AAAA\n\n", b""
+    report = b': argosy report {"reasoning_tokens":2,"later":{}}\n\n'
     ids: list[list[bytes]] = [[], []]
     for number, (choice, count, commented) in enumerate(pieces):
         event = EVENT % (choice, number)
@@ -25,6 +26,7 @@ def make_stream(pieces: list[tuple[int, int, bool]]) -> tuple[bytes, bytes, list
         ids[choice] += token_ids
         events += event
         stream += event + (b": keep-alive\n\n" if commented else b"")
+        stream += report if number + 1 == len(pieces) else b""
         stream += b": argosy %d %s" % (choice, b",".join(token_ids))
         stream += b" length\n\n" if number + 2 >= len(pieces) else b"\n\n"
     return stream + DONE, events + DONE, ids
@@ -55,6 +57,7 @@ def test_segmentation_does_not_change_result(
     assert delivered.output_tokens == sum(map(len, ids))
     assert (delivered.prompt_tokens, delivered.cached_tokens) == (7, 3)
     assert delivered.prompt_blocks == b"AAAA"
+    assert delivered.reasoning_tokens == (2 if pieces else None)
 
 
 def test_choice_that_ended_without_token_is_not_repeated() -> None:
@@ -119,3 +122,14 @@ def test_cached_tokens_never_exceed_prompt_tokens() -> None:
     delivered = DeliveredOutput()
     NativeStreamParser(delivered).feed(b": argosy prompt 2 3\n\n")
     assert (delivered.prompt_tokens, delivered.cached_tokens) == (2, 2)
+
+
+@pytest.mark.parametrize("report", [b"{", b"[]", b'{"reasoning_tokens":-1}', b"\xff", b""])
+def test_unreadable_report_changes_nothing(report: bytes) -> None:
+    delivered = DeliveredOutput()
+    parser = NativeStreamParser(delivered)
+    event = EVENT % (0, 0)
+    assert not parser.feed(event + b": argosy report " + report + b"\n\n")
+    assert parser.feed(b": argosy 0 1 stop\n\n") == event
+    assert not parser.failure
+    assert (delivered.report, delivered.reasoning_tokens) == (None, None)

@@ -16,7 +16,8 @@ _METADATA_PREFIX = b": argosy "
 _METADATA_START = _EVENT_END + _METADATA_PREFIX
 _METADATA_START_BYTES = len(_METADATA_START)
 _COMMENT_START = b"\n:"
-_REPORT_PREFIX = b"report "
+_REPORT_PREFIX = _METADATA_PREFIX + b"report "
+_REPORT_START = _EVENT_END + _REPORT_PREFIX
 _DATA_PREFIX = b"data:"
 _DONE_EVENT = b"data: [DONE]"
 _TOKEN_IDS_PATTERN = re.compile(rb"[0-9]{0,10}(?:,[0-9]{0,10})*")
@@ -64,6 +65,7 @@ class NativeStreamParser(StreamParser):
                 end > 0
                 and body.find(b"\n", entry) == len(body) - 2
                 and body.find(_COMMENT_START, 0, end) < 0
+                and not body.startswith(_REPORT_START, end)
             ):
                 return body[: end + 2] if self._accept_metadata(body[entry:-2]) else b""
         whole, mark, rest = self._buffer.feed(body).rpartition(_EVENT_END)
@@ -71,7 +73,9 @@ class NativeStreamParser(StreamParser):
             self._buffer.set_remainder(rest)
         forwarded: list[bytes] = []
         for block in whole.split(b"\n\n") if mark else ():
-            if block.startswith(_METADATA_PREFIX):
+            if block.startswith(_REPORT_PREFIX):
+                self._record_report(block[len(_REPORT_PREFIX) :])
+            elif block.startswith(_METADATA_PREFIX):
                 if self._accept_metadata(block[len(_METADATA_PREFIX) :]):
                     forwarded += self._held_events
                 self._held_events.clear()
@@ -112,9 +116,6 @@ class NativeStreamParser(StreamParser):
             ValueError, LookupError: The comment is malformed. Nothing of it was recorded.
         """
         delivered = self._delivered
-        if metadata.startswith(_REPORT_PREFIX):
-            self._record_report(metadata[len(_REPORT_PREFIX) :])
-            return True
         words = metadata.split(b" ")
         if words[0] == b"prompt":
             if not _PROMPT_COUNTS_PATTERN.fullmatch(metadata):
@@ -142,10 +143,6 @@ class NativeStreamParser(StreamParser):
     def _record_report(self, text: bytes) -> None:
         """Record the replica's report. A report that cannot be read is no reason to fail the response."""
         report = parse_replica_report(text)
-        if report is None:
-            return
-        self._delivered.report = report
-        if report.reasoning_tokens is not None:
-            self._delivered.reasoning_tokens = min(
-                report.reasoning_tokens, self._delivered.output_tokens
-            )
+        if report is not None:
+            self._delivered.report = report
+            self._delivered.reasoning_tokens = report.reasoning_tokens

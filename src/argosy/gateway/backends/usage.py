@@ -71,8 +71,8 @@ class ReportedUsage(msgspec.Struct):
         delivered.cached_tokens = min(self.cached_tokens, delivered.prompt_tokens)
         details = self.completion_tokens_details
         reasoning = details.get("reasoning_tokens") if isinstance(details, dict) else None
-        if isinstance(reasoning, int) and reasoning >= 0:
-            delivered.reasoning_tokens = min(reasoning, delivered.output_tokens)
+        if isinstance(reasoning, int) and 0 <= reasoning <= MAX_TOKEN_COUNT:
+            delivered.reasoning_tokens = reasoning
 
     @property
     def cached_tokens(self) -> int:

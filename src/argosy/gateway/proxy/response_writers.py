@@ -42,7 +42,9 @@ def build_usage(delivered: DeliveredOutput) -> Usage:
         completion_tokens_details=(
             UNSET
             if delivered.reasoning_tokens is None
-            else CompletionTokenUsageInfo(reasoning_tokens=delivered.reasoning_tokens)
+            else CompletionTokenUsageInfo(
+                reasoning_tokens=min(delivered.reasoning_tokens, delivered.output_tokens)
+            )
         ),
     )
 
