@@ -455,7 +455,7 @@ async def test_wrong_method_and_path_have_error_codes(replica_server: RunningRep
 
 
 async def test_unknown_field_is_named(replica_server: RunningReplica) -> None:
-    response = await post(replica_server, "/v1/chat/completions", chat(guided_json={}))
+    response = await post(replica_server, "/v1/chat/completions", chat(guided_json=1))
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "guided_json"
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import functools
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,11 @@ import httpx2
 import msgspec
 
 from argosy.engine.engine_config import EngineConfig
-from argosy.engine.serving.api_server.replica_server import ReplicaServer, TextProcessing
+from argosy.engine.serving.api_server.replica_server import ReplicaServer
 from argosy.engine.serving.api_server.replica_server_config import ReplicaServerConfig
 from argosy.engine.serving.api_server.replica_state import ReplicaEngine, ReplicaState
 from argosy.engine.serving.engine_core.engine_client import EngineClient
-from argosy.engine.serving.text.chat_template import ChatTemplate
-from argosy.engine.serving.text.tokenizer import Tokenizer
+from argosy.engine.serving.preprocessing.text_processing import TextProcessing
 from argosy.models import BUNDLED_MODEL
 from argosy.protocol import EventParser
 
@@ -45,7 +44,7 @@ class RunningReplica:
 @functools.cache
 def load_text_processing() -> TextProcessing:
     """Load the bundled model's tokenizer and chat template."""
-    return TextProcessing(Tokenizer.load(BUNDLED_MODEL), ChatTemplate.load(BUNDLED_MODEL, None))
+    return TextProcessing.load(BUNDLED_MODEL)
 
 
 def bundled_model_engine(blocks: int = 512) -> EngineClient:
@@ -56,7 +55,9 @@ def bundled_model_engine(blocks: int = 512) -> EngineClient:
 
 @contextlib.asynccontextmanager
 async def serve(
-    engine: ReplicaEngine, config: ReplicaServerConfig = CONFIG
+    engine: ReplicaEngine,
+    config: ReplicaServerConfig = CONFIG,
+    load_text: Callable[[], TextProcessing] = load_text_processing,
 ) -> AsyncIterator[RunningReplica]:
     """Run a replica server and yield it when it is ready. At the end, stop it and its running requests."""
     url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -64,7 +65,7 @@ async def serve(
         config,
         EngineConfig(model=str(BUNDLED_MODEL)),
         engine=engine,
-        load_text_processing=load_text_processing,
+        load_text_processing=load_text,
         on_ready=url.set_result,
     )
     running = asyncio.create_task(server.run())

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from argosy.cli.answer_printer import AnswerPrinter, ChatFailedError, Message
 from argosy.cli.failure import EXIT_FAILURE, fail
-from argosy.cli.output import strip_control_characters
 from argosy.cli.server_client import error_message, explain_connect_error, open_client
 
 if TYPE_CHECKING:
     import httpx2
 
 HELP_TEXT = "/quit exits, /clear starts a new conversation, Ctrl-C interrupts an answer."
+MAX_TOOL_ROUNDS = 20
+"""Number of answers with tool calls after which a question is given up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,24 +25,12 @@ class ChatSettings:
     """Parameters of every request of a conversation."""
 
     model: str
-    max_tokens: int | None
-    temperature: float
+    options: dict[str, Any]
+    """Fields of the request body besides model and messages."""
 
-    def build_body(self, messages: list[dict[str, str]]) -> dict[str, Any]:
+    def build_body(self, messages: list[Message]) -> dict[str, Any]:
         """Return the body of `POST /v1/chat/completions`."""
-        body: dict[str, Any] = {
-            "model": self.model,
-            "messages": messages,
-            "stream": True,
-            "temperature": self.temperature,
-        }
-        if self.max_tokens is not None:
-            body["max_tokens"] = self.max_tokens
-        return body
-
-
-class ChatFailedError(Exception):
-    """Raised if the server returns an error or ends a stream early. The message contains the reason."""
+        return {"model": self.model, "messages": messages, "stream": True, **self.options}
 
 
 def chat(
@@ -60,6 +49,18 @@ def chat(
         int | None, typer.Option(min=1, help="Maximum tokens of an answer.")
     ] = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.7,
+    tools: Annotated[
+        Path | None,
+        typer.Option(
+            help="JSON file with a list of tools. You are asked for the result of each call."
+        ),
+    ] = None,
+    schema: Annotated[
+        Path | None, typer.Option(help="JSON Schema file that the answers have to match.")
+    ] = None,
+    reasoning_effort: Annotated[
+        str | None, typer.Option(help="none, minimal, low, medium, high, xhigh or max.")
+    ] = None,
     api_key: Annotated[
         str | None, typer.Option(help="Sent as a bearer token.", envvar="ARGOSY_API_KEY")
     ] = None,
@@ -67,14 +68,13 @@ def chat(
     """Chat with a running server. Answers are streamed."""
     import httpx2
 
-    initial_messages = [{"role": "system", "content": system}] if system else []
+    options = _body_options(max_tokens, temperature, tools, schema, reasoning_effort)
+    initial_messages: list[Message] = [{"role": "system", "content": system}] if system else []
     with open_client(url, api_key) as client:
         try:
-            settings = ChatSettings(model or _fetch_default_model(client), max_tokens, temperature)
+            settings = ChatSettings(model or _fetch_default_model(client), options)
             if question is not None:
-                _print_answer(
-                    client, settings, [*initial_messages, {"role": "user", "content": question}]
-                )
+                _answer(client, settings, [*initial_messages, _user_message(question)])
             else:
                 _run_conversation(client, settings, initial_messages)
         except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
@@ -85,6 +85,35 @@ def chat(
             fail(f"the connection to {url} broke ({error}); see the server's log", EXIT_FAILURE)
         except ChatFailedError as error:
             fail(str(error))
+
+
+def _body_options(
+    max_tokens: int | None,
+    temperature: float,
+    tools: Path | None,
+    schema: Path | None,
+    reasoning_effort: str | None,
+) -> dict[str, Any]:
+    options: dict[str, Any] = {"temperature": temperature}
+    if max_tokens is not None:
+        options["max_tokens"] = max_tokens
+    if tools is not None:
+        options["tools"] = _read_json(tools, list, "a list of tools")
+    if schema is not None:
+        json_schema = {"name": "answer", "schema": _read_json(schema, dict, "a JSON Schema")}
+        options["response_format"] = {"type": "json_schema", "json_schema": json_schema}
+    if reasoning_effort is not None:
+        options["reasoning_effort"] = reasoning_effort
+    return options
+
+
+def _read_json(file: Path, type_: type, description: str) -> Any:  # noqa: ANN401 - depends on `type_`
+    import msgspec
+
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=type_)
+    except (OSError, msgspec.DecodeError) as error:
+        fail(f"{file} is not a file with {description} ({error}); correct it")
 
 
 def _fetch_default_model(client: httpx2.Client) -> str:
@@ -99,8 +128,12 @@ def _fetch_default_model(client: httpx2.Client) -> str:
         raise ChatFailedError("the server does not speak the OpenAI API; check --url") from error
 
 
+def _user_message(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
 def _run_conversation(
-    client: httpx2.Client, settings: ChatSettings, initial_messages: list[dict[str, str]]
+    client: httpx2.Client, settings: ChatSettings, initial_messages: list[Message]
 ) -> None:
     """Read messages from the terminal and print the answers, until end of input or `/quit`."""
     typer.secho(f"Chatting with {settings.model}. {HELP_TEXT}", err=True, dim=True)
@@ -122,49 +155,33 @@ def _run_conversation(
             case _ if line.startswith("/"):
                 typer.secho(HELP_TEXT, err=True, dim=True)
                 continue
-        history.append({"role": "user", "content": line})
         try:
-            answer = _print_answer(client, settings, history)
+            history = _answer(client, settings, [*history, _user_message(line)])
         except ChatFailedError as error:
             typer.secho(str(error), err=True, fg=typer.colors.RED)
-            history.pop()
-            continue
-        history.append({"role": "assistant", "content": answer})
 
 
-def _print_answer(
-    client: httpx2.Client, settings: ChatSettings, messages: list[dict[str, str]]
-) -> str:
-    """Print an answer while it is streamed, and return it. Ctrl-C keeps the text received so far."""
-    text: list[str] = []
-    try:
-        for delta in _stream_deltas(client, settings.build_body(messages)):
-            text.append(delta)
-            sys.stdout.write(strip_control_characters(delta))
-            sys.stdout.flush()
-    except KeyboardInterrupt:
-        sys.stdout.write(" [interrupted]")
-    sys.stdout.write("\n")
-    sys.stdout.flush()
-    return "".join(text)
+def _answer(
+    client: httpx2.Client, settings: ChatSettings, messages: list[Message]
+) -> list[Message]:
+    """Print the answer to a conversation, and return the conversation with it.
+
+    The user is asked for the result of each tool call, and the model continues with it.
+    """
+    for _ in range(MAX_TOOL_ROUNDS):
+        message = AnswerPrinter().print_answer(client, settings.build_body(messages))
+        messages = [*messages, message]
+        calls = message.get("tool_calls")
+        if not calls:
+            return messages
+        try:
+            messages += [_ask_for_result(call) for call in calls]
+        except (EOFError, KeyboardInterrupt):
+            typer.echo(err=True)
+            return messages
+    raise ChatFailedError(f"the model has called tools {MAX_TOOL_ROUNDS} times without an answer")
 
 
-def _stream_deltas(client: httpx2.Client, body: dict[str, Any]) -> Iterator[str]:
-    import msgspec
-
-    from argosy.protocol import EventParser
-
-    parser = EventParser()
-    with client.stream("POST", "/v1/chat/completions", json=body) as response:
-        if response.status_code != 200:
-            raise ChatFailedError(error_message(response.read()))
-        for chunk in response.iter_bytes():
-            for data in parser.feed(chunk):
-                if data == b"[DONE]":
-                    return
-                event = msgspec.json.decode(data)
-                if event.get("error"):
-                    raise ChatFailedError(error_message(data))
-                for choice in event["choices"]:
-                    yield choice["delta"].get("content") or ""
-    raise ChatFailedError("the server ended the answer early; see its log")
+def _ask_for_result(call: dict[str, Any]) -> Message:
+    name = (call.get("function") or call.get("custom") or {}).get("name", "tool")
+    return {"role": "tool", "tool_call_id": call["id"], "content": input(f"{name} returns> ")}

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
+import typer
 from typer import Argument, Option
 
+from argosy.cli.failure import fail
 from argosy.cli.sizes import parse_size
 
 LogLevelName = Literal["debug", "info", "warning", "error"]
@@ -13,6 +15,22 @@ MODEL_PANEL = "Model"
 MEMORY_PANEL = "Memory"
 ACCESS_PANEL = "Access"
 ADVANCED_PANEL = "Advanced"
+
+
+def check_tool_format(name: str) -> str:
+    """Return the name of a tool format. The name `list` prints the known ones and ends the command."""
+    if name in {"auto", "none"}:
+        return name
+    from argosy.engine import tool_format_names
+
+    names = tool_format_names()
+    if name == "list":
+        typer.echo("\n".join(names))
+        raise typer.Exit
+    if name not in names:
+        fail(f"the tool format {name!r} is unknown; `--tool-format list` prints the known ones")
+    return name
+
 
 Model = Annotated[
     str | None,
@@ -49,6 +67,15 @@ Quantize = Annotated[
 ChatTemplatePath = Annotated[
     str | None,
     Option(help="Jinja file to use instead of the model's template.", rich_help_panel=MODEL_PANEL),
+]
+ToolFormat = Annotated[
+    str,
+    Option(
+        help="Format of tool calls and reasoning: auto (from the chat template), none, or a name that "
+        "`--tool-format list` prints.",
+        callback=check_tool_format,
+        rich_help_panel=MODEL_PANEL,
+    ),
 ]
 MaxModelLen = Annotated[
     int | None,

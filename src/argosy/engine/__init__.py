@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from argosy.engine.serving.api_server.replica_server_config import ReplicaServerConfig
     from argosy.engine.serving.engine_core.core_start import PrestartedCore
     from argosy.engine.serving.engine_core.engine_client import EngineFailedError
+    from argosy.engine.serving.preprocessing.text_processing import tool_format_names
 
 __all__ = [
     "DEFAULT_KV_MEMORY_FRACTION",
@@ -50,6 +51,7 @@ __all__ = [
     "resolve_model_path",
     "serve_replica",
     "summarize_model",
+    "tool_format_names",
 ]
 
 _MODULE_BY_NAME = {
@@ -69,6 +71,7 @@ _MODULE_BY_NAME = {
     "resolve_model_path": "execution.checkpoint",
     "read_architecture": "execution.architecture_config",
     "serve_replica": "serving.api_server.replica_server",
+    "tool_format_names": "serving.preprocessing.text_processing",
 }
 
 

@@ -6,12 +6,15 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Self, TypeVar, Unpack
 
 from argosy.engine.engine_config import DType, EngineConfig, WeightFormat
 from argosy.engine.offline_request_processor import (
+    ChatOptions,
     Conversation,
+    GenerationOptions,
     OfflineRequestProcessor,
+    RequestOptions,
     TextOrTokens,
     configure_quiet_logging,
     to_engine_config,
@@ -76,28 +79,48 @@ class AsyncLLM:
         await self._client.close()
 
     async def generate(
-        self, prompt: TextOrTokens, sampling: SamplingParams | None = None, *, n: int = 1
+        self,
+        prompt: TextOrTokens,
+        sampling: SamplingParams | None = None,
+        *,
+        n: int = 1,
+        **options: Unpack[GenerationOptions],
     ) -> RequestOutput:
         """Complete a prompt and return the finished output with `n` continuations."""
-        return await _last_output(self.stream(prompt, sampling, n=n))
+        return await _last_output(self.stream(prompt, sampling, n=n, **options))
 
     async def chat(
-        self, messages: Conversation, sampling: SamplingParams | None = None, *, n: int = 1
+        self,
+        messages: Conversation,
+        sampling: SamplingParams | None = None,
+        *,
+        n: int = 1,
+        **options: Unpack[ChatOptions],
     ) -> RequestOutput:
         """Answer a conversation and return the finished output with `n` answers."""
-        return await _last_output(self.stream_chat(messages, sampling, n=n))
+        return await _last_output(self.stream_chat(messages, sampling, n=n, **options))
 
     def stream(
-        self, prompt: TextOrTokens, sampling: SamplingParams | None = None, *, n: int = 1
+        self,
+        prompt: TextOrTokens,
+        sampling: SamplingParams | None = None,
+        *,
+        n: int = 1,
+        **options: Unpack[GenerationOptions],
     ) -> AsyncGenerator[RequestOutput, None]:
         """Complete a prompt and yield the cumulative output each time new tokens arrive."""
-        return self._stream(self._processor.prepare_completion, prompt, sampling, n)
+        return self._stream(self._processor.prepare_completion, prompt, sampling, n, dict(options))
 
     def stream_chat(
-        self, messages: Conversation, sampling: SamplingParams | None = None, *, n: int = 1
+        self,
+        messages: Conversation,
+        sampling: SamplingParams | None = None,
+        *,
+        n: int = 1,
+        **options: Unpack[ChatOptions],
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer a conversation and yield the cumulative output each time new tokens arrive."""
-        return self._stream(self._processor.prepare_chat, messages, sampling, n)
+        return self._stream(self._processor.prepare_chat, messages, sampling, n, dict(options))
 
     @property
     def _processor(self) -> OfflineRequestProcessor:
@@ -107,12 +130,15 @@ class AsyncLLM:
 
     async def _stream(
         self,
-        prepare: Callable[[T, SamplingParams, int], RequestOutputCollector],
+        prepare: Callable[[T, SamplingParams, int, RequestOptions], RequestOutputCollector],
         prompt: T,
         sampling: SamplingParams | None,
         n: int,
+        options: RequestOptions,
     ) -> AsyncGenerator[RequestOutput, None]:
-        collector = await asyncio.to_thread(prepare, prompt, sampling or SamplingParams(), n)
+        collector = await asyncio.to_thread(
+            prepare, prompt, sampling or SamplingParams(), n, options
+        )
         streams: list[DeltaStream] = []
         has_delta = asyncio.Event()
         try:

@@ -6,12 +6,15 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, Unpack
 
 from argosy.engine.engine_config import COMPUTE_ENVIRONMENT, DType, EngineConfig, WeightFormat
 from argosy.engine.offline_request_processor import (
+    ChatOptions,
     Conversation,
+    GenerationOptions,
     OfflineRequestProcessor,
+    RequestOptions,
     TextOrTokens,
     configure_quiet_logging,
     expand_sampling_params,
@@ -91,6 +94,7 @@ class LLM:
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         n: int = 1,
+        **options: Unpack[GenerationOptions],
     ) -> list[RequestOutput]:
         """Complete prompts and return one output per prompt, in order, with `n` continuations each.
 
@@ -98,12 +102,19 @@ class LLM:
             prompts: One prompt or several, as text or lists of token ids.
             sampling: Sampling parameters for all prompts, or one item per prompt.
             n: Continuations per prompt.
+            options: Constraints of the text (`GenerationOptions`).
 
         Raises:
             ApiError: A prompt cannot be served. All prompts are validated before the first step.
         """
         return self._run_to_completion(
-            _prepare_all(self._processor.prepare_completion, split_prompts(prompts), sampling, n)
+            _prepare_all(
+                self._processor.prepare_completion,
+                split_prompts(prompts),
+                sampling,
+                n,
+                dict(options),
+            )
         )
 
     def chat(
@@ -112,10 +123,20 @@ class LLM:
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         n: int = 1,
+        **options: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
-        """Answer one conversation or several, with the arguments and errors of `generate`."""
+        """Answer one conversation or several, with the arguments and errors of `generate`.
+
+        `options` are those of the HTTP API (`ChatOptions`). The outputs have reasoning and tool calls beside the text.
+        """
         return self._run_to_completion(
-            _prepare_all(self._processor.prepare_chat, split_conversations(messages), sampling, n)
+            _prepare_all(
+                self._processor.prepare_chat,
+                split_conversations(messages),
+                sampling,
+                n,
+                dict(options),
+            )
         )
 
     def _run_to_completion(self, collectors: list[RequestOutputCollector]) -> list[RequestOutput]:
@@ -159,10 +180,11 @@ class LLM:
 
 
 def _prepare_all(
-    prepare: Callable[[T, SamplingParams, int], RequestOutputCollector],
+    prepare: Callable[[T, SamplingParams, int, RequestOptions], RequestOutputCollector],
     prompts: list[T],
     sampling: SamplingParams | Sequence[SamplingParams] | None,
     n: int,
+    options: RequestOptions,
 ) -> list[RequestOutputCollector]:
     """Validate all prompts. An `ApiError` names the number of the invalid prompt."""
     collectors = []
@@ -170,7 +192,7 @@ def _prepare_all(
         zip(prompts, expand_sampling_params(sampling, len(prompts)), strict=True)
     ):
         try:
-            collectors.append(prepare(prompt, params, n))
+            collectors.append(prepare(prompt, params, n, options))
         except ApiError as error:
             message = f"prompt {number}: {error.message}"
             raise ApiError(error.status, error.code, message, param=error.param) from error

@@ -7,7 +7,7 @@ import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, TypeVar
 
 import msgspec
 import structlog
@@ -16,9 +16,8 @@ from argosy.engine.engine_config import DType, EngineConfig, WeightFormat
 from argosy.engine.execution.checkpoint import resolve_model_path
 from argosy.engine.outputs import RequestOutputCollector
 from argosy.engine.serving.core_messages import CoreReady
-from argosy.engine.serving.preprocessing.request_processor import GatewayHeaders, RequestProcessor
-from argosy.engine.serving.text.chat_template import ChatTemplate
-from argosy.engine.serving.text.tokenizer import Tokenizer
+from argosy.engine.serving.preprocessing.request_processor import GatewayHeaders
+from argosy.engine.serving.preprocessing.text_processing import TextProcessing
 from argosy.models import BUNDLED_MODEL
 from argosy.protocol import ApiError, ChatCompletionRequest, CompletionRequest, SamplingParams
 
@@ -26,6 +25,30 @@ TextOrTokens = str | Sequence[int]
 """Prompt, as text or as token ids."""
 Conversation = Sequence[dict[str, Any]]
 """Messages in the format of the OpenAI API, such as `{"role": "user", "content": "Hello"}`."""
+RequestOptions = dict[str, Any]
+"""Fields of a request body besides prompt and sampling parameters, such as `tools` or `structured_outputs`."""
+Body = TypeVar("Body")
+
+
+class GenerationOptions(TypedDict, total=False):
+    """Constraints of generated text, in the shapes of the HTTP API."""
+
+    structured_outputs: dict[str, Any] | None
+    """Object with one of the fields `json` (a schema), `regex`, `choice`, `grammar` and `structural_tag`."""
+    response_format: dict[str, Any] | None
+    """`{"type": "json_schema", "json_schema": {"name": ..., "schema": ...}}` or `{"type": "json_object"}`."""
+
+
+class ChatOptions(GenerationOptions, total=False):
+    """Options of a conversation, in the shapes of the HTTP API."""
+
+    tools: list[dict[str, Any]] | None
+    tool_choice: str | dict[str, Any] | None
+    parallel_tool_calls: bool | None
+    reasoning_effort: str | None
+    thinking_token_budget: int | None
+    chat_template_kwargs: dict[str, Any] | None
+    """Variables of the chat template, such as `{"enable_thinking": False}`."""
 
 
 def to_engine_config(
@@ -73,17 +96,20 @@ class OfflineRequestProcessor:
 
     def __init__(self, config: EngineConfig, ready: CoreReady) -> None:
         path = resolve_model_path(config.model, config.revision)
-        self.tokenizer = Tokenizer.load(path)
-        self._processor = RequestProcessor(self.tokenizer, ChatTemplate.load(path), ready, config)
+        text_processing = TextProcessing.load(path)
+        self.tokenizer = text_processing.tokenizer
+        self._processor = text_processing.create_processor(ready, config)
         self._request_numbers = itertools.count()
 
     def prepare_completion(
-        self, prompt: TextOrTokens, params: SamplingParams, n: int
+        self, prompt: TextOrTokens, params: SamplingParams, n: int, options: RequestOptions
     ) -> RequestOutputCollector:
         """Validate a prompt and return the collector of its engine requests."""
         prompt_field = prompt if isinstance(prompt, str) else list(prompt)
-        body = msgspec.convert(
-            _sampling_fields(params, n) | {"prompt": prompt_field, "logprobs": params.logprobs},
+        body = _to_body(
+            _sampling_fields(params, n)
+            | {"prompt": prompt_field, "logprobs": params.logprobs}
+            | options,
             CompletionRequest,
         )
         request_id = self._next_request_id()
@@ -93,7 +119,7 @@ class OfflineRequestProcessor:
         )
 
     def prepare_chat(
-        self, messages: Conversation, params: SamplingParams, n: int
+        self, messages: Conversation, params: SamplingParams, n: int, options: RequestOptions
     ) -> RequestOutputCollector:
         """Validate a conversation and return the collector of its engine requests."""
         chat_fields = {
@@ -101,18 +127,22 @@ class OfflineRequestProcessor:
             "logprobs": None if params.logprobs is None else True,
             "top_logprobs": params.logprobs,
         }
-        try:
-            body = msgspec.convert(_sampling_fields(params, n) | chat_fields, ChatCompletionRequest)
-        except msgspec.ValidationError as error:
-            raise ApiError(
-                400, "invalid_value", f"messages are not a conversation: {error}"
-            ) from error
+        body = _to_body(_sampling_fields(params, n) | chat_fields | options, ChatCompletionRequest)
         request_id = self._next_request_id()
         prepared = self._processor.prepare_chat(body, GatewayHeaders(request_id=request_id))
         return RequestOutputCollector(request_id, None, prepared, self.tokenizer)
 
     def _next_request_id(self) -> str:
         return f"offline-{next(self._request_numbers)}"
+
+
+def _to_body(fields: dict[str, Any], body_type: type[Body]) -> Body:
+    try:
+        return msgspec.convert(fields, body_type)
+    except msgspec.ValidationError as error:
+        raise ApiError(
+            400, "invalid_value", f"the arguments do not fit the API: {error}"
+        ) from error
 
 
 def split_prompts(prompts: TextOrTokens | Sequence[TextOrTokens]) -> list[TextOrTokens]:

@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from msgspec import UNSET
+
+from argosy.engine.serving.api_server.chat_output import build_message
 from argosy.engine.serving.core_messages import Delta, EngineRequest, TokenLogprob
+from argosy.engine.serving.output_parsing.events import OutputEvent
 from argosy.engine.serving.preprocessing.request_processor import PreparedRequest
 from argosy.engine.serving.text.choice import Choice, PromptState
+from argosy.engine.serving.text.parsed_choice import ParsedChoice
 from argosy.engine.serving.text.tokenizer import Tokenizer
-from argosy.protocol import ApiError, FinishReason
+from argosy.protocol import ApiError, FinishReason, ResponseWarning, ToolCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +32,10 @@ class CompletionOutput:
     logprobs: list[TokenLogprob] | None
     """Log-probabilities, one entry per token of `token_ids`. None unless `SamplingParams.logprobs` is set."""
     error: str | None = None
+    reasoning: str = ""
+    """Reasoning before the text of a chat answer."""
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    """Tool calls of a chat answer."""
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -49,6 +58,8 @@ class RequestOutput:
     cached_tokens: int
     """Prompt tokens whose KV came from the prefix cache."""
     outputs: list[CompletionOutput]
+    warnings: tuple[ResponseWarning, ...] = ()
+    """Differences between what was asked for and what is done, for example a relaxed schema."""
 
 
 @dataclass(slots=True)
@@ -60,6 +71,7 @@ class _CompletionState:
     text: str = ""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    events: list[OutputEvent] = field(default_factory=list)
     error: str | None = None
 
     @property
@@ -73,14 +85,23 @@ class _CompletionState:
             self.error = error.message
         piece = self.choice.drain()
         self.text += piece.text
+        self.events += piece.events
         self.tokens += piece.tokens
         self.logprobs += piece.logprobs
 
     def to_output(self) -> CompletionOutput:
         has_logprobs = self.request.params.logprobs is not None
+        text, reasoning, tool_calls = self.text, "", list[ToolCall]()
+        if isinstance(self.choice, ParsedChoice):
+            message = build_message(self.choice, self.events, self.request.id)
+            text = message.content or ""
+            reasoning = "" if message.reasoning is UNSET else message.reasoning
+            tool_calls = [] if message.tool_calls is UNSET else message.tool_calls
         return CompletionOutput(
             index=self.choice.index,
-            text=self.text,
+            text=text,
+            reasoning=reasoning,
+            tool_calls=tool_calls,
             token_ids=list(self.tokens),
             finish_reason=self.choice.finish_reason,
             stop_reason=self.choice.stop_reason,
@@ -109,9 +130,10 @@ class RequestOutputCollector:
             if prompt_text is None
             else prompt_text
         )
+        self._warnings = prepared.warnings
         self._completions = {
             request.id: _CompletionState(
-                request, Choice(index, request, self._prompt_state, tokenizer)
+                request, prepared.create_choice(index, self._prompt_state, tokenizer)
             )
             for index, request in enumerate(prepared.requests)
         }
@@ -147,4 +169,5 @@ class RequestOutputCollector:
             else None,
             cached_tokens=self._prompt_state.cached_tokens,
             outputs=[completion.to_output() for completion in self._completions.values()],
+            warnings=self._warnings,
         )

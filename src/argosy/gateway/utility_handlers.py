@@ -18,7 +18,7 @@ from argosy.gateway.principal import Principal
 from argosy.gateway.proxy import (
     REFUSE_UNKNOWN_FIELDS,
     RETRY_AFTER_S,
-    forward_ignored_fields,
+    forward_notes,
     no_replica_error,
 )
 from argosy.gateway.request_fields import parse_raw_fields
@@ -190,6 +190,6 @@ async def _try_forward(
     if outcome is not AttemptOutcome.SUCCESS:
         return False
     if replica.adapter.is_native:
-        forward_ignored_fields(response.headers, exchange.extra_headers)
+        forward_notes(response.headers, exchange.extra_headers)
     await exchange.send_response(status, response_body, response.content_type)
     return True

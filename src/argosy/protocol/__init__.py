@@ -25,6 +25,7 @@ from argosy.protocol.openai_requests import (
     DetokenizeRequest,
     DrainRequest,
     GenerationRequest,
+    JsonObject,
     ResumeInput,
     StreamOptions,
     TokenizeRequest,
@@ -72,7 +73,11 @@ from argosy.protocol.sampling import ReasoningBlock, SamplingParams
 from argosy.protocol.sse import SSE_CONTENT_TYPE as SSE_CONTENT_TYPE
 from argosy.protocol.sse import SSE_DONE as SSE_DONE
 from argosy.protocol.sse import EventParser, LineBuffer, format_comment, format_event
-from argosy.protocol.unknown_fields import IGNORED_FIELDS_HEADER, format_ignored_fields
+from argosy.protocol.unknown_fields import (
+    IGNORED_FIELDS_HEADER,
+    RELAXED_SCHEMA_HEADER,
+    format_names,
+)
 
 __all__ = [
     "BLOCK_NAME_BYTES",
@@ -80,6 +85,7 @@ __all__ = [
     "IGNORED_FIELDS_HEADER",
     "MAX_COUNT",
     "MAX_REPORTED_CHARS",
+    "RELAXED_SCHEMA_HEADER",
     "REPORT_CONTENT",
     "REPORT_HEADER",
     "SSE_CONTENT_TYPE",
@@ -108,6 +114,7 @@ __all__ = [
     "EventParser",
     "FinishReason",
     "GenerationRequest",
+    "JsonObject",
     "KvEvent",
     "LineBuffer",
     "LoadResponse",
@@ -134,7 +141,7 @@ __all__ = [
     "VersionResponse",
     "format_comment",
     "format_event",
-    "format_ignored_fields",
+    "format_names",
     "invalid_request",
     "pack_block_names",
     "parse_body",

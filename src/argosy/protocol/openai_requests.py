@@ -63,6 +63,7 @@ class ChatMessageParam(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     refusal: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
+    thinking: str | None = None
     tool_calls: list[JsonObject] | None = None
     tool_call_id: str | None = None
     function_call: JsonObject | None = None
@@ -72,8 +73,8 @@ class ChatMessageParam(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """With the next four, fields that APIs and client libraries add to a response's text and send back with it."""
     parsed: Any = None
     provider_specific_fields: Any = None
-    thinking_blocks: Any = None
-    reasoning_details: Any = None
+    thinking_blocks: list[Any] | None = None
+    reasoning_details: list[Any] | None = None
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

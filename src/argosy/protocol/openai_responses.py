@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-FinishReason = Literal["stop", "length", "tool_calls", "timeout"]
+FinishReason = Literal["stop", "length", "tool_calls", "function_call", "timeout"]
 """Reason for the end of a choice. Argosy adds "timeout" for a request that reached its `timeout_s`."""
 
 
@@ -128,6 +128,8 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
     """Reasoning before the answer. `reasoning` holds the same text, because clients read either field."""
     reasoning: str | UnsetType = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET
+    function_call: ToolCallFunction | UnsetType = UNSET
+    """Call in the older shape, for requests with `functions`."""
 
 
 class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):

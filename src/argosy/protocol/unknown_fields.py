@@ -17,6 +17,8 @@ from argosy.protocol.errors import invalid_request
 
 IGNORED_FIELDS_HEADER = b"x-argosy-ignored-fields"
 """Response header with the comma-separated names of the request fields that had no effect."""
+RELAXED_SCHEMA_HEADER = b"x-argosy-schema-relaxed"
+"""Response header with the comma-separated schema keywords that are not enforced."""
 MAX_HEADER_BYTES = 1024
 MAX_NAME_CHARS = 100
 
@@ -75,12 +77,12 @@ def remove_unknown_fields(body_type: type, value: object) -> tuple[str, ...]:
     return tuple(removed)
 
 
-def format_ignored_fields(names: Iterable[str]) -> bytes:
-    """Format the value of `IGNORED_FIELDS_HEADER`. A long list ends with `...`."""
+def format_names(names: Iterable[str]) -> bytes:
+    """Format the value of a header with names of fields or keywords. A long list ends with `...`."""
     entries: list[str] = []
     size = 0
     for name in names:
-        entry = quote(name[:MAX_NAME_CHARS], safe="[]", errors="replace")
+        entry = quote(name[:MAX_NAME_CHARS], safe="[]$", errors="replace")
         size += len(entry) + 1
         if size > MAX_HEADER_BYTES:
             entries.append("...")

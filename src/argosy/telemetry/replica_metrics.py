@@ -200,6 +200,11 @@ class ReplicaMetrics(Collector):
         self._http_requests = self._add_counter(
             "argosy_http_requests", "HTTP responses sent.", "route", "status"
         )
+        self._tool_calls = self._add_counter(
+            "argosy_tool_calls",
+            "Tool calls in model output. An incomplete call was cut or malformed.",
+            "result",
+        )
 
     # --- events ---------------------------------------------------------------------------------
 
@@ -214,6 +219,12 @@ class ReplicaMetrics(Collector):
     def record_abort(self, reason: str) -> None:
         """Count an aborted request. `reason` is one of a few values (client_closed_request, slow_reader, ...)."""
         self._aborted.add((*self._model_label, reason))
+
+    def record_tool_calls(self, complete: int, incomplete: int) -> None:
+        """Count the tool calls of a sequence."""
+        for result, calls in (("complete", complete), ("incomplete", incomplete)):
+            if calls:
+                self._tool_calls.add((*self._model_label, result), calls)
 
     def record_accepted(self, choices: int) -> None:
         """Record the number of choices of a request that is sent to the engine."""

@@ -15,7 +15,7 @@ from argosy.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
     GenerationRequest,
-    format_ignored_fields,
+    format_names,
     parse_body,
     parse_query,
     parse_request_body,
@@ -113,7 +113,7 @@ def test_unknown_field_is_refused_on_request() -> None:
 
 @given(st.lists(st.text(st.characters(), max_size=200), max_size=50))
 def test_header_with_ignored_fields_is_short_printable_ascii(names: list[str]) -> None:
-    value = format_ignored_fields(names)
+    value = format_names(names)
     assert len(value) < 1100
     assert all(0x21 <= byte < 0x7F for byte in value)
     assert value.count(b",") < max(1, len(names))

@@ -129,13 +129,15 @@ def test_template_precedence_is_override_then_file_then_config(tmp_path: Path) -
     assert ChatTemplate.load(tmp_path, override).render(HELLO) == "mine <|begin|>"
 
 
-def test_default_of_several_named_templates_is_used(tmp_path: Path) -> None:
+def test_named_templates_are_used_without_and_with_tools(tmp_path: Path) -> None:
     templates = [
         {"name": "tool_use", "template": "tools"},
         {"name": "default", "template": "plain"},
     ]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
-    assert ChatTemplate.load(tmp_path).render(HELLO) == "plain"
+    template = ChatTemplate.load(tmp_path)
+    assert template.render(HELLO) == "plain"
+    assert template.render(HELLO, tools=[{"function": {"name": "f"}}]) == "tools"
 
 
 def test_unreadable_template_error_names_the_file(tmp_path: Path) -> None:

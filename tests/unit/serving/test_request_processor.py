@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.vocabularies import TEMPLATE, byte_level, byte_level_backend, sentencepiece
 
+from argosy.constraints import TOOL_FIELDS
 from argosy.engine.engine_config import EngineConfig
 from argosy.engine.serving.core_messages import CoreReady, EngineRequest
 from argosy.engine.serving.preprocessing.parameter_rules import (
@@ -28,6 +29,7 @@ from argosy.engine.serving.preprocessing.request_processor import (
     RequestProcessor,
 )
 from argosy.engine.serving.preprocessing.sampling_params import choice_seed
+from argosy.engine.serving.preprocessing.text_processing import TextProcessing
 from argosy.engine.serving.text.chat_template import ChatTemplate
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.models import BUNDLED_MODEL
@@ -76,9 +78,8 @@ def make_processor(
         fingerprint="",
     )
     template = ChatTemplate(source, {})
-    return RequestProcessor(
-        tokenizer, template, ready, EngineConfig(model="m", request_timeout_s=60)
-    )
+    text_processing = TextProcessing(tokenizer, template)
+    return text_processing.create_processor(ready, EngineConfig(model="m", request_timeout_s=60))
 
 
 PROCESSOR = make_processor()
@@ -403,18 +404,10 @@ def test_ignored_stop_token_can_be_resumed() -> None:
 # --- rejections ----------------------------------------------------------------------------------
 
 UNSUPPORTED_VALUES = {
-    "tools": [{"type": "function"}],
-    "tool_choice": "required",
-    "functions": [{"name": "f"}],
-    "function_call": {"name": "f"},
-    "response_format": {"type": "json_object"},
-    "structured_outputs": {"regex": "a"},
     "audio": {"voice": "x"},
     "modalities": ["text", "audio"],
     "documents": [{"text": "x"}],
     "suffix": "x",
-    "include_reasoning": False,
-    "thinking_token_budget": 5,
     "chat_template": "{{ 1 }}",
     "use_beam_search": True,
     "length_penalty": 0.5,
@@ -450,7 +443,6 @@ METADATA = {
     "safety_identifier": "s",
     "request_id": "x",
     "session_id": "x",
-    "parallel_tool_calls": True,
     "prompt_cache_key": "k",
     "prompt_cache_options": {"mode": "implicit"},
     "prompt_cache_retention": "24h",
@@ -468,7 +460,6 @@ IGNORED_VALUES = {
     "store": True,
     "service_tier": "flex",
     "verbosity": "low",
-    "reasoning_effort": "high",
     "prediction": {"type": "content", "content": "x"},
     "web_search_options": {},
     "moderation": {},
@@ -496,6 +487,11 @@ PREPROCESSING_PARAMETERS = {
     "best_of", "prompt_logprobs", "truncate_prompt_tokens", "truncation_side",
     "add_special_tokens", "skip_special_tokens", "cache_salt", "timeout_s", "resume",
     "add_generation_prompt", "continue_final_message", "chat_template_kwargs",
+    "reasoning_effort", "thinking_token_budget", "include_reasoning",
+    *TOOL_FIELDS,
+    "response_format", "structured_outputs", "structural_tag", "json_schema", "grammar", "regex", "ebnf",
+    "guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_whitespace_pattern",
+    "guided_decoding_backend",
 }  # fmt: skip
 RESPONSE_PARAMETERS = {
     "stream", "stream_options", "return_token_ids",
@@ -603,11 +599,10 @@ def test_non_finite_number_is_rejected_by_name(name: str, value: float) -> None:
         (chat, {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
         (chat, {"messages": []}, "messages"),
         (chat, {"messages": [{"role": "user"}]}, "messages[0].content"),
-        (chat, {"messages": [*USER, {"role": "tool", "content": "x"}]}, "messages[1].role"),
         (
             chat,
             {"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]},
-            "messages[0].tool_calls",
+            "messages[0].tool_calls[0].function.name",
         ),
         (
             chat,
@@ -761,9 +756,8 @@ def test_bundled_model_accepts_chats_and_prompts() -> None:
         backend="test",
         fingerprint="",
     )  # fmt: skip
-    processor = RequestProcessor(
-        tokenizer, ChatTemplate.load(BUNDLED_MODEL), ready, EngineConfig(model="m")
-    )
+    text_processing = TextProcessing.load(BUNDLED_MODEL)
+    processor = text_processing.create_processor(ready, EngineConfig(model="m"))
     prompt = chat(processor).requests[0].prompt
     assert "hello world" in tokenizer.decode(prompt)
     assert tokenizer.decode(tokenizer.encode("the cat, 你好", add_special_tokens=False)) == (

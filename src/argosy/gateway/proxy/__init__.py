@@ -9,14 +9,14 @@ stream to the client through a `ResponseWriter`, and on a regular stream it move
 from argosy.gateway.proxy.dispatcher import RETRY_AFTER_S, no_replica_error
 from argosy.gateway.proxy.fast_path import FastPath, load_fast_path
 from argosy.gateway.proxy.handlers import CompletionHandlers
-from argosy.gateway.proxy.upstream_headers import REFUSE_UNKNOWN_FIELDS, forward_ignored_fields
+from argosy.gateway.proxy.upstream_headers import REFUSE_UNKNOWN_FIELDS, forward_notes
 
 __all__ = [
     "REFUSE_UNKNOWN_FIELDS",
     "RETRY_AFTER_S",
     "CompletionHandlers",
     "FastPath",
-    "forward_ignored_fields",
+    "forward_notes",
     "load_fast_path",
     "no_replica_error",
 ]

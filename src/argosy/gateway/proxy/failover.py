@@ -39,8 +39,8 @@ from argosy.gateway.proxy.response_relay import ResponseRelay
 from argosy.gateway.proxy.response_writers import ResponseWriter
 from argosy.gateway.proxy.upstream_headers import (
     build_request_headers,
+    forward_request_notes,
     parse_model_digest,
-    report_ignored_fields,
 )
 from argosy.gateway.request_context import REFUSED_BY_REPLICA, REQUEST_TOO_LARGE, RequestContext
 from argosy.gateway.request_fields import RequestFields
@@ -194,7 +194,7 @@ class FailoverProxy:
             )
         attempt = hedged_request.attempt
         if context.exchange.status is None:
-            report_ignored_fields(context, attempt.replica, attempt.response.headers)
+            forward_request_notes(context, attempt.replica, attempt.response.headers)
         if isinstance(start, BufferedResponse):
             return start
         await self._writer.start()

@@ -12,9 +12,10 @@ from argosy.gateway.pool import ReplicaEndpoint
 from argosy.gateway.request_context import RequestContext
 from argosy.protocol import (
     IGNORED_FIELDS_HEADER,
+    RELAXED_SCHEMA_HEADER,
     REPORT_CONTENT,
     REPORT_HEADER,
-    format_ignored_fields,
+    format_names,
 )
 
 _COMMON_HEADERS = [(b"content-type", b"application/json"), (b"accept-encoding", b"identity")]
@@ -96,25 +97,25 @@ def parse_model_digest(headers: Mapping[bytes, bytes]) -> bytes:
     return digest if _DIGEST_PATTERN.fullmatch(digest) else b""
 
 
-def report_ignored_fields(
+def forward_request_notes(
     context: RequestContext, replica: ReplicaEndpoint, upstream_headers: Mapping[bytes, bytes]
 ) -> None:
-    """Name the request fields that have no effect at the replica in the headers of the client's response."""
+    """Name the parts of the request that have no effect at the replica in the headers of the client's response."""
     if replica.adapter.is_native:
-        forward_ignored_fields(upstream_headers, context.response_headers)
+        forward_notes(upstream_headers, context.response_headers)
         return
-    dropped = format_ignored_fields(list_dropped_fields(context.fields))
-    forward_ignored_fields({IGNORED_FIELDS_HEADER: dropped}, context.response_headers)
+    dropped = format_names(list_dropped_fields(context.fields))
+    forward_notes({IGNORED_FIELDS_HEADER: dropped}, context.response_headers)
 
 
-def forward_ignored_fields(
+def forward_notes(
     upstream_headers: Mapping[bytes, bytes], headers: list[tuple[bytes, bytes]]
 ) -> None:
-    """Add the replica's header with the names of ignored request fields to `headers`, once."""
-    value = upstream_headers.get(IGNORED_FIELDS_HEADER, b"")
-    entry = (IGNORED_FIELDS_HEADER, value)
-    if _FORWARDED_HEADER_VALUE.fullmatch(value) and entry not in headers:
-        headers.append(entry)
+    """Add the replica's headers about parts of the request without effect to `headers`, once."""
+    for name in (IGNORED_FIELDS_HEADER, RELAXED_SCHEMA_HEADER):
+        entry = (name, upstream_headers.get(name, b""))
+        if _FORWARDED_HEADER_VALUE.fullmatch(entry[1]) and entry not in headers:
+            headers.append(entry)
 
 
 def _trace_headers(headers: Mapping[bytes, bytes]) -> list[tuple[bytes, bytes]]:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from itertools import takewhile
 from typing import Any
 
 import pytest
 from canitoolcall.fixtures import Fixture
-from hypothesis import given
-from hypothesis import strategies as st
 from tests.support.call_renderer import CallRenderer
 from tests.support.grammar_matcher import GrammarMatcher
 from tests.support.tool_call_fixtures import (
@@ -20,17 +16,14 @@ from tests.support.tool_call_fixtures import (
     tools_of,
 )
 
-from argosy.constraints import schema_grammar
 from argosy.engine.serving.output_parsing import (
     FORMATS,
-    MarkerToken,
     OutputFormat,
     Piece,
     Tool,
     build_output_grammar,
     prompt_opens_reasoning,
 )
-from argosy.protocol import ApiError
 
 MARKER = "A special token within an argument. Arguments hold text only."
 ORDER = "Keys in another order than in training."

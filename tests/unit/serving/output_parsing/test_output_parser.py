@@ -35,7 +35,10 @@ PARAMETERS = {
         "nested": {"type": "object", "properties": {"text": {"type": "string"}}},
     },
 }
-TOOLS = [Tool(name="get_weather", parameters=PARAMETERS), Tool(name="search", parameters=PARAMETERS)]
+TOOLS = [
+    Tool(name="get_weather", parameters=PARAMETERS),
+    Tool(name="search", parameters=PARAMETERS),
+]
 CALL_FORMATS = [output_format for output_format in FORMATS.values() if output_format.has_calls]
 SPECIAL = {
     output_format.name: output_format.with_vocabulary(lambda text: True)

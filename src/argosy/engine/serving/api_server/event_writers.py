@@ -6,9 +6,11 @@ from typing import Protocol
 
 import msgspec
 
+from argosy.engine.serving.api_server.chat_output import render_deltas
 from argosy.engine.serving.api_server.response_spec import ResponseSpec
 from argosy.engine.serving.core_messages import TokenLogprob
-from argosy.engine.serving.text.choice import Choice
+from argosy.engine.serving.text.choice import Choice, ChoiceOutput
+from argosy.engine.serving.text.parsed_choice import ParsedChoice
 from argosy.protocol import ChatLogprobs, format_event
 
 _encode = msgspec.json.Encoder().encode
@@ -59,7 +61,8 @@ class _ChunkEnvelope:
 class ChatEventWriter:
     """Writer of `chat.completion.chunk` events.
 
-    Each choice starts with its role, continues with text, and ends with an empty delta that has the finish reason.
+    Each choice starts with its role, continues with reasoning, text and tool calls, and ends with an empty delta that
+    has the finish reason.
     """
 
     def __init__(self, spec: ResponseSpec) -> None:
@@ -73,7 +76,8 @@ class ChatEventWriter:
         if choice.index not in self._started_choices:
             self._started_choices.add(choice.index)
             events.append(self._role_chunk(choice))
-        if output.text or (
+        deltas = self._deltas(choice, output)
+        if deltas or (
             output.tokens and (self._spec.include_token_ids or self._spec.logprob_formatter)
         ):
             logprobs = (
@@ -81,15 +85,22 @@ class ChatEventWriter:
                 if self._spec.logprob_formatter
                 else None
             )
-            delta = b'{"content":' + _encode(output.text) + b"}"
             ids = b',"token_ids":' + _encode(output.tokens) if self._spec.include_token_ids else b""
-            events.append(self._chunk(choice, delta, logprobs, ids + b"}]"))
+            first, *others = deltas or [b'{"content":""}']
+            events.append(self._chunk(choice, first, logprobs, ids + b"}]"))
+            events += [self._chunk(choice, delta, None, b"}]") for delta in others]
         if output.finish_reason is not None:
             events.append(self._final_chunk(choice))
         return b"".join(events)
 
     def encode_usage(self) -> bytes:
         return self._envelope.usage_event()
+
+    def _deltas(self, choice: Choice, output: ChoiceOutput) -> list[bytes]:
+        """Encode the `delta` objects of the output. The tokens belong to all of them together."""
+        if isinstance(choice, ParsedChoice):
+            return list(map(_encode, render_deltas(choice, output.events, self._spec.id)))
+        return [b'{"content":' + _encode(output.text) + b"}"] if output.text else []
 
     def _role_chunk(self, choice: Choice) -> bytes:
         ending = b"}]"
@@ -118,6 +129,7 @@ class ChatEventWriter:
     def _final_chunk(self, choice: Choice) -> bytes:
         envelope = self._envelope
         ending = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+        warnings = self._spec.warnings(choice)
         return b"".join(
             (
                 envelope.prefix,
@@ -125,6 +137,7 @@ class ChatEventWriter:
                 b',"delta":{},"logprobs":null,',
                 _encode(ending)[1:],
                 b"]",
+                b',"warnings":' + _encode(warnings) if warnings else b"",
                 envelope.suffix(),
             )
         )

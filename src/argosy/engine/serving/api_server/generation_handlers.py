@@ -21,8 +21,10 @@ from argosy.engine.serving.api_server.generation import Generation
 from argosy.engine.serving.api_server.ignored_fields import (
     refuses_unknown_fields,
     report_ignored_fields,
+    report_relaxed_keywords,
 )
 from argosy.engine.serving.api_server.replica_state import LoadedModel, ReplicaState
+from argosy.engine.serving.api_server.report_writer import ReportWriter
 from argosy.engine.serving.api_server.request_metrics import RequestMetrics, abort_reason
 from argosy.engine.serving.api_server.response_spec import ResponseSpec, new_response_id
 from argosy.engine.serving.api_server.responses import build_chat_completion, build_completion
@@ -35,6 +37,8 @@ from argosy.engine.serving.preprocessing.request_processor import (
 )
 from argosy.http_server import HttpExchange, SlowReaderError
 from argosy.protocol import (
+    REPORT_CONTENT,
+    REPORT_HEADER,
     SSE_DONE,
     ApiError,
     ChatCompletion,
@@ -56,6 +60,10 @@ RESUME_METADATA_HEADER = b"x-argosy-resume-metadata"
 CACHED_TOKENS_HEADER = b"x-argosy-cached-tokens"
 RESUME_GIVEN_HEADER = b"x-argosy-resume-given"
 KEEP_ALIVE_COMMENT = format_comment(b"keep-alive")
+_GRAMMAR_FIELDS = re.compile(
+    rb'"(?:tools|functions|response_format|structured_outputs|guided_\w+|structural_tag|json_schema|grammar|regex|ebnf)"'
+)
+"""Fields that need a grammar, which is compiled in a thread."""
 _COUNT_PATTERN = re.compile(r"[0-9]{1,9}")
 _COUNTS_PATTERN = re.compile(r"[0-9]{1,9}(?:,[0-9]{1,9})*")
 _RESPONSE_ID_PATTERN = re.compile(r"([\x21-\x7e]{1,128}) (\d{1,11})")
@@ -157,11 +165,11 @@ class GenerationHandlers:
         headers = parse_gateway_headers(exchange, new_response_id(endpoint.id_prefix))
         refuse_unknown = refuses_unknown_fields(self._replica.config, exchange)
         prepare = partial(self._prepare_in_thread, endpoint, model, raw, headers, refuse_unknown)
-        body, spec, ignored = (
-            prepare() if len(raw) < MIN_THREADED_BODY_BYTES else await asyncio.to_thread(prepare)
-        )
+        is_quick = len(raw) < MIN_THREADED_BODY_BYTES and not _GRAMMAR_FIELDS.search(raw)
+        body, spec, ignored, relaxed = prepare() if is_quick else await asyncio.to_thread(prepare)
         self._replica.require_ready()  # the replica may have begun to drain meanwhile
         report_ignored_fields(exchange, ignored)
+        report_relaxed_keywords(exchange, relaxed)
         return body, spec
 
     def _prepare_in_thread(
@@ -171,16 +179,18 @@ class GenerationHandlers:
         raw: bytes,
         headers: GatewayHeaders,
         refuse_unknown: bool,  # noqa: FBT001 - a partial call
-    ) -> tuple[Body, ResponseSpec, tuple[str, ...]]:
-        """Return the body, the specification of its response and the names of the fields that are ignored."""
+    ) -> tuple[Body, ResponseSpec, tuple[str, ...], tuple[str, ...]]:
+        """Return the body, the specification of its response, the ignored fields and the relaxed keywords."""
         body, unknown = parse_request_body(
             endpoint.request_type, raw, refuse_unknown=refuse_unknown
         )
         self._replica.check_model(body.model)
         prepared = endpoint.prepare_request(model.processor, body, headers)
-        ignored = unknown + ignored_parameters(msgspec.structs.asdict(body))
+        ignored = (
+            unknown + ignored_parameters(msgspec.structs.asdict(body)) + prepared.ignored_fields
+        )
         spec = ResponseSpec.from_request(body, prepared, model.tokenizer, headers)
-        return body, spec, ignored
+        return body, spec, ignored, prepared.relaxed_keywords
 
     async def _generate(
         self,
@@ -196,12 +206,7 @@ class GenerationHandlers:
             watch = exchange.listen_for_disconnect(partial(_on_disconnect, generation))
             try:
                 if body.stream:
-                    writer = endpoint.writer_type(spec)
-                    writer = (
-                        ResumeMetadataWriter(spec, writer)
-                        if spec.include_resume_metadata
-                        else writer
-                    )
+                    writer = self._create_writer(exchange, endpoint, spec)
                     await self._stream_response(exchange, generation, spec, writer)
                 else:
                     await generation.wait_complete()
@@ -210,6 +215,18 @@ class GenerationHandlers:
             finally:
                 watch.cancel()
                 replica.on_generation_end(generation)
+
+    def _create_writer(
+        self, exchange: HttpExchange, endpoint: GenerationEndpoint[Body], spec: ResponseSpec
+    ) -> EventWriter:
+        """Create the writer of a stream. A gateway may ask for resume metadata and for a report."""
+        writer = endpoint.writer_type(spec)
+        report = exchange.get_header(REPORT_HEADER)
+        if report:
+            tokenizer = self._replica.require_loaded().tokenizer
+            includes_content = report == REPORT_CONTENT.decode()
+            writer = ReportWriter(spec, writer, tokenizer, includes_content=includes_content)
+        return ResumeMetadataWriter(spec, writer) if spec.include_resume_metadata else writer
 
     async def _stream_response(
         self,

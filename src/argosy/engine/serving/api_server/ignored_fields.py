@@ -1,10 +1,10 @@
-"""Unknown fields of request bodies: refused, or ignored and named in a response header."""
+"""Parts of a request without effect: refused, or named in a response header."""
 
 from __future__ import annotations
 
 from argosy.engine.serving.api_server.replica_server_config import ReplicaServerConfig
 from argosy.http_server import HttpExchange
-from argosy.protocol import IGNORED_FIELDS_HEADER, format_ignored_fields
+from argosy.protocol import IGNORED_FIELDS_HEADER, RELAXED_SCHEMA_HEADER, format_names
 
 UNKNOWN_FIELDS_HEADER = b"x-argosy-unknown-fields"
 """Request header with which a gateway applies its own setting: `refuse` refuses unknown fields."""
@@ -20,4 +20,11 @@ def refuses_unknown_fields(config: ReplicaServerConfig, exchange: HttpExchange) 
 def report_ignored_fields(exchange: HttpExchange, names: tuple[str, ...]) -> None:
     """Add the response header that names the ignored fields, if there are any."""
     if names:
-        exchange.extra_headers.append((IGNORED_FIELDS_HEADER, format_ignored_fields(names)))
+        exchange.extra_headers.append((IGNORED_FIELDS_HEADER, format_names(names)))
+
+
+def report_relaxed_keywords(exchange: HttpExchange, keywords: tuple[str, ...]) -> None:
+    """Add the response header that names the schema keywords that are not enforced, if there are any."""
+    if keywords:
+        unique = dict.fromkeys(keywords)
+        exchange.extra_headers.append((RELAXED_SCHEMA_HEADER, format_names(unique)))

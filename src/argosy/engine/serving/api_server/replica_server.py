@@ -6,8 +6,6 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 
 import structlog
 import uvloop
@@ -23,9 +21,7 @@ from argosy.engine.serving.engine_core.engine_client import (
     EngineFailedError,
     LoadProgressCallback,
 )
-from argosy.engine.serving.preprocessing.request_processor import RequestProcessor
-from argosy.engine.serving.text.chat_template import ChatTemplate
-from argosy.engine.serving.text.tokenizer import Tokenizer
+from argosy.engine.serving.preprocessing.text_processing import TextProcessing
 from argosy.http_server import (
     SHUTDOWN_GRACE_S,
     CertificateWatcher,
@@ -40,20 +36,6 @@ from argosy.telemetry import configure_logging
 ENGINE_POLL_INTERVAL_S = 0.5
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.server")
-
-
-@dataclass(frozen=True, slots=True)
-class TextProcessing:
-    """Tokenizer and chat template of the served model."""
-
-    tokenizer: Tokenizer
-    template: ChatTemplate
-
-    @classmethod
-    def load(cls, path: Path, template: str | None) -> TextProcessing:
-        """Load both from the checkpoint directory `path`. The file `template` replaces the chat template."""
-        override = Path(template) if template is not None else None
-        return cls(Tokenizer.load(path), ChatTemplate.load(path, override))
 
 
 class ReplicaServer:
@@ -139,11 +121,16 @@ class ReplicaServer:
             text_processing = await loading
         finally:
             loading.cancel()
-        processor = RequestProcessor(
-            text_processing.tokenizer, text_processing.template, ready, self._engine_config
-        )
+        processor = text_processing.create_processor(ready, self._engine_config)
         self.replica_state.on_model_loaded(processor, text_processing.tokenizer, ready)
-        log.info("ready", url=url, model=self.replica_state.model_names[0], backend=ready.backend)
+        output_format = text_processing.output_format
+        log.info(
+            "ready",
+            url=url,
+            model=self.replica_state.model_names[0],
+            backend=ready.backend,
+            tool_format="none" if output_format is None else output_format.name,
+        )
         self._on_ready(url)
         while self._engine.state != "failed":  # noqa: ASYNC110 - the engine offers no event for its state
             await asyncio.sleep(ENGINE_POLL_INTERVAL_S)
@@ -212,7 +199,9 @@ def serve_replica(
                 log_name=config.log_name,
                 prestarted_core=prestarted_core,
             ),
-            load_text_processing=lambda: TextProcessing.load(path, config.chat_template),
+            load_text_processing=lambda: TextProcessing.load(
+                path, config.chat_template, config.tool_format
+            ),
             on_ready=notify_ready,
         )
         await server.run()

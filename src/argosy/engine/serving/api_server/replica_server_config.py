@@ -24,6 +24,8 @@ class ReplicaServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     """Names that requests may use. Responses use the first one. Empty means the model's own name."""
     chat_template: str | None = None
     """File with a Jinja chat template that replaces the checkpoint's template."""
+    tool_format: str = "auto"
+    """Format of the model's tool calls and reasoning. `auto` detects it, and `none` leaves all output as text."""
     unknown_fields: Literal["ignore", "refuse"] = "ignore"
     """Whether unknown fields of a request body are ignored and named in a response header, or refused."""
     body_limit_bytes: int = 32 * 1024 * 1024

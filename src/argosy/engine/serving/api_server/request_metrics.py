@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from argosy.engine.serving.api_server.replica_state import ReplicaState
 from argosy.engine.serving.core_messages import Delta
 from argosy.engine.serving.text.choice import Choice
+from argosy.engine.serving.text.parsed_choice import ParsedChoice
 from argosy.protocol import ApiError
 from argosy.telemetry import SequenceTimes
 
@@ -52,6 +53,9 @@ class RequestMetrics:
         if reason is not None:
             metrics.record_abort(reason)
         for choice, timeline in zip(self._choices, self._timelines, strict=True):
+            if isinstance(choice, ParsedChoice):
+                incomplete = choice.started_calls - choice.ended_calls
+                metrics.record_tool_calls(choice.ended_calls, incomplete)
             times = SequenceTimes(
                 arrived_at=self._arrived_at,
                 queued_s=timeline.queued_s,

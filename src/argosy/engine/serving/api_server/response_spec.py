@@ -7,13 +7,18 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from msgspec import UNSET
+
 from argosy.engine.serving.api_server.logprob_formatter import LogprobFormatter
 from argosy.engine.serving.preprocessing.request_processor import GatewayHeaders, PreparedRequest
-from argosy.engine.serving.text.choice import Choice, PromptState, ScoringChoice
+from argosy.engine.serving.text.choice import Choice, PromptState
+from argosy.engine.serving.text.parsed_choice import ParsedChoice
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.protocol import (
+    CompletionTokenUsageInfo,
     GenerationRequest,
     PromptTokenUsageInfo,
+    ResponseWarning,
     StreamOptions,
     Usage,
 )
@@ -43,6 +48,10 @@ class ResponseSpec:
     """Cached tokens that the resumed stream reported for the prompts that it began."""
     delivered_tokens: list[int]
     """Number of tokens of each choice that the resumed stream delivered."""
+    request_warnings: tuple[ResponseWarning, ...] = ()
+    """Differences between what the request asked for and what is done, for all choices."""
+    compile_s: float | None = None
+    """Seconds to compile the grammar, 0 if it was cached. None without a grammar."""
 
     @classmethod
     def from_request(
@@ -74,21 +83,14 @@ class ResponseSpec:
             )
             for index, (parent, echo) in enumerate(zip(parents, echoes, strict=True))
         ]
-        choice_type = ScoringChoice if prepared.is_scoring else Choice
         options = body.stream_options or StreamOptions()
         return cls(
             id=headers.request_id,
             created_at=int(time.time()) if headers.created_at is None else headers.created_at,
             model=body.model,
             choices=[
-                choice_type(
-                    index,
-                    request,
-                    prompts[index // prepared.n],
-                    tokenizer,
-                    is_complete=index in prepared.completed_choices,
-                )
-                for index, request in enumerate(prepared.requests)
+                prepared.create_choice(index, prompts[index // prepared.n], tokenizer)
+                for index in range(len(prepared.requests))
             ],
             prompts=prompts,
             logprob_formatter=None if prepared.logprobs is None else formatter,
@@ -99,18 +101,39 @@ class ResponseSpec:
             include_resume_metadata=headers.wants_resume_metadata,
             resumed_cached_tokens=headers.resumed_cached_tokens or 0,
             delivered_tokens=delivered,
+            request_warnings=prepared.warnings,
+            compile_s=prepared.compile_s,
         )
 
     def usage(self) -> Usage:
         """Return the token usage so far."""
         prompt_tokens = sum(len(prompt.token_ids) for prompt in self.prompts)
         completion_tokens = sum(choice.output_tokens for choice in self.choices)
+        reasoning_tokens = self.reasoning_tokens
         return Usage(
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
             total_tokens=prompt_tokens + completion_tokens,
             prompt_tokens_details=PromptTokenUsageInfo(cached_tokens=self.cached_tokens),
+            completion_tokens_details=UNSET
+            if reasoning_tokens is None
+            else CompletionTokenUsageInfo(reasoning_tokens=reasoning_tokens),
         )
+
+    @property
+    def reasoning_tokens(self) -> int | None:
+        """Output tokens inside reasoning blocks. None if the output is not parsed."""
+        parsed = [choice for choice in self.choices if isinstance(choice, ParsedChoice)]
+        return sum(choice.reasoning_tokens for choice in parsed) if parsed else None
+
+    def warnings(self, choice: Choice) -> list[ResponseWarning]:
+        """Return the warnings of a finished choice. The first choice has those of the request."""
+        warnings = list(self.request_warnings) if choice.index == 0 else []
+        problem = choice.document_problem if isinstance(choice, ParsedChoice) else None
+        if problem is not None:
+            message = f"The answer of choice {choice.index} does not match its schema: {problem}."
+            warnings.append(ResponseWarning(code="schema_mismatch", message=message))
+        return warnings
 
     @property
     def cached_tokens(self) -> int:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from msgspec import UNSET
 
+from argosy.engine.serving.api_server.chat_output import build_message
 from argosy.engine.serving.api_server.response_spec import ResponseSpec
 from argosy.engine.serving.text.choice import Choice
+from argosy.engine.serving.text.parsed_choice import ParsedChoice
 from argosy.protocol import (
     ApiError,
     ChatChoice,
@@ -25,6 +27,7 @@ def build_chat_completion(spec: ResponseSpec) -> ChatCompletion:
         model=spec.model,
         choices=[_build_chat_choice(spec, choice) for choice in spec.choices],
         usage=spec.usage(),
+        warnings=[warning for choice in spec.choices for warning in spec.warnings(choice)] or UNSET,
         prompt_token_ids=prompt.token_ids if spec.include_token_ids else UNSET,
         prompt_logprobs=(
             spec.prompt_logprob_formatter.format_prompt(prompt.logprobs)
@@ -40,7 +43,9 @@ def _build_chat_choice(spec: ResponseSpec, choice: Choice) -> ChatChoice:
         raise ApiError(500, "internal_error", "An internal error: a choice has not ended.")
     return ChatChoice(
         index=choice.index,
-        message=ChatMessage(content=output.text),
+        message=build_message(choice, output.events, spec.id)
+        if isinstance(choice, ParsedChoice)
+        else ChatMessage(content=output.text),
         logprobs=spec.logprob_formatter.format_chat(output.logprobs)
         if spec.logprob_formatter
         else None,

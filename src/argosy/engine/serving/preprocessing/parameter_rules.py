@@ -53,22 +53,6 @@ def _is_one_of(*values: object) -> Callable[[Any], bool]:
 
 
 RESTRICTED_PARAMETERS: dict[str, ParameterRestriction] = {
-    # tools and structured output
-    "tools": ParameterRestriction(_is_empty, "Tool calling is not supported yet."),
-    "tool_choice": ParameterRestriction(
-        _is_one_of("none", "auto"), "Tool calling is not supported yet."
-    ),
-    "functions": ParameterRestriction(_is_empty, "Function calling is not supported yet."),
-    "function_call": ParameterRestriction(
-        _is_one_of("none", "auto"), "Function calling is not supported yet."
-    ),
-    "response_format": ParameterRestriction(
-        _is_one_of({"type": "text"}),
-        'Only {"type": "text"} is supported yet; output is not constrained.',
-    ),
-    "structured_outputs": ParameterRestriction(
-        _is_empty, "Structured output is not supported yet."
-    ),
     # other kinds of input and output
     "audio": ParameterRestriction(_is_never_supported, "Audio is not supported."),
     "modalities": ParameterRestriction(_is_one_of(["text"]), 'Only ["text"] is supported.'),
@@ -77,12 +61,6 @@ RESTRICTED_PARAMETERS: dict[str, ParameterRestriction] = {
     ),
     "suffix": ParameterRestriction(_is_empty, "This model cannot fill in the middle."),
     # style of the answer
-    "include_reasoning": ParameterRestriction(
-        bool, "Reasoning is not separated from the answer yet."
-    ),
-    "thinking_token_budget": ParameterRestriction(
-        _is_never_supported, "Thinking budgets are not supported."
-    ),
     "chat_template": ParameterRestriction(
         _is_never_supported,
         "Templates from requests are not run. Start the server with --chat-template.",
@@ -112,7 +90,6 @@ IGNORED_PARAMETERS: dict[str, Callable[[Any], bool]] = {
     "store": _is_empty,  # no completions are stored
     "service_tier": _is_one_of("auto", "default"),
     "verbosity": _is_one_of("medium"),
-    "reasoning_effort": _is_one_of("none"),
     "prediction": _is_never_supported,
     "web_search_options": _is_never_supported,
     "moderation": _is_never_supported,
@@ -127,7 +104,6 @@ NEUTRAL_PARAMETERS = frozenset(
         "safety_identifier",
         "request_id",
         "session_id",
-        "parallel_tool_calls",  # has no meaning without tools
         "prompt_cache_key",  # hints; the prefix cache is always on within the tenant's domain
         "prompt_cache_options",
         "prompt_cache_retention",

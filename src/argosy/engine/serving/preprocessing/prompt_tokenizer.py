@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from argosy.engine.serving.core_messages import CoreReady
 from argosy.engine.serving.preprocessing import chat_messages, parameter_rules
+from argosy.engine.serving.preprocessing.chat_messages import CallIdMapper, keep_call_id
 from argosy.engine.serving.text.chat_template import ChatTemplate
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.protocol import (
@@ -40,7 +42,14 @@ class PromptTokenizer:
     Raises `ApiError` (400) for prompts that this model cannot serve. Immutable and thread-safe.
     """
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, ready: CoreReady) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        ready: CoreReady,
+        map_call_id: CallIdMapper = keep_call_id,
+    ) -> None:
+        self._map_call_id = map_call_id
         self._tokenizer = tokenizer
         self._template = template
         self._vocab_size = ready.vocab_size
@@ -48,9 +57,23 @@ class PromptTokenizer:
         self.max_context_tokens = min(ready.max_model_len, ready.num_blocks * ready.block_size)
         """Maximum tokens of one sequence: the model's limit, or the KV cache size if that is smaller."""
 
-    def tokenize_chat(self, body: ChatCompletionRequest, created_at: int | None) -> TokenizedPrompt:
-        """Render and encode a conversation. The template sees the Unix time `created_at`, or now if it is None."""
-        text = self._render(body, created_at)
+    def tokenize_chat(
+        self,
+        body: ChatCompletionRequest,
+        *,
+        tools: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
+        created_at: int | None,
+    ) -> TokenizedPrompt:
+        """Render and encode a conversation.
+
+        Args:
+            body: The request.
+            tools: Tools for the template.
+            variables: Variables for the template.
+            created_at: Unix time that the template sees. None means now.
+        """
+        text = self._render(body, tools, variables, created_at)
         ids = self._encode(text, "messages", body, add_special_tokens=bool(body.add_special_tokens))
         return self._truncate(ids, text, body)
 
@@ -65,8 +88,11 @@ class PromptTokenizer:
             )
         return [self._tokenize_prompt(prompt, body) for prompt in prompts]
 
-    def tokenize(self, body: TokenizeRequest) -> list[int]:
-        """Return the token ids that a completion or a chat would have for the prompt or the messages."""
+    def tokenize(self, body: TokenizeRequest, tools: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Return the token ids that a completion or a chat would have for the prompt or the messages.
+
+        The chat template sees `tools`.
+        """
         max_tokens = self.max_context_tokens * _MAX_TOKENIZE_CONTEXTS
         if (body.prompt is None) == (body.messages is None):
             raise invalid_request("Send either 'prompt' or 'messages'.", "prompt")
@@ -77,7 +103,10 @@ class PromptTokenizer:
             )
         add_special_tokens = bool(body.add_special_tokens)
         return self._encode_bounded(
-            self._render(body), "messages", max_tokens, add_special_tokens=add_special_tokens
+            self._render(body, tools, body.chat_template_kwargs or {}),
+            "messages",
+            max_tokens,
+            add_special_tokens=add_special_tokens,
         )
 
     def remaining_tokens(self, prompts: list[TokenizedPrompt], param: str) -> int:
@@ -100,7 +129,11 @@ class PromptTokenizer:
             raise self._context_length_error(param, longest, max_tokens)
 
     def _render(
-        self, body: ChatCompletionRequest | TokenizeRequest, created_at: int | None = None
+        self,
+        body: ChatCompletionRequest | TokenizeRequest,
+        tools: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
+        created_at: int | None = None,
     ) -> str:
         continue_final = bool(body.continue_final_message)
         if continue_final and body.add_generation_prompt:
@@ -114,12 +147,13 @@ class PromptTokenizer:
         if len(messages) > self.max_context_tokens:
             raise self._context_length_error("messages", len(messages))
         return self._template.render(
-            chat_messages.to_template_messages(messages),
+            chat_messages.to_template_messages(messages, self._map_call_id),
+            tools=tools,
             add_generation_prompt=not continue_final
             if add_generation_prompt is None
             else add_generation_prompt,
             continue_final_message=continue_final,
-            variables=body.chat_template_kwargs,
+            variables=variables,
             created_at=created_at,
         )
 

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
+from argosy.constraints import read_constraint, read_tools
 from argosy.engine.engine_config import EngineConfig
 from argosy.engine.serving.core_messages import CoreReady, EngineRequest
+from argosy.engine.serving.output_parsing import OutputFormat
 from argosy.engine.serving.preprocessing import parameter_rules, sampling_params
+from argosy.engine.serving.preprocessing.output_planner import GrammarCheck, OutputPlanner
 from argosy.engine.serving.preprocessing.prompt_tokenizer import PromptTokenizer, TokenizedPrompt
+from argosy.engine.serving.preprocessing.reasoning_options import ReasoningOptions
 from argosy.engine.serving.text.chat_template import ChatTemplate
+from argosy.engine.serving.text.choice import Choice, PromptState, ScoringChoice
 from argosy.engine.serving.text.detokenizer import Detokenizer
+from argosy.engine.serving.text.parsed_choice import OutputPlan, ParsedChoice
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
     GenerationRequest,
+    ResponseWarning,
     SamplingParams,
     TokenizeRequest,
     invalid_request,
@@ -75,6 +83,26 @@ class PreparedRequest:
     """Choices that the resumed stream already delivered completely."""
     is_scoring: bool
     """Whether `max_tokens` is 0. The one token that the engine samples is then dropped."""
+    plan: OutputPlan | None = None
+    """Plan by which the output is parsed; None if it is plain text."""
+    warnings: tuple[ResponseWarning, ...] = ()
+    """Differences between what the request asked for and what is done."""
+    relaxed_keywords: tuple[str, ...] = ()
+    """Keywords of the answer's schema that are not enforced."""
+    compile_s: float | None = None
+    """Seconds to compile the grammar, 0 if it was cached. None without a grammar."""
+    ignored_fields: tuple[str, ...] = ()
+    """Fields of the request without effect on this model."""
+
+    def create_choice(self, index: int, prompt: PromptState, tokenizer: Tokenizer) -> Choice:
+        """Create the state of choice `index`, which belongs to `prompt`."""
+        request, is_complete = self.requests[index], index in self.completed_choices
+        if self.plan is not None:
+            return ParsedChoice(
+                index, request, prompt, tokenizer, plan=self.plan, is_complete=is_complete
+            )
+        choice_type = ScoringChoice if self.is_scoring else Choice
+        return choice_type(index, request, prompt, tokenizer, is_complete=is_complete)
 
     @property
     def prompt_tokens(self) -> int:
@@ -91,14 +119,26 @@ class RequestProcessor:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, template: ChatTemplate, ready: CoreReady, config: EngineConfig
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        ready: CoreReady,
+        config: EngineConfig,
+        *,
+        output_format: OutputFormat | None,
+        check_grammar: GrammarCheck,
     ) -> None:
         self.tokenization_digest = hashlib.sha256(
             f"{tokenizer.digest} {template.digest}".encode()
         ).hexdigest()
         """Equal for processors that produce the same tokens from the same text."""
         self._tokenizer = tokenizer
-        self._prompt_tokenizer = PromptTokenizer(tokenizer, template, ready)
+        self._template = template
+        self._check_grammar = check_grammar
+        self._output_planner = OutputPlanner(tokenizer, template, output_format, check_grammar)
+        self._prompt_tokenizer = PromptTokenizer(
+            tokenizer, template, ready, self._output_planner.map_call_id
+        )
         self._vocab_size = ready.vocab_size
         self._eos_token_ids = frozenset((*ready.eos_token_ids, *tokenizer.eos_token_ids))
         self._eos_unknown_to_core = self._eos_token_ids.difference(ready.eos_token_ids)
@@ -117,12 +157,27 @@ class RequestProcessor:
                 "echo", "Chats cannot be echoed. Use /v1/completions."
             )
         logprobs = sampling_params.chat_logprobs(body)
-        prompts = [self._prompt_tokenizer.tokenize_chat(body, headers.created_at)]
+        fields = _set_fields(body)
+        tools, answer = read_tools(fields), read_constraint(fields)
+        reasoning = ReasoningOptions.from_body(body, self._template)
+        prompt = self._prompt_tokenizer.tokenize_chat(
+            body,
+            tools=self._output_planner.template_tools(tools),
+            variables=reasoning.variables,
+            created_at=headers.created_at,
+        )
+        prompts = [prompt]
         max_tokens = sampling_params.chat_max_tokens(
             body, self._prompt_tokenizer.remaining_tokens(prompts, "messages")
         )
         self._prompt_tokenizer.check_fit(prompts, max_tokens, "messages")
-        params = self._sampling_params(body, max_tokens, logprobs, body.prompt_logprobs)
+        planned = self._output_planner.plan(tools, reasoning, answer, prompt.text)
+        params = msgspec.structs.replace(
+            self._sampling_params(body, max_tokens, logprobs, body.prompt_logprobs),
+            grammar=planned.grammar,
+            reasoning=planned.reasoning,
+            banned_token_ids=planned.banned_token_ids,
+        )
         requests = self._build_engine_requests(body, headers, prompts, params)
         return PreparedRequest(
             requests=requests,
@@ -131,6 +186,17 @@ class RequestProcessor:
             echo_texts=[],
             completed_choices=self._completed_choices(requests, headers),
             is_scoring=False,
+            plan=planned.plan,
+            warnings=planned.warnings,
+            relaxed_keywords=()
+            if answer is None
+            else tuple(item.keyword for item in answer.relaxations),
+            compile_s=planned.compile_s,
+            ignored_fields=(
+                *reasoning.ignored_fields,
+                *planned.ignored_fields,
+                *tools.ignored,
+            ),
         )
 
     def prepare_completion(
@@ -151,7 +217,10 @@ class RequestProcessor:
         self._prompt_tokenizer.check_fit(prompts, max_tokens, "prompt")
         requested = [body.prompt_logprobs, logprobs if body.echo else None]
         prompt_logprobs = max((k for k in requested if k is not None), default=None)
-        params = self._sampling_params(body, max(max_tokens, 1), logprobs, prompt_logprobs)
+        params = msgspec.structs.replace(
+            self._sampling_params(body, max(max_tokens, 1), logprobs, prompt_logprobs),
+            grammar=self._completion_grammar(body),
+        )
         requests = self._build_engine_requests(body, headers, prompts, params)
         completed_choices = self._completed_choices(requests, headers)
         return PreparedRequest(
@@ -166,7 +235,8 @@ class RequestProcessor:
     def tokenize(self, body: TokenizeRequest) -> list[int]:
         """Return the token ids that a completion or a chat would have for the prompt or the messages."""
         parameter_rules.check_parameters(msgspec.structs.asdict(body))
-        return self._prompt_tokenizer.tokenize(body)
+        tools = read_tools({"tools": body.tools})
+        return self._prompt_tokenizer.tokenize(body, self._output_planner.template_tools(tools))
 
     def detokenize(self, body: DetokenizeRequest) -> str:
         """Return the text of token ids, special tokens included."""
@@ -187,6 +257,22 @@ class RequestProcessor:
                 "'truncation_side' has no effect without 'truncate_prompt_tokens'. Set both.",
                 "truncation_side",
             )
+
+    def _completion_grammar(self, body: CompletionRequest) -> str:
+        """Return the grammar of a completion's output. Schemas must be enforced completely, as if they were strict."""
+        answer = read_constraint(_set_fields(body))
+        if answer is None:
+            return ""
+        if answer.relaxations:
+            item = answer.relaxations[0]
+            raise invalid_request(
+                f"The keyword '{item.keyword}' at {item.pointer or '/'} cannot be enforced: {item.reason}. "
+                "Remove it, or use /v1/chat/completions, which reports what it relaxes.",
+                answer.param,
+                "unsupported_schema",
+            )
+        self._check_grammar(answer.grammar_text, answer.param)
+        return answer.grammar_text
 
     def _sampling_params(
         self,
@@ -326,6 +412,13 @@ def _reassign_parents(
                 reassigned[sibling], parent_id=reassigned[parent].id
             )
     return reassigned
+
+
+def _set_fields(body: GenerationRequest) -> dict[str, Any]:
+    """Return the fields that the body sets."""
+    return {
+        name: value for name, value in msgspec.structs.asdict(body).items() if value is not None
+    }
 
 
 def _salted_domain(domain: str, salt: str | None) -> str:

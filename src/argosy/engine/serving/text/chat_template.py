@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,6 +22,9 @@ from argosy.protocol import ApiError, invalid_request
 _CONTINUE_MARKER = "ARGOSY_CONTINUES_HERE "
 """Appended to the message to continue. The trailing space shows whether the template trims content."""
 _RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+_VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_MESSAGE_TOOLS = re.compile(r"""['"]tools['"] in message|message\[['"]tools['"]\]|message\.tools""")
+"""Reads the tools from the system message, as the templates of Phi-4 do."""
 
 
 class ChatTemplate:
@@ -35,6 +39,7 @@ class ChatTemplate:
         source: str | None,
         variables: Mapping[str, str],
         clock: Callable[[], datetime] = lambda: datetime.now(UTC).astimezone(),
+        tool_source: str | None = None,
     ) -> None:
         """Compile the template.
 
@@ -42,40 +47,58 @@ class ChatTemplate:
             source: Jinja source. None stands for a model without a template, which rejects every conversation.
             variables: Special tokens that the template may use.
             clock: Source of the local time for `strftime_now`.
+            tool_source: Jinja source for conversations with tools. None means `source`.
 
         Raises:
             jinja2.TemplateSyntaxError: `source` is not a valid template.
         """
         self._variables = dict(variables)
-        self.digest = hashlib.sha256(repr((source, sorted(variables.items()))).encode()).hexdigest()
+        tool_source = source if tool_source is None else tool_source
+        identity = (source, tool_source, sorted(variables.items()))
+        self.digest = hashlib.sha256(repr(identity).encode()).hexdigest()
         """SHA-256 of source and variables. Equal for templates that render alike."""
-        self._has_developer_role = source is not None and "developer" in source
+        self.source = tool_source
+        """Jinja source for conversations with tools, or None for a model without a template."""
+        self._names = frozenset(_VARIABLE_NAME.findall(tool_source or ""))
+        self._has_message_tools = bool(_MESSAGE_TOOLS.search(tool_source or ""))
+        self._has_developer_role = "developer" in self._names
         self._clock = clock
-        self._template = None if source is None else _environment().from_string(source)
+        environment = _environment()
+        self._template = None if source is None else environment.from_string(source)
+        self._tool_template = (
+            self._template
+            if tool_source is None or tool_source == source
+            else environment.from_string(tool_source)
+        )
 
     @classmethod
     def load(cls, path: Path, override: Path | None = None) -> Self:
         """Load the template from the file `override`, else from the checkpoint directory `path`.
 
         Looks for `chat_template.jinja`, then for `chat_template` in `tokenizer_config.json`. The latter is a string, or
-        a list of named templates of which "default" is used.
+        a list of named templates of which "default" is used, and "tool_use" for conversations with tools.
 
         Raises:
             ValueError: The template cannot be read. The message includes the remedy.
         """
-        origin, source = _find_source(path, override)
+        origin, source, tool_source = _find_source(path, override)
         try:
-            return cls(source, read_special_tokens(path))
+            return cls(source, read_special_tokens(path), tool_source=tool_source)
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(
                 f"the chat template of {origin} is not valid Jinja (line {error.lineno}: "
                 f"{error.message}); correct it or select another one with --chat-template"
             ) from error
 
+    def reads(self, name: str) -> bool:
+        """Return whether the template mentions `name`, so that a variable of this name may have an effect."""
+        return name in self._names
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
+        tools: Sequence[Mapping[str, Any]] = (),
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
@@ -83,7 +106,8 @@ class ChatTemplate:
     ) -> str:
         """Render a conversation to text. Encode the text without adding special tokens.
 
-        With `continue_final_message` the text ends where the last message's content ends. The request's own variables
+        The template sees the `tools` in the shape of the OpenAI API. With `continue_final_message` the text ends where
+        the last message's content ends. The request's own variables
         (`chat_template_kwargs`) are passed in `variables`. The template sees the Unix time `created_at` as the current
         time. None means now.
 
@@ -104,16 +128,20 @@ class ChatTemplate:
         template_messages = [self._adapt_message(message) for message in messages]
         if continue_final_message:
             template_messages[-1]["content"] += _CONTINUE_MARKER
+        if tools and self._has_message_tools:
+            template_messages = _attach_tools(template_messages, tools)
         text = self._render_text(
+            self._tool_template if tools else self._template,
             {
                 **self._variables,
                 "strftime_now": self._render_time(created_at).strftime,
-                "tools": None,
+                "tools": list(tools) or None,
+                **({"available_tools": list(tools)} if tools else {}),
                 "documents": None,
                 **(variables or {}),
                 "messages": template_messages,
                 "add_generation_prompt": add_generation_prompt,
-            }
+            },
         )
         return _cut_at_marker(text) if continue_final_message else text
 
@@ -130,10 +158,10 @@ class ChatTemplate:
             else datetime.fromtimestamp(created_at, UTC).astimezone()
         )
 
-    def _render_text(self, variables: dict[str, Any]) -> str:
-        assert self._template is not None  # noqa: S101 - checked by `render`
+    def _render_text(self, template: jinja2.Template | None, variables: dict[str, Any]) -> str:
+        assert template is not None  # noqa: S101 - checked by `render`
         try:
-            return self._template.render(variables)
+            return template.render(variables)
         except _TemplateRaisedError as error:
             raise _template_error(str(error)) from error
         except RecursionError as error:
@@ -168,13 +196,26 @@ def _cut_at_marker(text: str) -> str:
     return content if text.startswith(_CONTINUE_MARKER, position) else content.rstrip()
 
 
-def _find_source(path: Path, override: Path | None) -> tuple[Path, str | None]:
-    """Return the file with the template, and its text (None if the model has no template)."""
+def _attach_tools(
+    messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return the messages with the functions as JSON in the system message, which is added if there is none."""
+    functions = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
+    if messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": ""}, *messages]
+    return [messages[0] | {"tools": functions}, *messages[1:]]
+
+
+def _find_source(path: Path, override: Path | None) -> tuple[Path, str | None, str | None]:
+    """Return the file with the template, its text, and the text for conversations with tools.
+
+    The text is None if the model has no template. The other one is None if it has no template of its own for tools.
+    """
     for file in (override, path / "chat_template.jinja"):
         if file is None or (file is not override and not file.is_file()):
             continue
         try:
-            return file, file.read_text("utf-8")
+            return file, file.read_text("utf-8"), None
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(
                 f"the chat template {file} cannot be read ({error}); correct it or its permissions"
@@ -182,14 +223,15 @@ def _find_source(path: Path, override: Path | None) -> tuple[Path, str | None]:
     file = path / "tokenizer_config.json"
     match read_json_object(file).get("chat_template"):
         case None:
-            return file, None
+            return file, None, None
         case str(source):
-            return file, source
+            return file, source, None
         case list(templates):
             by_name = {
                 t["name"]: t["template"] for t in templates if {"name", "template"} <= set(t)
             }
-            return file, by_name.get("default") or next(iter(by_name.values()), None)
+            default = by_name.get("default") or next(iter(by_name.values()), None)
+            return file, default, by_name.get("tool_use")
         case unexpected:
             raise ValueError(
                 f"chat_template of {file} is a {type(unexpected).__name__}; "

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from argosy.engine.serving.core_messages import Delta, EngineRequest, TokenLogprob
+from argosy.engine.serving.output_parsing import Piece
+from argosy.engine.serving.output_parsing.events import OutputEvent
 from argosy.engine.serving.text.detokenizer import Detokenizer
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.protocol import ApiError, FinishReason
@@ -37,6 +40,8 @@ class ChoiceOutput(NamedTuple):
     """Log-probability of each of `tokens` if they are wanted."""
     finish_reason: FinishReason | None
     stop_reason: int | str | None
+    events: Sequence[OutputEvent] = ()
+    """Parsed output, which replaces `text` for choices that parse it."""
 
 
 class Choice:
@@ -62,7 +67,7 @@ class Choice:
         self._eos_token_ids = frozenset(tokenizer.eos_token_ids) - set(
             request.params.stop_token_ids
         )
-        self._detokenizer = Detokenizer(tokenizer, request.params, request.resumed_tokens)
+        self._detokenizer = self._create_detokenizer(tokenizer)
         self._text: list[str] = []
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprob] = []
@@ -95,6 +100,7 @@ class Choice:
         if self._detokenizer.stop_string is not None:
             self.finish_reason = "stop"
             self.stop_reason = self._detokenizer.stop_string
+            self._end_output()
         elif delta.finish_reason == "error":
             reason = delta.error or "the engine gave no reason"
             raise ApiError(
@@ -106,13 +112,24 @@ class Choice:
             raise ApiError(499, "cancelled", "The request was cancelled before it finished.")
         elif delta.finish_reason is not None:
             self.finish_reason = delta.finish_reason
-            self._text.append(self._detokenizer.flush())
+            self._add_pieces([self._detokenizer.flush()])
+            self._end_output()
             if delta.stop_token is not None and delta.stop_token not in self._eos_token_ids:
                 self.stop_reason = delta.stop_token
 
+    def _create_detokenizer(self, tokenizer: Tokenizer) -> Detokenizer:
+        return Detokenizer(tokenizer, self.request.params, self.request.resumed_tokens)
+
+    def _add_pieces(self, pieces: list[Piece]) -> None:
+        """Add detokenized output. The text consists of strings only, because nothing asks for markers."""
+        self._text += [piece for piece in pieces if isinstance(piece, str)]
+
+    def _end_output(self) -> None:
+        """Complete the output after its last piece. `finish_reason` is set already."""
+
     def _add_tokens(self, delta: Delta) -> None:
         text_delta = self._detokenizer.push(delta.tokens)
-        self._text.append(text_delta.text)
+        self._add_pieces(text_delta.pieces)
         self._tokens += delta.tokens[: text_delta.used_tokens]
         self._logprobs += delta.logprobs[: text_delta.used_tokens]
         self.generated_tokens += text_delta.used_tokens

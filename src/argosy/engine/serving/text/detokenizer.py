@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
+from argosy.engine.reasoning_gate import ReasoningGate
+from argosy.engine.serving.output_parsing import MarkerToken, Piece
 from argosy.engine.serving.text.stop_string_matcher import stop_string_matcher
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.protocol import SamplingParams
 
 _utf8 = codecs.getincrementaldecoder("utf-8")
+_NO_MARKERS: Mapping[int, str] = MappingProxyType({})
 
 
 class TextDelta(NamedTuple):
-    """Text that some tokens added."""
+    """Output that some tokens added."""
 
-    text: str
-    """Text that can be sent now."""
+    pieces: list[Piece]
+    """Text and markers that can be sent now."""
     used_tokens: int
     """Number of pushed tokens that belong to the choice. Smaller than pushed after a stop string."""
     stop_string: str | None
     """Stop string that ended the text."""
+
+    @property
+    def text(self) -> str:
+        """The text without markers."""
+        return "".join([piece for piece in self.pieces if isinstance(piece, str)])
 
 
 class Detokenizer:
@@ -35,13 +44,25 @@ class Detokenizer:
     per token does not depend on the length of the text.
 
     Among several stop strings, the one that ends first counts. Stop strings that end within the first `min_tokens`
-    tokens do not count. The end-of-sequence or stop token that ends a generation has no text unless
-    `include_stop_str_in_output` is set.
+    tokens, or inside a reasoning block, do not count. The end-of-sequence or stop token that ends a generation has no
+    text unless `include_stop_str_in_output` is set.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, params: SamplingParams, resumed_tokens: list[int]
+        self,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        resumed_tokens: list[int],
+        markers: Mapping[int, str] = _NO_MARKERS,
     ) -> None:
+        """Create a detokenizer and replay the resumed tokens.
+
+        Args:
+            tokenizer: Tokenizer of the model.
+            params: Sampling parameters with the stop conditions.
+            resumed_tokens: Tokens whose text the client has.
+            markers: Text of each special token that is returned as a `MarkerToken`. No stop string spans a marker.
+        """
         self._token_to_bytes = tokenizer.token_decoder(
             skip_special_tokens=params.skip_special_tokens
         )
@@ -57,6 +78,8 @@ class Detokenizer:
         self._held_back_text = ""
         self._token_count = 0
         self._stop_string: str | None = None
+        self._markers = markers
+        self._reasoning = None if params.reasoning is None else ReasoningGate(params.reasoning)
         self.push(resumed_tokens)
 
     @property
@@ -66,21 +89,27 @@ class Detokenizer:
 
     def push(self, token_ids: Iterable[int]) -> TextDelta:
         """Add tokens. Tokens after a stop string are ignored."""
-        texts = []
+        pieces: list[Piece] = []
         used = 0
         for token_id in token_ids:
             if self._stop_string is not None:
                 break
             used += 1
             self._token_count += 1
-            if token_id not in self._hidden_token_ids:
-                texts.append(
-                    self._append_text(self._decoder.decode(self._token_to_bytes(token_id)))
-                )
-        return TextDelta("".join(texts), used, self._stop_string)
+            in_reasoning = self._reasoning is not None and self._reasoning.accept(token_id)
+            if token_id in self._hidden_token_ids:
+                continue
+            marker = self._markers.get(token_id)
+            if marker is not None:
+                pieces += (self.flush(), MarkerToken(marker))
+                self._stop_state = 0
+                continue
+            text = self._decoder.decode(self._token_to_bytes(token_id))
+            pieces.append(text if in_reasoning else self._append_text(text))
+        return TextDelta(pieces, used, self._stop_string)
 
     def flush(self) -> str:
-        """Return the rest of the text after the last token. An incomplete character becomes U+FFFD."""
+        """Return the text that is held back. An incomplete character becomes U+FFFD."""
         rest = (
             ""
             if self._stop_string is not None

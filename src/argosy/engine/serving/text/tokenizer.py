@@ -38,7 +38,7 @@ class Tokenizer:
             self._pieces[token_id] = to_bytes(token)
         added = backend.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
-        self._added_ids = frozenset(added)
+        self._added_ids = {token.content: i for i, token in added.items()}
         self._visible_pieces = [
             b"" if i in self._special_ids else p for i, p in enumerate(self._pieces)
         ]
@@ -78,8 +78,12 @@ class Tokenizer:
 
     @property
     def added_ids(self) -> frozenset[int]:
-        """Ids of the tokens that were added to the vocabulary, special or not, such as `<tool_call>`."""
-        return self._added_ids
+        """Ids of the added tokens, special or not. Each is encoded as a whole wherever its text occurs."""
+        return frozenset(self._added_ids.values())
+
+    def added_token_id(self, text: str) -> int | None:
+        """Return the id of the added token with this text, or None if there is none."""
+        return self._added_ids.get(text)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:  # noqa: FBT001, FBT002 - Hugging Face's signature
         """Encode `text` to token ids.

@@ -1,0 +1,235 @@
+"""Planning of a chat's output: which tools the prompt shows, what the output may be, and how it is parsed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from argosy.constraints import OutputConstraint, ToolDefinition, ToolRequest
+from argosy.engine.serving.output_parsing import (
+    OutputFormat,
+    Tool,
+    build_output_grammar,
+    prompt_opens_reasoning,
+)
+from argosy.engine.serving.preprocessing.chat_messages import CallIdMapper, keep_call_id
+from argosy.engine.serving.preprocessing.parameter_rules import unsupported_parameter
+from argosy.engine.serving.preprocessing.reasoning_options import ReasoningOptions
+from argosy.engine.serving.text.chat_template import ChatTemplate
+from argosy.engine.serving.text.parsed_choice import OutputPlan
+from argosy.engine.serving.text.tokenizer import Tokenizer
+from argosy.protocol import ReasoningBlock, ResponseWarning
+
+GrammarCheck = Callable[[str, str], float]
+"""Compiles a grammar for the model's tokenizer and returns the seconds, 0 if it was compiled before.
+
+Raises `ApiError` (400) for the named parameter.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedOutput:
+    """Constraints of a chat's output, and the plan by which it is parsed."""
+
+    plan: OutputPlan | None
+    """None if the output is plain text."""
+    grammar: str = ""
+    reasoning: ReasoningBlock | None = None
+    compile_s: float | None = None
+    """Seconds to compile the grammar, 0 if it was cached. None without a grammar."""
+    banned_token_ids: tuple[int, ...] = ()
+    warnings: tuple[ResponseWarning, ...] = ()
+    ignored_fields: tuple[str, ...] = ()
+    """Fields without effect on this model."""
+
+
+class OutputPlanner:
+    """Planner for one model. Immutable and thread-safe, if `check_grammar` is.
+
+    Args:
+        tokenizer: Tokenizer of the model.
+        template: Chat template of the model.
+        output_format: Format of the model's tool calls and reasoning; None if it is unknown.
+        check_grammar: Compiles a grammar for the tokenizer, so that the engine does not have to refuse it.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        output_format: OutputFormat | None,
+        check_grammar: GrammarCheck,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._template = template
+        self._format = output_format
+        self._check_grammar = check_grammar
+        texts = () if output_format is None else output_format.marker_texts
+        ids = {text: tokenizer.added_token_id(text) for text in texts}
+        self._marker_ids = {
+            text: token_id for text, token_id in ids.items() if token_id is not None
+        }
+        self._markers = {token_id: text for text, token_id in self._marker_ids.items()}
+
+    @property
+    def map_call_id(self) -> CallIdMapper:
+        """Mapping of the ids of earlier tool calls to ids that the model's family accepts."""
+        return keep_call_id if self._format is None else self._format.map_call_id
+
+    def template_tools(self, request: ToolRequest) -> list[dict[str, Any]]:
+        """Return the tools that the chat template shows the model, in the shape of the OpenAI API.
+
+        Tools that must not be called are shown as well if their trigger can be masked. The prompt, and with it the
+        prefix cache, then does not depend on `tool_choice`.
+
+        Raises:
+            ApiError: 400 if the model cannot call tools.
+        """
+        if not request.tools or (request.choice.mode == "none" and not self._trigger_ids()):
+            return []
+        if request.choice.mode != "none":
+            self._require_tool_format()
+        return request.template_tools
+
+    def plan(
+        self,
+        request: ToolRequest,
+        reasoning: ReasoningOptions,
+        answer: OutputConstraint | None,
+        prompt_text: str,
+    ) -> PlannedOutput:
+        """Plan the output of a chat whose prompt is rendered to `prompt_text`.
+
+        Raises:
+            ApiError: 400 if a constraint cannot be compiled.
+        """
+        output_format = self._format
+        if output_format is None:
+            grammar = "" if answer is None else answer.grammar_text
+            compile_s = self._compile(grammar, request, answer)
+            return PlannedOutput(
+                plan=None,
+                grammar=grammar,
+                compile_s=compile_s,
+                warnings=_warnings(answer),
+                ignored_fields=() if reasoning.budget is None else ("thinking_token_budget",),
+            )
+        in_reasoning = prompt_opens_reasoning(output_format, prompt_text)
+        grammar = self._build_grammar(output_format, request, answer)
+        compile_s = self._compile(grammar, request, answer)
+        block = self._reasoning_block(
+            output_format, in_reasoning=in_reasoning, budget=reasoning.budget
+        )
+        has_budget = reasoning.budget is not None
+        plan = OutputPlan(
+            output_format=output_format,
+            markers=self._markers,
+            tools=tuple(map(_to_tool, request.tools)),
+            parse_calls=request.choice.mode != "none",
+            in_reasoning=in_reasoning,
+            include_reasoning=reasoning.include,
+            is_named_call=request.choice.mode == "named",
+            is_legacy=request.is_legacy,
+            document=answer if answer is not None and answer.relaxations else None,
+        )
+        return PlannedOutput(
+            plan=plan,
+            grammar=grammar,
+            compile_s=compile_s,
+            reasoning=block,
+            ignored_fields=("thinking_token_budget",) if has_budget and block is None else (),
+            banned_token_ids=self._trigger_ids()
+            if request.tools and request.choice.mode == "none"
+            else (),
+            warnings=_warnings(answer),
+        )
+
+    def _build_grammar(
+        self, output_format: OutputFormat, request: ToolRequest, answer: OutputConstraint | None
+    ) -> str:
+        if request.choice.mode == "none":
+            return "" if answer is None else answer.grammar_text
+        return build_output_grammar(
+            output_format,
+            [_to_tool(tool) for tool in request.tools],
+            mode=request.choice.mode,
+            allowed=request.choice.allowed,
+            parallel=request.parallel,
+            answer=answer,
+            marker_id=self._marker_ids.get,
+        )
+
+    def _compile(
+        self, grammar: str, request: ToolRequest, answer: OutputConstraint | None
+    ) -> float | None:
+        if not grammar:
+            return None
+        has_tools = request.choice.mode != "none"
+        return self._check_grammar(
+            grammar, "tools" if answer is None or has_tools else answer.param
+        )
+
+    def _reasoning_block(
+        self, output_format: OutputFormat, *, in_reasoning: bool, budget: int | None
+    ) -> ReasoningBlock | None:
+        opener, closer = output_format.reasoning_open, output_format.reasoning_close
+        if not opener or not closer:
+            return None
+        opener_id = self._marker_ids.get(opener)
+        if opener_id is None and not in_reasoning:
+            return None  # the opener is ordinary text, whose tokens depend on what follows
+        closer_id = self._marker_ids.get(closer)
+        end_ids = (
+            tuple(self._tokenizer.encode(closer, add_special_tokens=False))
+            if closer_id is None
+            else (closer_id,)
+        )
+        start_ids = () if in_reasoning or opener_id is None else (opener_id,)
+        return ReasoningBlock(end_ids=end_ids, start_ids=start_ids, budget=budget)
+
+    def _trigger_ids(self) -> tuple[int, ...]:
+        """Return the special tokens that begin a tool call, or nothing if calls begin with ordinary text."""
+        if self._format is None or not self._format.triggers:
+            return ()
+        ids = [self._marker_ids.get(text) for text in self._format.triggers]
+        known = tuple(token_id for token_id in ids if token_id is not None)
+        return known if len(known) == len(ids) else ()
+
+    def _require_tool_format(self) -> None:
+        if self._format is None or not self._format.has_calls:
+            raise unsupported_parameter(
+                "tools",
+                "This model's chat template has no known format of tool calls. Start the server with --tool-format, "
+                "or use another model.",
+            )
+        if not (self._template.reads("tools") or self._template.reads("available_tools")):
+            raise unsupported_parameter(
+                "tools",
+                "This model's chat template does not show tools to the model. Start the server with a "
+                "--chat-template that does.",
+            )
+
+
+def _to_tool(tool: ToolDefinition) -> Tool:
+    return Tool(
+        name=tool.name,
+        kind=tool.kind,
+        parameters=tool.parameters,
+        strict=tool.strict,
+        description=tool.description,
+    )
+
+
+def _warnings(answer: OutputConstraint | None) -> tuple[ResponseWarning, ...]:
+    """Return a warning for each keyword of the answer's schema that is not enforced."""
+    if answer is None:
+        return ()
+    return tuple(
+        ResponseWarning(
+            code="schema_relaxed",
+            message=f"The keyword '{item.keyword}' at {item.pointer or '/'} is not enforced: {item.reason}.",
+            param=answer.param,
+        )
+        for item in answer.relaxations
+    )
