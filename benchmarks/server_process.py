@@ -33,8 +33,30 @@ class Answer:
     """Output tokens by `usage`."""
 
 
+class _CallPart(msgspec.Struct):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class _Call(msgspec.Struct):
+    index: int
+    id: str | None = None
+    function: _CallPart | None = None
+
+
 class _Delta(msgspec.Struct):
     content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[_Call] = []
+
+    @property
+    def text(self) -> str:
+        """Everything that the delta adds: reasoning, content, the place of a call's id, its name and its arguments."""
+        parts = [self.reasoning, self.content]
+        for call in self.tool_calls:
+            part = call.function or _CallPart()
+            parts += [call.id and f"<call {call.index}>", part.name, part.arguments]
+        return "".join(part for part in parts if part)
 
 
 class _Choice(msgspec.Struct):
@@ -145,8 +167,44 @@ async def fetch_load(replica: psutil.Process) -> int:
     return -1
 
 
+PERSON: dict[str, object] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 40},
+        "age": {"type": "integer", "minimum": 0, "maximum": 130},
+        "email": {"type": "string", "pattern": "^[a-z]{1,12}@[a-z]{1,12}[.]org$"},
+    },
+    "required": ["name", "age", "email"],
+    "additionalProperties": False,
+}
+PEOPLE: dict[str, object] = {"type": "array", "items": PERSON, "minItems": 6, "maxItems": 12}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add_people",
+        "description": "Add people to the list.",
+        "parameters": {"type": "object", "properties": {"people": PEOPLE}, "required": ["people"]},
+    },
+}
+OUTPUT_KINDS: tuple[dict[str, object], ...] = (
+    {},
+    {
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "people", "schema": PEOPLE},
+        }
+    },
+    {"tools": [TOOL], "tool_choice": "required"},
+    {"chat_template_kwargs": {"enable_thinking": True}},
+)
+"""Fields for plain text, a JSON answer, a tool call, and an answer with reasoning."""
+
+
 def build_body(number: int, tokens: int) -> dict[str, object]:
-    """Return the body of stream `number`. Every second one is sampled, every third one has two choices."""
+    """Return the body of stream `number`.
+
+    Every second one is sampled, every third one has two choices. Groups of four differ in the kind of output.
+    """
     return {
         "model": MODEL,
         "messages": [{"role": "user", "content": f"Tell me a story about {number}."}],
@@ -157,6 +215,7 @@ def build_body(number: int, tokens: int) -> dict[str, object]:
         "stream": True,
         "stream_options": {"include_usage": True},
         "ignore_eos": number % 4 > 0,
+        **OUTPUT_KINDS[number // 4 % len(OUTPUT_KINDS)],
     }
 
 
@@ -193,7 +252,7 @@ async def run_stream(
             for choice in chunk.choices:
                 if choice.index in finishes:
                     raise BrokenStreamError(f"more after the end of choice {choice.index}: {data}")
-                text = choice.delta.content or ""
+                text = choice.delta.text
                 texts[choice.index] = texts.get(choice.index, "") + text
                 on_text(text)
                 if choice.finish_reason:

@@ -16,7 +16,8 @@ from benchmarks.server_process import run_server, run_stream, wait_for_replicas
 pytestmark = [pytest.mark.timeout(480), pytest.mark.asyncio(loop_scope="module")]
 
 REPLICAS = 2
-STREAMS = 32
+STREAMS = 16
+"""Plain text, JSON answers, tool calls and answers with reasoning, four of each."""
 
 
 @pytest.fixture(scope="module")
@@ -34,15 +35,26 @@ async def streams(state: Path) -> AsyncIterator[Streams]:
         yield streams
 
 
-@pytest.mark.parametrize("fault", ["kill", "cut", "term", "stop"])
-async def test_streams_survive_replica_fault(streams: Streams, fault: str) -> None:
-    await wait_for_replicas(streams.running, REPLICAS)
-    try:
-        outcome = await streams.run_with_fault(FAULTS[fault], random.Random(fault))
-    except PermissionError:
-        pytest.skip("this system does not let a process borrow its children's sockets (ptrace)")
-    assert outcome.was_injected
-    assert not outcome.different
+@pytest.mark.parametrize(
+    ("fault", "rounds"),
+    [
+        ("kill", 10),
+        ("cut", 1),
+        ("term", 1),
+        ("stop", 1),
+        pytest.param("kill", 200, marks=[pytest.mark.soak, pytest.mark.timeout(3600)]),
+    ],
+)
+async def test_streams_survive_replica_faults(streams: Streams, fault: str, rounds: int) -> None:
+    draw = random.Random(fault)
+    for _ in range(rounds):
+        await wait_for_replicas(streams.running, REPLICAS)
+        try:
+            outcome = await streams.run_with_fault(FAULTS[fault], draw)
+        except PermissionError:
+            pytest.skip("this system does not let a process borrow its children's sockets (ptrace)")
+        assert outcome.was_injected
+        assert not outcome.different
     await wait_for_replicas(streams.running, REPLICAS)
 
 
