@@ -22,6 +22,7 @@ class RequestOutput:
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     finish: str | None = None
     error: str | None = None
+    error_code: str | None = None
     cached_tokens: int | None = None
 
     def add(self, delta: Delta) -> None:
@@ -31,6 +32,7 @@ class RequestOutput:
         self.prompt_logprobs += delta.prompt_logprobs
         self.finish = delta.finish_reason
         self.error = delta.error
+        self.error_code = delta.error_code
         if delta.cached_tokens is not None:
             assert self.cached_tokens is None
             self.cached_tokens = delta.cached_tokens

@@ -6,7 +6,6 @@ import threading
 import time
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
@@ -24,32 +23,57 @@ COMPILE_THREADS = 2
 MAX_CACHED_GRAMMARS = 256
 MAX_CACHED_BYTES = 16 << 20
 """Largest total length of the cached grammar texts."""
+MAX_UNSHARED_COMPILE_S = 0.1
+"""Longest compilation that is repeated while a batch waits."""
 TRIAL_STEPS = 2
 """Masks that are computed when a grammar is compiled, because some grammars fail only then."""
+MAX_GRAMMAR_BYTES = 512 << 10
 LIMITS = LLParserLimits(
-    max_items_in_row=1000,
+    max_items_in_row=2000,
     step_max_items=20_000,
-    step_lexer_fuel=100_000,
+    step_lexer_fuel=200_000,
     max_lexer_states=100_000,
+    max_grammar_size=100_000,
     verbose_errors=False,
 )
-"""Limits of the parser, which bound the time of one mask to some ten milliseconds."""
+"""Limits of the parser. They bound one mask to some ten milliseconds, and compilation to some seconds."""
 
 
 class GrammarError(ValueError):
     """A grammar that cannot be compiled. The message is one line and names the reason."""
 
 
-@dataclass(frozen=True, slots=True, weakref_slot=True)
 class CompiledGrammar:
-    """Grammar compiled for one tokenizer. Thread-safe."""
+    """Grammar compiled for one tokenizer. Thread-safe.
 
-    tokenizer: GrammarTokenizer
-    _prototype: LLMatcher
+    Its matchers share a cache of lexer states, which makes later masks fast. The limits apply to the shared cache, so
+    one output can exhaust it for all. A matcher that fails is therefore replaced by one with a cache of its own, whose
+    result depends on its own output only.
+    """
+
+    def __init__(
+        self, tokenizer: GrammarTokenizer, text: str, prototype: LLMatcher, compile_s: float
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.is_exhausted = False
+        """Whether a matcher has failed, so that new requests need a new compilation."""
+        self._text = text
+        self._prototype = prototype
+        self._compile_s = compile_s
 
     def create_matcher(self) -> LLMatcher:
-        """Return a matcher at the start of the grammar."""
+        """Return a matcher at the start of the grammar, which shares the cache."""
         return self._prototype.deep_copy()
+
+    def create_unshared_matcher(self) -> LLMatcher | None:
+        """Return a matcher that shares nothing, after another one has failed.
+
+        Returns None if compilation is slow, because the caller delays the whole batch.
+        """
+        self.is_exhausted = True
+        if self._compile_s > MAX_UNSHARED_COMPILE_S:
+            return None
+        return _create_matcher(self.tokenizer, self._text)
 
 
 class GrammarCompiler:
@@ -83,12 +107,12 @@ class GrammarCompiler:
         """Return the future of a compiled grammar. Its exception is a `GrammarError` if the grammar cannot be used."""
         with self._lock:
             future = self._cache.get(text)
-            if future is not None and not _has_unexpected_error(future):
+            if future is not None and _is_reusable(future):
                 self._cache.move_to_end(text)
                 self.cache_hits += 1
                 return future
             available = self._available.get(text)
-            if available is not None:  # evicted from the cache, but in use
+            if available is not None and not available.is_exhausted:  # evicted, but in use
                 self.cache_hits += 1
                 future = Future()
                 future.set_result(available)
@@ -129,11 +153,13 @@ class GrammarCompiler:
         tokenizer = self._get_tokenizer()
         started_at = time.perf_counter()
         try:
-            compiled = CompiledGrammar(tokenizer, _compile_matcher(tokenizer, text))
+            prototype = _compile(tokenizer, text)
         finally:
+            compile_s = time.perf_counter() - started_at
             with self._lock:
                 self.compiles += 1
-                self.compile_s += time.perf_counter() - started_at
+                self.compile_s += compile_s
+        compiled = CompiledGrammar(tokenizer, text, prototype, compile_s)
         with self._lock:
             self._available[text] = compiled
         return compiled
@@ -145,13 +171,19 @@ def describe_matcher_error(matcher: LLMatcher) -> str:
     return lines[0] if lines else "the matcher gave no reason"
 
 
-def _compile_matcher(tokenizer: GrammarTokenizer, text: str) -> LLMatcher:
+def _create_matcher(tokenizer: GrammarTokenizer, text: str) -> LLMatcher:
+    return LLMatcher(tokenizer.native, text, log_level=0, limits=LIMITS)
+
+
+def _compile(tokenizer: GrammarTokenizer, text: str) -> LLMatcher:
     """Compile a grammar, and follow it for some tokens.
 
     Raises:
         GrammarError: The grammar is invalid or exceeds the limits.
     """
-    prototype = LLMatcher(tokenizer.native, text, log_level=0, limits=LIMITS)
+    if len(text) > MAX_GRAMMAR_BYTES:
+        raise GrammarError(f"its {len(text)} characters exceed the limit of {MAX_GRAMMAR_BYTES}")
+    prototype = _create_matcher(tokenizer, text)
     matcher = prototype.deep_copy()
     mask = allocate_token_bitmask(1, tokenizer.native.vocab_size)
     for _ in range(TRIAL_STEPS):
@@ -167,8 +199,11 @@ def _compile_matcher(tokenizer: GrammarTokenizer, text: str) -> LLMatcher:
     return prototype
 
 
-def _has_unexpected_error(future: Future[CompiledGrammar]) -> bool:
-    """Return whether compilation failed for a reason that may pass, such as memory."""
+def _is_reusable(future: Future[CompiledGrammar]) -> bool:
+    """Return whether a cached result is still valid. An error such as a lack of memory may have passed."""
     if not future.done():
+        return True
+    if future.cancelled():
         return False
-    return future.cancelled() or not isinstance(future.exception(), GrammarError | None)
+    error = future.exception()
+    return isinstance(error, GrammarError) if error else not future.result().is_exhausted

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from llguidance import LLExecutor
-from llguidance.numpy import fill_next_token_bitmask_par
+from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
 
 from argosy.engine.grammar.token_constraint import TokenConstraint, is_constrained
 from argosy.engine.grammar.token_mask import count_mask_words
@@ -168,6 +168,9 @@ class RowMasks:
             if self._mask_executor is None:
                 self._mask_executor = LLExecutor(self._threads)
             fill_next_token_bitmask_par(self._mask_executor, matchers, words)
+            for matcher, position in matchers:
+                if matcher.is_error():
+                    _fill_after_failure(constraints[position][1], words[position])
         for row, (_, constraint) in zip(words, constraints, strict=True):
             constraint.complete_row(row)
         return MaskBatch(
@@ -176,3 +179,13 @@ class RowMasks:
             {index: c.failure for index, c in constraints if c.failure is not None},
             time.perf_counter() - started_at,
         )
+
+
+def _fill_after_failure(constraint: TokenConstraint, row: NDArray[np.int32]) -> None:
+    """Fill the row of a constraint whose matcher has failed, or set its `failure`."""
+    matcher = constraint.replace_failed_matcher()
+    if matcher is None:
+        return
+    fill_next_token_bitmask(matcher, row[None])
+    if matcher.is_error():
+        constraint.replace_failed_matcher()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from argosy.engine.grammar.grammar_compiler import describe_matcher_error
 from argosy.engine.grammar.token_mask import (
     ALL_TOKENS,
@@ -17,7 +19,6 @@ from argosy.engine.reasoning_gate import ReasoningGate
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    import numpy as np
     from llguidance import LLMatcher
     from numpy.typing import NDArray
 
@@ -79,22 +80,27 @@ class TokenConstraint:
         self._gate = None if params.reasoning is None else ReasoningGate(params.reasoning)
         self._is_off_grammar = False
         """Whether the output is the beginning of a block's opening sequence, and nothing that the grammar allows."""
+        self._grammar_tokens: list[int] = []
+        """Tokens that the matcher has consumed."""
+        self._is_unshared = False
+        """Whether the matcher has replaced one that failed."""
         self._end_ids = end_token_ids(params, eos_token_ids)
         known_end_ids = frozenset(i for i in self._end_ids if 0 <= i < vocab_size)
         closing_ids = () if params.reasoning is None else params.reasoning.end_ids
         self._known_end_ids = sorted(known_end_ids)
-        self._optional_end_ids = sorted(
-            known_end_ids.intersection(params.stop_token_ids)
-            if params.ignore_eos
-            else known_end_ids
-        )
+        self._limits = _build_limits(params, vocab_size, grammar)
+        self._optional_end_ids = [
+            i
+            for i in self._known_end_ids
+            if has_bit(self._limits, i)
+            and not (params.ignore_eos and i not in params.stop_token_ids)
+        ]
         """End tokens that are allowed where the grammar accepts the output but could also continue."""
         self._text_end_ids = (
             [] if grammar is None else sorted(known_end_ids - grammar.tokenizer.added_ids)
         )
         """End tokens that may be a part of texts. The other end tokens are in a grammar only by name."""
         self._reasoning_end_ids = sorted(known_end_ids.difference(closing_ids))
-        self._limits = _build_limits(params, vocab_size, grammar)
         self._output_len = 0
         self._has_ended = False
         self.failure: str | None = None
@@ -121,6 +127,26 @@ class TokenConstraint:
             else:
                 self._accept_at_gate(self._gate, token)
 
+    def replace_failed_matcher(self) -> LLMatcher | None:
+        """Replace the active matcher, which has failed, by one whose limits no other sequence has used up.
+
+        Returns None, and sets `failure`, if that matcher fails as well.
+        """
+        matcher = self._matcher
+        if matcher is None or self._grammar is None:
+            return None
+        unshared = None if self._is_unshared else self._grammar.create_unshared_matcher()
+        if unshared is not None:
+            self._is_unshared = True
+            self._matcher = matcher = unshared
+            matcher.consume_tokens(self._grammar_tokens)
+        if unshared is None or matcher.is_error():
+            self.failure = (
+                f"the grammar cannot be followed any further: {describe_matcher_error(matcher)}"
+            )
+            return None
+        return matcher
+
     def complete_row(self, row: NDArray[np.int32]) -> None:
         """Turn the active matcher's mask in `row` into the mask of the next token.
 
@@ -142,14 +168,12 @@ class TokenConstraint:
             if self._grammar is not None or self._is_early:
                 clear_bits(row, self._reasoning_end_ids)
         elif self._matcher is not None:
-            if not self._is_off_grammar and self._matcher.is_error():
-                return _describe_failure(self._matcher)
             self._fill_grammar_row(row)
         else:
             row[:] = self._limits
             if self._is_early:
                 clear_bits(row, self._known_end_ids)
-        return None if row.any() else DEAD_END_MESSAGE
+        return None if np.count_nonzero(row) else DEAD_END_MESSAGE
 
     def _fill_grammar_row(self, row: NDArray[np.int32]) -> None:
         accepts = False
@@ -162,18 +186,21 @@ class TokenConstraint:
         opening_token = None if self._gate is None else self._gate.opening_token
         if opening_token is not None:
             set_bits(row, [opening_token])
-        if accepts and not row.any():
-            set_bits(row, self._known_end_ids)
-        elif accepts and not self._is_early:
-            set_bits(row, [i for i in self._optional_end_ids if has_bit(self._limits, i)])
+        if accepts:
+            is_complete = not np.count_nonzero(row)
+            if is_complete or not self._is_early:
+                set_bits(row, self._known_end_ids if is_complete else self._optional_end_ids)
 
     def _accept_after_gate(self, tokens: Sequence[int]) -> None:
         """Accept tokens after the reasoning block, up to the first end token."""
-        count = next((i for i, token in enumerate(tokens) if self._is_end(token)), len(tokens))
-        self._has_ended = count < len(tokens)
-        self._output_len += count
-        if self._matcher is not None and not self._matcher.consume_tokens(list(tokens[:count])):
-            self.failure = _describe_failure(self._matcher)
+        for count, token in enumerate(tokens):
+            if self._is_end(token):
+                self._has_ended = True
+                tokens = tokens[:count]
+                break
+        self._output_len += len(tokens)
+        if self._matcher is not None:
+            self._consume(self._matcher, list(tokens))
 
     def _accept_at_gate(self, gate: ReasoningGate, token: int) -> None:
         """Accept a token before the end of the reasoning block.
@@ -187,13 +214,19 @@ class TokenConstraint:
             return
         if gate.is_open:
             self._matcher = self._grammar.create_matcher()
+            self._grammar_tokens = []
             self._is_off_grammar = False
         elif self._is_off_grammar or not self._matcher.validate_tokens([token]):
             self._is_off_grammar = True
             if not is_reasoning:
                 self.failure = "the output neither follows the grammar nor opens a reasoning block"
         else:
-            self._matcher.consume_token(token)
+            self._consume(self._matcher, [token])
+
+    def _consume(self, matcher: LLMatcher, tokens: list[int]) -> None:
+        self._grammar_tokens += tokens
+        if not matcher.consume_tokens(tokens):
+            self.replace_failed_matcher()
 
     @property
     def _is_early(self) -> bool:
@@ -201,10 +234,6 @@ class TokenConstraint:
 
     def _is_end(self, token: int) -> bool:
         return token < 0 or token in self._end_ids
-
-
-def _describe_failure(matcher: LLMatcher) -> str:
-    return f"the grammar cannot be followed any further: {describe_matcher_error(matcher)}"
 
 
 def _build_limits(

@@ -9,6 +9,7 @@ from argosy.engine.grammar import DEAD_END_CODE
 
 if TYPE_CHECKING:
     from argosy.engine.scheduling import StepResult
+    from argosy.engine.serving.core_messages import Delta
 
 
 @dataclass(slots=True)
@@ -24,9 +25,10 @@ class ConstraintStats:
     mask_wait_s: float = 0.0
     """Seconds for which sampling waited for masks."""
 
-    def record_step(self, result: StepResult) -> None:
-        """Add the result of one step."""
+    def record_step(self, result: StepResult, deltas: list[Delta]) -> None:
+        """Add the result of one step. `deltas` leave out sequences that ended in an earlier step."""
         self.masked_tokens += result.masked_rows
-        self.dead_ends += sum(f.code == DEAD_END_CODE for f in result.failures.values())
+        if result.failures:
+            self.dead_ends += sum(delta.error_code == DEAD_END_CODE for delta in deltas)
         self.mask_fill_s += result.durations.mask_fill_s
         self.mask_wait_s += result.durations.mask_wait_s

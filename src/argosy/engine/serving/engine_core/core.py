@@ -286,7 +286,7 @@ class EngineCore:
             if delta is not None:
                 deltas.append(delta)
         self._phase_seconds.record_step(result.durations, self._clock() - collected_at)
-        self._constraint_stats.record_step(result)
+        self._constraint_stats.record_step(result, deltas)
         self._speed.record_step(plan, result.durations)
         return deltas
 
