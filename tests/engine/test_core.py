@@ -18,6 +18,8 @@ from argosy.protocol import SamplingParams, unpack_block_names
 from tests.engine.core_driver import RequestOutput, create_core, run_requests
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+GRAMMARS = ["", "", *(f'{{"grammars": [{{"lark_grammar": "start: /[{c}-z]+/"}}]}}' for c in "abz~")]
+"""Grammars, of which the last is invalid. The empty one stands for none."""
 POISON_TOKEN = 3999
 """Token whose presence in a step makes it fail."""
 
@@ -260,7 +262,7 @@ def test_stored_blocks_are_reported_by_first_token_and_at_end(core: EngineCore) 
 def test_every_request_finishes_once_under_random_failures(
     core: EngineCore, at_result: bool
 ) -> None:
-    """Requests are cancelled, time out and fail at random."""
+    """Requests are cancelled, time out and fail at random. Some have grammars, of which some are invalid."""
     rng = random.Random(1)
 
     def fail(_: StepPlan) -> None:
@@ -274,7 +276,13 @@ def test_every_request_finishes_once_under_random_failures(
         outputs[name] = RequestOutput()
         timeout = rng.choice([None, None, 0.03])
         core.add(
-            create_request(name, timeout_s=timeout, tier=rng.randint(0, 2), tenant=rng.choice("xy"))
+            create_request(
+                name,
+                timeout_s=timeout,
+                tier=rng.randint(0, 2),
+                tenant=rng.choice("xy"),
+                params=msgspec.structs.replace(GREEDY, grammar=rng.choice(GRAMMARS)),
+            )
         )
         if rng.random() < 0.2:
             core.abort([str(rng.randint(0, number))])

@@ -14,7 +14,7 @@ from argosy.engine.execution.gpu.device import GpuDevice
 from argosy.engine.execution.native_kernels import active_kernels_name
 from argosy.engine.serving.core_messages import EngineRequest
 from argosy.models import BUNDLED_MODEL
-from argosy.protocol import SamplingParams
+from argosy.protocol import ReasoningBlock, SamplingParams
 from tests.engine.core_driver import RequestOutput, create_core, run_requests
 from tests.engine.gpu.device import INTERPRETED
 from tests.engine.gpu.host_runtime import HostRuntime
@@ -68,6 +68,14 @@ def requests() -> list[EngineRequest]:
         SamplingParams(temperature=1.0, seed=7, max_tokens=5, ignore_eos=True),
         SamplingParams(temperature=0.9, top_p=0.8, seed=1, max_tokens=6, ignore_eos=True),
         SamplingParams(temperature=0.0, max_tokens=3, prompt_logprobs=0, ignore_eos=True),
+        SamplingParams(
+            temperature=1.0,
+            seed=2,
+            max_tokens=6,
+            ignore_eos=True,
+            logprobs=0,
+            reasoning=ReasoningBlock(end_ids=(9, 10), budget=2),
+        ),
     ]
     return [
         EngineRequest(
@@ -119,6 +127,7 @@ def test_graphs_caching_and_preemption_do_not_change_output(
     model: Path, runtime: HostRuntime, options: dict[str, object]
 ) -> None:
     expected = reference_outputs(model, **options)
+    assert expected["4"].tokens[2:4] == [9, 10], "the budget closes the reasoning block"
     assert not any(graph.replays for graph in runtime.graphs)
     core = prepare_graphs(create_gpu_core(model, **options))
     assert [graph.size for graph in runtime.graphs] == [4, 2, 1], (
