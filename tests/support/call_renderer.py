@@ -14,6 +14,7 @@ from argosy.engine.serving.output_parsing.json_calls import JsonSyntax, NamedJso
 from argosy.engine.serving.output_parsing.mapping_calls import MappingSyntax
 from argosy.engine.serving.output_parsing.python_calls import PythonSyntax
 from argosy.engine.serving.output_parsing.tagged_calls import TagSyntax
+from argosy.engine.serving.output_parsing.tools import json_type
 
 Call = tuple[str, Mapping[str, Any]]
 
@@ -33,7 +34,13 @@ class CallRenderer:
         return [MarkerToken(part) if part in vocabulary else part for part in parts if part]
 
     def render(self, calls: list[Call]) -> list[Piece]:
-        """Return calls as the pieces of an output."""
+        """Return calls as the pieces of an output without an answer."""
+        frame = self._format.frame
+        if frame is not None:
+            return [*self.syntax(frame.open + frame.close), *self._render(calls)]
+        return self._render(calls)
+
+    def _render(self, calls: list[Call]) -> list[Piece]:
         match self._format.syntax:
             case JsonSyntax() as syntax:
                 return self._json(syntax, calls)
@@ -46,7 +53,9 @@ class CallRenderer:
                     f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
                     for name, arguments in calls
                 )
-                return [f"[{text}]"]
+                if syntax.is_bare:
+                    return [f"[{text}]"]
+                return [*self.syntax(syntax.open), f"[{text}]", *self.syntax(syntax.close)]
             case MappingSyntax() as syntax:
                 return [
                     piece
@@ -140,7 +149,8 @@ class CallRenderer:
         if syntax.type_attribute == "string":
             attribute = f' string="{str(is_string).lower()}"'
         elif syntax.type_attribute:
-            attribute = ' type="string"' if is_string else ' type="object"'
+            kind = json_type(value)
+            attribute = f' type="{"number" if kind == "integer" else kind}"'
         line = "\n" * syntax.has_line_breaks
         yield from self.syntax(
             syntax.key_open

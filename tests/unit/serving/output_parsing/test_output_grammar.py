@@ -16,6 +16,8 @@ from tests.support.tool_call_fixtures import (
     tools_of,
 )
 
+from argosy import constraints
+from argosy.constraints import OutputConstraint
 from argosy.engine.serving.output_parsing import (
     FORMATS,
     OutputFormat,
@@ -24,6 +26,8 @@ from argosy.engine.serving.output_parsing import (
     build_output_grammar,
     prompt_opens_reasoning,
 )
+from argosy.engine.serving.output_parsing.output_grammar import Mode
+from argosy.protocol import ApiError
 
 MARKER = "A special token within an argument. Arguments hold text only."
 ORDER = "Keys in another order than in training."
@@ -116,20 +120,29 @@ WEATHER_CALL = ("get_weather", {"city": "Bern"})
 
 def special(name: str) -> OutputFormat:
     """Return a format whose markers are special tokens."""
-    return FORMATS[name].with_vocabulary(lambda text: True)
+    return FORMATS[name].with_vocabulary(frozenset(FORMATS[name].tokens).__contains__)
 
 
-def grammar_of(matcher: GrammarMatcher, output_format: OutputFormat, **options: Any) -> str:
-    """Return the grammar of an output with `TOOLS`."""
-    arguments: dict[str, Any] = {
-        "mode": "auto",
-        "allowed": None,
-        "parallel": True,
-        "answer": None,
-        **options,
-    }
-    tools = arguments.pop("tools", TOOLS)
-    return build_output_grammar(output_format, tools, marker_id=matcher.marker_id, **arguments)
+def grammar_of(
+    matcher: GrammarMatcher,
+    output_format: OutputFormat,
+    tools: list[Tool] = TOOLS,
+    *,
+    mode: Mode = "auto",
+    allowed: list[str] | None = None,
+    parallel: bool = True,
+    answer: OutputConstraint | None = None,
+) -> str:
+    """Return the grammar of an output."""
+    return build_output_grammar(
+        output_format,
+        tools,
+        mode=mode,
+        allowed=allowed,
+        parallel=parallel,
+        answer=answer,
+        marker_id=matcher.marker_id,
+    )
 
 
 def behind_reasoning(fixture: Fixture) -> list[Piece]:
@@ -173,3 +186,105 @@ def test_accepts_every_complete_fixture_that_it_should(fixture_id: str) -> None:
     grammar = grammar_of(matcher, output_format, tools=tools_of(fixture))
     rest = matcher.match(grammar, behind_reasoning(fixture))
     assert bool(rest) == (fixture_id in FORBIDDEN), rest
+
+
+@pytest.mark.parametrize("mode", ["auto", "required", "named"])
+@pytest.mark.parametrize("vocabulary", ["tokens", "text"])
+@pytest.mark.parametrize("name", CALL_FORMATS)
+def test_accepts_a_call_as_the_family_writes_it_and_masks_what_is_wrong(
+    name: str, vocabulary: str, mode: Mode
+) -> None:
+    tokens = FORMATS[name].tokens if vocabulary == "tokens" else ()
+    output_format = FORMATS[name].with_vocabulary(frozenset(tokens).__contains__)
+    matcher = GrammarMatcher(output_format)
+    renderer = CallRenderer(output_format)
+    allowed = ["search"] if mode == "named" else None
+    grammar = grammar_of(matcher, output_format, mode=mode, allowed=allowed)
+
+    def rest(*calls: tuple[str, dict[str, Any]]) -> str:
+        return matcher.match(grammar, renderer.render(list(calls)))
+
+    assert rest(CALL) == ""
+    looks_like_answer = mode == "auto" and output_format.has_bare_calls
+    assert bool(rest(("searches", {"query": "cats", "exact": True}))) != looks_like_answer
+    assert rest(("search", {"query": "cats"}))
+    assert rest(("search", {"query": "cats", "exact": True, "more": 1}))
+    assert rest(("search", {"query": "cats", "exact": "maybe"}))
+    assert bool(rest(WEATHER_CALL)) == (mode == "named")
+    assert bool(rest(CALL, CALL)) == (mode == "named" or name == "gpt-oss")
+
+
+@pytest.mark.parametrize("name", CALL_FORMATS)
+def test_demands_a_call_only_in_the_modes_that_do(name: str) -> None:
+    output_format = special(name)
+    matcher = GrammarMatcher(output_format)
+    text = CallRenderer(output_format).syntax(
+        "<|channel|>final<|message|>Hello!" if name == "gpt-oss" else "Hello!"
+    )
+    modes: list[tuple[Mode, bool]] = [("auto", True), ("required", False), ("named", False)]
+    for mode, accepted in modes:
+        grammar = grammar_of(matcher, output_format, mode=mode)
+        assert matcher.accepts(grammar, text) == accepted
+    assert grammar_of(matcher, output_format, mode="none") == ""
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+@pytest.mark.parametrize("name", CALL_FORMATS)
+def test_allows_one_call_and_the_end_if_calls_are_not_parallel(name: str, mode: Mode) -> None:
+    output_format = special(name)
+    matcher = GrammarMatcher(output_format)
+    grammar = grammar_of(matcher, output_format, mode=mode, parallel=False)
+    renderer = CallRenderer(output_format)
+    assert matcher.accepts(grammar, renderer.render([CALL]))
+    assert not matcher.accepts(grammar, renderer.render([CALL, CALL]))
+    assert not matcher.accepts(grammar, [*renderer.render([CALL]), "\n", *renderer.render([CALL])])
+
+
+@pytest.mark.parametrize("mode", ["auto", "none"])
+@pytest.mark.parametrize("name", CALL_FORMATS)
+def test_an_answer_with_a_schema_is_an_alternative_to_calls(name: str, mode: Mode) -> None:
+    output_format = special(name)
+    matcher = GrammarMatcher(output_format)
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string"}},
+        "required": ["name"],
+        "additionalProperties": False,
+    }
+    answer = constraints.schema_grammar(schema, strict=True, param="response_format")
+    grammar = grammar_of(matcher, output_format, mode=mode, answer=answer)
+    renderer = CallRenderer(output_format)
+
+    def framed(text: str) -> list[Piece]:
+        if output_format.name == "gpt-oss":
+            return renderer.syntax("<|channel|>final<|message|>" + text)
+        if output_format.frame is not None:
+            return renderer.syntax(output_format.frame.open + text + output_format.frame.close)
+        return [text]
+
+    assert matcher.accepts(grammar, framed('{"name": "cats"}'))
+    assert not matcher.accepts(grammar, framed('{"names": "cats"}'))
+    assert not matcher.accepts(grammar, framed("Hello"))
+    assert matcher.accepts(grammar, renderer.render([CALL])) == (mode == "auto")
+
+
+@pytest.mark.parametrize("name", ["hermes", "pythonic", "qwen3-xml", "gemma4", "gpt-oss"])
+def test_a_strict_tool_that_cannot_be_enforced_is_refused(name: str) -> None:
+    output_format = special(name)
+    matcher = GrammarMatcher(output_format)
+    tags = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
+    parameters = {"type": "object", "properties": {"tags": tags}}
+    loose = Tool(name="tag", parameters=parameters)
+    assert grammar_of(matcher, output_format, tools=[loose])
+    with pytest.raises(ApiError, match="uniqueItems") as raised:
+        grammar_of(
+            matcher, output_format, tools=[Tool(name="tag", parameters=parameters, strict=True)]
+        )
+    assert raised.value.status == 400
+
+
+@pytest.mark.parametrize("name", CALL_FORMATS)
+def test_the_same_request_has_the_same_grammar(name: str) -> None:
+    output_format = special(name)
+    matcher = GrammarMatcher(output_format)
+    assert grammar_of(matcher, output_format) == grammar_of(matcher, output_format)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from argosy.constraints import schema_grammar
+from argosy import constraints
 from argosy.engine.serving.output_parsing.tools import Tool
 from argosy.protocol import invalid_request
 
@@ -47,7 +47,7 @@ def schema_grammars(
     Raises:
         ApiError: 400 if the schema is invalid, or cannot be enforced although it is strict.
     """
-    return schema_grammar(schema, strict=strict, param=param, name=name).grammars
+    return constraints.schema_grammar(schema, strict=strict, param=param, name=name).grammars
 
 
 def split_parameters(tool: Tool, param: str) -> tuple[list[Parameter], bool]:

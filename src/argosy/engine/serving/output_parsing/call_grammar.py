@@ -103,10 +103,11 @@ class JsonCallGrammar(JsonArguments):
         ws = writer.white_space()
         names = "|".join(escape_regex(tool.name) for tool in self.tools)
         space = r"[ \n]{0,16}"
+        bracket = rf"\[{space}" if syntax.is_array else ""
         heads = [
             writer.rule(
                 "HEAD",
-                rf'/\{{{space}"name"{space}:{space}"{escape_regex(tool.name)}"{space},{space}'
+                rf'/{bracket}\{{{space}"name"{space}:{space}"{escape_regex(tool.name)}"{space},{space}'
                 rf'"{syntax.arguments_key}"{space}:/',
             )
             for tool in self.tools
@@ -117,12 +118,15 @@ class JsonCallGrammar(JsonArguments):
                 for head, reference in zip(heads, self.references, strict=True)
             ]
         )
-        more = f"({writer.literal(syntax.separator)} {self._object})*" if parallel else ""
+        separator = f'{ws} "," {ws}' if syntax.is_array else writer.literal(syntax.separator)
+        more = f"({separator} {self._object})*" if parallel else ""
+        end = f'{ws} "]"' if syntax.is_array else ""
+        bracket = r"\[\s*" if syntax.is_array else ""
         text = writer.rule(
             "ANSWER",
-            rf'/[\s\S]*/ & ~/\s*\{{\s*"name"\s*:\s*"({names})"[\s\S]*/',
+            rf'/[\s\S]*/ & ~/\s*{bracket}\{{\s*"name"\s*:\s*"({names})"[\s\S]*/',
         )
-        calls = [f"{call} {more}"]
+        calls = [f"{call} {more} {end}"]
         calls += [
             f"{text} {writer.literal(opener)} {ws} {self._object} {more}"
             for opener in syntax.open
@@ -318,12 +322,12 @@ class TaggedCallGrammar:
 class PythonCallGrammar:
     """Grammar of `PythonSyntax`. Arguments have keywords and stand in the order of the schema."""
 
-    opener = "["
-
     def __init__(self, writer: GrammarWriter, syntax: PythonSyntax, tools: Sequence[Tool]) -> None:
         values = PythonValues(writer)
         self._writer = writer
         self._syntax = syntax
+        self.is_bare = syntax.is_bare
+        self.opener = "[" if syntax.is_bare else syntax.open + "["
         self._names = [tool.name for tool in tools]
         self._arguments = [
             writer.rule("arguments", values.members(tool, param_of(index), '"="') + ' ")"')
@@ -360,7 +364,8 @@ class PythonCallGrammar:
 
     def _more(self, *, parallel: bool) -> str:
         more = f'("," " "? {self._call})*' if parallel else ""
-        return f'{more} "]"'
+        closer = "" if self.is_bare else self._writer.literal(self._syntax.close)
+        return f'{more} "]" {closer}'
 
 
 class MappingCallGrammar:

@@ -37,6 +37,7 @@ _SIGNATURES = (
     _Signature("seed-oss", ("<seed:tool_call>",)),
     _Signature("longcat", ("<longcat_tool_call>",)),
     _Signature("lfm2", ("<|tool_call_start|>",)),
+    _Signature("lfm2", ("<|tool_list_start|>",)),
     _Signature("nemotron-json", ("<TOOLCALL>",)),
     _Signature("hunyuan", ("<tool_calls><tool_call>", "```json")),
     _Signature("glm45", ("<tool_call>", "<arg_key>"), ("<tool_calls>",)),

@@ -90,6 +90,14 @@ class OutputFormat:
         return self.syntax is not None
 
     @property
+    def has_bare_calls(self) -> bool:
+        """Whether calls begin with ordinary text at the start of the answer, so that some answers look like them."""
+        match self.syntax:
+            case JsonSyntax(open=("", *_)) | PythonSyntax(is_bare=True):
+                return True
+        return False
+
+    @property
     def reasoning_open(self) -> str:
         """Marker before reasoning, or an empty string."""
         return self.thinking[0].open if self.thinking else ""
@@ -156,6 +164,7 @@ def _dsml(name: str, description: str, section: str, space: str = "") -> OutputF
         ),
         thinking=(_THINK,),
         tokens=("｜DSML｜", *_THINK_TOKENS),
+        triggers=("｜DSML｜",),
     )
 
 
@@ -230,7 +239,7 @@ _ALL_FORMATS = (
     OutputFormat(
         name="pythonic",
         description="Llama 4, Llama 3.2 with Python calls, ToolACE, OLMo 3",
-        syntax=PythonSyntax(open="<|python_start|>", close="<|python_end|>"),
+        syntax=PythonSyntax(open="<|python_start|>", close="<|python_end|>", is_bare=True),
         tokens=("<|python_start|>", "<|python_end|>"),
         trims_content=False,
     ),
@@ -400,7 +409,9 @@ _ALL_FORMATS = (
             is_array=True,
             separator=", ",
         ),
-        tokens=("<|tool_call|>", "<|/tool_call|>"),
+        thinking=(_THINK,),
+        tokens=("<|tool_call|>", "<|/tool_call|>", *_THINK_TOKENS),
+        triggers=("<|tool_call|>",),
     ),
     OutputFormat(
         name="granite",
@@ -504,6 +515,7 @@ _ALL_FORMATS = (
         syntax=PythonSyntax(open="<|tool_call_start|>", close="<|tool_call_end|>"),
         thinking=(_THINK,),
         tokens=("<|tool_call_start|>", "<|tool_call_end|>", *_THINK_TOKENS),
+        triggers=("<|tool_call_start|>",),
         trims_content=False,
     ),
     OutputFormat(

@@ -66,11 +66,12 @@ def build_output_grammar(
         return _harmony_grammar(writer, callable_tools, mode, answer)
     grammar = _call_grammar(output_format, writer, callable_tools) if callable_tools else None
     if grammar is None:
-        return _answer_grammar(writer, output_format.frame, answer)
+        return _answer_grammar(writer, output_format, answer)
+    space = writer.shared_rule("SPACE", _LEADING_SPACE) + "?"
+    thinking = _text_thinking(writer, output_format)
     if mode == "auto" and answer is None:
         start = _free_text(writer, output_format, grammar, parallel=parallel)
     else:
-        space = writer.shared_rule("SPACE", _LEADING_SPACE) + "?"
         start = f"{space} {grammar.calls(writer.literal(grammar.opener), parallel=parallel)}"
         if output_format.frame is not None:
             frame = output_format.frame
@@ -80,6 +81,7 @@ def build_output_grammar(
             )
         if mode == "auto" and answer is not None:
             start = f"{start} | {_framed_answer(writer, output_format.frame, answer)}"
+        start = f"{thinking} ({start})" if thinking else start
     return writer.encode(start)
 
 
@@ -101,14 +103,27 @@ def _call_grammar(
 
 
 def _answer_grammar(
-    writer: GrammarWriter, frame: AnswerFrame | None, answer: OutputConstraint | None
+    writer: GrammarWriter, output_format: OutputFormat, answer: OutputConstraint | None
 ) -> str:
     """Return the grammar of an answer without calls."""
     if answer is None:
         return ""
-    if frame is None:
+    thinking = _text_thinking(writer, output_format)
+    if output_format.frame is None and not thinking:
         return answer.grammar_text
-    return writer.encode(_framed_answer(writer, frame, answer))
+    return writer.encode(f"{thinking} {_framed_answer(writer, output_format.frame, answer)}")
+
+
+def _text_thinking(writer: GrammarWriter, output_format: OutputFormat) -> str:
+    """Return an expression for a reasoning block that may begin with ordinary text, or an empty string.
+
+    A block that begins with a special token is no part of the grammar, because the engine recognises it.
+    """
+    opener, closer = output_format.reasoning_open, output_format.reasoning_close
+    if not opener or writer.is_token(opener):
+        return ""
+    space = writer.shared_rule("SPACE", _LEADING_SPACE)
+    return f"({writer.literal(opener)} {writer.text_until(closer)} {space}?)?"
 
 
 def _framed_answer(
@@ -131,7 +146,7 @@ def _free_text(
     if isinstance(grammar, JsonCallGrammar) and not grammar.opener:
         calls, text = grammar.bare_calls(parallel=parallel)
         return f"{calls} | {text}"
-    if isinstance(grammar, PythonCallGrammar):
+    if isinstance(grammar, PythonCallGrammar) and grammar.is_bare:
         calls, text = grammar.bare_calls(parallel=parallel)
         return f"{calls} | {text}"
     first, *rest = writer.split(grammar.opener)
@@ -148,10 +163,8 @@ def _free_text(
     if output_format.frame is not None:
         frame = output_format.frame
         calls = grammar.calls(writer.literal(grammar.opener), parallel=parallel)
-        return (
-            f"({writer.literal(frame.open)})? {text} ({writer.literal(frame.close)} ({calls})? "
-            f"({writer.literal(frame.end)})?)?"
-        )
+        closed = f"{writer.text_until(frame.close)} ({calls})? ({writer.literal(frame.end)})?"
+        return f"({writer.literal(frame.open)})? ({text} | {closed})"
     return f"({calls})* {text}" if parallel else f"{calls} | {text}"
 
 

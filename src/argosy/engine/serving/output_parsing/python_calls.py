@@ -39,12 +39,14 @@ class PythonSyntax:
     """Calls are a list of Python function calls with keyword arguments.
 
     Args:
-        open: Text that may stand before the list.
-        close: Text that may stand after the list.
+        open: Text before the list.
+        close: Text after the list.
+        is_bare: Whether the model usually leaves out `open` and `close`.
     """
 
-    open: str = ""
-    close: str = ""
+    open: str
+    close: str
+    is_bare: bool = False
 
 
 class PythonCallReader:
@@ -57,15 +59,14 @@ class PythonCallReader:
         self._open = encode(syntax.open)
         self._close = encode(syntax.close)
         self._name_stops = LiteralSet("(")
-        self.triggers: tuple[str, ...] = (self._open,) if self._open else ()
-        self.start_triggers: tuple[str, ...] = ("[",)
+        self.triggers: tuple[str, ...] = (self._open,)
+        self.start_triggers: tuple[str, ...] = ("[",) if syntax.is_bare else ()
 
     def read(self) -> Reading[None]:
         """Read a list of calls."""
         context, cursor = self._context, self._cursor
-        if self._open:
-            yield from cursor.accept(self._open)
-            yield from cursor.skip()
+        yield from cursor.accept(self._open)
+        yield from cursor.skip()
         yield from cursor.expect("[")
         while True:
             yield from cursor.skip()
