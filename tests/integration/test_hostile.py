@@ -11,12 +11,14 @@ from typing import Any
 import httpx2
 import msgspec
 import pytest
+from benchmarks.hostile_grammars import hostile_fields
 from tests.integration.conftest import REPLY
 from tests.support.fake_engine import FakeEngine, Script, constant_script
 from tests.support.replica_servers import (
     CONFIG,
     MODEL,
     RunningReplica,
+    bundled_model_engine,
     chat,
     completion,
     replica_process,
@@ -61,8 +63,8 @@ HOSTILE_BODIES: dict[str, tuple[str, bytes]] = {
         CHAT,
         chat_body_with(b'"chat_template_kwargs": ' + b'{"a":' * 100_000),
     ),
-    "unknown field": (CHAT, chat_body_with(b'"guided_regex": "a"')),
-    "long unknown field": (CHAT, chat_body_with(b'"' + b"x" * 100_000 + b'": 1')),
+    "unknown constraint": (CHAT, chat_body_with(b'"guided_nothing": "a"')),
+    "long unknown constraint": (CHAT, chat_body_with(b'"guided_' + b"x" * 100_000 + b'": 1')),
     "long unknown word": (CHAT, chat_body_with(b'"truncation_side": "' + b"x" * 100_000 + b'"')),
     "no messages": (CHAT, json.dumps({"model": MODEL, "messages": []}).encode()),
     "unknown model": (CHAT, json.dumps(chat() | {"model": "x" * 10_000}).encode()),
@@ -90,9 +92,8 @@ INVALID_PARAMETERS: dict[str, dict[str, Any]] = {
     "timeout": {"timeout_s": -1},
     "resume outside": {"resume": {"token_ids": [HUGE_INTEGER]}},
     "resume for more choices": {"resume": {"token_ids": [[1], [2]]}},
-    "stream options": {"stream": True, "stream_options": {"include_everything": True}},
     "cache salt": {"cache_salt": ""},
-    "tools": {"tools": [{"type": "function", "function": {"name": "f"}}]},
+    "two constraints": {"guided_regex": "a", "response_format": {"type": "json_object"}},
     "json schema": {"response_format": {"type": "json_schema", "json_schema": {}}},
     "prompt too long": {"max_tokens": 100_000},
 }
@@ -170,6 +171,20 @@ async def test_invalid_prompt_is_rejected_before_engine(
         assert_rejected(response.status_code, response.content)
     assert not engine.requests
     await assert_still_serves(replica_server)
+
+
+async def test_hostile_grammar_is_refused_or_costs_its_own_request_only() -> None:
+    async with serve(bundled_model_engine()) as replica_server:
+        neighbour = asyncio.create_task(
+            replica_server.client.post(CHAT, json=chat(max_tokens=400, ignore_eos=True))
+        )
+        for name, fields in hostile_fields().items():
+            response = await replica_server.client.post(CHAT, json=chat(max_tokens=4, **fields))
+            if response.status_code != 200:
+                assert_rejected(response.status_code, response.content)
+            assert response.status_code < 500, name
+        assert (await neighbour).status_code == 200
+        assert replica_server.replica.engine.state == "ready"
 
 
 async def test_wrong_content_type_is_tolerated(replica_server: RunningReplica) -> None:
