@@ -41,7 +41,7 @@ def test_arguments_become_a_mapping_in_the_clients_order(
 ) -> None:
     (message,) = convert(assistant(arguments))
     function = message["tool_calls"][0]["function"]
-    assert message["content"] == ""
+    assert message["content"] is None
     assert function["arguments"] == expected
     assert list(function["arguments"]) == list(expected)
 

@@ -138,12 +138,13 @@ def _reasoning(message: ChatMessageParam) -> str:
     return "".join(text for text in texts if isinstance(text, str))
 
 
-def _text_content(message: ChatMessageParam, path: str) -> str:
+def _text_content(message: ChatMessageParam, path: str) -> str | None:
+    """Return the text of a message. None stands for tool calls without text, which templates distinguish from ""."""
     match message.content:
         case str(text):
             return text
         case None if message.role == "assistant":
-            return message.refusal or ""
+            return message.refusal or (None if message.tool_calls else "")
         case None:
             raise invalid_request(
                 f"'{path}.content' is missing. Send the text of the message.", f"{path}.content"

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -60,7 +60,7 @@ class ChatTemplate:
         self.source = tool_source
         """Jinja source for conversations with tools, or None for a model without a template."""
         self._names = frozenset(_VARIABLE_NAME.findall(tool_source or ""))
-        self._has_message_tools = bool(_MESSAGE_TOOLS.search(tool_source or ""))
+        self._has_message_tools = _reads_message_tools(tool_source or "")
         self._has_developer_role = "developer" in self._names
         self._clock = clock
         environment = _environment()
@@ -107,9 +107,8 @@ class ChatTemplate:
         """Render a conversation to text. Encode the text without adding special tokens.
 
         The template sees the `tools` in the shape of the OpenAI API. With `continue_final_message` the text ends where
-        the last message's content ends. The request's own variables
-        (`chat_template_kwargs`) are passed in `variables`. The template sees the Unix time `created_at` as the current
-        time. None means now.
+        the last message's content ends. The request's own variables (`chat_template_kwargs`) are passed in `variables`.
+        The template sees the Unix time `created_at` as the current time. None means now.
 
         Raises:
             ApiError: 400 if the model has no template, or the template cannot render the messages.
@@ -127,23 +126,47 @@ class ChatTemplate:
             raise invalid_request(f"'{name}' cannot be set from a request. Remove it.", name)
         template_messages = [self._adapt_message(message) for message in messages]
         if continue_final_message:
-            template_messages[-1]["content"] += _CONTINUE_MARKER
+            final_content = template_messages[-1].get("content") or ""
+            template_messages[-1]["content"] = final_content + _CONTINUE_MARKER
         if tools and self._has_message_tools:
             template_messages = _attach_tools(template_messages, tools)
-        text = self._render_text(
-            self._tool_template if tools else self._template,
-            {
-                **self._variables,
-                "strftime_now": self._render_time(created_at).strftime,
-                "tools": list(tools) or None,
-                **({"available_tools": list(tools)} if tools else {}),
-                "documents": None,
-                **(variables or {}),
-                "messages": template_messages,
-                "add_generation_prompt": add_generation_prompt,
-            },
-        )
+        template_variables = {
+            **self._variables,
+            "strftime_now": self._render_time(created_at).strftime,
+            "tools": list(tools) or None,
+            **({"available_tools": list(tools)} if tools else {}),
+            "documents": None,
+            **(variables or {}),
+            "add_generation_prompt": add_generation_prompt,
+        }
+        template = self._tool_template if tools else self._template
+        text = self._render_messages(template, template_messages, template_variables)
         return _cut_at_marker(text) if continue_final_message else text
+
+    def _render_messages(
+        self,
+        template: jinja2.Template | None,
+        messages: list[dict[str, Any]],
+        variables: dict[str, Any],
+    ) -> str:
+        """Render messages, of which those with tool calls may have None as content.
+
+        Most templates distinguish a message without content from an empty one, so the content is left out. The others
+        fail, and get the empty text.
+        """
+        if all(message.get("content") is not None for message in messages):
+            return self._render_text(template, {**variables, "messages": messages})
+        without_content = [
+            {name: value for name, value in message.items() if value is not None}
+            for message in messages
+        ]
+        try:
+            return self._render_text(template, {**variables, "messages": without_content})
+        except ApiError:
+            with_content = [
+                {**message, "content": message.get("content") or ""} for message in messages
+            ]
+            return self._render_text(template, {**variables, "messages": with_content})
 
     def _adapt_message(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Copy the message. The role `developer` becomes `system` for templates that do not know it."""
@@ -194,6 +217,13 @@ def _cut_at_marker(text: str) -> str:
         )
     content = text[:position]
     return content if text.startswith(_CONTINUE_MARKER, position) else content.rstrip()
+
+
+def _reads_message_tools(source: str) -> bool:
+    """Return whether the template finds the tools in the system message only, not in the variable `tools`."""
+    return bool(_MESSAGE_TOOLS.search(source)) and "tools" not in meta.find_undeclared_variables(
+        _environment().parse(source)
+    )
 
 
 def _attach_tools(
@@ -263,7 +293,19 @@ def _environment() -> ImmutableSandboxedEnvironment:
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
+    environment.globals["dict"] = _DictConstructor()
     return environment
+
+
+class _DictConstructor:
+    """The name `dict` of a template: makes mappings, but hides the type, whose subscript is callable too."""
+
+    def __call__(self, *items: Any, **entries: Any) -> dict[Any, Any]:  # noqa: ANN401 - as `dict` takes them
+        return dict(*items, **entries)
+
+    def fromkeys(self, keys: Iterable[Any], value: object = None) -> dict[Any, Any]:
+        """Return a mapping of each key to `value`."""
+        return dict.fromkeys(keys, value)
 
 
 def _raise_exception(message: str) -> NoReturn:
