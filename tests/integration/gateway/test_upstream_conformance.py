@@ -439,6 +439,7 @@ def error_event_rows() -> Iterator[Row | Any]:
 
 ESTIMATED_PROMPT_TOKENS = 9
 TOOLS: Json = {"tools": [{"type": "function", "function": {"name": "f"}}]}
+ESTIMATED_TOOL_TOKENS = 11
 
 
 def early_end(
@@ -467,7 +468,9 @@ def early_end_rows() -> Iterator[Row]:
     requests: list[tuple[str, Json, int]] = [("choices", {"n": 2}, 2), ("tools", TOOLS, 1)]
     for (name, fields, choices), disconnects in itertools.product(requests, (False, True)):
         fault = Fault("disconnect", 100) if disconnects else None
-        outcome = completed(ESTIMATED_PROMPT_TOKENS, choices * len(ANSWER_TOKENS))
+        tool_tokens = ESTIMATED_TOOL_TOKENS if "tools" in fields else 0
+        prompt_tokens = ESTIMATED_PROMPT_TOKENS + tool_tokens
+        outcome = completed(prompt_tokens, choices * len(ANSWER_TOKENS))
         yield Row(
             f"no-usage-{name}-{'disconnect' if disconnects else 'end'}",
             early_end(KeylessHosted, 2, fault=fault),

@@ -31,6 +31,9 @@ class AggregatedChoice(msgspec.Struct):
     reasoning_parts: list[str] = []
     calls: dict[int, _AggregatedCall] = {}
     """Tool calls by their index."""
+    function_name: str = ""
+    """Name in the `function_call` of a request that used the older `functions`."""
+    function_arguments: list[str] = []
     logprobs: dict[str, Any] | None = None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
@@ -46,6 +49,10 @@ class AggregatedChoice(msgspec.Struct):
             self.reasoning_parts.append(reasoning)
         for call in delta.get("tool_calls") or ():
             self._add_call(call)
+        function_call = delta.get("function_call")
+        if function_call is not None:
+            self.function_name += function_call.get("name", "")
+            self.function_arguments.append(function_call["arguments"])
         if chunk.get("logprobs") is not None:
             self._add_logprobs(chunk["logprobs"])
         if "token_ids" in chunk:
@@ -58,7 +65,7 @@ class AggregatedChoice(msgspec.Struct):
     def build_chat_choice(self, index: int) -> dict[str, Any]:
         """Build the choice of a whole chat completion."""
         text = "".join(self.text_parts)
-        has_more = bool(self.calls or self.reasoning_parts)
+        has_more = bool(self.calls or self.function_name or self.reasoning_parts)
         message: dict[str, Any] = {
             "role": "assistant",
             "content": None if has_more and not text else text,
@@ -69,6 +76,9 @@ class AggregatedChoice(msgspec.Struct):
             message |= {"reasoning_content": reasoning, "reasoning": reasoning}
         if self.calls:
             message["tool_calls"] = [self.calls[number].build() for number in sorted(self.calls)]
+        if self.function_name:
+            arguments = "".join(self.function_arguments)
+            message["function_call"] = {"name": self.function_name, "arguments": arguments}
         return {"index": index, "message": message, **self._tail()}
 
     def build_completion_choice(self, index: int) -> dict[str, Any]:

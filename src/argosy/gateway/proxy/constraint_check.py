@@ -41,6 +41,8 @@ def find_unsupporting_replicas(pool: Pool, fields: RequestFields, path: bytes) -
     Raises:
         ApiError(400): No replica of the pool enforces it, or it is malformed.
     """
+    if fields.raw.keys().isdisjoint(CONSTRAINT_FIELDS):
+        return set()
     errors: dict[BackendKind, ApiError | None] = {}
     for replica in pool.replicas.values():
         if replica.kind not in errors:
@@ -79,8 +81,7 @@ class NativeRequestChecker:
             ApiError(400): A replica would refuse the request. `param` names the field.
         """
         raw = {name: fields.raw[name] for name in CHECKED_FIELDS if name in fields.raw}
-        kinds = {replica.kind for replica in pool.replicas.values()}
-        if not raw or kinds != {"argosy"}:
+        if not raw or {replica.kind for replica in pool.replicas.values()} != {"argosy"}:
             return
         result = self._find_result(raw, path)
         if not result.done():
