@@ -14,6 +14,7 @@ from tests.support.gateway_harness import GatewayHarness, RecordingFilter, run_g
 from tests.support.native_upstream import NativeScript, NativeUpstream
 
 from argosy.gateway import ReplicaConfig
+from argosy.gateway.proxy import constraint_check
 
 UNENFORCEABLE = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
@@ -103,3 +104,14 @@ async def test_abilities_of_other_backends_are_not_reduced() -> None:
         response = await client.post(CHAT, json=BODIES[CHAT] | fields)
     assert response.status_code == 200
     assert fields.items() <= backend.requests[0].body.items()
+
+
+async def test_replica_checks_request_while_too_many_checks_are_pending(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(constraint_check, "MAX_PENDING_CHECKS", 0)
+    fields, _ = REFUSED["duplicate tools"]
+    async with run_native(RecordingFilter()) as (running, upstream):
+        response = await running.client.post(CHAT, json=BODIES[CHAT] | fields)
+    assert response.status_code == 200
+    assert len(upstream.requests) == 1

@@ -27,8 +27,10 @@ from argosy.gateway.request_fields import RequestFields
 from argosy.protocol import ApiError, invalid_request
 
 CHECKED_FIELDS = (*constraints.TOOL_FIELDS, *sorted(CONSTRAINT_FIELDS))
-CHECK_TIMEOUT_S = 2.0
+CHECK_TIMEOUT_S = 0.5
 """A request whose check takes longer, because others are ahead of it, is checked by its replica only."""
+MAX_PENDING_CHECKS = 64
+"""Checks that may run or wait. Further requests are checked by their replicas only."""
 MAX_CACHED_RESULTS = 1024
 MAX_THREADS = 2
 
@@ -73,6 +75,7 @@ class NativeRequestChecker:
         self._executor = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="constraint-check")
         self._results: OrderedDict[bytes, asyncio.Future[ApiError | None]] = OrderedDict()
         """Error by digest of the fields; None for valid fields."""
+        self._num_pending = 0
 
     async def check(self, pool: Pool, fields: RequestFields, path: bytes) -> None:
         """Check a request, if all replicas of its pool are native.
@@ -84,6 +87,8 @@ class NativeRequestChecker:
         if not raw or {replica.kind for replica in pool.replicas.values()} != {"argosy"}:
             return
         result = self._find_result(raw, path)
+        if result is None:
+            return
         if not result.done():
             await asyncio.wait({result}, timeout=CHECK_TIMEOUT_S)
         error = result.result() if result.done() else None
@@ -91,8 +96,10 @@ class NativeRequestChecker:
             # A new one, because a raised error refers to the frames of its request.
             raise ApiError(error.status, error.code, error.message, param=error.param)
 
-    def _find_result(self, raw: Mapping[str, Raw], path: bytes) -> asyncio.Future[ApiError | None]:
-        """Return the result for these fields, from an earlier check if possible."""
+    def _find_result(
+        self, raw: Mapping[str, Raw], path: bytes
+    ) -> asyncio.Future[ApiError | None] | None:
+        """Return the result for these fields, from an earlier check if possible; None if too many are pending."""
         digest = hashlib.blake2b(path, digest_size=16)
         for name, value in raw.items():
             digest.update(b"%b %d " % (name.encode(), len(bytes(value))))
@@ -100,14 +107,22 @@ class NativeRequestChecker:
         key = digest.digest()
         result = self._results.get(key)
         if result is None:
+            if self._num_pending >= MAX_PENDING_CHECKS:
+                return None
+            self._num_pending += 1
             check = partial(find_native_error, dict(raw), is_chat=path == CHAT_PATH)
             result = asyncio.get_running_loop().run_in_executor(self._executor, check)
+            result.add_done_callback(self._on_check_done)
             self._results[key] = result
             if len(self._results) > MAX_CACHED_RESULTS:
                 self._results.popitem(last=False)
         else:
             self._results.move_to_end(key)
         return result
+
+    def _on_check_done(self, result: asyncio.Future[ApiError | None]) -> None:
+        del result
+        self._num_pending -= 1
 
 
 def find_native_error(raw: Mapping[str, Raw], *, is_chat: bool) -> ApiError | None:
