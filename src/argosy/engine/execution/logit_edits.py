@@ -35,7 +35,11 @@ class LogitEdits:
         """
         if len(restored_rows):
             self._saved.append(((restored_rows,), self.logits[restored_rows]))
-        self.logits.index_add_(0, rows, masked)
+        if self.logits.device.type == "cpu":  # index_add_ is not vectorized there
+            for row, values in zip(rows.tolist(), masked, strict=True):
+                self.logits[row].add_(values)
+        else:
+            self.logits.index_add_(0, rows, masked)
 
     def undo(self) -> None:
         """Restore the original logits, bit for bit, except those of masked rows that need not be restored."""
