@@ -36,6 +36,8 @@ class LocalFleet:
         assignments: Sequence[DeviceAssignment],
         auth_bootstrap: AuthBootstrap,
         display: StartupDisplay,
+        *,
+        log_content: bool,
     ) -> None:
         self._server = server
         self._engine = engine
@@ -45,6 +47,7 @@ class LocalFleet:
         }
         self._auth_bootstrap = auth_bootstrap
         self._display = display
+        self._log_content = log_content
         self._auth_setup: AuthSetup | None = None
         self._gateway: GatewayServer | None = None
         self._stop_requested = asyncio.Event()
@@ -245,4 +248,5 @@ class LocalFleet:
             timeouts=Timeouts(failover_timeout_s=FAILOVER_TIMEOUT_S),
             queue=QueueConfig(timeout_s=self._engine.request_timeout_s),
             drain_deadline_s=server.drain_deadline_s,
+            log_content=self._log_content,
         )

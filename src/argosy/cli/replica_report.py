@@ -22,7 +22,7 @@ def print_replica_report(console: Console, report: dict[str, Any]) -> None:
     table = Table(title="replica report", title_justify="left", box=None, show_header=False)
     for name, value in report.items():
         if name not in CONTENT_KEYS:
-            shown = value if isinstance(value, str) else json.dumps(value)
+            shown = value if isinstance(value, str) else json.dumps(_round(value))
             table.add_row(format_one_line(name), Text(format_one_line(shown)))
     if table.row_count:
         console.print(table)
@@ -31,3 +31,7 @@ def print_replica_report(console: Console, report: dict[str, Any]) -> None:
         for number, text in enumerate(texts, 1):
             console.print(Text(f"{heading} {number} of {len(texts)}", style="bold"))
             console.print(Text("\n".join(map(format_one_line, text.split("\n")))))
+
+
+def _round(value: Any) -> Any:  # noqa: ANN401 - JSON value
+    return round(value, 3) if isinstance(value, float) else value

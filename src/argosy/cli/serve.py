@@ -24,6 +24,7 @@ def serve(
     store: StoreUrl = None,
     auth: serve_options.AuthModeOption = "auto",
     allowed_origins: serve_options.AllowedOrigins = None,
+    log_content: serve_options.LogContent = False,
     log_level: serve_options.LogLevel = "warning",
 ) -> None:
     """Serve a model with the OpenAI API on this machine (the bundled model by default)."""
@@ -38,7 +39,9 @@ def serve(
         try:
             assignments = assign_devices(replicas, usable_gpus(engine.device, os.environ), gpus)
             auth_bootstrap = AuthBootstrap(store, auth, host, allowed_origins)
-            fleet = LocalFleet(server, engine, assignments, auth_bootstrap, display)
+            fleet = LocalFleet(
+                server, engine, assignments, auth_bootstrap, display, log_content=log_content
+            )
             fleet.serve()
         except ValueError as error:
             fail(str(error))

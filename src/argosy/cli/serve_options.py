@@ -171,6 +171,14 @@ VllmMetrics = Annotated[
         rich_help_panel=ADVANCED_PANEL,
     ),
 ]
+LogContent = Annotated[
+    bool,
+    Option(
+        "--log-content",
+        help="Keep prompts and raw outputs for `argosy explain`; all users who may explain a request can read them.",
+        rich_help_panel=ADVANCED_PANEL,
+    ),
+]
 LogLevel = Annotated[
     LogLevelName, Option(help="Lowest level that is logged.", rich_help_panel=ADVANCED_PANEL)
 ]
