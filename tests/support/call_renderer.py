@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -154,7 +153,7 @@ class CallRenderer:
         line = "\n" * syntax.has_line_breaks
         yield from self.syntax(
             syntax.key_open
-            + (html.escape(key) if syntax.tag_end else key)
+            + syntax.escape(key)
             + syntax.key_close
             + attribute
             + syntax.tag_end

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from argosy import constraints
+from argosy.engine.serving.output_parsing.grammar_writer import GrammarWriter
 from argosy.engine.serving.output_parsing.tools import Tool
-from argosy.protocol import invalid_request
+from argosy.protocol import ApiError, invalid_request
 
 _ANNOTATIONS = frozenset(
     {"title", "description", "default", "examples", "$schema", "$id", "$comment", "deprecated"}
@@ -23,6 +26,9 @@ _OBJECT_KEYWORDS = _ANNOTATIONS | {
 _STRING_KEYWORDS = _ANNOTATIONS | {"type", "enum", "const", "minLength", "maxLength"}
 """Keywords that hold for a string that is written as plain text."""
 _MAX_REPETITIONS = 1000
+_MAX_CACHED_SCHEMAS = 2048
+_MAX_CACHED_CHARS = 8192
+"""Longer schemas are compiled for each request, so that the cache stays small."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,22 +38,82 @@ class Parameter:
     name: str
     schema: dict[str, Any]
     types: frozenset[str]
+    """JSON types of the value. Empty if any."""
     is_required: bool
-    strings: tuple[str, ...]
-    """All values of a string with an enumeration."""
     pattern: str
     """Regular expression of a string that is written as plain text."""
 
+    @property
+    def is_text(self) -> bool:
+        """Whether the value may be a string, which is written as plain text."""
+        return not self.types or "string" in self.types
 
-def schema_grammars(
-    schema: object, *, strict: bool, param: str, name: str
-) -> tuple[dict[str, Any], ...]:
-    """Return sub-grammars for a JSON document, whose names begin with `name`.
+    def texts(self, *, has_types: bool) -> list[str] | None:
+        """Return all texts of an enumeration, or None if the schema has none.
+
+        Args:
+            has_types: Whether the format marks the types of values. Else other values than strings are texts as well.
+        """
+        values = self.schema.get("enum", [self.schema["const"]] if "const" in self.schema else None)
+        if not isinstance(values, list):
+            return None
+        return [
+            value if isinstance(value, str) else json.dumps(value)
+            for value in values
+            if isinstance(value, str) or not has_types
+        ]
+
+
+class SchemaGrammars:
+    """Sub-grammars of one output grammar. Equal schemas share one.
+
+    Args:
+        writer: Grammar that refers to them.
+    """
+
+    def __init__(self, writer: GrammarWriter) -> None:
+        self._writer = writer
+        self._references: dict[tuple[str, bool], str] = {}
+
+    def add(self, schema: dict[str, Any], *, strict: bool, param: str) -> str:
+        """Return a reference to the grammar of a JSON document.
+
+        Raises:
+            ApiError: 400 if the schema is invalid, or cannot be enforced although it is strict.
+        """
+        bare = {key: value for key, value in schema.items() if key not in _ANNOTATIONS}
+        text = json.dumps(bare, ensure_ascii=False)
+        key = (text, strict)
+        if key not in self._references:
+            grammar = _compile(text, strict=strict, param=param)
+            name = f"json_{len(self._references)}"
+            self._references[key] = self._writer.add_grammars([{**grammar, "name": name}])
+        return self._references[key]
+
+
+def _compile(text: str, *, strict: bool, param: str) -> dict[str, Any]:
+    """Return the grammar of a schema, from the cache if it is there.
 
     Raises:
         ApiError: 400 if the schema is invalid, or cannot be enforced although it is strict.
     """
-    return constraints.schema_grammar(schema, strict=strict, param=param, name=name).grammars
+    if len(text) <= _MAX_CACHED_CHARS:
+        try:
+            return _compile_cached(text, strict)
+        except ApiError:
+            pass  # is raised again below, for the request's own field
+    return _compile_schema(text, strict, param)
+
+
+@lru_cache(maxsize=_MAX_CACHED_SCHEMAS)
+def _compile_cached(text: str, strict: bool) -> dict[str, Any]:  # noqa: FBT001 - key of a cache
+    return _compile_schema(text, strict, "")
+
+
+def _compile_schema(text: str, strict: bool, param: str) -> dict[str, Any]:  # noqa: FBT001
+    constraint = constraints.schema_grammar(json.loads(text), strict=strict, param=param)
+    (grammar,) = constraint.grammars
+    return grammar
 
 
 def split_parameters(tool: Tool, param: str) -> tuple[list[Parameter], bool]:
@@ -68,28 +134,18 @@ def split_parameters(tool: Tool, param: str) -> tuple[list[Parameter], bool]:
     parameters = []
     for key, value in properties.items():
         subschema = value if isinstance(value, dict) else {}
-        types = tool.parameter_types.get(key, frozenset())
-        if tool.strict and types == {"string"}:
-            _require_keywords(subschema, _STRING_KEYWORDS, f"{param}.properties.{key}")
-        parameters.append(
-            Parameter(
-                key,
-                {**subschema, **definitions},
-                types,
-                key in tool.required,
-                _find_strings(subschema),
-                _find_pattern(subschema),
-            )
+        parameter = Parameter(
+            key,
+            {**subschema, **definitions},
+            tool.parameter_types.get(key, frozenset()),
+            key in tool.required,
+            _find_pattern(subschema),
         )
+        if tool.strict and parameter.is_text:
+            _require_text(subschema, f"{param}.properties.{key}")
+        parameters.append(parameter)
     is_open = not properties and schema.get("additionalProperties") is not False
     return parameters, is_open
-
-
-def _find_strings(schema: dict[str, Any]) -> tuple[str, ...]:
-    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
-    if isinstance(values, list) and values and all(isinstance(value, str) for value in values):
-        return tuple(dict.fromkeys(values))
-    return ()
 
 
 def _find_pattern(schema: dict[str, Any]) -> str:
@@ -100,6 +156,19 @@ def _find_pattern(schema: dict[str, Any]) -> str:
     if not low and high is None:
         return r"[\s\S]*"
     return rf"[\s\S]{{{low},{'' if high is None else high}}}"
+
+
+def _require_text(schema: dict[str, Any], param: str) -> None:
+    """Check that plain text can only be a value of a schema.
+
+    Raises:
+        ApiError: 400 with the first keyword that is not enforced.
+    """
+    _require_keywords(schema, _STRING_KEYWORDS | {"anyOf"}, param)
+    alternatives = schema.get("anyOf")
+    for index, alternative in enumerate(alternatives if isinstance(alternatives, list) else ()):
+        if isinstance(alternative, dict):
+            _require_keywords(alternative, _ANNOTATIONS | {"type"}, f"{param}.anyOf.{index}")
 
 
 def _require_keywords(schema: dict[str, Any], keywords: frozenset[str], param: str) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from argosy.engine.serving.output_parsing.argument_schema import (
     Parameter,
-    schema_grammars,
+    SchemaGrammars,
     split_parameters,
 )
 from argosy.engine.serving.output_parsing.grammar_writer import (
@@ -44,14 +43,10 @@ class JsonArguments:
     def __init__(self, writer: GrammarWriter, tools: Sequence[Tool]) -> None:
         self.writer = writer
         self.tools = tools
+        schemas = SchemaGrammars(writer)
         self.references = [
-            writer.add_grammars(
-                schema_grammars(
-                    tool.parameters or {"type": "object"},
-                    strict=tool.strict,
-                    param=param_of(index),
-                    name=f"t{index}",
-                )
+            schemas.add(
+                tool.parameters or {"type": "object"}, strict=tool.strict, param=param_of(index)
             )
             for index, tool in enumerate(tools)
         ]
@@ -173,10 +168,9 @@ class TaggedCallGrammar:
     def __init__(self, writer: GrammarWriter, syntax: TagSyntax, tools: Sequence[Tool]) -> None:
         self._writer = writer
         self._syntax = syntax
-        self._space = f"{quote(syntax.separator)}" if syntax.separator else ""
-        calls = [
-            self._call_of(tool, f"t{index}", param_of(index)) for index, tool in enumerate(tools)
-        ]
+        self._schemas = SchemaGrammars(writer)
+        self._space = f"{quote(syntax.separator)}?" if syntax.separator else ""
+        calls = [self._call_of(tool, param_of(index)) for index, tool in enumerate(tools)]
         self._call = writer.rule("call", alternatives(calls))
         self._call_open = syntax.wrapper_open or syntax.name_open
         self.opener = syntax.section_open or self._call_open
@@ -194,61 +188,50 @@ class TaggedCallGrammar:
             f"{separator} {writer.literal(syntax.section_close)}"
         )
 
-    def _call_of(self, tool: Tool, name: str, param: str) -> str:
-        """Return an expression for a call of one tool."""
-        writer, syntax = self._writer, self._syntax
+    def _call_of(self, tool: Tool, param: str) -> str:
+        """Return an expression for a call of one tool, behind the text that opens every call."""
+        writer, syntax, space = self._writer, self._syntax, self._space
         parameters, is_open = split_parameters(tool, param)
-        elements = [
-            self._element(
-                parameter, f"{name}p{index}", tool, f"{param}.properties.{parameter.name}"
-            )
-            for index, parameter in enumerate(parameters)
-        ]
-        elements = [
-            element if parameter.is_required else f"({element})?"
-            for element, parameter in zip(elements, parameters, strict=True)
-        ]
-        space = f"{self._space}?" if self._space else ""
+        elements = []
+        for parameter in parameters:
+            element = self._element(parameter, tool, f"{param}.properties.{parameter.name}")
+            elements.append(element if parameter.is_required else f"({element})?")
         if is_open:
-            elements.append(f"({self._open_element(name, param)} {space})*")
-        tool_name = html.escape(tool.name) if syntax.tag_end else tool.name
-        name_open = syntax.name_open if syntax.wrapper_open else ""
-        opener = writer.literal(name_open + tool_name + syntax.name_close)
+            elements.append(f"({self._open_element(param)} {space})*")
+        parts = []
+        if syntax.wrapper_open and syntax.name_open:
+            parts += [space, writer.literal(syntax.name_open)]
+        parts.append(writer.literal(syntax.escape(tool.name) + syntax.name_close))
+        if syntax.has_index:
+            parts.append('" index=\\"" /[0-9]{1,3}/ "\\""')
         if syntax.tag_end:
-            index = ' " index=\\"" /[0-9]{1,3}/ "\\""' if syntax.has_index else ""
-            opener += f"{index} {writer.literal(syntax.tag_end)}"
-        lead = space if syntax.wrapper_open and syntax.name_open else ""
-        close_call = writer.literal(syntax.call_close)
-        close_wrapper = writer.literal(syntax.wrapper_close)
-        if close_call and close_wrapper:
-            close_call += f" {space}"
-        more_space = f"{space} {space}" if syntax.tag_end else space
-        body = f" {space} ".join(elements) if elements else ""
-        return (
-            f"{lead} {opener} {more_space} {body} "
-            f"{space if elements else ''} {close_call} {close_wrapper}"
-        )
+            parts += [writer.literal(syntax.tag_end), space]
+        parts.append(space)
+        for element in elements:
+            parts += [element, space]
+        if syntax.call_close:
+            parts.append(writer.literal(syntax.call_close))
+        if syntax.call_close and syntax.wrapper_close:
+            parts.append(space)
+        parts.append(writer.literal(syntax.wrapper_close))
+        return " ".join(filter(None, parts))
 
-    def _element(self, parameter: Parameter, name: str, tool: Tool, param: str) -> str:
+    def _element(self, parameter: Parameter, tool: Tool, param: str) -> str:
         """Return an expression for a parameter and its value."""
-        attribute = self._syntax.type_attribute
-        takes_string = not parameter.types or "string" in parameter.types
-        others = sorted(parameter.types - {"string"})
+        attribute, types = self._syntax.type_attribute, parameter.types
+        others = sorted(types - {"string"})
         choices = []
-        if takes_string:
+        if not attribute:
+            kinds = [] if parameter.is_text else [others]
+        elif attribute == "type":
+            kinds = [[kind] for kind in (others if types else _JSON_KINDS)]
+        else:
+            kinds = [others] if others or not types else []
+        if parameter.is_text:
             choices.append(self._tag(parameter.name, "string") + self._string(parameter))
-        if attribute == "type":
-            kinds = others if parameter.types else _JSON_KINDS
-            choices += [
-                self._tag(parameter.name, kind)
-                + self._json(parameter, [kind], f"{name}{kind}", tool, param)
-                for kind in kinds
-            ]
-        elif (attribute or not takes_string) and (others or not parameter.types):
-            choices.append(
-                self._tag(parameter.name, "value")
-                + self._json(parameter, others, name, tool, param)
-            )
+        for allowed in kinds:
+            tag = self._tag(parameter.name, allowed[0] if allowed else "value")
+            choices.append(tag + self._json(parameter, allowed, tool, param))
         return alternatives(choices)
 
     def _tag(self, key: str, kind: str, *, is_rule: bool = False) -> str:
@@ -269,9 +252,8 @@ class TaggedCallGrammar:
         if is_rule:
             tag = f"{writer.literal(syntax.key_open)} {key} {writer.literal(end)}"
         else:
-            key = html.escape(key) if syntax.tag_end else key
-            tag = writer.literal(syntax.key_open + key + end)
-        space = f"{self._space}?" if self._space and syntax.value_open else ""
+            tag = writer.literal(syntax.key_open + syntax.escape(key) + end)
+        space = self._space if syntax.value_open else ""
         line = '"\\n"' if syntax.has_line_breaks else ""
         return f"{tag} {space} {writer.literal(syntax.value_open)} {line} "
 
@@ -280,42 +262,34 @@ class TaggedCallGrammar:
         return "\n" * self._syntax.has_line_breaks + self._syntax.value_close
 
     def _string(self, parameter: Parameter) -> str:
-        """Return an expression for a string as plain text, and what closes it."""
-        if parameter.strings:
-            values = alternatives(
-                [self._writer.literal(value) or '""' for value in parameter.strings]
-            )
-            return f"{values} {self._writer.literal(self._value_close)}"
-        return self._writer.text_until(self._value_close, parameter.pattern)
+        """Return an expression for a value as plain text, and what closes it."""
+        texts = parameter.texts(has_types=bool(self._syntax.type_attribute))
+        if texts is None:
+            return self._writer.text_until(self._value_close, parameter.pattern)
+        values = alternatives([quote(text) for text in texts if text] or ['""'])
+        return f"{values}{'?' * ('' in texts)} {self._writer.literal(self._value_close)}"
 
-    def _json(
-        self, parameter: Parameter, kinds: list[str], name: str, tool: Tool, param: str
-    ) -> str:
+    def _json(self, parameter: Parameter, kinds: list[str], tool: Tool, param: str) -> str:
         """Return an expression for a value of one of the types as JSON, and what closes it."""
         schema = dict(parameter.schema)
         if kinds:
             schema["type"] = kinds[0] if len(kinds) == 1 else kinds
-        reference = self._writer.add_grammars(
-            schema_grammars(schema, strict=tool.strict, param=param, name=name)
-        )
+        reference = self._schemas.add(schema, strict=tool.strict, param=param)
         return f"{reference} {self._writer.literal(self._value_close)}"
 
-    def _open_element(self, name: str, param: str) -> str:
+    def _open_element(self, param: str) -> str:
         """Return an expression for any parameter with any value."""
         writer, attribute = self._writer, self._syntax.type_attribute
         key = writer.shared_rule("KEY", r"/[A-Za-z_][A-Za-z0-9_.-]{0,63}/")
+        closer = writer.literal(self._value_close)
         choices = [
             f"{self._tag(key, 'string', is_rule=True)} {writer.text_until(self._value_close)}"
         ]
         kinds = {"string": ("value",), "type": _JSON_KINDS}.get(attribute, ())
         for kind in kinds:
             schema = {} if kind == "value" else {"type": kind}
-            reference = writer.add_grammars(
-                schema_grammars(schema, strict=False, param=param, name=f"{name}{kind}")
-            )
-            choices.append(
-                f"{self._tag(key, kind, is_rule=True)} {reference} {writer.literal(self._value_close)}"
-            )
+            reference = self._schemas.add(schema, strict=False, param=param)
+            choices.append(f"{self._tag(key, kind, is_rule=True)} {reference} {closer}")
         return alternatives(choices)
 
 

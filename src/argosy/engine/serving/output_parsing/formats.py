@@ -370,6 +370,7 @@ _ALL_FORMATS = (
             value_close="<|close|>argument<|sep|>",
             tag_end="<|sep|>",
             type_attribute="type",
+            has_escapes=True,
             has_index=True,
         ),
         thinking=(ThinkingBlock("<|open|>think<|sep|>", "<|close|>think<|sep|>"),),

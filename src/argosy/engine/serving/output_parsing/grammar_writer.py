@@ -26,7 +26,7 @@ class GrammarWriter:
         self._pattern = re.compile(f"({alternatives})") if tokens else None
         self._rules: dict[str, str] = {}
         self._grammars: list[dict[str, Any]] = []
-        self._names: set[str] = set()
+        self._unique_names: dict[tuple[str, str, str], str] = {}
 
     def literal(self, text: str) -> str:
         """Return an expression for fixed text, in which markers are special tokens."""
@@ -48,24 +48,24 @@ class GrammarWriter:
         return text in self._tokens
 
     def rule(self, name: str, expression: str, *, attributes: str = "") -> str:
-        """Add a rule under a name that begins with `name`, and return the name."""
-        unique = name
-        while unique in self._names:
-            unique = f"{name}_{len(self._names)}"
-        self._names.add(unique)
-        self._rules[unique] = f"{unique}{f'[{attributes}]' if attributes else ''}: {expression}"
-        return unique
+        """Add a rule under a name that begins with `name`, and return the name. Equal rules are one."""
+        key = (name, attributes, expression)
+        if key not in self._unique_names:
+            unique = f"{name}_{len(self._rules)}" if name in self._rules else name
+            self._unique_names[key] = unique
+            head = f"{unique}[{attributes}]" if attributes else unique
+            self._rules[unique] = f"{head}: {expression}"
+        return self._unique_names[key]
 
     def shared_rule(self, name: str, expression: str) -> str:
         """Add a rule once, and return its name."""
-        if name not in self._names:
-            self._names.add(name)
+        if name not in self._rules:
             self._rules[name] = f"{name}: {expression}"
         return name
 
     def has_rule(self, name: str) -> bool:
         """Return whether a rule exists."""
-        return name in self._names
+        return name in self._rules
 
     def replace_rule(self, name: str, expression: str) -> None:
         """Set the expression of a rule that other rules refer to already."""

@@ -136,8 +136,13 @@ class JsonCallReader:
         cursor.position = start
         return False
 
-    def _read_object(self, *, must_exist: bool) -> Reading[None]:
-        """Read one object. Its keys may have any order, and further keys are ignored."""
+    def _read_object(self, *, must_exist: bool, is_inner: bool = False) -> Reading[None]:
+        """Read one object. Its keys may have any order, and further keys are ignored.
+
+        Args:
+            must_exist: Whether the name must be the name of a tool.
+            is_inner: Whether this is the function within the object of a call.
+        """
         context, cursor = self._context, self._cursor
         yield from cursor.expect("{")
         name = ""
@@ -155,8 +160,8 @@ class JsonCallReader:
             yield from cursor.expect(":")
             yield from cursor.skip()
             char = yield from cursor.require()
-            if key == "function" and char == "{" and not has_started:
-                yield from self._read_object(must_exist=must_exist)
+            if key == "function" and char == "{" and not (has_started or is_inner):
+                yield from self._read_object(must_exist=must_exist, is_inner=True)
                 has_started = True
             elif key in _NAME_KEYS and char == '"' and not name:
                 text = decode_string((yield from read_value(cursor, context.codec)))
@@ -176,7 +181,7 @@ class JsonCallReader:
                 raise NotACallError
             context.sink.start_call(name)
             context.sink.write_arguments(_unwrap(arguments))
-        if context.sink.calls:
+        if not is_inner:
             context.sink.end_call()
 
     def _stream_arguments(self, name: str) -> Reading[None]:

@@ -14,7 +14,6 @@ from argosy.engine.serving.output_parsing.cursor import (
     OutputEndedError,
     Reading,
 )
-from argosy.engine.serving.output_parsing.sink import quote_string
 
 Write = Callable[[str], None]
 
@@ -116,11 +115,12 @@ def read_value(cursor: Cursor, codec: MarkerCodec) -> Reading[str]:
         except MalformedJsonError:
             raise NotACallError from None
         return "".join(parts)
-    start = cursor.position
-    while (match := _SCALAR_END.search(cursor.text, start)) is None:
+    start = searched = cursor.position
+    while (match := _SCALAR_END.search(cursor.text, searched)) is None:
+        searched = len(cursor.text)
         if cursor.is_final:
             raise OutputEndedError
-        if len(cursor.text) - start > MAX_HEADER_CHARS:
+        if searched - start > MAX_HEADER_CHARS:
             raise NotACallError
         yield
     cursor.position = match.start()
@@ -134,3 +134,8 @@ def decode_string(text: str) -> str | None:
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, str) else None
+
+
+def quote_string(text: str) -> str:
+    """Return text as it stands inside a JSON string."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]

@@ -9,29 +9,12 @@ import re
 from dataclasses import dataclass
 
 from argosy.engine.serving.output_parsing.call_reader import CallContext
-from argosy.engine.serving.output_parsing.cursor import LiteralSet, NotACallError, Reading
+from argosy.engine.serving.output_parsing.cursor import LiteralSet, Reading
+from argosy.engine.serving.output_parsing.python_literals import PythonLiteralReader
 from argosy.engine.serving.output_parsing.typed_values import convert_value
 
 _NAME = re.compile(r"[A-Za-z_][\w.-]*")
 _MAX_NAME_CHARS = 256
-_MAX_DEPTH = 64
-_MAX_EXPRESSION_CHARS = 65_536
-_BRACKETS = {"[": "]", "(": ")", "{": "}"}
-_ESCAPES = {
-    "n": "\n",
-    "t": "\t",
-    "r": "\r",
-    "b": "\b",
-    "f": "\f",
-    "v": "\v",
-    "a": "\a",
-    "0": "\0",
-    "\\": "\\",
-    "'": "'",
-    '"': '"',
-    "\n": "",
-}
-_HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +42,9 @@ class PythonCallReader:
         self._open = encode(syntax.open)
         self._close = encode(syntax.close)
         self._name_stops = LiteralSet("(")
+        self._values = PythonLiteralReader(
+            context.cursor, context.codec, context.sink.write_arguments, _convert_expression
+        )
         self.triggers: tuple[str, ...] = (self._open,)
         self.start_triggers: tuple[str, ...] = ("[",) if syntax.is_bare else ()
 
@@ -102,7 +88,7 @@ class PythonCallReader:
             write('"')
             self._context.sink.write_string(key)
             write('": ')
-            yield from self._read_value(0, ",)")
+            yield from self._values.read(",)")
             count += 1
             yield from cursor.skip()
             yield from cursor.accept(",")
@@ -127,126 +113,7 @@ class PythonCallReader:
         cursor.position = start
         return ""
 
-    def _read_value(self, depth: int, stops: str) -> Reading[None]:
-        """Read a literal and write it as JSON. Any other expression becomes a string with its source."""
-        cursor = self._cursor
-        yield from cursor.skip()
-        char = yield from cursor.require()
-        if char in "'\"":
-            self._context.sink.write_arguments('"')
-            yield from self._read_string()
-            self._context.sink.write_arguments('"')
-        elif char in "[(" and depth < _MAX_DEPTH:
-            yield from self._read_list(depth + 1)
-        elif char == "{" and depth < _MAX_DEPTH:
-            yield from self._read_dict(depth + 1)
-        else:
-            text = yield from self._read_expression(stops)
-            self._context.sink.write_arguments(convert_value(self._context.codec.decode(text), ()))
 
-    def _read_list(self, depth: int) -> Reading[None]:
-        cursor, write = self._cursor, self._context.sink.write_arguments
-        closer = _BRACKETS[cursor.text[cursor.position]]
-        cursor.position += 1
-        write("[")
-        is_first = True
-        while True:
-            yield from cursor.skip()
-            if (yield from cursor.accept(closer)):
-                break
-            if not is_first:
-                write(", ")
-            is_first = False
-            yield from self._read_value(depth, "," + closer)
-            yield from cursor.skip()
-            yield from cursor.accept(",")
-        write("]")
-
-    def _read_dict(self, depth: int) -> Reading[None]:
-        cursor, write = self._cursor, self._context.sink.write_arguments
-        cursor.position += 1
-        write("{")
-        is_first = True
-        while True:
-            yield from cursor.skip()
-            if (yield from cursor.accept("}")):
-                break
-            write('"' if is_first else ', "')
-            is_first = False
-            if (yield from cursor.require()) in "'\"":
-                yield from self._read_string()
-            else:
-                self._context.sink.write_string((yield from self._read_expression(":}")).strip())
-            write('": ')
-            yield from cursor.skip()
-            if (yield from cursor.accept(":")):
-                yield from self._read_value(depth, ",}")
-            else:
-                write("null")
-            yield from cursor.skip()
-            yield from cursor.accept(",")
-        write("}")
-
-    def _read_string(self) -> Reading[None]:
-        """Read a string literal and write its value."""
-        cursor, sink = self._cursor, self._context.sink
-        quote = cursor.text[cursor.position]
-        cursor.position += 1
-        while True:
-            yield from cursor.require()
-            text, start = cursor.text, cursor.position
-            end = start
-            while end < len(text) and text[end] not in ("\\", quote):
-                end += 1
-            sink.write_string(text[start:end])
-            cursor.position = end
-            if end == len(text):
-                cursor.release()
-                continue
-            cursor.position += 1
-            if text[end] == quote:
-                return
-            yield from self._read_escape()
-
-    def _read_escape(self) -> Reading[None]:
-        """Read what follows a backslash and write the character."""
-        cursor, sink = self._cursor, self._context.sink
-        char = yield from cursor.require()
-        cursor.position += 1
-        size = _HEX_DIGITS.get(char)
-        if size is None:
-            sink.write_string(_ESCAPES.get(char, "\\" + char))
-            return
-        digits = ""
-        while len(digits) < size and (yield from cursor.require()) in "0123456789abcdefABCDEF":
-            digits += cursor.text[cursor.position]
-            cursor.position += 1
-        code = int(digits, 16) if len(digits) == size else -1
-        if 0xD800 <= code <= 0xDFFF:
-            sink.write_arguments(f"\\u{code:04x}")
-        elif 0 <= code <= 0x10FFFF:
-            sink.write_string(chr(code))
-        else:
-            sink.write_string(f"\\{char}{digits}")
-
-    def _read_expression(self, stops: str) -> Reading[str]:
-        """Read source text up to one of `stops` outside of brackets and strings."""
-        cursor = self._cursor
-        start = cursor.position
-        closers: list[str] = []
-        quote = ""
-        while True:
-            if cursor.position - start > _MAX_EXPRESSION_CHARS:
-                raise NotACallError
-            char = yield from cursor.require()
-            if quote:
-                quote = "" if char == quote else quote
-            elif not closers and char in stops:
-                return cursor.text[start : cursor.position]
-            elif char in "'\"":
-                quote = char
-            elif char in _BRACKETS:
-                closers.append(_BRACKETS[char])
-            elif closers and char == closers[-1]:
-                closers.pop()
-            cursor.position += 1
+def _convert_expression(text: str) -> str:
+    """Return a number or constant as JSON text. Any other expression becomes a string with its source."""
+    return convert_value(text, ())

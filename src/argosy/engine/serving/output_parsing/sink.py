@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import msgspec
 
 from argosy.engine.serving.output_parsing.cursor import Cursor, MarkerCodec
@@ -15,6 +13,9 @@ from argosy.engine.serving.output_parsing.events import (
     OutputEvent,
     ReasoningText,
 )
+from argosy.engine.serving.output_parsing.json_text import quote_string
+
+_TextKind = type[ContentText] | type[ReasoningText] | type[CallArguments]
 
 
 class EventSink:
@@ -39,6 +40,9 @@ class EventSink:
         self._trims_content = trims_content
         self._trims_reasoning = trims_reasoning
         self._events: list[OutputEvent] = []
+        self._kind: _TextKind = ContentText
+        self._parts: list[str] = []
+        """Pieces of text of `_kind` that are no event yet."""
         self._held = ""
         """White space that is text only if more text follows."""
         self.has_text = False
@@ -47,10 +51,10 @@ class EventSink:
         """Whether there has been reasoning or a call."""
         self._after_reasoning = False
         self._arguments: list[str] = []
-        self._is_valid = True
 
     def take(self) -> list[OutputEvent]:
         """Return the events since the last time."""
+        self._flush()
         events, self._events = self._events, []
         return events
 
@@ -62,7 +66,7 @@ class EventSink:
         kept = self._hold_space(text, trims=self._trims_content)
         if kept:
             self.has_text = True
-            self._emit_text(ContentText, kept)
+            self._add(ContentText, kept)
 
     def write_reasoning(self, text: str) -> None:
         """Add encoded text of the reasoning."""
@@ -70,7 +74,7 @@ class EventSink:
         kept = self._hold_space(text, trims=self._trims_reasoning)
         if kept:
             self.has_text = True
-            self._emit_text(ReasoningText, kept)
+            self._add(ReasoningText, kept)
 
     def _hold_space(self, text: str, *, trims: bool) -> str:
         """Hold back white space that may turn out to be no text, and return the text before it."""
@@ -92,13 +96,13 @@ class EventSink:
     def flush_content(self) -> None:
         """End the output within content. Trailing white space belongs to the text, if there is any."""
         if self._held and (self.has_text or not self._has_output):
-            self._emit_text(ContentText, self._held)
+            self._add(ContentText, self._held)
         self._held = ""
 
     def flush_reasoning(self) -> None:
         """End the output within reasoning, whose trailing white space belongs to the text."""
         if self._held:
-            self._emit_text(ReasoningText, self._held)
+            self._add(ReasoningText, self._held)
         self._held = ""
 
     def start_call(self, name: str) -> None:
@@ -106,7 +110,7 @@ class EventSink:
         self.begin_text()
         self._cursor.mark = None
         self._arguments.clear()
-        self._is_valid = True
+        self._flush()
         self._events.append(CallStart(self.calls, name))
         self.calls += 1
 
@@ -114,12 +118,7 @@ class EventSink:
         """Add JSON text of the arguments."""
         if text:
             self._arguments.append(text)
-            call = self.calls - 1
-            last = self._events[-1] if self._events else None
-            if isinstance(last, CallArguments):
-                self._events[-1] = CallArguments(call, last.text + text)
-            else:
-                self._events.append(CallArguments(call, text))
+            self._add(CallArguments, text)
 
     def write_string(self, text: str) -> None:
         """Add encoded text as a part of a JSON string."""
@@ -134,16 +133,25 @@ class EventSink:
         except (msgspec.DecodeError, RecursionError):
             is_object = False
         if is_object:
+            self._flush()
             self._events.append(CallEnd(self.calls - 1))
 
-    def _emit_text(self, kind: type[ContentText | ReasoningText], text: str) -> None:
-        last = self._events[-1] if self._events else None
-        if isinstance(last, kind):
-            self._events[-1] = kind(last.text + text)
+    def _add(self, kind: _TextKind, text: str) -> None:
+        """Add a piece of text, which joins the piece before it if that is of the same kind."""
+        if kind is not self._kind:
+            self._flush()
+            self._kind = kind
+        self._parts.append(text)
+
+    def _flush(self) -> None:
+        """Turn the last pieces of text into an event."""
+        if not self._parts:
+            return
+        text = "".join(self._parts)
+        self._parts.clear()
+        if self._kind is CallArguments:
+            self._events.append(CallArguments(self.calls - 1, text))
+        elif self._kind is ReasoningText:
+            self._events.append(ReasoningText(text))
         else:
-            self._events.append(kind(text))
-
-
-def quote_string(text: str) -> str:
-    """Return text as it stands inside a JSON string."""
-    return json.dumps(text, ensure_ascii=False)[1:-1]
+            self._events.append(ContentText(text))

@@ -40,6 +40,7 @@ class TagSyntax:
         value_close: Text after the value.
         tag_end: Text that ends the attributes of a tag, or empty if tags have none.
         type_attribute: Attribute that holds the type of an argument, or empty if the schema decides.
+        has_escapes: Whether names are escaped as in XML.
         has_bare_calls: Whether models leave out the wrapper.
         has_line_breaks: Whether a value stands on lines of its own.
         separator: White space between elements that the model was trained to write.
@@ -60,11 +61,16 @@ class TagSyntax:
     value_close: str
     tag_end: str = ""
     type_attribute: str = ""
+    has_escapes: bool = False
     has_bare_calls: bool = False
     has_line_breaks: bool = False
     separator: str = ""
     call_separator: str = ""
     has_index: bool = False
+
+    def escape(self, name: str) -> str:
+        """Return the name of a tool or an argument as it stands in a tag."""
+        return name.replace("&", "&amp;").replace('"', "&quot;") if self.has_escapes else name
 
 
 class TaggedCallReader:
@@ -138,9 +144,7 @@ class TaggedCallReader:
             yield from cursor.expect(self._name_open)
         text, _ = yield from cursor.read_until(self._name_stops)
         must_exist = self._syntax.has_bare_calls and not is_wrapped
-        name = context.check_name(
-            html.unescape(text) if self._tag_end else text, must_exist=must_exist
-        )
+        name = context.check_name(self._unescape(text), must_exist=must_exist)
         if self._name_open:
             yield from cursor.accept(self._name_close)
         is_empty = False
@@ -200,13 +204,15 @@ class TaggedCallReader:
         if self._tag_end:
             attributes, _ = yield from cursor.read_until(self._tag_stops)
             yield from cursor.accept(self._tag_end)
-            key = html.unescape(key)
         if syntax.type_attribute:
             value = dict(_ATTRIBUTE.findall(attributes)).get(syntax.type_attribute, "")
             declared = frozenset({"string"} if value in ("true", "string") else {"value"})
         if self._value_open:
             yield from self._context.accept_after_space(self._value_open)
-        return self._context.codec.decode(key.strip()), declared
+        return self._unescape(self._context.codec.decode(key.strip())), declared
+
+    def _unescape(self, text: str) -> str:
+        return html.unescape(text) if self._syntax.has_escapes else text
 
     def _read_value(self, writer: ValueWriter, other_keys: set[str]) -> Reading[None]:
         """Read a value and what closes it.

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import ast
-import json
 from collections.abc import Collection
 
 import msgspec
 
-from argosy.engine.serving.output_parsing.cursor import MarkerCodec
-from argosy.engine.serving.output_parsing.json_text import Write
-from argosy.engine.serving.output_parsing.sink import quote_string
+from argosy.engine.serving.output_parsing.cursor import MarkerCodec, NotACallError
+from argosy.engine.serving.output_parsing.json_text import Write, quote_string
+from argosy.engine.serving.output_parsing.python_literals import convert_literal
 from argosy.engine.serving.output_parsing.tools import json_type
 
 _MAX_LITERAL_CHARS = 65_536
 _NULLS = ("null", "None")
+_NOT_JSON = object()
 _PYTHON_CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 
 
@@ -66,16 +65,22 @@ class ValueWriter:
 
 def convert_value(text: str, types: Collection[str]) -> str:
     """Return a value as JSON text. Text that is no value of the types becomes a string."""
-    stripped = text.strip()
-    if stripped in _PYTHON_CONSTANTS:
-        stripped = _PYTHON_CONSTANTS[stripped]
-    try:
-        value = msgspec.json.decode(stripped)
-    except (msgspec.DecodeError, RecursionError):
-        stripped, value = _convert_python(stripped)
-    if not stripped or ("string" in types and not _has_type(value, types)):
+    stripped = _PYTHON_CONSTANTS.get(text.strip(), text.strip())
+    value = _decode(stripped)
+    if value is _NOT_JSON:
+        stripped = _convert_python(stripped)
+        value = _decode(stripped)
+    if value is _NOT_JSON or ("string" in types and not _has_type(value, types)):
         return f'"{quote_string(text)}"'
     return stripped
+
+
+def _decode(text: str) -> object:
+    """Return the value of a JSON text, or `_NOT_JSON`."""
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        return _NOT_JSON
 
 
 def _has_type(value: object, types: Collection[str]) -> bool:
@@ -84,12 +89,22 @@ def _has_type(value: object, types: Collection[str]) -> bool:
     return kind != "string" and (kind in types or (kind == "integer" and "number" in types))
 
 
-def _convert_python(text: str) -> tuple[str, object]:
-    """Return a Python literal as JSON text and value, or an empty text if it is none."""
-    if not text or text[0] not in "[{('\"" or len(text) > _MAX_LITERAL_CHARS:
-        return "", None
+def _convert_python(text: str) -> str:
+    """Return a Python string or collection as JSON text, or an empty text if it is none."""
+    if text[:1] not in ("[", "(", "{", "'") or len(text) > _MAX_LITERAL_CHARS:
+        return ""
+    return convert_literal(text, _convert_constant)
+
+
+def _convert_constant(text: str) -> str:
+    """Return a number or constant within a collection as JSON text.
+
+    Raises:
+        NotACallError: The text is neither.
+    """
+    text = _PYTHON_CONSTANTS.get(text.strip(), text.strip())
     try:
-        value = ast.literal_eval(text)
-        return json.dumps(value, ensure_ascii=False, allow_nan=False), value
-    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
-        return "", None
+        msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        raise NotACallError from None
+    return text
