@@ -288,3 +288,25 @@ def test_the_same_request_has_the_same_grammar(name: str) -> None:
     output_format = special(name)
     matcher = GrammarMatcher(output_format)
     assert grammar_of(matcher, output_format) == grammar_of(matcher, output_format)
+
+
+@pytest.mark.parametrize("name", CALL_FORMATS)
+def test_reasoning_that_begins_with_ordinary_text_is_part_of_the_grammar(name: str) -> None:
+    output_format = FORMATS[name].with_vocabulary(frozenset[str]().__contains__)
+    if not output_format.thinking:
+        return
+    matcher = GrammarMatcher(output_format)
+    grammar = grammar_of(matcher, output_format, mode="required")
+    block = output_format.thinking[0]
+    reasoning: list[Piece] = [f"{block.open}{block.label}\nA trigger.{block.close}"]
+    if name == "gpt-oss":
+        reasoning.append("<|start|>assistant")
+    assert matcher.accepts(grammar, [*reasoning, *CallRenderer(output_format).render([CALL])])
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+@pytest.mark.parametrize("name", CALL_FORMATS)
+def test_grammars_pass_the_check_that_a_gateway_makes(name: str, mode: Mode) -> None:
+    output_format = special(name)
+    grammar = grammar_of(GrammarMatcher(output_format), output_format, mode=mode)
+    constraints.check_grammar(grammar, "tools")

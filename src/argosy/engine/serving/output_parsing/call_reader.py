@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from argosy.engine.serving.output_parsing.cursor import (
+    WHITE_SPACE,
     Cursor,
     LiteralSet,
     MarkerCodec,
@@ -111,11 +112,16 @@ class CallContext:
             cursor.release()
             yield
 
-    def accept_after_space(self, *literals: str) -> Reading[bool]:
-        """Read white space and one of `literals`, or nothing. Return whether a literal was read."""
+    def accept_after_space(self, *literals: str, also_skip: str = "") -> Reading[bool]:
+        """Read white space and one of `literals`, or nothing. Return whether a literal was read.
+
+        Args:
+            literals: Texts to read. Empty ones are ignored.
+            also_skip: Characters that are skipped as white space is.
+        """
         cursor = self.cursor
         start = cursor.position
-        yield from cursor.skip()
+        yield from cursor.skip(WHITE_SPACE + also_skip)
         if any(literals) and (yield from cursor.accept(*filter(None, literals))):
             return True
         cursor.position = start

@@ -107,34 +107,38 @@ class JsonCallReader:
                 raise
             if self._close:
                 yield from context.skip_until(self._stops)
-        yield from context.accept_after_space(self._close)
+        yield from context.accept_after_space(self._close, also_skip="}]")
 
     def _read_body(self, *, must_exist: bool) -> Reading[None]:
         cursor = self._cursor
         is_array = bool((yield from cursor.accept("[")))
+        yield from cursor.skip()
+        if is_array and (yield from cursor.accept("]")):
+            return
+        yield from self._read_object(must_exist=must_exist)
         while True:
-            yield from cursor.skip()
-            if is_array and (yield from cursor.accept("]")):
+            if is_array and (yield from self._context.accept_after_space("]")):
                 return
-            yield from self._read_object(must_exist=must_exist)
-            if is_array:
-                yield from cursor.skip()
-                if (yield from cursor.expect(",", "]")) == "]":
-                    return
-            elif not (yield from self._has_next_object()):
+            if not (yield from self._read_next_object(must_exist=must_exist)):
                 return
 
-    def _has_next_object(self) -> Reading[bool]:
-        """Read the separator of a further object without a marker of its own, if there is one."""
-        cursor = self._cursor
-        start = cursor.position
-        yield from cursor.skip()
-        if (yield from cursor.accept(";", ",")):
+    def _read_next_object(self, *, must_exist: bool) -> Reading[bool]:
+        """Read a separator and a further object. Return whether there was one; else nothing is read."""
+        context, cursor = self._context, self._cursor
+        calls = context.sink.calls
+        cursor.mark = start = cursor.position
+        try:
             yield from cursor.skip()
-            if (yield from cursor.match("{")):
-                return True
-        cursor.position = start
-        return False
+            yield from cursor.expect(";", ",")
+            yield from cursor.skip()
+            yield from self._read_object(must_exist=must_exist)
+        except NotACallError:
+            if context.sink.calls > calls:
+                raise
+            cursor.mark = None
+            cursor.position = start
+            return False
+        return True
 
     def _read_object(self, *, must_exist: bool, is_inner: bool = False) -> Reading[None]:
         """Read one object. Its keys may have any order, and further keys are ignored.
@@ -152,7 +156,6 @@ class JsonCallReader:
             yield from cursor.skip(" \t\r\n,")
             if (yield from cursor.accept("}")):
                 break
-
             if (yield from cursor.require()) != '"':
                 raise NotACallError
             key = decode_string((yield from read_value(cursor, context.codec)))

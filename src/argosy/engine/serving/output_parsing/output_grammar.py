@@ -189,13 +189,13 @@ def _harmony_grammar(
         return ""
     literal = writer.literal
     text = writer.text()
-    next_message = literal(f"{harmony.END}{harmony.START}assistant")
+    next_message = f"{harmony.END}{harmony.START}assistant"
     channels = ["analysis"]
     if mode == "auto" and answer is None:
         channels.append("commentary")
     messages = alternatives(
         [
-            f"{literal(f'{harmony.CHANNEL}{channel}{harmony.MESSAGE}')} {text}"
+            f"{literal(f'{harmony.CHANNEL}{channel}{harmony.MESSAGE}')} {writer.text_until(next_message)}"
             for channel in channels
         ]
     )
@@ -216,4 +216,4 @@ def _harmony_grammar(
         last.append(f"{literal(f'{harmony.CHANNEL}final{harmony.MESSAGE}')} {body}")
         if "commentary" in channels:
             last.append(f"{literal(f'{harmony.CHANNEL}commentary{harmony.MESSAGE}')} {text}")
-    return writer.encode(f"({messages} {next_message})* {alternatives(last)}")
+    return writer.encode(f"({messages})* {alternatives(last)}")
