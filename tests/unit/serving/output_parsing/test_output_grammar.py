@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from tests.support.tool_call_fixtures import (
     format_of,
     pieces_of,
     prompt_of,
+    to_result,
     tools_of,
 )
 
@@ -21,6 +23,7 @@ from argosy.constraints import OutputConstraint
 from argosy.engine.serving.output_parsing import (
     FORMATS,
     OutputFormat,
+    OutputParser,
     Piece,
     Tool,
     build_output_grammar,
@@ -310,3 +313,27 @@ def test_grammars_pass_the_check_that_a_gateway_makes(name: str, mode: Mode) -> 
     output_format = special(name)
     grammar = grammar_of(GrammarMatcher(output_format), output_format, mode=mode)
     constraints.check_grammar(grammar, "tools")
+
+
+@pytest.mark.parametrize(
+    ("value", "is_accepted"),
+    [
+        ("a <parameter=days> b", True),
+        ("a </parameter> b", True),
+        ("a\n<parameter=days>\nb", False),
+        ("a\n</function>\nb", False),
+        ("a</parameter>\n<parameter=days>\nb", False),
+    ],
+)
+def test_a_value_holds_no_tag_at_which_the_parser_would_end_it(
+    value: str, is_accepted: bool
+) -> None:
+    output_format = special("qwen3-xml")
+    matcher = GrammarMatcher(output_format)
+    grammar = grammar_of(matcher, output_format, mode="required")
+    pieces = CallRenderer(output_format).render([("get_weather", {"city": value})])
+    assert matcher.accepts(grammar, pieces) == is_accepted
+    if is_accepted:
+        parser = OutputParser(output_format, TOOLS, in_reasoning=False)
+        events = [*parser.feed(pieces), *parser.finish()]
+        assert json.loads(to_result(events).tool_calls[0].arguments_raw or "") == {"city": value}

@@ -265,9 +265,20 @@ class TaggedCallGrammar:
         """Return an expression for a value as plain text, and what closes it."""
         texts = parameter.texts(has_types=bool(self._syntax.type_attribute))
         if texts is None:
-            return self._writer.text_until(self._value_close, parameter.pattern)
+            return self._text(parameter.pattern)
         values = alternatives([quote(text) for text in texts if text] or ['""'])
         return f"{values}{'?' * ('' in texts)} {self._writer.literal(self._value_close)}"
+
+    def _text(self, pattern: str = r"[\s\S]*") -> str:
+        """Return an expression for plain text and what closes it, without tags at which a parser would end it."""
+        syntax = self._syntax
+        without: list[str] = []
+        if syntax.has_line_breaks:
+            key, value, call = map(
+                escape_regex, (syntax.key_open, syntax.value_close, syntax.call_close)
+            )
+            without = [rf"\n{key}", rf"\n{call}", rf"{value}\s*({key}|{call})"]
+        return self._writer.text_until(self._value_close, pattern, without=without)
 
     def _json(self, parameter: Parameter, kinds: list[str], tool: Tool, param: str) -> str:
         """Return an expression for a value of one of the types as JSON, and what closes it."""
@@ -282,9 +293,7 @@ class TaggedCallGrammar:
         writer, attribute = self._writer, self._syntax.type_attribute
         key = writer.shared_rule("KEY", r"/[A-Za-z_][A-Za-z0-9_.-]{0,63}/")
         closer = writer.literal(self._value_close)
-        choices = [
-            f"{self._tag(key, 'string', is_rule=True)} {writer.text_until(self._value_close)}"
-        ]
+        choices = [f"{self._tag(key, 'string', is_rule=True)} {self._text()}"]
         kinds = {"string": ("value",), "type": _JSON_KINDS}.get(attribute, ())
         for kind in kinds:
             schema = {} if kind == "value" else {"type": kind}

@@ -82,19 +82,30 @@ class GrammarWriter:
         unwanted = "|".join(map(escape_regex, without))
         return self.shared_rule("PLAIN_TEXT", rf"/[\s\S]*/ & ~/[\s\S]*({unwanted})[\s\S]*/")
 
-    def text_until(self, closer: str, pattern: str = r"[\s\S]*") -> str:
-        """Return an expression for text that matches `pattern`, and the first `closer` behind it."""
+    def text_until(
+        self, closer: str, pattern: str = r"[\s\S]*", *, without: Collection[str] = ()
+    ) -> str:
+        """Return an expression for text, and the first `closer` behind it.
+
+        Args:
+            closer: Text or markers behind the text.
+            pattern: Regular expression of the text.
+            without: Regular expressions that occur nowhere in the text.
+        """
+        text_pattern = f"/{pattern}/"
+        if without:
+            text_pattern += rf" & ~/[\s\S]*({'|'.join(without)})[\s\S]*/"
         first, *rest = self.split(closer)
         tail = " ".join(
             f"<[{self._tokens[part]}]>" if part in self._tokens else quote(part) for part in rest
         )
         if self.is_token(first):
-            text = self.rule("TEXT_BEFORE", f"/{pattern}/")
+            text = self.rule("TEXT_BEFORE", text_pattern)
             return f"{text} {self.literal(closer)}"
         if rest:
             text = self.rule("TEXT_WITH", f"/({pattern}){escape_regex(first)}/")
             return f"{text} {tail}"
-        return self.rule("text_until", f"/{pattern}/", attributes=f"suffix={quote(first)}")
+        return self.rule("text_until", text_pattern, attributes=f"suffix={quote(first)}")
 
     def text_with(self, ending: str) -> str:
         """Return an expression for free text that ends with `ending`, which a special token must follow."""

@@ -27,7 +27,7 @@ _KEYWORDS = _ANNOTATIONS | {
     "items",
 }
 _INTEGER = r"/-?(0|[1-9][0-9]{0,19})/"
-_NUMBER = r"/-?(0|[1-9][0-9]{0,19})(\.[0-9]{1,20})?([eE][+-]?[0-9]{1,3})?/"
+_NUMBER = r"/-?(0|[1-9][0-9]{0,19})(\.[0-9]{1,20})?([eE][+-]?[0-9]{1,2})?/"
 _TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
 
 
