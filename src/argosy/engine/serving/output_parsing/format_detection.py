@@ -7,7 +7,8 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from argosy.engine.serving.output_parsing.formats import FORMATS, OutputFormat
+from argosy.engine.serving.output_parsing.formats import FORMATS
+from argosy.engine.serving.output_parsing.output_format import OutputFormat
 
 _TOOL_VARIABLES = ("tools", "available_tools")
 _THINKING_FORMATS = ("think",)

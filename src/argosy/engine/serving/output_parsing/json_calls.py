@@ -51,9 +51,10 @@ class NamedJsonSyntax:
         call_open: Text before a call.
         call_close: Text after a call, or empty.
         name_prefix: Text before the name.
+        optional_prefix: Beginning of the name that is no part of it. Models may leave it out.
         name_end: Texts of which one ends the name.
         id_open: Text between the name and an id of the call, or empty.
-        name_suffix: Text after the name when the model calls, with `{index}` for the number of the call.
+        has_index: Whether a colon and the number of the call follow the name.
         arguments_open: Text before the arguments that may be missing.
         arguments_close: Text after the arguments that may be missing.
         separator: Text between calls.

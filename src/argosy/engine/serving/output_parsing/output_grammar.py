@@ -16,7 +16,6 @@ from argosy.engine.serving.output_parsing.call_grammar import (
     PythonCallGrammar,
     TaggedCallGrammar,
 )
-from argosy.engine.serving.output_parsing.formats import AnswerFrame, OutputFormat
 from argosy.engine.serving.output_parsing.grammar_writer import (
     GrammarWriter,
     alternatives,
@@ -24,6 +23,7 @@ from argosy.engine.serving.output_parsing.grammar_writer import (
 from argosy.engine.serving.output_parsing.harmony import HarmonySyntax
 from argosy.engine.serving.output_parsing.json_calls import JsonSyntax, NamedJsonSyntax
 from argosy.engine.serving.output_parsing.mapping_calls import MappingSyntax
+from argosy.engine.serving.output_parsing.output_format import AnswerFrame, OutputFormat
 from argosy.engine.serving.output_parsing.python_calls import PythonSyntax
 from argosy.engine.serving.output_parsing.tagged_calls import TagSyntax
 from argosy.engine.serving.output_parsing.tools import Tool

@@ -12,7 +12,6 @@ from argosy.engine.serving.output_parsing.cursor import (
     Reading,
 )
 from argosy.engine.serving.output_parsing.events import OutputEvent
-from argosy.engine.serving.output_parsing.formats import OutputFormat
 from argosy.engine.serving.output_parsing.harmony import HarmonyReader, HarmonySyntax
 from argosy.engine.serving.output_parsing.json_calls import (
     JsonCallReader,
@@ -21,6 +20,7 @@ from argosy.engine.serving.output_parsing.json_calls import (
     NamedJsonSyntax,
 )
 from argosy.engine.serving.output_parsing.mapping_calls import MappingCallReader, MappingSyntax
+from argosy.engine.serving.output_parsing.output_format import OutputFormat
 from argosy.engine.serving.output_parsing.pieces import Piece
 from argosy.engine.serving.output_parsing.python_calls import PythonCallReader, PythonSyntax
 from argosy.engine.serving.output_parsing.sink import EventSink

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 
-from argosy.engine.serving.output_parsing.formats import OutputFormat
+from argosy.engine.serving.output_parsing.output_format import OutputFormat
 
 _TURN_MARKER = re.compile(
     r"<[|｜]|[|｜]>|</?s>|\[/?(?:INST|SYSTEM_PROMPT)\]|<(?:start|end)_of_turn>", re.IGNORECASE

@@ -45,7 +45,7 @@ class TagSyntax:
         has_line_breaks: Whether a value stands on lines of its own.
         separator: White space between elements that the model was trained to write.
         call_separator: White space between calls.
-        call_attributes: Text after the name when the model calls, with `{index}` for the number of the call from 1.
+        has_index: Whether the tag of a call has its number as an attribute.
     """
 
     section_open: str = ""

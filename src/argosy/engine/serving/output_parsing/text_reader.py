@@ -9,7 +9,7 @@ from argosy.engine.serving.output_parsing.cursor import (
     OutputEndedError,
     Reading,
 )
-from argosy.engine.serving.output_parsing.formats import OutputFormat
+from argosy.engine.serving.output_parsing.output_format import OutputFormat
 
 
 class TextReader:
