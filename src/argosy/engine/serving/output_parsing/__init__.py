@@ -1,7 +1,7 @@
 """Parsing of model output into reasoning, content and tool calls, and the formats of model families.
 
-An `OutputFormat` describes a family as data. The function `detect_format` finds it from the chat template, and a setting
-names one of `FORMATS`. By it, `prompt_opens_reasoning` sees whether the output begins within reasoning,
+An `OutputFormat` describes a family as data. The function `detect_format` finds it from the chat template, or a setting
+names one of `FORMATS`. By it, `prompt_opens_reasoning` sees whether an output begins within reasoning,
 `build_output_grammar` makes calls valid by construction, and `OutputParser` turns the pieces of an output into events.
 """
 
