@@ -1,6 +1,6 @@
 """Generate the reference pages of the documentation from the code.
 
-python tools/generate_docs.py            write docs/reference/{configuration,cli,metrics,errors}.md
+python tools/generate_docs.py            write docs/reference/{configuration,cli,metrics,errors,tool-formats}.md
 python tools/generate_docs.py --check    exit 1 if a page differs from what would be written
 """
 
@@ -25,6 +25,7 @@ from prometheus_client.metrics_core import Metric
 
 from argosy.cli.app import app
 from argosy.engine.serving.core_messages import CoreStats
+from argosy.engine.serving.output_parsing import FORMATS
 from argosy.gateway import GatewayConfig
 from argosy.policy import ReplicaStatus
 from argosy.protocol import ERROR_CODES
@@ -232,11 +233,32 @@ def errors() -> str:
     )
 
 
+def tool_formats() -> str:
+    """Return the page of the formats of tool calls and reasoning."""
+    rows = [
+        (
+            f"`{output_format.name}`",
+            output_format.description,
+            ", ".join(f"`{block.open}`" for block in output_format.thinking) or "none",
+            "yes" if output_format.has_calls else "no",
+        )
+        for output_format in FORMATS.values()
+    ]
+    return (
+        "# Formats of tool calls and reasoning\n\n"
+        "A native replica finds the format of its model in the chat template, and logs it as `tool_format` when it is ready.\n"
+        "`--tool-format NAME` sets it, and `--tool-format none` leaves all output as text.\n"
+        "A model whose template shows no tools answers a request with tools with 400.\n\n"
+        + table(("Name", "Families", "Reasoning begins with", "Tool calls"), rows)
+    )
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "configuration.md": configuration,
     "cli.md": cli,
     "metrics.md": metrics,
     "errors.md": errors,
+    "tool-formats.md": tool_formats,
 }
 
 

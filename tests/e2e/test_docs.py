@@ -41,7 +41,12 @@ def read_blocks(page: str) -> list[Block]:
     return [Block(*parts) for parts in found]
 
 
-PYTHON = [block for block in read_blocks("first-server.md") if block.language == "python"]
+PYTHON = [
+    block
+    for page in ("first-server.md", "agents.md")
+    for block in read_blocks(page)
+    if block.language == "python"
+]
 
 
 @dataclass

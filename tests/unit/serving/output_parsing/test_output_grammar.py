@@ -145,7 +145,7 @@ def grammar_of(
         parallel=parallel,
         answer=answer,
         marker_id=matcher.marker_id,
-    )
+    ).text
 
 
 def behind_reasoning(fixture: Fixture) -> list[Piece]:

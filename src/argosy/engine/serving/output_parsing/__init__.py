@@ -8,7 +8,7 @@ names one of `FORMATS`. By it, `prompt_opens_reasoning` sees whether an output b
 from argosy.engine.serving.output_parsing.format_detection import detect_format
 from argosy.engine.serving.output_parsing.formats import FORMATS
 from argosy.engine.serving.output_parsing.output_format import OutputFormat
-from argosy.engine.serving.output_parsing.output_grammar import build_output_grammar
+from argosy.engine.serving.output_parsing.output_grammar import OutputGrammar, build_output_grammar
 from argosy.engine.serving.output_parsing.output_parser import OutputParser
 from argosy.engine.serving.output_parsing.pieces import MarkerToken, Piece
 from argosy.engine.serving.output_parsing.prompt_reasoning import prompt_opens_reasoning
@@ -18,6 +18,7 @@ __all__ = [
     "FORMATS",
     "MarkerToken",
     "OutputFormat",
+    "OutputGrammar",
     "OutputParser",
     "Piece",
     "Tool",

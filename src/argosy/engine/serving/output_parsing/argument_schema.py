@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from argosy import constraints
+from argosy.constraints import OutputConstraint, Relaxation
 from argosy.engine.serving.output_parsing.grammar_writer import GrammarWriter
 from argosy.engine.serving.output_parsing.tools import Tool
 from argosy.protocol import ApiError, invalid_request
@@ -84,15 +85,17 @@ class SchemaGrammars:
         bare = {key: value for key, value in schema.items() if key not in _ANNOTATIONS}
         text = json.dumps(bare, ensure_ascii=False)
         key = (text, strict)
+        constraint = _compile(text, strict=strict, param=param)
+        self._writer.relaxations += [(param, item) for item in constraint.relaxations]
         if key not in self._references:
-            grammar = _compile(text, strict=strict, param=param)
+            (grammar,) = constraint.grammars
             name = f"json_{len(self._references)}"
             self._references[key] = self._writer.add_grammars([{**grammar, "name": name}])
         return self._references[key]
 
 
-def _compile(text: str, *, strict: bool, param: str) -> dict[str, Any]:
-    """Return the grammar of a schema, from the cache if it is there.
+def _compile(text: str, *, strict: bool, param: str) -> OutputConstraint:
+    """Return the constraint of a schema, from the cache if it is there.
 
     Raises:
         ApiError: 400 if the schema is invalid, or cannot be enforced although it is strict.
@@ -106,14 +109,12 @@ def _compile(text: str, *, strict: bool, param: str) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=_MAX_CACHED_SCHEMAS)
-def _compile_cached(text: str, strict: bool) -> dict[str, Any]:  # noqa: FBT001 - key of a cache
+def _compile_cached(text: str, strict: bool) -> OutputConstraint:  # noqa: FBT001 - key of a cache
     return _compile_schema(text, strict, "")
 
 
-def _compile_schema(text: str, strict: bool, param: str) -> dict[str, Any]:  # noqa: FBT001
-    constraint = constraints.schema_grammar(json.loads(text), strict=strict, param=param)
-    (grammar,) = constraint.grammars
-    return grammar
+def _compile_schema(text: str, strict: bool, param: str) -> OutputConstraint:  # noqa: FBT001
+    return constraints.schema_grammar(json.loads(text), strict=strict, param=param)
 
 
 def split_parameters(tool: Tool, param: str) -> tuple[list[Parameter], bool]:
@@ -146,6 +147,28 @@ def split_parameters(tool: Tool, param: str) -> tuple[list[Parameter], bool]:
         parameters.append(parameter)
     is_open = not properties and schema.get("additionalProperties") is not False
     return parameters, is_open
+
+
+def unenforced_keywords(tool: Tool) -> list[Relaxation]:
+    """Return the keywords of a tool without `strict` that a format without JSON does not enforce."""
+    found = _list_unenforced(tool.parameters, _OBJECT_KEYWORDS, "#")
+    properties = tool.parameters.get("properties")
+    for key, value in properties.items() if isinstance(properties, dict) else ():
+        types = tool.parameter_types.get(key, frozenset())
+        if isinstance(value, dict) and (not types or "string" in types):
+            pointer = f"#/properties/{key}"
+            found += _list_unenforced(value, _STRING_KEYWORDS | {"anyOf", "$ref"}, pointer)
+    return found
+
+
+def _list_unenforced(
+    schema: dict[str, Any], keywords: frozenset[str], pointer: str
+) -> list[Relaxation]:
+    reason = "the model writes these arguments as plain text"
+    return [
+        Relaxation(keyword, f"{pointer}/{keyword}", reason)
+        for keyword in sorted(set(schema) - keywords)
+    ]
 
 
 def _find_pattern(schema: dict[str, Any]) -> str:

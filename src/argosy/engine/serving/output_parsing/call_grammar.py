@@ -45,16 +45,9 @@ class JsonArguments:
         self.tools = tools
         schemas = SchemaGrammars(writer)
         self.references = [
-            schemas.add(
-                tool.parameters or {"type": "object"}, strict=tool.strict, param=param_of(index)
-            )
-            for index, tool in enumerate(tools)
+            schemas.add(tool.parameters or {"type": "object"}, strict=tool.strict, param=tool.param)
+            for tool in tools
         ]
-
-
-def param_of(index: int) -> str:
-    """Return the request field with the parameters of a tool."""
-    return f"tools[{index}].function.parameters"
 
 
 class JsonCallGrammar(JsonArguments):
@@ -170,7 +163,7 @@ class TaggedCallGrammar:
         self._syntax = syntax
         self._schemas = SchemaGrammars(writer)
         self._space = f"{quote(syntax.separator)}?" if syntax.separator else ""
-        calls = [self._call_of(tool, param_of(index)) for index, tool in enumerate(tools)]
+        calls = [self._call_of(tool, tool.param) for tool in tools]
         self._call = writer.rule("call", alternatives(calls))
         self._call_open = syntax.wrapper_open or syntax.name_open
         self.opener = syntax.section_open or self._call_open
@@ -313,8 +306,8 @@ class PythonCallGrammar:
         self.opener = "[" if syntax.is_bare else syntax.open + "["
         self._names = [tool.name for tool in tools]
         self._arguments = [
-            writer.rule("arguments", values.members(tool, param_of(index), '"="') + ' ")"')
-            for index, tool in enumerate(tools)
+            writer.rule("arguments", values.members(tool, tool.param, '"="') + ' ")"')
+            for tool in tools
         ]
         self._call = writer.rule(
             "call", self._alternatives(f'{quote(name)} "("' for name in self._names)
@@ -357,8 +350,8 @@ class MappingCallGrammar:
     def __init__(self, writer: GrammarWriter, syntax: MappingSyntax, tools: Sequence[Tool]) -> None:
         values = MappingValues(writer, syntax.quote)
         calls = []
-        for index, tool in enumerate(tools):
-            arguments = values.members(tool, param_of(index), '":"')
+        for tool in tools:
+            arguments = values.members(tool, tool.param, '":"')
             calls.append(f'{quote(f"call:{tool.name}{{")} {arguments} "}}"')
         self._call = writer.rule("call", f"{alternatives(calls)} {writer.literal(syntax.close)}")
         self._writer = writer

@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from argosy.constraints import Relaxation
+
 WHITE_SPACE_RULE = "ws"
 TEXT_RULE = "TEXT"
 _WHITE_SPACE = r"/ |\n {0,16}/"
@@ -21,6 +23,8 @@ class GrammarWriter:
     """
 
     def __init__(self, tokens: Mapping[str, int]) -> None:
+        self.relaxations: list[tuple[str, Relaxation]] = []
+        """Request field and keyword of each part of a schema that the grammar does not enforce."""
         self._tokens = tokens
         alternatives = "|".join(re.escape(text) for text in sorted(tokens, key=len, reverse=True))
         self._pattern = re.compile(f"({alternatives})") if tokens else None

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from argosy.constraints import OutputConstraint
+from argosy.constraints import OutputConstraint, Relaxation
 from argosy.engine.serving.output_parsing import harmony
+from argosy.engine.serving.output_parsing.argument_schema import unenforced_keywords
 from argosy.engine.serving.output_parsing.call_grammar import (
     CallGrammar,
     JsonArguments,
@@ -32,6 +33,15 @@ Mode = Literal["auto", "required", "named", "none"]
 _LEADING_SPACE = r"/[ \n]{1,2}/"
 
 
+class OutputGrammar(NamedTuple):
+    """Grammar of an output behind its reasoning block."""
+
+    text: str
+    """Text for `SamplingParams.grammar`. Empty if nothing is constrained."""
+    relaxations: tuple[tuple[str, Relaxation], ...] = ()
+    """Request field and keyword of each part of a tool's schema that is not enforced."""
+
+
 def build_output_grammar(
     output_format: OutputFormat,
     tools: Sequence[Tool],
@@ -41,8 +51,8 @@ def build_output_grammar(
     parallel: bool,
     answer: OutputConstraint | None,
     marker_id: Callable[[str], int | None],
-) -> str:
-    """Return the grammar of an output behind its reasoning block, or an empty string if nothing is constrained.
+) -> OutputGrammar:
+    """Return the grammar of an output behind its reasoning block.
 
     Args:
         output_format: Format of the model.
@@ -63,10 +73,18 @@ def build_output_grammar(
     ]
     parallel = parallel and mode != "named"
     if isinstance(output_format.syntax, HarmonySyntax):
-        return _harmony_grammar(writer, callable_tools, mode, answer)
+        text = _harmony_grammar(writer, callable_tools, mode, answer)
+        return OutputGrammar(text, tuple(writer.relaxations))
     grammar = _call_grammar(output_format, writer, callable_tools) if callable_tools else None
     if grammar is None:
-        return _answer_grammar(writer, output_format, answer)
+        return OutputGrammar(_answer_grammar(writer, output_format, answer))
+    if not isinstance(output_format.syntax, JsonSyntax | NamedJsonSyntax):
+        writer.relaxations += [
+            (tool.param, item)
+            for tool in callable_tools
+            if not tool.strict
+            for item in unenforced_keywords(tool)
+        ]
     space = writer.shared_rule("SPACE", _LEADING_SPACE) + "?"
     thinking = _text_thinking(writer, output_format)
     if mode == "auto" and answer is None:
@@ -82,7 +100,7 @@ def build_output_grammar(
         if mode == "auto" and answer is not None:
             start = f"{start} | {_framed_answer(writer, output_format.frame, answer)}"
         start = f"{thinking} ({start})" if thinking else start
-    return writer.encode(start)
+    return OutputGrammar(writer.encode(start), tuple(dict.fromkeys(writer.relaxations)))
 
 
 def _call_grammar(

@@ -31,6 +31,7 @@ class Tool:
         parameters: JSON Schema of the arguments, as the model sees it.
         strict: Whether the arguments must be valid by construction.
         description: Description for the model.
+        param: Path of the schema in the request, for errors.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Tool:
     parameters: dict[str, Any] = field(default_factory=dict)
     strict: bool = False
     description: str = ""
+    param: str = "tools"
 
     @cached_property
     def parameter_types(self) -> Mapping[str, frozenset[str]]:

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from argosy.constraints import OutputConstraint, ToolDefinition, ToolRequest
+from argosy.constraints import OutputConstraint, Relaxation, ToolDefinition, ToolRequest
 from argosy.engine.serving.output_parsing import (
     OutputFormat,
+    OutputGrammar,
     Tool,
     build_output_grammar,
     prompt_opens_reasoning,
@@ -39,9 +40,22 @@ class PlannedOutput:
     compile_s: float | None = None
     """Seconds to compile the grammar, 0 if it was cached. None without a grammar."""
     banned_token_ids: tuple[int, ...] = ()
-    warnings: tuple[ResponseWarning, ...] = ()
+    relaxations: tuple[tuple[str, Relaxation], ...] = ()
+    """Request field and keyword of each part of a schema that is not enforced."""
     ignored_fields: tuple[str, ...] = ()
     """Fields without effect on this model."""
+
+    @property
+    def warnings(self) -> tuple[ResponseWarning, ...]:
+        """A warning for each keyword that is not enforced."""
+        return tuple(
+            ResponseWarning(
+                code="schema_relaxed",
+                message=f"The keyword '{item.keyword}' at {item.pointer} is not enforced: {item.reason}.",
+                param=param,
+            )
+            for param, item in self.relaxations
+        )
 
 
 class OutputPlanner:
@@ -106,18 +120,18 @@ class OutputPlanner:
         """
         output_format = self._format
         if output_format is None:
-            grammar = "" if answer is None else answer.grammar_text
-            compile_s = self._compile(grammar, request, answer)
+            text = "" if answer is None else answer.grammar_text
+            compile_s = self._compile(text, request, answer)
             return PlannedOutput(
                 plan=None,
-                grammar=grammar,
+                grammar=text,
                 compile_s=compile_s,
-                warnings=_warnings(answer),
+                relaxations=_relaxations(answer),
                 ignored_fields=() if reasoning.budget is None else ("thinking_token_budget",),
             )
         in_reasoning = prompt_opens_reasoning(output_format, prompt_text)
         grammar = self._build_grammar(output_format, request, answer)
-        compile_s = self._compile(grammar, request, answer)
+        compile_s = self._compile(grammar.text, request, answer)
         block = self._reasoning_block(
             output_format, in_reasoning=in_reasoning, budget=reasoning.budget
         )
@@ -135,21 +149,19 @@ class OutputPlanner:
         )
         return PlannedOutput(
             plan=plan,
-            grammar=grammar,
+            grammar=grammar.text,
             compile_s=compile_s,
             reasoning=block,
             ignored_fields=("thinking_token_budget",) if has_budget and block is None else (),
             banned_token_ids=self._trigger_ids()
             if request.tools and request.choice.mode == "none"
             else (),
-            warnings=_warnings(answer),
+            relaxations=(*_relaxations(answer), *grammar.relaxations),
         )
 
     def _build_grammar(
         self, output_format: OutputFormat, request: ToolRequest, answer: OutputConstraint | None
-    ) -> str:
-        if request.choice.mode == "none":
-            return "" if answer is None else answer.grammar_text
+    ) -> OutputGrammar:
         return build_output_grammar(
             output_format,
             [_to_tool(tool) for tool in request.tools],
@@ -218,18 +230,10 @@ def _to_tool(tool: ToolDefinition) -> Tool:
         parameters=tool.parameters,
         strict=tool.strict,
         description=tool.description,
+        param=tool.schema_param,
     )
 
 
-def _warnings(answer: OutputConstraint | None) -> tuple[ResponseWarning, ...]:
-    """Return a warning for each keyword of the answer's schema that is not enforced."""
-    if answer is None:
-        return ()
-    return tuple(
-        ResponseWarning(
-            code="schema_relaxed",
-            message=f"The keyword '{item.keyword}' at {item.pointer or '/'} is not enforced: {item.reason}.",
-            param=answer.param,
-        )
-        for item in answer.relaxations
-    )
+def _relaxations(answer: OutputConstraint | None) -> tuple[tuple[str, Relaxation], ...]:
+    """Return what is not enforced of an answer's schema, with the field of the schema."""
+    return () if answer is None else tuple((answer.param, item) for item in answer.relaxations)

@@ -188,9 +188,7 @@ class RequestProcessor:
             is_scoring=False,
             plan=planned.plan,
             warnings=planned.warnings,
-            relaxed_keywords=()
-            if answer is None
-            else tuple(item.keyword for item in answer.relaxations),
+            relaxed_keywords=tuple(item.keyword for _, item in planned.relaxations),
             compile_s=planned.compile_s,
             ignored_fields=(
                 *reasoning.ignored_fields,
