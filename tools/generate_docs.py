@@ -246,8 +246,9 @@ def tool_formats() -> str:
     ]
     return (
         "# Formats of tool calls and reasoning\n\n"
-        "A native replica finds the format of its model in the chat template, and logs it as `tool_format` when it is ready.\n"
-        "`--tool-format NAME` sets it, and `--tool-format none` leaves all output as text.\n"
+        "A native replica finds the format of its model in the chat template.\n"
+        "When it is ready, it logs the format as `tool_format`.\n"
+        "The option `--tool-format NAME` sets it, and `none` leaves all output as text.\n"
         "A model whose template shows no tools answers a request with tools with 400.\n\n"
         + table(("Name", "Families", "Reasoning begins with", "Tool calls"), rows)
     )
