@@ -54,26 +54,25 @@ def normalize_one_of(node: SchemaNode, keyword: str, value: Any) -> None:  # noq
     schemas = _normalize_options(node, keyword, value)
     if len(schemas) > MAX_ONE_OF:
         node.reject(f"The list has more than {MAX_ONE_OF} items. Use 'anyOf'.", keyword)
-    prover = DisjointnessProver(node.normalizer.definitions)
-    overlap = next(
-        (
-            (first, second)
-            for second in range(len(schemas))
-            for first in range(second)
-            if not prover.are_disjoint(schemas[first], schemas[second])
-        ),
-        None,
-    )
-    if overlap is not None:
-        node.relax(
-            keyword,
-            f"a document might satisfy both item {overlap[0]} and item {overlap[1]} (distinguish them by a required"
-            " property with a 'const', or use 'anyOf')",
-        )
+    node.normalizer.defer(lambda: _require_disjointness(node, keyword, schemas))
     if "anyOf" in node.output:
         node.conjuncts.append({"anyOf": schemas})
     else:
         node.output["anyOf"] = schemas
+
+
+def _require_disjointness(node: SchemaNode, keyword: str, schemas: list[Any]) -> None:
+    """Relax `oneOf` unless no document satisfies two of the rewritten schemas. All definitions are complete."""
+    prover = DisjointnessProver(node.normalizer.definitions)
+    for second, later in enumerate(schemas):
+        for first, earlier in enumerate(schemas[:second]):
+            if not prover.are_disjoint(earlier, later):
+                node.relax(
+                    keyword,
+                    f"a document might satisfy both item {first} and item {second} (distinguish them by a required"
+                    " property with a 'const', or use 'anyOf')",
+                )
+                return
 
 
 def _normalize_options(node: SchemaNode, keyword: str, value: Any) -> list[Any]:  # noqa: ANN401 - JSON value

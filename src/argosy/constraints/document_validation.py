@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from decimal import Decimal
 from functools import lru_cache
 from typing import Any
 
@@ -22,7 +24,7 @@ def validate_document(constraint: OutputConstraint, text: str) -> str | None:
     if constraint.kind not in {"json_object", "json_schema"}:
         return None
     try:
-        document = json.loads(text)
+        document = json.loads(text, parse_float=_parse_fraction)
     except (ValueError, RecursionError) as error:
         return f"The answer is no JSON document: {error}."
     if constraint.schema is None:
@@ -53,6 +55,12 @@ def _find_validator(schema_text: str) -> Any:  # noqa: ANN401 - validators of ea
         except (ValueError, jsonschema_rs.ReferencingError) as error:
             reason = str(error)
     return _shorten(f"The answer could not be validated against the schema: {reason}")
+
+
+def _parse_fraction(text: str) -> float | Decimal:
+    """Return a double, or a decimal number where a double would overflow."""
+    number = float(text)
+    return number if math.isfinite(number) else Decimal(text)
 
 
 def _refuse_retrieval(uri: str) -> Any:  # noqa: ANN401 - signature of the library

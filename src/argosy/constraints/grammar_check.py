@@ -12,6 +12,7 @@ from argosy.constraints.limits import MAX_GRAMMAR_TEXT_BYTES, PARSER_LIMITS
 from argosy.constraints.schema_errors import invalid_grammar
 
 END_OF_TEXT = 256
+OPENINGS = (b"{", b'{"', b"[")
 
 
 class _ByteTokenizer:
@@ -52,15 +53,33 @@ def find_grammar_error(text: str) -> str:
 
 
 def find_first_mask_error(text: str) -> str:
-    """Return why a grammar allows no first byte, or an empty text. Special tokens must have ids below 257."""
+    """Return why a grammar does not compile or get beyond its first bytes, or an empty text.
+
+    A grammar with too many alternatives compiles, and exceeds the limits only after an opening brace or bracket.
+    Special tokens are unknown here.
+    """
     matcher = LLMatcher(byte_tokenizer(), text, log_level=0, limits=PARSER_LIMITS)
-    if not matcher.is_error():
-        try:
-            matcher.compute_bitmask()
-        except ValueError as failure:
-            return shorten_error(str(failure))
-    error = matcher.get_error()
+    allowed, error = _find_allowed_bytes(matcher)
+    openings = [opening for opening in OPENINGS if opening[0] in allowed]
+    for opening in [*openings, *(bytes([byte]) for byte in allowed[:1])]:
+        if error:
+            break
+        branch = matcher.deep_copy()
+        if branch.try_consume_tokens(list(opening)) == len(opening) or branch.is_error():
+            error = _find_allowed_bytes(branch)[1]
     return shorten_error(error) if error else ""
+
+
+def _find_allowed_bytes(matcher: LLMatcher) -> tuple[list[int], str]:
+    """Return the bytes that may follow, and the error of the matcher."""
+    if matcher.is_error():
+        return [], matcher.get_error()
+    try:
+        mask = matcher.compute_bitmask()
+    except ValueError as failure:
+        return [], str(failure)
+    allowed = [byte for byte in range(END_OF_TEXT) if mask[byte >> 3] >> (byte & 7) & 1]
+    return allowed, matcher.get_error()
 
 
 @lru_cache(maxsize=1)

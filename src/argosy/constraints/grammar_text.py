@@ -148,11 +148,9 @@ def compile_grammars(
         ApiError: 400.
     """
     text = encode_grammar(grammars)
-    error = find_grammar_error(text)
-    if not error:
-        error = find_first_mask_error(text)
-        if UNKNOWN_TOKEN_MESSAGE in error:  # the model's tokenizer decides
-            error = ""
+    error = find_first_mask_error(text)
+    if UNKNOWN_TOKEN_MESSAGE in error:  # the model's tokenizer decides whether the token exists
+        error = find_grammar_error(text)
     if error:
         raise invalid_grammar(f"It does not compile. {error}", param)
     return OutputConstraint(kind=kind, param=param, grammars=grammars)

@@ -32,7 +32,7 @@ class OutputConstraint:
     """Sub-grammars. The first is the start. Every name begins with the name of the first."""
     relaxations: tuple[Relaxation, ...] = ()
     schema: Schema | None = None
-    """JSON schema of the request, to validate the finished document."""
+    """JSON schema that a finished document satisfies: that of the request, in the form for a validator."""
 
     @property
     def grammar_text(self) -> str:

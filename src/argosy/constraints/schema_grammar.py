@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import lru_cache
 from typing import Any
 
 from argosy.constraints.applicator_rules import (
@@ -20,7 +21,8 @@ from argosy.constraints.array_rules import (
     normalize_unevaluated_items,
     normalize_unique_items,
 )
-from argosy.constraints.grammar_check import find_first_mask_error, find_grammar_error
+from argosy.constraints.document_schema import prepare_document_schema
+from argosy.constraints.grammar_check import find_first_mask_error
 from argosy.constraints.limits import MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH
 from argosy.constraints.object_rules import (
     finish_object,
@@ -35,14 +37,15 @@ from argosy.constraints.object_rules import (
 from argosy.constraints.output_constraint import (
     JsonWhitespace,
     OutputConstraint,
-    Schema,
     encode_grammar,
 )
 from argosy.constraints.schema_errors import invalid_schema, unsupported_schema
 from argosy.constraints.schema_normalizer import Finisher, Rule, SchemaNormalizer
 from argosy.constraints.schema_nullability import expand_nullable
+from argosy.constraints.schema_recursion import remove_infinite_parts
 from argosy.constraints.string_rules import finish_string, normalize_format, normalize_pattern
 from argosy.constraints.value_rules import (
+    finish_number,
     normalize_bound,
     normalize_const,
     normalize_count,
@@ -53,6 +56,7 @@ from argosy.constraints.value_rules import (
 
 ANSWER_WHITESPACE = JsonWhitespace()
 """Whitespace of answers: one space, or a line break and an indentation of up to 16 spaces."""
+UNSATISFIABLE = "Unsatisfiable schema: "
 ESCAPES = 'nrbtf\\"'
 r"""Escapes in strings. Without `\u`, a key has one spelling, so that no key occurs twice in disguise."""
 
@@ -93,7 +97,12 @@ RULES: dict[str, Rule] = {
     "$dynamicRef": normalize_dynamic_reference,
     "$recursiveRef": normalize_dynamic_reference,
 }
-FINISHERS: tuple[Finisher, ...] = (finish_string, finish_property_names, finish_object)
+FINISHERS: tuple[Finisher, ...] = (
+    finish_string,
+    finish_number,
+    finish_property_names,
+    finish_object,
+)
 
 
 def schema_grammar(
@@ -118,24 +127,41 @@ def schema_grammar(
     Raises:
         ApiError: 400 with the keyword and its JSON pointer.
     """
-    check_size(schema, param)
-    schema = expand_nullable(schema)
+    return _compile_schema(read_schema_text(schema, param), strict, param, whitespace, name, kind)
+
+
+@lru_cache(maxsize=256)
+def _compile_schema(
+    text: str,
+    strict: bool,  # noqa: FBT001 - the same
+    param: str,
+    whitespace: JsonWhitespace,
+    name: str,
+    kind: str,
+) -> OutputConstraint:
+    """Compile a schema. Requests of one application repeat few schemas, so that results are cached."""
+    schema = expand_nullable(json.loads(text))
     normalized = SchemaNormalizer(
         schema, strict=strict, param=param, rules=RULES, finishers=FINISHERS
     ).run()
-    grammars = ({"name": name, "json_schema": add_options(normalized.schema, whitespace)},)
-    text = encode_grammar(grammars)
-    error = find_grammar_error(text) or find_first_mask_error(text)
+    compiled = remove_infinite_parts(normalized.schema)
+    if compiled is False:
+        raise invalid_schema("No finite document satisfies this schema.", param)
+    grammars = ({"name": name, "json_schema": add_options(compiled, whitespace)},)
+    error = find_first_mask_error(encode_grammar(grammars))
+    if error.startswith(UNSATISFIABLE):
+        reason = error.removeprefix(UNSATISFIABLE)
+        raise invalid_schema(f"No document satisfies this schema: {reason}", param)
+    if error.startswith("circular references"):
+        error = "A subschema that contains itself has other keywords beside its '$ref'."
     if error:
-        if error.startswith("Unsatisfiable schema"):
-            raise invalid_schema(f"No document satisfies this schema. {error}", param)
         raise unsupported_schema(f"The schema does not compile. {error}", param)
     return OutputConstraint(
         kind=kind,
         param=param,
         grammars=grammars,
         relaxations=normalized.relaxations,
-        schema=remove_references(schema, normalized.external_references),
+        schema=prepare_document_schema(schema, normalized.external_references),
     )
 
 
@@ -153,8 +179,8 @@ def add_options(schema: dict[str, Any], whitespace: JsonWhitespace) -> dict[str,
     return {**schema, "x-guidance": options}
 
 
-def check_size(schema: Any, param: str) -> None:  # noqa: ANN401 - any JSON value
-    """Check the depth and the size of a schema before it is processed.
+def read_schema_text(schema: Any, param: str) -> str:  # noqa: ANN401 - any JSON value
+    """Return a schema as JSON text, after a check of its depth and its size.
 
     Raises:
         ApiError: 400.
@@ -173,8 +199,9 @@ def check_size(schema: Any, param: str) -> None:  # noqa: ANN401 - any JSON valu
             value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
         )
         pending.extend((child, depth + 1) for child in children)
+    text = json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
     try:
-        size = len(json.dumps(schema, ensure_ascii=False, separators=(",", ":")).encode())
+        size = len(text.encode())
     except UnicodeEncodeError:
         raise invalid_schema(
             "The schema has half of a surrogate pair. Send whole characters.", param
@@ -183,27 +210,7 @@ def check_size(schema: Any, param: str) -> None:  # noqa: ANN401 - any JSON valu
         raise invalid_schema(
             f"The schema has {size} bytes. At most {MAX_SCHEMA_BYTES} are supported.", param
         )
-
-
-def remove_references(schema: Schema, identities: frozenset[int]) -> Schema:
-    """Return a copy without the references of some subschemas."""
-    if not identities:
-        return schema
-    copy: Schema = _remove_references(schema, identities)
-    return copy
-
-
-def _remove_references(value: Any, identities: frozenset[int]) -> Any:  # noqa: ANN401 - any JSON value
-    if isinstance(value, list):
-        return [_remove_references(item, identities) for item in value]
-    if not isinstance(value, dict):
-        return value
-    removed = {"$ref"} if id(value) in identities else set()
-    return {
-        name: _remove_references(item, identities)
-        for name, item in value.items()
-        if name not in removed
-    }
+    return text
 
 
 def _escape(text: str) -> str:

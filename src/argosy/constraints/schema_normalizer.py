@@ -121,6 +121,7 @@ class SchemaNormalizer:
         self._depth = 0
         self._counts = {"subschemas": 0, "properties": 0, "enum values": 0, "patterns": 0}
         self._patterns: set[str] = set()
+        self._deferred: list[Callable[[], None]] = []
 
     def run(self) -> NormalizedSchema:
         """Return the rewritten document.
@@ -129,6 +130,8 @@ class SchemaNormalizer:
             ApiError: 400 naming the keyword and its pointer.
         """
         schema = self.normalize(self.references.root)
+        for check in self._deferred:
+            check()
         if schema is False:
             raise invalid_schema("No document satisfies this schema.", self.param, "#")
         if self.definitions:
@@ -202,6 +205,10 @@ class SchemaNormalizer:
                 pointer,
             )
         self._relaxations.setdefault(pointer, Relaxation(keyword, pointer, reason))
+
+    def defer(self, check: Callable[[], None]) -> None:
+        """Call `check` when all definitions are rewritten."""
+        self._deferred.append(check)
 
     def count(self, what: str, number: int, maximum: int, pointer: str) -> None:
         """Count towards a limit of the document."""

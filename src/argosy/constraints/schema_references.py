@@ -32,6 +32,7 @@ class SchemaReferences:
         self._anchors: dict[tuple[str, str], SchemaLocation] = {}
         self._resources[ROOT_URI] = self.root
         self._index_document()
+        self.root = self._locations.get(id(document), self.root)
 
     def locate(self, schema: Any, pointer: str, parent: SchemaLocation) -> SchemaLocation:  # noqa: ANN401
         """Return the location of a subschema of `parent`."""

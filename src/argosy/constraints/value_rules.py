@@ -14,7 +14,6 @@ from argosy.constraints.limits import (
     MIN_EXACT_NUMBER,
 )
 from argosy.constraints.schema_normalizer import SchemaNode
-from argosy.constraints.schema_vocabulary import DRAFT_4
 
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 INEXACT = f"it has a number that is not zero and not between {MIN_EXACT_NUMBER:g} and 2^53"
@@ -93,11 +92,9 @@ def is_number(value: object) -> bool:
 
 
 def normalize_bound(node: SchemaNode, keyword: str, value: Any) -> None:  # noqa: ANN401 - JSON value
-    """Keep a bound of numbers. Draft 4 has booleans that make the other bound exclusive."""
+    """Keep a bound of numbers. A boolean of draft 4 makes the other bound exclusive."""
     if keyword.startswith("exclusive") and isinstance(value, bool):
         bound = node.source.get("minimum" if keyword == "exclusiveMinimum" else "maximum")
-        if node.location.draft > DRAFT_4 and "$schema" in node.normalizer.references.root.schema:
-            node.reject("The value must be a number.", keyword)
         if not value or bound is None:
             return
         value = bound
@@ -142,3 +139,29 @@ def normalize_count(node: SchemaNode, keyword: str, value: Any) -> None:  # noqa
         node.relax(keyword, f"grammars count to {MAX_COUNT}")
     elif count is not None and (count or keyword.startswith("max")):
         node.output[keyword] = count
+
+
+def finish_number(node: SchemaNode) -> None:
+    """Keep numbers with a fraction within the range of doubles that have one.
+
+    Without both bounds, the library would allow any exponent and any number of digits, which overflow when a client
+    parses them. Whole numbers keep any number of digits.
+    """
+    declared = node.output.get("type", ())
+    types = [declared] if isinstance(declared, str) else list(declared)
+    if "number" not in types or "const" in node.output or "enum" in node.output:
+        return
+    is_bounded_below = "minimum" in node.output or "exclusiveMinimum" in node.output
+    is_bounded_above = "maximum" in node.output or "exclusiveMaximum" in node.output
+    if is_bounded_below and is_bounded_above:
+        return
+    others = [name for name in types if name != "number"]
+    bound = MAX_EXACT_INTEGER - 1
+    node.conjuncts.append(
+        {
+            "anyOf": [
+                {"type": [*others, "integer"]},
+                {"type": "number", "minimum": -bound, "maximum": bound},
+            ]
+        }
+    )

@@ -1,0 +1,58 @@
+"""Random answers under the mask of random schemas: each is valid, or its problem is reported."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.support.byte_matcher import accepts, generate_text
+from tests.support.schema_strategy import Schema, count_keywords, random_schema, schemas
+
+from argosy.constraints import schema_grammar, validate_document
+
+SEEDS = st.integers(0, 2**32)
+
+
+@given(schemas(strict=True), SEEDS)
+def test_answers_of_strict_schemas_are_valid(schema: Schema, seed: int) -> None:
+    constraint = schema_grammar(schema, strict=True, param="schema")
+    assert constraint.relaxations == ()
+    text = generate_text(constraint.grammar_text, random.Random(seed))
+    assert text is None or validate_document(constraint, text) is None
+
+
+@given(schemas(), SEEDS)
+def test_invalid_answers_only_occur_where_keywords_are_relaxed(schema: Schema, seed: int) -> None:
+    constraint = schema_grammar(schema, strict=False, param="schema")
+    text = generate_text(constraint.grammar_text, random.Random(seed))
+    if text is not None and validate_document(constraint, text) is not None:
+        assert constraint.relaxations != ()
+
+
+@given(SEEDS)
+def test_grammar_texts_are_deterministic(seed: int) -> None:
+    first, second = (random_schema(random.Random(seed)) for _ in range(2))
+    assert first == second
+    texts = {
+        schema_grammar(schema, strict=False, param=param).grammar_text
+        for schema in (first, second)
+        for param in ("a", "b")
+    }
+    assert len(texts) == 1
+
+
+@given(schemas(strict=True), SEEDS)
+def test_strict_answers_are_accepted_by_the_relaxed_grammar(schema: Schema, seed: int) -> None:
+    strict = schema_grammar(schema, strict=True, param="schema")
+    relaxed = schema_grammar(schema, strict=False, param="schema")
+    text = generate_text(strict.grammar_text, random.Random(seed))
+    assert text is None or accepts(relaxed.grammar_text, text)
+
+
+def test_random_schemas_are_varied() -> None:
+    drawn = [random_schema(random.Random(seed)) for seed in range(200)]
+    texts = [str(schema) for schema in drawn]
+    assert sum(count_keywords(schema) >= 6 for schema in drawn) >= 100
+    for keyword in ("$ref", "pattern", "oneOf", "allOf", "format", "additionalProperties"):
+        assert sum(f"'{keyword}'" in text for text in texts) >= 10, keyword
