@@ -45,7 +45,6 @@ from argosy.constraints.schema_nullability import expand_nullable
 from argosy.constraints.schema_recursion import remove_infinite_parts
 from argosy.constraints.string_rules import finish_string, normalize_format, normalize_pattern
 from argosy.constraints.value_rules import (
-    finish_number,
     normalize_bound,
     normalize_const,
     normalize_count,
@@ -99,7 +98,6 @@ RULES: dict[str, Rule] = {
 }
 FINISHERS: tuple[Finisher, ...] = (
     finish_string,
-    finish_number,
     finish_property_names,
     finish_object,
 )

@@ -139,29 +139,3 @@ def normalize_count(node: SchemaNode, keyword: str, value: Any) -> None:  # noqa
         node.relax(keyword, f"grammars count to {MAX_COUNT}")
     elif count is not None and (count or keyword.startswith("max")):
         node.output[keyword] = count
-
-
-def finish_number(node: SchemaNode) -> None:
-    """Keep numbers with a fraction within the range of doubles that have one.
-
-    Without both bounds, the library would allow any exponent and any number of digits, which overflow when a client
-    parses them. Whole numbers keep any number of digits.
-    """
-    declared = node.output.get("type", ())
-    types = [declared] if isinstance(declared, str) else list(declared)
-    if "number" not in types or "const" in node.output or "enum" in node.output:
-        return
-    is_bounded_below = "minimum" in node.output or "exclusiveMinimum" in node.output
-    is_bounded_above = "maximum" in node.output or "exclusiveMaximum" in node.output
-    if is_bounded_below and is_bounded_above:
-        return
-    others = [name for name in types if name != "number"]
-    bound = MAX_EXACT_INTEGER - 1
-    node.conjuncts.append(
-        {
-            "anyOf": [
-                {"type": [*others, "integer"]},
-                {"type": "number", "minimum": -bound, "maximum": bound},
-            ]
-        }
-    )

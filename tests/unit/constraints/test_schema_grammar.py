@@ -21,7 +21,7 @@ ENFORCED: dict[str, tuple[Any, list[str], list[str]]] = {
     "type list": ({"type": ["integer", "null"]}, ["1", "null"], ['"a"', "1.5"]),
     "number and integer": ({"type": ["number", "integer"]}, ["1", "1.5"], ["null"]),
     "large integers": ({"type": "integer"}, ["1" * 40, "-0"], ["1.5"]),
-    "no exponent overflows": ({"type": "number", "minimum": 0}, ["0.5", "9" * 30], ["1e999", "-1"]),
+    "exponents": ({"type": "number"}, ["1.5e-05", "1E20", "0"], ["1e", "01"]),
     "bounds": ({"type": "integer", "minimum": 3, "exclusiveMaximum": 5}, ["3", "4"], ["2", "5"]),
     "fractions": ({"type": "number", "minimum": 0.5, "maximum": 1}, ["0.75", "1"], ["0.4", "1.1"]),
     "exclusive bounds of draft 4": (
