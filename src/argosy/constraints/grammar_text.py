@@ -44,7 +44,7 @@ def choice_grammar(choices: Any, param: str, name: str = "answer") -> OutputCons
         raise invalid_grammar("Every choice must be a string.", param)
     _check_size("".join(choices), param)
     alternatives = dict.fromkeys(_quote(choice) for choice in choices)
-    lark = f"start: {' | '.join(alternatives)}"
+    lark = f"start: CHOICE\nCHOICE: {' | '.join(alternatives)}"
     return compile_grammars("choice", ({"name": name, "lark_grammar": lark},), param)
 
 
@@ -93,6 +93,8 @@ def rewrite_user_grammar(text: Any, param: str, name: str) -> tuple[dict[str, An
     if not isinstance(text, str) or not text.strip():
         raise invalid_grammar("The grammar must be a text with at least one rule.", param)
     _check_size(text, param)
+    if text.count("::=") > MAX_RULES:  # before the conversion, whose time grows with their square
+        raise invalid_grammar(f"The grammar has more than {MAX_RULES} rules.", param)
     try:
         lark = any_to_lark(text)
     except (GbnfToLarkError, ValueError, LookupError, RecursionError, AssertionError) as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 MAX_MESSAGE_CHARACTERS = 200
+CROWDED_ROW = re.compile(r"Current row has (\d+) items; max is (\d+)")
 SPECIAL_TOKENS = re.compile(r";? ?following special tokens are available:.*")
 
 
@@ -15,6 +16,10 @@ def shorten_error(error: str) -> str:
     if message.endswith("regex parse error:"):
         reasons = [line for line in lines if line.startswith("error:")]
         message = f"{message} {reasons[0].removeprefix('error:').strip()}" if reasons else message
+    if row := CROWDED_ROW.search(message):
+        message = (
+            f"At one place, {row[1]} alternatives are possible; at most {row[2]} are supported"
+        )
     if len(message) > MAX_MESSAGE_CHARACTERS:
         message = message[:MAX_MESSAGE_CHARACTERS] + "..."
     return message.rstrip(".") + "."

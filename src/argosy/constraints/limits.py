@@ -16,8 +16,8 @@ MAX_GRAMMAR_TEXT_BYTES = 4 * 2**20
 """Size of the whole grammar of a request, with all its tools."""
 MAX_SCHEMA_DEPTH = 48
 """Nesting of subschemas within one schema."""
-MAX_COMPILED_DEPTH = 200
-"""Nesting of subschemas with references followed. The library overflows the stack beyond about 2,000."""
+MAX_COMPILED_DEPTH = 100
+"""Nesting of subschemas with references followed. The library overflows the stack beyond about 1,000."""
 MAX_PROPERTIES = 1_000
 """Properties of all subschemas together."""
 MAX_SUBSCHEMAS = 5_000
@@ -25,7 +25,7 @@ MAX_ENUM_VALUES = 5_000
 """Values of all enumerations together."""
 MAX_PATTERNS = 200
 """Distinct regular expressions of one schema."""
-MAX_ONE_OF = 200
+MAX_ONE_OF = 100
 """Alternatives of one `oneOf`, which are compared with one another."""
 MAX_COUNT = 1_000_000
 """Largest length, number of items or number of properties that a grammar counts to."""

@@ -139,10 +139,13 @@ def _compile_schema(
 ) -> OutputConstraint:
     """Compile a schema. Requests of one application repeat few schemas, so that results are cached."""
     schema = expand_nullable(json.loads(text))
-    normalized = SchemaNormalizer(
-        schema, strict=strict, param=param, rules=RULES, finishers=FINISHERS
-    ).run()
-    compiled = remove_infinite_parts(normalized.schema)
+    try:
+        normalized = SchemaNormalizer(
+            schema, strict=strict, param=param, rules=RULES, finishers=FINISHERS
+        ).run()
+        compiled = remove_infinite_parts(normalized.schema)
+    except RecursionError:
+        raise invalid_schema("The schema is nested too deeply.", param) from None
     if compiled is False:
         raise invalid_schema("No finite document satisfies this schema.", param)
     grammars = ({"name": name, "json_schema": add_options(compiled, whitespace)},)

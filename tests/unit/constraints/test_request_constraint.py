@@ -102,6 +102,12 @@ ACCEPTED: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "guided_json": ({"guided_json": SCHEMA}, "json_schema", DOCUMENT, OTHER_DOCUMENT),
     "guided_regex": ({"guided_regex": "[ab]+"}, "regex", "ab", "c"),
     "guided_choice": ({"guided_choice": ["a", "a"]}, "choice", "a", "aa"),
+    "many choices": (
+        {"guided_choice": [f"choice {number}" for number in range(4_000)]},
+        "choice",
+        "choice 3999",
+        "choice 4000",
+    ),
     "guided_grammar": ({"guided_grammar": GBNF}, "grammar", "a1", "1"),
     "SGLang json_schema": (
         {"json_schema": json.dumps(SCHEMA)},
