@@ -113,17 +113,16 @@ def merge_delta(message: dict[str, Any], delta: dict[str, Any]) -> None:
                 merge_delta(calls[part["index"]], {k: v for k, v in part.items() if k != "index"})
         elif isinstance(value, dict):
             merge_delta(message.setdefault(name, {}), value)
+        elif value is None:
+            message.setdefault(name, None)
         else:
-            message[name] = message.get(name, "") + value
+            message[name] = (message.get(name) or "") + value
 
 
 def normalize(response: dict[str, Any]) -> dict[str, Any]:
-    """Reduce a response to what stream and whole response share. An empty content is none beside other parts."""
+    """Reduce a response to what stream and whole response share."""
     for choice in response["choices"]:
-        message = choice["message"]
-        message.pop("refusal", None)
-        if not message["content"]:
-            message["content"] = None
+        choice["message"].pop("refusal", None)
     names = ("id", "created", "model", "usage")
     choices = [
         {name: choice[name] for name in ("index", "message", "finish_reason")}

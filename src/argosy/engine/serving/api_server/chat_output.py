@@ -58,6 +58,13 @@ def render_deltas(
     return deltas
 
 
+def has_visible_output(choice: ParsedChoice) -> bool:
+    """Return whether the output so far has content, tool calls, or reasoning that the client gets."""
+    counts = choice.event_counts
+    has_reasoning = choice.plan.include_reasoning and counts["reasoning"] > 0
+    return has_reasoning or counts["content"] > 0 or counts["call_start"] > 0
+
+
 def build_message(
     choice: ParsedChoice, events: Iterable[OutputEvent], response_id: str
 ) -> ChatMessage:

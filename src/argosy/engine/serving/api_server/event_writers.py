@@ -6,7 +6,7 @@ from typing import Protocol
 
 import msgspec
 
-from argosy.engine.serving.api_server.chat_output import render_deltas
+from argosy.engine.serving.api_server.chat_output import has_visible_output, render_deltas
 from argosy.engine.serving.api_server.response_spec import ResponseSpec
 from argosy.engine.serving.core_messages import TokenLogprob
 from argosy.engine.serving.text.choice import Choice, ChoiceOutput
@@ -73,10 +73,10 @@ class ChatEventWriter:
     def encode_output(self, choice: Choice) -> bytes:
         output = choice.drain()
         events = []
+        deltas = self._deltas(choice, output)
         if choice.index not in self._started_choices:
             self._started_choices.add(choice.index)
-            events.append(self._role_chunk(choice))
-        deltas = self._deltas(choice, output)
+            events.append(self._role_chunk(choice, deltas))
         if deltas or (
             output.tokens and (self._spec.include_token_ids or self._spec.logprob_formatter)
         ):
@@ -86,7 +86,8 @@ class ChatEventWriter:
                 else None
             )
             ids = b',"token_ids":' + _encode(output.tokens) if self._spec.include_token_ids else b""
-            first, *others = deltas or [b'{"content":""}']
+            no_output = b"{}" if isinstance(choice, ParsedChoice) else b'{"content":""}'
+            first, *others = deltas or [no_output]
             events.append(self._chunk(choice, first, logprobs, ids + b"}]"))
             events += [self._chunk(choice, delta, None, b"}]") for delta in others]
         if output.finish_reason is not None:
@@ -99,14 +100,22 @@ class ChatEventWriter:
     def _deltas(self, choice: Choice, output: ChoiceOutput) -> list[bytes]:
         """Encode the `delta` objects of the output. The tokens belong to all of them together."""
         if isinstance(choice, ParsedChoice):
-            return list(map(_encode, render_deltas(choice, output.events, self._spec.id)))
+            deltas = render_deltas(choice, output.events, self._spec.id)
+            if output.finish_reason is not None and not has_visible_output(choice):
+                deltas.append({"content": ""})
+            return list(map(_encode, deltas))
         return [b'{"content":' + _encode(output.text) + b"}"] if output.text else []
 
-    def _role_chunk(self, choice: Choice) -> bytes:
+    def _role_chunk(self, choice: Choice, deltas: list[bytes]) -> bytes:
+        """Encode the first chunk. The content is null until there is some, as in a whole message of tool calls."""
+        is_text = not isinstance(choice, ParsedChoice) or (
+            bool(deltas) and deltas[0].startswith(b'{"content":')
+        )
+        delta = b'{"role":"assistant","content":%s}' % (b'""' if is_text else b"null")
         ending = b"}]"
         if self._spec.include_token_ids and len(self._started_choices) == 1:
             ending += b',"prompt_token_ids":' + _encode(choice.prompt.token_ids)
-        return self._chunk(choice, b'{"role":"assistant","content":""}', None, ending)
+        return self._chunk(choice, delta, None, ending)
 
     def _chunk(
         self, choice: Choice, delta: bytes, logprobs: ChatLogprobs | None, ending: bytes
