@@ -164,6 +164,6 @@ $(BIN)/python:
 	@$(PYTHON) -m venv .venv || { rm -rf .venv; echo "$(PYTHON) cannot create environments. Install its venv module (Debian: python3-venv)." >&2; exit 1; }
 
 $(JS)/node_modules/.package-lock.json: $(JS)/package.json $(JS)/package-lock.json $(JS)/.npmrc
-	@echo "Installing the OpenAI SDK for JavaScript, which a few tests use ..."
+	@echo "Installing the SDKs for JavaScript, which a few tests use ..."
 	cd $(JS) && npm ci --no-audit --no-fund
 	@touch $@

@@ -1,4 +1,4 @@
-"""Runs scripts with the OpenAI SDK for JavaScript in node."""
+"""Runs scripts with the OpenAI SDK and the AI SDK for JavaScript in node."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ async def run_javascript(script: str, *arguments: str) -> Any:  # noqa: ANN401 -
     node = shutil.which("node")
     if node is None:
         pytest.skip("node is not installed")
-    if not (JS / "node_modules" / "openai").is_dir():
-        pytest.skip("the JavaScript SDK is not installed: run npm ci in tests/integration/js")
+    if not (JS / "node_modules" / "ai").is_dir():
+        pytest.skip("the JavaScript SDKs are not installed: run npm ci in tests/integration/js")
     process = await asyncio.create_subprocess_exec(
         *(node, str(JS / script), *arguments),
         stdout=asyncio.subprocess.PIPE,

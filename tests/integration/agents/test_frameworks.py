@@ -1,0 +1,49 @@
+"""Agent frameworks, as their users install them, run a tool loop and get a typed answer.
+
+Each framework runs in a process of its own, which keeps its imports, clients and threads out of the tests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from tests.support.agents.task import Forecast, Report, Server
+
+ROOT = Path(__file__).parents[3]
+OFFLINE = {"LANGSMITH_TRACING": "false", "OPENAI_AGENTS_DISABLE_TRACING": "1"}
+
+
+@pytest.mark.parametrize(
+    "framework", ["openai_agents", "pydantic_agents", "langchain_agents", "smol_agents"]
+)
+async def test_a_framework_runs_a_tool_loop_and_gets_a_typed_answer(
+    framework: str, server: Server
+) -> None:
+    report = await run_framework(framework, server)
+    outcome = report.outcome
+    assert report.tool_calls
+    assert outcome.answer
+    assert "<tool_call>" not in outcome.answer
+    assert outcome.num_streamed
+    assert outcome.call_ids
+    assert len(set(outcome.call_ids)) == len(outcome.call_ids)
+    assert outcome.result_ids == ([] if framework == "smol_agents" else outcome.call_ids)
+    Forecast.model_validate(report.forecast)
+
+
+async def run_framework(name: str, server: Server) -> Report:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tests.support.agents.runner", name, server.base_url, server.model),
+        cwd=ROOT,
+        env=os.environ | OFFLINE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    out, err = await process.communicate()
+    assert process.returncode == 0, err.decode()
+    return msgspec.json.decode(out.splitlines()[-1], type=Report)
