@@ -31,7 +31,8 @@ MAX_COUNT = 1_000_000
 """Largest length, number of items or number of properties that a grammar counts to."""
 MAX_EXACT_INTEGER = 2**53
 """Largest integer that the library handles exactly. It crashes on the smallest 64-bit integer."""
-MIN_EXACT_NUMBER = 1e-15
+MAX_EXACT_EXPONENT = 22
+"""Largest power of ten, up and down, that the library multiplies with exactly."""
 MAX_MULTIPLE = 10_000
 """Largest divisor, without its decimal point, that `multipleOf` compiles to."""
 MAX_REPETITION = 1_000

@@ -45,6 +45,7 @@ from argosy.constraints.schema_nullability import expand_nullable
 from argosy.constraints.schema_recursion import remove_infinite_parts
 from argosy.constraints.string_rules import finish_string, normalize_format, normalize_pattern
 from argosy.constraints.value_rules import (
+    finish_bounds,
     normalize_bound,
     normalize_const,
     normalize_count,
@@ -98,6 +99,7 @@ RULES: dict[str, Rule] = {
 }
 FINISHERS: tuple[Finisher, ...] = (
     finish_string,
+    finish_bounds,
     finish_property_names,
     finish_object,
 )

@@ -8,15 +8,15 @@ from typing import Any
 
 from argosy.constraints.limits import (
     MAX_COUNT,
+    MAX_EXACT_EXPONENT,
     MAX_EXACT_INTEGER,
     MAX_MULTIPLE,
     MAX_SCHEMA_DEPTH,
-    MIN_EXACT_NUMBER,
 )
 from argosy.constraints.schema_normalizer import SchemaNode
 
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
-INEXACT = f"it has a number that is not zero and not between {MIN_EXACT_NUMBER:g} and 2^53"
+INEXACT = "it has a number beyond 2^53, with more than 15 digits or with more than 22 digits after the point"
 CONTROL_CHARACTER = "it has a control character that answers write only as a Unicode escape"
 
 
@@ -80,9 +80,20 @@ def _check_text(text: str) -> str:
 
 
 def is_exact(number: float) -> bool:
-    """Return whether the library treats a number exactly."""
-    return math.isfinite(number) and (
-        number == 0 or MIN_EXACT_NUMBER <= abs(number) < MAX_EXACT_INTEGER
+    """Return whether the library treats a number exactly.
+
+    It parses decimal digits and powers of ten exactly only if both are small.
+    """
+    if number == 0:
+        return True
+    if not math.isfinite(number):
+        return False
+    _, digits, exponent = Decimal(str(number)).normalize().as_tuple()
+    return (
+        isinstance(exponent, int)
+        and abs(exponent) <= MAX_EXACT_EXPONENT
+        and int("".join(map(str, digits))) < MAX_EXACT_INTEGER
+        and abs(number) < MAX_EXACT_INTEGER
     )
 
 
@@ -139,3 +150,29 @@ def normalize_count(node: SchemaNode, keyword: str, value: Any) -> None:  # noqa
         node.relax(keyword, f"grammars count to {MAX_COUNT}")
     elif count is not None and (count or keyword.startswith("max")):
         node.output[keyword] = count
+
+
+def finish_bounds(node: SchemaNode) -> None:
+    """Replace exclusive bounds of numbers by the next number of 15 digits.
+
+    A number such as 17.0000000000000000001 is above 17, and is 17 for a client that parses it as a double. Besides, the
+    library allows 17 where only numbers above 17 and below 18 are valid.
+    """
+    if node.output.get("type") == "integer":
+        return
+    for exclusive, inclusive, direction in (
+        ("exclusiveMinimum", "minimum", 1),
+        ("exclusiveMaximum", "maximum", -1),
+    ):
+        if exclusive not in node.output:
+            continue
+        bound = _find_neighbour(node.output.pop(exclusive), direction)
+        select = max if direction > 0 else min
+        node.output[inclusive] = select(bound, node.output.get(inclusive, bound))
+
+
+def _find_neighbour(number: float, direction: int) -> float:
+    """Return the nearest number above or below that has 15 digits, at most 22 of them after the point."""
+    exact = Decimal(str(number))
+    exponent = max(exact.adjusted() - 14, -MAX_EXACT_EXPONENT) if number else -MAX_EXACT_EXPONENT
+    return float(exact + direction * Decimal(1).scaleb(exponent))

@@ -23,6 +23,16 @@ ENFORCED: dict[str, tuple[Any, list[str], list[str]]] = {
     "large integers": ({"type": "integer"}, ["1" * 40, "-0"], ["1.5"]),
     "exponents": ({"type": "number"}, ["1.5e-05", "1E20", "0"], ["1e", "01"]),
     "bounds": ({"type": "integer", "minimum": 3, "exclusiveMaximum": 5}, ["3", "4"], ["2", "5"]),
+    "bounds of doubles": (
+        {"type": "number", "exclusiveMinimum": 17, "exclusiveMaximum": 18.5},
+        ["17.5", "17.0000000000001", "18.4999999999999"],
+        ["17", "17.00000000000000000001", "18.4999999999999999999", "18.5"],
+    ),
+    "bounds of doubles below 0": (
+        {"type": ["number", "null"], "exclusiveMinimum": -0.1, "exclusiveMaximum": 0},
+        ["-0.05"],
+        ["-0.1", "-0.09999999999999999999999", "0", "-0.0"],
+    ),
     "fractions": ({"type": "number", "minimum": 0.5, "maximum": 1}, ["0.75", "1"], ["0.4", "1.1"]),
     "exclusive bounds of draft 4": (
         {
@@ -269,6 +279,7 @@ UNENFORCEABLE: dict[str, tuple[Any, str, str]] = {
     "integer beyond 2^53": ({"const": 2**53 + 1}, "const", "#/const"),
     "smallest 64-bit integer": ({"enum": [-(2**63)]}, "enum", "#/enum"),
     "large bound": ({"minimum": 1e300}, "minimum", "#/minimum"),
+    "digits beyond a double": ({"maximum": 0.30000000000000004}, "maximum", "#/maximum"),
     "many multiples": ({"multipleOf": 1234567.891}, "multipleOf", "#/multipleOf"),
     "control character": ({"const": "\x01"}, "const", "#/const"),
 }
