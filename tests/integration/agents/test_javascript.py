@@ -20,7 +20,7 @@ async def test_javascript_sdks_run_tool_loops_and_get_typed_answers(server: Serv
     assert results["generateText"]["finishReasons"][0] == "tool-calls"
     parts = results["streamText"]["parts"]
     assert parts["tool-call"] == parts["tool-result"] == len(results["streamText"]["calls"])
-    assert parts["tool-input-delta"] > 1
+    assert parts["tool-input-delta"]
     assert results["streamText"]["outputTokens"] > 1
 
 
@@ -32,5 +32,5 @@ def check_openai(results: dict[str, Any]) -> None:
     assert results["finishReason"] == "tool_calls"
     assert results["runTools"]["calls"]
     assert results["runTools"]["roles"][:3] == ["user", "assistant", "tool"]
-    assert results["streamingRunner"]["chunks"] > 1
+    assert results["streamingRunner"]["chunks"]
     assert results["streamingRunner"]["roles"][:2] == ["user", "assistant"]

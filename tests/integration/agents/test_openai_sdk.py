@@ -28,6 +28,7 @@ WEATHER: Any = {
         "strict": True,
     },
 }
+MAX_THINKING_TOKENS = 16
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 TIME: Any = {
     "type": "function",
@@ -65,6 +66,7 @@ class Client:
             "max_tokens": MAX_TOKENS,
             "seed": 3,
             "temperature": 0.7,
+            "extra_body": {"thinking_token_budget": MAX_THINKING_TOKENS},
         }
 
     async def create(self, **options: Any) -> ChatCompletion:  # noqa: ANN401 - as the SDK takes them
@@ -110,7 +112,11 @@ async def test_parse_reports_an_answer_that_is_cut_off(client: Client) -> None:
 
 
 async def test_parse_returns_the_arguments_of_a_pydantic_tool(client: Client) -> None:
-    choice = await client.parse(tools=[pydantic_function_tool(GetWeather)], tool_choice="required")
+    choice = await client.parse(
+        tools=[pydantic_function_tool(GetWeather)],
+        tool_choice="required",
+        parallel_tool_calls=False,
+    )
     (call, *_) = choice.message.tool_calls
     assert choice.finish_reason == "tool_calls"
     assert isinstance(call.function.parsed_arguments, GetWeather)
@@ -129,6 +135,7 @@ async def test_parse_returns_the_arguments_of_a_pydantic_tool(client: Client) ->
 async def test_streamed_events_accumulate_to_the_whole_answer(
     client: Client, options: dict[str, Any]
 ) -> None:
+    options = {"parallel_tool_calls": False, **options} if "tools" in options else options
     async with client.stream(**options, stream_options={"include_usage": True}) as stream:
         events = [event async for event in stream]
         streamed = await stream.get_final_completion()

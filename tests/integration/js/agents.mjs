@@ -12,7 +12,7 @@ const messages = [{ role: "user", content: question }];
 const description = "Get the weather of a city.";
 const Forecast = z.object({
   city: z.string().max(24),
-  temperature: z.number().int(),
+  temperature: z.number().int().min(-90).max(60),
   sky: z.enum(["clear", "cloudy", "rain"]),
 });
 const Query = z.object({ city: z.string().max(24), unit: z.enum(["celsius", "fahrenheit"]) });
@@ -29,14 +29,14 @@ function weatherStation(calls) {
 // --- OpenAI SDK ---
 
 const client = new OpenAI({ baseURL, apiKey: "unused", maxRetries: 0 });
-const options = { model, messages, max_tokens: 96, temperature: 0 };
+const options = { model, messages, max_tokens: 256, temperature: 0 };
 const chat = client.chat.completions;
 
 const typed = await chat.parse({ ...options, response_format: zodResponseFormat(Forecast, "forecast") });
 results.parsed = typed.choices[0].message.parsed;
 
 const definition = { name: "get_weather", description, parameters: Query };
-const required = { ...options, tool_choice: "required", tools: [zodFunction(definition)] };
+const required = { ...options, tool_choice: "required", parallel_tool_calls: false, tools: [zodFunction(definition)] };
 const whole = await chat.parse(required);
 results.parsedArguments = whole.choices[0].message.tool_calls.map((call) => call.function.parsed_arguments);
 
@@ -82,7 +82,7 @@ const settings = {
   model: provider(model),
   prompt: question,
   temperature: 0,
-  maxOutputTokens: 96,
+  maxOutputTokens: 256,
   maxRetries: 0,
 };
 results.generatedObject = (await generateObject({ ...settings, schema: Forecast })).object;

@@ -35,7 +35,7 @@ def _model(server: Server) -> Any:  # noqa: ANN401 - the framework is not analys
 
 async def _require_first_call(request: Any, handler: Any) -> Any:  # noqa: ANN401 - the same
     has_called = any(message.type == "tool" for message in request.messages)
-    return await handler(request.override(tool_choice="auto" if has_called else "required"))
+    return await handler(request.override(tool_choice="none" if has_called else "required"))
 
 
 async def run_tool_loop(server: Server, station: WeatherStation) -> Outcome:

@@ -29,7 +29,7 @@ def _agent(server: Server, **options: Any) -> Any:  # noqa: ANN401 - the framewo
 
 
 async def run_tool_loop(server: Server, station: WeatherStation) -> Outcome:
-    """Stream a run. The SDK resets `tool_choice` after the first call, so that the model can answer."""
+    """Stream a run. After the first call the SDK resets `tool_choice`, and the tool is not there any more."""
 
     def get_weather(city: str, unit: Unit) -> str:
         """Get the weather of a city."""
@@ -37,9 +37,13 @@ async def run_tool_loop(server: Server, station: WeatherStation) -> Outcome:
 
     agent = _agent(
         server,
-        tools=[agents.function_tool(get_weather)],
+        tools=[agents.function_tool(get_weather, is_enabled=lambda *_: not station.calls)],
         model_settings=agents.ModelSettings(
-            tool_choice="required", temperature=0.0, max_tokens=MAX_TOKENS, include_usage=True
+            tool_choice="required",
+            parallel_tool_calls=False,
+            temperature=0.0,
+            max_tokens=MAX_TOKENS,
+            include_usage=True,
         ),
     )
     run = agents.Runner.run_streamed(agent, QUESTION, max_turns=4)

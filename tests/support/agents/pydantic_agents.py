@@ -18,7 +18,12 @@ from tests.support.agents.task import (
     WeatherStation,
 )
 
-SETTINGS = {"temperature": 0.0, "max_tokens": MAX_TOKENS, "seed": SEED}
+SETTINGS = {
+    "temperature": 0.0,
+    "max_tokens": MAX_TOKENS,
+    "seed": SEED,
+    "parallel_tool_calls": False,
+}
 
 
 def _model(server: Server) -> Any:  # noqa: ANN401 - the framework is not analysed
@@ -33,7 +38,7 @@ async def run_tool_loop(server: Server, station: WeatherStation) -> Outcome:
         tools=[Tool(station.get_weather, strict=True)],
         model_settings=lambda context: {
             **SETTINGS,
-            "tool_choice": "required" if context.run_step == 1 else "auto",
+            "tool_choice": "required" if context.run_step == 1 else "none",
         },
     )
     async with agent.run_stream(QUESTION) as run:

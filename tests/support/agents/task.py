@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 from pydantic import BaseModel, ConfigDict, Field
 
 QUESTION = "What is the weather in Rome?"
-MAX_TOKENS = 96
+MAX_TOKENS = 256
 SEED = 7
 
 Unit = Literal["celsius", "fahrenheit"]
@@ -21,7 +21,7 @@ class Forecast(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     city: str = Field(max_length=24, description="Name of the city.")
-    temperature: int
+    temperature: int = Field(ge=-90, le=60)
     sky: Literal["clear", "cloudy", "rain"]
 
 
