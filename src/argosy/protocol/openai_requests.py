@@ -127,7 +127,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     structural_tag: str | JsonObject | None = None
     guided_whitespace_pattern: str | None = None
     guided_decoding_backend: str | None = None
-    json_schema: JsonObject | None = None
+    json_schema: str | JsonObject | None = None
     """Constraint in the spelling of SGLang and llama.cpp, as are the next fields."""
     grammar: str | None = None
     regex: str | None = None

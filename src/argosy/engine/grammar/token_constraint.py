@@ -188,6 +188,8 @@ class TokenConstraint:
             set_bits(row, [opening_token])
         if accepts:
             is_complete = not np.count_nonzero(row)
+            if is_complete and self._matcher is not None and not self._matcher.is_accepting():
+                return  # the library ends an output that nothing can continue, complete or not
             if is_complete or not self._is_early:
                 set_bits(row, self._known_end_ids if is_complete else self._optional_end_ids)
 

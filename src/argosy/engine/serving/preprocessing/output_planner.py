@@ -16,11 +16,11 @@ from argosy.engine.serving.output_parsing import (
 )
 from argosy.engine.serving.preprocessing.chat_messages import CallIdMapper, keep_call_id
 from argosy.engine.serving.preprocessing.parameter_rules import unsupported_parameter
-from argosy.engine.serving.preprocessing.reasoning_options import ReasoningOptions
+from argosy.engine.serving.preprocessing.reasoning_options import SWITCHES, ReasoningOptions
 from argosy.engine.serving.text.chat_template import ChatTemplate
 from argosy.engine.serving.text.parsed_choice import OutputPlan
 from argosy.engine.serving.text.tokenizer import Tokenizer
-from argosy.protocol import ReasoningBlock, ResponseWarning
+from argosy.protocol import ApiError, ReasoningBlock, ResponseWarning
 
 GrammarCheck = Callable[[str, str], float]
 """Compiles a grammar for the model's tokenizer and returns the seconds, 0 if it was compiled before.
@@ -85,6 +85,7 @@ class OutputPlanner:
             text: token_id for text, token_id in ids.items() if token_id is not None
         }
         self._markers = {token_id: text for text, token_id in self._marker_ids.items()}
+        self._opens_on_request = self._find_switched_block()
 
     @property
     def map_call_id(self) -> CallIdMapper:
@@ -132,9 +133,7 @@ class OutputPlanner:
         in_reasoning = prompt_opens_reasoning(output_format, prompt_text)
         grammar = self._build_grammar(output_format, request, answer)
         compile_s = self._compile(grammar.text, request, answer)
-        block = self._reasoning_block(
-            output_format, in_reasoning=in_reasoning, budget=reasoning.budget
-        )
+        block = self._reasoning_block(output_format, reasoning, in_reasoning=in_reasoning)
         has_budget = reasoning.budget is not None
         plan = OutputPlan(
             output_format=output_format,
@@ -153,9 +152,7 @@ class OutputPlanner:
             compile_s=compile_s,
             reasoning=block,
             ignored_fields=("thinking_token_budget",) if has_budget and block is None else (),
-            banned_token_ids=self._trigger_ids()
-            if request.tools and request.choice.mode == "none"
-            else (),
+            banned_token_ids=self._banned_ids(request, reasoning),
             relaxations=(*_relaxations(answer), *grammar.relaxations),
         )
 
@@ -183,14 +180,19 @@ class OutputPlanner:
         )
 
     def _reasoning_block(
-        self, output_format: OutputFormat, *, in_reasoning: bool, budget: int | None
+        self, output_format: OutputFormat, options: ReasoningOptions, *, in_reasoning: bool
     ) -> ReasoningBlock | None:
+        """Return the reasoning block, or None if the output has none that its tokens show."""
         opener, closer = output_format.reasoning_open, output_format.reasoning_close
         if not opener or not closer:
             return None
         opener_id = self._marker_ids.get(opener)
-        if opener_id is None and not in_reasoning:
-            return None  # the opener is ordinary text, whose tokens depend on what follows
+        if not in_reasoning and (
+            opener_id is None  # ordinary text, whose tokens depend on what follows
+            or options.is_disabled
+            or (self._opens_on_request and options.budget is None)
+        ):
+            return None
         closer_id = self._marker_ids.get(closer)
         end_ids = (
             tuple(self._tokenizer.encode(closer, add_special_tokens=False))
@@ -198,7 +200,40 @@ class OutputPlanner:
             else (closer_id,)
         )
         start_ids = () if in_reasoning or opener_id is None else (opener_id,)
+        budget = 0 if options.is_disabled else options.budget
         return ReasoningBlock(end_ids=end_ids, start_ids=start_ids, budget=budget)
+
+    def _find_switched_block(self) -> bool:
+        """Return whether the template opens a reasoning block only if a variable switches it on.
+
+        Such a model does not open the block itself. A constraint therefore begins at once.
+        """
+        output_format = self._format
+        if output_format is None or not any(map(self._template.reads, SWITCHES)):
+            return False
+        message = {"role": "user", "content": "Hello"}
+        try:
+            opened = [
+                prompt_opens_reasoning(
+                    output_format, self._template.render([message], variables=variables)
+                )
+                for variables in (dict.fromkeys(SWITCHES, True), {})
+            ]
+        except ApiError:
+            return False
+        return opened == [True, False]
+
+    def _banned_ids(self, request: ToolRequest, options: ReasoningOptions) -> tuple[int, ...]:
+        """Return the special tokens that would begin what the request does not want."""
+        banned: tuple[int, ...] = ()
+        if request.tools and request.choice.mode == "none":
+            banned = self._trigger_ids()
+        opener_id = self._marker_ids.get(
+            "" if self._format is None else self._format.reasoning_open
+        )
+        if options.is_disabled and opener_id is not None:
+            banned = (*banned, opener_id)
+        return banned
 
     def _trigger_ids(self) -> tuple[int, ...]:
         """Return the special tokens that begin a tool call, or nothing if calls begin with ordinary text."""

@@ -9,7 +9,7 @@ from argosy.engine.serving.text.chat_template import ChatTemplate
 from argosy.protocol import ChatCompletionRequest, invalid_request
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-_SWITCHES = ("enable_thinking", "thinking")
+SWITCHES = ("enable_thinking", "thinking")
 """Template variables that switch reasoning on and off: Qwen, GLM and others, and DeepSeek and Granite."""
 MAX_BUDGET = 2**31 - 1
 
@@ -22,6 +22,8 @@ class ReasoningOptions:
     """Template variables, which include the request's own `chat_template_kwargs`."""
     budget: int | None = None
     """Number of reasoning tokens after which the block is closed; None for no limit."""
+    is_disabled: bool = False
+    """Whether the request asks for an answer without reasoning."""
     include: bool = True
     """Whether the response contains the reasoning."""
     ignored_fields: tuple[str, ...] = ()
@@ -42,8 +44,8 @@ class ReasoningOptions:
                 raise invalid_request(
                     f"'reasoning_effort' must be one of {', '.join(EFFORTS)}.", "reasoning_effort"
                 )
-            switches = [name for name in _SWITCHES if template.reads(name)]
-            known = [name for name in ("reasoning_effort", *_SWITCHES) if template.reads(name)]
+            switches = [name for name in SWITCHES if template.reads(name)]
+            known = [name for name in ("reasoning_effort", *SWITCHES) if template.reads(name)]
             for name in switches:
                 variables.setdefault(name, effort != "none")
             if template.reads("reasoning_effort") and (effort != "none" or not switches):
@@ -53,6 +55,7 @@ class ReasoningOptions:
         return cls(
             variables=variables,
             budget=_read_budget(body.thinking_token_budget),
+            is_disabled=effort == "none" or any(variables.get(name) is False for name in SWITCHES),
             include=body.include_reasoning is not False,
             ignored_fields=tuple(ignored),
         )
