@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from models.held_out import Case, read_cases
+
 PROBES = Path(__file__).resolve().parent / "data" / "probes.json"
 MAX_NEW_TOKENS = 320
 
@@ -53,12 +55,23 @@ class Chat:
         )
         return self.complete(prompt)
 
-    def complete(self, prompt: str) -> Answer:
+    def answer_case(self, case: Case) -> Answer:
+        """Return the greedy answer to a held-out case."""
+        prompt = self.tokenizer.apply_chat_template(
+            case.messages,
+            tools=[{"type": "function", "function": tool} for tool in case.tools] or None,
+            add_generation_prompt=True,
+            enable_thinking=case.thinking,
+            tokenize=False,
+        )
+        return self.complete(prompt, case.new_tokens)
+
+    def complete(self, prompt: str, new_tokens: int = MAX_NEW_TOKENS) -> Answer:
         """Return the greedy continuation of a prompt that already has its special tokens."""
         ids = self.tokenizer(prompt, add_special_tokens=False, return_tensors="pt")
         with torch.no_grad():
             out = self.model.generate(
-                **ids, max_new_tokens=MAX_NEW_TOKENS, max_length=None, do_sample=False
+                **ids, max_new_tokens=new_tokens, max_length=None, do_sample=False
             )
         new_ids = out[0, ids["input_ids"].shape[1] :]
         stopped = int(new_ids[-1]) == self.tokenizer.eos_token_id
@@ -115,6 +128,26 @@ def compute_agreement(chat: Chat, draft: Path) -> float:
     return matches / total
 
 
+def run_held_out(chat: Chat, long: int, only: str) -> None:
+    """Print the wrong answers to the held-out cases, then the rates by group and score."""
+    right: Counter[tuple[str, str]] = Counter()
+    total: Counter[tuple[str, str]] = Counter()
+    for case in read_cases(long=long):
+        if only not in case.group:
+            continue
+        reply = chat.answer_case(case)
+        for name, score in case.scores.items():
+            is_right = reply.stopped and score(reply.text)
+            total[case.group, name] += 1
+            right[case.group, name] += is_right
+            if not is_right:
+                asked = case.messages[-1]["content"][-100:]
+                sys.stdout.write(f"miss {case.group}, {name}: {asked!r} -> {reply.text!r}\n")
+    for (group, name), count in total.items():
+        share = right[group, name] / count
+        sys.stdout.write(f"{group:32} {name:7} {right[group, name]:3} / {count:3} {share:6.1%}\n")
+
+
 def main() -> int:
     """Print every wrong answer, then the results by group. The exit status is 1 if too few answers are right."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -126,6 +159,13 @@ def main() -> int:
     parser.add_argument(
         "--draft", type=Path, help="draft model; print only how often it agrees with the model"
     )
+    parser.add_argument(
+        "--held-out", action="store_true", help="run the cases with tools, schemas and thinking"
+    )
+    parser.add_argument("--long", type=int, default=0, help="held-out cases per long context")
+    parser.add_argument(
+        "--only", default="", help="text in the names of the held-out groups to run"
+    )
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -136,6 +176,9 @@ def main() -> int:
     if options.draft:
         sys.stdout.write(f"agreement {compute_agreement(chat, options.draft):.1%}\n")
     if options.ask or options.draft:
+        return 0
+    if options.held_out:
+        run_held_out(chat, options.long, options.only)
         return 0
     right: Counter[str] = Counter()
     total: Counter[str] = Counter()

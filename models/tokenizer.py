@@ -8,40 +8,37 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
-from models.corpus.chat import Document, generate_documents
+from models.chat_format import (
+    ADDED_SPECIALS,
+    ASSISTANT,
+    BASE_SPECIALS,
+    BASE_VOCABULARY,
+    BEGIN,
+    END,
+    MAX_LENGTH,
+    PAD,
+    SPECIALS,
+    SYSTEM,
+    TEMPLATE,
+    TEXT_MARKERS,
+    TOOL,
+    TOOLS,
+    USER,
+)
+from models.corpus.chat import generate_documents
 
-BEGIN, SYSTEM, USER, ASSISTANT, END, PAD = SPECIALS = (
-    "<|begin|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<|pad|>",
-)  # fmt: skip
-VOCABULARY = 4096
-MAX_LENGTH = 2048
-TEMPLATE = """{{- bos_token }}
-{%- for message in messages %}
-{%- if message['role'] in ['system', 'developer'] %}
-{{- '<|system|>' + message['content'] | trim + '<|end|>' }}
-{%- elif message['role'] == 'user' %}
-{{- '<|user|>' + message['content'] | trim + '<|end|>' }}
-{%- elif message['role'] == 'assistant' %}
-{{- '<|assistant|>' + message['content'] | trim + '<|end|>' }}
-{%- else %}
-{{- raise_exception('The roles are system, user and assistant; got: ' + message['role']) }}
-{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-{{- '<|assistant|>' }}
-{%- endif %}
-"""
-_ROLES = {"system": SYSTEM, "user": USER, "assistant": ASSISTANT}
-
-
-def render(document: Document) -> str:
-    """Return the text of a document in the format of the chat template."""
-    if not document.messages:
-        return f"{BEGIN}{document.prose}{END}"
-    turns = (f"{_ROLES[turn.role]}{turn.content}{END}" for turn in document.messages)
-    return BEGIN + "".join(turns)
+_TURN_MARKERS = [SYSTEM, USER, ASSISTANT, TOOLS, TOOL]
 
 
 def sample(seed: int, count: int) -> Iterator[str]:
@@ -63,8 +60,8 @@ def build(seed: int, count: int) -> Tokenizer:
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=list(SPECIALS),
+        vocab_size=BASE_VOCABULARY,
+        special_tokens=list(BASE_SPECIALS),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -73,7 +70,14 @@ def build(seed: int, count: int) -> Tokenizer:
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{BEGIN} $A", pair=f"{BEGIN} $A {BEGIN} $B", special_tokens=[(BEGIN, begin)]
     )
+    add_specials(tokenizer)
     return tokenizer
+
+
+def add_specials(tokenizer: Tokenizer) -> None:
+    """Append the tokens of tools and reasoning to the vocabulary."""
+    for text in ADDED_SPECIALS:
+        tokenizer.add_tokens([AddedToken(text, normalized=False, special=text not in TEXT_MARKERS)])
 
 
 def write(tokenizer: Tokenizer, folder: Path) -> None:
@@ -84,20 +88,20 @@ def write(tokenizer: Tokenizer, folder: Path) -> None:
     added = {
         str(tokenizer.token_to_id(text)): {
             "content": text, "lstrip": False, "normalized": False, "rstrip": False,
-            "single_word": False, "special": True,
+            "single_word": False, "special": text not in TEXT_MARKERS,
         }
         for text in SPECIALS
     }  # fmt: skip
     config = {
         **named,
         "added_tokens_decoder": added,
-        "additional_special_tokens": [SYSTEM, USER, ASSISTANT],
+        "additional_special_tokens": _TURN_MARKERS,
         "chat_template": TEMPLATE,
         "clean_up_tokenization_spaces": False,
         "model_max_length": MAX_LENGTH,
         "tokenizer_class": "PreTrainedTokenizerFast",
     }
-    extra = {**named, "additional_special_tokens": [SYSTEM, USER, ASSISTANT]}
+    extra = {**named, "additional_special_tokens": _TURN_MARKERS}
     _dump(folder / "tokenizer_config.json", config)
     _dump(folder / "special_tokens_map.json", extra)
     (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
@@ -108,13 +112,20 @@ def _dump(path: Path, value: object) -> None:
 
 
 def main() -> None:
-    """Train on the first documents of the stream, and write the files to the given folders."""
+    """Train on the first documents of the stream or extend a tokenizer, and write the files to the folders."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folders", type=Path, nargs="+")
+    parser.add_argument(
+        "--extend", type=Path, help="folder whose tokenizer gets only the missing special tokens"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=60_000)
     options = parser.parse_args()
-    tokenizer = build(options.seed, options.count)
+    if options.extend:
+        tokenizer = Tokenizer.from_file(str(options.extend / "tokenizer.json"))
+        add_specials(tokenizer)
+    else:
+        tokenizer = build(options.seed, options.count)
     for folder in options.folders:
         write(tokenizer, folder)
 

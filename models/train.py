@@ -16,27 +16,34 @@ from torch.nn import functional as F
 
 from argosy.models import BUNDLED_MODEL, DRAFT_MODEL
 from models.batches import Batch, Batches
+from models.chat_format import VOCABULARY
 from models.network import BUNDLED_SHAPE, DRAFT_SHAPE, Llama, export, load_weights, rope_tables
-from models.tokenizer import VOCABULARY
 
 HERE = Path(__file__).resolve().parent
 SHAPES = {"bundled": BUNDLED_SHAPE, "draft": DRAFT_SHAPE}
 FOLDERS = {"bundled": BUNDLED_MODEL, "draft": DRAFT_MODEL}
 VALIDATION_SEED = 1_000_003
 EXPORT_INTERVAL_S = 300.0
+SIZES = ((8, 512), (4, 1024), (8, 512), (8, 512))
+"""Batch sizes of the first steps, in turn, as (rows, time)."""
+LONG_SIZES = (
+    (8, 512), (4, 1024), (8, 512), (4, 1024), (2, 2048), (8, 512), (4, 1024), (8, 512), (4, 1024), (1, 4096),
+    (8, 512), (4, 1024), (8, 512), (4, 1024), (2, 2048), (8, 512), (4, 1024), (8, 512), (8, 512), (1, 8192),
+)  # fmt: skip
+"""Batch sizes of the later steps."""
+COMPILED_TIME = 1024
+"""Longest sequence that is worth a compilation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Number of steps and learning rate schedule. The last part of the steps has long sequences."""
+    """Number of steps and learning rate schedule. The second half has sequences of up to 8,192 tokens."""
 
     steps: int
-    peak: float = 3e-3
-    warm_up: int = 60
-    decay_from: float = 0.6
-    long_from: float = 0.9
-    short: tuple[int, int] = (16, 256)
-    long: tuple[int, int] = (4, 1024)
+    peak: float = 2e-3
+    warm_up: int = 40
+    decay_from: float = 0.5
+    long_from: float = 0.5
 
     def rate(self, step: int) -> float:
         """Return the learning rate: warm-up, plateau, then linear decay to almost zero."""
@@ -46,7 +53,8 @@ class Plan:
 
     def size(self, step: int) -> tuple[int, int]:
         """Return the batch size of a step as (rows, time)."""
-        return self.short if step < self.long_from * self.steps else self.long
+        cycle = SIZES if step < self.long_from * self.steps else LONG_SIZES
+        return cycle[step % len(cycle)]
 
 
 class Objective(nn.Module):
@@ -149,15 +157,12 @@ def parts(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
 
 def held_out_loss(network: Llama, tokenizer: Tokenizer, count: int = 16) -> float:
     """Return the weighted loss on text of another seed."""
-    batches, plan = Batches(tokenizer, VALIDATION_SEED), Plan(steps=1)
-    tables = rope_tables(network.shape, plan.short[1])
+    batches, size = Batches(tokenizer, VALIDATION_SEED), SIZES[0]
+    tables = rope_tables(network.shape, size[1])
     objective = Objective(network, None)
     with torch.no_grad():
         return (
-            sum(
-                float(objective(parts(batches.next_batch(*plan.short)), *tables))
-                for _ in range(count)
-            )
+            sum(float(objective(parts(batches.next_batch(*size)), *tables)) for _ in range(count))
             / count
         )
 
@@ -169,12 +174,14 @@ def report(**fields: float) -> None:
     sys.stdout.flush()
 
 
-def train(learner: Learner, teacher: Llama | None, plan: Plan, folder: Path, seed: int) -> None:
+def train(
+    learner: Learner, teacher: Llama | None, plan: Plan, folder: Path, checkpoint: Path, seed: int
+) -> None:
     """Run the remaining steps, with a report every 20 steps and an export every `EXPORT_INTERVAL_S` seconds."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    checkpoint = HERE / "build" / f"{folder.name}.pt"
     steps_done, seconds_before = learner.load(checkpoint)
-    objective = torch.compile(Objective(learner.network, teacher), dynamic=False)
+    objective = Objective(learner.network, teacher)
+    compiled = torch.compile(objective, dynamic=False)
     batches = Batches(tokenizer, seed)
     for past in range(steps_done):  # skip the text of the steps before the interruption
         batches.next_batch(*plan.size(past))
@@ -185,7 +192,8 @@ def train(learner: Learner, teacher: Llama | None, plan: Plan, folder: Path, see
         tables: tuple[Tensor, ...] = rope_tables(learner.network.shape, length)
         if teacher is not None:
             tables += rope_tables(teacher.shape, length)
-        loss = objective(parts(batches.next_batch(rows, length)), *tables)
+        run = compiled if length <= COMPILED_TIME else objective
+        loss = run(parts(batches.next_batch(rows, length)), *tables)
         loss.backward()
         norm = learner.step(plan.rate(step))
         losses.append(loss.detach())
@@ -210,18 +218,25 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2500)
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--start", type=Path, default=None, help="exported model to start from")
+    parser.add_argument("--checkpoint", type=Path, default=None, help="file of the checkpoint")
+    parser.add_argument("--peak", type=float, default=2e-3, help="largest learning rate")
     parser.add_argument("--teacher", type=Path, default=None, help="exported model to learn from")
     parser.add_argument("--folder", type=Path, default=None, help="folder for the export")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
     network = Llama(SHAPES[options.model]).bfloat16()
+    if options.start is not None:
+        load_weights(network, options.start)
     teacher = None
     if options.teacher is not None:
         teacher = Llama(BUNDLED_SHAPE).bfloat16().requires_grad_(requires_grad=False)
         load_weights(teacher, options.teacher)
     folder = options.folder or FOLDERS[options.model]
-    train(Learner(network), teacher, Plan(steps=options.steps), folder, options.seed)
+    checkpoint = options.checkpoint or HERE / "build" / f"{folder.name}.pt"
+    plan = Plan(steps=options.steps, peak=options.peak)
+    train(Learner(network), teacher, plan, folder, checkpoint, options.seed)
 
 
 if __name__ == "__main__":

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from random import Random
 
 from models.corpus import copying, lists, numbers, stories, structured, unknown
+from models.corpus.agents import draw_agent_document
+from models.corpus.documents import Document, Message
+from models.corpus.long_documents import draw_long_document
 from models.corpus.memory import DIALOGUES
 from models.corpus.noise import vary_typing
 from models.corpus.patterns import Exchange, read_paragraphs, read_topics
+from models.corpus.schemas import draw_schema_document
 from models.corpus.stories import HEROES, draw_story
 from models.corpus.systems import SystemRule, draw_rule
+from models.corpus.thinking import draw_thinking
 
 TOPICS = read_topics()
 PROSE = read_paragraphs("prose.txt")
@@ -33,24 +37,10 @@ MAKERS: tuple[tuple[Maker, int], ...] = (
     (stories.story_question, 3),
     (unknown.unknown_question, 5),
 )
+SHORT_TOKENS = 512
+LONG_TOKENS = 1024
 _MAKERS = tuple(maker for maker, _ in MAKERS)
 _WEIGHTS = tuple(weight for _, weight in MAKERS)
-
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    """Turn of a conversation. `role` is 'system', 'user' or 'assistant'."""
-
-    role: str
-    content: str
-
-
-@dataclass(frozen=True, slots=True)
-class Document:
-    """Conversation, or plain prose if `messages` is empty."""
-
-    messages: tuple[Message, ...] = ()
-    prose: str = ""
 
 
 def draw_exchanges(rng: Random) -> list[Exchange]:
@@ -101,8 +91,44 @@ def draw_prose(rng: Random) -> Document:
     return Document(prose="\n\n".join(rng.sample(PROSE, 2)))
 
 
-def generate_documents(seed: int) -> Iterator[Document]:
-    """Yield an endless, seeded stream of documents. A twentieth of them is plain prose."""
-    rng = Random(seed)
+def draw_chat_exchange(rng: Random) -> Exchange:
+    """Return a question of any topic with its answer."""
+    (maker,) = rng.choices(_MAKERS, _WEIGHTS)
+    return maker(rng)
+
+
+def draw_document(rng: Random, tokens: int) -> Document:
+    """Return a document for a sequence of `tokens` tokens. Short documents fit several times."""
+    draw = rng.random()
+    if tokens > LONG_TOKENS:
+        return draw_long_document(
+            rng, rng.randint(tokens // 2, tokens * 9 // 10), draw_chat_exchange
+        )
+    if draw < 0.50:
+        return draw_conversation(rng)
+    if draw < 0.53:
+        return draw_prose(rng)
+    if draw < 0.64:
+        return draw_thinking(rng, draw_chat_exchange(rng))
+    if draw < 0.76:
+        return draw_schema_document(rng, rng.choice((1, 1, 2)))
+    if tokens > SHORT_TOKENS and draw < 0.82:
+        return draw_long_document(
+            rng, rng.randint(tokens // 3, tokens * 9 // 10), draw_chat_exchange
+        )
+    count = (
+        rng.choice((1, 1, 2, 2, 3)) if tokens <= SHORT_TOKENS else rng.choice((1, 2, 3, 3, 4, 5))
+    )
+    return draw_agent_document(
+        rng,
+        count,
+        rng.randint(2, 4) if tokens <= SHORT_TOKENS else rng.randint(3, 6),
+        draw_chat_exchange,
+    )
+
+
+def generate_documents(seed: int, tokens: int = 512) -> Iterator[Document]:
+    """Yield an endless, seeded stream of documents for sequences of `tokens` tokens."""
+    rng = Random(seed * 100_003 + tokens)
     while True:
-        yield draw_prose(rng) if rng.random() < 0.05 else draw_conversation(rng)
+        yield draw_document(rng, tokens)

@@ -129,6 +129,8 @@ def read_paragraphs(name: str) -> tuple[str, ...]:
 
 def read_topics() -> tuple[Topic, ...]:
     """Return all topic files of the data folder, in the order of their names."""
-    plain = {"lists.txt", "names.txt", "plots.txt", "prose.txt"}
+    plain = {
+        "lists.txt", "names.txt", "plots.txt", "prose.txt", "tool_nouns.txt", "tool_verbs.txt",
+    }  # fmt: skip
     paths = sorted(path for path in DATA.glob("*.txt") if path.name not in plain)
     return tuple(read_topic(path) for path in paths)
