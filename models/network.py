@@ -13,6 +13,7 @@ from typing import cast
 
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -39,6 +40,9 @@ from models.chat_format import (
 BEGIN_ID, SYSTEM_ID, USER_ID, ASSISTANT_ID, END_ID, PAD_ID = (
     token_id(text) for text in (BEGIN, SYSTEM, USER, ASSISTANT, END, PAD)
 )
+SPACE = "\u0120"
+"""Leading space of a token in the byte-level vocabulary."""
+SPACE_RELATION = 0.65
 _RELATED = {
     THINK: ASSISTANT, THINK_END: END, CALL: ASSISTANT, CALL_END: END, TOOLS: SYSTEM, TOOL: USER,
 }  # fmt: skip
@@ -122,11 +126,12 @@ class Llama(nn.Module):
         for block in self.blocks:
             yield cast("Block", block)
 
-    def forward(self, ids: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Map ids [batch, time] to logits [batch, time, vocabulary]."""
+    def forward(self, ids: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> Tensor:
+        """Map ids [batch, time] to the logits [positions, vocabulary] of some positions of the flattened batch."""
         x = self.embedding(ids)
         for block in self.layers():
             x = block(x, cos, sin)
+        x = x.flatten(0, 1)[positions]
         x = F.rms_norm(x, (self.shape.hidden,), self.norm, EPSILON)
         return F.linear(x, self.embedding.weight)
 
@@ -184,6 +189,25 @@ def load_weights(network: Llama, folder: Path) -> None:
             block.down.weight.copy_(weights[f"{prefix}mlp.down_proj.weight"])
             block.attention_norm.copy_(weights[f"{prefix}input_layernorm.weight"])
             block.feed_norm.copy_(weights[f"{prefix}post_attention_layernorm.weight"])
+
+
+def relate_spaced_tokens(network: Llama, tokenizer: Tokenizer) -> None:
+    """Move the embedding of each word without a leading space towards the one with a space.
+
+    A value in JSON has no space before it, the same value in a sentence has one. Copies from one to the other are
+    learned much faster if all such pairs of embeddings differ by about the same vector.
+    """
+    vocabulary = tokenizer.get_vocab()
+    pairs = [
+        (index, vocabulary[SPACE + word])
+        for word, index in vocabulary.items()
+        if word.isalpha() and word.isascii() and SPACE + word in vocabulary
+    ]
+    plain, spaced = (torch.tensor(column) for column in zip(*pairs, strict=True))
+    with torch.no_grad():
+        weight = network.embedding.weight
+        offset = (weight[spaced] - weight[plain]).mean(0)
+        weight[plain] = torch.lerp(weight[plain], weight[spaced] - offset, SPACE_RELATION)
 
 
 def model_config(shape: Shape) -> dict[str, object]:

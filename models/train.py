@@ -17,33 +17,45 @@ from torch.nn import functional as F
 from argosy.models import BUNDLED_MODEL, DRAFT_MODEL
 from models.batches import Batch, Batches
 from models.chat_format import VOCABULARY
-from models.network import BUNDLED_SHAPE, DRAFT_SHAPE, Llama, export, load_weights, rope_tables
+from models.network import (
+    BUNDLED_SHAPE,
+    DRAFT_SHAPE,
+    Llama,
+    export,
+    load_weights,
+    relate_spaced_tokens,
+    rope_tables,
+)
 
 HERE = Path(__file__).resolve().parent
 SHAPES = {"bundled": BUNDLED_SHAPE, "draft": DRAFT_SHAPE}
 FOLDERS = {"bundled": BUNDLED_MODEL, "draft": DRAFT_MODEL}
 VALIDATION_SEED = 1_000_003
-EXPORT_INTERVAL_S = 300.0
-SIZES = ((8, 512), (4, 1024), (8, 512), (8, 512))
+EXPORT_INTERVAL_S = 420.0
+SIZES = ((8, 512),)
 """Batch sizes of the first steps, in turn, as (rows, time)."""
-LONG_SIZES = (
-    (8, 512), (4, 1024), (8, 512), (4, 1024), (2, 2048), (8, 512), (4, 1024), (8, 512), (4, 1024), (1, 4096),
-    (8, 512), (4, 1024), (8, 512), (4, 1024), (2, 2048), (8, 512), (4, 1024), (8, 512), (8, 512), (1, 8192),
-)  # fmt: skip
+LONG_SIZES = tuple(
+    {6: (4, 1024), 13: (2, 2048), 19: (1, 4096), 26: (4, 1024), 33: (2, 2048), 39: (1, 8192)}.get(
+        step, (8, 512)
+    )
+    for step in range(40)
+)
 """Batch sizes of the later steps."""
+PREDICTED_SHARE = 0.5
+"""Share of the tokens of a batch that are predicted. The others are questions and lists of tools."""
 COMPILED_TIME = 1024
 """Longest sequence that is worth a compilation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Number of steps and learning rate schedule. The second half has sequences of up to 8,192 tokens."""
+    """Number of steps and learning rate schedule. The last third has sequences of up to 8,192 tokens."""
 
     steps: int
-    peak: float = 2e-3
+    peak: float = 3e-3
     warm_up: int = 40
-    decay_from: float = 0.5
-    long_from: float = 0.5
+    decay_from: float = 0.65
+    long_from: float = 0.7
 
     def rate(self, step: int) -> float:
         """Return the learning rate: warm-up, plateau, then linear decay to almost zero."""
@@ -66,19 +78,19 @@ class Objective(nn.Module):
         self.teachers = [] if teacher is None else [teacher]
 
     def forward(self, batch: tuple[Tensor, Tensor, Tensor], *tables: Tensor) -> Tensor:
-        """Return the mean loss over the weighted tokens."""
+        """Return the mean loss over the weighted tokens. Only the tokens with the largest weights count."""
         ids, targets, weights = batch
-        logits = self.network(ids, tables[0], tables[1]).float().flatten(0, 1)
-        losses = F.cross_entropy(logits, targets.flatten(), reduction="none")
+        weights, positions = weights.flatten().topk(int(ids.numel() * PREDICTED_SHARE))
+        targets = targets.flatten()[positions]
+        logits = self.network(ids, tables[0], tables[1], positions).float()
+        losses = F.cross_entropy(logits, targets, reduction="none")
         for teacher in self.teachers:
             with torch.no_grad():
-                teacher_probabilities = (
-                    teacher(ids, tables[2], tables[3]).float().flatten(0, 1).softmax(-1)
-                )
+                teacher_logits = teacher(ids, tables[2], tables[3], positions).float()
             losses = 0.3 * losses + 0.7 * F.cross_entropy(
-                logits, teacher_probabilities, reduction="none"
+                logits, teacher_logits.softmax(-1), reduction="none"
             )
-        return (losses * weights.flatten()).sum() / weights.sum()
+        return (losses * weights).sum() / weights.sum()
 
 
 class Learner:
@@ -155,7 +167,7 @@ def parts(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
     return batch.ids, batch.targets, batch.weights
 
 
-def held_out_loss(network: Llama, tokenizer: Tokenizer, count: int = 16) -> float:
+def held_out_loss(network: Llama, tokenizer: Tokenizer, count: int = 4) -> float:
     """Return the weighted loss on text of another seed."""
     batches, size = Batches(tokenizer, VALIDATION_SEED), SIZES[0]
     tables = rope_tables(network.shape, size[1])
@@ -220,20 +232,21 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--start", type=Path, default=None, help="exported model to start from")
     parser.add_argument("--checkpoint", type=Path, default=None, help="file of the checkpoint")
-    parser.add_argument("--peak", type=float, default=2e-3, help="largest learning rate")
+    parser.add_argument("--peak", type=float, default=3e-3, help="largest learning rate")
     parser.add_argument("--teacher", type=Path, default=None, help="exported model to learn from")
     parser.add_argument("--folder", type=Path, default=None, help="folder for the export")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
+    folder = options.folder or FOLDERS[options.model]
     network = Llama(SHAPES[options.model]).bfloat16()
     if options.start is not None:
         load_weights(network, options.start)
+        relate_spaced_tokens(network, Tokenizer.from_file(str(folder / "tokenizer.json")))
     teacher = None
     if options.teacher is not None:
         teacher = Llama(BUNDLED_SHAPE).bfloat16().requires_grad_(requires_grad=False)
         load_weights(teacher, options.teacher)
-    folder = options.folder or FOLDERS[options.model]
     checkpoint = options.checkpoint or HERE / "build" / f"{folder.name}.pt"
     plan = Plan(steps=options.steps, peak=options.peak)
     train(Learner(network), teacher, plan, folder, checkpoint, options.seed)

@@ -123,7 +123,7 @@ def single_turn(tools: list[Tool], rng: Random) -> list[Message]:
         Message("user", vary_request(request, rng)),
         Message("assistant", "", (call,), reasoning),
     ]
-    if rng.random() < 0.35:
+    if rng.random() < 0.6:
         return turn  # the next turn of the user follows at once; the call is what counts
     result = draw_error(rng, tool) if rng.random() < 0.08 else tool.result(rng, call.arguments)
     if result is None:
@@ -194,7 +194,7 @@ def parallel_turn(tools: list[Tool], rng: Random) -> list[Message]:
         + "."
     )
     turn = [Message("user", punctuate(text, rng)), Message("assistant", "", calls, reasoning)]
-    if rng.random() < 0.4:
+    if rng.random() < 0.6:
         return turn
     results = [tool.result(rng, call.arguments) for tool, call in zip(chosen, calls, strict=True)]
     answers = []

@@ -8,6 +8,7 @@ from random import Random
 from models.corpus import copying, lists, numbers, stories, structured, unknown
 from models.corpus.agents import draw_agent_document
 from models.corpus.documents import Document, Message
+from models.corpus.drills import draw_drill
 from models.corpus.long_documents import draw_long_document
 from models.corpus.memory import DIALOGUES
 from models.corpus.noise import vary_typing
@@ -104,27 +105,24 @@ def draw_document(rng: Random, tokens: int) -> Document:
         return draw_long_document(
             rng, rng.randint(tokens // 2, tokens * 9 // 10), draw_chat_exchange
         )
-    if draw < 0.50:
+    if draw < 0.33:
         return draw_conversation(rng)
-    if draw < 0.53:
+    if draw < 0.35:
         return draw_prose(rng)
-    if draw < 0.64:
+    if draw < 0.44:
         return draw_thinking(rng, draw_chat_exchange(rng))
-    if draw < 0.76:
+    if draw < 0.58:
         return draw_schema_document(rng, rng.choice((1, 1, 2)))
-    if tokens > SHORT_TOKENS and draw < 0.82:
-        return draw_long_document(
-            rng, rng.randint(tokens // 3, tokens * 9 // 10), draw_chat_exchange
-        )
-    count = (
-        rng.choice((1, 1, 2, 2, 3)) if tokens <= SHORT_TOKENS else rng.choice((1, 2, 3, 3, 4, 5))
-    )
-    return draw_agent_document(
-        rng,
-        count,
-        rng.randint(2, 4) if tokens <= SHORT_TOKENS else rng.randint(3, 6),
-        draw_chat_exchange,
-    )
+    if draw < 0.76:
+        return draw_drill(rng)
+    if tokens <= SHORT_TOKENS:
+        count, turns = rng.choice((1, 2, 2, 2, 3)), rng.randint(4, 7)
+        return draw_agent_document(rng, count, turns, draw_chat_exchange)
+    if draw < 0.80:
+        size = rng.randint(tokens // 3, tokens * 9 // 10)
+        return draw_long_document(rng, size, draw_chat_exchange)
+    count, turns = rng.choice((1, 2, 3, 3, 4, 5)), rng.randint(3, 6)
+    return draw_agent_document(rng, count, turns, draw_chat_exchange)
 
 
 def generate_documents(seed: int, tokens: int = 512) -> Iterator[Document]:
