@@ -17,8 +17,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from models.chat_format import render
 from models.corpus.chat import generate_documents
-from models.tokenizer import render
 from tokenizers import Tokenizer
 
 from argosy import LLM, SamplingParams

@@ -15,8 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import UNSET
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from argosy import LLM, SamplingParams
+from argosy.engine import CompletionOutput
+from argosy.engine.offline_request_processor import ChatOptions
+from models.chat_format import CALL, CALL_END, THINK_END
 from models.held_out import Case, read_cases
 
 PROBES = Path(__file__).resolve().parent / "data" / "probes.json"
@@ -55,23 +60,12 @@ class Chat:
         )
         return self.complete(prompt)
 
-    def answer_case(self, case: Case) -> Answer:
-        """Return the greedy answer to a held-out case."""
-        prompt = self.tokenizer.apply_chat_template(
-            case.messages,
-            tools=[{"type": "function", "function": tool} for tool in case.tools] or None,
-            add_generation_prompt=True,
-            enable_thinking=case.thinking,
-            tokenize=False,
-        )
-        return self.complete(prompt, case.new_tokens)
-
-    def complete(self, prompt: str, new_tokens: int = MAX_NEW_TOKENS) -> Answer:
+    def complete(self, prompt: str) -> Answer:
         """Return the greedy continuation of a prompt that already has its special tokens."""
         ids = self.tokenizer(prompt, add_special_tokens=False, return_tensors="pt")
         with torch.no_grad():
             out = self.model.generate(
-                **ids, max_new_tokens=new_tokens, max_length=None, do_sample=False
+                **ids, max_new_tokens=MAX_NEW_TOKENS, max_length=None, do_sample=False
             )
         new_ids = out[0, ids["input_ids"].shape[1] :]
         stopped = int(new_ids[-1]) == self.tokenizer.eos_token_id
@@ -128,24 +122,68 @@ def compute_agreement(chat: Chat, draft: Path) -> float:
     return matches / total
 
 
-def run_held_out(chat: Chat, long: int, only: str) -> None:
+def answer_cases(folder: Path, cases: list[Case], threads: int, *, grammar: bool) -> list[Answer]:
+    """Return the greedy answers of Argosy's engine, with or without the grammars of tools and schemas."""
+    llm = LLM(folder, threads=threads, progress="off")
+    answers = []
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    for case in cases:
+        tools = [{"type": "function", "function": tool} for tool in case.tools] or None
+        sampling = SamplingParams(temperature=0.0, max_tokens=case.new_tokens)
+        template = {"enable_thinking": case.thinking}
+        if grammar:
+            options = ChatOptions(chat_template_kwargs=template)
+            if tools:
+                options["tools"] = tools
+            if case.schema:
+                schema = {"name": "answer", "schema": case.schema}
+                options["response_format"] = {"type": "json_schema", "json_schema": schema}
+            (output,) = llm.chat(case.messages, sampling, **options)
+            answers.append(to_answer(output.outputs[0]))
+            continue
+        ids = tokenizer.apply_chat_template(
+            case.messages, tools=tools, add_generation_prompt=True,
+            return_dict=False, **template,
+        )  # fmt: skip
+        (output,) = llm.generate([ids], sampling)
+        choice = output.outputs[0]
+        text = tokenizer.decode(choice.token_ids, skip_special_tokens=True)
+        answers.append(Answer(text, choice.finish_reason == "stop"))
+    return answers
+
+
+def to_answer(choice: CompletionOutput) -> Answer:
+    """Return an answer of the engine in the format of the chat template."""
+    calls = [
+        f'{CALL}\n{{"name": {json.dumps(call.function.name)}, "arguments": {call.function.arguments}}}\n{CALL_END}'
+        for call in choice.tool_calls
+        if call.function is not UNSET
+    ]
+    reasoning = f"{choice.reasoning}{THINK_END}" if choice.reasoning else ""
+    text = reasoning + "\n".join([choice.text, *calls] if choice.text else calls)
+    return Answer(text, choice.finish_reason in {"stop", "tool_calls"})
+
+
+def run_held_out(folder: Path, threads: int, *, long: int, only: str, grammar: bool) -> None:
     """Print the wrong answers to the held-out cases, then the rates by group and score."""
+    cases = [case for case in read_cases(long=long) if only in case.group]
     right: Counter[tuple[str, str]] = Counter()
     total: Counter[tuple[str, str]] = Counter()
-    for case in read_cases(long=long):
-        if only not in case.group:
-            continue
-        reply = chat.answer_case(case)
+    for case, reply in zip(
+        cases, answer_cases(folder, cases, threads, grammar=grammar), strict=True
+    ):
+        wrong = []
         for name, score in case.scores.items():
             is_right = reply.stopped and score(reply.text)
             total[case.group, name] += 1
             right[case.group, name] += is_right
-            if not is_right:
-                asked = case.messages[-1]["content"][-100:]
-                sys.stdout.write(f"miss {case.group}, {name}: {asked!r} -> {reply.text!r}\n")
+            wrong += [] if is_right else [name]
+        if wrong:
+            asked = case.messages[-1]["content"][-100:]
+            sys.stdout.write(f"miss {case.group}, {wrong}: {asked!r} -> {reply.text!r}\n")
     for (group, name), count in total.items():
-        share = right[group, name] / count
-        sys.stdout.write(f"{group:32} {name:7} {right[group, name]:3} / {count:3} {share:6.1%}\n")
+        hits = right[group, name]
+        sys.stdout.write(f"{group:32} {name:7} {hits:3} / {count:3} {hits / count:6.1%}\n")
 
 
 def main() -> int:
@@ -162,6 +200,9 @@ def main() -> int:
     parser.add_argument(
         "--held-out", action="store_true", help="run the cases with tools, schemas and thinking"
     )
+    parser.add_argument(
+        "--grammar", action="store_true", help="constrain held-out answers, as the server does"
+    )
     parser.add_argument("--long", type=int, default=0, help="held-out cases per long context")
     parser.add_argument(
         "--only", default="", help="text in the names of the held-out groups to run"
@@ -169,6 +210,15 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    if options.held_out:
+        run_held_out(
+            options.folder,
+            options.threads,
+            long=options.long,
+            only=options.only,
+            grammar=options.grammar,
+        )
+        return 0
     chat = Chat(options.folder)
     for asked in options.ask:
         reply = chat.answer([{"role": "user", "content": asked}])
@@ -176,9 +226,6 @@ def main() -> int:
     if options.draft:
         sys.stdout.write(f"agreement {compute_agreement(chat, options.draft):.1%}\n")
     if options.ask or options.draft:
-        return 0
-    if options.held_out:
-        run_held_out(chat, options.long, options.only)
         return 0
     right: Counter[str] = Counter()
     total: Counter[str] = Counter()

@@ -35,6 +35,7 @@ class Case:
     messages: list[dict[str, Any]]
     scores: dict[str, Callable[[str], bool]]
     tools: list[dict[str, Any]] = field(default_factory=list)
+    schema: dict[str, Any] | None = None
     thinking: bool = False
     new_tokens: int = 200
 
@@ -190,8 +191,10 @@ def other_cases(content: dict[str, Any]) -> Iterator[Case]:
             "JSON by schema in system",
             [{"role": "system", "content": asked}, user(case["text"])],
             scores,
+            schema=case["schema"],
         )
-        yield Case("JSON by schema in user", [user(f"{case['text']}\n\n{asked}")], scores)
+        asked = f"{case['text']}\n\n{asked}"
+        yield Case("JSON by schema in user", [user(asked)], scores, schema=case["schema"])
     rng = Random(99_991)
     for index in range(40):
         question, _, answer = PUZZLES[index % len(PUZZLES)](rng)
@@ -214,7 +217,7 @@ def long_cases(content: dict[str, Any], length: int, count: int) -> Iterator[Cas
             generate_tool(rng).definition for _ in range(length * 8 // 10 // _TOKENS_PER_TOOL)
         ]
         others.insert(index * len(others) // max(1, count - 1), entry["tool"])
-        scores = expect_calls([entry["tool"]], [(entry["tool"]["name"], case["arguments"])])
+        scores = expect_calls(others, [(entry["tool"]["name"], case["arguments"])])
         yield Case(f"call, {length} tokens of tools", [user(case["ask"])], scores, others)
     for _ in range(count):
         document = draw_retrieval(rng, length * 9 // 10)

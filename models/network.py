@@ -194,8 +194,8 @@ def load_weights(network: Llama, folder: Path) -> None:
 def relate_spaced_tokens(network: Llama, tokenizer: Tokenizer) -> None:
     """Move the embedding of each word without a leading space towards the one with a space.
 
-    A value in JSON has no space before it, the same value in a sentence has one. Copies from one to the other are
-    learned much faster if all such pairs of embeddings differ by about the same vector.
+    A value in JSON has no space before it, the same value in a sentence has one. A copy from one to the other is simple
+    if all such pairs of embeddings differ by about the same vector.
     """
     vocabulary = tokenizer.get_vocab()
     pairs = [
