@@ -196,7 +196,7 @@ def test_queued_tokens_are_reported_as_zero_after_abort(core: EngineCore) -> Non
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"prompt": [5] * 3000}, "exceed"),
+        ({"prompt": [5] * 9000}, "exceed"),
         ({"params": msgspec.structs.replace(GREEDY, max_tokens=10_000)}, "exceed"),
     ],
 )

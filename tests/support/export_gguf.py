@@ -29,10 +29,16 @@ def export(folder: Path, path: Path) -> None:
 
 def _tokenizer(writer: gguf.GGUFWriter, folder: Path, config: dict[str, Any]) -> None:
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
-    vocabulary = sorted(tokenizer["model"]["vocab"].items(), key=lambda item: item[1])
-    special = {added["id"] for added in tokenizer["added_tokens"]}
+    added = {entry["content"]: entry for entry in tokenizer["added_tokens"]}
+    ids = tokenizer["model"]["vocab"] | {text: entry["id"] for text, entry in added.items()}
+    vocabulary = sorted(ids.items(), key=lambda item: item[1])
     kinds = [
-        gguf.TokenType.CONTROL if i in special else gguf.TokenType.NORMAL for _, i in vocabulary
+        gguf.TokenType.NORMAL
+        if text not in added
+        else gguf.TokenType.CONTROL
+        if added[text]["special"]
+        else gguf.TokenType.USER_DEFINED
+        for text, _ in vocabulary
     ]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("starcoder")  # digits one by one, then GPT-2's pattern

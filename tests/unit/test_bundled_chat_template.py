@@ -20,13 +20,17 @@ WEATHER = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
     },
 }
+RESULT = [{"type": "text", "text": "18"}]
 LINE = json.dumps(WEATHER["function"])
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln"}}\n</tool_call>'
 
 
 def call(arguments: object, **message: Any) -> dict[str, Any]:  # noqa: ANN401 - fields of a message
     function = {"name": "get_weather", "arguments": arguments}
-    return {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]} | message
+    return {
+        "role": "assistant",
+        "tool_calls": [{"type": "function", "function": function}],
+    } | message
 
 
 def render(messages: list[dict[str, Any]], **variables: Any) -> str:  # noqa: ANN401 - as templates take them
@@ -66,7 +70,7 @@ def render(messages: list[dict[str, Any]], **variables: Any) -> str:  # noqa: AN
             id="call with a text and content",
         ),
         pytest.param(
-            [USER, call({"city": "Köln"}), {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "18"}]}],
+            [USER, call({"city": "Köln"}), {"role": "tool", "tool_call_id": "1", "content": RESULT}],
             f"<|user|>Weather?<|end|><|assistant|>{CALL}<|end|><|tool|>18<|end|>",
             id="result",
         ),
