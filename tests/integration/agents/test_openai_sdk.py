@@ -184,8 +184,11 @@ def allowed(mode: Literal["auto", "required"], *tools: Any) -> dict[str, Any]:  
         (allowed("required", TIME, QUERY), {"get_time", "run_query"}, {"tool_calls"}),
         (allowed("auto", WEATHER), {"get_weather", None}, {"stop", "length", "tool_calls"}),
     ],
-    ids=str,
-)
+    ids=(
+        "none", "auto", "required", "named-function", "named-custom", "allowed-one",
+        "allowed-two", "allowed-auto",
+    ),
+)  # fmt: skip
 async def test_tool_choice_decides_which_tools_are_called(
     client: Client, tool_choice: object, names: set[str | None], finish_reasons: set[str]
 ) -> None:

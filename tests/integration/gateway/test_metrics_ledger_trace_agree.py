@@ -425,7 +425,8 @@ async def test_usage_metrics_and_traces_agree_for_random_requests(
                     **{trace_dict["status"]: 1},
                 )
                 tokens = record.input_tokens, record.cached_tokens, record.output_tokens
-                assert tuple(trace_dict["tokens"].values()) == tokens
+                # Reasoning tokens follow where the model may reason. They are part of the output.
+                assert tuple(trace_dict["tokens"].values())[:3] == tokens
                 assert result.usage in {None, (record.input_tokens, record.output_tokens)}
                 assert record.status == trace_dict["status"]
                 assert (
