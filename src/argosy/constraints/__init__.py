@@ -4,7 +4,7 @@ The gateway and the replica share this package, so both refuse the same schemas.
 the constraint of a request, in every spelling that clients use. The function `schema_grammar` compiles one JSON schema,
 also for the parameters of a tool. Both return an `OutputConstraint`, whose grammar text is all that an engine needs.
 The function `check_grammar` compiles such a text as an engine would. The function `validate_document` checks a finished
-document against the parts of a schema that the grammar does not enforce. Engines use the same `PARSER_LIMITS`.
+document against the parts of a schema that the grammar does not enforce.
 """
 
 from argosy.constraints.document_validation import validate_document

@@ -41,7 +41,7 @@ MAX_RULES = 500
 """Rules of one grammar from a request."""
 
 PARSER_LIMITS = LLParserLimits(initial_lexer_fuel=300_000, verbose_errors=False)
-"""Limits for every use of a grammar, here and in engines.
+"""Limits for grammars that are checked without a tokenizer. The engine has limits of its own, for its masks too.
 
 The fuel bounds the first mask of `((a{100}){100}){100}` to 0.3 s and 50 MB (1.6 s and 165 MB with the library's
 default). Errors do not contain the text of the request.

@@ -29,8 +29,6 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """Time to compile the grammar; 0 if it was cached. None without a grammar."""
     masked_steps: Count = 0
     """Tokens that were sampled under a grammar's mask."""
-    mask_ms: Milliseconds = 0.0
-    """Total time to fill these masks."""
     reasoning_tokens: Count | None = None
     """Output tokens inside reasoning blocks, including resumed ones. None if the output has no reasoning block."""
     tool_calls: Count = 0

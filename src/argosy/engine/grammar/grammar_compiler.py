@@ -31,6 +31,7 @@ MAX_GRAMMAR_BYTES = 512 << 10
 LIMITS = LLParserLimits(
     max_items_in_row=2000,
     step_max_items=20_000,
+    initial_lexer_fuel=300_000,
     step_lexer_fuel=200_000,
     max_lexer_states=100_000,
     max_grammar_size=100_000,
