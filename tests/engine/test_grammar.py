@@ -514,13 +514,3 @@ def test_siblings_of_held_request_share_its_prompt() -> None:
         ],
     )
     assert all(outputs[str(i)].cached_tokens == len(request.prompt) - 1 for i in (1, 2, 3))
-
-
-def test_first_delta_reports_wait_for_grammar(core: EngineCore) -> None:
-    core.add(create_request("a", grammar=lark('start: "fresh"')))
-    waits = [delta.grammar_wait_s for delta in core.step().deltas]
-    while core.has_work:
-        waits += [delta.grammar_wait_s for delta in core.step().deltas]
-    assert waits[0] is not None
-    assert waits[0] >= 0
-    assert set(waits[1:]) == {None}

@@ -98,4 +98,4 @@ async def test_killed_core_continues_constrained_outputs(
         assert [token for delta in deltas for token in delta.tokens] == expected
         assert sum(len(delta.logprobs) for delta in deltas) == len(expected)
         assert deltas[-1].finish_reason in ("stop", "length")
-        assert len([d for d in deltas if d.grammar_wait_s is not None]) == 1
+        assert len([d for d in deltas if d.queue_s is not None]) == 1

@@ -9,10 +9,10 @@ document against the parts of a schema that the grammar does not enforce.
 
 from argosy.constraints.document_validation import validate_document
 from argosy.constraints.grammar_check import check_grammar
-from argosy.constraints.limits import PARSER_LIMITS
+from argosy.constraints.limits import MAX_GRAMMAR_TEXT_BYTES, PARSER_LIMITS
 from argosy.constraints.output_constraint import JsonWhitespace, OutputConstraint, Relaxation
 from argosy.constraints.request_constraint import read_constraint
-from argosy.constraints.schema_grammar import ANSWER_WHITESPACE, schema_grammar
+from argosy.constraints.schema_compiler import ANSWER_WHITESPACE, schema_grammar
 from argosy.constraints.tools import (
     CUSTOM_INPUT,
     TOOL_FIELDS,
@@ -25,6 +25,7 @@ from argosy.constraints.tools import (
 __all__ = [
     "ANSWER_WHITESPACE",
     "CUSTOM_INPUT",
+    "MAX_GRAMMAR_TEXT_BYTES",
     "PARSER_LIMITS",
     "TOOL_FIELDS",
     "JsonWhitespace",

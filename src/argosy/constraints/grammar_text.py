@@ -14,8 +14,8 @@ from argosy.constraints.library_errors import shorten_error
 from argosy.constraints.limits import MAX_GRAMMAR_BYTES, MAX_RULES
 from argosy.constraints.output_constraint import OutputConstraint, encode_grammar
 from argosy.constraints.pattern_translator import PatternError, translate_pattern
+from argosy.constraints.schema_compiler import schema_grammar
 from argosy.constraints.schema_errors import invalid_grammar
-from argosy.constraints.schema_grammar import schema_grammar
 
 LITERAL = re.compile(
     r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|//[^\n]*|#[^\n]*|(?P<json>%json\b\s*)|(?P<colon>:)|(?P<name>@[\w-]+)'

@@ -12,8 +12,8 @@ MAX_SCHEMA_BYTES = 65_536
 """Size of one JSON schema."""
 MAX_GRAMMAR_BYTES = 65_536
 """Size of one grammar, regular expression or list of choices from a request."""
-MAX_GRAMMAR_TEXT_BYTES = 4 * 2**20
-"""Size of the whole grammar of a request, with all its tools."""
+MAX_GRAMMAR_TEXT_BYTES = 512 << 10
+"""Size of the whole grammar of a request, with all its tools. The engine has the same limit."""
 MAX_SCHEMA_DEPTH = 48
 """Nesting of subschemas within one schema."""
 MAX_COMPILED_DEPTH = 100

@@ -13,8 +13,8 @@ from typing import Any
 from argosy.constraints.grammar_text import compile_grammars, regex_terminal, rewrite_user_grammar
 from argosy.constraints.limits import MAX_SCHEMA_DEPTH
 from argosy.constraints.output_constraint import OutputConstraint
+from argosy.constraints.schema_compiler import schema_grammar
 from argosy.constraints.schema_errors import invalid_grammar, quote
-from argosy.constraints.schema_grammar import schema_grammar
 from argosy.protocol import ApiError
 
 ANY_TEXT = "(?s:.*)"

@@ -13,6 +13,8 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
+from argosy.constraints import MAX_GRAMMAR_TEXT_BYTES
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -27,7 +29,6 @@ MAX_UNSHARED_COMPILE_S = 0.1
 """Longest compilation that is repeated while a batch waits."""
 TRIAL_STEPS = 2
 """Masks that are computed when a grammar is compiled, because some grammars fail only then."""
-MAX_GRAMMAR_BYTES = 512 << 10
 LIMITS = LLParserLimits(
     max_items_in_row=2000,
     step_max_items=20_000,
@@ -182,8 +183,10 @@ def _compile(tokenizer: GrammarTokenizer, text: str) -> LLMatcher:
     Raises:
         GrammarError: The grammar is invalid or exceeds the limits.
     """
-    if len(text) > MAX_GRAMMAR_BYTES:
-        raise GrammarError(f"its {len(text)} characters exceed the limit of {MAX_GRAMMAR_BYTES}")
+    if len(text) > MAX_GRAMMAR_TEXT_BYTES:
+        raise GrammarError(
+            f"its {len(text)} characters exceed the limit of {MAX_GRAMMAR_TEXT_BYTES}"
+        )
     prototype = _create_matcher(tokenizer, text)
     matcher = prototype.deep_copy()
     mask = allocate_token_bitmask(1, tokenizer.native.vocab_size)

@@ -78,8 +78,6 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Names of the prompt's first full KV blocks (`protocol.kv`), if they are cached. Set on the first delta."""
     error_code: str | None = None
     """Code of `error` from `protocol.ERROR_CODES`. None stands for `engine_error`."""
-    grammar_wait_s: float | None = None
-    """Part of `queue_s` for which the request waited for its grammar. Set on the first delta if it has one."""
 
 
 class CoreStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

@@ -160,11 +160,9 @@ class EngineCore:
             return
         grammar = self._grammars.submit(request.params.grammar)
         self._held.add(HeldRequest(request, grammar, now, now + self._timeout_s(request)))
-        self._queue_compiled_requests(now)
+        self._queue_compiled_requests()
 
-    def _queue_request(
-        self, request: EngineRequest, arrived_at: float, grammar_wait_s: float | None = None
-    ) -> None:
+    def _queue_request(self, request: EngineRequest, arrived_at: float) -> None:
         params = request.params
         seq = self.scheduler.add(
             id=request.id,
@@ -180,16 +178,16 @@ class EngineCore:
             timeout_s=self._timeout_s(request),
             parent_id=request.parent_id,
         )
-        self._delta_builder.add_request(seq, grammar_wait_s)
+        self._delta_builder.add_request(seq)
 
-    def _queue_compiled_requests(self, now: float) -> None:
+    def _queue_compiled_requests(self) -> None:
         """Queue the held requests whose grammar is ready. End those whose grammar was refused."""
         for held in self._held.pop_ready():
             request = held.request
             error = held.grammar.exception()
             if error is None:
                 self._grammars_in_use[request.id] = held.grammar.result()
-                self._queue_request(request, held.arrived_at, now - held.arrived_at)
+                self._queue_request(request, held.arrived_at)
                 continue
             if not isinstance(error, ValueError):
                 log.error("grammar_compilation_failed", request=request.id, error=repr(error))
@@ -268,7 +266,7 @@ class EngineCore:
             Delta(id=request_id, finish_reason="timeout")
             for request_id in self._held.pop_expired(now)
         ]
-        self._queue_compiled_requests(now)
+        self._queue_compiled_requests()
 
     def _collect_step(self) -> list[Delta]:
         """Wait for the oldest step in flight and commit its result."""

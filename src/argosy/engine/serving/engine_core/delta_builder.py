@@ -29,16 +29,12 @@ class DeltaBuilder:
         self.generated_tokens_total = 0
         self._without_delta: set[str] = set()
         """Requests that have had no delta yet."""
-        self._grammar_waits_s: dict[str, float] = {}
-        """Seconds that constrained requests without a delta waited for their grammar, by request id."""
         self._reported_prompt_logprobs: dict[str, int] = {}
         """Number of prompt positions whose log-probabilities were sent, by request id."""
 
-    def add_request(self, seq: Sequence, grammar_wait_s: float | None = None) -> None:
-        """Register a queued request, which has waited `grammar_wait_s` for its grammar if it has one."""
+    def add_request(self, seq: Sequence) -> None:
+        """Register a queued request."""
         self._without_delta.add(seq.id)
-        if grammar_wait_s is not None:
-            self._grammar_waits_s[seq.id] = grammar_wait_s
         if seq.params.prompt_logprobs is not None:
             self._reported_prompt_logprobs[seq.id] = 0
 
@@ -82,7 +78,6 @@ class DeltaBuilder:
             cached_tokens=seq.hit_tokens if is_first else None,
             queue_s=_queue_s(seq) if is_first else None,
             prompt_block_names=self._prompt_block_names(seq) if is_first else b"",
-            grammar_wait_s=self._grammar_waits_s.pop(seq.id, None) if is_first else None,
         )
 
     def build_final_delta(
@@ -111,7 +106,6 @@ class DeltaBuilder:
             queue_s=_queue_s(seq) if is_first else None,
             prompt_block_names=self._prompt_block_names(seq) if is_first else b"",
             error_code=None if failure is None else failure.code,
-            grammar_wait_s=self._grammar_waits_s.pop(seq.id, None) if is_first else None,
         )
 
     def _mark_started(self, seq: Sequence) -> bool:

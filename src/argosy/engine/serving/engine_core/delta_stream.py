@@ -103,7 +103,6 @@ class DeltaStream:
             queue_s=None if had_delta else delta.queue_s,
             prompt_block_names=b"" if had_delta else delta.prompt_block_names,
             error_code=delta.error_code,
-            grammar_wait_s=None if had_delta else delta.grammar_wait_s,
         )
         pending = self._pending
         self._pending = delta if pending is None else _merge(pending, delta)
