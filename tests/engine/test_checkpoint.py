@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,12 @@ CONFIG: dict[str, Any] = {
     "eos_token_id": 7,
     "torch_dtype": "bfloat16",
 }
+
+
+LLAMA_3_ROPE = {"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}
+LONG_ROPE = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0] * 4}
+MIXTRAL = {"architectures": ["MixtralForCausalLM"]}
+GEMMA = {"architectures": ["Gemma2ForCausalLM"]}
 
 
 def write_config(path: Path, **changes: object) -> Path:
@@ -225,8 +232,43 @@ def test_other_format_is_rejected_with_remedy(model: Path) -> None:
         ({"layer_types": ["sliding_attention", "full_attention"]}, "sliding_window"),
         ({"layer_types": ["linear_attention"] * 2}, "layer_types"),
         ({"use_bidirectional_attention": True}, "cannot generate"),
+        # values that cannot be right
+        ({"rms_norm_eps": -1e-5}, r"config\.json: rms_norm_eps is -1e-05"),
+        ({"rms_norm_eps": math.inf}, "rms_norm_eps is inf"),
+        ({"rms_norm_eps": math.nan}, "rms_norm_eps is nan"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps is 1000.*finite"),
+        ({"rope_theta": 0}, "rope_theta is 0"),
+        ({"rope_theta": -1.0}, r"rope_theta is -1\.0"),
+        ({"rope_parameters": {"rope_theta": 0.0}}, r"rope_theta is 0\.0"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor is 0"),
+        ({"rope_scaling": {"type": "yarn", "factor": -2}}, "factor is -2"),
+        (
+            {"rope_scaling": LLAMA_3_ROPE | {"high_freq_factor": 1}},
+            "high_freq_factor is 1; it must be a number above 1",
+        ),
+        ({"rope_scaling": LLAMA_3_ROPE | {"original_max_position_embeddings": -5}}, "original_max"),
+        ({"rope_scaling": LONG_ROPE | {"long_factor": [1.0, 0, 1, 1]}}, "long_factor"),
+        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ({"hidden_size": -32}, "hidden_size is -32"),
+        ({"hidden_size": 30}, "hidden_size is 30; it must be a multiple of the 4 attention heads"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0"),
+        ({"num_key_value_heads": -2}, "num_key_value_heads is -2"),
+        ({"head_dim": -8}, "head_dim is -8"),
+        ({"head_dim": 7}, "head_dim is 7"),
+        ({"intermediate_size": 0}, "intermediate_size is 0"),
+        ({"vocab_size": 0}, "vocab_size is 0"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings is 0"),
+        ({"eos_token_id": 40}, "eos_token_id is 40.*below the vocab_size 40"),
+        ({"eos_token_id": [7, -1]}, "eos_token_id"),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 0}, "sliding_window is 0"),
+        (MIXTRAL | {"num_experts_per_tok": 9}, "num_experts_per_tok is 9"),
+        (MIXTRAL | {"num_local_experts": 10**9}, "num_local_experts is 1000000000"),
+        (GEMMA | {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0"),
+        (GEMMA | {"final_logit_softcapping": -30.0}, "final_logit_softcapping is -30"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:80],
 )
 def test_unsupported_config_is_rejected(
     tmp_path: Path, changes: dict[str, object], message: str

@@ -33,6 +33,10 @@ _TOP_LEVEL_KEYS = (
     "tie_word_embeddings",
 )
 """Keys that a multimodal model may have next to its `text_config`."""
+MAX_LAYERS = 1024
+"""Largest accepted number of layers. Larger numbers are mistakes, and would take hours to build."""
+MAX_EXPERTS = 8192
+"""Largest accepted number of experts of a layer."""
 _DTYPES = {"float32", "float16", "bfloat16"}
 
 
@@ -80,12 +84,15 @@ def _reject_unsupported(config: CheckpointConfig, family: ModelFamily) -> None:
 
 def _eos_token_ids(path: Path, config: CheckpointConfig) -> tuple[int, ...]:
     """Return the end-of-sequence token ids of generation_config.json, or else of config.json."""
+    vocab_size = config.integer("vocab_size")
     file = path / "generation_config.json"
     if file.is_file():
-        token_ids = CheckpointConfig(file, read_json(file), {}).token_ids("eos_token_id")
+        token_ids = CheckpointConfig(file, read_json(file), {}).token_ids(
+            "eos_token_id", vocab_size
+        )
         if token_ids:
             return token_ids
-    return config.token_ids("eos_token_id")
+    return config.token_ids("eos_token_id", vocab_size)
 
 
 def _build_architecture(
@@ -95,7 +102,10 @@ def _build_architecture(
     kv_heads = config.optional_integer("num_key_value_heads") or heads
     if heads % kv_heads:
         raise config.error("num_key_value_heads", f"a divisor of the {heads} attention heads")
-    head_dim = config.optional_integer("head_dim") or hidden // heads
+    head_dim = config.optional_integer("head_dim")
+    if head_dim is None and hidden % heads:
+        raise config.error("hidden_size", f"a multiple of the {heads} attention heads")
+    head_dim = head_dim or hidden // heads
     ropes = parse_ropes(config, head_dim)
     moe = _build_moe(family, config)
     layer_architectures = _build_layers(family, config, ropes, moe)
@@ -114,11 +124,11 @@ def _build_architecture(
         vocab_size=config.integer("vocab_size"),
         max_model_len=max_supported_len(config, ropes),
         eos_token_ids=eos_token_ids,
-        bos_token_id=config.optional_integer("bos_token_id"),
+        bos_token_id=config.optional_integer("bos_token_id", minimum=0),
         dtype=dtype if dtype in _DTYPES else "float32",
         activation=_activation(family, config),
         norm_kind=family.norm_kind,
-        norm_eps=config.number("rms_norm_eps"),
+        norm_eps=config.number("rms_norm_eps", exclusive=False),
         norm_positions=family.norm_positions,
         qk_norm=family.qk_norm,
         qkv_bias=has_attention_bias or family.attention_bias == "qkv",
@@ -156,10 +166,12 @@ def _build_moe(family: ModelFamily, config: CheckpointConfig) -> MoeArchitecture
     if family.moe_style is None:
         return None
     is_qwen = family.moe_style == "qwen"
-    num_experts = config.optional_integer("num_local_experts")
+    num_experts = config.optional_integer(
+        "num_local_experts", maximum=MAX_EXPERTS
+    ) or config.integer("num_experts", maximum=MAX_EXPERTS)
     return MoeArchitecture(
-        num_experts=num_experts or config.integer("num_experts"),
-        num_experts_per_token=config.integer("num_experts_per_tok"),
+        num_experts=num_experts,
+        num_experts_per_token=config.integer("num_experts_per_tok", maximum=num_experts),
         intermediate_size=config.integer(
             "moe_intermediate_size" if is_qwen else "intermediate_size"
         ),
@@ -174,7 +186,7 @@ def _build_layers(
     ropes: tuple[RopeParams, ...],
     moe: MoeArchitecture | None,
 ) -> tuple[LayerArchitecture, ...]:
-    count = config.integer("num_hidden_layers")
+    count = config.integer("num_hidden_layers", maximum=MAX_LAYERS)
     window = _sliding_window(family, config)
     types = config.strings("layer_types") or _layer_types(family, config, count, window)
     unknown = set(types) - {"full_attention", "sliding_attention"}
@@ -210,7 +222,7 @@ def _layer_types(
     period = count + 1
     if window is not None and family.sliding_windows != "none":
         is_upper = family.sliding_windows == "upper" and family.moe_style is None
-        first_sliding = config.integer("max_window_layers") if is_upper else 0
+        first_sliding = config.integer("max_window_layers", minimum=0) if is_upper else 0
         period = (
             config.integer("sliding_window_pattern")
             if family.sliding_windows == "pattern"

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+
+MAX_INTEGER = 2**31 - 1
+"""Largest accepted integer. No size of a model comes near it."""
+MAX_QUOTED_CHARS = 80
+"""Maximum number of characters of a value that an error message quotes."""
 
 
 def read_json(path: Path) -> dict[str, object]:
@@ -50,45 +57,57 @@ class CheckpointConfig:
             raise self.error(key, "an object")
         return dict(value)
 
-    def integer(self, key: str) -> int:
-        """Return a required integer."""
-        value = self.optional_integer(key)
+    def integer(self, key: str, minimum: int = 1, maximum: int = MAX_INTEGER) -> int:
+        """Return a required integer from `minimum` to `maximum`."""
+        value = self.optional_integer(key, minimum, maximum)
         if value is None:
-            raise self.error(key, "a whole number")
+            raise self.error(key, f"a whole number from {minimum} to {maximum}")
         return value
 
-    def optional_integer(self, key: str) -> int | None:
-        """Return an integer, or None if absent."""
+    def optional_integer(
+        self, key: str, minimum: int = 1, maximum: int = MAX_INTEGER
+    ) -> int | None:
+        """Return an integer from `minimum` to `maximum`, or None if absent."""
         value = self.get(key)
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int):
             raise self.error(key, "a whole number")
+        if not minimum <= value <= maximum:
+            raise self.error(key, f"a whole number from {minimum} to {maximum}")
         return value
 
-    def number(self, key: str) -> float:
-        """Return a required number."""
-        value = self.optional_number(key)
+    def number(self, key: str, minimum: float = 0.0, *, exclusive: bool = True) -> float:
+        """Return a required finite number above `minimum`, or from `minimum` on if it is not exclusive."""
+        value = self.optional_number(key, minimum, exclusive=exclusive)
         if value is None:
             raise self.error(key, "a number")
         return value
 
-    def optional_number(self, key: str) -> float | None:
-        """Return a number, or None if absent."""
+    def optional_number(
+        self, key: str, minimum: float = 0.0, *, exclusive: bool = True
+    ) -> float | None:
+        """Return a finite number above `minimum` (from it on, if not exclusive), or None if absent."""
         value = self.get(key)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.error(key, "a number")
-        return float(value)
+        number = _to_finite(value)
+        if number is None:
+            raise self.error(key, "a finite number")
+        if number < minimum or (exclusive and number == minimum):
+            bound = f"above {minimum:g}" if exclusive else f"of at least {minimum:g}"
+            raise self.error(key, f"a number {bound}")
+        return number
 
     def numbers(self, key: str) -> tuple[float, ...]:
-        """Return a list of numbers, empty if absent."""
+        """Return a list of finite numbers, empty if absent."""
         value = self.get(key)
         items = [] if value is None else value
-        if not isinstance(items, list) or not all(isinstance(i, int | float) for i in items):
-            raise self.error(key, "a list of numbers")
-        return tuple(float(item) for item in items)
+        numbers = [_to_finite(item) for item in items] if isinstance(items, list) else [None]
+        finite = tuple(number for number in numbers if number is not None)
+        if len(finite) < len(numbers):
+            raise self.error(key, "a list of finite numbers")
+        return finite
 
     def strings(self, key: str) -> tuple[str, ...]:
         """Return a list of strings, empty if absent."""
@@ -98,12 +117,17 @@ class CheckpointConfig:
             raise self.error(key, "a list of strings")
         return tuple(items)
 
-    def token_ids(self, key: str) -> tuple[int, ...]:
+    def token_ids(self, key: str, vocab_size: int) -> tuple[int, ...]:
         """Return one token id or a list of them as a tuple, empty if absent."""
         value = self.get(key)
         items = [] if value is None else value if isinstance(value, list) else [value]
-        if not all(isinstance(item, int) for item in items):
-            raise self.error(key, "a token id or a list of them")
+        if not all(
+            isinstance(item, int) and not isinstance(item, bool) and 0 <= item < vocab_size
+            for item in items
+        ):
+            raise self.error(
+                key, f"a token id or a list of them, each below the vocab_size {vocab_size}"
+            )
         return tuple(items)
 
     def string(self, key: str) -> str | None:
@@ -126,5 +150,17 @@ class CheckpointConfig:
 
     def error(self, key: str, expected: str) -> ValueError:
         """Build the error for a missing or invalid value."""
-        found = "is missing" if self.get(key) is None else f"is {self.get(key)!r}"
+        value = repr(self.get(key))
+        found = "is missing" if self.get(key) is None else f"is {value[:MAX_QUOTED_CHARS]}"
         return ValueError(f"{self.path}: {key} {found}; it must be {expected}")
+
+
+def _to_finite(value: object) -> float | None:
+    """Return the value as a float, or None if it is not a finite number."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:  # an integer beyond the range of floats
+        return None
+    return number if math.isfinite(number) else None

@@ -24,7 +24,7 @@ def parse_ropes(config: CheckpointConfig, head_dim: int) -> tuple[RopeParams, ..
         ValueError: The rope is unsupported or inconsistent.
     """
     rope_parameters = config.section("rope_parameters")
-    local_theta = config.optional_number("rope_local_base_freq")
+    local_theta = config.optional_number("rope_local_base_freq", 1.0)
     if any(name in rope_parameters for name in _LAYER_TYPES):
         full, sliding = (config.with_values(rope_parameters).section(name) for name in _LAYER_TYPES)
         sections = [full, {"rope_theta": local_theta} | sliding]
@@ -45,7 +45,7 @@ def max_supported_len(config: CheckpointConfig, ropes: tuple[RopeParams, ...]) -
 def _parse_rope(config: CheckpointConfig, section: dict[str, object], head_dim: int) -> RopeParams:
     rope = config.with_values(section)
     kind = _rope_kind(config, rope)
-    theta = rope.optional_number("rope_theta") or config.number("rope_theta")
+    theta = rope.optional_number("rope_theta", 1.0) or config.number("rope_theta", 1.0)
     stated_max_len = config.integer("max_position_embeddings")
     original_max_len = (
         config.optional_integer("original_max_position_embeddings")
@@ -58,6 +58,7 @@ def _parse_rope(config: CheckpointConfig, section: dict[str, object], head_dim: 
             raise rope.error("factor", f"a number, for rope type {kind}")
         factor = stated_max_len / original_max_len if kind in ("yarn", "longrope") else 1.0
     rotary_dim = _rotary_dim(config, rope, head_dim)
+    low_freq_factor = rope.optional_number("low_freq_factor") or 1.0
     params = RopeParams(
         kind=kind,
         theta=theta,
@@ -65,8 +66,8 @@ def _parse_rope(config: CheckpointConfig, section: dict[str, object], head_dim: 
         original_max_len=original_max_len,
         factor=factor,
         attention_factor=_attention_factor(rope, kind, factor, original_max_len),
-        low_freq_factor=rope.optional_number("low_freq_factor") or 1.0,
-        high_freq_factor=rope.optional_number("high_freq_factor") or 4.0,
+        low_freq_factor=low_freq_factor,
+        high_freq_factor=rope.optional_number("high_freq_factor", low_freq_factor) or 4.0,
         beta_fast=rope.optional_number("beta_fast") or 32.0,
         beta_slow=rope.optional_number("beta_slow") or 1.0,
         round_bounds=rope.get("truncate") is not False,
@@ -75,8 +76,8 @@ def _parse_rope(config: CheckpointConfig, section: dict[str, object], head_dim: 
     )
     if kind == "longrope":
         for key, factors in (("short", params.short_factors), ("long", params.long_factors)):
-            if len(factors) != rotary_dim // 2:
-                raise rope.error(f"{key}_factor", f"a list of {rotary_dim // 2} numbers")
+            if len(factors) != rotary_dim // 2 or min(factors) <= 0:
+                raise rope.error(f"{key}_factor", f"a list of {rotary_dim // 2} numbers above 0")
     return params
 
 
@@ -93,12 +94,18 @@ def _rope_kind(config: CheckpointConfig, rope: CheckpointConfig) -> RopeKind:
 
 
 def _rotary_dim(config: CheckpointConfig, rope: CheckpointConfig, head_dim: int) -> int:
-    fraction = rope.optional_number("partial_rotary_factor")
-    fraction = fraction or config.optional_number("partial_rotary_factor") or 1.0
-    rotary_dim = int(head_dim * fraction)
-    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
-        raise config.error("partial_rotary_factor", f"such that {head_dim} of it is even")
-    return rotary_dim
+    stated_by = rope if rope.get("partial_rotary_factor") is not None else config
+    fraction = stated_by.optional_number("partial_rotary_factor")
+    rotary_dim = int(head_dim * (1.0 if fraction is None else fraction))
+    if rotary_dim % 2 == 0 and 0 < rotary_dim <= head_dim:
+        return rotary_dim
+    if fraction is None:
+        raise ValueError(
+            f"{config.path}: head_dim is {head_dim}; it must be even, because pairs of elements are rotated"
+        )
+    raise stated_by.error(
+        "partial_rotary_factor", f"at most 1, and an even part of the head_dim {head_dim}"
+    )
 
 
 def _attention_factor(
@@ -112,8 +119,8 @@ def _attention_factor(
         return 1.0
     if kind == "longrope":
         return math.sqrt(1 + math.log(factor) / math.log(original_max_len))
-    mscale = rope.optional_number("mscale")
-    mscale_all = rope.optional_number("mscale_all_dim")
+    mscale = rope.optional_number("mscale", exclusive=False)
+    mscale_all = rope.optional_number("mscale_all_dim", exclusive=False)
     if mscale and mscale_all:
         return (0.1 * mscale * math.log(factor) + 1) / (0.1 * mscale_all * math.log(factor) + 1)
     return 0.1 * math.log(factor) + 1
