@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import structlog
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -192,6 +194,71 @@ def test_tensor_of_wrong_shape_is_reported(model: Path, shape: tuple[int, ...]) 
     save_file(tensors, model / "model.safetensors")
     with pytest.raises(ValueError, match=r"self_attn\.v_proj\.weight \[.*model\.safetensors"):
         load_model(model)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.0.self_attn.q_proj.bias",
+        "model.layers.1.mlp.down_proj.bias",
+        "model.layers.2.input_layernorm.weight",
+        "model.layers.0.self_attn.sinks",
+        "model.layers.0.self_attn.q_norm.weight",
+        "lm_head.bias",
+    ],
+)
+def test_tensor_that_the_architecture_does_not_read_is_refused(model: Path, name: str) -> None:
+    save_file(create_tensors() | {name: torch.ones(32)}, model / "model.safetensors")
+    with pytest.raises(ValueError, match=rf"{re.escape(name)} .*model\.safetensors.*config\.json"):
+        load_model(model)
+
+
+def test_many_unread_tensors_are_counted(model: Path) -> None:
+    extra = {f"model.layers.{layer}.sinks": torch.ones(4) for layer in range(30)}
+    save_file(create_tensors() | extra, model / "model.safetensors")
+    with pytest.raises(ValueError, match=r"layers\.0\.sinks.* and 22 others"):
+        load_model(model)
+
+
+def test_known_unneeded_tensors_are_logged(model: Path) -> None:
+    buffer = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    save_file(create_tensors() | {buffer: torch.ones(4)}, model / "model.safetensors")
+    with structlog.testing.capture_logs() as logs:
+        load_model(model)
+    (event,) = [entry for entry in logs if entry["event"] == "checkpoint_loaded"]
+    assert event["unused_tensors"] == [buffer]
+    assert (event["architecture"], event["head"]) == ("LlamaForCausalLM", "separate")
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(
+    "name", ["model.embed_tokens", "model.layers.1.mlp.up_proj", "model.layers.0.input_layernorm"]
+)
+def test_weight_that_is_not_finite_is_refused(model: Path, name: str, value: float) -> None:
+    tensors = create_tensors()
+    tensors[f"{name}.weight"].view(-1)[-1] = value
+    save_file(tensors, model / "model.safetensors")
+    with pytest.raises(ValueError, match=rf"model\.safetensors: {re.escape(name)}.*not finite"):
+        load_model(model)
+
+
+def test_weight_beyond_float16_is_refused(model: Path) -> None:
+    save_file(
+        create_tensors() | {"lm_head.weight": torch.full((40, 32), 1e5)},
+        model / "model.safetensors",
+    )
+    load_model(model)
+    with pytest.raises(ValueError, match=r"lm_head\.weight .*float16.*bfloat16"):
+        load_decoder(
+            model, read_architecture(model), create_cpu_device(1), torch.float16, lambda _: None
+        )
+
+
+def test_single_file_is_preferred_to_an_index_as_in_transformers(model: Path) -> None:
+    single = (model / "model.safetensors").read_bytes()
+    split_into_shards(model)
+    (model / "model.safetensors").write_bytes(single)
+    assert {file.name for file in tensor_files(model).values()} == {"model.safetensors"}
 
 
 def test_quantized_tensor_is_rejected(model: Path) -> None:

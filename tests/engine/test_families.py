@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from argosy.engine.execution.architecture_config import read_architecture
@@ -245,6 +246,36 @@ def test_text_model_of_multimodal_gemma_3_is_read(
         save_file(renamed, file)
         logits = DecoderDriver(load_reference(reference.path)).logits_in_one_chunk(prompts()[-1])
         assert_close(logits, expected)
+
+
+@pytest.mark.parametrize(
+    ("stored", "tied"),
+    [("equal head", True), ("other head", False), ("head only", True)],
+)
+def test_stored_head_of_tied_model_is_read_as_in_transformers(
+    create_reference: Callable[..., Reference], stored: str, tied: bool
+) -> None:
+    path = create_reference(*FAMILIES["llama 3"]).path
+    tensors = load_file(path / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    tensors["lm_head.weight"] = embedding.flip(0) if stored == "other head" else embedding.clone()
+    if stored == "head only":
+        del tensors["model.embed_tokens.weight"]
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
+    decoder = load_reference(path)
+    assert decoder.architecture.tied_embeddings is tied
+    assert_logits_match(Reference(path, model.eval()), DecoderDriver(decoder), (1, 33))
+
+
+def test_tensors_of_the_vision_tower_are_not_needed(
+    create_reference: Callable[..., Reference],
+) -> None:
+    path = create_reference("Gemma3Text", GEMMA).path
+    file = path / "model.safetensors"
+    for name in ("vision_tower.embeddings.weight", "model.multi_modal_projector.norm.weight"):
+        save_file(load_file(file) | {name: torch.ones(3)}, file)
+    load_reference(path)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen 3 moe"])

@@ -111,12 +111,16 @@ def checkpoint_digest(path: Path) -> str:
 def tensor_files(path: Path) -> dict[str, Path]:
     """Return the file of each tensor in a checkpoint of one safetensors file or of indexed shards.
 
+    The single file is preferred to an index, as in transformers.
+
     Raises:
         ValueError: The checkpoint has no safetensors files, its index is unreadable, or a shard is missing.
     """
-    index = path / INDEX_FILE
+    single, index = path / SINGLE_FILE, path / INDEX_FILE
+    if single.is_file():
+        return dict.fromkeys(_read_tensor_names(single), single)
     if not index.is_file():
-        return dict.fromkeys(_read_tensor_names(_single_file(path)), path / SINGLE_FILE)
+        raise _no_weights_error(path)
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise ValueError(f"{index} has no weight_map; fetch the model again")  # noqa: TRY004
@@ -129,16 +133,13 @@ def tensor_files(path: Path) -> dict[str, Path]:
     return files
 
 
-def _single_file(path: Path) -> Path:
-    single = path / SINGLE_FILE
-    if single.is_file():
-        return single
+def _no_weights_error(path: Path) -> ValueError:
     bin_files = sorted(file.name for file in path.glob("*.bin"))
     if bin_files:
-        raise ValueError(
+        return ValueError(
             f"{path} holds {bin_files[0]} but no {SINGLE_FILE}; convert it with transformers' save_pretrained"
         )
-    raise ValueError(
+    return ValueError(
         f"{path} has neither {SINGLE_FILE} nor {INDEX_FILE}; fetch the model's weights"
     )
 

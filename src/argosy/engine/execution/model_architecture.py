@@ -42,6 +42,17 @@ class RopeParams:
     long_factors: tuple[float, ...] = ()
     """longrope (Ding et al. 2024): a divisor per frequency, for contexts up to and beyond original_max_len."""
 
+    def uses_long_factors(self, max_model_len: int) -> bool:
+        """Return whether longrope's long factors apply, for every position of a model with this context."""
+        return self.kind == "longrope" and max_model_len > self.original_max_len
+
+    def describe(self, max_model_len: int) -> str:
+        """Return kind and base for the log, with the choice of longrope's factors."""
+        name = f"{self.kind}, theta {self.theta:g}"
+        if self.kind != "longrope":
+            return name
+        return f"{name}, {'long' if self.uses_long_factors(max_model_len) else 'short'} factors"
+
 
 @dataclass(frozen=True, slots=True)
 class LayerArchitecture:

@@ -74,6 +74,8 @@ class ModelFamily:
     weight_names: WeightNames = field(default_factory=lambda: _DENSE)
     prefixes: tuple[str, ...] = ("model.",)
     """Prefixes of the decoder's tensor names. The first one found in the checkpoint is used."""
+    unused_tensors: tuple[str, ...] = ()
+    """Patterns of stored tensors that text generation does not need, such as those of a vision tower."""
     defaults: Mapping[str, object] = field(default_factory=dict)
     """Default values of absent keys in config.json."""
     attention_bias: Literal["stated", "qkv", "none"] = "stated"
@@ -118,6 +120,7 @@ _GEMMA_3 = ModelFamily(
     qk_norm="head",
     is_gemma=True,
     prefixes=("model.", "language_model.model.", "model.language_model."),
+    unused_tensors=(r"(model\.)?(vision_tower|multi_modal_projector)\.",),
     defaults=_GEMMA
     | {
         "sliding_window_pattern": 6,

@@ -63,6 +63,11 @@ class PackCache:
         self.mapped_bytes = 0
         """Bytes of mapped weights, which the system counts as available because they are page cache."""
 
+    @property
+    def is_stored(self) -> bool:
+        """Whether an earlier start has packed and stored the weights."""
+        return self._stored is not None
+
     def __contains__(self, key: str) -> bool:
         """Return whether `get` finds `key` without packing."""
         return self._stored is not None and key in self._stored.index

@@ -52,9 +52,9 @@ def _frequencies(params: RopeParams, max_len: int) -> Tensor:
     exponents = torch.arange(0, params.rotary_dim, 2, dtype=torch.float32) / params.rotary_dim
     periods = params.theta**exponents
     if params.kind == "longrope":
-        is_short = max_len <= params.original_max_len
+        is_long = params.uses_long_factors(max_len)
         return 1.0 / (
-            torch.tensor(params.short_factors if is_short else params.long_factors) * periods
+            torch.tensor(params.long_factors if is_long else params.short_factors) * periods
         )
     unscaled = 1.0 / periods
     if params.kind == "linear":

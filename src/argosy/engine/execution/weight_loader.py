@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-import re
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+import structlog
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from argosy.engine.execution.checkpoint import tensor_files
+from argosy.engine.execution.checkpoint_tensors import (
+    EMBEDDING,
+    HEAD,
+    StoredPart,
+    assign_tensors,
+    find_parts,
+)
 from argosy.engine.execution.decoder import Decoder
 from argosy.engine.execution.layers import LoadableModule, Projection
-from argosy.engine.execution.model_families import checkpoint_tensor_names
 from argosy.engine.execution.pack_cache import PackCache
 
 if TYPE_CHECKING:
@@ -27,7 +34,8 @@ if TYPE_CHECKING:
     from argosy.engine.execution.model_architecture import ModelArchitecture
 
 _FLOAT_DTYPES = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
-_EXPERT_ENTRY = re.compile(r"(?P<name>.+)\[(?P<index>\d+)\]")
+
+log: structlog.typing.FilteringBoundLogger = structlog.get_logger(__name__)
 
 
 def load_decoder(
@@ -55,12 +63,18 @@ def load_decoder(
         pack_cache: Cache of packed weights. None packs in memory.
 
     Raises:
-        ValueError: A tensor is missing, damaged or of the wrong shape. The message names file and tensor. Also raised
-            if the device does not support the format `quantize`.
+        ValueError: A tensor is missing, damaged, not finite or of the wrong shape, or would not be read. The message
+            names file and tensor. Also raised if the device does not support the format `quantize`.
     """
     pack_cache = pack_cache or PackCache()
-    decoder = Decoder(architecture, device, dtype, quantize)
     checkpoint = CheckpointReader(path)
+    is_tied = _is_head_tied(checkpoint, architecture)
+    head_differs = architecture.tied_embeddings and not is_tied
+    architecture = replace(architecture, tied_embeddings=is_tied)
+    decoder = Decoder(architecture, device, dtype, quantize)
+    assignment = assign_tensors(
+        path, checkpoint.files, architecture, [name for name, _ in decoder.named_parameters()]
+    )
     num_total = sum(parameter.numel() for parameter in decoder.parameters())
     num_done = 0
     progress(0.0)
@@ -68,28 +82,54 @@ def load_decoder(
         if not isinstance(module, LoadableModule):
             continue
         for name, declared in list(module.named_parameters(recurse=False)):
+            parameter = f"{module_name}.{name}"
             num_done += declared.numel()
-            if f"{module_name}.{name}" in pack_cache:
+            if _pack_key(parameter, head_differs=head_differs) in pack_cache:
                 tensor = declared.to(dtype)
             else:
-                stored_name = (
-                    "embed.weight"
-                    if architecture.tied_embeddings and module_name == "head"
-                    else f"{module_name}.{name}"
-                )
-                tensor = checkpoint.read_tensor(
-                    checkpoint_tensor_names(architecture, stored_name), tuple(declared.shape)
-                )
-                tensor = tensor.to(device=device.torch_device, dtype=dtype, copy=tensor.dim() == 1)
+                parts = assignment.parts[parameter]
+                stored = checkpoint.read_tensor(parts, tuple(declared.shape))
+                tensor = stored.to(device=device.torch_device, dtype=dtype, copy=stored.dim() == 1)
+                if not pack_cache.is_stored:
+                    checkpoint.check_finite(parts, tensor)
             setattr(module, name, nn.Parameter(tensor, requires_grad=False))
         if isinstance(module, Projection):
-            module.process_weights_after_loading(
-                device, partial(pack_cache.get, f"{module_name}.weight")
-            )
+            key = _pack_key(f"{module_name}.weight", head_differs=head_differs)
+            module.process_weights_after_loading(device, partial(pack_cache.get, key))
         else:
             module.process_weights_after_loading(device)
         progress(num_done / num_total)
+    head = "differs from the tied embedding" if head_differs else "tied" if is_tied else "separate"
+    log.info(
+        "checkpoint_loaded",
+        path=str(path),
+        architecture=architecture.architecture,
+        parameters=architecture.num_parameters,
+        head=head,
+        unused_tensors=list(assignment.unused),
+        ropes=[rope.describe(architecture.max_model_len) for rope in architecture.ropes],
+        eos_token_ids=list(architecture.eos_token_ids),
+    )
     return decoder
+
+
+def _is_head_tied(checkpoint: CheckpointReader, architecture: ModelArchitecture) -> bool:
+    """Return whether the output matrix is the embedding.
+
+    A stored head that differs is used, although config.json says `tie_word_embeddings`. transformers does the same.
+    """
+    if not architecture.tied_embeddings:
+        return False
+    untied = replace(architecture, tied_embeddings=False)
+    embedding, head = (find_parts(untied, name, checkpoint.files) for name in (EMBEDDING, HEAD))
+    if embedding is None or head is None:
+        return True
+    return torch.equal(checkpoint.read_parts(embedding), checkpoint.read_parts(head))
+
+
+def _pack_key(parameter: str, *, head_differs: bool) -> str:
+    """Return the key of a parameter in the pack cache. Earlier versions packed the embedding as `head.weight`."""
+    return "head.stored_weight" if head_differs and parameter == HEAD else parameter
 
 
 class CheckpointReader:
@@ -102,59 +142,76 @@ class CheckpointReader:
             ValueError: The directory has no safetensors files, or lacks files that its index names.
         """
         self._path = path
-        self._files = tensor_files(path)
+        self.files = tensor_files(path)
+        """File of each stored tensor."""
         self._open_files: dict[Path, safe_open] = {}
 
-    def read_tensor(
-        self, alternatives: tuple[tuple[str, ...], ...], shape: tuple[int, ...]
-    ) -> Tensor:
-        """Read a tensor of `shape`, stored as the first alternative that the checkpoint has.
-
-        The parts of an alternative are concatenated by rows.
+    def read_tensor(self, parts: tuple[StoredPart, ...], shape: tuple[int, ...]) -> Tensor:
+        """Read a tensor of `shape`, whose rows are those of the parts.
 
         Raises:
-            ValueError: The tensor is missing, damaged or of the wrong shape. The message names it.
+            ValueError: A part is damaged or of the wrong shape. The message names it.
         """
-        for parts in alternatives:
-            if all(_tensor_name(part) in self._files for part in parts):
-                return self._concatenate(parts, shape)
-        expected = " or ".join(" + ".join(parts) for parts in alternatives)
-        raise ValueError(
-            f"{self._path} has no tensor {expected}; "
-            "the download is incomplete or config.json belongs to another model"
-        )
-
-    def _concatenate(self, part_names: tuple[str, ...], shape: tuple[int, ...]) -> Tensor:
-        tensors = [self._read_part(name) for name in part_names]
+        tensors = [self._read_part(part) for part in parts]
         rows = sum(tensor.shape[0] for tensor in tensors if tensor.dim())
         fits = all(
             tensor.dim() == len(shape) and tensor.shape[1:] == shape[1:] for tensor in tensors
         )
         if not fits or rows != shape[0]:
             stored = " + ".join(
-                f"{name} {list(tensor.shape)}"
-                for name, tensor in zip(part_names, tensors, strict=True)
+                f"{part.name} {list(tensor.shape)}"
+                for part, tensor in zip(parts, tensors, strict=True)
             )
-            files = ", ".join(sorted({self._files[_tensor_name(name)].name for name in part_names}))
             raise ValueError(
-                f"{self._path}: {stored} in {files} should have shape {list(shape)}; "
+                f"{self._path}: {stored} in {self._file_names(parts)} should have shape {list(shape)}; "
                 "config.json and the weights belong to different models"
             )
         return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
-    def _read_part(self, part: str) -> Tensor:
-        name = _tensor_name(part)
-        file = self._files[name]
-        entry = _EXPERT_ENTRY.fullmatch(part)
+    def read_parts(self, parts: tuple[StoredPart, ...]) -> Tensor:
+        """Read a tensor of any shape.
+
+        Raises:
+            ValueError: A part is damaged. The message names it.
+        """
+        tensors = [self._read_part(part) for part in parts]
+        return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+
+    def check_finite(self, parts: tuple[StoredPart, ...], converted: Tensor) -> None:
+        """Check that a tensor, converted to the model's dtype, has neither NaN nor infinity.
+
+        Raises:
+            ValueError: A value is not finite. The message names the tensor.
+        """
+        if _is_finite(converted):
+            return
+        damaged = [part for part in parts if not _is_finite(self._read_part(part))]
+        names = " + ".join(part.name for part in damaged or parts)
+        location = f"{self._path / self._file_names(tuple(damaged) or parts)}: {names}"
+        if damaged:
+            raise ValueError(
+                f"{location} has values that are not finite (NaN or infinity); "
+                "the checkpoint is damaged, fetch it again"
+            )
+        raise ValueError(
+            f"{location} has values beyond the range of {str(converted.dtype).removeprefix('torch.')}; "
+            "use --dtype bfloat16"
+        )
+
+    def _file_names(self, parts: tuple[StoredPart, ...]) -> str:
+        return ", ".join(sorted({self.files[part.name].name for part in parts}))
+
+    def _read_part(self, part: StoredPart) -> Tensor:
+        name, file = part.name, self.files[part.name]
         try:
             if file not in self._open_files:
                 self._open_files[file] = safe_open(file, framework="pt")
             handle = self._open_files[file]
-            tensor: Tensor
-            if entry:  # noqa: SIM108 - two short lines read better than one long one
-                tensor = handle.get_slice(name)[int(entry["index"])]  # type: ignore[no-untyped-call]
-            else:
-                tensor = handle.get_tensor(name)  # type: ignore[no-untyped-call]
+            tensor: Tensor = (
+                handle.get_tensor(name)  # type: ignore[no-untyped-call]
+                if part.entry is None
+                else handle.get_slice(name)[part.entry]  # type: ignore[no-untyped-call]
+            )
         except (SafetensorError, OSError, IndexError) as error:
             raise ValueError(
                 f"cannot read {name} from {file}: {error}; the file is damaged, fetch it again"
@@ -167,7 +224,7 @@ class CheckpointReader:
         return tensor
 
 
-def _tensor_name(part: str) -> str:
-    """Return the name of the tensor that contains a part."""
-    entry = _EXPERT_ENTRY.fullmatch(part)
-    return part if entry is None else entry["name"]
+def _is_finite(tensor: Tensor) -> bool:
+    """Return whether all values are finite, at the speed of memory. NaN propagates to both extremes."""
+    low, high = torch.aminmax(tensor.detach())
+    return bool(low.isfinite()) and bool(high.isfinite())
