@@ -115,18 +115,45 @@ def test_request_that_makes_steps_fail_ends_alone(core: EngineCore, at_result: b
     }
 
 
-def test_out_of_memory_shrinks_steps_and_requests_finish(core: EngineCore) -> None:
-    limit = 40
+@pytest.mark.parametrize(("limit", "at_result"), [(40, True), (3, False)], ids=str)
+def test_out_of_memory_shrinks_steps_and_loses_nothing(
+    core: EngineCore, limit: int, at_result: bool
+) -> None:
+    """Steps above `limit` tokens fail. The limit is smaller than a prompt, or even than the number of requests."""
 
     def fail(plan: StepPlan) -> None:
         if plan.total_tokens > limit:
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
-    InterceptingExecutor(core, fail)
-    requests = [create_request(name) for name in "abcdef"]
+    InterceptingExecutor(core, fail, at_result=at_result)
+    requests = [create_request(name, prompt=[5 + ord(name)] * 50) for name in "abcd"]
     outputs = run_requests(core, requests)
-    assert {output.finish for output in outputs.values()} == {"length"}
-    assert core.scheduler.token_budget < core.scheduler.limits.max_step_tokens
+    assert outputs == run_without_failures(*requests)
+    core.add(create_request("next"))
+    while core.has_work:
+        stats = core.step().stats
+    assert stats.out_of_memory_steps_total > 1
+    assert 1 <= stats.step_token_budget <= limit
+
+
+def test_token_that_does_not_fit_into_memory_ends_its_request_only(core: EngineCore) -> None:
+    rows: set[int] = set()
+
+    def fail(plan: StepPlan) -> None:
+        for admission in plan.admissions:
+            (rows.add if POISON_TOKEN in admission.tokens else rows.discard)(admission.row)
+        if rows.intersection(plan.rows):
+            raise MemoryError
+
+    InterceptingExecutor(core, fail)
+    healthy = [create_request(name) for name in "ab"]
+    outputs = run_requests(core, [create_request("bad", prompt=[7, POISON_TOKEN, 7]), *healthy])
+    assert outputs["bad"].finish == "error"
+    assert "memory" in (outputs["bad"].error or "")
+    reference = run_without_failures(*healthy)
+    assert {name: outputs[name].tokens for name in "ab"} == {
+        name: reference[name].tokens for name in "ab"
+    }
 
 
 def test_non_finite_logits_fail_their_request_only(steps_in_flight: int) -> None:

@@ -41,6 +41,8 @@ class FakeExecutor:
     max_step_tokens: int
     corrupt_slots: set[int] = field(default_factory=set)
     """Host slots with corrupt content."""
+    memory_tokens: int | None = None
+    """Number of tokens above which a step runs out of memory before it has any effect. None means never."""
 
     def __post_init__(self) -> None:
         self.kv = [[(-1, -1)] * self.block_size for _ in range(self.num_blocks)]
@@ -50,6 +52,8 @@ class FakeExecutor:
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step."""
         assert plan.total_tokens <= self.max_step_tokens
+        if self.memory_tokens is not None and plan.total_tokens > self.memory_tokens:
+            raise MemoryError
         assert len(set(plan.rows)) == len(plan.rows), "a row occurs twice in one step"
         for block, slot in plan.block_offloads:
             self.host[slot] = list(self.kv[block])

@@ -51,7 +51,14 @@ class SchedulerHarness:
             self.finish(seq.id, "timeout")
         plan = self.scheduler.schedule(self.now)
         assert len(self.scheduler.running) <= self.limits.max_seqs
-        for seq, _, token, finish in self.scheduler.commit(self.executor.execute(plan)):
+        try:
+            result = self.executor.execute(plan)
+        except MemoryError:
+            for seq in self.scheduler.recover_out_of_memory():
+                self.finish(seq.id, "error")
+            self.scheduler.check_invariants()
+            return
+        for seq, _, token, finish in self.scheduler.commit(result):
             if token >= 0:
                 self.outputs[seq.id].append(token)
             if finish:
@@ -103,6 +110,8 @@ class Workload(NamedTuple):
 
     limits: SchedulerLimits
     events: SequenceOf[WorkloadEvent]
+    memory_tokens: int
+    """Number of tokens above which a step runs out of memory."""
 
 
 def scheduler_limits(**changes: object) -> SchedulerLimits:
@@ -158,4 +167,5 @@ def workloads(draw: st.DrawFn) -> Workload:
         if draw(st.integers(0, 5)) == 0:
             slot = draw(st.integers(0, 19))
             events.append(WorkloadEvent(draw(st.integers(0, 40)), "corrupt", {"slot": slot}))
-    return Workload(limits, sorted(events, key=lambda event: event.step))
+    memory_tokens = draw(st.sampled_from([1, 4, 12, limits.max_step_tokens]))
+    return Workload(limits, sorted(events, key=lambda event: event.step), memory_tokens)

@@ -106,5 +106,13 @@ class EngineStats(Protocol):
         """Seconds for which sampling waited for masks."""
 
     @property
+    def out_of_memory_steps_total(self) -> int:
+        """Steps that ran out of memory."""
+
+    @property
+    def step_token_budget(self) -> int:
+        """Maximum number of tokens in one step at present."""
+
+    @property
     def phase_s_total(self) -> Mapping[str, float]:
         """Seconds spent in steps, by phase."""

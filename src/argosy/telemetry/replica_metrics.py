@@ -87,6 +87,10 @@ _CORE_COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
         "Time for which sampling waited for masks.",
         lambda stats: stats.mask_wait_s_total,
     ),
+    "out_of_memory_steps": (
+        "Steps that ran out of memory and were repeated in smaller steps.",
+        lambda stats: stats.out_of_memory_steps_total,
+    ),
 }
 """Help text and reader of each counter that the engine core keeps."""
 
@@ -327,6 +331,11 @@ class ReplicaMetrics(Collector):
                 "kv_usage_ratio",
                 "Fraction of the KV blocks that sequences hold (0 to 1).",
                 usage_ratio,
+            ),
+            (
+                "step_token_budget",
+                "Maximum tokens in one step, reduced for a while after memory ran out.",
+                stats.step_token_budget,
             ),
             ("step_duration_seconds", "Duration of the latest step.", stats.step_s),
             (

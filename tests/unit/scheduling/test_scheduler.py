@@ -22,8 +22,9 @@ from tests.support.scheduler_harness import (
 @settings(max_examples=80)
 @given(workloads())
 def test_random_workload_gives_every_request_exactly_its_own_tokens(workload: Workload) -> None:
-    """Invariants hold after every step, and every request ends once."""
+    """Invariants hold after every step, and every request ends once, although large steps run out of memory."""
     harness = SchedulerHarness(workload.limits)
+    harness.executor.memory_tokens = workload.memory_tokens
     for step in range(WORKLOAD_STEPS):
         for event in workload.events:
             if event.step == step:
@@ -36,6 +37,7 @@ def test_random_workload_gives_every_request_exactly_its_own_tokens(workload: Wo
         if event.action == "add"
     }
     assert harness.finish_reasons.keys() == requests.keys()
+    assert "error" not in harness.finish_reasons.values()
     for name, options in requests.items():
         expected = reference_output(options["prompt"], options["max_tokens"])  # type: ignore[arg-type]
         output = harness.outputs[name]
@@ -149,6 +151,22 @@ def test_corrupt_host_block_is_dropped_and_recomputed() -> None:
     harness.run()
     assert harness.outputs["a2"] == reference_output([1] * 21, 2)
     assert harness.scheduler.kv_cache.corrupt_blocks > 0
+
+
+def test_block_that_a_failed_step_did_not_offload_is_recomputed() -> None:
+    """The failed step reuses host slots, which still hold other blocks."""
+    harness = SchedulerHarness(scheduler_limits(num_blocks=8, host_blocks=4, max_step_tokens=40))
+    for name in "ab":
+        harness.add(name, [ord(name)] * 29, 2)
+        harness.run()
+    harness.executor.memory_tokens = 0
+    harness.add("c", [3] * 29, 2)
+    harness.step()
+    harness.executor.memory_tokens = None
+    harness.cancel("c")
+    harness.add("b2", [ord("b")] * 29, 2)
+    harness.run()
+    assert harness.outputs["b2"] == harness.outputs["b"]
 
 
 def test_higher_tier_preempts_lower_and_equal_tier_does_not() -> None:

@@ -159,6 +159,14 @@ class HostCacheIndex:
         self._pinned.remove(slot)
         self._free.append(slot)
 
+    def discard_slots(self, slots: set[int]) -> None:
+        """Remove the blocks whose content did not reach these host slots."""
+        for key, slot in list(self._by_key.items()):
+            if slot in slots:
+                del self._by_key[key]
+                self._free.append(slot)
+                self.changed_keys.add(key)
+
     def check_invariants(self) -> None:
         """Raise AssertionError if an invariant is broken."""
         live = [*self._free, *self._by_key.values(), *self._pinned]

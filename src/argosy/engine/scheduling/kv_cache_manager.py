@@ -173,6 +173,11 @@ class KvCacheManager:
                 self.pending.resolve(restore.key)
         return affected
 
+    def discard_step(self, plan: StepPlan) -> None:
+        """Undo the block moves of a step that failed, which may or may not have happened."""
+        self.complete_restores(plan.step, [])
+        self.host_cache.discard_slots({slot for _, slot in plan.block_offloads})
+
     def check_invariants(self, running: list[Sequence]) -> None:
         """Raise AssertionError if an invariant of blocks or host slots is broken."""
         self.pool.check_invariants([seq.blocks for seq in running])

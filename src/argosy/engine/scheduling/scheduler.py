@@ -17,6 +17,7 @@ from argosy.engine.scheduling.request_registry import RequestRegistry
 from argosy.engine.scheduling.running_batch import RunningBatch
 from argosy.engine.scheduling.sequence import NEVER, Sequence
 from argosy.engine.scheduling.step_plan import StepPlan, StepResult
+from argosy.engine.scheduling.token_budget import TokenBudget
 from argosy.engine.scheduling.ttft_guard import TtftGuard
 from argosy.engine.scheduling.waiting_queue import WaitingQueue
 from argosy.policy import VirtualTokenCounters
@@ -89,8 +90,9 @@ class Scheduler:
         self.running = self._batch.sequences
         """Running sequences by tier, then by admission."""
         self.output_estimator = self._batch.output_estimator
-        self.token_budget = limits.max_step_tokens
-        """Current token budget, which `halve_token_budget` lowers."""
+        self.token_budget = TokenBudget(limits.max_step_tokens)
+        self._next_turn = 0
+        """Index of the running sequence that is first in the next step that cannot include all of them."""
         self._max_partial_prefills = batching_policy.max_partial_prefills
         self._ttft_guard = TtftGuard(limits.ridge_tokens)
         self._steps_in_flight: deque[tuple[StepPlan, list[Sequence]]] = deque()
@@ -182,12 +184,13 @@ class Scheduler:
         rows, starts = plan.rows, plan.starts
         seqs: list[Sequence] = []
         prefills: list[Sequence] = []
-        max_prefill_tokens = 1 + int(self.token_budget * self.limits.max_prefill_fraction)
+        max_tokens = self.token_budget.tokens
+        max_prefill_tokens = 1 + int(max_tokens * self.limits.max_prefill_fraction)
         candidate = batch.make_room(now)
         lowest_tier = self._ttft_guard.lowest_admitted_tier(
             self.running, candidate, max_prefill_tokens
         )
-        for seq in batch.sequences_from_tier(lowest_tier):
+        for seq in self._select_sequences(batch.sequences_from_tier(lowest_tier), max_tokens):
             start, length = seq.computed_len, seq.length
             if length - start != 1:
                 prefills.append(seq)
@@ -205,7 +208,7 @@ class Scheduler:
         num_decodes = len(seqs)
         plan.counts.extend([1] * num_decodes)
         plan.sample_flags.extend([True] * num_decodes)
-        budget = self.token_budget - num_decodes
+        budget = max_tokens - num_decodes
         if num_decodes or lowest_tier != NEVER:
             budget = min(budget, max_prefill_tokens)
         prefills = [seq for seq in prefills if seq.row >= 0 and seq.length > seq.computed_len]
@@ -225,6 +228,8 @@ class Scheduler:
     def commit(self, result: StepResult) -> list[SequenceUpdate]:
         """Apply the results of the oldest step in flight. Sequences that ended meanwhile are skipped."""
         plan, seqs = self._steps_in_flight.popleft()
+        if self.token_budget.is_reduced:
+            self.token_budget.record_success()
         step, tokens, samples, starts = plan.step, result.tokens, plan.sample_flags, plan.starts
         for seq in self.kv_cache.complete_restores(step, result.corrupt_blocks):
             if seq.stale_until_step < step:
@@ -261,7 +266,7 @@ class Scheduler:
         return updates
 
     def recover_failed_step(self) -> list[Sequence]:
-        """Roll back all steps in flight after the oldest of them raised, and preempt every running sequence.
+        """Roll back all steps in flight after the oldest of them raised.
 
         A sequence that was alone in the failed step ends. Otherwise every sequence of that step is a suspect. A
         suspect runs alone until it has produced one token, which isolates the sequence that causes the failure.
@@ -269,22 +274,22 @@ class Scheduler:
         Returns:
             The sequences that ended.
         """
-        suspects = [seq for seq in self._steps_in_flight[0][1] if seq.row >= 0]
+        suspects = self._oldest_step_sequences()
         for seq in suspects:
             seq.is_suspect = True
-        ended = suspects if len(suspects) == 1 else []
-        for seq in ended:
-            self._end_request(seq)
-        for seq in tuple(self.running):
-            self._batch.preempt(seq)
-        for plan, _ in self._steps_in_flight:
-            self.kv_cache.complete_restores(plan.step, [])
-        self._steps_in_flight.clear()
-        return ended
+        return self._roll_back_steps(suspects if len(suspects) == 1 else [])
 
-    def halve_token_budget(self) -> None:
-        """Halve the token budget after a step ran out of memory, but keep one token per sequence."""
-        self.token_budget = max(self.limits.max_seqs, self.token_budget // 2)
+    def recover_out_of_memory(self) -> list[Sequence]:
+        """Roll back all steps in flight after the oldest of them ran out of memory, and reduce the token budget.
+
+        No sequence ends, unless the step computed a single token and so cannot be smaller.
+
+        Returns:
+            The sequence that ended, if any.
+        """
+        step_tokens = self._steps_in_flight[0][0].total_tokens
+        self.token_budget.record_out_of_memory(step_tokens)
+        return self._roll_back_steps(self._oldest_step_sequences() if step_tokens == 1 else [])
 
     def check_invariants(self) -> None:
         """Raise AssertionError if an invariant that holds between steps is broken."""
@@ -298,6 +303,40 @@ class Scheduler:
         assert all(not seq.blocks and seq.row < 0 for seq in idle), (
             "an idle sequence has blocks or a row"
         )
+
+    def _select_sequences(
+        self, candidates: tuple[Sequence, ...], max_tokens: int
+    ) -> tuple[Sequence, ...]:
+        """Return the candidates that take part in a step of `max_tokens`, in their order.
+
+        If a reduced token budget does not suffice for one token of each, they take turns.
+        """
+        if len(candidates) <= max_tokens:
+            return candidates
+        first = self._next_turn % len(candidates)
+        self._next_turn = first + max_tokens
+        selected = {*candidates[first : first + max_tokens]}
+        selected.update(candidates[: max_tokens - len(selected)])
+        return tuple(seq for seq in candidates if seq in selected)
+
+    def _oldest_step_sequences(self) -> list[Sequence]:
+        """Return the running sequences of the oldest step in flight."""
+        return [seq for seq in self._steps_in_flight[0][1] if seq.row >= 0]
+
+    def _roll_back_steps(self, ended: list[Sequence]) -> list[Sequence]:
+        """Discard all steps in flight, end the sequences `ended`, and preempt every other running sequence.
+
+        Returns:
+            `ended`.
+        """
+        for seq in ended:
+            self._end_request(seq)
+        for seq in tuple(self.running):
+            self._batch.preempt(seq)
+        for plan, _ in self._steps_in_flight:
+            self.kv_cache.discard_step(plan)
+        self._steps_in_flight.clear()
+        return ended
 
     def _plan_prefill(
         self, seq: Sequence, budget: int, plan: StepPlan, seqs: list[Sequence]

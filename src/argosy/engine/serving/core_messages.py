@@ -123,6 +123,10 @@ class CoreStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Seconds that a thread spent on masks, while the device computed."""
     mask_wait_s_total: float = 0.0
     """Seconds for which sampling waited for masks."""
+    out_of_memory_steps_total: int = 0
+    """Steps that ran out of memory and were repeated in smaller steps."""
+    step_token_budget: int = 0
+    """Maximum number of tokens in one step, which is reduced for a while after memory ran out."""
 
 
 class LoadProgress(msgspec.Struct, frozen=True, array_like=True, tag="loading"):

@@ -44,6 +44,7 @@ from argosy.engine.serving.core_messages import (
 from argosy.engine.serving.engine_core.constraint_stats import ConstraintStats
 from argosy.engine.serving.engine_core.delta_builder import DeltaBuilder
 from argosy.engine.serving.engine_core.held_requests import HeldRequest, HeldRequests
+from argosy.engine.serving.engine_core.out_of_memory import is_out_of_memory
 from argosy.engine.serving.engine_core.phase_seconds import PhaseSeconds
 from argosy.engine.serving.engine_core.speed_estimator import SpeedEstimator
 from argosy.engine.serving.text.tokenizer import Tokenizer
@@ -59,6 +60,9 @@ KV_REPORT_INTERVAL_S = 0.05
 """Minimum seconds between KV reports while decoding. A request's first delta triggers a report at once."""
 HELD_WAIT_S = 0.001
 """Maximum wait for a grammar in a step that has nothing else to do."""
+OUT_OF_MEMORY = SequenceFailure(
+    "there is not enough memory to compute one token of it; free some memory, or lower --kv-memory or max_tokens"
+)
 PREPARE_INTERVAL_STEPS = 32
 """While the engine computes, one optional preparation (such as a graph capture) runs every this many steps."""
 
@@ -128,6 +132,7 @@ class EngineCore:
         self._steps_in_flight: deque[tuple[StepPlan, StepHandle]] = deque()
         """Launched steps that are not committed yet, oldest first."""
         self._consecutive_failures = 0
+        self._out_of_memory_steps = 0
         self._phase_seconds = PhaseSeconds()
         self._speed = SpeedEstimator()
         self._queued_tokens = 0
@@ -273,9 +278,8 @@ class EngineCore:
         plan, step_handle = self._steps_in_flight.popleft()
         try:
             result = step_handle.result()
-        except Exception as error:
-            log.exception("step_failed", failures=self._consecutive_failures)
-            return self._recover_from_failure(error)
+        except Exception as error:  # noqa: BLE001 - any error is the result of this step
+            return self._recover_from_failure(plan, error)
         collected_at = self._clock()
         self._consecutive_failures = 0
         deltas = []
@@ -288,21 +292,31 @@ class EngineCore:
         self._speed.record_step(plan, result.durations)
         return deltas
 
-    def _recover_from_failure(self, error: Exception) -> list[Delta]:
-        """Recover from a step that raised.
+    def _recover_from_failure(self, plan: StepPlan, error: Exception) -> list[Delta]:
+        """Recover from a step that raised. Its sequences restart from their tokens, in smaller steps or alone.
 
-        A sequence that was alone in the step ends with an error. All others are preempted and restart from their
-        tokens.
+        A sequence ends with an error if it was alone in the step, or if memory does not suffice for one token of it.
         """
         self._consecutive_failures += 1
         if self._consecutive_failures > MAX_CONSECUTIVE_FAILED_STEPS:
             raise error
-        if _is_out_of_memory(error):
-            self.scheduler.halve_token_budget()
         self._steps_in_flight.clear()
-        failed = self.scheduler.recover_failed_step()
+        if is_out_of_memory(error):
+            self._out_of_memory_steps += 1
+            failed = self.scheduler.recover_out_of_memory()
+            failure = OUT_OF_MEMORY
+            log.warning(
+                "step_out_of_memory",
+                tokens=plan.total_tokens,
+                token_budget=self.scheduler.token_budget.tokens,
+                ended=[seq.id for seq in failed],
+                error=str(error),
+            )
+        else:
+            log.error("step_failed", failures=self._consecutive_failures, exc_info=error)
+            failed = self.scheduler.recover_failed_step()
+            failure = SequenceFailure("the engine failed on this request; see the server's log")
         self.executor.reset()
-        failure = SequenceFailure("the engine failed on this request; see the server's log")
         return [
             self._delta_builder.build_final_delta(seq, "error", failure=failure) for seq in failed
         ]
@@ -358,6 +372,8 @@ class EngineCore:
             masked_tokens_total=self._constraint_stats.masked_tokens,
             mask_fill_s_total=self._constraint_stats.mask_fill_s,
             mask_wait_s_total=self._constraint_stats.mask_wait_s,
+            out_of_memory_steps_total=self._out_of_memory_steps,
+            step_token_budget=scheduler.token_budget.tokens,
         )
 
 
@@ -381,8 +397,3 @@ def _build_batching_policy(config: EngineConfig) -> BatchingPolicy:
     if config.batching == "dynamic":
         return DynamicBatching(config.max_seqs, config.max_batch_wait_s)
     return ContinuousBatching()
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    """Return whether `error` means out of memory. PyTorch raises a plain RuntimeError for it on the CPU."""
-    return isinstance(error, MemoryError) or "memory" in str(error).lower()

@@ -13,7 +13,6 @@ import ctypes
 import gc
 import os
 import pkgutil
-import re
 import signal
 import sys
 import threading
@@ -43,6 +42,7 @@ from argosy.engine.serving.core_messages import (
     StepOutputs,
     ToCore,
 )
+from argosy.engine.serving.engine_core.out_of_memory import is_out_of_memory
 from argosy.process import protect_standard_streams
 from argosy.telemetry import LogFormat, configure_logging
 
@@ -59,8 +59,6 @@ FINAL_MESSAGE_LINGER_MS = 2000
 PERMANENT_ERRORS = (ValueError, ImportError, FileNotFoundError, NotADirectoryError)
 """Errors of loading that a retry cannot fix."""
 
-_OUT_OF_MEMORY_PATTERN = re.compile("(can.?t|cannot) allocate memory|out of memory", re.IGNORECASE)
-"""Matches the out-of-memory messages of the operating system, torch and CUDA."""
 _PR_SET_PDEATHSIG = 1
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.core")
@@ -157,7 +155,7 @@ def describe_error(error: BaseException) -> str:
         return f"{error.name} is not installed; the engine needs it: pip install 'argosy[engine]'"
     if isinstance(error, PERMANENT_ERRORS):
         return str(error)
-    if isinstance(error, MemoryError) or _OUT_OF_MEMORY_PATTERN.search(str(error)):
+    if is_out_of_memory(error):
         return f"there is not enough memory ({error}); lower --kv-memory, --max-step-tokens or --max-seqs"
     return f"{type(error).__name__}: {error}"
 
