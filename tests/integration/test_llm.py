@@ -1,6 +1,8 @@
 """`LLM` and `AsyncLLM` on the bundled model: order, n, stop strings, seeds, errors."""
 
+import itertools
 from contextlib import aclosing
+from types import SimpleNamespace
 
 import pytest
 
@@ -119,6 +121,20 @@ def test_invalid_input_is_named_and_engine_stays_usable(llm: LLM) -> None:
     with pytest.raises(ValueError, match="mix"):
         llm.generate(["text", 1], GREEDY)  # type: ignore[arg-type]
     assert texts(llm.generate("fine", GREEDY))
+
+
+@pytest.mark.parametrize("timeout_s", [None, 1500.0])
+def test_run_of_hours_has_no_deadline_unless_asked_for(
+    timeout_s: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock advances by 1,000 seconds each time that it is read."""
+    clock = itertools.count(step=1000.0)
+    monkeypatch.setattr("argosy.engine.llm.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    llm = LLM(CONFIG, progress="off")
+    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    outputs = llm.generate(["The sun is"] * 3, params, timeout_s=timeout_s)
+    expected = "length" if timeout_s is None else "timeout"
+    assert [output.outputs[0].finish_reason for output in outputs] == [expected] * 3
 
 
 def test_missing_model_raises_value_error() -> None:

@@ -246,7 +246,9 @@ class LocalFleet:
             store=StoreConfig(url=self._auth_bootstrap.store_url),
             auth=self._auth_bootstrap.auth_config,
             timeouts=Timeouts(failover_timeout_s=FAILOVER_TIMEOUT_S),
-            queue=QueueConfig(timeout_s=self._engine.request_timeout_s),
+            queue=QueueConfig()
+            if self._engine.request_timeout_s is None
+            else QueueConfig(timeout_s=self._engine.request_timeout_s),
             drain_deadline_s=server.drain_deadline_s,
             log_content=self._log_content,
         )

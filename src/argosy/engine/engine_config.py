@@ -63,7 +63,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     prefix_cache: bool = True
     watermark: float = 0.01
     """Fraction of the blocks that stays free for the growth of running sequences."""
-    request_timeout_s: float = 600.0
+    request_timeout_s: float | None = None
+    """Longest time from the arrival of a request to its end. None sets no deadline."""
     stall_timeout_s: float = 60.0
     """Time without a finished step after which a busy engine core is restarted."""
     max_load_attempts: int = 3

@@ -37,6 +37,8 @@ class GenerationOptions(TypedDict, total=False):
     """Object with one of the fields `json` (a schema), `regex`, `choice`, `grammar` and `structural_tag`."""
     response_format: dict[str, Any] | None
     """`{"type": "json_schema", "json_schema": {"name": ..., "schema": ...}}` or `{"type": "json_object"}`."""
+    timeout_s: float | None
+    """Seconds after which the request ends with the tokens it has. None sets no deadline."""
 
 
 class ChatOptions(GenerationOptions, total=False):

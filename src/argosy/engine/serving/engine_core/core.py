@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from typing import NoReturn
 
 import structlog
@@ -89,7 +90,9 @@ class EngineCore:
         self._grammars = GrammarCompiler(partial(_load_grammar_tokenizer, config))
         loaded = load_executor(config, progress, self._grammars.find)
         self._clock = clock
-        self._request_timeout_s = config.request_timeout_s
+        self._request_timeout_s = (
+            inf if config.request_timeout_s is None else config.request_timeout_s
+        )
         self.executor = loaded.executor
         limits = loaded.limits
         self.scheduler = Scheduler(

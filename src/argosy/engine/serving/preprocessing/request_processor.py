@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -244,7 +245,8 @@ class RequestProcessor:
     def _check_parameters(self, body: GenerationRequest) -> None:
         parameter_rules.check_parameters(msgspec.structs.asdict(body))
         if body.timeout_s is not None:
-            allowed_range = parameter_rules.NumericRange(0, self._timeout_s, exclusive_minimum=True)
+            maximum = math.inf if self._timeout_s is None else self._timeout_s
+            allowed_range = parameter_rules.NumericRange(0, maximum, exclusive_minimum=True)
             parameter_rules.check_range("timeout_s", body.timeout_s, allowed_range)
         if body.stream and body.prompt_logprobs is not None:
             raise parameter_rules.unsupported_parameter(
