@@ -32,6 +32,7 @@ from argosy.policy.fair_queue import (
     DispatchQueue,
     QueuedRequest,
     TenantBacklog,
+    promote_after_s,
     start_deadline,
 )
 from argosy.policy.hedging import Hedging
@@ -189,6 +190,7 @@ __all__ = [
     "longest_rejection",
     "lowest_admissible_tier",
     "no_reservation_active",
+    "promote_after_s",
     "reserve",
     "running_usage",
     "saturation",

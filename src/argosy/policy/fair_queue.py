@@ -1,7 +1,8 @@
 """Dispatch order of waiting requests by tier, fair token shares of tenants, and deadlines.
 
-**Tiers.** Higher tiers are dispatched first. A tier whose oldest request has waited longer than `PROMOTE_AFTER_S` gets
-every `PROMOTION_INTERVAL`-th turn. No tier starves this way, and no old backlog delays the higher tiers.
+**Tiers.** Higher tiers are dispatched first. A tier whose oldest request has waited longer than `promote_after_s` is
+promoted: it gets one turn in `PROMOTION_INTERVAL`. No tier starves, and no old backlog delays the higher tiers. The
+wait before a promotion is at most half of the longest wait in the queue.
 
 **Tenants.** Within a tier, tenants share by deficit round robin (Shreedhar & Varghese 1995), with the deficit in
 weighted tokens (`weighted_tokens`). A tenant with credit is served until its credit is used up. Then it waits until
@@ -14,7 +15,7 @@ other tenant waits creates no debt. Between two tenants that wait all the time, 
 two quanta. The unexpected cost of each tenant's running requests adds to that.
 
 **Requests.** Within a tenant, requests are ordered by deadline and then by arrival. No request is overtaken by one that
-arrives `MAX_OVERTAKE_S` later, whatever its deadline.
+arrives `MAX_OVERTAKE_S` later, whatever its deadline. Queues with a shorter wait shorten this time in proportion.
 """
 
 from __future__ import annotations
@@ -34,11 +35,23 @@ QUANTUM_TOKENS = 256.0
 The largest weight is that of all requests pushed since the tier was last empty.
 """
 PROMOTION_INTERVAL = 4
+"""Turns from one promotion to the next."""
 PROMOTE_AFTER_S = (math.inf, 5.0, 30.0)
 """Wait of a tier's oldest request after which the tier gets extra turns, for premium, standard and free."""
 LOWEST_TIER = len(PROMOTE_AFTER_S) - 1
 MAX_OVERTAKE_S = 30.0
 """Wait after which a request precedes all later deadlines, since urgent requests may never stop arriving."""
+REFERENCE_MAX_WAIT_S = 60.0
+"""Longest wait in a queue for which these times hold. A queue with a shorter one shortens them in proportion."""
+
+
+def promote_after_s(tier: int, max_wait_s: float) -> float:
+    """Return the wait after which a tier is promoted in a queue where no request waits longer than `max_wait_s`."""
+    return PROMOTE_AFTER_S[tier] * _time_scale(max_wait_s)
+
+
+def _time_scale(max_wait_s: float) -> float:
+    return min(1.0, max_wait_s / REFERENCE_MAX_WAIT_S)
 
 
 def start_deadline(tier: int, sent_at: float) -> float:
@@ -139,7 +152,8 @@ class _TierQueue(Generic[T]):
     thousands may wait.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_overtake_s: float) -> None:
+        self._max_overtake_s = max_overtake_s
         self.ring: dict[str, _TenantQueue[T]] = {}
         """Tenants with waiting requests."""
         self.idle_debtors: dict[str, _TenantQueue[T]] = {}
@@ -177,7 +191,7 @@ class _TierQueue(Generic[T]):
         tenant.count += 1
         tenant.size_bytes += request.size_bytes
         self.queued[request.sequence_number] = request
-        deadline = min(request.deadline, request.arrived_at + MAX_OVERTAKE_S)
+        deadline = min(request.deadline, request.arrived_at + self._max_overtake_s)
         heapq.heappush(tenant.deadline_heap, (deadline, request.sequence_number))
         heapq.heappush(self.arrival_heap, (request.arrived_at, request.sequence_number))
 
@@ -292,12 +306,22 @@ def _peek_current(heap: list[_HeapEntry[T]]) -> _HeapEntry[T] | None:
 
 
 class DispatchQueue(Generic[T]):
-    """Queue of all requests that wait for a replica of one pool."""
+    """Queue of all requests that wait for a replica of one pool.
 
-    def __init__(self) -> None:
-        self._tiers: tuple[_TierQueue[T], ...] = tuple(_TierQueue() for _ in PROMOTE_AFTER_S)
+    Args:
+        max_wait_s: Longest time for which the caller leaves a request in the queue.
+    """
+
+    def __init__(self, max_wait_s: float = REFERENCE_MAX_WAIT_S) -> None:
+        max_overtake_s = MAX_OVERTAKE_S * _time_scale(max_wait_s)
+        self._tiers: tuple[_TierQueue[T], ...] = tuple(
+            _TierQueue(max_overtake_s) for _ in PROMOTE_AFTER_S
+        )
+        self._promote_after_s = [
+            promote_after_s(tier, max_wait_s) for tier in range(len(PROMOTE_AFTER_S))
+        ]
         self._last_number = 0
-        self._turn_count = 0
+        self._turns_since_promotion = 0
         self._count = 0
         self.size_bytes = 0
         """Bytes of memory that the waiting requests hold."""
@@ -340,11 +364,15 @@ class DispatchQueue(Generic[T]):
         ]
         if not busy or busy[0] > lowest_tier:
             return None
-        self._turn_count += 1
+        self._turns_since_promotion += 1
         selected = busy[0]
-        if self._turn_count % PROMOTION_INTERVAL == 0 and selected < lowest_tier:
-            promoted = [n for n in busy[1:] if now - self._oldest_arrival(n) > PROMOTE_AFTER_S[n]]
-            selected = min(promoted, key=self._oldest_arrival, default=selected)
+        if self._turns_since_promotion >= PROMOTION_INTERVAL and selected < lowest_tier:
+            promoted = [
+                n for n in busy[1:] if now - self._oldest_arrival(n) > self._promote_after_s[n]
+            ]
+            if promoted:
+                selected = min(promoted, key=self._oldest_arrival)
+                self._turns_since_promotion = 0
         request = self._tiers[selected].pop()
         self._count -= 1
         self.size_bytes -= request.size_bytes

@@ -327,3 +327,22 @@ async def test_failed_over_requests_are_not_all_reexamined_for_each(
     selections = 0
     queue.dispatch_waiting()
     assert selections == 0
+
+
+@pytest.mark.parametrize("tier", [1, 2])
+async def test_lower_tier_gets_a_slot_within_a_short_queue_timeout(tier: int) -> None:
+    """A slot becomes free every second, and a premium request always waits for it."""
+    harness, now = DispatcherHarness(), 0.0
+    harness.queue = queue = Dispatcher(harness.pool, QueueConfig(timeout_s=10.0), lambda: now)
+    for _ in range(12):
+        await harness.step("ask", 0)
+    patient = make_context(Principal(project="patient", tier=tier))
+    harness.waiting.append((patient, asyncio.create_task(queue.acquire_replica(patient))))
+    while patient not in harness.running and now < 10.0:
+        now += 1.0
+        await harness.step("ask", 0)
+        await harness.step("end", 0)
+    assert now < 10.0
+    for _, task in harness.waiting:
+        task.cancel()
+    await asyncio.gather(*(task for _, task in harness.waiting), return_exceptions=True)

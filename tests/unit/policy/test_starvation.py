@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from argosy.policy import DispatchQueue, QueuedRequest, lowest_admissible_tier
+from argosy.policy import DispatchQueue, QueuedRequest, lowest_admissible_tier, promote_after_s
 
 RESPONSE_INTERVAL_S = 0.5
 """Time between two responses that end."""
@@ -92,3 +92,41 @@ def test_urgent_deadlines_do_not_starve_a_tenants_other_requests(
         if dispatched.item == 0:
             break
     assert now <= 31.0 + earlier_requests  # behind the requests of half a minute, one per second
+
+
+@given(
+    st.sampled_from([1, 2]),
+    st.floats(0.5, 3600.0),
+    st.integers(4, 200),
+    st.integers(0, 7),
+)
+def test_request_of_a_lower_tier_is_served_before_its_wait_ends(
+    tier: int, max_wait_s: float, turns: int, earlier_turns: int
+) -> None:
+    """Requests of the highest tier always wait, and `turns` slots become free within the longest wait."""
+    assert promote_after_s(tier, max_wait_s) <= max_wait_s / 2
+    queue = DispatchQueue[int](max_wait_s)
+    for turn in range(-earlier_turns, turns + 1):
+        now = max_wait_s * turn / turns
+        queue.push(QueuedRequest(0, 0, "flood", 1.0, 100.0, now))
+        if turn == 0:
+            queue.push(QueuedRequest(1, tier, "patient", 1.0, 100.0, now))
+        dispatched = queue.pop(now)
+        assert dispatched is not None
+        if dispatched.item == 1:
+            break
+    assert now < max_wait_s
+
+
+@given(st.floats(1.0, 59.0))
+def test_urgent_deadlines_do_not_outlast_a_short_wait(max_wait_s: float) -> None:
+    queue = DispatchQueue[int](max_wait_s)
+    queue.push(QueuedRequest(0, 1, "tenant", 1.0, 100.0, 0.0))
+    for turn in range(1, 9):
+        now = max_wait_s * turn / 8
+        queue.push(QueuedRequest(1, 1, "tenant", 1.0, 100.0, now, now + max_wait_s / 8))
+        dispatched = queue.pop(now)
+        assert dispatched is not None
+        if dispatched.item == 0:
+            break
+    assert now < max_wait_s

@@ -63,7 +63,7 @@ class Dispatcher:
         self._pool = pool
         self._queue_config = queue_config
         self._clock = clock
-        self._queue: DispatchQueue[_QueuedRequest] = DispatchQueue()
+        self._queue: DispatchQueue[_QueuedRequest] = DispatchQueue(queue_config.timeout_s)
         self._running_by_tier = [0] * len(TIERS)
         self._last_request_at = [-math.inf] * len(TIERS)
         """Monotonic arrival time of each tier's latest request."""
