@@ -264,6 +264,43 @@ async def test_proxied_callers_are_rejected_before_the_first_key(store: Store) -
             assert failure(rejected)[:2] == (401, "no_keys_yet")
 
 
+@pytest.mark.parametrize(
+    ("headers", "expected"),
+    [
+        ({"origin": "http://localhost:3000"}, (403, "origin_not_allowed")),
+        (
+            {"origin": "http://127.0.0.1:{port}", "host": "localhost:{port}"},
+            (403, "origin_not_allowed"),
+        ),
+        ({"sec-fetch-site": "same-site"}, (403, "origin_not_allowed")),
+        ({"sec-fetch-site": "cross-site"}, (403, "origin_not_allowed")),
+        ({"content-type": "text/plain"}, (415, "unsupported_media_type")),
+        ({"content-type": ""}, (415, "unsupported_media_type")),
+        ({"origin": "http://127.0.0.1:{port}"}, None),
+        ({"origin": "http://127.0.0.1:{port}", "sec-fetch-site": "same-origin"}, None),
+        ({"content-type": "Application/JSON; charset=utf-8"}, None),
+        ({}, None),
+    ],
+)
+async def test_pages_of_other_origins_cannot_change_accounts_before_the_first_key(
+    store: Store, headers: dict[str, str], expected: tuple[int, str] | None
+) -> None:
+    """Browsers send a POST of another page's text/plain without asking first."""
+    async with serve_admin_api(store) as client:
+        port = client.base_url.port
+        sent = {name: value.format(port=port) for name, value in headers.items()}
+        response = await client.post(
+            "/admin/organisations",
+            content=b'{"name": "acme"}',
+            headers={"content-type": "application/json"} | sent,
+        )
+        if expected is None:
+            assert success(response)["name"] == "acme"
+        else:
+            assert failure(response)[:2] == expected
+            assert not store.accounts.list_organisations()
+
+
 async def test_keys_above_the_callers_role_are_forbidden(
     store: Store, headers: RoleHeaders
 ) -> None:

@@ -110,10 +110,21 @@ async def test_drain_endpoint_rejects_new_and_finishes_running(
     assert (await running).status_code == 200
 
 
-async def test_drain_endpoint_rejects_foreign_origin(replica_server: RunningReplica) -> None:
-    page = {"origin": "https://elsewhere.example", "content-type": "text/plain"}
-    rejected = await replica_server.client.post("/drain", headers=page)
-    assert (rejected.status_code, rejected.json()["error"]["code"]) == (403, "origin_not_allowed")
+@pytest.mark.parametrize(
+    ("headers", "body", "expected"),
+    [
+        ({"origin": "https://elsewhere.example"}, b"", (403, "origin_not_allowed")),
+        ({"origin": "http://localhost:3000"}, b"", (403, "origin_not_allowed")),
+        ({"sec-fetch-site": "cross-site"}, b"", (403, "origin_not_allowed")),
+        ({"content-type": "text/plain"}, b"{}", (415, "unsupported_media_type")),
+        ({}, b"{}", (415, "unsupported_media_type")),
+    ],
+)
+async def test_drain_endpoint_rejects_web_pages(
+    replica_server: RunningReplica, headers: dict[str, str], body: bytes, expected: tuple[int, str]
+) -> None:
+    rejected = await replica_server.client.post("/drain", headers=headers, content=body)
+    assert (rejected.status_code, rejected.json()["error"]["code"]) == expected
     assert (await replica_server.client.get("/ready")).status_code == 200
 
 

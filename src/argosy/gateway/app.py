@@ -154,6 +154,8 @@ class GatewayApp:
         principal = ANONYMOUS if route.is_public else self._authenticate(exchange)
         if route.method != ANY_METHOD:
             check_method(exchange, (route.method,))
+        if route.method == "POST" and principal.is_anonymous:
+            self._cors.check_origin(exchange)
         await route.handler(exchange, principal)
 
     def _record_request(self, exchange: HttpExchange, route: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from argosy.gateway.auth import is_local_origin
-from argosy.http_server import HttpExchange
+from argosy.http_server import HttpExchange, is_cross_origin
 from argosy.protocol import ApiError
 
 LOCALHOST = "localhost"
@@ -57,8 +57,7 @@ class CorsPolicy:
                 (b"access-control-expose-headers", b"*"),
             ]
         elif is_preflight:
-            message = f"Pages of {origin[:200]} may not call this gateway. Add the origin to auth.allowed_origins."
-            raise ApiError(403, "origin_not_allowed", message)
+            raise _origin_not_allowed_error(origin)
         if is_preflight:
             exchange.extra_headers += [
                 (b"access-control-allow-methods", exchange.headers[_REQUESTED_METHOD]),
@@ -67,7 +66,24 @@ class CorsPolicy:
             ]
         return is_preflight
 
+    def check_origin(self, exchange: HttpExchange) -> None:
+        """Check that a request without a key was not sent for a web page whose origin is not allowed.
+
+        A browser sends some requests without a preflight. Hiding the response from the page does not undo them.
+
+        Raises:
+            ApiError: 403 if the origin is not allowed.
+        """
+        origin = exchange.get_header(b"origin")
+        if is_cross_origin(exchange.headers) and not self._is_allowed(origin.lower()):
+            raise _origin_not_allowed_error(origin or "another site")
+
     def _is_allowed(self, origin: str) -> bool:
         if ANY_ORIGIN in self._allowed_origins or origin in self._allowed_origins:
             return True
         return LOCALHOST in self._allowed_origins and is_local_origin(origin)
+
+
+def _origin_not_allowed_error(origin: str) -> ApiError:
+    message = f"Pages of {origin[:200]} may not call this gateway. Add the origin to auth.allowed_origins."
+    return ApiError(403, "origin_not_allowed", message)

@@ -33,6 +33,11 @@ class Principal(msgspec.Struct, frozen=True, array_like=True):
     """Feature flags of its project and its key."""
 
     @property
+    def is_anonymous(self) -> bool:
+        """Whether no key or token identifies the sender."""
+        return not (self.key or self.user or self.organisation)
+
+    @property
     def tenant(self) -> str:
         """Id by which fair queuing groups requests: the project, or the organisation for users without one."""
         return self.project or self.organisation

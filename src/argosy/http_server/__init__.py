@@ -5,6 +5,8 @@
 the body, writes the response, and calls the ASGI application in a task. Handlers do not use ASGI messages directly.
 They read the body and write the response through an `HttpExchange`, which enforces the limits and adds the common
 headers. `run_handler` converts exceptions of a handler to error responses.
+
+`check_same_origin` and its companions protect handlers that change state from web pages.
 """
 
 from argosy.http_server.deadlines import Deadlines
@@ -22,6 +24,12 @@ from argosy.http_server.http_exchange import (
     Scope,
     Send,
     SlowReaderError,
+)
+from argosy.http_server.request_origin import (
+    check_json_content_type,
+    check_no_page_request,
+    check_same_origin,
+    is_cross_origin,
 )
 from argosy.http_server.response_observer import ResponseObserver
 from argosy.http_server.server import (
@@ -54,7 +62,11 @@ __all__ = [
     "TlsConfig",
     "bind_tcp",
     "bind_unix",
+    "check_json_content_type",
     "check_method",
+    "check_no_page_request",
+    "check_same_origin",
+    "is_cross_origin",
     "listen_url",
     "listening_socket",
     "not_found_error",

@@ -22,6 +22,7 @@ from argosy.http_server.http_exchange import TRANSPORT_KEY, AsgiApp, Scope
 from argosy.http_server.request_head import (
     MAX_HEAD_BYTES,
     HeadTemplate,
+    InvalidHeadError,
     RequestHead,
     build_head_template,
 )
@@ -157,8 +158,12 @@ class HttpConnection(asyncio.Protocol):
         while data:
             try:
                 data = self._feed_parser(data)
-            except httptools.HttpParserError:
-                self._on_bad_protocol(data)
+            except httptools.HttpParserError as error:
+                # The parser keeps an exception of a callback as the context of its own.
+                cause = error.__context__
+                self._on_bad_protocol(
+                    data, str(cause) if isinstance(cause, InvalidHeadError) else ""
+                )
                 return
         if self._unbounded_bytes > MAX_HEAD_BYTES:
             self._on_bad_protocol(b"")
@@ -424,13 +429,13 @@ class HttpConnection(asyncio.Protocol):
         if self._server_state.drain_deadlines is not None:
             self._server_state.drain_deadlines.add(self)
 
-    def _on_bad_protocol(self, data: bytes) -> None:
+    def _on_bad_protocol(self, data: bytes, reason: str = "") -> None:
         """Reject input that is not HTTP/1, after the pending responses."""
         self._header_deadlines.remove(self)
         if self._input_ignored:
             return
         self._input_ignored = True
-        error = bad_protocol_error(data)
+        error = bad_protocol_error(data, reason)
         address, _ = self._connection_scope["client"] or (None, None)
         log.info("bad_protocol", address=address, reason=error.message)
         current = self._current

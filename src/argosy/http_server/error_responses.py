@@ -100,10 +100,16 @@ def not_found_error(path: str, is_known_path: Callable[[str], bool]) -> ApiError
     return ApiError(404, "not_found", f"The path {path[:200]!r} does not exist. {remedy}.")
 
 
-def bad_protocol_error(data: bytes) -> ApiError:
-    """Build the error for input that is not HTTP/1. The message names the protocol where its first bytes are known."""
+def bad_protocol_error(data: bytes, reason: str = "") -> ApiError:
+    """Build the error for input that is not HTTP/1. The message names the protocol where its first bytes are known.
+
+    Args:
+        data: The input.
+        reason: Reason why the head of the request is invalid, if it is known.
+    """
     hint = next((hint for prefix, hint in _PROTOCOL_HINTS if data.startswith(prefix)), None)
-    return ApiError(400, "bad_http", hint or "The request is not valid HTTP/1.")
+    detail = f": {reason}" if reason else ""
+    return ApiError(400, "bad_http", hint or f"The request is not valid HTTP/1{detail}.")
 
 
 def render_bad_request(error: ApiError) -> bytes:

@@ -24,14 +24,25 @@ _UNTEMPLATED_HEADERS = frozenset({b"expect", b"transfer-encoding", b"upgrade"})
 """Headers that change how the rest of the request is read, so that a request with one gets no template."""
 
 
+class InvalidHeadError(ValueError):
+    """A request's head is invalid or too large. The message is safe to send to the client."""
+
+
 class RequestHead:
     """Head of the request being parsed, reused for each request of a connection.
 
     Raises:
-        ValueError: The head is invalid or too large.
+        InvalidHeadError: The head is invalid or too large.
     """
 
-    __slots__ = ("_headers", "_host_count", "_size_bytes", "_url", "expects_continue")
+    __slots__ = (
+        "_headers",
+        "_host_count",
+        "_is_chunked",
+        "_size_bytes",
+        "_url",
+        "expects_continue",
+    )
 
     def __init__(self) -> None:
         self.reset()
@@ -43,6 +54,7 @@ class RequestHead:
         self._url = b""
         self._headers: list[tuple[bytes, bytes]] = []
         self._host_count = 0
+        self._is_chunked = False
         self._size_bytes = 0
 
     def add_url(self, url: bytes) -> None:
@@ -62,7 +74,19 @@ class RequestHead:
             self._host_count += 1
         elif name == b"expect":
             self.expects_continue = value.lower() == b"100-continue"
+        elif name == b"transfer-encoding":
+            self._add_transfer_encoding(value)
         self._headers.append((name, value))
+
+    def _add_transfer_encoding(self, value: bytes) -> None:
+        """Accept `chunked` once, and no other encoding.
+
+        The parser would accept `gzip, chunked` and pass the compressed bytes on. A proxy that reads the encodings
+        differently would see another end of the request (request smuggling).
+        """
+        if self._is_chunked or value.strip().lower() != b"chunked":
+            raise InvalidHeadError("the only supported Transfer-Encoding is a single 'chunked'")
+        self._is_chunked = True
 
     def build_scope(
         self, parser: httptools.HttpRequestParser, connection_scope: Mapping[str, Any]
@@ -75,7 +99,10 @@ class RequestHead:
         """
         version = parser.get_http_version()
         if self._host_count != 1 and (self._host_count or version == "1.1"):
-            raise ValueError("a request needs exactly one Host header")  # RFC 9112, section 3.2
+            # RFC 9112, section 3.2
+            raise InvalidHeadError("a request needs exactly one Host header")
+        if self._is_chunked and version == "1.0":  # RFC 9112, section 6.1
+            raise InvalidHeadError("HTTP/1.0 has no Transfer-Encoding")
         url = httptools.parse_url(self._url)
         path = url.path.decode("ascii")
         return {
@@ -161,5 +188,5 @@ def build_head_template(data: bytes, scope: Scope) -> HeadTemplate | None:
     return HeadTemplate(head[: length.start(1)], head[length.end(1) :], scope, length_index)
 
 
-def _head_too_large_error() -> ValueError:
-    return ValueError("the request's headers are too large")
+def _head_too_large_error() -> InvalidHeadError:
+    return InvalidHeadError("the request's headers are too large")

@@ -21,7 +21,7 @@ ERROR_CODES = (
         400,
         "bad_http",
         "The bytes are not an HTTP/1 request. HTTP/2, TLS on a plain port and the PROXY protocol are named in the"
-        " message. The connection is closed.",
+        " message, and so is an invalid `Host` or `Transfer-Encoding` header. The connection is closed.",
     ),
     ErrorCode(400, "invalid_json", "The body is not valid JSON."),
     ErrorCode(
@@ -79,7 +79,8 @@ ERROR_CODES = (
     ErrorCode(
         403,
         "origin_not_allowed",
-        "The browser page's origin is not in `allowed_origins`. No other origin may use `/admin`.",
+        "The browser page's origin is not in `allowed_origins`. No other origin may use `/admin`, and no page may drain"
+        " a replica.",
     ),
     ErrorCode(403, "no_organisation", "The token names no organisation."),
     ErrorCode(403, "unknown_organisation", "The token names an organisation that does not exist."),
@@ -115,6 +116,11 @@ ERROR_CODES = (
         "The body is too large, the request can never fit a limit, or a non-streaming response exceeds 64 MiB.",
     ),
     ErrorCode(415, "unsupported_encoding", "Compressed bodies are not accepted."),
+    ErrorCode(
+        415,
+        "unsupported_media_type",
+        "A body for the admin API or `/drain` needs the header `Content-Type: application/json`.",
+    ),
     ErrorCode(
         422,
         "idempotency_key_reused",

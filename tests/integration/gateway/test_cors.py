@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import AsyncIterator
 
 import httpx2
+import msgspec
 import pytest
 from tests.support.fake_upstream import fake_upstream
 from tests.support.gateway_client import BODIES, CHAT, gateway
@@ -76,6 +77,23 @@ async def test_other_origin_is_rejected_unless_allowed(origin: str) -> None:
 async def test_allowed_origins_replace_local_default() -> None:
     async with cors_client(APP_ORIGIN) as client:
         assert (await preflight(client, LOCAL_ORIGIN)).status_code == 403
+
+
+@pytest.mark.parametrize("content_type", ["application/json", "text/plain"])
+async def test_keyless_request_of_unlisted_local_page_is_not_run(content_type: str) -> None:
+    """A browser sends text/plain without a preflight, so hiding the response is not enough."""
+    body = BODIES[CHAT] | {"max_tokens": 3}
+    async with cors_client(APP_ORIGIN) as client:
+        response = await client.post(
+            CHAT,
+            content=msgspec.json.encode(body),
+            headers={"origin": LOCAL_ORIGIN, "content-type": content_type},
+        )
+        assert response.status_code == 403
+        assert response.json()["error"]["code"] == "origin_not_allowed"
+        own_page = str(client.base_url).rstrip("/")
+        response = await client.post(CHAT, json=body, headers={"origin": own_page})
+        assert response.status_code == 200
 
 
 async def test_admin_api_allows_no_other_origin() -> None:

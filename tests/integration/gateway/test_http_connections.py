@@ -224,6 +224,32 @@ async def test_exactly_one_host_header_is_required(head: bytes, status: bytes) -
     assert response.startswith(b"HTTP/1.1 " + status)
 
 
+@pytest.mark.parametrize(
+    ("version", "headers", "status"),
+    [
+        ("1.1", ("chunked",), b"200 OK"),
+        ("1.1", (" Chunked ",), b"200 OK"),
+        ("1.1", ("gzip, chunked",), b"400 Bad Request"),
+        ("1.1", ("gzip", "chunked"), b"400 Bad Request"),
+        ("1.1", ("chunked", "chunked"), b"400 Bad Request"),
+        ("1.1", ("chunked, identity",), b"400 Bad Request"),
+        ("1.1", ("identity",), b"400 Bad Request"),
+        ("1.0", ("chunked",), b"400 Bad Request"),
+    ],
+)
+async def test_only_transfer_encoding_chunked_is_accepted(
+    version: str, headers: tuple[str, ...], status: bytes
+) -> None:
+    """A proxy in front that decodes the body differently would see another end of the request."""
+    lines = (f"POST /echo HTTP/{version}", "host: x", "connection: close")
+    encodings = (f"transfer-encoding: {value}" for value in headers)
+    head = "\r\n".join((*lines, *encodings, "", "")).encode()
+    response = await exchange_with_app(head + b"4\r\nbody\r\n0\r\n\r\n")
+    assert response.startswith(b"HTTP/1.1 " + status)
+    if "gzip, chunked" in headers:
+        assert b"Transfer-Encoding" in response.partition(b"\r\n\r\n")[2]
+
+
 async def test_stream_is_chunked_in_http_1_1_and_ends_connection_in_http_1_0() -> None:
     chunked = await exchange_with_app(GET_STREAM + GET_LAST)
     plain = await exchange_with_app(b"GET /counting HTTP/1.0\r\n\r\n")

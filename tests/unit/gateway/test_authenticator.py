@@ -217,6 +217,17 @@ def test_local_connection_without_keys_is_anonymous(peer: str) -> None:
         ("127.0.0.1", {b"host": b"localhost:8000", b"origin": b"https://evil.example"}),
         ("127.0.0.1", {b"host": b"localhost:8000", b"origin": b"http://203.0.113.5"}),
         ("127.0.0.1", {b"host": b"localhost:8000", b"origin": b"null"}),
+        ("127.0.0.1", {b"host": b""}),
+        ("127.0.0.1", {b"host": b":8000"}),
+        ("127.0.0.1", {b"host": b"[::1]evil.example"}),
+        ("127.0.0.1", {b"host": b"[::1].evil.example:8000"}),
+        ("127.0.0.1", {b"host": b"[::1"}),
+        ("127.0.0.1", {b"host": b"127.0.0.1:8000:evil.example"}),
+        ("127.0.0.1", {b"host": b"localhost:evil.example"}),
+        ("127.0.0.1", {b"host": b"evil.example/.localhost"}),
+        ("127.0.0.1", {b"host": b"localhost", b"origin": b"http://[::1]evil.example"}),
+        ("127.0.0.1", {b"host": b"localhost", b"origin": b"ftp://localhost"}),
+        ("127.0.0.1", {b"host": b"localhost", b"origin": b"http://localhost/evil.example"}),
     ],
 )
 def test_remote_connection_without_keys_is_rejected(peer: str, headers: dict[bytes, bytes]) -> None:
@@ -228,6 +239,8 @@ def test_remote_connection_without_keys_is_rejected(peer: str, headers: dict[byt
     [
         {b"host": b"127.0.0.1:8000"},
         {b"host": b"[::1]:8000"},
+        {b"host": b"[::ffff:127.0.0.1]"},
+        {b"host": b"LOCALHOST:8000"},
         {b"host": b"box.localhost"},
         {b"host": b"localhost:8000", b"origin": b"http://localhost:3000"},
         {b"host": b"0.0.0.0:8000", b"origin": b"http://0.0.0.0:8000"},

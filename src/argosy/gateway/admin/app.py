@@ -24,7 +24,9 @@ from argosy.http_server import (
     Receive,
     Scope,
     Send,
+    check_json_content_type,
     check_method,
+    check_same_origin,
 )
 from argosy.process import run_in_daemon_thread
 from argosy.protocol import ApiError, invalid_request, parse_body, parse_query
@@ -95,14 +97,13 @@ class _PathHandler:
         principal = self._authenticator.authenticate(exchange)
         endpoint = self._endpoints[check_method(exchange, self._endpoints)]
         check_role(principal, endpoint.role, endpoint.scope)
-        body_type = endpoint.body_type
+        if endpoint.method != "GET":
+            check_same_origin(exchange)
         request = AdminRequest(
             principal,
             _get_resource_id(scope),
             parse_query(endpoint.query_type, _parse_parameters(exchange.query)),
-            None
-            if body_type is None
-            else parse_body(body_type, await exchange.read_body() or b"{}"),
+            None if endpoint.body_type is None else await _read_body(exchange, endpoint.body_type),
         )
         response = await self._run_endpoint(endpoint, request)
         if endpoint.method != "GET":
@@ -168,6 +169,14 @@ def _translate_store_errors() -> Iterator[None]:
         raise ApiError(409, "conflict", str(error)) from error
     except ValueError as error:
         raise ApiError(400, "invalid_value", str(error)) from error
+
+
+async def _read_body(exchange: HttpExchange, body_type: type) -> Any:  # noqa: ANN401 - the endpoint's body type
+    """Read and parse the body. An empty body stands for an empty object. Raises ApiError."""
+    body = await exchange.read_body()
+    if body:
+        check_json_content_type(exchange)
+    return parse_body(body_type, body or b"{}")
 
 
 def _parse_parameters(query: bytes) -> dict[str, str]:

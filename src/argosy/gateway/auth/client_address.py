@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
@@ -13,6 +14,9 @@ LOCALHOST = IPv4Address("127.0.0.1")
 MAX_ADDRESS_LENGTH = 64
 """Maximum length of an address including port, brackets and quotes."""
 _MAPPED_PREFIX_BITS = 96
+_AUTHORITY = re.compile(r"(?:\[(?P<ipv6>[0-9a-f:.]+)\]|(?P<name>[a-z0-9._-]+))(?::[0-9]{1,5})?")
+"""Host and port of a Host header or an origin (RFC 3986, section 3.2)."""
+_LOCAL_NAMES = frozenset({"localhost", "host.docker.internal"})
 PROXY_HEADERS = frozenset(
     {b"x-forwarded-for", b"forwarded", b"x-real-ip", b"x-forwarded-host", b"via"}
 )
@@ -100,9 +104,9 @@ def is_local_request(peer: str, headers: Mapping[bytes, bytes]) -> bool:
     address = LOCALHOST if peer == "unix" else parse_address(peer)
     if address is None or not address.is_loopback or not PROXY_HEADERS.isdisjoint(headers):
         return False
-    host = headers.get(b"host", b"").decode("latin-1").lower()
-    # The Host header is also not local if another program forwarded a request to this machine's public address.
-    if not _is_local_authority(host):
+    # Only HTTP/1.0 has requests without a Host header, and no browser speaks it. The header is also not local if
+    # another program forwarded a request to this machine's public address.
+    if b"host" in headers and not _is_local_authority(headers[b"host"].decode("latin-1").lower()):
         return False
     origin_of_page = headers.get(b"origin", b"").decode("latin-1").lower()
     return not origin_of_page or is_local_origin(origin_of_page)
@@ -110,14 +114,21 @@ def is_local_request(peer: str, headers: Mapping[bytes, bytes]) -> bool:
 
 def is_local_origin(origin: str) -> bool:
     """Return whether a page of this lower-case origin was served by the browser's machine. `null` is not local."""
-    authority = origin.partition("://")[2]
-    return authority != "" and _is_local_authority(authority)
+    scheme, _, authority = origin.partition("://")
+    return scheme in {"http", "https"} and _is_local_authority(authority)
 
 
 def _is_local_authority(authority: str) -> bool:
-    """Return whether `host:port` names only the machine itself."""
-    address = parse_address(authority)
-    if address is not None:
-        return address.is_loopback or address.is_unspecified
-    name = authority.partition(":")[0]
-    return name in {"", "localhost", "host.docker.internal"} or name.endswith(".localhost")
+    """Return whether `host`, `host:port` or `[IPv6]:port`, in lower case, names only the machine itself.
+
+    Anything else is not local, such as an empty host or text after the brackets of an IPv6 address.
+    """
+    parsed = _AUTHORITY.fullmatch(authority)
+    if parsed is None:
+        return False
+    name = parsed["ipv6"] or parsed["name"]
+    try:
+        address = parse_address(str(ip_address(name)))
+    except ValueError:
+        return name in _LOCAL_NAMES or name.endswith(".localhost")
+    return address is not None and (address.is_loopback or address.is_unspecified)

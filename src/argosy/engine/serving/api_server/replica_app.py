@@ -23,12 +23,13 @@ from argosy.http_server import (
     Receive,
     Scope,
     Send,
+    check_json_content_type,
     check_method,
+    check_no_page_request,
     not_found_error,
     run_handler,
 )
 from argosy.protocol import (
-    ApiError,
     DetokenizeRequest,
     DetokenizeResponse,
     DrainRequest,
@@ -233,13 +234,10 @@ class ReplicaApp:
         return text
 
     async def _drain(self, exchange: HttpExchange) -> None:
-        if b"origin" in exchange.headers:  # browsers allow any page to send this to localhost
-            raise ApiError(
-                403,
-                "origin_not_allowed",
-                "Web pages may not drain a replica. Send the request without an Origin header.",
-            )
+        check_no_page_request(exchange)
         raw = await exchange.read_body()
+        if raw:
+            check_json_content_type(exchange)
         body = parse_body(DrainRequest, raw) if raw.strip() else DrainRequest()
         self._replica.drain(body.deadline_s)
         await exchange.send_response(200, _encode(StatusResponse(status="draining")))
