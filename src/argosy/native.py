@@ -12,7 +12,7 @@ import stat
 import subprocess
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 from argosy.folders import cache_folder
@@ -105,7 +105,7 @@ def _fingerprint(sources: Path, program: str, flags: tuple[str, ...]) -> str:
     for source in sorted(sources.iterdir()):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
     digest.update("\0".join((program, *flags, platform.machine(), _cpu_features())).encode())
-    digest.update(_run_compiler(program, "--version").encode())
+    digest.update(_compiler_version(program).encode())
     return digest.hexdigest()[:24]
 
 
@@ -119,6 +119,20 @@ def _cpu_features() -> str:
     return "\n".join(
         line for line in lines if line.startswith(("model name", "flags", "Features", "CPU"))
     )
+
+
+def compiler_version(compiler: str | None = None) -> str:
+    """Return the first line of the compiler's version, such as `c++ (Debian 12.2.0) 12.2.0`.
+
+    Raises:
+        NativeUnavailableError: No compiler is found, or it cannot be run.
+    """
+    return _compiler_version(_find_compiler(compiler)).partition("\n")[0]
+
+
+@cache
+def _compiler_version(program: str) -> str:
+    return _run_compiler(program, "--version")
 
 
 def _compile_library(sources: Path, program: str, flags: tuple[str, ...], path: Path) -> None:

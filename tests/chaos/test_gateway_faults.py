@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import operator
 import signal
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -47,9 +48,20 @@ async def run_fleet(folder: Path, count: int = 2) -> AsyncIterator[ReplicaFleet]
     replicas = [ReplicaProcess(folder / f"{number}.sock") for number in range(count)]
     for replica in replicas:
         await replica.start()
-    running = None
     try:
         await asyncio.gather(*(replica.wait_ready() for replica in replicas))
+        async with run_gateway(replicas) as running:
+            yield running
+    finally:
+        for replica in replicas:
+            await replica.kill()
+
+
+@contextlib.asynccontextmanager
+async def run_gateway(replicas: list[ReplicaProcess]) -> AsyncIterator[ReplicaFleet]:
+    """Run a gateway in front of running replicas."""
+    running = None
+    try:
         config = GatewayConfig(
             port=0,
             models=[
@@ -72,8 +84,6 @@ async def run_fleet(folder: Path, count: int = 2) -> AsyncIterator[ReplicaFleet]
     finally:
         if running is not None:
             running.cancel()
-        for replica in replicas:
-            await replica.kill()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -87,9 +97,16 @@ async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Repli
 
 
 async def read_stream(
-    fleet: ReplicaFleet, number: int, chunk_count: asyncio.Semaphore | None = None
+    fleet: ReplicaFleet,
+    number: int,
+    chunk_count: asyncio.Semaphore | None = None,
+    *,
+    logprobs: bool = False,
 ) -> StreamOutput:
-    """Read a seeded stream. Every third stream has two choices. `chunk_count` is released per chunk."""
+    """Read a seeded stream. Every third stream has two choices. `chunk_count` is released per chunk.
+
+    With `logprobs` the texts at negative keys are the tokens' log-probabilities, which differ in another arithmetic.
+    """
     stream = await fleet.client.chat.completions.create(
         model=MODEL,
         messages=[{"role": "user", "content": f"Tell me a story about {number}."}],
@@ -97,6 +114,7 @@ async def read_stream(
         seed=number,
         n=1 + (number % 3 == 1),
         max_tokens=100,
+        logprobs=logprobs,
         stream=True,
         stream_options={"include_usage": True},
         extra_body={"ignore_eos": number % 3 > 0},
@@ -108,6 +126,8 @@ async def read_stream(
         ids.add(chunk.id)
         for choice in chunk.choices:
             texts[choice.index] = texts.get(choice.index, "") + (choice.delta.content or "")
+            for each in (choice.logprobs and choice.logprobs.content) or ():
+                texts[~choice.index] = texts.get(~choice.index, "") + f" {each.logprob}"
             if choice.finish_reason:
                 assert choice.index not in finish_reasons
                 finish_reasons[choice.index] = choice.finish_reason
@@ -170,6 +190,38 @@ async def test_streams_survive_signal_to_replica(
     victim.process.send_signal(fault)
     assert await asyncio.gather(*streams) == fleet.expected
     await victim.restart()
+
+
+async def test_streams_resume_only_with_their_arithmetic(
+    fleet: ReplicaFleet, tmp_path: Path
+) -> None:
+    """A killed replica's streams wait for its restart, instead of continuing on a quantized replica."""
+    quantized, victim = (
+        ReplicaProcess(tmp_path / "int4.sock", ("--quantize", "int4")),
+        fleet.replicas[0],
+    )
+    await quantized.start()
+    try:
+        await quantized.wait_ready()
+        undisturbed = []
+        for replica in (victim, quantized):
+            async with run_gateway([replica]) as alone:
+                streams = (read_stream(alone, n, logprobs=True) for n in range(STREAMS))
+                undisturbed.append(await asyncio.gather(*streams))
+        assert all(map(operator.ne, *undisturbed))
+        async with run_gateway([victim, quantized]) as mixed:
+            chunk_count = asyncio.Semaphore(0)
+            running = [
+                asyncio.create_task(read_stream(mixed, n, chunk_count, logprobs=True))
+                for n in range(STREAMS)
+            ]
+            for _ in range(20 * STREAMS):
+                await chunk_count.acquire()
+            await victim.restart()
+            outputs = await asyncio.gather(*running)
+            assert all(map(operator.contains, zip(*undisturbed, strict=True), outputs))
+    finally:
+        await quantized.kill()
 
 
 async def test_non_streamed_responses_survive_killed_replica(fleet: ReplicaFleet) -> None:

@@ -15,9 +15,10 @@ from tests.integration.conftest import REPLY
 from tests.support.fake_engine import FakeEngine
 from tests.support.replica_servers import CONFIG, MODEL, chat, load_text_processing, serve
 
-from argosy.engine.engine_config import EngineConfig
+from argosy.engine.engine_config import LOADING_WEIGHTS, WARMING_UP, EngineConfig
 from argosy.engine.serving.api_server.replica_server import ReplicaServer
 from argosy.engine.serving.api_server.replica_server_config import ReplicaServerConfig
+from argosy.engine.serving.core_messages import LoadProgress
 from argosy.engine.serving.engine_core.engine_client import EngineFailedError
 from argosy.models import BUNDLED_MODEL
 
@@ -57,7 +58,17 @@ async def test_replica_responds_by_state_from_starting_to_stopped(
     assert starting.headers["retry-after"] == "1"
     rejected = await client.post("/v1/chat/completions", json=chat())
     assert rejected.json()["error"]["code"] == "engine_unavailable"
-    assert (await client.get("/load")).json()["state"] == "starting"
+    for progress, phase in (
+        (None, "starting"),
+        (LoadProgress("preparing the kernels", 0.0), "starting"),
+        (LoadProgress(LOADING_WEIGHTS, 0.5), "loading"),
+        (LoadProgress(WARMING_UP, 1.0), "warming"),
+    ):
+        engine.load_progress = progress
+        load = (await client.get("/load")).json()
+        assert (load["state"], load["phase"]) == ("starting", phase)
+        expected = progress and {"activity": progress.activity, "fraction": progress.fraction}
+        assert load["startup"] == expected
     assert (await client.get("/v1/models")).status_code == 503
     assert not ready
     engine.may_start.set()

@@ -9,9 +9,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import httpx2
+import msgspec
 import pytest
 from tests.integration.conftest import REPLY
-from tests.support.fake_engine import FakeEngine, Script, constant_script, reply_script
+from tests.support.fake_engine import FakeEngine, Script, arithmetic, constant_script, reply_script
 from tests.support.replica_servers import (
     CONFIG,
     MODEL,
@@ -25,7 +26,7 @@ from tests.support.replica_servers import (
 from argosy.engine.serving.api_server.generation import Generation
 from argosy.engine.serving.core_messages import EngineRequest
 from argosy.engine.serving.text.tokenizer import Tokenizer
-from argosy.protocol import ApiError
+from argosy.protocol import LOAD_SCHEMA_VERSION, ApiError, ArithmeticIdentity
 
 
 async def post(replica_server: RunningReplica, path: str, body: object) -> httpx2.Response:
@@ -430,6 +431,20 @@ async def test_load_reports_engine_capacity(
     assert body["state"] == "ready"
     assert body["max_seqs"] == 8
     assert body["kv_blocks_total"] == 1024
+
+
+async def test_load_reports_what_the_replica_is(engine: FakeEngine) -> None:
+    engine.arithmetic = arithmetic(quantization="int4")
+    config = msgspec.structs.replace(CONFIG, zone="rack-7", labels={"pool": "a"})
+    async with serve(engine, config) as running:
+        body = (await running.client.get("/load")).json()
+    assert body["schema_version"] == LOAD_SCHEMA_VERSION
+    assert (body["zone"], body["labels"]) == ("rack-7", {"pool": "a"})
+    assert body["build"].startswith("argosy ")
+    assert body["accelerator"] == "fake accelerator"
+    assert body["arithmetic"]["quantization"] == "int4"
+    assert body["arithmetic"]["tokenization"]
+    assert body["arithmetic_id"] == msgspec.convert(body["arithmetic"], ArithmeticIdentity).id
 
 
 async def test_auxiliary_endpoints(replica_server: RunningReplica) -> None:

@@ -13,12 +13,14 @@ from argosy.engine.serving.core_messages import (
     Delta,
     EngineFinishReason,
     EngineRequest,
+    LoadProgress,
     TokenLogprob,
 )
 from argosy.engine.serving.engine_core.delta_stream import DeltaStream
 from argosy.engine.serving.engine_core.engine_client import EngineFailedError
 from argosy.engine.serving.engine_core.kv_cache_view import KvCacheView
 from argosy.engine.serving.text.tokenizer import Tokenizer
+from argosy.protocol import ArithmeticIdentity
 
 State = Literal["starting", "ready", "restarting", "failed", "stopped"]
 
@@ -41,6 +43,15 @@ class Script:
     """Exception raised after the tokens instead of a delta."""
 
 
+def arithmetic(**parts: str) -> ArithmeticIdentity:
+    """Return an arithmetic identity. Identities are equal if their `parts` are."""
+    names = (
+        *("weights", "dtype", "quantization", "kv_dtype"),
+        *("kernels", "instruction_set", "rope"),
+    )
+    return ArithmeticIdentity(**dict.fromkeys(names, "same") | parts)
+
+
 def _set_event() -> asyncio.Event:
     event = asyncio.Event()
     event.set()
@@ -55,8 +66,9 @@ class FakeEngine:
     script: Callable[[EngineRequest], Script]
     state: State = "starting"
     max_model_len: int = 512
-    digest: str = ""
-    """Model digest that the core would report."""
+    arithmetic: ArithmeticIdentity | None = None
+    """Arithmetic identity that the core reports."""
+    load_progress: LoadProgress | None = None
     requests: list[EngineRequest] = field(default_factory=list)
     live: set[str] = field(default_factory=set)
     aborted: list[str] = field(default_factory=list)
@@ -92,7 +104,8 @@ class FakeEngine:
             load_s=0.0,
             backend="fake",
             fingerprint="",
-            model_digest=self.digest,
+            accelerator="fake accelerator",
+            arithmetic=self.arithmetic,
         )
 
     async def start(self, on_step: Callable[[CoreStats], None] | None = None) -> CoreReady:

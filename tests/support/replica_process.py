@@ -19,12 +19,15 @@ class ReplicaProcess:
     """`argosy replica` with the bundled model, on a Unix socket."""
 
     socket: Path
+    options: tuple[str, ...] = ()
+    """Further command-line options."""
     process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
         self.process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "argosy.cli", "replica", "--uds", str(self.socket)),
             *("--threads", "1", "--kv-memory", "64MiB", "--drain-deadline", "0"),
+            *self.options,
             stderr=asyncio.subprocess.DEVNULL,
         )
 

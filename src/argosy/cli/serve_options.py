@@ -32,6 +32,15 @@ def check_tool_format(name: str) -> str:
     return name
 
 
+def check_labels(labels: list[str] | None) -> list[str] | None:
+    """Return labels that have the form KEY=VALUE. Others end the command."""
+    for label in labels or ():
+        key, separator, _ = label.partition("=")
+        if not (key and separator and label.isprintable()):
+            fail(f"the label {label!r} has no key; write it as --label KEY=VALUE")
+    return labels
+
+
 Model = Annotated[
     str | None,
     Argument(help="A directory in Hugging Face layout, or a repository name on the hub."),
@@ -160,6 +169,23 @@ DrainDeadline = Annotated[
     Option(
         min=0,
         help="Seconds for running requests to finish after SIGTERM.",
+        rich_help_panel=ADVANCED_PANEL,
+    ),
+]
+Zone = Annotated[
+    str,
+    Option(
+        help="Failure domain of the replica, such as a rack or an availability zone, for `argosy replicas list`.",
+        rich_help_panel=ADVANCED_PANEL,
+    ),
+]
+Labels = Annotated[
+    list[str] | None,
+    Option(
+        "--label",
+        metavar="KEY=VALUE",
+        callback=check_labels,
+        help="Label of the replica, for `argosy replicas list`; may be given several times.",
         rich_help_panel=ADVANCED_PANEL,
     ),
 ]

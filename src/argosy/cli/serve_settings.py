@@ -66,6 +66,8 @@ def _build_settings(
     request_timeout: serve_options.RequestTimeout = 600.0,
     unknown_fields: serve_options.UnknownFields = "ignore",
     drain_deadline: serve_options.DrainDeadline = 30.0,
+    zone: serve_options.Zone = "",
+    label: serve_options.Labels = None,
     vllm_metrics: serve_options.VllmMetrics = False,
 ) -> tuple[ReplicaServerConfig, EngineConfig]:
     """Build the settings of the server and the engine from the shared options.
@@ -86,6 +88,8 @@ def _build_settings(
         tool_format=tool_format,
         unknown_fields=unknown_fields,
         drain_deadline_s=drain_deadline,
+        zone=zone,
+        labels=dict(each.split("=", 1) for each in label or ()),
         vllm_metrics=vllm_metrics,
     )
     engine = EngineConfig(

@@ -24,6 +24,11 @@ DEFAULT_PACK_CACHE_BYTES = 32 << 30
 """Default limit of the disk space for packed weights of all checkpoints, in bytes."""
 
 
+LOADING_WEIGHTS = "loading weights"
+WARMING_UP = "warming up"
+"""Activities that an engine reports during its start, beside preparations."""
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of one engine. The loader replaces None and "auto" by values for the model and the device."""
 

@@ -87,6 +87,9 @@ class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Headers of every request to this server, for example an organisation, a project or an API version."""
     resume_mode: ResumeMode = "exact"
     """The most exact way in which an interrupted stream may be resumed on this server."""
+    arithmetic: Annotated[str, Meta(min_length=1, max_length=64)] | None = None
+    """Name of the arithmetic of a server that does not report it, such as `bf16-h100`. An interrupted stream is
+    resumed only on servers with the same name. Native replicas report their arithmetic."""
     stream_usage: bool = True
     """Request usage in streams. Switch it off for servers that reject `stream_options`."""
     priority_scheduling: bool = False
@@ -263,6 +266,10 @@ def _check_replicas(path: Path, model: ModelConfig) -> None:
         if replica.kv_events is not None and replica.kind not in {"auto", "vllm", "sglang"}:
             raise ValueError(
                 f"{path}: {replica.url}: kv_events is only supported for kind vllm or sglang. Remove it."
+            )
+        if replica.arithmetic is not None and replica.kind == "argosy":
+            raise ValueError(
+                f"{path}: {replica.url}: a replica of kind argosy reports its arithmetic. Remove `arithmetic`."
             )
         if replica.priority_scheduling and replica.kind not in {"auto", "vllm", "sglang"}:
             raise ValueError(

@@ -280,6 +280,9 @@ class GatewayServer:
             fast_path_streams=generation.fast_path_streams,
             queue_depths=generation.queued_requests,
             replicas=list_replica_readings(self._models.pools),
+            arithmetics={
+                pool.model: len(pool.group_by_arithmetic()) for pool in self._models.pools
+            },
             usage_pending_records=0
             if account_sync is None
             else account_sync.accounting.usage_log.pending_records,

@@ -7,6 +7,7 @@ mistake into an `ApiError`. `parse_body` refuses unknown fields too. Responses
 publishes the blocks of its prefix cache as `KvEvent`. Server addresses are parsed into an `Endpoint`.
 """
 
+from argosy.protocol.arithmetic import ArithmeticIdentity, differing_parts
 from argosy.protocol.endpoint import Endpoint, parse_endpoint
 from argosy.protocol.error_codes import ERROR_CODES, ErrorCode
 from argosy.protocol.errors import ApiError, invalid_request
@@ -16,6 +17,12 @@ from argosy.protocol.kv_events import (
     TokenizationKey,
     pack_block_names,
     unpack_block_names,
+)
+from argosy.protocol.load_report import (
+    LOAD_SCHEMA_VERSION,
+    LoadPhase,
+    LoadResponse,
+    StartupProgress,
 )
 from argosy.protocol.openai_requests import (
     ChatCompletionRequest,
@@ -45,7 +52,6 @@ from argosy.protocol.openai_responses import (
     ErrorBody,
     ErrorDetail,
     FinishReason,
-    LoadResponse,
     ModelCard,
     ModelList,
     PromptLogprob,
@@ -83,6 +89,7 @@ __all__ = [
     "BLOCK_NAME_BYTES",
     "ERROR_CODES",
     "IGNORED_FIELDS_HEADER",
+    "LOAD_SCHEMA_VERSION",
     "MAX_COUNT",
     "MAX_REPORTED_CHARS",
     "RELAXED_SCHEMA_HEADER",
@@ -91,6 +98,7 @@ __all__ = [
     "SSE_CONTENT_TYPE",
     "SSE_DONE",
     "ApiError",
+    "ArithmeticIdentity",
     "ChatChoice",
     "ChatCompletion",
     "ChatCompletionRequest",
@@ -117,6 +125,7 @@ __all__ = [
     "JsonObject",
     "KvEvent",
     "LineBuffer",
+    "LoadPhase",
     "LoadResponse",
     "ModelCard",
     "ModelList",
@@ -128,6 +137,7 @@ __all__ = [
     "ResponseWarning",
     "ResumeInput",
     "SamplingParams",
+    "StartupProgress",
     "StatusResponse",
     "StreamOptions",
     "TokenizationKey",
@@ -139,6 +149,7 @@ __all__ = [
     "TopLogprob",
     "Usage",
     "VersionResponse",
+    "differing_parts",
     "format_comment",
     "format_event",
     "format_names",

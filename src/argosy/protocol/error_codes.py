@@ -108,7 +108,8 @@ ERROR_CODES = (
     ErrorCode(
         409,
         "other_model",
-        "Between gateway and replica: the replica has another model than the one that began the response.",
+        "Between gateway and replica: the replica has another model or another arithmetic (data type, quantization,"
+        " kernels, instruction set) than the one that began the response.",
     ),
     ErrorCode(
         413,

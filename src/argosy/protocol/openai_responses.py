@@ -5,10 +5,10 @@ Fields that are `UNSET` are omitted from the JSON; `None` is encoded as null.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 import msgspec
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import UNSET, UnsetType
 
 FinishReason = Literal["stop", "length", "tool_calls", "function_call", "timeout"]
 """Reason for the end of a choice. Argosy adds "timeout" for a request that reached its `timeout_s`."""
@@ -234,35 +234,6 @@ class VersionResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 MAX_COUNT = 2**53
 """Largest valid count, so that every count is exact as a float."""
-NonNegativeCount = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
-NonNegativeFloat = Annotated[float, Meta(ge=0)]
-
-
-class LoadResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """Response of `/load`, with the state that a router needs to select a replica."""
-
-    server_load: NonNegativeCount
-    """Running generation requests (vLLM's name)."""
-    state: str
-    models: list[str]
-    running: NonNegativeCount
-    waiting: NonNegativeCount
-    queued_tokens: NonNegativeCount
-    """Prompt tokens not computed yet, including those of running prefills."""
-    max_seqs: NonNegativeCount
-    max_model_len: NonNegativeCount
-    block_size: NonNegativeCount
-    kv_blocks_total: NonNegativeCount
-    kv_blocks_used: NonNegativeCount
-    kv_blocks_cached: NonNegativeCount
-    step: NonNegativeCount
-    step_s: NonNegativeFloat
-    prefill_tokens_per_s: NonNegativeFloat = 0.0
-    """Measured prefill rate; 0 before the first measurement."""
-    decode_s: NonNegativeFloat = 0.0
-    """Expected seconds between tokens if one more sequence runs; 0 before the first measurement."""
-    other_gateways: list[dict[int, NonNegativeCount]] = []
-    """Running requests by tier of each gateway except the one that requests the report."""
 
 
 class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):

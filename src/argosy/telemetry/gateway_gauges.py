@@ -41,6 +41,8 @@ class GatewayGauges:
     queue_depths: Mapping[str, int] = field(default_factory=dict)
     """Queued requests by model."""
     replicas: Sequence[ReplicaGauges] = ()
+    arithmetics: Mapping[str, int] = field(default_factory=dict)
+    """Number of different arithmetic identities of the replicas by model."""
     usage_pending_records: int = 0
     """Usage records that are not in the store yet."""
     usage_unpersisted_records: int = 0

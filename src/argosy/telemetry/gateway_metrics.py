@@ -270,6 +270,13 @@ class GatewayMetrics(Collector):
             },
             *("model", "replica", "status"),
         )
+        yield gauge_family(
+            "argosy_gateway_pool_arithmetics",
+            "Different arithmetic identities of a model's replicas. Streams are resumed only within one; more than 1"
+            " is a mixed pool.",
+            {(model,): count for model, count in gauges.arithmetics.items()},
+            "model",
+        )
         if gauges.store_up is not None:
             yield gauge_family(
                 "argosy_gateway_store_up",

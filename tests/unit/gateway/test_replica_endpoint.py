@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+from tests.support.load_reports import load_report
+
+from argosy.gateway.backends import BackendKind
 from argosy.gateway.pool.replica_endpoint import ReplicaEndpoint
 from argosy.gateway.upstream.upstream import Upstream
 from argosy.policy import BLOCK_BYTES, EstimatedPrefixIndex, compute_prefix_keys
@@ -32,3 +36,34 @@ def test_estimated_prefix_index_is_bounded_for_many_distinct_prompts() -> None:
         keys = compute_prefix_keys(b"%d" % number, b"x" * BLOCK_BYTES * 2, BLOCK_BYTES)
         index.on_prompt_sent(keys)
         assert len(index) <= 100
+
+
+def test_cache_estimate_and_rates_are_dropped_with_the_arithmetic() -> None:
+    """Another process runs at the address then, whose cache is empty."""
+    replica = ReplicaEndpoint("r", "argosy", "m", Upstream(parse_endpoint("http://localhost:1")))
+    keys = compute_prefix_keys(b"", b"x" * BLOCK_BYTES * 2, BLOCK_BYTES)
+    for arithmetic_id, cached in (("aa", 2), ("aa", 2), ("", 2), ("bb", 0)):
+        replica.prefix_index.on_prompt_sent(keys)
+        replica.on_load_report(load_report(arithmetic_id=arithmetic_id))
+        assert len(replica.prefix_index.match_prefix(keys)) == cached
+    assert replica.arithmetic_id == "bb"
+
+
+@pytest.mark.parametrize(
+    ("kind", "own", "began", "expected"),
+    [
+        ("argosy", "aa", "", True),
+        ("argosy", "aa", "aa", True),
+        ("argosy", "aa", "bb", False),
+        ("argosy", "", "aa", True),  # not probed yet: the replica decides
+        ("vllm", "", "bf16", False),
+        ("vllm", "bf16", "bf16", True),
+        ("vllm", "", "", True),
+    ],
+)
+def test_output_continues_only_with_its_arithmetic(
+    kind: BackendKind, own: str, began: str, expected: bool
+) -> None:
+    upstream = Upstream(parse_endpoint("http://localhost:1"))
+    replica = ReplicaEndpoint("r", kind, "m", upstream, arithmetic_id=own)
+    assert replica.has_arithmetic(began) == expected

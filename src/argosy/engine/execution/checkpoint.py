@@ -15,6 +15,8 @@ DOWNLOAD_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "
 """Patterns of files to download, which are configuration, weights, templates and tokenizer files."""
 IGNORED_PATTERNS = ("consolidated*", "*/*")
 """Patterns of files not to download, which are weights in other layouts and folders of them."""
+_SNAPSHOT_FOLDER = "snapshots"
+"""Folder of huggingface_hub's cache with one directory per commit."""
 _MAX_HEADER_BYTES = 100 << 20
 _DIGEST_SAMPLE_BYTES = 16 * 1024
 _MAX_DIGEST_SAMPLES = 1024
@@ -39,6 +41,11 @@ def resolve_model_path(model: str, revision: str | None) -> Path:
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
         raise ValueError(f"there is no directory {path}; check the path")
     return _download(model, revision)
+
+
+def model_revision(path: Path, revision: str | None) -> str:
+    """Return the commit of a downloaded snapshot, or the requested revision; empty for a directory without either."""
+    return path.name if path.parent.name == _SNAPSHOT_FOLDER else revision or ""
 
 
 def _download(model: str, revision: str | None) -> Path:

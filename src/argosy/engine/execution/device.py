@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, Self
@@ -12,12 +13,12 @@ from argosy.engine.engine_config import DEFAULT_KV_MEMORY_FRACTION
 from argosy.engine.execution import cgroup
 from argosy.engine.execution.attention_cpu import create_cpu_attention
 from argosy.engine.execution.elementwise_cpu import ElementwiseOps, create_cpu_elementwise_ops
-from argosy.engine.execution.isa import cpu_features
+from argosy.engine.execution.isa import TORCH_ISA_NAME, available_isas, cpu_features
 from argosy.engine.execution.linear_cpu import create_cpu_linear
 from argosy.engine.execution.linear_int_cpu import create_int_linear
 from argosy.engine.execution.native_kernels import active_kernels_name, load_kernels
 from argosy.engine.execution.pack_cache import pack_in_memory
-from argosy.native import NativeUnavailableError
+from argosy.native import NativeUnavailableError, compiler_version
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,6 +33,9 @@ WARMUP_SIZES = (1, 16)
 """Token numbers of the warm-up prefills. One row and several rows take different code paths."""
 RIDGE_TOKENS = 24
 """Ridge of the CPU. A step of the bundled model on one core (AMX) takes 1.35 ms plus 0.053 ms per prompt token."""
+
+ONEDNN_ISA_VARIABLE = "ONEDNN_MAX_CPU_ISA"
+"""Environment variable that limits the instruction set of oneDNN, which torch uses for float32 linears."""
 
 
 class DeviceEvent(Protocol):
@@ -121,6 +125,18 @@ class Device(Protocol):
         """Return an id of the packed layout that `create_linear` makes, or "" if packed weights are not cached.
 
         The packed bytes depend only on this id and the weight.
+        """
+        ...
+
+    @property
+    def kernel_compiler(self) -> str:
+        """Name and version of the compiler of the engine's own kernels, or "" if none are in use."""
+        ...
+
+    def instruction_set(self, dtype: torch.dtype, weight_format: WeightFormat | None) -> str:
+        """Return the instruction sets that operations in this dtype and weight format use.
+
+        Devices with equal instruction sets compute the same bytes with the same kernels.
         """
         ...
 
@@ -226,6 +242,20 @@ class _CpuDevice:
     @property
     def kv_memory_fraction(self) -> float:
         return DEFAULT_KV_MEMORY_FRACTION
+
+    @property
+    def kernel_compiler(self) -> str:
+        return "" if active_kernels_name() == TORCH_ISA_NAME else compiler_version()
+
+    def instruction_set(self, dtype: torch.dtype, weight_format: WeightFormat | None) -> str:
+        kernels = active_kernels_name()
+        names = [kernels, f"torch {torch.backends.cpu.get_cpu_capability()}"]
+        has_native_linears = dtype == torch.bfloat16 or weight_format is not None
+        if kernels == TORCH_ISA_NAME or not has_native_linears:
+            names.append(
+                f"oneDNN {os.environ.get(ONEDNN_ISA_VARIABLE) or available_isas()[0].name}"
+            )
+        return ", ".join(names)
 
     def working_bytes(self, key: str, run_largest_step: Callable[[], object]) -> int:
         del key, run_largest_step

@@ -8,10 +8,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from argosy.engine.engine_config import EngineConfig, EngineLimits, resolve_limits
+from argosy.engine.engine_config import (
+    LOADING_WEIGHTS,
+    WARMING_UP,
+    EngineConfig,
+    EngineLimits,
+    resolve_limits,
+)
 from argosy.engine.execution.architecture_config import read_architecture
+from argosy.engine.execution.arithmetic import describe_arithmetic
 from argosy.engine.execution.checkpoint import (
-    checkpoint_digest,
     checkpoint_fingerprint,
     resolve_model_path,
 )
@@ -23,7 +29,7 @@ from argosy.engine.execution.pack_cache import PackCache, open_pack_cache
 from argosy.engine.execution.weight_loader import load_decoder
 from argosy.engine.grammar import CompiledGrammar
 from argosy.engine.scheduling import AdmittedSequence, StepPlan
-from argosy.protocol import SamplingParams
+from argosy.protocol import ArithmeticIdentity, SamplingParams
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 WARMUP_PARAMS = SamplingParams(max_tokens=1, temperature=0.0)
@@ -41,7 +47,10 @@ class LoadedExecutor:
     load_s: float
     backend: str
     fingerprint: str
-    digest: str
+    arithmetic: ArithmeticIdentity
+    """Identity of everything that decides the bytes of outputs."""
+    accelerator: str
+    """Description of the hardware in use."""
     max_steps_in_flight: int
     """Number of steps in flight while the next one is planned."""
     ridge_tokens: int
@@ -80,7 +89,7 @@ def load_executor(
             architecture,
             device,
             dtype,
-            lambda done: progress("loading weights", done),
+            lambda done: progress(LOADING_WEIGHTS, done),
             quantize=config.quantize,
             pack_cache=pack_cache,
         )
@@ -91,6 +100,7 @@ def load_executor(
     limits = _resolve_limits(
         config, factory, f"{checkpoint_state} {format_name}", pack_cache.mapped_bytes
     )
+    arithmetic = describe_arithmetic(path, architecture, device, dtype, kv_dtype, config.quantize)
     executor = factory.create_executor(limits, find_grammar)
     if config.warmup:
         _warm_up(executor, limits, device.warmup_sizes, progress)
@@ -100,8 +110,9 @@ def load_executor(
         limits=limits,
         kv_bytes_per_token=factory.kv_bytes_per_token,
         load_s=time.monotonic() - started_at,
-        fingerprint=f"{checkpoint_state} {format_name}",
-        digest=checkpoint_digest(path),
+        fingerprint=f"{checkpoint_state} {arithmetic.id}",
+        arithmetic=arithmetic,
+        accelerator=device.name,
         max_steps_in_flight=device.max_steps_in_flight
         if config.max_steps_in_flight is None
         else config.max_steps_in_flight,
@@ -184,7 +195,7 @@ def _warm_up(
     fitting = [size for size in sizes if size <= _max_prefill_tokens(limits)]
     for number, size in enumerate(fitting):
         _run_prefill(executor, limits, [size], WARMUP_PARAMS)
-        progress("warming up", (number + 1) / len(fitting))
+        progress(WARMING_UP, (number + 1) / len(fitting))
     executor.reset()
 
 

@@ -19,7 +19,7 @@ RopeRotation = tuple["Tensor", "Tensor"]
 def build_rope_table(params: RopeParams, max_len: int) -> Tensor:
     """Compute the cosines and sines of positions 0 .. max_len, float32 [max_len, 2, rotary_dim / 2]."""
     positions = torch.arange(max_len, dtype=torch.float32)
-    angles = positions[:, None] * _frequencies(params, max_len)
+    angles = positions[:, None] * rope_frequencies(params, max_len)
     return torch.stack((angles.cos(), angles.sin()), 1).mul_(params.attention_factor)
 
 
@@ -42,7 +42,7 @@ def apply_rope(x: Tensor, rotation: RopeRotation) -> Tensor:
     return torch.cat(((values * first).add_(swapped.mul_(second)).to(x.dtype), rest), -1)
 
 
-def _frequencies(params: RopeParams, max_len: int) -> Tensor:
+def rope_frequencies(params: RopeParams, max_len: int) -> Tensor:
     """Return the radians per position, float32 [rotary_dim / 2].
 
     `dynamic` scales only beyond the stated context, which is never served, so it equals `default`. If `max_len` exceeds

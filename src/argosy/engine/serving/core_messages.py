@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from argosy.protocol import SamplingParams
+from argosy.protocol import ArithmeticIdentity, SamplingParams
 
 EngineFinishReason = Literal["stop", "length", "timeout", "cancelled", "error"]
 
@@ -154,9 +154,14 @@ class CoreReady(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=
     backend: str
     """Human-readable name of the compute path, e.g. "cpu (avx512_bf16, 2 threads) bfloat16 native"."""
     fingerprint: str
-    """Fingerprint of the loaded model files. A request never continues on a core with a different fingerprint."""
-    model_digest: str = ""
-    """Identifies the model on any machine. Empty if unknown."""
+    """Fingerprint of the loaded model files and their arithmetic.
+
+    A request never continues on a core with a different fingerprint.
+    """
+    accelerator: str = ""
+    """Description of the hardware in use."""
+    arithmetic: ArithmeticIdentity | None = None
+    """Identity of everything that decides the bytes of outputs, the same on any machine. None if unknown."""
 
 
 class KvChange(msgspec.Struct, frozen=True, array_like=True):

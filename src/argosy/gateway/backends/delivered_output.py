@@ -30,14 +30,14 @@ class DeliveredOutput(msgspec.Struct, eq=False):
     """Output tokens inside reasoning blocks; None if the replica reports none."""
     report: ReplicaReport | None = None
     """Report of the last native replica about the request."""
-    model_digest: bytes = b""
-    """Digest of the model that generated the output; empty if the replica reports none."""
+    arithmetic_id: str = ""
+    """Id of the arithmetic identity that generated the output; empty if it is unknown."""
 
     def reset(self) -> None:
         """Forget the output of an attempt that never reached the client."""
         self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
         self.reasoning_tokens = self.report = None
-        self.model_digest = b""
+        self.arithmetic_id = ""
         self.token_id_pieces.clear()
         self.finish_reasons.clear()
 

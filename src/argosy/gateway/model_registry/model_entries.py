@@ -58,6 +58,7 @@ class ReplicaEntry:
             outage=OutageTracker(self._timeouts.failover_timeout_s),
             max_concurrency=config.max_requests,
             resume_mode=config.resume_mode,
+            arithmetic_id=config.arithmetic or "",
             stream_usage=config.stream_usage,
             priority_scheduling=config.priority_scheduling,
             kv_events=None

@@ -9,10 +9,11 @@ from binascii import a2b_base64
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
+import structlog
 from msgspec import Raw
 
 from argosy.gateway.backends import derive_cache_salt
-from argosy.gateway.pool.replica_endpoint import TIER_RANKS, ReplicaEndpoint, ignore_capacity_change
+from argosy.gateway.pool.replica_endpoint import TIER_RANKS, ReplicaEndpoint, ignore_change
 from argosy.gateway.request_fields import BYTES_PER_TOKEN, DEFAULT_OUTPUT_TOKENS, RequestFields
 from argosy.policy import (
     BLOCK_BYTES,
@@ -33,7 +34,9 @@ from argosy.policy import (
     eligible_replicas,
     estimate_cost,
 )
-from argosy.protocol import unpack_block_names
+from argosy.protocol import differing_parts, unpack_block_names
+
+log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
 MAX_COMPARED_REPLICAS = 32
 """Maximum number of replicas compared per request. Larger pools are sampled, since each comparison takes 2 µs."""
@@ -114,6 +117,10 @@ class Pool:
         self.model = model
         self.routing_policy = routing_policy
         self.replicas = {replica.name: replica for replica in replicas}
+        for replica in replicas:
+            replica.on_arithmetic_change = self._log_mixed_arithmetic
+        self._logged_arithmetics: set[str] = set()
+        """Arithmetic identities that the last warning named."""
         self.retry_budget = RetryBudget()
         self.poison_requests = PoisonRequestTracker()
         self.hedging = hedging
@@ -124,7 +131,7 @@ class Pool:
         """Function that returns whether discovery or first probes may soon add usable replicas."""
         self._removed_may_recover_until = -math.inf
         """Time until which requests wait for replacements of removed replicas."""
-        self._on_capacity_change: Callable[[], None] = ignore_capacity_change
+        self._on_capacity_change: Callable[[], None] = ignore_change
         self._policy = ROUTING_POLICIES[routing_policy]()
         self._recent_placements = RecentPlacements()
         self._mean_output_tokens = EwmaMean(OUTPUT_HALF_LIFE_SAMPLES, DEFAULT_OUTPUT_TOKENS)
@@ -145,6 +152,7 @@ class Pool:
         """Add a replica, in place of one with its name. The replica gets requests once a probe finds it ready."""
         replica.is_accepting = False
         replica.on_capacity_change = self._on_capacity_change
+        replica.on_arithmetic_change = self._log_mixed_arithmetic
         self.replicas[replica.name] = replica
 
     def remove(self, name: str, now: float) -> ReplicaEndpoint:
@@ -177,6 +185,17 @@ class Pool:
                 for name in eligible_replicas({r.name: r.breaker for r in accepting})
             ]
         return accepting
+
+    def group_by_arithmetic(self) -> dict[str, list[ReplicaEndpoint]]:
+        """Return the replicas by arithmetic identity. A stream is resumed only within its group.
+
+        Replicas whose identity is unknown are left out.
+        """
+        groups: dict[str, list[ReplicaEndpoint]] = {}
+        for replica in self.replicas.values():
+            if replica.arithmetic_id:
+                groups.setdefault(replica.arithmetic_id, []).append(replica)
+        return groups
 
     def is_available(self) -> bool:
         """Whether an eligible replica is not known to be down."""
@@ -322,6 +341,21 @@ class Pool:
         recent_name = self._recent_placements.find_replica(block_keys)
         sample += [replica for replica in eligible if replica.name == recent_name]
         return list({replica.name: replica for replica in sample}.values())
+
+    def _log_mixed_arithmetic(self) -> None:
+        """Warn if the replicas have several arithmetic identities, once for each set of identities."""
+        groups = self.group_by_arithmetic()
+        if len(groups) > 1 and groups.keys() != self._logged_arithmetics:
+            reports = [group[0].report for group in groups.values()]
+            known = [report.arithmetic for report in reports if report and report.arithmetic]
+            log.warning(
+                "pool_arithmetic_mixed",
+                model=self.model,
+                replicas={name: [each.name for each in group] for name, group in groups.items()},
+                differs=differing_parts(known),
+                remedy="start all replicas with the same settings, version and hardware, or serve them as two models",
+            )
+        self._logged_arithmetics = set(groups)
 
     def expected_output_tokens(self, fields: RequestFields) -> int:
         """Estimate the output tokens of a request from the mean of completed responses and its own limit."""

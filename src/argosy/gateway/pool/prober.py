@@ -214,6 +214,7 @@ class Prober:
 
     def _apply_native_load(self, report: LoadResponse) -> None:
         replica, load = self._replica, self._replica.load
+        replica.on_load_report(report)
         replica.on_reported_state(report.state, time.monotonic())
         replica.max_model_len = report.max_model_len or None
         replica.has_reported_speed = report.prefill_tokens_per_s > 0

@@ -27,6 +27,7 @@ from argosy.policy import (
     ReplicaStatus,
     slot_share,
 )
+from argosy.protocol import LoadResponse
 
 TIER_RANKS = range(len(TIERS))
 DEFAULT_MAX_CONCURRENCY = 256
@@ -38,8 +39,8 @@ SPEED_MAX_AGE_S = 60.0
 """Time without requests after which measured rates are reset. A slow replica gets no requests to correct them."""
 
 
-def ignore_capacity_change() -> None:
-    """Default of `ReplicaEndpoint.on_capacity_change`, for a replica without a pool."""
+def ignore_change() -> None:
+    """Default of the callbacks of a `ReplicaEndpoint`, for a replica without a pool."""
 
 
 def _new_gateway_header() -> tuple[bytes, bytes]:
@@ -72,12 +73,18 @@ class ReplicaEndpoint:
     """Configured address of its KV events; None if the replica reports the address, or publishes none."""
     is_accepting: bool = field(init=False)
     """Whether the replica accepts new requests. False while it drains and while its kind is unknown."""
-    on_capacity_change: Callable[[], None] = ignore_capacity_change
+    on_capacity_change: Callable[[], None] = ignore_change
     """Callback for an increase in free slots."""
+    on_arithmetic_change: Callable[[], None] = ignore_change
+    """Callback for a new `arithmetic_id`."""
     prefix_index: PrefixCacheIndex = field(default_factory=EstimatedPrefixIndex)
     """Index of its prefix cache, from KV events or estimated from the prompts sent to it."""
     max_model_len: int | None = None
     """Context length in tokens (prompt and output); None until the replica reports it."""
+    arithmetic_id: str = ""
+    """Id of its arithmetic identity, reported or configured; empty if it is unknown."""
+    report: LoadResponse | None = None
+    """Latest load report of a native replica."""
     has_reported_speed: bool = False
     """Whether the replica reports its own rates, which are more exact than the gateway's measurements."""
     gateway_header: tuple[bytes, bytes] = field(default_factory=_new_gateway_header, init=False)
@@ -134,6 +141,31 @@ class ReplicaEndpoint:
     def __post_init__(self) -> None:
         self.load = ReplicaLoad(self.name)
         self.is_accepting = self.kind != "auto"
+
+    def has_arithmetic(self, arithmetic_id: str) -> bool:
+        """Whether the replica may continue output of this arithmetic identity.
+
+        A native replica whose identity is not known yet may; it refuses by itself if it cannot.
+        """
+        return (
+            not arithmetic_id
+            or arithmetic_id == self.arithmetic_id
+            or (not self.arithmetic_id and self.kind in {"argosy", "auto"})
+        )
+
+    def on_load_report(self, report: LoadResponse) -> None:
+        """Store the load report of a native replica.
+
+        With another arithmetic identity another process runs at the address, so its cache and its speed are unknown.
+        """
+        previous, self.report = self.arithmetic_id, report
+        if not report.arithmetic_id or report.arithmetic_id == previous:
+            return
+        self.arithmetic_id = report.arithmetic_id
+        if previous:
+            self.prefix_index.clear()
+            self.reset_speed()
+        self.on_arithmetic_change()
 
     def on_reported_state(self, state: str, now: float) -> None:
         """Apply a state that the replica reported, with the values of `LoadResponse.state`."""

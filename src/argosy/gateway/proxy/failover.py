@@ -40,7 +40,7 @@ from argosy.gateway.proxy.response_writers import ResponseWriter
 from argosy.gateway.proxy.upstream_headers import (
     build_request_headers,
     forward_request_notes,
-    parse_model_digest,
+    parse_arithmetic_id,
 )
 from argosy.gateway.request_context import REFUSED_BY_REPLICA, REQUEST_TOO_LARGE, RequestContext
 from argosy.gateway.request_fields import RequestFields
@@ -53,8 +53,8 @@ HTTP_CREATED = 201
 """Treated as 200, because some web frameworks answer every POST with it."""
 MAX_JSON_CONTAINERS = 1 << 21
 """Maximum objects and lists in a buffered response. More take long to parse, and log-probabilities need fewer."""
-MODEL_MISMATCH_STATUS = 409
-"""Status of a native replica whose model differs from the one that started the response."""
+ARITHMETIC_MISMATCH_STATUS = 409
+"""Status of a native replica whose arithmetic identity differs from the one that started the response."""
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
@@ -202,7 +202,11 @@ class FailoverProxy:
         if hedged_request.is_hedged:  # the continuation only supports its latest plan
             plan = _plan_upstream(continuation, attempt.replica) or start
         if not context.delivered.output_tokens:
-            context.delivered.model_digest = parse_model_digest(attempt.response.headers)
+            context.delivered.arithmetic_id = (
+                parse_arithmetic_id(attempt.response.headers)
+                if attempt.replica.adapter.is_native
+                else attempt.replica.arithmetic_id
+            )
         relay.attach_upstream(attempt.response, attempt.replica, plan.parser)
         try:
             await attempt.response.end_of_body
@@ -221,7 +225,9 @@ class FailoverProxy:
         """
         context, replica, response = self._context, attempt.replica, attempt.response
         fields, path, adapter = context.fields, context.api.path, replica.adapter
-        if replica.name in context.incompatible_replicas:
+        if replica.name in context.incompatible_replicas or not replica.has_arithmetic(
+            context.delivered.arithmetic_id
+        ):
             raise CannotResumeError
         uses_stream = _uses_stream(fields, adapter)
         plan = _plan_upstream(self._continuation, replica) if uses_stream else None
@@ -261,7 +267,7 @@ class FailoverProxy:
                 replica.on_response_started()
             if plan is not None and status == 200:
                 return plan
-            if status == MODEL_MISMATCH_STATUS and context.delivered.model_digest:
+            if status == ARITHMETIC_MISMATCH_STATUS and context.delivered.arithmetic_id:
                 raise CannotResumeError
             body = await response.read_body()
         finally:
@@ -316,6 +322,8 @@ class FailoverProxy:
             now = self._config.clock()
             is_too_late = now + context.pool.retry_after_s(now) > give_up_at
             if is_too_late or not (_has_reached_replica(context) or context.pool.may_recover(now)):
+                if context.delivered.output_tokens and context.incompatible_replicas:
+                    raise _interrupted_error()
                 raise _upstream_failed_error(context, now)
             context.failed_replicas.clear()
 
@@ -336,31 +344,40 @@ class FailoverProxy:
     def _on_cannot_resume(self, replica: ReplicaEndpoint) -> None:
         """Exclude a replica that cannot give or resume the response. Start over if the client has received nothing yet.
 
+        A replica that is down but may return within its grace period is waited for.
+
         Raises:
             ApiError: 502 if no replica of the pool can resume it.
         """
-        context = self._context
-        if context.delivered.model_digest and self._writer.discard():
-            self._relay.restart()  # the client has received nothing, so any model may answer
+        context, now = self._context, self._config.clock()
+        if context.delivered.arithmetic_id and self._writer.discard():
+            self._relay.restart()  # the client has received nothing, so any arithmetic may answer
             return
         context.incompatible_replicas.add(replica.name)
-        context.failing_since = context.failing_since or self._config.clock()
-        if all(
-            other.name in context.incompatible_replicas
-            for other in context.pool.eligible_replicas()
+        context.failing_since = context.failing_since or now
+        if not any(
+            now < other.outage.grace_ends_at
+            and other.has_arithmetic(context.delivered.arithmetic_id)
+            and other.name not in context.incompatible_replicas
+            for other in context.pool.replicas.values()
         ):
             raise _interrupted_error()
 
     def _select_hedge(self) -> RoutingDecision | None:
-        """Select a second replica that streams and has not failed the request, if capacity can be spared."""
+        """Select a second replica that streams and has not failed the request, if capacity can be spared.
+
+        Its arithmetic must be that of the first one, so that the output does not depend on which of them is faster.
+        """
         context = self._context
-        replicas = context.pool.replicas.values()
-        non_streaming = {
+        assert context.decision is not None  # noqa: S101 - set by the dispatcher
+        first = context.decision.replica
+        unsuitable = {
             replica.name
-            for replica in replicas
+            for replica in context.pool.replicas.values()
             if not _uses_stream(context.fields, replica.adapter)
+            or replica.arithmetic_id != first.arithmetic_id
         }
-        excluded = {context.replica_name} | context.failed_replicas | non_streaming
+        excluded = {first.name} | context.failed_replicas | unsuitable
         return self._dispatcher.select_hedge(context, excluded)
 
     def _record_failure(
@@ -447,7 +464,10 @@ def _has_started(context: RequestContext) -> bool:
 
 
 def _interrupted_error() -> ApiError:
-    message = "The replica failed during the response, and no other replica can resume it. Send the request again."
+    message = (
+        "The replica failed during the response, and no other replica with the same arithmetic can resume it. "
+        "Send the request again."
+    )
     return ApiError(502, "upstream_failed", message)
 
 

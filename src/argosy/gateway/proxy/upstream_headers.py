@@ -19,11 +19,11 @@ from argosy.protocol import (
 )
 
 _COMMON_HEADERS = [(b"content-type", b"application/json"), (b"accept-encoding", b"identity")]
-_MODEL_DIGEST_HEADER = b"x-argosy-model-digest"
-"""Header in which a native replica reports its model, and by which a resume requires the same model."""
+_ARITHMETIC_HEADER = b"x-argosy-model-digest"
+"""Header in which a native replica reports its arithmetic identity, and by which a resume requires the same one."""
 _MAX_GIVEN_CHOICES = 1000
 """Maximum choices in `x-argosy-resume-given`, since headers are limited in size."""
-_DIGEST_PATTERN = re.compile(rb"[0-9a-f]{1,64}")
+_ARITHMETIC_ID_PATTERN = re.compile(rb"[0-9a-f]{1,64}")
 _TRACEPARENT_PATTERN = re.compile(
     rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(?:-[!-~]{0,64})?"
 )
@@ -86,15 +86,18 @@ def build_request_headers(
         given_tokens = resume_token_counts(context.fields)[:_MAX_GIVEN_CHOICES]
         if given_tokens:
             headers.append((b"x-argosy-resume-given", ",".join(map(str, given_tokens)).encode()))
-    if context.delivered.model_digest:
-        headers.append((_MODEL_DIGEST_HEADER, context.delivered.model_digest))
+    if context.delivered.arithmetic_id:
+        headers.append((_ARITHMETIC_HEADER, context.delivered.arithmetic_id.encode()))
     return headers
 
 
-def parse_model_digest(headers: Mapping[bytes, bytes]) -> bytes:
-    """Return the model digest that a replica reports, or b"" if it reports none."""
-    digest = headers.get(_MODEL_DIGEST_HEADER, b"")
-    return digest if _DIGEST_PATTERN.fullmatch(digest) else b""
+def parse_arithmetic_id(headers: Mapping[bytes, bytes]) -> str:
+    """Return the id of the arithmetic identity in a native replica's response, or "" if there is none.
+
+    An invalid value counts as none, since another replica would reject every request with it.
+    """
+    arithmetic_id = headers.get(_ARITHMETIC_HEADER, b"")
+    return arithmetic_id.decode() if _ARITHMETIC_ID_PATTERN.fullmatch(arithmetic_id) else ""
 
 
 def forward_request_notes(

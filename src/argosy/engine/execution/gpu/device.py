@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+import triton
 
 from argosy.engine.execution.gpu import memory_profile
 from argosy.engine.execution.gpu.attention import TritonAttention
@@ -132,6 +133,16 @@ class GpuDevice:
 
     def free_bytes(self) -> int:
         return self.runtime.free_bytes()
+
+    @property
+    def kernel_compiler(self) -> str:
+        return f"triton {triton.__version__}"
+
+    def instruction_set(self, dtype: torch.dtype, weight_format: WeightFormat | None) -> str:
+        """Return the compute capability, since the order of all sums depends on nothing else of the GPU."""
+        del dtype, weight_format
+        major, minor = self.runtime.compute_capability
+        return f"sm_{major}{minor}"
 
     def working_bytes(self, key: str, run_largest_step: Callable[[], object]) -> int:
         """Return the bytes for activations. They are measured once per key, and later starts read them from disk."""

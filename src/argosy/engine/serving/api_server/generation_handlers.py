@@ -55,7 +55,8 @@ from argosy.protocol import (
 MIN_THREADED_BODY_BYTES = 32 * 1024
 """Bodies of at least this size are parsed and tokenized in a thread, so that streams are not delayed."""
 
-MODEL_DIGEST_HEADER = b"x-argosy-model-digest"
+ARITHMETIC_HEADER = b"x-argosy-model-digest"
+"""Header with the id of an arithmetic identity. The name is from versions that identified only the model's files."""
 RESUME_METADATA_HEADER = b"x-argosy-resume-metadata"
 CACHED_TOKENS_HEADER = b"x-argosy-cached-tokens"
 RESUME_GIVEN_HEADER = b"x-argosy-resume-given"
@@ -120,7 +121,7 @@ class GenerationHandlers:
     async def _handle(self, exchange: HttpExchange, endpoint: GenerationEndpoint[Body]) -> None:
         try:
             self._replica.require_ready()  # reject before the body is read
-            self._check_model_digest(exchange)
+            self._check_arithmetic(exchange)
             raw = await exchange.read_body()
             body, spec = await self._prepare(exchange, endpoint, raw)
         except ApiError as error:
@@ -142,20 +143,17 @@ class GenerationHandlers:
         finally:
             metrics.record_end(reason)
 
-    def _check_model_digest(self, exchange: HttpExchange) -> None:
-        """Reject the resume of a stream that another model began, even one with the same name."""
-        digest, expected_digest = (
-            self._replica.engine.info.model_digest,
-            exchange.get_header(MODEL_DIGEST_HEADER),
-        )
-        if expected_digest not in {"", digest}:
+    def _check_arithmetic(self, exchange: HttpExchange) -> None:
+        """Reject the resume of a stream that another arithmetic began, even one of the same model."""
+        own_id = self._replica.arithmetic_id
+        if exchange.get_header(ARITHMETIC_HEADER) not in {"", own_id}:
             message = (
-                "A different model of this name began the answer. Resume it on a replica of that model, "
-                "or send the request without resuming."
+                "Another model or another arithmetic (data type, quantization, kernels, instruction set) began the "
+                "answer. Resume it on a replica with the same arithmetic, see /load, or send the request anew."
             )
             raise ApiError(409, "other_model", message)
-        if digest and exchange.get_header(RESUME_METADATA_HEADER) == "1":
-            exchange.extra_headers.append((MODEL_DIGEST_HEADER, digest.encode()))
+        if own_id and exchange.get_header(RESUME_METADATA_HEADER) == "1":
+            exchange.extra_headers.append((ARITHMETIC_HEADER, own_id.encode()))
 
     async def _prepare(
         self, exchange: HttpExchange, endpoint: GenerationEndpoint[Body], raw: bytes

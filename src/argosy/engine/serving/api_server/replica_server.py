@@ -11,7 +11,7 @@ import structlog
 import uvloop
 
 from argosy.engine.engine_config import EngineConfig
-from argosy.engine.execution.checkpoint import resolve_model_path
+from argosy.engine.execution.checkpoint import model_revision, resolve_model_path
 from argosy.engine.serving.api_server.replica_app import ReplicaApp
 from argosy.engine.serving.api_server.replica_server_config import ReplicaServerConfig
 from argosy.engine.serving.api_server.replica_state import ReplicaEngine, ReplicaState
@@ -53,6 +53,7 @@ class ReplicaServer:
         engine: ReplicaEngine,
         load_text_processing: Callable[[], TextProcessing],
         on_ready: Callable[[str], None],
+        model_revision: str = "",
     ) -> None:
         self._config = config
         self._engine_config = engine_config
@@ -60,7 +61,7 @@ class ReplicaServer:
         self._load_text_processing = load_text_processing
         self._on_ready = on_ready
         self.replica_state = ReplicaState(
-            config, config.model_names_for(engine_config.model), engine
+            config, config.model_names_for(engine_config.model), engine, model_revision
         )
         self._certificates = None if config.tls is None else CertificateWatcher(config.tls)
         self._listener = HttpServer(
@@ -203,6 +204,7 @@ def serve_replica(
                 path, config.chat_template, config.tool_format
             ),
             on_ready=notify_ready,
+            model_revision=model_revision(path, engine_config.revision),
         )
         await server.run()
 

@@ -41,6 +41,10 @@ class ReplicaServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     """`Retry-After` of responses when the replica accepts no requests."""
     vllm_metrics: bool = False
     """Whether `/metrics` also includes vLLM's metric names."""
+    zone: str = ""
+    """Failure domain of this replica, such as a rack or an availability zone. Part of the load report."""
+    labels: dict[str, str] = {}
+    """Labels of this replica for operators. Part of the load report."""
     log_format: Literal["json", "console"] = "console"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_name: str = ""

@@ -8,18 +8,38 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import version
 from typing import Literal, Protocol
 
+import msgspec
+
+from argosy.engine.engine_config import LOADING_WEIGHTS, WARMING_UP
 from argosy.engine.serving.api_server.generation import Generation, TokenGenerator
 from argosy.engine.serving.api_server.replica_server_config import ReplicaServerConfig
-from argosy.engine.serving.core_messages import CoreReady, CoreStats
+from argosy.engine.serving.core_messages import CoreReady, CoreStats, LoadProgress
 from argosy.engine.serving.engine_core.kv_cache_view import KvCacheView
 from argosy.engine.serving.preprocessing.request_processor import RequestProcessor
 from argosy.engine.serving.text.tokenizer import Tokenizer
-from argosy.protocol import ApiError, LoadResponse
+from argosy.protocol import (
+    LOAD_SCHEMA_VERSION,
+    ApiError,
+    ArithmeticIdentity,
+    LoadPhase,
+    LoadResponse,
+    StartupProgress,
+)
 from argosy.telemetry import ReplicaMetrics
 
 ReplicaLifecycle = Literal["starting", "ready", "restarting", "draining", "failed", "stopped"]
+
+_PHASES: dict[str, LoadPhase] = {LOADING_WEIGHTS: "loading", WARMING_UP: "warming"}
+"""Phase by start-up activity. Other activities are preparations."""
+
+
+@cache
+def _build() -> str:
+    return f"argosy {version('argosy')}"
 
 
 class ReplicaEngine(TokenGenerator, Protocol):
@@ -32,6 +52,10 @@ class ReplicaEngine(TokenGenerator, Protocol):
     @property
     def info(self) -> CoreReady:
         """Properties that the core reported when it became ready."""
+
+    @property
+    def load_progress(self) -> LoadProgress | None:
+        """Start-up progress of the core; None while it serves."""
 
     @property
     def stats(self) -> CoreStats:
@@ -64,9 +88,14 @@ class ReplicaState:
     """State of one model behind one engine. Not thread-safe: use it from one event loop."""
 
     def __init__(
-        self, config: ReplicaServerConfig, model_names: tuple[str, ...], engine: ReplicaEngine
+        self,
+        config: ReplicaServerConfig,
+        model_names: tuple[str, ...],
+        engine: ReplicaEngine,
+        model_revision: str = "",
     ) -> None:
         self.config = config
+        self.model_revision = model_revision
         self.model_names = model_names
         self.engine = engine
         self.metrics = ReplicaMetrics(model_names[0])
@@ -80,6 +109,8 @@ class ReplicaState:
         self._idle = asyncio.Event()
         self._idle.set()
         self._drain_timer: asyncio.TimerHandle | None = None
+        self._identified: tuple[CoreReady, ArithmeticIdentity, str] | None = None
+        """Arithmetic identity with its id, and the core that reported it."""
 
     # --- lifecycle -------------------------------------------------------------------------------
 
@@ -91,6 +122,38 @@ class ReplicaState:
         if self._model is None and self.engine.state == "ready":
             return "starting"
         return self.engine.state
+
+    @property
+    def phase(self) -> LoadPhase:
+        """Phase for the load report, finer than `state` while the model loads."""
+        progress, state = self.engine.load_progress, self.state
+        if state != "starting" or progress is None:
+            return state
+        return _PHASES.get(progress.activity, "starting")
+
+    @property
+    def arithmetic(self) -> ArithmeticIdentity | None:
+        """Arithmetic identity of the current core, or None if it is unknown."""
+        return self._identify()[0]
+
+    @property
+    def arithmetic_id(self) -> str:
+        """Id of `arithmetic`, or an empty text if it is unknown."""
+        return self._identify()[1]
+
+    def _identify(self) -> tuple[ArithmeticIdentity | None, str]:
+        if self._model is None:
+            return None, ""
+        info = self.engine.info
+        if info.arithmetic is None:
+            return None, ""
+        if self._identified is None or self._identified[0] is not info:
+            arithmetic = msgspec.structs.replace(
+                info.arithmetic, tokenization=self._model.processor.tokenization_digest
+            )
+            self._identified = info, arithmetic, arithmetic.id
+        _, arithmetic, arithmetic_id = self._identified
+        return arithmetic, arithmetic_id
 
     def on_model_loaded(
         self, processor: RequestProcessor, tokenizer: Tokenizer, ready: CoreReady
@@ -200,7 +263,7 @@ class ReplicaState:
 
     def load_report(self, gateway: str) -> LoadResponse:
         """Return the load report for one gateway."""
-        stats = self.engine.stats
+        stats, progress = self.engine.stats, self.engine.load_progress
         ready = self._model.ready if self._model else None
         return LoadResponse(
             server_load=self._generation_requests,
@@ -220,6 +283,18 @@ class ReplicaState:
             prefill_tokens_per_s=stats.prefill_tokens_per_s,
             decode_s=stats.inter_token_s,
             other_gateways=self._other_gateways(gateway),
+            schema_version=LOAD_SCHEMA_VERSION,
+            phase=self.phase,
+            startup=None
+            if progress is None
+            else StartupProgress(activity=progress.activity, fraction=progress.fraction),
+            build=_build(),
+            model_revision=self.model_revision,
+            arithmetic_id=self.arithmetic_id,
+            arithmetic=self.arithmetic,
+            accelerator=ready.accelerator if ready else "",
+            zone=self.config.zone,
+            labels=self.config.labels,
         )
 
     def _other_gateways(self, gateway: str) -> list[dict[int, int]]:

@@ -121,7 +121,8 @@ class EngineCore:
             load_s=loaded.load_s,
             backend=loaded.backend,
             fingerprint=loaded.fingerprint,
-            model_digest=loaded.digest,
+            accelerator=loaded.accelerator,
+            arithmetic=loaded.arithmetic,
         )
         self._eos_token_ids = loaded.architecture.eos_token_ids
         self._held = HeldRequests()

@@ -82,6 +82,8 @@ class EngineClient:
         self._on_step: Callable[[CoreStats], None] | None = None
         self._restart_policy = restart_policy
         self._heartbeat_interval_s = min(HEARTBEAT_INTERVAL_S, config.stall_timeout_s / 4)
+        self.load_progress: LoadProgress | None = None
+        """Latest start-up progress of the core; None before the first report and while the core serves."""
         self.kv_cache_view = KvCacheView()
         """KV blocks in the core's prefix cache."""
         self._start_core = partial(
@@ -308,10 +310,12 @@ class EngineClient:
                 monitor.record_heartbeat(message, now)
             case LoadProgress():
                 monitor.record_load_progress(now)
+                self.load_progress = message
                 if self._on_load_progress is not None and self._info is None:
                     self._on_load_progress(message.activity, message.fraction)
             case CoreReady():
                 monitor.record_ready(now)
+                self.load_progress = None
                 self._on_core_ready(message, now)
             case CoreFailed():
                 self._exit_message = message.message
@@ -320,7 +324,7 @@ class EngineClient:
         if self._info is not None and self._info.fingerprint != ready.fingerprint:
             log.error("model_files_changed", in_flight=self.in_flight)
             self._in_flight.fail_all(
-                "the model's files were replaced during the request; send it again"
+                "the model's files or its kernels were replaced during the request; send it again"
             )
         self._info = ready
         self._ready_at = now
