@@ -9,7 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import structlog
 import tokenizers
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.vocabularies import (
@@ -175,6 +177,100 @@ def test_eos_ids_are_collected_from_all_files(
 def test_special_tokens_are_read_by_name(tmp_path: Path) -> None:
     write_checkpoint(tmp_path)
     assert read_special_tokens(tmp_path) == {"bos_token": "<|begin|>", "eos_token": "<|end|>"}
+
+
+def declared(content: str, **flags: bool) -> dict[str, object]:
+    """Return an entry of `added_tokens_decoder`."""
+    names = ("lstrip", "rstrip", "single_word", "normalized", "special")
+    return {"content": content} | dict.fromkeys(names, False) | flags
+
+
+NEXT_ID = byte_level_backend().get_vocab_size(with_added_tokens=True)
+DECLARED_TOKENS: dict[str, dict[str, dict[str, object]]] = {
+    "in added_tokens_decoder": {
+        "tokenizer_config.json": {
+            "added_tokens_decoder": {
+                str(NEXT_ID + 1): declared("<|tool_result|>", lstrip=True),
+                str(NEXT_ID): declared("<|assistant|>", special=True),
+            }
+        }
+    },
+    "with other flags": {
+        "tokenizer_config.json": {
+            "added_tokens_decoder": {str(NEXT_ID - 1): declared("é√", special=True, rstrip=True)}
+        }
+    },
+    "by name": {
+        "tokenizer_config.json": {
+            "pad_token": "<|assistant|>",
+            "unk_token": "the",
+            "additional_special_tokens": ["<|tool_result|>", "<|end|>"],
+            "image_token": "<image>",
+        }
+    },
+    "in the files of older checkpoints": {
+        "added_tokens.json": {"<|assistant|>": NEXT_ID, "<|tool_result|>": NEXT_ID + 1},
+        "special_tokens_map.json": {
+            "pad_token": {"content": "<|assistant|>", "lstrip": False, "rstrip": False}
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("where", DECLARED_TOKENS)
+def test_tokens_that_only_other_files_declare_are_read_as_in_transformers(
+    tmp_path: Path, where: str
+) -> None:
+    write_checkpoint(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<|begin|>"}))
+    for file, values in DECLARED_TOKENS[where].items():
+        path = tmp_path / file
+        known = json.loads(path.read_text()) if path.is_file() else {}
+        path.write_text(json.dumps(known | values))
+    reference = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    tokenizer = Tokenizer.load(tmp_path)
+    text = "<|user|>the <|assistant|> é√ cat <|tool_result|><|end|> <image>the"
+    ids = reference.encode(text, add_special_tokens=False)
+    assert tokenizer.encode(text, add_special_tokens=False) == ids
+    assert tokenizer.decode(ids) == reference.decode(ids, skip_special_tokens=True)
+    assert tokenizer.vocab_size == len(reference)
+
+
+def test_declared_token_without_embedding_stays_text(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
+    before = Tokenizer.load(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": before.vocab_size}))
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"[PAD]": before.vocab_size}))
+    with structlog.testing.capture_logs() as logs:
+        tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.encode("[PAD]") == before.encode("[PAD]")
+    assert [(entry["event"], entry["tokens"]) for entry in logs] == [
+        ("declared_tokens_not_embedded", ["[PAD]"])
+    ]
+
+
+def test_declared_token_with_another_id_is_refused(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
+    decoder = {str(NEXT_ID + 5): declared("<|assistant|>")}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": decoder}))
+    message = rf"tokenizer_config\.json.*'<\|assistant\|>'.*{NEXT_ID + 5}.*{NEXT_ID}"
+    with pytest.raises(ValueError, match=message):
+        Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize("decoder", [3, {"x": {}}, {"5": {"content": 3}}, {"5": "a"}])
+def test_invalid_declared_tokens_are_refused(tmp_path: Path, decoder: object) -> None:
+    write_checkpoint(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": decoder}))
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json.*added_tokens_decoder"):
+        Tokenizer.load(tmp_path)
+
+
+def test_vocabulary_larger_than_the_embedding_is_refused(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
+    (tmp_path / "config.json").write_text('{"text_config": {"vocab_size": 200}}')
+    with pytest.raises(ValueError, match=r"tokenizer\.json.*vocab_size.*200"):
+        Tokenizer.load(tmp_path)
 
 
 def test_missing_tokenizer_error_suggests_save_pretrained(tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ from argosy.engine.serving.core_messages import CoreReady
 from argosy.engine.serving.output_parsing import FORMATS, OutputFormat, detect_format
 from argosy.engine.serving.preprocessing.request_processor import RequestProcessor
 from argosy.engine.serving.text.chat_template import ChatTemplate
-from argosy.engine.serving.text.tokenizer import Tokenizer, read_json_object
+from argosy.engine.serving.text.checkpoint_files import read_json_object
+from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.protocol import invalid_request
 
 AUTO_FORMAT = "auto"

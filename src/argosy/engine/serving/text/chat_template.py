@@ -16,7 +16,8 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from argosy.engine.serving.text.tokenizer import read_json_object, read_special_tokens
+from argosy.engine.serving.text.checkpoint_files import read_json_object
+from argosy.engine.serving.text.tokenizer import read_special_tokens
 from argosy.protocol import ApiError, invalid_request
 
 _CONTINUE_MARKER = "ARGOSY_CONTINUES_HERE "

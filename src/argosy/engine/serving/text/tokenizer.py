@@ -11,6 +11,9 @@ from typing import Any, Self
 import msgspec
 import tokenizers
 
+from argosy.engine.serving.text.checkpoint_files import read_json_object
+from argosy.engine.serving.text.declared_tokens import add_declared_tokens
+
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
 
 
@@ -49,10 +52,11 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Load the tokenizer of the checkpoint directory `path`.
+        """Load the tokenizer of the checkpoint directory `path`, with the tokens that other files declare.
 
         Raises:
-            ValueError: The directory has no `tokenizer.json`, or its format is not supported.
+            ValueError: The directory has no `tokenizer.json`, its format is not supported, or it does not fit the
+                model or the other files.
         """
         file = path / "tokenizer.json"
         if not file.is_file():
@@ -64,6 +68,9 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:
             raise ValueError(f"{file} cannot be read ({error}); download it again") from error
+        embedded_tokens = _read_vocab_size(path)
+        _check_vocabulary(file, backend, embedded_tokens)
+        add_declared_tokens(path, backend, embedded_tokens)
         return cls(backend, _read_eos_token_ids(path, backend))
 
     @property
@@ -133,20 +140,6 @@ class Tokenizer:
         return _decode_utf8(self.token_bytes(token_id))
 
 
-def read_json_object(file: Path) -> dict[str, Any]:
-    """Read the JSON object in `file`, or return an empty one if the file does not exist.
-
-    Raises:
-        ValueError: The file is not a JSON object.
-    """
-    if not file.is_file():
-        return {}
-    try:
-        return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} is not a JSON object ({error}); download it again") from error
-
-
 def read_special_tokens(path: Path) -> dict[str, str]:
     """Read the named special tokens (`bos_token`, `eos_token`, ...) of a checkpoint directory."""
     config = read_json_object(path / "special_tokens_map.json") | read_json_object(
@@ -158,6 +151,30 @@ def read_special_tokens(path: Path) -> dict[str, str]:
             case str(text) | {"content": str(text)}:
                 special_tokens[name] = text
     return special_tokens
+
+
+def _read_vocab_size(path: Path) -> int | None:
+    """Return the rows of the model's embedding, or None if config.json leaves them to its family's default."""
+    config = read_json_object(path / "config.json")
+    text_config = config.get("text_config")
+    config |= text_config if isinstance(text_config, dict) else {}
+    vocab_size = config.get("vocab_size")
+    return vocab_size if isinstance(vocab_size, int) else None
+
+
+def _check_vocabulary(
+    file: Path, backend: tokenizers.Tokenizer, embedded_tokens: int | None
+) -> None:
+    """Raise ValueError if ordinary text may give ids that the model does not have.
+
+    Added tokens without a row in the embedding are common and harmless, because only their own text gives them.
+    """
+    count = backend.get_vocab_size(with_added_tokens=False)
+    if embedded_tokens is not None and count > embedded_tokens:
+        raise ValueError(
+            f"{file} has {count} tokens, but vocab_size of config.json is {embedded_tokens}; "
+            "the tokenizer belongs to another model"
+        )
 
 
 def _read_eos_token_ids(path: Path, backend: tokenizers.Tokenizer) -> list[int]:
