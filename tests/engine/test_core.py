@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import msgspec
 import pytest
+import torch
 
+from argosy.engine.execution import cgroup, compute_threads
+from argosy.engine.execution.cpu_times import CpuTimes
 from argosy.engine.execution.executor import StepHandle
 from argosy.engine.scheduling import StepPlan, StepResult
 from argosy.engine.serving.core_messages import EngineRequest
@@ -154,6 +158,41 @@ def test_token_that_does_not_fit_into_memory_ends_its_request_only(core: EngineC
     assert {name: outputs[name].tokens for name in "ab"} == {
         name: reference[name].tokens for name in "ab"
     }
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_changing_thread_count_does_not_change_outputs(
+    dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other processes take a CPU and leave it again. The engine measures that at each step."""
+    counters = itertools.count()
+
+    def read_times() -> CpuTimes:
+        number = next(counters)
+        busy_s = 0.5 * (number // 20 * 10 + min(number % 20, 10))
+        at_s = 0.5 * number
+        return CpuTimes(at_s, own_s=0.0, idle_s=2 * at_s - busy_s, total_s=2 * at_s, num_cpus=2)
+
+    monkeypatch.setattr(compute_threads, "read_cpu_times", read_times)
+    monkeypatch.setattr(compute_threads, "MEASURE_INTERVAL_S", 0.0)
+    monkeypatch.setattr(compute_threads, "NUM_STAGGERS", 1)
+    monkeypatch.setattr(cgroup, "usable_cpus", lambda: 2)
+    monkeypatch.delenv(compute_threads.THREADS_VARIABLE, raising=False)
+    core = create_core(BUNDLED_MODEL, max_seqs=8, threads=None, dtype=dtype)
+    params = msgspec.structs.replace(GREEDY, max_tokens=50, logprobs=3)
+    requests = [create_request(name, params=params) for name in "abcdefgh"]
+    expected = run_requests(create_core(BUNDLED_MODEL, max_seqs=8, dtype=dtype), requests)
+    outputs = {request.id: RequestOutput() for request in requests}
+    thread_counts = []
+    for request in requests:
+        core.add(request)
+    while core.has_work:
+        step = core.step()
+        thread_counts.append((step.stats.compute_threads, torch.get_num_threads()))
+        for delta in step.deltas:
+            outputs[delta.id].add(delta)
+    assert outputs == expected
+    assert [count for count, _ in itertools.groupby(thread_counts)] == [(2, 2), (1, 1)] * 2
 
 
 def test_non_finite_logits_fail_their_request_only(steps_in_flight: int) -> None:

@@ -13,6 +13,9 @@ import torch
 from argosy.engine.engine_config import EngineConfig
 from argosy.engine.execution import cgroup
 from argosy.engine.execution import isa as isa_module
+from argosy.engine.execution.cgroup import CpuQuota
+from argosy.engine.execution.compute_threads import THREADS_VARIABLE
+from argosy.engine.execution.cpu_times import CpuTimes, read_cpu_times
 from argosy.engine.execution.device import Device, create_cpu_device
 from argosy.engine.execution.executor_loader import load_executor
 from argosy.engine.execution.isa import ISA_VARIABLE, TORCH_ISA_NAME, available_isas
@@ -53,7 +56,8 @@ def test_thread_count_is_set_and_validated(device: Device) -> None:
         create_cpu_device(0)
 
 
-def test_default_thread_count_divides_usable_cpus() -> None:
+def test_default_thread_count_divides_usable_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(THREADS_VARIABLE, raising=False)
     before = torch.get_num_threads()
     create_cpu_device(None)
     default = torch.get_num_threads()
@@ -63,6 +67,54 @@ def test_default_thread_count_divides_usable_cpus() -> None:
     create_cpu_device(None, colocated_replicas=1000)
     assert torch.get_num_threads() == 1
     torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("variable", "option", "count"), [("3", None, 3), ("4,2", None, 4), ("3", 2, 2)]
+)
+def test_environment_sets_thread_count_unless_option_does(
+    device: Device, monkeypatch: pytest.MonkeyPatch, variable: str, option: int | None, count: int
+) -> None:
+    monkeypatch.setenv(THREADS_VARIABLE, variable)
+    assert f"{count} threads" in create_cpu_device(option, colocated_replicas=1).name
+    monkeypatch.setenv(THREADS_VARIABLE, "many")
+    with pytest.raises(ValueError, match="OMP_NUM_THREADS is 'many'; set it to the number"):
+        create_cpu_device(None)
+
+
+def cpu_times(at_s: float, own_s: float, idle_s: float, *quotas: CpuQuota) -> CpuTimes:
+    """Return the counters of a machine with 4 CPUs."""
+    return CpuTimes(at_s, own_s, idle_s, total_s=4 * at_s, num_cpus=4, quotas=quotas)
+
+
+@pytest.mark.parametrize(
+    ("earlier", "later", "available"),
+    [
+        (cpu_times(10, 1, 0), cpu_times(12, 5, 0), 2.0),  # other processes use 2 of 4 CPUs
+        (cpu_times(10, 1, 0), cpu_times(12, 5, 4), 4.0),  # half of the CPUs are idle
+        (  # other processes of the cgroup use 1 of the 3 CPUs of its quota
+            cpu_times(10, 1, 0, CpuQuota(3.0, 7.0)),
+            cpu_times(12, 5, 4, CpuQuota(3.0, 13.0)),
+            2.0,
+        ),
+        (CpuTimes(10, 1, 0, 0, 4), CpuTimes(12, 5, 0, 0, 4), None),  # the kernel does not count
+    ],
+)
+def test_available_cpus_are_own_and_idle_ones(
+    earlier: CpuTimes, later: CpuTimes, available: float | None
+) -> None:
+    assert later.available_cpus_since(earlier) == available
+
+
+def test_cpu_times_are_read_from_the_kernel() -> None:
+    earlier = read_cpu_times()
+    if earlier is None:
+        pytest.skip("the kernel has no /proc/stat")
+    assert 0 < earlier.idle_s < earlier.total_s
+    assert earlier.num_cpus == len(os.sched_getaffinity(0))
+    later = read_cpu_times()
+    assert later is not None
+    assert later.own_s > earlier.own_s
 
 
 def test_free_bytes_do_not_exceed_total_memory(device: Device) -> None:
@@ -79,6 +131,16 @@ def test_free_bytes_respect_cgroup_limit(
     assert device.free_bytes() == 2700
     (tmp_path / "memory.max").write_text("max")
     assert device.free_bytes() > 2700
+
+
+def test_cpu_quota_of_cgroup_limits_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cpu.max").write_text("150000 100000")
+    (tmp_path / "cpu.stat").write_text("usage_usec 2500000\nuser_usec 1\n")
+    monkeypatch.setattr(cgroup, "_cgroup_folders", lambda: [tmp_path])
+    assert cgroup.usable_cpus() == 1
+    assert cgroup.read_cpu_quotas() == (CpuQuota(1.5, 2.5),)
 
 
 def test_copies_and_events_are_free_on_cpu(device: Device) -> None:

@@ -133,7 +133,12 @@ PackCache = Annotated[
 
 Threads = Annotated[
     int | None,
-    Option(min=1, max=1024, help="CPU threads of each replica.", rich_help_panel=ADVANCED_PANEL),
+    Option(
+        min=1,
+        max=1024,
+        help="CPU threads of each replica. By default OMP_NUM_THREADS, or else as many as other processes leave free.",
+        rich_help_panel=ADVANCED_PANEL,
+    ),
 ]
 MaxStepTokens = Annotated[
     int, Option(min=1, help="Token budget of an engine step.", rich_help_panel=ADVANCED_PANEL)

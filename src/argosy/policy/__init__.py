@@ -6,7 +6,7 @@ tenants by tier and fair share. When a slot is free, the breakers, slot shares a
 eligible replicas. A `RoutingPolicy` selects one of them with the help of a `PrefixCacheIndex`. The result of each
 attempt updates the replica's `Breaker`, `Backpressure` and `OutageTracker`, and further attempts are limited by
 `RetryBudget`, `Hedging` and `PoisonRequestTracker`. The supervisor of local replicas follows `SupervisionPolicy`, and
-the engine's scheduler uses `VirtualTokenCounters`.
+the engine's scheduler uses `VirtualTokenCounters`. `ThreadCountPolicy` adapts the threads of an engine on the CPU.
 """
 
 from argosy.policy.backpressure import Backpressure
@@ -95,6 +95,7 @@ from argosy.policy.supervision import (
     SupervisionAction,
     SupervisionPolicy,
 )
+from argosy.policy.thread_count_policy import MEASURE_INTERVAL_S, ThreadCountPolicy
 from argosy.policy.tier_reservation import lowest_admissible_tier, no_reservation_active
 from argosy.policy.virtual_token_counters import (
     INPUT_TOKEN_WEIGHT,
@@ -112,6 +113,7 @@ __all__ = [
     "INPUT_TOKEN_WEIGHT",
     "MAX_INDEXED_BLOCKS",
     "MAX_NAMED_BLOCKS",
+    "MEASURE_INTERVAL_S",
     "NO_CHARGE",
     "OUTPUT_TOKEN_WEIGHT",
     "PROMOTION_INTERVAL",
@@ -174,6 +176,7 @@ __all__ = [
     "TenantBacklog",
     "TenantCounter",
     "TextBlockMap",
+    "ThreadCountPolicy",
     "VirtualTokenCounters",
     "WindowLease",
     "backoff_s",

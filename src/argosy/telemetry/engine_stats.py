@@ -114,5 +114,9 @@ class EngineStats(Protocol):
         """Maximum number of tokens in one step at present."""
 
     @property
+    def compute_threads(self) -> int:
+        """CPU threads that compute at present, or 0 on a GPU."""
+
+    @property
     def phase_s_total(self) -> Mapping[str, float]:
         """Seconds spent in steps, by phase."""

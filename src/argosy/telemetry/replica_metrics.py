@@ -337,6 +337,11 @@ class ReplicaMetrics(Collector):
                 "Maximum tokens in one step, reduced for a while after memory ran out.",
                 stats.step_token_budget,
             ),
+            (
+                "compute_threads",
+                "CPU threads that compute, which follow the free CPUs. 0 on a GPU.",
+                stats.compute_threads,
+            ),
             ("step_duration_seconds", "Duration of the latest step.", stats.step_s),
             (
                 "schedule_duration_seconds",

@@ -4,20 +4,36 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 
+class CpuQuota(NamedTuple):
+    """CPU quota of a cgroup and the CPU time that its processes have used."""
+
+    cpus: float
+    used_s: float
+
+
 def usable_cpus() -> int:
     """Return the number of CPUs in the process's affinity mask, limited by the cgroup's quota (at least 1)."""
-    cpus = len(os.sched_getaffinity(0))
+    quotas = [max(1, int(quota.cpus)) for quota in read_cpu_quotas()]
+    return min([len(os.sched_getaffinity(0)), *quotas])
+
+
+def read_cpu_quotas() -> tuple[CpuQuota, ...]:
+    """Return the quotas of this process's cgroup and of those around it, innermost first."""
+    quotas = []
     for folder in _cgroup_folders():
         fields = _read_text(folder / "cpu.max").split()
         if len(fields) == 2 and fields[0] != "max":
-            cpus = min(cpus, max(1, int(fields[0]) // int(fields[1])))
-    return cpus
+            stat = dict(line.split() for line in _read_text(folder / "cpu.stat").splitlines())
+            used_s = int(stat.get("usage_usec", 0)) / 1e6
+            quotas.append(CpuQuota(int(fields[0]) / int(fields[1]), used_s))
+    return tuple(quotas)
 
 
 def free_bytes() -> int:

@@ -12,6 +12,7 @@ import torch
 from argosy.engine.engine_config import DEFAULT_KV_MEMORY_FRACTION
 from argosy.engine.execution import cgroup
 from argosy.engine.execution.attention_cpu import create_cpu_attention
+from argosy.engine.execution.compute_threads import ComputeThreads, create_compute_threads
 from argosy.engine.execution.elementwise_cpu import ElementwiseOps, create_cpu_elementwise_ops
 from argosy.engine.execution.isa import TORCH_ISA_NAME, available_isas, cpu_features
 from argosy.engine.execution.linear_cpu import create_cpu_linear
@@ -85,6 +86,11 @@ class Device(Protocol):
     @property
     def default_dtype(self) -> torch.dtype:
         """Dtype of weights and activations if the settings say "auto"."""
+        ...
+
+    @property
+    def compute_threads(self) -> ComputeThreads | None:
+        """CPU threads that compute, or None if the device is not a CPU."""
         ...
 
     @property
@@ -207,13 +213,13 @@ class HostEvent:
 class _CpuDevice:
     """CPU of this machine."""
 
-    threads: int
+    compute_threads: ComputeThreads
     default_dtype: torch.dtype
     elementwise_ops: ElementwiseOps
 
     @property
     def name(self) -> str:
-        return f"cpu ({active_kernels_name()}, {self.threads} threads)"
+        return f"cpu ({active_kernels_name()}, {self._max_threads} threads)"
 
     @property
     def torch_device(self) -> torch.device:
@@ -278,19 +284,23 @@ class _CpuDevice:
         get_packed: PackedWeightProvider = pack_in_memory,
     ) -> Callable[[Tensor], Tensor]:
         if weight_format is None:
-            return create_cpu_linear(weight, bias, self.threads, get_packed)
+            return create_cpu_linear(weight, bias, self._max_threads, get_packed)
         if weight_format == "fp8":
             raise ValueError(
                 "the CPU has no fp8 weights; set quantize to int8 or int4, or use a CUDA device"
             )
-        return create_int_linear(weight, bias, weight_format, self.threads, get_packed)
+        return create_int_linear(weight, bias, weight_format, self._max_threads, get_packed)
 
     def create_attention(self, shape: KvCacheShape) -> Attention:
         if shape.dtype.itemsize == 1:
             raise ValueError(
                 "the CPU has no fp8 KV cache; leave kv_dtype at auto, or use a CUDA device"
             )
-        return create_cpu_attention(shape, threads=self.threads)
+        return create_cpu_attention(shape, threads=self._max_threads)
+
+    @property
+    def _max_threads(self) -> int:
+        return self.compute_threads.max_threads
 
     def to_device(self, tensor: Tensor, out: Tensor | None = None) -> Tensor:
         return tensor if out is None else out.copy_(tensor)
@@ -305,20 +315,17 @@ class _CpuDevice:
 def create_cpu_device(threads: int | None, colocated_replicas: int = 0) -> Device:
     """Create the CPU device, and set torch's intra-op threads for the calling thread.
 
-    Call it from the thread that computes. If `threads` is None, the usable CPUs are divided by the number of replicas
-    on this machine.
+    Call it from the thread that computes. If `threads` is None, OMP_NUM_THREADS or the free CPUs determine the number.
 
     Raises:
-        ValueError: `threads` is less than 1.
+        ValueError: The number of threads is less than 1.
     """
-    if threads is not None and threads < 1:
-        raise ValueError(f"threads is {threads}; set it to 1 or more, or remove it")
-    count = threads or max(1, cgroup.usable_cpus() // (1 + colocated_replicas))
-    torch.set_num_threads(count)
+    compute_threads = create_compute_threads(threads, colocated_replicas)
+    torch.set_num_threads(compute_threads.count)
     return _CpuDevice(
-        threads=count,
+        compute_threads=compute_threads,
         default_dtype=_native_dtype(),
-        elementwise_ops=create_cpu_elementwise_ops(count),
+        elementwise_ops=create_cpu_elementwise_ops(compute_threads.max_threads),
     )
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from argosy.engine.execution.decode_graphs import DecodeGraphs
 from argosy.engine.execution.host_block_store import HostBlockStore
 from argosy.engine.execution.persistent_batch import DeviceInputs, PersistentBatch
-from argosy.engine.execution.sampler import Sampler, SamplerOutput
+from argosy.engine.execution.sampler import Sampler, SamplerOutput, create_sampling_ops
 from argosy.engine.execution.token_masks import TokenMasks
 from argosy.engine.grammar import DEAD_END_CODE, RowMasks, end_token_ids
 from argosy.engine.scheduling import (
@@ -102,6 +102,7 @@ class TorchExecutor:
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._device = device
+        self._sampling_ops = create_sampling_ops(device.torch_device)
         self.host_store = HostBlockStore()
         self._masks = RowMasks(
             vocab_size=vocab_size,
@@ -127,7 +128,9 @@ class TorchExecutor:
         self._device.record_event().synchronize()
         self._persistent_batch.clear()
         self._masks.clear()
-        self._sampler = Sampler(self._limits.max_seqs, self._vocab_size, self._device.torch_device)
+        self._sampler = Sampler(
+            self._limits.max_seqs, self._vocab_size, self._device.torch_device, self._sampling_ops
+        )
         self._prompt_logprob_counts.clear()
 
     @property

@@ -21,6 +21,7 @@ from argosy.engine.execution.checkpoint import (
     checkpoint_fingerprint,
     resolve_model_path,
 )
+from argosy.engine.execution.compute_threads import ComputeThreads
 from argosy.engine.execution.decoder import Decoder
 from argosy.engine.execution.device import Device, create_cpu_device
 from argosy.engine.execution.executor import Executor, TorchExecutor
@@ -55,6 +56,8 @@ class LoadedExecutor:
     """Number of steps in flight while the next one is planned."""
     ridge_tokens: int
     """Number of tokens whose computation takes as long as reading the weights."""
+    compute_threads: ComputeThreads | None
+    """CPU threads that compute, or None if the device is not a CPU."""
 
 
 def load_executor(
@@ -117,6 +120,7 @@ def load_executor(
         if config.max_steps_in_flight is None
         else config.max_steps_in_flight,
         ridge_tokens=device.ridge_tokens,
+        compute_threads=device.compute_threads,
         backend=f"{device.name} {format_name} {executor.attention_name}",
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from functools import cache
 from pathlib import Path
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from argosy.engine.execution.model_architecture import Activation
 
 KERNEL_SOURCES = Path(__file__).parent / "csrc"
+NO_THREAD_LIMIT = 2**31 - 1
 COMPILER_FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-Wno-psabi")
 
 log = structlog.get_logger(__name__)
@@ -36,6 +38,7 @@ class Kernels:
     - `gated_activation`: by activation and dtype, take the address of a `GatedActivationCall`.
     - `linear_packed_bytes`: maps (outs, cols) to the bytes of a packed weight.
     - `linear_pack`: takes (address of the weight, outs, cols, address of the packed weight, threads).
+    - `limit_threads`: sets the number of threads that no kernel of this process exceeds.
     - `linear_int`: kernels of quantized weights by format.
     """
 
@@ -60,6 +63,7 @@ class Kernels:
         self.linear_pack = _function(
             library, "argosy_linear_pack", None, pointer, size, size, pointer, size
         )
+        self.limit_threads = _function(library, "argosy_limit_threads", None, size)
         self.linear_int = {name: IntKernels(library, name) for name in ("int8", "int4")}
 
 
@@ -133,6 +137,12 @@ def active_kernels_name() -> str:
         return load_kernels().isa
     except NativeUnavailableError:
         return TORCH_ISA_NAME
+
+
+def limit_kernel_threads(threads: int | None) -> None:
+    """Let no native kernel in this process use more than `threads` threads. None removes the limit."""
+    with contextlib.suppress(NativeUnavailableError):
+        load_kernels().limit_threads(NO_THREAD_LIMIT if threads is None else threads)
 
 
 @cache

@@ -127,6 +127,8 @@ class CoreStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Steps that ran out of memory and were repeated in smaller steps."""
     step_token_budget: int = 0
     """Maximum number of tokens in one step, which is reduced for a while after memory ran out."""
+    compute_threads: int = 0
+    """CPU threads that compute. 0 on a GPU."""
 
 
 class LoadProgress(msgspec.Struct, frozen=True, array_like=True, tag="loading"):

@@ -12,6 +12,7 @@
 
 #include "attention_cache.h"
 #include "attention_sums.h"
+#include "threads.h"
 
 namespace {
 
@@ -155,7 +156,7 @@ template <class Unit> class AttentionKernel {
             const int64_t newest = a.positions[item.last - 1] + 1, rows = rows_of(item);
             cost += (a.window ? std::min(newest, a.window + rows) : newest) * ((rows + 15) / 16);
         }
-        return std::clamp<int64_t>(cost * a.kv_heads * width / MIN_THREAD_WORK, 1, a.threads);
+        return std::clamp<int64_t>(cost * a.kv_heads * width / MIN_THREAD_WORK, 1, limit_threads(a.threads));
     }
 
     // Number of ranges of the longest item if the threads share items, or 0 if whole items keep all threads busy.

@@ -6,6 +6,7 @@
 #include <cmath>
 
 #include "elements.h"
+#include "threads.h"
 
 extern "C" {
 
@@ -40,7 +41,8 @@ constexpr float LOG2E = 1.44269504088896341f;
 template <class Row> void run_norm(const ArgosyNorm &a) {
     using Scalar = typename Row::Scalar;
     const int64_t rows = a.outer_size * a.inner_size;
-#pragma omp parallel for schedule(static) num_threads((int)a.threads) if (rows * a.size >= MIN_PARALLEL_ELEMENTS)
+    const int threads = limit_threads(a.threads);
+#pragma omp parallel for schedule(static) num_threads(threads) if (rows * a.size >= MIN_PARALLEL_ELEMENTS)
     for (int64_t row = 0; row < rows; row++) {
         Scalar *x = (Scalar *)a.x + row / a.inner_size * a.x_stride + row % a.inner_size * a.size;
         Scalar *out = (Scalar *)a.out + row * a.size;
@@ -89,7 +91,8 @@ struct GeluTanh {
 
 template <class Row, class Activation> void run_gated_activation(const ArgosyGatedActivation &a) {
     using Scalar = typename Row::Scalar;
-#pragma omp parallel for schedule(static) num_threads((int)a.threads) if (a.rows * a.size >= MIN_PARALLEL_ELEMENTS)
+    const int threads = limit_threads(a.threads);
+#pragma omp parallel for schedule(static) num_threads(threads) if (a.rows * a.size >= MIN_PARALLEL_ELEMENTS)
     for (int64_t row = 0; row < a.rows; row++) {
         const Scalar *x = (const Scalar *)a.x + row * 2 * a.size;
         Scalar *out = (Scalar *)a.out + row * a.size;

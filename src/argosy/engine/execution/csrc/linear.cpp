@@ -18,6 +18,7 @@
 
 #include "linear_units.h"
 #include "scratch.h"
+#include "threads.h"
 
 extern "C" {
 
@@ -148,7 +149,7 @@ template <class Unit> void run_linear(const ArgosyLinear &a) {
     const LinearKernel<Unit> linear{a};
     const int64_t blocks = linear.blocks, tiles = linear.tiles;
     const int64_t threads =
-        std::clamp<int64_t>(a.outs * a.cols / MIN_THREAD_WEIGHTS * (100 + a.rows) / 100, 1, a.threads);
+        std::clamp<int64_t>(a.outs * a.cols / MIN_THREAD_WEIGHTS * (100 + a.rows) / 100, 1, limit_threads(a.threads));
     const int64_t chunk = even_chunk_size(tiles, Unit::CHUNK_ROWS / linear.tile_rows) * linear.tile_rows;
     const int64_t chunks = ceil_div(a.rows, chunk);
     const int64_t shares = ceil_div(threads * (a.rows <= MAX_SMALL_BATCH_ROWS ? 8 : 4), chunks);

@@ -19,6 +19,7 @@
 #include "bytes.h"
 #include "scratch.h"
 #include "simd.h"
+#include "threads.h"
 #include "weights_int.h"
 
 extern "C" {
@@ -254,7 +255,7 @@ template <class Unit, class Weight, class E> void run(const ArgosyLinearInt &a) 
     const CallLayout<E> layout{a};
     const int64_t blocks = count_blocks(a.outs), parts = (a.rows + MAX_ITEM_ROWS - 1) / MAX_ITEM_ROWS;
     const int64_t threads =
-        std::clamp<int64_t>(a.outs * a.cols / MIN_THREAD_WEIGHTS * (100 + a.rows) / 100, 1, a.threads);
+        std::clamp<int64_t>(a.outs * a.cols / MIN_THREAD_WEIGHTS * (100 + a.rows) / 100, 1, limit_threads(a.threads));
     const int64_t shares = threads * (a.rows <= MAX_SMALL_BATCH_ROWS ? 8 : 2);
     const int64_t group = std::clamp<int64_t>(blocks * parts / shares, 1, MAX_ITEM_BLOCKS);
     const int64_t groups = (blocks + group - 1) / group;

@@ -14,6 +14,7 @@
 #endif
 
 #include "simd.h"
+#include "threads.h"
 
 #ifdef __clang__
 #pragma clang fp contract(off)
@@ -375,7 +376,7 @@ template <class Scalar> class LogitRow {
 };
 
 template <class Scalar> void sample(const ArgosySample &a) {
-#pragma omp parallel num_threads((int)a.threads) if (a.rows > 1 && a.rows * a.vocab >= MIN_PARALLEL_ELEMENTS)
+#pragma omp parallel num_threads(limit_threads(a.threads)) if (a.rows > 1 && a.rows * a.vocab >= MIN_PARALLEL_ELEMENTS)
     {
         LogitRow<Scalar> row(a.vocab);
 #pragma omp for schedule(dynamic, 1)
@@ -388,7 +389,7 @@ template <class Scalar> void sample(const ArgosySample &a) {
 }
 
 template <class Scalar> void compute_logprobs(const ArgosyLogprobs &a) {
-#pragma omp parallel num_threads((int)a.threads) if (a.rows > 1 && a.rows * a.vocab >= MIN_PARALLEL_ELEMENTS)
+#pragma omp parallel num_threads(limit_threads(a.threads)) if (a.rows > 1 && a.rows * a.vocab >= MIN_PARALLEL_ELEMENTS)
     {
         LogitRow<Scalar> row(a.vocab);
 #pragma omp for schedule(dynamic, 1)

@@ -104,6 +104,10 @@ class GpuDevice:
         return torch.bfloat16
 
     @property
+    def compute_threads(self) -> None:
+        return None
+
+    @property
     def max_steps_in_flight(self) -> int:
         return 1
 

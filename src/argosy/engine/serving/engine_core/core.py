@@ -27,7 +27,13 @@ from argosy.engine.grammar import (
     build_grammar_tokenizer,
     end_token_ids,
 )
-from argosy.engine.scheduling import Scheduler, SchedulerLimits, SequenceFailure, StepPlan
+from argosy.engine.scheduling import (
+    Scheduler,
+    SchedulerLimits,
+    Sequence,
+    SequenceFailure,
+    StepPlan,
+)
 from argosy.engine.scheduling.batching_policy import (
     BatchingPolicy,
     ContinuousBatching,
@@ -94,6 +100,7 @@ class EngineCore:
             inf if config.request_timeout_s is None else config.request_timeout_s
         )
         self.executor = loaded.executor
+        self._compute_threads = loaded.compute_threads
         limits = loaded.limits
         self.scheduler = Scheduler(
             SchedulerLimits(
@@ -221,6 +228,8 @@ class EngineCore:
     def step(self) -> StepOutputs:
         """Run one engine step. Raises only after too many consecutive failed steps, when the worker is broken."""
         started_at = self._clock()
+        if self._compute_threads is not None:
+            self._compute_threads.begin_step(started_at)
         if self._held:
             self._update_held_requests(started_at)
         deltas, self._pending_deltas = self._pending_deltas, []
@@ -282,8 +291,11 @@ class EngineCore:
         plan, step_handle = self._steps_in_flight.popleft()
         try:
             result = step_handle.result()
-        except Exception as error:  # noqa: BLE001 - any error is the result of this step
-            return self._recover_from_failure(plan, error)
+        except Exception as error:
+            if is_out_of_memory(error):
+                return self._recover_out_of_memory(plan, error)
+            log.exception("step_failed", failures=self._consecutive_failures)
+            return self._recover_from_failure(error)
         collected_at = self._clock()
         self._consecutive_failures = 0
         deltas = []
@@ -296,33 +308,47 @@ class EngineCore:
         self._speed.record_step(plan, result.durations)
         return deltas
 
-    def _recover_from_failure(self, plan: StepPlan, error: Exception) -> list[Delta]:
-        """Recover from a step that raised. Its sequences restart from their tokens, in smaller steps or alone.
+    def _recover_from_failure(self, error: Exception) -> list[Delta]:
+        """Recover from a step that raised.
 
-        A sequence ends with an error if it was alone in the step, or if memory does not suffice for one token of it.
+        A sequence that was alone in the step ends with an error. All others are preempted and restart from their
+        tokens.
         """
+        self._discard_steps(error)
+        failed = self.scheduler.recover_failed_step()
+        self.executor.reset()
+        return self._fail_requests(
+            failed, SequenceFailure("the engine failed on this request; see the server's log")
+        )
+
+    def _recover_out_of_memory(self, plan: StepPlan, error: Exception) -> list[Delta]:
+        """Recover from a step that ran out of memory. Its sequences restart from their tokens in smaller steps.
+
+        A sequence ends with an error if memory does not suffice for one token of it.
+        """
+        self._discard_steps(error)
+        self._out_of_memory_steps += 1
+        failed = self.scheduler.recover_out_of_memory()
+        log.warning(
+            "step_out_of_memory",
+            tokens=plan.total_tokens,
+            token_budget=self.scheduler.token_budget.tokens,
+            ended=[seq.id for seq in failed],
+            error=str(error),
+        )
+        self.executor.reset()
+        return self._fail_requests(failed, OUT_OF_MEMORY)
+
+    def _discard_steps(self, error: Exception) -> None:
+        """Drop all steps in flight after one of them raised `error`, and raise it if too many failed in a row."""
         self._consecutive_failures += 1
         if self._consecutive_failures > MAX_CONSECUTIVE_FAILED_STEPS:
             raise error
         self._steps_in_flight.clear()
-        if is_out_of_memory(error):
-            self._out_of_memory_steps += 1
-            failed = self.scheduler.recover_out_of_memory()
-            failure = OUT_OF_MEMORY
-            log.warning(
-                "step_out_of_memory",
-                tokens=plan.total_tokens,
-                token_budget=self.scheduler.token_budget.tokens,
-                ended=[seq.id for seq in failed],
-                error=str(error),
-            )
-        else:
-            log.error("step_failed", failures=self._consecutive_failures, exc_info=error)
-            failed = self.scheduler.recover_failed_step()
-            failure = SequenceFailure("the engine failed on this request; see the server's log")
-        self.executor.reset()
+
+    def _fail_requests(self, seqs: list[Sequence], failure: SequenceFailure) -> list[Delta]:
         return [
-            self._delta_builder.build_final_delta(seq, "error", failure=failure) for seq in failed
+            self._delta_builder.build_final_delta(seq, "error", failure=failure) for seq in seqs
         ]
 
     def _build_kv_change(self, now: float) -> KvChange | None:
@@ -378,6 +404,7 @@ class EngineCore:
             mask_wait_s_total=self._constraint_stats.mask_wait_s,
             out_of_memory_steps_total=self._out_of_memory_steps,
             step_token_budget=scheduler.token_budget.tokens,
+            compute_threads=0 if self._compute_threads is None else self._compute_threads.count,
         )
 
 
