@@ -241,7 +241,8 @@ def test_terminal_shows_steps_candidates_and_filter_traces() -> None:
             ),
         ],
         status="completed",
-        finish_reasons={0: "stop"},
+        finish_reasons={0: "stop", 1: "length"},
+        stop_reasons={1: "limit"},
         idempotency=IdempotencyTrace("again", "cmpl-0"),
     )
     text = render(trace, 160)
@@ -253,6 +254,7 @@ def test_terminal_shows_steps_candidates_and_filter_traces() -> None:
             "the replica closed",
             "resumed after 7",
             "c, hedge",
+            "finished by length (limit), stop",
         ),
         *("Attempt 1", "http://b", "0.6000", "idempotency", "again", "cmpl-0"),
     ):

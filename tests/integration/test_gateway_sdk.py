@@ -145,8 +145,9 @@ async def test_exhausted_budget_ends_stream(
             model=MODEL, messages=HELLO, stream=True, stream_options={"include_usage": True}
         )
         chunks = [chunk async for chunk in stream]
-        reasons: list[str | None] = [c.choices[0].finish_reason for c in chunks if c.choices]
-        assert reasons[-1] == "budget"
+        last = [chunk.choices[0] for chunk in chunks if chunk.choices][-1]
+        assert last.finish_reason == "length"
+        assert last.model_extra == {"stop_reason": "budget"}
         assert chunks[-1].usage is not None
         assert 20 <= chunks[-1].usage.completion_tokens <= 21
         with pytest.raises(openai.RateLimitError) as spent:

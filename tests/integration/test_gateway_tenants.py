@@ -168,7 +168,7 @@ async def test_limit_stops_a_stream_and_delivered_tokens_are_charged(
 ) -> None:
     async with run_tenant_gateway(tmp_path, tokenizer, daily_tokens=20) as gateway:
         async with gateway.sdk(gateway.keys["web"]) as sdk:
-            finish_reason, tokens = "", 0
+            end, tokens = None, 0
             async for chunk in await sdk.chat.completions.create(
                 model="big",
                 messages=MESSAGES,
@@ -177,11 +177,12 @@ async def test_limit_stops_a_stream_and_delivered_tokens_are_charged(
                 stream_options={"include_usage": True},
             ):
                 if chunk.choices and chunk.choices[0].finish_reason:
-                    finish_reason = str(chunk.choices[0].finish_reason)
+                    end = chunk.choices[0]
                 if chunk.usage:
                     tokens = chunk.usage.completion_tokens
                 stopped_id = chunk.id
-            assert finish_reason == "limit"
+            assert end is not None
+            assert (end.finish_reason, end.model_extra) == ("length", {"stop_reason": "limit"})
             assert 20 <= tokens < 30
             with pytest.raises(openai.RateLimitError) as rejected:
                 await sdk.chat.completions.create(model="big", messages=MESSAGES)
@@ -194,7 +195,8 @@ async def test_limit_stops_a_stream_and_delivered_tokens_are_charged(
             assert (explanation["status"], explanation["limits"][0]["limit"]) == ("refused", 20)
             explanation = (await client.get(f"/admin/requests/{stopped_id}")).json()
             assert explanation["status"] == "stopped"
-            assert explanation["finish_reasons"] == {"0": "limit"}
+            assert explanation["finish_reasons"] == {"0": "length"}
+            assert explanation["stop_reasons"] == {"0": "limit"}
             assert [limit["fits"] for limit in explanation["limits"]] == [True, False]
             metrics = (await client.get("/metrics")).text
         assert value(metrics, "argosy_gateway_limit_rejections_total", unit="output_tokens") == 1

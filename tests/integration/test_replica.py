@@ -162,8 +162,8 @@ async def test_timeout_returns_partial_output(real_replica: RunningReplica) -> N
     if response.status_code == 408:  # a slow machine generates no token in that time
         assert response.json()["error"]["code"] == "timeout"
     else:
-        reasons = {choice["finish_reason"] for choice in response.json()["choices"]}
-        assert "timeout" in reasons
+        choices = response.json()["choices"]
+        assert ("length", "deadline") in {(c["finish_reason"], c["stop_reason"]) for c in choices}
         assert response.json()["usage"]["completion_tokens"] < 32 * 1900
     await wait_idle(real_replica)
 

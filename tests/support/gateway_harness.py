@@ -41,7 +41,7 @@ from argosy.gateway.request_context import (
 from argosy.gateway.request_trace import ExplainConfig, TraceStore
 from argosy.http_server import HttpServer, bind_tcp, listen_url
 from argosy.policy import AttemptOutcome
-from argosy.protocol import ApiError
+from argosy.protocol import ApiError, EarlyStopReason
 from argosy.store import AccountSnapshot
 from argosy.telemetry import GatewayGauges, GatewayMetrics
 from tests.support.waiting import until
@@ -94,7 +94,7 @@ class RecordingFilterState:
             UNLIMITED_TOKENS if limit is None else limit - 1, self.filter.counter_address
         )
 
-    def on_tokens(self, chunk_times: Sequence[float]) -> str | None:
+    def on_tokens(self, chunk_times: Sequence[float]) -> EarlyStopReason | None:
         del chunk_times
         limit, output_tokens = self.filter.max_tokens, self.context.delivered.output_tokens
         self.filter.token_counts.append(output_tokens)

@@ -100,7 +100,7 @@ def make_context(
 def deliver(
     limits: TrackedLimitFilter, context: RequestContext, output_tokens: int, prompt_tokens: int = 10
 ) -> str | None:
-    """Report delivered tokens. Returns the finish reason if a limit ends the stream."""
+    """Report delivered tokens. Returns the stop reason if a limit ends the stream."""
     context.delivered.prompt_tokens = prompt_tokens
     context.delivered.output_tokens += output_tokens
     state = limits.states[id(context)]

@@ -30,7 +30,8 @@ SECTION_KEYS = frozenset(
     {
         *("object", "id", "request_id", "status", "error", "model", "path", "stream", "caller"),
         *("asked", "route"),
-        *("started_at", "ms", "queue", "rule", "attempts", "tokens", "finish_reasons"),
+        *("started_at", "ms", "queue", "rule", "attempts", "tokens"),
+        *("finish_reasons", "stop_reasons"),
         *("limits", "ledger", "replica_report"),
     }
 )
@@ -104,6 +105,16 @@ def print_explanation(console: Console, explanation: dict[str, Any]) -> None:
             console.print(_extra_table(name, section))
 
 
+def _format_finish_reasons(explanation: dict[str, Any]) -> str:
+    """Return the different finish reasons, with the reasons of early ends in parentheses."""
+    early_stops = explanation.get("stop_reasons", {})
+    reasons = {
+        reason + (f" ({early_stops[choice]})" if choice in early_stops else "")
+        for choice, reason in explanation["finish_reasons"].items()
+    }
+    return ", ".join(sorted(reasons))
+
+
 def _headline(explanation: dict[str, Any]) -> str:
     from rich.markup import escape
 
@@ -111,7 +122,7 @@ def _headline(explanation: dict[str, Any]) -> str:
     colours = {"completed": "green", "replayed": "green", "running": "blue", "stopped": "yellow"}
     colour = colours.get(explanation["status"], "red")
     error = f" ({escape(explanation['error'])})" if explanation["error"] else ""
-    finish = format_one_line(", ".join(sorted(set(explanation["finish_reasons"].values()))))
+    finish = format_one_line(_format_finish_reasons(explanation))
     route = f", by {escape(explanation['route'])}" if explanation["route"] else ""
     asked = (
         ""

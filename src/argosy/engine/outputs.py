@@ -28,7 +28,7 @@ class CompletionOutput:
     finish_reason: FinishReason | None
     """Reason for the end. None while the continuation runs, or if it failed with `error`."""
     stop_reason: int | str | None
-    """Stop string or stop token that ended the text. None for an end-of-sequence token or a length limit."""
+    """Stop string or stop token that ended the text, "deadline" for the request's deadline, else None."""
     logprobs: list[TokenLogprob] | None
     """Log-probabilities, one entry per token of `token_ids`. None unless `SamplingParams.logprobs` is set."""
     error: str | None = None

@@ -19,7 +19,7 @@ from argosy.gateway.request_fields import RequestFields
 from argosy.gateway.request_trace import AttemptTrace, RequestTrace
 from argosy.http_server import HttpExchange
 from argosy.policy import Rates, start_deadline
-from argosy.protocol import ApiError
+from argosy.protocol import ApiError, EarlyStopReason
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
@@ -159,8 +159,8 @@ class RequestContext(msgspec.Struct, eq=False):
 
     @property
     def final_status(self) -> RequestStatus:
-        """Status of a delivered response, by its finish reasons. A replica may have its own deadline."""
-        return "stopped" if "timeout" in self.delivered.finish_reasons.values() else "completed"
+        """Status of a delivered response, by the ends of its choices. A replica may have its own deadline."""
+        return "stopped" if self.delivered.early_stops else "completed"
 
     def record_error(self, error: ApiError) -> None:
         """Record the error that the client receives."""
@@ -201,7 +201,7 @@ class FastPathBudget(NamedTuple):
 class FilterState(Protocol):
     """State of one admitted request at one filter."""
 
-    def on_tokens(self, chunk_times: Sequence[float]) -> str | None:
+    def on_tokens(self, chunk_times: Sequence[float]) -> EarlyStopReason | None:
         """Record that output tokens were delivered.
 
         Called for every chunk of a stream that is not on the fast path, so it must be quick. The new counts are in
@@ -211,7 +211,7 @@ class FilterState(Protocol):
             chunk_times: Monotonic arrival time of each chunk since the last call.
 
         Returns:
-            A finish reason to end the response after these chunks, or None.
+            Why to end the response after these chunks, or None to continue.
         """
 
     def fast_path_budget(self) -> FastPathBudget:

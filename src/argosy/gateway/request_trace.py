@@ -131,6 +131,8 @@ class RequestTrace(msgspec.Struct, gc=False, array_like=True):
     """Output tokens inside reasoning blocks. None if the server reports none."""
     finish_reasons: dict[int, str] = msgspec.field(default_factory=dict)
     """Finish reason by choice index."""
+    stop_reasons: dict[int, str] = msgspec.field(default_factory=dict)
+    """Why choices were ended early, by choice index."""
     status: str = "running"
     error_code: str = ""
     limits: list[LimitTrace] = []
@@ -201,6 +203,10 @@ class RequestTrace(msgspec.Struct, gc=False, array_like=True):
                 str(choice): reason for choice, reason in self.finish_reasons.items()
             },
         }
+        if self.stop_reasons:
+            explanation["stop_reasons"] = {
+                str(choice): reason for choice, reason in self.stop_reasons.items()
+            }
         if self.reasoning_tokens is not None:
             explanation["tokens"]["reasoning"] = self.reasoning_tokens
         if self.report is not None:

@@ -49,6 +49,7 @@ from argosy.protocol.openai_responses import (
     CompletionLogprobs,
     CompletionTokenUsageInfo,
     DetokenizeResponse,
+    EarlyStopReason,
     ErrorBody,
     ErrorDetail,
     FinishReason,
@@ -66,6 +67,7 @@ from argosy.protocol.openai_responses import (
     TopLogprob,
     Usage,
     VersionResponse,
+    find_early_stop,
 )
 from argosy.protocol.parsing import parse_body, parse_query, parse_request_body
 from argosy.protocol.replica_report import (
@@ -115,6 +117,7 @@ __all__ = [
     "DetokenizeRequest",
     "DetokenizeResponse",
     "DrainRequest",
+    "EarlyStopReason",
     "Endpoint",
     "ErrorBody",
     "ErrorCode",
@@ -150,6 +153,7 @@ __all__ = [
     "Usage",
     "VersionResponse",
     "differing_parts",
+    "find_early_stop",
     "format_comment",
     "format_event",
     "format_names",

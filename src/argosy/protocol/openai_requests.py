@@ -141,7 +141,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     # Extensions of Argosy
     timeout_s: float | None = None
-    """Seconds after which the request ends with its output so far and `finish_reason` "timeout"."""
+    """Seconds after which the request ends with its output so far and `stop_reason` "deadline"."""
     resume: ResumeInput | None = None
 
 

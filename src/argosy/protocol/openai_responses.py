@@ -5,13 +5,26 @@ Fields that are `UNSET` are omitted from the JSON; `None` is encoded as null.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, cast, get_args
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
-FinishReason = Literal["stop", "length", "tool_calls", "function_call", "timeout"]
-"""Reason for the end of a choice. Argosy adds "timeout" for a request that reached its `timeout_s`."""
+FinishReason = Literal["stop", "length", "tool_calls", "content_filter", "function_call"]
+"""Reason for the end of a choice, as the OpenAI API defines it."""
+EarlyStopReason = Literal["budget", "limit", "deadline"]
+"""`stop_reason` of a choice that was ended before its end. Its `finish_reason` is "length"."""
+EARLY_STOP_REASONS: frozenset[str] = frozenset(get_args(EarlyStopReason))
+
+
+def find_early_stop(finish_reason: str | None, stop_reason: object) -> EarlyStopReason | None:
+    """Return why a choice was ended early; None if it was not.
+
+    A `stop_reason` beside another `finish_reason` than "length" is a stop string of the client.
+    """
+    if finish_reason != "length" or not isinstance(stop_reason, str):
+        return None
+    return cast("EarlyStopReason", stop_reason) if stop_reason in EARLY_STOP_REASONS else None
 
 
 class PromptTokenUsageInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,7 +153,7 @@ class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
     stop_reason: int | str | None = None
-    """Stop string or stop token that ended the choice; null for the model's own end of sequence."""
+    """Stop string or stop token that ended the choice, or an `EarlyStopReason`; null for any other end."""
     token_ids: list[int] | UnsetType = UNSET
 
 

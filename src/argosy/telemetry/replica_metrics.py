@@ -251,7 +251,7 @@ class ReplicaMetrics(Collector):
         output_tokens: int,
         max_tokens: int,
     ) -> None:
-        """Record the end of a sequence. `finish_reason` is the value of the response."""
+        """Record the end of a sequence. `finish_reason` is that of the response, or why it failed or ended early."""
         self._finished.add((*self._model_label, finish_reason))
         self._prompt_length.observe(self._model_label, prompt_tokens)
         self._output_length.observe(self._model_label, output_tokens)

@@ -345,7 +345,7 @@ async def test_response_cut_by_limit_is_replayed_after_limit_is_used_up(
         client,
     ):
         first = await client.post(stream=stream)
-        assert b'"finish_reason":"limit"' in first.content
+        assert b'"finish_reason":"length","stop_reason":"limit"' in first.content
         second = await client.post(stream=stream)
         assert (second.content, second.headers[REPLAYED]) == (first.content, "true")
         assert (await client.post("b", stream=stream)).status_code == 429

@@ -232,7 +232,10 @@ async def test_deadline_at_replica_is_status_stopped(
         record = await metered.assert_consistent()
         trace = metered.trace_dict(record)
         assert (record.status, trace["status"]) == ("stopped", "stopped")
-        assert trace["finish_reasons"] == {"0": "timeout"}
+        assert (trace["finish_reasons"], trace["stop_reasons"]) == (
+            {"0": "length"},
+            {"0": "deadline"},
+        )
 
 
 @pytest.mark.parametrize("stream", [True, False])

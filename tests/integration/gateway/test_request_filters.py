@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from openai.types import Completion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from tests.support.fake_engine import FakeEngine, Script
 from tests.support.fake_upstream import UpstreamRequest, fake_upstream
 from tests.support.gateway_harness import GatewayHarness, RecordingFilter, run_gateway
@@ -48,14 +50,21 @@ async def run_native_gateway(
         yield gateway, engine
 
 
-def finish_reasons(chunks: list[bytes]) -> dict[int, str]:
-    finish_reasons_by_choice: dict[int, str] = {}
-    for chunk in chunks[:-1]:
-        for choice in json.loads(chunk)["choices"]:
+BUDGET_END = ("length", "budget")
+LENGTH_END = ("length", None)
+
+
+def read_ends(chunks: list[bytes]) -> dict[int, tuple[str, str | None]]:
+    """Return finish reason and stop reason by choice. The final chunks must be valid for OpenAI's SDK."""
+    ends: dict[int, tuple[str, str | None]] = {}
+    for chunk in map(json.loads, chunks[:-1]):
+        for choice in chunk["choices"]:
             if choice["finish_reason"] is not None:
-                assert choice["index"] not in finish_reasons_by_choice
-                finish_reasons_by_choice[choice["index"]] = choice["finish_reason"]
-    return finish_reasons_by_choice
+                assert choice["index"] not in ends
+                ends[choice["index"]] = choice["finish_reason"], choice.get("stop_reason")
+                is_chat = chunk["object"] == "chat.completion.chunk"
+                (ChatCompletionChunk if is_chat else Completion).model_validate(chunk)
+    return ends
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -90,7 +99,7 @@ async def test_filter_ends_stream_at_token_limit(
         await engine.wait_idle()
     chunks = events(response.content)
     assert chunks[-1] == b"[DONE]"
-    assert finish_reasons(chunks) == {0: "budget"}
+    assert read_ends(chunks) == {0: BUDGET_END}
     parsed_chunks = [json.loads(chunk) for chunk in chunks[:-1]]
     ids = [
         i
@@ -130,7 +139,7 @@ async def test_stream_received_at_once_is_ended_once(kind: BackendKind, max_toke
     *chunks, done = events(response.content)
     assert done == b"[DONE]"
     assert b"[DONE]" not in chunks
-    assert finish_reasons([*chunks, done]) == {0: "budget"}
+    assert read_ends([*chunks, done]) == {0: BUDGET_END}
     usages = [json.loads(chunk).get("usage") for chunk in chunks]
     assert [usage["completion_tokens"] for usage in usages if usage] == [max_tokens]
     assert (recorder.completed[0].status, recorder.token_counts[-1]) == ("stopped", max_tokens)
@@ -157,7 +166,9 @@ async def test_filter_ends_whole_response_at_token_limit(
     response_body = response.json()
     (choice,) = response_body["choices"]
     final_count = recorder.token_counts[-1]
-    assert (choice["finish_reason"], choice["token_ids"]) == ("budget", TOKENS[:final_count])
+    assert (choice["finish_reason"], choice["stop_reason"]) == BUDGET_END
+    ChatCompletion.model_validate(response_body)
+    assert choice["token_ids"] == TOKENS[:final_count]
     assert response_body["usage"]["completion_tokens"] == final_count
     assert recorder.completed[0].status == "stopped"
 
@@ -172,7 +183,7 @@ async def test_filter_ends_only_running_choices(tokenizer: Tokenizer) -> None:
         )
         request_body = make_body(PATHS[0], stream=True, n=2)
         response = await gateway.client.post(PATHS[0], json=request_body)
-    assert finish_reasons(events(response.content)) == {0: "length", 1: "budget"}
+    assert read_ends(events(response.content)) == {0: LENGTH_END, 1: BUDGET_END}
     assert recorder.token_counts[-1] == 15
 
 
@@ -180,7 +191,7 @@ async def test_response_that_ends_at_limit_is_complete(tokenizer: Tokenizer) -> 
     recorder = RecordingFilter(max_tokens=12)
     async with run_native_gateway(tokenizer, recorder) as (gateway, _):
         response = await gateway.client.post(PATHS[0], json=make_body(PATHS[0], stream=True))
-    assert finish_reasons(events(response.content)) == {0: "length"}
+    assert read_ends(events(response.content)) == {0: LENGTH_END}
     assert recorder.completed[0].status == "completed"
 
 
@@ -206,7 +217,7 @@ async def test_filter_ends_stream_of_other_server(tokenizer: Tokenizer) -> None:
         response = await gateway.client.post(PATHS[1], json=make_body(PATHS[1], stream=True))
         await asyncio.wait_for(disconnected.wait(), 30)
     chunks = events(response.content)
-    assert finish_reasons(chunks) == {0: "budget"}
+    assert read_ends(chunks) == {0: BUDGET_END}
     assert chunks[-1] == b"[DONE]"
     assert recorder.completed[0].delivered.output_tokens == 2
 

@@ -197,8 +197,18 @@ class TimedOut(KeylessHosted):
 
     def generate(self, request: UpstreamRequest) -> Generation:
         generation = super().generate(request)
-        generation.finish_reason = "timeout"
+        generation.finish_reason = "length"
         return generation
+
+    def stream_events(self, request: UpstreamRequest, generation: Generation) -> Iterator[bytes]:
+        end = b'"finish_reason":"length"'
+        for event in super().stream_events(request, generation):
+            yield event.replace(end, end + b',"stop_reason":"deadline"')
+
+    def build_response(self, request: UpstreamRequest, generation: Generation) -> Json:
+        response = super().build_response(request, generation)
+        response["choices"][0]["stop_reason"] = "deadline"
+        return response
 
 
 def rejecting(backend: type[FakeBackend], status: int, message: str) -> type[FakeBackend]:

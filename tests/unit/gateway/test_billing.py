@@ -422,7 +422,7 @@ PROMPT_PAID = (*NO_OUTPUT, 6 * 5 + 4 * 1)
 
 
 def end_by_limit(relay: ResponseRelay) -> None:
-    relay.early_finish_reason = "budget"
+    relay.is_ended_early = True
 
 
 def make_exchange(body: Json) -> HttpExchange:

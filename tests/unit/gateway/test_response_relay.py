@@ -27,7 +27,7 @@ from argosy.gateway.upstream.upstream import Upstream
 from argosy.gateway.upstream.upstream_response import UpstreamResponse
 from argosy.http_server import HttpExchange
 from argosy.policy import weighted_tokens
-from argosy.protocol import EventParser, parse_endpoint
+from argosy.protocol import EarlyStopReason, EventParser, parse_endpoint
 
 
 @dataclass
@@ -80,7 +80,7 @@ class LimitState:
     def fast_path_budget(self) -> FastPathBudget:
         return FastPathBudget(self.max_tokens - 1)
 
-    def on_tokens(self, chunk_times: Sequence[float]) -> str | None:
+    def on_tokens(self, chunk_times: Sequence[float]) -> EarlyStopReason | None:
         del chunk_times
         self.counts.append(self.delivered.output_tokens)
         return "limit" if self.counts[-1] >= self.max_tokens else None
@@ -133,7 +133,7 @@ def relay_chunks(
         )
         for chunk in chunks:
             response.on_body(chunk)
-        if relay.early_finish_reason is None:
+        if not relay.is_ended_early:
             relay.finish_upstream()
         relay.charge_delivered()
         return context, writer, limit
@@ -163,7 +163,8 @@ def test_delivered_output_equals_counted_output_at_any_limit(
             ids[choice["index"]] += choice.get("ids", [])
             if choice["finish_reason"] is not None:
                 assert choice["index"] not in finishes
-                finishes[choice["index"]] = choice["finish_reason"]
+                assert choice["finish_reason"] == "length"
+                finishes[choice["index"]] = choice.get("stop_reason") or "length"
     delivered = context.delivered
     assert sum(map(len, ids.values())) == delivered.output_tokens == counts[-1]
     assert limit.charged == weighted_tokens(7 - 3, counts[-1])

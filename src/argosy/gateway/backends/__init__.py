@@ -34,7 +34,7 @@ from argosy.gateway.backends.request_builder import (
 )
 from argosy.gateway.backends.response_status import (
     is_json_object,
-    parse_finish_reasons,
+    record_finish_reasons,
     status_in_body,
 )
 from argosy.gateway.backends.stream_continuation import (
@@ -83,8 +83,8 @@ __all__ = [
     "is_token_ids_requested",
     "list_dropped_fields",
     "parse_error_message",
-    "parse_finish_reasons",
     "parse_usage",
+    "record_finish_reasons",
     "resume_token_counts",
     "status_in_body",
     "translate_constraint",

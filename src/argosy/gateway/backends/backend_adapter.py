@@ -78,8 +78,8 @@ Native replicas know none of them.
 """
 
 
-INCOMPLETE_FINISH_REASONS = frozenset({"abort", "error", "cancelled"})
-"""Finish reasons of responses that a server did not complete, because it shuts down or its engine failed."""
+INCOMPLETE_FINISH_REASONS = frozenset({"abort", "error", "cancelled", "timeout"})
+"""Finish reasons of responses that a server did not complete, because it shuts down, failed or ran out of time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,5 @@ class BackendAdapter:
     """Constraints of the output that the server enforces. None passes the client's own fields unchanged."""
     default_completion_tokens: int | None = None
     """`max_tokens` that the server assumes for a completion without one; None if it assumes no limit."""
-    incomplete_finish_reasons: frozenset[str] = INCOMPLETE_FINISH_REASONS
-    """Finish reasons of responses that the server did not complete."""
     client_error_markers: tuple[str, ...] = ()
     """Parts of the messages of 500 responses that the request caused, so that it would fail on every replica."""

@@ -13,7 +13,6 @@ from argosy.gateway.backends.backend_adapter import (
     ARGOSY_FIELDS,
     CHAT_PATH,
     COMPLETION_PATH,
-    INCOMPLETE_FINISH_REASONS,
     BackendAdapter,
     BackendKind,
     LoadSource,
@@ -86,9 +85,6 @@ _ADAPTERS = (
         load_sources=(LoadSource(b"/metrics", load_parsers.parse_tensorrt_iterations),),
         prefill_paths=COMPLETION_ONLY,
         has_continuous_usage=True,
-        # From `CompletionOutput.finish_reason`. Other kinds keep "timeout" as a normal end, because an Argosy gateway
-        # reports it for a response that reached the deadline of its request.
-        incomplete_finish_reasons=INCOMPLETE_FINISH_REASONS | {"timeout"},
     ),
     BackendAdapter(
         "tgi",

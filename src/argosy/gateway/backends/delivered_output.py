@@ -6,7 +6,7 @@ from array import array
 
 import msgspec
 
-from argosy.protocol import ReplicaReport
+from argosy.protocol import EarlyStopReason, ReplicaReport, find_early_stop
 
 
 class DeliveredOutput(msgspec.Struct, eq=False):
@@ -25,6 +25,8 @@ class DeliveredOutput(msgspec.Struct, eq=False):
     """Token ids by choice, as comma-separated pieces."""
     finish_reasons: dict[int, str] = msgspec.field(default_factory=dict)
     """Finish reason by choice."""
+    early_stops: dict[int, EarlyStopReason] = msgspec.field(default_factory=dict)
+    """Why choices were ended early, by choice."""
     output_tokens: int = 0
     reasoning_tokens: int | None = None
     """Output tokens inside reasoning blocks; None if the replica reports none."""
@@ -40,6 +42,14 @@ class DeliveredOutput(msgspec.Struct, eq=False):
         self.arithmetic_id = ""
         self.token_id_pieces.clear()
         self.finish_reasons.clear()
+        self.early_stops.clear()
+
+    def record_finish(self, choice: int, finish_reason: str, stop_reason: object) -> None:
+        """Record the end of a choice, with the values of its last event."""
+        self.finish_reasons[choice] = finish_reason
+        early_stop = find_early_stop(finish_reason, stop_reason)
+        if early_stop is not None:
+            self.early_stops[choice] = early_stop
 
     def token_ids(self, choice: int) -> list[int]:
         """Return the delivered token ids of a choice."""

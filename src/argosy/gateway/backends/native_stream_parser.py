@@ -137,7 +137,8 @@ class NativeStreamParser(StreamParser):
             pieces.append(ids)
             delivered.output_tokens += ids.count(b",") + 1
         if finish_reason is not None:
-            delivered.finish_reasons[choice] = finish_reason
+            stop_reason = words[3].decode() if len(words) > 3 else None
+            delivered.record_finish(choice, finish_reason, stop_reason)
         return True
 
     def _record_report(self, text: bytes) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from argosy.gateway.backends.backend_adapter import INCOMPLETE_FINISH_REASONS
 from argosy.gateway.backends.delivered_output import DeliveredOutput
 from argosy.gateway.backends.stream_events import (
     DONE_DATA,
@@ -40,6 +41,7 @@ class _StreamChoice(msgspec.Struct):
     text: str | None = None
     delta: MessageDelta | None = None
     finish_reason: str | None = None
+    stop_reason: Any = None
 
     @property
     def has_content(self) -> bool:
@@ -66,7 +68,6 @@ class PassthroughParser(StreamParser):
     def __init__(
         self,
         delivered: DeliveredOutput,
-        incomplete_finish_reasons: frozenset[str],
         *,
         include_usage: bool,
         has_echo: bool,
@@ -74,12 +75,10 @@ class PassthroughParser(StreamParser):
     ) -> None:
         """Create a parser that counts tokens in `delivered`.
 
-        Responses with a finish reason in `incomplete_finish_reasons` count as failed. The flag `include_usage` means
-        that the client requested the usage event, `has_echo` that each choice starts with its prompt. The sum
-        `choice_usages` is for servers that report the usage of each choice.
+        The flag `include_usage` means that the client requested the usage event, `has_echo` that each choice starts
+        with its prompt. The sum `choice_usages` is for servers that report the usage of each choice.
         """
         self._delivered = delivered
-        self._incomplete_finish_reasons = incomplete_finish_reasons
         self._include_usage = include_usage
         self._has_echo = has_echo
         self._choice_usages = choice_usages
@@ -142,10 +141,7 @@ class PassthroughParser(StreamParser):
         if len(chunk.choices or ()) > MAX_CHOICES:
             self.failure = f"an event of the replica's stream has more than {MAX_CHOICES} choices"
             return False
-        if any(
-            choice.finish_reason in self._incomplete_finish_reasons
-            for choice in chunk.choices or ()
-        ):
+        if any(choice.finish_reason in INCOMPLETE_FINISH_REASONS for choice in chunk.choices or ()):
             self.failure = "the replica ended the response early"
             return False
         self._first_data = self._first_data or data
@@ -160,7 +156,7 @@ class PassthroughParser(StreamParser):
                 delivered.output_tokens += 1 if is_prompt else choice.estimated_tokens
                 self._started_choices.add(choice.index)
             if choice.finish_reason:
-                delivered.finish_reasons[choice.index] = choice.finish_reason
+                delivered.record_finish(choice.index, choice.finish_reason, choice.stop_reason)
         self.is_usage_delivered = usage is not None
         self._record_usage(
             usage

@@ -7,12 +7,15 @@ from typing import Any
 
 import msgspec
 
+from argosy.gateway.backends.backend_adapter import INCOMPLETE_FINISH_REASONS
+from argosy.gateway.backends.delivered_output import DeliveredOutput
 from argosy.gateway.backends.stream_events import MALFORMED_EVENT_ERRORS, error_chunk_status
 from argosy.gateway.request_fields import MAX_CHOICES
 
 
 class _ChoiceFinish(msgspec.Struct):
     finish_reason: str | None = None
+    stop_reason: Any = None
 
 
 class _FinishBody(msgspec.Struct):
@@ -26,12 +29,8 @@ def is_json_object(content: bytes) -> bool:
     return text.startswith(b"{") and text.endswith(b"}")
 
 
-def status_in_body(content: bytes, incomplete_finish_reasons: frozenset[str]) -> int:
+def status_in_body(content: bytes) -> int:
     """Return the status that a 200 response stands for. A server may fail or refuse after it sent the head.
-
-    Args:
-        content: Body of the response.
-        incomplete_finish_reasons: Finish reasons of responses that the server did not complete.
 
     Returns:
         The status of an error in the body, or 500 if it has none. 500 too for an incomplete response and for one
@@ -46,14 +45,15 @@ def status_in_body(content: bytes, incomplete_finish_reasons: frozenset[str]) ->
     if len(body.choices or ()) > MAX_CHOICES:
         return 500
     reasons = {choice.finish_reason for choice in body.choices or ()}
-    return 200 if reasons.isdisjoint(incomplete_finish_reasons) else 500
+    return 200 if reasons.isdisjoint(INCOMPLETE_FINISH_REASONS) else 500
 
 
-def parse_finish_reasons(content: bytes) -> dict[int, str]:
-    """Return the finish reasons of a non-streaming response by choice index, without those that are missing."""
+def record_finish_reasons(content: bytes, delivered: DeliveredOutput) -> None:
+    """Record the finish reasons of a non-streaming response, except those that are missing."""
     try:
         choices = msgspec.json.decode(content, type=_FinishBody).choices or ()
     except MALFORMED_EVENT_ERRORS:
-        return {}
-    reasons = enumerate(choice.finish_reason for choice in choices)
-    return {index: reason for index, reason in reasons if reason}
+        return
+    for index, choice in enumerate(choices):
+        if choice.finish_reason:
+            delivered.record_finish(index, choice.finish_reason, choice.stop_reason)

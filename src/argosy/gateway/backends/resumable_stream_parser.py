@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from argosy.gateway.backends.backend_adapter import CHAT_PATH
+from argosy.gateway.backends.backend_adapter import CHAT_PATH, INCOMPLETE_FINISH_REASONS
 from argosy.gateway.backends.delivered_output import DeliveredOutput
 from argosy.gateway.backends.emitted_choice import EmittedChoice, encode_event
 from argosy.gateway.backends.stream_events import (
@@ -44,8 +44,6 @@ class StreamParserOptions:
     """Forward the usage in other events, because the client requested it or the gateway did not."""
     include_token_ids: bool
     """Forward token ids, because the client requested them."""
-    incomplete_finish_reasons: frozenset[str]
-    """Finish reasons of responses that the server did not complete."""
     include_timings: bool
     """Forward the timings of each event, because the client requested them."""
     from_completion: bool
@@ -138,7 +136,7 @@ class ResumableStreamParser(StreamParser):
             chunk.update(self._common_fields)
             return False if self._options.include_usage else None
         choice = choices[0]
-        if choice.get("finish_reason") in self._options.incomplete_finish_reasons:
+        if choice.get("finish_reason") in INCOMPLETE_FINISH_REASONS:
             self.failure = "the replica ended the response early"
             return None
         if self._options.from_completion:
@@ -172,7 +170,9 @@ class ResumableStreamParser(StreamParser):
         if finishes:
             emitted.is_finished = True
             emitted.is_usage_delivered = chunk.get("usage") is not None
-            self._delivered.finish_reasons[0] = str(choice["finish_reason"])
+            self._delivered.record_finish(
+                0, str(choice["finish_reason"]), choice.get("stop_reason")
+            )
         if emitted.first_chunk is None:
             emitted.first_chunk = chunk
         chunk.update(self._common_fields)

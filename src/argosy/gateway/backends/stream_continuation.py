@@ -193,7 +193,6 @@ class StreamContinuation:
         include_usage, has_echo = is_usage_requested(fields), is_echo_requested(fields)
         self._passthrough = PassthroughParser(
             self._delivered,
-            adapter.incomplete_finish_reasons,
             include_usage=include_usage,
             has_echo=has_echo,
             choice_usages=ChoiceUsageSum(fields) if adapter.has_per_choice_usage else None,
@@ -282,7 +281,6 @@ class StreamContinuation:
             include_usage=is_usage_requested(fields),
             include_continuous_usage=is_continuous_usage_requested(fields) or not is_usage_added,
             include_token_ids=is_token_ids_requested(fields),
-            incomplete_finish_reasons=adapter.incomplete_finish_reasons,
             include_timings=is_timings_requested(fields),
             from_completion=from_completion,
             trailing_whitespace=trailing_whitespace,

@@ -20,6 +20,7 @@ from argosy.policy import (
     final_usage,
     running_usage,
 )
+from argosy.protocol import EarlyStopReason
 from argosy.store import Clock, QuotaBackend, QuotaDemand
 
 RESERVATION_STEP_TOKENS = 32
@@ -89,8 +90,8 @@ class LimitFilterState(msgspec.Struct, eq=False):
         covers_prompt = self.context.delivered.prompt_tokens <= self.reserved_prompt_tokens
         return FastPathBudget(self.reserved_output_tokens if covers_prompt else 0)
 
-    def on_tokens(self, chunk_times: Sequence[float]) -> str | None:  # noqa: ARG002 - limits use the wall clock
-        """Extend the reservation if the delivered tokens exceed it, and return a finish reason if that fails."""
+    def on_tokens(self, chunk_times: Sequence[float]) -> EarlyStopReason | None:  # noqa: ARG002 - limits use the wall clock
+        """Extend the reservation if the delivered tokens exceed it, and return the reason to stop if that fails."""
         delivered = self.context.delivered
         self.generated_tokens = delivered.output_tokens
         if (
@@ -124,8 +125,8 @@ class LimitFilterState(msgspec.Struct, eq=False):
             output_length = delivered.output_tokens // context.fields.choice_count
             self.estimates.observe(self.limit_set.caller_key, output_length, DEFAULT_OUTPUT_TOKENS)
 
-    def _extend_reservation(self) -> str | None:
-        """Extend the reservation, ahead of the stream if possible, and return the finish reason if that fails."""
+    def _extend_reservation(self) -> EarlyStopReason | None:
+        """Extend the reservation, ahead of the stream if possible, and return the reason to stop if that fails."""
         delivered, now = self.context.delivered, self.clock()
         prompt, output = (
             delivered.prompt_tokens or self.reserved_prompt_tokens,

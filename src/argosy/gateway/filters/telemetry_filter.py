@@ -99,6 +99,8 @@ class TelemetryFilterState(msgspec.Struct, eq=False):
             delivered.finish_reasons.items(), MAX_RECORDED_CHOICES
         ):
             trace.finish_reasons[choice] = reason[:MAX_FINISH_REASON_LENGTH]
+            if choice in delivered.early_stops:
+                trace.stop_reasons[choice] = delivered.early_stops[choice]
         if self.token_intervals_s:
             self._flush_intervals()
         telemetry.traces.complete(trace, now)

@@ -134,7 +134,7 @@ class FailoverProxy:
             self._on_cannot_resume(hedged_request.attempt.replica)
             return False
         except (UpstreamError, UpstreamRefusedError) as error:
-            if relay.early_finish_reason is not None:
+            if relay.is_ended_early:
                 return True
             # The traceback refers to the response and to this frame, a cycle that only the garbage collector frees.
             failure, outcome = error.with_traceback(None), error.outcome
@@ -285,7 +285,7 @@ class FailoverProxy:
         if status == 200 and not is_json_object(body):
             raise UpstreamRefusedError(502, "the response is not a JSON object")
         if status == 200 and not adapter.is_native:
-            status = status_in_body(body, adapter.incomplete_finish_reasons)
+            status = status_in_body(body)
             if classify_status(status) is not AttemptOutcome.SUCCESS:
                 raise UpstreamError("the replica ended the response early")
         return BufferedResponse(status, body, response.content_type)

@@ -9,26 +9,28 @@ import msgspec
 from argosy.gateway.backends import ResponseIdentity, is_token_ids_requested
 from argosy.gateway.proxy.response_writers import build_usage
 from argosy.gateway.request_context import CHAT, RequestContext
-from argosy.protocol import SSE_DONE, format_event
+from argosy.protocol import SSE_DONE, EarlyStopReason, format_event
 
 
 def build_final_events(
-    context: RequestContext, stream_identity: ResponseIdentity, finish_reason: str
+    context: RequestContext,
+    stream_identity: ResponseIdentity,
+    stop_reason: EarlyStopReason | None = None,
 ) -> bytes:
     """Build the final events of a stream.
 
     Args:
         context: The request.
         stream_identity: Id, creation time and model of the stream's chunks.
-        finish_reason: Finish reason of the choices that have none yet.
+        stop_reason: Why the choices that have not finished end early; None if only their length is the reason.
     """
     fields, delivered = context.fields, context.delivered
     empty_delta: dict[str, Any] = {"delta": {}} if context.api is CHAT else {"text": ""}
     final_choice = {
         **empty_delta,
         "logprobs": None,
-        "finish_reason": finish_reason,
-        "stop_reason": None,
+        "finish_reason": "length",
+        "stop_reason": stop_reason,
     }
     if is_token_ids_requested(fields):
         final_choice["token_ids"] = []

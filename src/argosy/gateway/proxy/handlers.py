@@ -248,7 +248,7 @@ class CompletionHandlers:
             if not relay.aborted:
                 message = "The gateway is shutting down. Send the request again."
                 raise ApiError(503, "draining", message, retry_after_s=RETRY_AFTER_S) from None
-            if relay.early_finish_reason is None:
+            if not relay.is_ended_early:
                 raise _deadline_exceeded_error(context) from None
         finally:
             if deadline_timer is not None:
@@ -261,9 +261,7 @@ class CompletionHandlers:
         if context.exchange.response_complete:
             return  # a buffered response, or the response of a filter
         await writer.finish()
-        context.status = (
-            "stopped" if relay.early_finish_reason is not None else context.final_status
-        )
+        context.status = "stopped" if relay.is_ended_early else context.final_status
 
     def _get_dispatcher(self, pool: Pool) -> Dispatcher:
         """Return the dispatcher of a pool, creating it for the first request."""

@@ -14,8 +14,8 @@ from argosy.gateway.backends import (
     StreamParser,
     count_resume_tokens,
     estimate_response_tokens,
-    parse_finish_reasons,
     parse_usage,
+    record_finish_reasons,
 )
 from argosy.gateway.pool import ReplicaEndpoint
 from argosy.gateway.proxy.attempts import UpstreamRefusedError
@@ -27,6 +27,7 @@ from argosy.gateway.proxy.token_rate_meter import TokenRateMeter
 from argosy.gateway.request_context import FilterState, RequestContext
 from argosy.gateway.upstream import UpstreamError, UpstreamResponse
 from argosy.policy import AttemptOutcome, classify_status, weighted_tokens
+from argosy.protocol import EarlyStopReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +47,7 @@ class StreamTimeouts:
 class ResponseRelay:
     """Forwards chunks from the replica to the client in callbacks, and observes the client's connection.
 
-    After each chunk with new tokens the filter states are notified. A finish reason that a filter returns ends the
-    response.
+    After each chunk with new tokens the filter states are notified. A filter that returns a reason ends the response.
     """
 
     def __init__(
@@ -75,8 +75,8 @@ class ResponseRelay:
         self.client_disconnected = False
         self.disconnected_as_slow = False
         """Whether the gateway disconnected the client because it did not read."""
-        self.early_finish_reason: str | None = None
-        """Finish reason of a response that a limit or the deadline ended early."""
+        self.is_ended_early = False
+        """Whether a limit, the deadline or the writer's size limit ended the response early."""
         self.aborted = False
         """Whether `cancel` was called."""
         self._context = context
@@ -128,7 +128,7 @@ class ResponseRelay:
         self._measure_rate()
         self._response = None
         self.charge_delivered()
-        if self.early_finish_reason is not None:
+        if self.is_ended_early:
             return  # the final events were written before
         parser = self._parser
         assert parser is not None  # noqa: S101 - set by attach_upstream
@@ -168,15 +168,15 @@ class ResponseRelay:
             return self._build_final_events()
         return tail
 
-    def _build_final_events(self, reason: str = "") -> bytes:
-        """Build the final events of the response. Choices without a finish reason get `reason`."""
+    def _build_final_events(self, stop_reason: EarlyStopReason | None = None) -> bytes:
+        """Build the final events of the response. Choices that have not finished end early with `stop_reason`."""
         context, replica = self._context, self._replica
         assert replica is not None  # noqa: S101 - set by attach_upstream
         default_identity = ResponseIdentity(
             context.response_id, int(context.started_at), replica.upstream_model
         )
         return build_final_events(
-            context, self._continuation.response_identity or default_identity, reason
+            context, self._continuation.response_identity or default_identity, stop_reason
         )
 
     def write_tail(self, events: bytes) -> None:
@@ -207,7 +207,7 @@ class ResponseRelay:
         else:
             context.pool.on_completed(usage.completion_tokens / context.fields.choice_count)
             delivered.output_tokens = max(0, usage.completion_tokens - resumed)
-        delivered.finish_reasons.update(parse_finish_reasons(body))
+        record_finish_reasons(body, delivered)
         self.charge_delivered()
         self._notify_filters((received_at,))
 
@@ -227,7 +227,7 @@ class ResponseRelay:
         """End the response with the tokens so far, because the request's deadline has passed."""
         self.exit_fast_path()
         if self._replica is not None:
-            self._end_early("timeout")
+            self._end_early("deadline")
         else:
             self._abort()
 
@@ -275,7 +275,7 @@ class ResponseRelay:
 
     def _on_data(self, body: bytes) -> None:
         parser, response = self._parser, self._response
-        if parser is None or response is None or self.early_finish_reason is not None:
+        if parser is None or response is None or self.is_ended_early:
             return
         events = parser.feed(body)
         if events and not self.client_disconnected:
@@ -292,11 +292,9 @@ class ResponseRelay:
                 self._record_prompt_tokens()
                 self._on_first_token()
             self._output_tokens = output_tokens
-            reason = self._notify_filters((response.last_activity_at,)) or (
-                "length" if self._writer.is_full else None
-            )
-            if reason is not None:
-                self._end_early(reason)
+            stop_reason = self._notify_filters((response.last_activity_at,))
+            if stop_reason is not None or self._writer.is_full:
+                self._end_early(stop_reason)
                 return
             if self._fast_path_switch is not None and self._fast_path_switch.observe_chunk():
                 # In the next iteration of the loop, when the kernel has the events that were written.
@@ -313,12 +311,12 @@ class ResponseRelay:
             delivered.prompt_tokens or self._context.fields.estimated_prompt_tokens
         )
 
-    def _notify_filters(self, chunk_times: Sequence[float]) -> str | None:
-        """Notify all filter states of new tokens. Returns a finish reason if one of them ends the response."""
-        finish_reason = None
+    def _notify_filters(self, chunk_times: Sequence[float]) -> EarlyStopReason | None:
+        """Notify all filter states of new tokens. Returns the reason if one of them ends the response."""
+        stop_reason = None
         for state in self._filter_states:
-            finish_reason = state.on_tokens(chunk_times) or finish_reason
-        return finish_reason
+            stop_reason = state.on_tokens(chunk_times) or stop_reason
+        return stop_reason
 
     def _enter_fast_path(self) -> None:
         """Move the stream to the fast path, if its state allows."""
@@ -326,7 +324,7 @@ class ResponseRelay:
         if self._fast_path_switch is None or response is None or parser is None:
             return
         if parser.can_use_fast_path and not (
-            self._client_backpressure or self.client_disconnected or self.early_finish_reason
+            self._client_backpressure or self.client_disconnected or self.is_ended_early
         ):
             self._fast_path_switch.enter(response, self._output_tokens, self._resume_reading)
 
@@ -392,18 +390,19 @@ class ResponseRelay:
         if self._response is not None and self._token_rate is not None:
             self._token_rate.measure(self._output_tokens, self._response.last_activity_at)
 
-    def _end_early(self, reason: str) -> None:
-        """End the response with this finish reason, unless all choices have ended."""
+    def _end_early(self, stop_reason: EarlyStopReason | None) -> None:
+        """End all choices that have not finished. The reason is None if the response is too long for the writer."""
         context = self._context
         if (
-            self.early_finish_reason is not None
+            self.is_ended_early
             or len(self._delivered.finish_reasons) == context.fields.choice_count
         ):
             return
-        self.early_finish_reason = reason
-        self._write(self._continuation.flush_held_text() + self._build_final_events(reason))
+        self.is_ended_early = True
+        self._write(self._continuation.flush_held_text() + self._build_final_events(stop_reason))
         for choice in range(context.fields.choice_count):
-            self._delivered.finish_reasons.setdefault(choice, reason)
+            if choice not in self._delivered.finish_reasons:
+                self._delivered.record_finish(choice, "length", stop_reason)
         if self._response is not None:
             self._response.abort("response ended early by the gateway")
         else:  # between two attempts

@@ -64,8 +64,9 @@ class RequestMetrics:
                 last_token_at=timeline.last_token_at,
                 ended_at=now,
             )
+            failure = "error" if reason in _ENGINE_ERROR_CODES else "cancelled"
             metrics.record_sequence_end(
-                choice.finish_reason or ("error" if reason in _ENGINE_ERROR_CODES else "cancelled"),
+                choice.early_stop or choice.finish_reason or failure,
                 times,
                 prompt_tokens=len(choice.prompt.token_ids),
                 output_tokens=choice.generated_tokens,

@@ -147,7 +147,7 @@ class ResponseSpec:
     @property
     def has_timed_out_empty(self) -> bool:
         """Whether the request timed out before its first token."""
-        return all(c.finish_reason == "timeout" and not c.output_tokens for c in self.choices)
+        return all(c.early_stop == "deadline" and not c.output_tokens for c in self.choices)
 
 
 def new_response_id(prefix: str) -> str:

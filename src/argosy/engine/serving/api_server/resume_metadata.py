@@ -2,7 +2,7 @@
 
 A gateway enables it with the header `x-argosy-resume-metadata`. After the events of each output follows one comment:
 
-    : argosy <choice> <ids, comma-separated>[ <finish reason>]
+    : argosy <choice> <ids, comma-separated>[ <finish reason>[ <early stop reason>]]
 
 Another comment precedes the first output. With several prompts it is repeated when more cached tokens are known:
 
@@ -44,6 +44,8 @@ class ResumeMetadataWriter:
         comment = b"argosy %d %s" % (choice.index, ",".join(map(str, tokens)).encode())
         if choice.finish_reason is not None:
             comment += b" " + choice.finish_reason.encode()
+            if choice.early_stop is not None:
+                comment += b" " + choice.early_stop.encode()
         return self._encode_prompt_metadata() + events + format_comment(comment)
 
     def encode_usage(self) -> bytes:

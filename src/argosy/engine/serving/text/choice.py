@@ -11,7 +11,7 @@ from argosy.engine.serving.output_parsing import Piece
 from argosy.engine.serving.output_parsing.events import OutputEvent
 from argosy.engine.serving.text.detokenizer import Detokenizer
 from argosy.engine.serving.text.tokenizer import Tokenizer
-from argosy.protocol import ApiError, FinishReason
+from argosy.protocol import ApiError, EarlyStopReason, FinishReason, find_early_stop
 
 
 @dataclass(slots=True)
@@ -78,6 +78,11 @@ class Choice:
         return len(self.request.resumed_tokens) + self.generated_tokens
 
     @property
+    def early_stop(self) -> EarlyStopReason | None:
+        """Why the choice was ended early. None if it was not, or still runs."""
+        return find_early_stop(self.finish_reason, self.stop_reason)
+
+    @property
     def pending_tokens(self) -> list[int]:
         """Tokens that the next `drain` returns. Do not modify the list."""
         return self._tokens
@@ -111,7 +116,10 @@ class Choice:
         elif delta.finish_reason == "cancelled":
             raise ApiError(499, "cancelled", "The request was cancelled before it finished.")
         elif delta.finish_reason is not None:
-            self.finish_reason = delta.finish_reason
+            if delta.finish_reason == "timeout":
+                self.finish_reason, self.stop_reason = "length", "deadline"
+            else:
+                self.finish_reason = delta.finish_reason
             self._add_pieces([self._detokenizer.flush()])
             self._end_output()
             if delta.stop_token is not None and delta.stop_token not in self._eos_token_ids:
