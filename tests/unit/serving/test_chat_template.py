@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.vocabularies import TEMPLATE, write_checkpoint
+import transformers
+from tests.support.vocabularies import TEMPLATE, byte_level_backend, write_checkpoint
 
 from argosy.engine.serving.text.chat_template import ChatTemplate
 from argosy.protocol import ApiError
@@ -86,6 +88,55 @@ def test_failing_template_is_a_client_error(source: str) -> None:
     assert render_error(source).code == "chat_template_error"
 
 
+LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("source", "limit"),
+    [
+        ("{{ 'a' * (10 ** 9) }}", "MiB of memory"),
+        ("{% set n = messages | length + 8 %}{{ n ** (n ** n) }}", "1 s of CPU time"),
+        ("{% set s = 'a' * (10 ** 9 + messages | length) %}{{ s | length }}", "MiB of memory"),
+        ("{% for i in range(99999) %}{{ 'a' * 1000 }}{% endfor %}", "33,554,432 characters"),
+    ],
+)
+def test_hostile_template_is_stopped(source: str, limit: str) -> None:
+    error = render_error(source)
+    assert error.code == "chat_template_limit_exceeded"
+    assert limit in error.message
+    assert template(TEMPLATE).render(HELLO).startswith("<|user|>")
+
+
+def test_hostile_templates_do_not_delay_others() -> None:
+    hostile, benign = template(LOOPS), template(TEMPLATE)
+    with ThreadPoolExecutor() as threads:
+        stopped = [threads.submit(hostile.render, HELLO) for _ in range(4)]
+        for _ in range(20):
+            benign.render(HELLO)
+        assert not all(future.done() for future in stopped)
+        errors = [future.exception() for future in stopped]
+    assert {error.code for error in errors if isinstance(error, ApiError)} == {
+        "chat_template_limit_exceeded"
+    }
+    assert benign.render(HELLO).startswith("<|user|>")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ 9 ** (9 ** 9) }}",
+        "{{" + "(" * 50_000 + "1" + ")" * 50_000 + "}}",
+        "{% if true %}" * 20_000 + "{% endif %}" * 20_000,
+        "x" * 2_000_000,
+    ],
+    ids=["time", "parentheses", "blocks", "length"],
+)
+def test_template_that_cannot_be_compiled_is_refused(tmp_path: Path, source: str) -> None:
+    (tmp_path / "chat_template.jinja").write_text(source)
+    with pytest.raises(ValueError, match=r"chat_template\.jinja.*--chat-template"):
+        ChatTemplate.load(tmp_path)
+
+
 def test_model_without_template_rejects_messages(tmp_path: Path) -> None:
     with pytest.raises(ApiError) as caught:
         ChatTemplate.load(tmp_path).render(HELLO)
@@ -126,7 +177,7 @@ def test_template_precedence_is_override_then_file_then_config(tmp_path: Path) -
     assert ChatTemplate.load(tmp_path).render(HELLO) == "file <|end|>"
     override = tmp_path / "mine.jinja"
     override.write_text("mine {{ bos_token }}")
-    assert ChatTemplate.load(tmp_path, override).render(HELLO) == "mine <|begin|>"
+    assert ChatTemplate.load(tmp_path, str(override)).render(HELLO) == "mine <|begin|>"
 
 
 def test_named_templates_are_used_without_and_with_tools(tmp_path: Path) -> None:
@@ -140,13 +191,63 @@ def test_named_templates_are_used_without_and_with_tools(tmp_path: Path) -> None
     assert template.render(HELLO, tools=[{"function": {"name": "f"}}]) == "tools"
 
 
+PLACES = {
+    "chat_template.jinja": "from the file",
+    "additional_chat_templates/tool_use.jinja": "from the folder",
+    "tokenizer_config.json": json.dumps({"chat_template": "from the tokenizer"}),
+    "chat_template.json": json.dumps({"chat_template": "from the processor"}),
+}
+
+
+@pytest.mark.parametrize(
+    ("places", "plain", "with_tools"),
+    [
+        ([0, 1, 2, 3], "from the file", "from the folder"),
+        ([0, 2, 3], "from the file", "from the file"),
+        ([1, 2], None, "from the folder"),
+        ([2, 3], "from the tokenizer", "from the tokenizer"),
+        ([3], "from the processor", "from the processor"),
+    ],
+)
+def test_templates_are_found_as_in_transformers(
+    tmp_path: Path, places: list[int], plain: str | None, with_tools: str
+) -> None:
+    byte_level_backend().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "additional_chat_templates").mkdir()
+    for index in places:
+        name = list(PLACES)[index]
+        (tmp_path / name).write_text(PLACES[name])
+    template = ChatTemplate.load(tmp_path)
+    reference = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    if places != [3]:  # a tokenizer of transformers reads no files of processors
+        assert reference.get_chat_template(tools=tools) == with_tools
+    assert template.render(HELLO, tools=tools) == with_tools
+    if plain is None:
+        with pytest.raises(ValueError, match="default"):
+            reference.get_chat_template()
+        with pytest.raises(ApiError) as caught:
+            template.render(HELLO)
+        assert caught.value.code == "no_chat_template"
+    else:
+        assert template.render(HELLO) == plain
+
+
+def test_named_template_is_selected(tmp_path: Path) -> None:
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "rag.jinja").write_text("rag")
+    with pytest.raises(ValueError, match=r"rag.*--chat-template"):
+        ChatTemplate.load(tmp_path)
+    assert ChatTemplate.load(tmp_path, "rag").render(HELLO) == "rag"
+
+
 def test_unreadable_template_error_names_the_file(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("{% if %}")
     with pytest.raises(ValueError, match=r"chat_template\.jinja.*--chat-template"):
         ChatTemplate.load(tmp_path)
     with pytest.raises(ValueError, match="absent"):
-        ChatTemplate.load(tmp_path, tmp_path / "absent.jinja")
+        ChatTemplate.load(tmp_path, "absent.jinja")
     (tmp_path / "chat_template.jinja").unlink()
     (tmp_path / "tokenizer_config.json").write_text('{"chat_template": 3}')
-    with pytest.raises(ValueError, match="a string or a list"):
+    with pytest.raises(ValueError, match="a string nor a list"):
         ChatTemplate.load(tmp_path)

@@ -182,7 +182,7 @@ def test_special_tokens_are_read_by_name(tmp_path: Path) -> None:
 def declared(content: str, **flags: bool) -> dict[str, object]:
     """Return an entry of `added_tokens_decoder`."""
     names = ("lstrip", "rstrip", "single_word", "normalized", "special")
-    return {"content": content} | dict.fromkeys(names, False) | flags
+    return {"content": content, **dict.fromkeys(names, False), **flags}
 
 
 NEXT_ID = byte_level_backend().get_vocab_size(with_added_tokens=True)

@@ -13,8 +13,13 @@ INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 DOWNLOAD_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 """Patterns of files to download, which are configuration, weights, templates and tokenizer files."""
-IGNORED_PATTERNS = ("consolidated*", "*/*")
-"""Patterns of files not to download, which are weights in other layouts and folders of them."""
+IGNORED_PATTERNS = (
+    "consolidated*",
+    *(f"*/{pattern}" for pattern in DOWNLOAD_PATTERNS if pattern != "*.jinja"),
+)
+"""Patterns of files not to download: weights in other layouts, and folders except those of chat templates."""
+DIGEST_PATTERNS = (*DOWNLOAD_PATTERNS, "additional_chat_templates/*.jinja")
+"""Patterns of the files that identify a checkpoint."""
 _SNAPSHOT_FOLDER = "snapshots"
 """Folder of huggingface_hub's cache with one directory per commit."""
 _MAX_HEADER_BYTES = 100 << 20
@@ -105,7 +110,7 @@ def checkpoint_digest(path: Path) -> str:
     changes all elements of the matrices that it updates.
     """
     digest = hashlib.sha256()
-    for file in sorted({file for pattern in DOWNLOAD_PATTERNS for file in path.glob(pattern)}):
+    for file in sorted({file for pattern in DIGEST_PATTERNS for file in path.glob(pattern)}):
         with file.open("rb") as stream:
             size = stream.seek(0, os.SEEK_END)
             digest.update(f"{file.name} {size}\n".encode())

@@ -53,7 +53,7 @@ from argosy.protocol import (
 )
 
 MIN_THREADED_BODY_BYTES = 32 * 1024
-"""Bodies of at least this size are parsed and tokenized in a thread, so that streams are not delayed."""
+"""Bodies of at least this size, and all chats, are prepared in a thread, so that streams are not delayed."""
 
 ARITHMETIC_HEADER = b"x-argosy-model-digest"
 """Header with the id of an arithmetic identity. The name is from versions that identified only the model's files."""
@@ -84,6 +84,8 @@ class GenerationEndpoint(Generic[Body]):
     prepare_request: Callable[[RequestProcessor, Body, GatewayHeaders], PreparedRequest]
     build_response: Callable[[ResponseSpec], ChatCompletion | Completion]
     writer_type: Callable[[ResponseSpec], EventWriter]
+    renders_template: bool
+    """Whether requests wait for a render process, which they must not do on the event loop."""
 
 
 CHAT_ENDPOINT = GenerationEndpoint(
@@ -92,6 +94,7 @@ CHAT_ENDPOINT = GenerationEndpoint(
     RequestProcessor.prepare_chat,
     build_chat_completion,
     ChatEventWriter,
+    renders_template=True,
 )
 COMPLETION_ENDPOINT = GenerationEndpoint(
     CompletionRequest,
@@ -99,6 +102,7 @@ COMPLETION_ENDPOINT = GenerationEndpoint(
     RequestProcessor.prepare_completion,
     build_completion,
     CompletionEventWriter,
+    renders_template=False,
 )
 
 
@@ -163,8 +167,14 @@ class GenerationHandlers:
         headers = parse_gateway_headers(exchange, new_response_id(endpoint.id_prefix))
         refuse_unknown = refuses_unknown_fields(self._replica.config, exchange)
         prepare = partial(self._prepare_in_thread, endpoint, model, raw, headers, refuse_unknown)
-        is_quick = len(raw) < MIN_THREADED_BODY_BYTES and not _GRAMMAR_FIELDS.search(raw)
-        body, spec, ignored, relaxed = prepare() if is_quick else await asyncio.to_thread(prepare)
+        is_quick = (
+            not endpoint.renders_template
+            and len(raw) < MIN_THREADED_BODY_BYTES
+            and not _GRAMMAR_FIELDS.search(raw)
+        )
+        body, spec, ignored, relaxed = (
+            prepare() if is_quick else await self._replica.preparation_threads.run(prepare)
+        )
         self._replica.require_ready()  # the replica may have begun to drain meanwhile
         report_ignored_fields(exchange, ignored)
         report_relaxed_keywords(exchange, relaxed)

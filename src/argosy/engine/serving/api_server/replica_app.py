@@ -179,7 +179,7 @@ class ReplicaApp:
             )
             return response, ignored
 
-        response, ignored = await asyncio.to_thread(process_body)
+        response, ignored = await self._replica.preparation_threads.run(process_body)
         report_ignored_fields(exchange, ignored)
         await exchange.send_response(200, _encode(response))
 
@@ -196,7 +196,7 @@ class ReplicaApp:
                 self._replica.check_model(body.model)
             return DetokenizeResponse(prompt=model.processor.detokenize(body)), ignored
 
-        response, ignored = await asyncio.to_thread(process_body)
+        response, ignored = await self._replica.preparation_threads.run(process_body)
         report_ignored_fields(exchange, ignored)
         await exchange.send_response(200, _encode(response))
 

@@ -111,6 +111,7 @@ class ReplicaServer:
             self._listener.force_exit = self._force_stop_requested.is_set()
             self._listener.stop()
             await listening
+            self.replica_state.preparation_threads.close()
             with contextlib.suppress(asyncio.CancelledError):
                 await serving
 

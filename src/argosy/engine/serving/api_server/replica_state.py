@@ -16,6 +16,7 @@ import msgspec
 
 from argosy.engine.engine_config import LOADING_WEIGHTS, WARMING_UP
 from argosy.engine.serving.api_server.generation import Generation, TokenGenerator
+from argosy.engine.serving.api_server.preparation_threads import PreparationThreads
 from argosy.engine.serving.api_server.replica_server_config import ReplicaServerConfig
 from argosy.engine.serving.core_messages import CoreReady, CoreStats, LoadProgress
 from argosy.engine.serving.engine_core.kv_cache_view import KvCacheView
@@ -99,6 +100,7 @@ class ReplicaState:
         self.model_names = model_names
         self.engine = engine
         self.metrics = ReplicaMetrics(model_names[0])
+        self.preparation_threads = PreparationThreads()
         self.http_requests_in_flight = 0
         """HTTP requests in progress, of any kind."""
         self._generation_requests = 0

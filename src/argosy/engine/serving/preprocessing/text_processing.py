@@ -50,7 +50,7 @@ class TextProcessing:
             ValueError: A file cannot be used, or the format is unknown.
         """
         tokenizer = Tokenizer.load(path)
-        chat_template = ChatTemplate.load(path, None if template is None else Path(template))
+        chat_template = ChatTemplate.load(path, template)
         return cls(
             tokenizer, chat_template, _find_format(path, tokenizer, chat_template, tool_format)
         )

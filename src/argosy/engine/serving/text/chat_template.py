@@ -5,21 +5,23 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
-import jinja2
-from jinja2 import meta, nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-from argosy.engine.serving.text.checkpoint_files import read_json_object
+from argosy.engine.serving.text.chat_template_files import read_template_sources
+from argosy.engine.serving.text.template_renderer import (
+    TemplateFailedError,
+    TemplateLimitError,
+    TemplateSyntaxError,
+    default_renderer,
+)
 from argosy.engine.serving.text.tokenizer import read_special_tokens
 from argosy.protocol import ApiError, invalid_request
 
+TEMPLATE_ERROR = "chat_template_error"
+"""Code of the error if the template fails."""
 _CONTINUE_MARKER = "ARGOSY_CONTINUES_HERE "
 """Appended to the message to continue. The trailing space shows whether the template trims content."""
 _RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
@@ -29,10 +31,11 @@ _MESSAGE_TOOLS = re.compile(r"""['"]tools['"] in message|message\[['"]tools['"]\
 
 
 class ChatTemplate:
-    """A Jinja template with the variables and filters that Hugging Face templates rely on.
+    """Chat template of a model, with the variables and filters that Hugging Face templates rely on.
 
-    Rendering runs in an immutable sandbox. Every failure becomes an `ApiError` (400) with the template's own message if
-    it raised one. Immutable and thread-safe.
+    Other processes compile and render it, within bounds of time, memory and output. Every failure becomes an `ApiError`
+    (400) with the template's own message if it raised one. Immutable and thread-safe. `render` blocks, so do not call
+    it on an event loop.
     """
 
     def __init__(
@@ -41,6 +44,7 @@ class ChatTemplate:
         variables: Mapping[str, str],
         clock: Callable[[], datetime] = lambda: datetime.now(UTC).astimezone(),
         tool_source: str | None = None,
+        origin: str = "",
     ) -> None:
         """Compile the template.
 
@@ -49,47 +53,62 @@ class ChatTemplate:
             variables: Special tokens that the template may use.
             clock: Source of the local time for `strftime_now`.
             tool_source: Jinja source for conversations with tools. None means `source`.
+            origin: File of the template, for messages and logs.
 
         Raises:
-            jinja2.TemplateSyntaxError: `source` is not a valid template.
+            TemplateSyntaxError: `source` is not a valid template.
+            TemplateLimitError: `source` is too expensive to compile.
+            TemplateFailedError: `source` cannot be compiled for another reason.
         """
         self._variables = dict(variables)
         tool_source = source if tool_source is None else tool_source
         identity = (source, tool_source, sorted(variables.items()))
         self.digest = hashlib.sha256(repr(identity).encode()).hexdigest()
         """SHA-256 of source and variables. Equal for templates that render alike."""
+        self.origin = origin
+        """File of the template, or `none`."""
         self.source = tool_source
         """Jinja source for conversations with tools, or None for a model without a template."""
+        self._default_source = source
+        self._renderer = default_renderer()
+        free_variables = {
+            text: self._renderer.find_free_variables(text)
+            for text in (source, tool_source)
+            if text is not None
+        }
         self._names = frozenset(_VARIABLE_NAME.findall(tool_source or ""))
-        self._has_message_tools = _reads_message_tools(tool_source or "")
+        self._has_message_tools = (
+            tool_source is not None
+            and bool(_MESSAGE_TOOLS.search(tool_source))
+            and "tools" not in free_variables[tool_source]
+        )
+        """Whether the template finds the tools in the system message only."""
         self._has_developer_role = "developer" in self._names
         self._clock = clock
-        environment = _environment()
-        self._template = None if source is None else environment.from_string(source)
-        self._tool_template = (
-            self._template
-            if tool_source is None or tool_source == source
-            else environment.from_string(tool_source)
-        )
 
     @classmethod
-    def load(cls, path: Path, override: Path | None = None) -> Self:
-        """Load the template from the file `override`, else from the checkpoint directory `path`.
-
-        Looks for `chat_template.jinja`, then for `chat_template` in `tokenizer_config.json`. The latter is a string, or
-        a list of named templates of which "default" is used, and "tool_use" for conversations with tools.
+    def load(cls, path: Path, override: str | None = None) -> Self:
+        """Load the template `override` (a file, or the name of one of the checkpoint's templates), or the checkpoint's.
 
         Raises:
-            ValueError: The template cannot be read. The message includes the remedy.
+            ValueError: The template cannot be read or compiled. The message includes the remedy.
         """
-        origin, source, tool_source = _find_source(path, override)
+        sources = read_template_sources(path, override)
         try:
-            return cls(source, read_special_tokens(path), tool_source=tool_source)
-        except jinja2.TemplateSyntaxError as error:
-            raise ValueError(
-                f"the chat template of {origin} is not valid Jinja (line {error.lineno}: "
-                f"{error.message}); correct it or select another one with --chat-template"
-            ) from error
+            return cls(
+                sources.default,
+                read_special_tokens(path),
+                tool_source=sources.tool_use,
+                origin=sources.origin,
+            )
+        except TemplateSyntaxError as error:
+            problem = f"is not valid Jinja ({error})"
+        except (TemplateLimitError, TemplateFailedError) as error:
+            problem = f"cannot be compiled: {error}"
+        raise ValueError(
+            f"the chat template of {sources.origin} {problem}; "
+            "correct it or select another one with --chat-template"
+        )
 
     def reads(self, name: str) -> bool:
         """Return whether the template mentions `name`, so that a variable of this name may have an effect."""
@@ -114,7 +133,8 @@ class ChatTemplate:
         Raises:
             ApiError: 400 if the model has no template, or the template cannot render the messages.
         """
-        if self._template is None:
+        source = self.source if tools else self._default_source
+        if source is None:
             raise invalid_request(
                 "This model has no chat template, so it cannot take messages. Use /v1/completions, "
                 "or start the server with --chat-template.",
@@ -133,22 +153,22 @@ class ChatTemplate:
             template_messages = _attach_tools(template_messages, tools)
         template_variables = {
             **self._variables,
-            "strftime_now": self._render_time(created_at).strftime,
             "tools": list(tools) or None,
             **({"available_tools": list(tools)} if tools else {}),
             "documents": None,
             **(variables or {}),
             "add_generation_prompt": add_generation_prompt,
         }
-        template = self._tool_template if tools else self._template
-        text = self._render_messages(template, template_messages, template_variables)
+        now = self._render_time(created_at)
+        text = self._render_messages(source, template_messages, template_variables, now)
         return _cut_at_marker(text) if continue_final_message else text
 
     def _render_messages(
         self,
-        template: jinja2.Template | None,
+        source: str,
         messages: list[dict[str, Any]],
         variables: dict[str, Any],
+        now: datetime,
     ) -> str:
         """Render messages, of which those with tool calls may have None as content.
 
@@ -156,18 +176,20 @@ class ChatTemplate:
         fail, and get the empty text.
         """
         if all(message.get("content") is not None for message in messages):
-            return self._render_text(template, {**variables, "messages": messages})
+            return self._render_text(source, {**variables, "messages": messages}, now)
         without_content = [
             {name: value for name, value in message.items() if value is not None}
             for message in messages
         ]
         try:
-            return self._render_text(template, {**variables, "messages": without_content})
-        except ApiError:
+            return self._render_text(source, {**variables, "messages": without_content}, now)
+        except ApiError as error:
+            if error.code != TEMPLATE_ERROR:
+                raise
             with_content = [
                 {**message, "content": message.get("content") or ""} for message in messages
             ]
-            return self._render_text(template, {**variables, "messages": with_content})
+            return self._render_text(source, {**variables, "messages": with_content}, now)
 
     def _adapt_message(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Copy the message. The role `developer` becomes `system` for templates that do not know it."""
@@ -182,28 +204,22 @@ class ChatTemplate:
             else datetime.fromtimestamp(created_at, UTC).astimezone()
         )
 
-    def _render_text(self, template: jinja2.Template | None, variables: dict[str, Any]) -> str:
-        assert template is not None  # noqa: S101 - checked by `render`
+    def _render_text(self, source: str, variables: dict[str, Any], now: datetime) -> str:
         try:
-            return template.render(variables)
-        except _TemplateRaisedError as error:
-            raise _template_error(str(error)) from error
-        except RecursionError as error:
-            raise _template_error("the messages are nested too deeply") from error
-        except Exception as error:  # a template is a program: it can raise anything
-            raise _template_error(f"{type(error).__name__}: {error}") from error
-
-
-class _TemplateRaisedError(jinja2.TemplateError):
-    """Error of a template's `raise_exception`. Its message is meant for the client."""
-
-
-def _template_error(problem: str) -> ApiError:
-    return invalid_request(
-        f"The model's chat template cannot render these messages: {problem[:1000]}",
-        "messages",
-        "chat_template_error",
-    )
+            return self._renderer.render(source, variables, now)
+        except TemplateFailedError as error:
+            raise invalid_request(
+                f"The model's chat template cannot render these messages: {error}",
+                "messages",
+                TEMPLATE_ERROR,
+            ) from error
+        except TemplateLimitError as error:
+            raise invalid_request(
+                f"The model's chat template {error} for these messages, so it was stopped. "
+                "Shorten the conversation, or use another template.",
+                "messages",
+                "chat_template_limit_exceeded",
+            ) from error
 
 
 def _cut_at_marker(text: str) -> str:
@@ -220,13 +236,6 @@ def _cut_at_marker(text: str) -> str:
     return content if text.startswith(_CONTINUE_MARKER, position) else content.rstrip()
 
 
-def _reads_message_tools(source: str) -> bool:
-    """Return whether the template finds the tools in the system message only, not in the variable `tools`."""
-    return bool(_MESSAGE_TOOLS.search(source)) and "tools" not in meta.find_undeclared_variables(
-        _environment().parse(source)
-    )
-
-
 def _attach_tools(
     messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
@@ -235,92 +244,3 @@ def _attach_tools(
     if messages[0]["role"] != "system":
         messages = [{"role": "system", "content": ""}, *messages]
     return [messages[0] | {"tools": functions}, *messages[1:]]
-
-
-def _find_source(path: Path, override: Path | None) -> tuple[Path, str | None, str | None]:
-    """Return the file with the template, its text, and the text for conversations with tools.
-
-    The text is None if the model has no template. The other one is None if it has no template of its own for tools.
-    """
-    for file in (override, path / "chat_template.jinja"):
-        if file is None or (file is not override and not file.is_file()):
-            continue
-        try:
-            return file, file.read_text("utf-8"), None
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(
-                f"the chat template {file} cannot be read ({error}); correct it or its permissions"
-            ) from error
-    file = path / "tokenizer_config.json"
-    match read_json_object(file).get("chat_template"):
-        case None:
-            return file, None, None
-        case str(source):
-            return file, source, None
-        case list(templates):
-            by_name = {
-                t["name"]: t["template"] for t in templates if {"name", "template"} <= set(t)
-            }
-            default = by_name.get("default") or next(iter(by_name.values()), None)
-            return file, default, by_name.get("tool_use")
-        case unexpected:
-            raise ValueError(
-                f"chat_template of {file} is a {type(unexpected).__name__}; "
-                "make it a string or a list of named templates"
-            )
-
-
-# --- environment that Hugging Face templates expect ----------------------------------------------
-
-
-class _GenerationTag(Extension):
-    """`{% generation %} ... {% endgeneration %}`, which marks training targets. Rendering ignores the tag."""
-
-    tags = {"generation"}  # noqa: RUF012 - Jinja's declaration
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        """Parse the tag (Jinja's hook for extensions)."""
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body).set_lineno(line)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        autoescape=False,  # the output is a prompt, not HTML
-        extensions=["jinja2.ext.loopcontrols", _GenerationTag],
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["dict"] = _DictConstructor()
-    return environment
-
-
-class _DictConstructor:
-    """The name `dict` of a template: makes mappings, but hides the type, whose subscript is callable too."""
-
-    def __call__(self, *items: Any, **entries: Any) -> dict[Any, Any]:  # noqa: ANN401 - as `dict` takes them
-        return dict(*items, **entries)
-
-    def fromkeys(self, keys: Iterable[Any], value: object = None) -> dict[Any, Any]:
-        """Return a mapping of each key to `value`."""
-        return dict.fromkeys(keys, value)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise _TemplateRaisedError(message)
-
-
-def _to_json(
-    value: object,
-    ensure_ascii: bool = False,  # noqa: FBT001, FBT002 - signature that templates call
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,  # noqa: FBT001, FBT002 - the same
-) -> str:
-    """Serialize to JSON without the HTML escaping of Jinja's own `tojson`."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )

@@ -113,9 +113,8 @@ def _named_tokens(path: Path) -> Iterator[tokenizers.AddedToken]:
 
 
 def _parse_token(file: Path, entry: object) -> tokenizers.AddedToken:
-    match entry:
-        case {"content": str(content)}:
-            return _token(content, entry)
+    if isinstance(entry, dict) and isinstance(entry.get("content"), str):
+        return _token(entry["content"], entry)
     raise _malformed(file, entry)
 
 

@@ -1,0 +1,166 @@
+"""Process that compiles and renders chat templates within bounds of CPU time, memory and output.
+
+`template_renderer` starts it as `python -m argosy.engine.serving.text.render_process DESCRIPTOR`. A template is a
+program. It may loop for hours without releasing the GIL, or allocate all memory, so it runs in no other process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import marshal
+import os
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple, NoReturn
+
+import jinja2
+
+from argosy.engine.serving.text.render_protocol import (
+    MAX_CPU_S,
+    MAX_MEMORY_BYTES,
+    MAX_OUTPUT_CHARS,
+    SLOW_CPU_S,
+    SLOW_NICENESS,
+    FrameSocket,
+    Moment,
+    ReplyKind,
+)
+from argosy.engine.serving.text.template_sandbox import (
+    TemplateRaisedError,
+    create_environment,
+    find_free_variables,
+)
+
+MAX_ERROR_CHARS = 1000
+"""Longest error message in characters."""
+
+
+class RenderRequest(NamedTuple):
+    """Request to compile or to render a template, sent as a tuple."""
+
+    digest: str
+    """Identifies the template."""
+    source: str | None
+    """Jinja source. None for a template that this process has compiled."""
+    variables: dict[str, Any] | None
+    """Variables to render with. None asks only for the names of the free variables of `source`."""
+    now: Moment | None
+
+
+class _OutputLimitError(Exception):
+    """The output exceeds `MAX_OUTPUT_CHARS`."""
+
+
+class RenderProcess:
+    """Main loop: one request at a time, each with one reply."""
+
+    def __init__(self, frames: FrameSocket) -> None:
+        self._frames = frames
+        self._environment = create_environment()
+        self._templates: dict[str, jinja2.Template] = {}
+
+    def run(self) -> None:
+        """Serve until the parent closes the socket."""
+        signal.signal(signal.SIGVTALRM, self._on_slow)
+        with contextlib.suppress(EOFError, ConnectionError):
+            while True:
+                _, payload = self._frames.receive()
+                with _bounded_cpu_time():
+                    kind, reply = self._reply(payload)
+                self._frames.send(reply, kind)
+
+    def _reply(self, payload: bytes) -> tuple[ReplyKind, bytes]:
+        try:
+            return "text", _encode(self._handle(payload))
+        except jinja2.TemplateSyntaxError as error:
+            return "syntax_error", _encode(f"{error.lineno}\n{error.message}"[:MAX_ERROR_CHARS])
+        except TemplateRaisedError as error:
+            return "failed", _encode(str(error)[:MAX_ERROR_CHARS])
+        except MemoryError:
+            return "memory", b""
+        except _OutputLimitError:
+            return "output", b""
+        except RecursionError:
+            return "failed", b"the messages are nested too deeply"
+        except Exception as error:  # noqa: BLE001 - a template is a program: it can raise anything
+            return "failed", _encode(f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS])
+
+    def _handle(self, payload: bytes) -> str:
+        request = RenderRequest(*marshal.loads(payload))  # noqa: S302 - from our own parent
+        if request.source is not None:
+            self._templates[request.digest] = self._environment.from_string(request.source)
+        if request.variables is None:
+            names = find_free_variables(self._environment, request.source or "")
+            return "\n".join(sorted(names))
+        signal.setitimer(signal.ITIMER_VIRTUAL, SLOW_CPU_S)
+        variables = dict(request.variables)
+        if request.now is not None:
+            variables["strftime_now"] = _to_datetime(request.now).strftime
+        return _render(self._templates[request.digest], variables)
+
+    def _on_slow(self, _signal: int, _frame: FrameType | None) -> None:
+        os.nice(SLOW_NICENESS)
+        self._frames.send(b"", "slow")
+
+
+def _render(template: jinja2.Template, variables: dict[str, Any]) -> str:
+    pieces, size = [], 0
+    for piece in template.generate(variables):
+        size += len(piece)
+        if size > MAX_OUTPUT_CHARS:
+            raise _OutputLimitError
+        pieces.append(piece)
+    return "".join(pieces)
+
+
+def _encode(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _to_datetime(moment: Moment) -> datetime:
+    text, offset_s, name = moment
+    local = datetime.fromisoformat(text)
+    if offset_s is None:
+        return local
+    offset = timedelta(seconds=offset_s)
+    return local.replace(tzinfo=timezone(offset) if name is None else timezone(offset, name))
+
+
+@contextlib.contextmanager
+def _bounded_cpu_time() -> Iterator[None]:
+    """Let the kernel end this process if the context takes more than `MAX_CPU_S`, whatever code runs in it."""
+    signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _limit_resources() -> None:
+    """Limit memory to that of the idle process and `MAX_MEMORY_BYTES`, and forbid core dumps and files."""
+    with contextlib.suppress(OSError, ValueError):  # no procfs, or a lower hard limit
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        limit = pages * resource.getpagesize() + MAX_MEMORY_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    for name in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE):
+        resource.setrlimit(name, (0, 0))
+
+
+def main() -> NoReturn:
+    """Serve the parent whose socket has the descriptor in the arguments."""
+    with socket.socket(fileno=int(sys.argv[1])) as sock:
+        process = RenderProcess(FrameSocket(sock))
+        _limit_resources()
+        process.run()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
