@@ -378,6 +378,16 @@ def test_generation_config_overrides_eos_token_ids(
     assert read_architecture(tmp_path).eos_token_ids == ids
 
 
+def test_generation_config_of_another_folder_has_the_eos_token_ids(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 3}')
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "generation_config.json").write_text('{"eos_token_id": 5}')
+    assert read_architecture(tmp_path, str(other)).eos_token_ids == (5,)
+    assert read_architecture(tmp_path, "none").eos_token_ids == (3,)
+
+
 def test_yarn_extends_max_model_len(tmp_path: Path) -> None:
     scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
     assert read_architecture(write_config(tmp_path, rope_scaling=scaling)).max_model_len == 128

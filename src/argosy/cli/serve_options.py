@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
+import msgspec
 import typer
 from typer import Argument, Option
 
@@ -39,6 +40,20 @@ def check_labels(labels: list[str] | None) -> list[str] | None:
         if not (key and separator and label.isprintable()):
             fail(f"the label {label!r} has no key; write it as --label KEY=VALUE")
     return labels
+
+
+def parse_overrides(text: str) -> dict[str, float | None]:
+    """Parse the JSON object of `--override-generation-config`.
+
+    Raises:
+        typer.BadParameter: `text` is not an object of numbers.
+    """
+    try:
+        return msgspec.json.decode(text, type=dict[str, float | None])
+    except msgspec.DecodeError as error:
+        raise typer.BadParameter(
+            f'{error}; write an object of numbers, like {{"temperature": 0.6}}'
+        ) from error
 
 
 Model = Annotated[
@@ -83,6 +98,23 @@ ToolFormat = Annotated[
         help="Format of tool calls and reasoning: auto (from the chat template), none, or a name that "
         "`--tool-format list` prints.",
         callback=check_tool_format,
+        rich_help_panel=MODEL_PANEL,
+    ),
+]
+GenerationConfig = Annotated[
+    str,
+    Option(
+        metavar="auto|none|FOLDER",
+        help="Source of sampling defaults: the model's generation_config.json (auto), none, or that of a folder.",
+        rich_help_panel=MODEL_PANEL,
+    ),
+]
+OverrideGenerationConfig = Annotated[
+    dict[str, float | None] | None,
+    Option(
+        parser=parse_overrides,
+        metavar="JSON",
+        help='Sampling defaults that replace those of the generation config, like {"temperature": 0.6}.',
         rich_help_panel=MODEL_PANEL,
     ),
 ]

@@ -53,6 +53,8 @@ def _build_settings(
     quantize: serve_options.Quantize = None,
     chat_template: serve_options.ChatTemplatePath = None,
     tool_format: serve_options.ToolFormat = "auto",
+    generation_config: serve_options.GenerationConfig = "auto",
+    override_generation_config: serve_options.OverrideGenerationConfig = None,
     max_model_len: serve_options.MaxModelLen = None,
     max_seqs: serve_options.MaxSeqs = 64,
     kv_memory: serve_options.KvMemory = None,
@@ -95,6 +97,8 @@ def _build_settings(
     engine = EngineConfig(
         model=model or str(BUNDLED_MODEL),
         revision=revision,
+        generation_config=generation_config,
+        override_generation_config=override_generation_config or {},
         dtype=dtype,
         device=device,
         quantize=quantize,

@@ -35,6 +35,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     model: str
     """Directory in Hugging Face layout, or repository name on the hub."""
     revision: str | None = None
+    generation_config: str = "auto"
+    """Source of sampling defaults and end-of-sequence ids: `auto` is the model's generation_config.json, `none` (or
+    `vllm`) only its end-of-sequence ids, and anything else a folder with such a file."""
+    override_generation_config: dict[str, float | None] = {}
+    """Sampling defaults that replace those of the generation config; null removes one."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: DType = "auto"
     quantize: WeightFormat | None = None

@@ -98,7 +98,11 @@ class OfflineRequestProcessor:
 
     def __init__(self, config: EngineConfig, ready: CoreReady) -> None:
         path = resolve_model_path(config.model, config.revision)
-        text_processing = TextProcessing.load(path)
+        text_processing = TextProcessing.load(
+            path,
+            generation_config=config.generation_config,
+            override_generation_config=config.override_generation_config,
+        )
         self.tokenizer = text_processing.tokenizer
         self._processor = text_processing.create_processor(ready, config)
         self._request_numbers = itertools.count()

@@ -61,10 +61,8 @@ class CountingTokenizer(Tokenizer):
         return super().encode(text, add_special_tokens)
 
 
-def make_processor(
-    tokenizer: Tokenizer = TOKENIZER, source: str = TEMPLATE, **overrides: int
-) -> RequestProcessor:
-    ready = CoreReady(
+def ready_core(tokenizer: Tokenizer, **overrides: int) -> CoreReady:
+    return CoreReady(
         max_model_len=overrides.get("max_model_len", MAX_LEN),
         vocab_size=tokenizer.vocab_size,
         eos_token_ids=[overrides["eos"]] if "eos" in overrides else tokenizer.eos_token_ids,
@@ -77,8 +75,13 @@ def make_processor(
         backend="test",
         fingerprint="",
     )
-    template = ChatTemplate(source, {})
-    text_processing = TextProcessing(tokenizer, template)
+
+
+def make_processor(
+    tokenizer: Tokenizer = TOKENIZER, source: str = TEMPLATE, **overrides: int
+) -> RequestProcessor:
+    text_processing = TextProcessing(tokenizer, ChatTemplate(source, {}))
+    ready = ready_core(tokenizer, **overrides)
     return text_processing.create_processor(ready, EngineConfig(model="m", request_timeout_s=60))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from argosy.engine.execution.checkpoint_config import CheckpointConfig, read_json
+from argosy.engine.execution.generation_config import AUTO_CONFIG, read_generation_config
 from argosy.engine.execution.model_architecture import (
     Activation,
     LayerArchitecture,
@@ -40,8 +41,12 @@ MAX_EXPERTS = 8192
 _DTYPES = {"float32", "float16", "bfloat16"}
 
 
-def read_architecture(path: Path) -> ModelArchitecture:
-    """Read config.json and generation_config.json in the directory `path`.
+def read_architecture(path: Path, generation_config: str = AUTO_CONFIG) -> ModelArchitecture:
+    """Read config.json and the generation config of the directory `path`.
+
+    Args:
+        path: Directory of the checkpoint.
+        generation_config: Source of the end-of-sequence ids, see `read_generation_config`.
 
     Raises:
         ValueError: Argosy cannot compute the model exactly as intended. The message says what to do.
@@ -56,7 +61,11 @@ def read_architecture(path: Path) -> ModelArchitecture:
         values = {key: values[key] for key in _TOP_LEVEL_KEYS if key in values} | text
     config = CheckpointConfig(file, values, family.defaults)
     _reject_unsupported(config, family)
-    return _build_architecture(architecture, family, config, _eos_token_ids(path, config))
+    vocab_size = config.integer("vocab_size")
+    eos_token_ids = read_generation_config(path, generation_config).token_ids(
+        "eos_token_id", vocab_size
+    ) or config.token_ids("eos_token_id", vocab_size)
+    return _build_architecture(architecture, family, config, eos_token_ids)
 
 
 def _find_family(file: Path, values: dict[str, object]) -> tuple[str, ModelFamily]:
@@ -80,19 +89,6 @@ def _reject_unsupported(config: CheckpointConfig, family: ModelFamily) -> None:
         )
     if family.qk_norm and config.get("attn_logit_softcapping") is not None:
         raise config.error("attn_logit_softcapping", "null for this architecture")
-
-
-def _eos_token_ids(path: Path, config: CheckpointConfig) -> tuple[int, ...]:
-    """Return the end-of-sequence token ids of generation_config.json, or else of config.json."""
-    vocab_size = config.integer("vocab_size")
-    file = path / "generation_config.json"
-    if file.is_file():
-        token_ids = CheckpointConfig(file, read_json(file), {}).token_ids(
-            "eos_token_id", vocab_size
-        )
-        if token_ids:
-            return token_ids
-    return config.token_ids("eos_token_id", vocab_size)
 
 
 def _build_architecture(

@@ -79,7 +79,7 @@ def load_executor(
     started_at = time.monotonic()
     path = resolve_model_path(config.model, config.revision)
     checkpoint_state = checkpoint_fingerprint(path)
-    architecture = _limit_context(read_architecture(path), config)
+    architecture = _limit_context(read_architecture(path, config.generation_config), config)
     progress("preparing the kernels", 0.0)  # compiled at the first start
     device = choose_device(config)
     dtype = device.default_dtype if config.dtype == "auto" else DTYPES[config.dtype]

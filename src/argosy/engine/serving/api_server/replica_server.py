@@ -202,7 +202,11 @@ def serve_replica(
                 prestarted_core=prestarted_core,
             ),
             load_text_processing=lambda: TextProcessing.load(
-                path, config.chat_template, config.tool_format
+                path,
+                config.chat_template,
+                config.tool_format,
+                generation_config=engine_config.generation_config,
+                override_generation_config=engine_config.override_generation_config,
             ),
             on_ready=notify_ready,
             model_revision=model_revision(path, engine_config.revision),

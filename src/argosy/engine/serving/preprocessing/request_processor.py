@@ -17,6 +17,10 @@ from argosy.engine.serving.preprocessing import parameter_rules, sampling_params
 from argosy.engine.serving.preprocessing.output_planner import GrammarCheck, OutputPlanner
 from argosy.engine.serving.preprocessing.prompt_tokenizer import PromptTokenizer, TokenizedPrompt
 from argosy.engine.serving.preprocessing.reasoning_options import ReasoningOptions
+from argosy.engine.serving.preprocessing.sampling_defaults import (
+    NO_SAMPLING_DEFAULTS,
+    SamplingDefaults,
+)
 from argosy.engine.serving.text.chat_template import ChatTemplate
 from argosy.engine.serving.text.choice import Choice, PromptState, ScoringChoice
 from argosy.engine.serving.text.detokenizer import Detokenizer
@@ -128,11 +132,14 @@ class RequestProcessor:
         *,
         output_format: OutputFormat | None,
         check_grammar: GrammarCheck,
+        sampling_defaults: SamplingDefaults = NO_SAMPLING_DEFAULTS,
     ) -> None:
         self.tokenization_digest = hashlib.sha256(
             f"{tokenizer.digest} {template.digest}".encode()
         ).hexdigest()
         """Equal for processors that produce the same tokens from the same text."""
+        self.sampling_defaults = sampling_defaults
+        """Sampling parameters of requests that do not set them."""
         self._tokenizer = tokenizer
         self._template = template
         self._check_grammar = check_grammar
@@ -153,6 +160,7 @@ class RequestProcessor:
     def prepare_chat(self, body: ChatCompletionRequest, headers: GatewayHeaders) -> PreparedRequest:
         """Convert a chat body. Its one prompt is rendered by the model's template."""
         self._check_parameters(body)
+        body = self.sampling_defaults.apply(body)
         if body.echo:
             raise parameter_rules.unsupported_parameter(
                 "echo", "Chats cannot be echoed. Use /v1/completions."
@@ -169,7 +177,9 @@ class RequestProcessor:
         )
         prompts = [prompt]
         max_tokens = sampling_params.chat_max_tokens(
-            body, self._prompt_tokenizer.remaining_tokens(prompts, "messages")
+            body,
+            self._prompt_tokenizer.remaining_tokens(prompts, "messages"),
+            self.sampling_defaults.max_tokens,
         )
         self._prompt_tokenizer.check_fit(prompts, max_tokens, "messages")
         planned = self._output_planner.plan(tools, reasoning, answer, prompt.text)
@@ -203,6 +213,7 @@ class RequestProcessor:
     ) -> PreparedRequest:
         """Convert a completion body with one or several prompts of text or token ids."""
         self._check_parameters(body)
+        body = self.sampling_defaults.apply(body)
         n = body.n or 1
         if body.best_of not in {None, n}:
             raise parameter_rules.unsupported_parameter(
@@ -211,7 +222,9 @@ class RequestProcessor:
         logprobs = sampling_params.completion_logprobs(body)
         prompts = self._prompt_tokenizer.tokenize_completion(body)
         max_tokens = sampling_params.completion_max_tokens(
-            body, self._prompt_tokenizer.remaining_tokens(prompts, "prompt")
+            body,
+            self._prompt_tokenizer.remaining_tokens(prompts, "prompt"),
+            self.sampling_defaults.max_tokens,
         )
         self._prompt_tokenizer.check_fit(prompts, max_tokens, "prompt")
         requested = [body.prompt_logprobs, logprobs if body.echo else None]

@@ -127,8 +127,10 @@ def completion_logprobs(body: CompletionRequest) -> int | None:
     return body.logprobs
 
 
-def chat_max_tokens(body: ChatCompletionRequest, remaining_tokens: int) -> int:
-    """Return the maximum number of tokens of a chat answer. The default is the rest of the context."""
+def chat_max_tokens(
+    body: ChatCompletionRequest, remaining_tokens: int, model_default: int | None = None
+) -> int:
+    """Return the maximum number of tokens of a chat answer. The default is the model's, or the rest of the context."""
     limits = {body.max_tokens, body.max_completion_tokens} - {None}
     if len(limits) > 1:
         raise invalid_request(
@@ -138,18 +140,23 @@ def chat_max_tokens(body: ChatCompletionRequest, remaining_tokens: int) -> int:
     limit = next(iter(limits), None)
     if limit == 0:
         raise invalid_request("'max_tokens' must be at least 1.", "max_tokens")
-    return remaining_tokens if limit is None else limit
+    return min(model_default or remaining_tokens, remaining_tokens) if limit is None else limit
 
 
-def completion_max_tokens(body: CompletionRequest, remaining_tokens: int) -> int:
-    """Return the maximum number of tokens of a completion, 16 by default. 0 only scores an echoed prompt."""
+def completion_max_tokens(
+    body: CompletionRequest, remaining_tokens: int, model_default: int | None = None
+) -> int:
+    """Return the maximum number of tokens of a completion. The default is the model's, or 16.
+
+    0 only scores an echoed prompt.
+    """
     if body.max_tokens == 0 and not body.echo:
         raise invalid_request(
             "'max_tokens' 0 requires 'echo', since the answer has no tokens. Set 'echo' to true.",
             "max_tokens",
         )
     return (
-        min(_DEFAULT_COMPLETION_MAX_TOKENS, remaining_tokens)
+        min(model_default or _DEFAULT_COMPLETION_MAX_TOKENS, remaining_tokens)
         if body.max_tokens is None
         else body.max_tokens
     )

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+import structlog
+
 from argosy.engine.engine_config import EngineConfig
+from argosy.engine.execution.generation_config import AUTO_CONFIG
 from argosy.engine.grammar import GrammarCompiler, GrammarError, build_grammar_tokenizer
 from argosy.engine.serving.core_messages import CoreReady
 from argosy.engine.serving.output_parsing import FORMATS, OutputFormat, detect_format
 from argosy.engine.serving.preprocessing.request_processor import RequestProcessor
+from argosy.engine.serving.preprocessing.sampling_defaults import (
+    NO_SAMPLING_DEFAULTS,
+    SamplingDefaults,
+    read_sampling_defaults,
+)
 from argosy.engine.serving.text.chat_template import ChatTemplate
 from argosy.engine.serving.text.checkpoint_files import read_json_object
 from argosy.engine.serving.text.tokenizer import Tokenizer
@@ -21,6 +30,9 @@ AUTO_FORMAT = "auto"
 NO_FORMAT = "none"
 COMPILE_TIMEOUT_S = 10.0
 """Time for one grammar, including those that are compiled before it."""
+
+
+log: structlog.typing.FilteringBoundLogger = structlog.get_logger(__name__)
 
 
 def tool_format_names() -> tuple[str, ...]:
@@ -36,24 +48,45 @@ class TextProcessing:
     template: ChatTemplate
     output_format: OutputFormat | None = None
     """Format of tool calls and reasoning. None if the model's chats are plain text."""
+    sampling_defaults: SamplingDefaults = NO_SAMPLING_DEFAULTS
+    """Sampling parameters of requests that do not set them."""
 
     @classmethod
-    def load(cls, path: Path, template: str | None = None, tool_format: str = AUTO_FORMAT) -> Self:
+    def load(
+        cls,
+        path: Path,
+        template: str | None = None,
+        tool_format: str = AUTO_FORMAT,
+        *,
+        generation_config: str = AUTO_CONFIG,
+        override_generation_config: Mapping[str, float | None] | None = None,
+    ) -> Self:
         """Load the text side of a checkpoint.
 
         Args:
             path: Directory of the checkpoint.
             template: File that replaces the chat template.
             tool_format: Name of the output format. `auto` detects it, and `none` switches parsing off.
+            generation_config: Source of the sampling defaults, see `EngineConfig`.
+            override_generation_config: Sampling defaults that replace those of the source.
 
         Raises:
             ValueError: A file cannot be used, or the format is unknown.
         """
         tokenizer = Tokenizer.load(path)
         chat_template = ChatTemplate.load(path, template)
-        return cls(
-            tokenizer, chat_template, _find_format(path, tokenizer, chat_template, tool_format)
+        output_format = _find_format(path, tokenizer, chat_template, tool_format)
+        defaults = read_sampling_defaults(path, generation_config, override_generation_config)
+        log.info(
+            "text_processing_loaded",
+            chat_template=chat_template.origin,
+            tool_format=NO_FORMAT if output_format is None else output_format.name,
+            sampling_defaults=defaults.values,
+            generation_config=defaults.source,
+            unapplied=list(defaults.unapplied),
+            eos_token_ids=tokenizer.eos_token_ids,
         )
+        return cls(tokenizer, chat_template, output_format, defaults)
 
     def create_processor(self, ready: CoreReady, config: EngineConfig) -> RequestProcessor:
         """Create the request processor for a core with these properties."""
@@ -87,6 +120,7 @@ class TextProcessing:
             config,
             output_format=self.output_format,
             check_grammar=check_grammar,
+            sampling_defaults=self.sampling_defaults,
         )
 
 
