@@ -203,6 +203,11 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     connection_idle_timeout_s: PositiveFloat = 75.0
     """How long a client connection is kept without a request. A proxy in front of the gateway needs a shorter idle
     timeout. Otherwise it sends requests on connections that are being closed."""
+    max_connections_per_address: Annotated[int, Meta(ge=1)] | None = None
+    """Maximum number of client connections of one address, or of one /64 network with IPv6. Beyond it, a new connection
+    replaces the address's connection that has been without a request for the longest time. It is refused if all of them
+    run requests. The maximum does not apply to `auth.trusted_proxies`. None means three quarters of the connections
+    that the limit on open files permits, and no maximum for addresses of the gateway's own machine."""
     fast_path: Literal["auto", "off"] = "auto"
     """Forward streams in native code where possible. `auto` needs a C++ compiler."""
     drain_deadline_s: Annotated[float, Meta(ge=0)] = 30.0

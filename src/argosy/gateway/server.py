@@ -82,6 +82,7 @@ class GatewayServer:
         self._metrics = GatewayMetrics()
         self._traces = TraceStore(config.explain)
         self._certificates = None if config.tls is None else CertificateWatcher(config.tls)
+        self._http_server: HttpServer | None = None
         self._account_sync: AccountSync | None = None
         self._config_reloader: ConfigReloader | None = None
         if load_config is not None:
@@ -235,10 +236,14 @@ class GatewayServer:
     ) -> None:
         """Serve HTTP until `stop` is called, then drain. Background tasks run meanwhile."""
         certificates = self._certificates
-        server = HttpServer(
+        server = self._http_server = HttpServer(
             app,
             certificates,
             descriptors_per_client=descriptors_per_client,
+            max_connections_per_address=self._config.max_connections_per_address,
+            is_trusted_proxy=self._authenticator.is_trusted_proxy,
+            on_connection_refused=self._metrics.record_connection_refusal,
+            on_connection_evicted=self._metrics.record_connection_eviction,
             max_connection_age_s=self._config.max_connection_age_s,
             idle_timeout_s=self._config.connection_idle_timeout_s,
             dead_peer_timeout_s=2 * self._config.slow_reader_timeout_s,
@@ -277,6 +282,7 @@ class GatewayServer:
         account_sync = self._account_sync
         return GatewayGauges(
             in_flight=app.in_flight,
+            connections=0 if self._http_server is None else self._http_server.connection_count,
             fast_path_streams=generation.fast_path_streams,
             queue_depths=generation.queued_requests,
             replicas=list_replica_readings(self._models.pools),

@@ -15,8 +15,9 @@ import httptools
 import structlog
 from uvicorn.protocols.utils import get_local_addr, get_remote_addr, is_ssl
 
+from argosy.http_server.connection_limiter import ConnectionSlot
 from argosy.http_server.deadlines import Deadlines
-from argosy.http_server.error_responses import bad_protocol_error, render_bad_request
+from argosy.http_server.error_responses import bad_protocol_error, render_error_response
 from argosy.http_server.http1_transport import Http1Transport
 from argosy.http_server.http_exchange import TRANSPORT_KEY, AsgiApp, Scope
 from argosy.http_server.request_head import (
@@ -49,6 +50,7 @@ class HttpConnection(asyncio.Protocol):
 
     `header_deadlines` end connections whose request headers take too long. `idle_deadlines` end connections without a
     request. `half_close_checks` check periodically whether clients that closed their sending side are still connected.
+    The server may close the connection for a new one while `slot` is not marked as busy.
     """
 
     transport: asyncio.Transport
@@ -60,8 +62,10 @@ class HttpConnection(asyncio.Protocol):
         half_close_checks: Deadlines[HttpConnection],
         app: AsgiApp,
         server_state: HttpServerState,
+        slot: ConnectionSlot,
     ) -> None:
         self._app = app
+        self._slot = slot
         self._loop = asyncio.get_running_loop()
         self._server_state = server_state
         self._header_deadlines, self._idle_deadlines, self._half_close_checks = (
@@ -107,6 +111,7 @@ class HttpConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Configure the socket, register the connection, and start the header deadline."""
         self.transport = transport
+        self._slot.close_connection = self.abort
         self._parser = httptools.HttpRequestParser(self)
         peer = transport.get_extra_info("socket")
         if peer is not None and peer.family != socket.AF_UNIX:
@@ -128,6 +133,7 @@ class HttpConnection(asyncio.Protocol):
         """Cancel the deadlines, drop waiting requests, and report the disconnect to the request in progress."""
         del exc, self._parser  # breaks the reference cycle of the connection and its parser
         self._server_state.remove_connection(self)
+        self._slot.release()
         self._header_deadlines.remove(self)
         self._idle_deadlines.remove(self)
         self._half_close_checks.remove(self)
@@ -299,6 +305,8 @@ class HttpConnection(asyncio.Protocol):
         self._current = None
         if self.transport.is_closing():
             return
+        if not self._pipelined:
+            self._slot.mark_idle()
         if not transport.keep_alive:
             self._close_after_response(transport)
         elif self._pipelined:
@@ -406,6 +414,7 @@ class HttpConnection(asyncio.Protocol):
         if self._server_state.drain_deadlines is not None:
             self._server_state.drain_deadlines.remove(self)
         self._current, self._last_unsent_bytes = http_transport, math.inf
+        self._slot.mark_busy()
         task = self._loop.create_task(http_transport.run(self._app, scope))
         self._server_state.tasks.add(task)
         task.add_done_callback(self._server_state.tasks.discard)
@@ -445,5 +454,5 @@ class HttpConnection(asyncio.Protocol):
             self._pending_error = error
 
     def _send_error_and_close(self, error: ApiError) -> None:
-        self.transport.write(render_bad_request(error))
+        self.transport.write(render_error_response(error))
         self.transport.close()

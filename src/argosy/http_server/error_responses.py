@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable, Collection
+from http import HTTPStatus
 
 import structlog
 
@@ -112,11 +113,11 @@ def bad_protocol_error(data: bytes, reason: str = "") -> ApiError:
     return ApiError(400, "bad_http", hint or f"The request is not valid HTTP/1{detail}.")
 
 
-def render_bad_request(error: ApiError) -> bytes:
-    """Return the bytes of a 400 response after which the connection closes."""
+def render_error_response(error: ApiError) -> bytes:
+    """Return the bytes of an error response after which the connection closes."""
     body = error.encode_body("")
     head = (
-        "HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\n"
+        f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\ncontent-type: application/json\r\n"
         f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
     )
     return head.encode() + body

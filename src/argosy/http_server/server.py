@@ -7,7 +7,7 @@ import contextlib
 import errno
 import math
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +15,12 @@ import uvicorn
 
 from argosy.http_server.acceptor import Acceptor, UnixListenSocket, close_listen_socket
 from argosy.http_server.connection import HttpConnection
+from argosy.http_server.connection_limiter import (
+    ConnectionLimiter,
+    ConnectionSlot,
+    EvictionReason,
+    IpAddress,
+)
 from argosy.http_server.deadlines import Deadlines
 from argosy.http_server.http_exchange import AsgiApp
 from argosy.http_server.server_state import HttpServerState
@@ -55,9 +61,10 @@ class HttpServer(uvicorn.Server):
     `stop` ends the server as soon as all connections are closed; uvicorn polls every 0.1 s instead.
 
     `descriptors_per_client` is the number of file descriptors that one client needs, which bounds the number of
-    clients. A connection older than `max_connection_age_s` closes with its next response. A connection without a
-    request closes after `idle_timeout_s`, and so does a client that reads nothing of a complete response for that time.
-    A client is disconnected if it acknowledges no packet, or reads nothing of a stream, for `dead_peer_timeout_s`.
+    clients. `max_connections_per_address` bounds those of one address, see `ConnectionLimiter`. A connection older than
+    `max_connection_age_s` closes with its next response. A connection without a request closes after `idle_timeout_s`,
+    and so does a client that reads nothing of a complete response for that time. A client is disconnected if it
+    acknowledges no packet, or reads nothing of a stream, for `dead_peer_timeout_s`.
     """
 
     def __init__(
@@ -66,11 +73,21 @@ class HttpServer(uvicorn.Server):
         certificates: CertificateWatcher | None = None,
         *,
         descriptors_per_client: int = 1,
+        max_connections_per_address: int | None = None,
+        is_trusted_proxy: Callable[[IpAddress], bool] = lambda _: False,
+        on_connection_refused: Callable[[], object] = lambda: None,
+        on_connection_evicted: Callable[[EvictionReason], object] = lambda _: None,
         max_connection_age_s: float = math.inf,
         idle_timeout_s: float = IDLE_TIMEOUT_S,
         dead_peer_timeout_s: float = DEAD_PEER_TIMEOUT_S,
     ) -> None:
-        self._descriptors_per_client = descriptors_per_client
+        self._limiter = ConnectionLimiter(
+            max_clients(descriptors_per_client),
+            max_connections_per_address,
+            is_trusted_proxy,
+            on_connection_evicted,
+        )
+        self._on_connection_refused = on_connection_refused
         self._idle_timeout_s = idle_timeout_s
         self._dead_peer_timeout_s = dead_peer_timeout_s
         self._stop_requested = asyncio.Event()
@@ -90,12 +107,17 @@ class HttpServer(uvicorn.Server):
         )
         self.server_state = self._state = HttpServerState(max_connection_age_s)
 
+    @property
+    def connection_count(self) -> int:
+        """Number of open client connections, including unfinished TLS handshakes."""
+        return len(self._limiter)
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept connections on `sockets`."""
         header_deadlines = Deadlines(HEADER_TIMEOUT_S, HttpConnection.on_header_timeout)
         idle_deadlines = Deadlines(self._idle_timeout_s, HttpConnection.on_idle_timeout)
         half_close_checks = Deadlines(HALF_CLOSE_CHECK_INTERVAL_S, HttpConnection.probe_half_closed)
-        create_connection = partial(
+        create_connection: Callable[[ConnectionSlot], HttpConnection] = partial(
             HttpConnection,
             header_deadlines,
             idle_deadlines,
@@ -103,17 +125,13 @@ class HttpServer(uvicorn.Server):
             self.config.loaded_app,
             self._state,
         )
-        connections, max_connections = (
-            self._state.connections,
-            max_clients(self._descriptors_per_client),
-        )
         self.servers = [
             Acceptor(  # type: ignore[misc] # same interface as asyncio's servers
                 listen_socket,
                 create_connection,
                 self.config.ssl,
-                connections,
-                max_connections,
+                self._limiter,
+                self._on_connection_refused,
                 self._dead_peer_timeout_s,
             )
             for listen_socket in sockets or ()

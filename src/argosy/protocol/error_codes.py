@@ -153,6 +153,12 @@ ERROR_CODES = (
     ),
     ErrorCode(
         429,
+        "too_many_connections",
+        "All connections that the client's address may have run requests; see `max_connections_per_address`. The"
+        " connection is closed.",
+    ),
+    ErrorCode(
+        429,
         "overloaded",
         "The queue is full for this tier, the wait was too long, or the organisation has too many admin calls running.",
     ),

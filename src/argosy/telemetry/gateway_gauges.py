@@ -36,6 +36,8 @@ class GatewayGauges:
 
     in_flight: int = 0
     """Running HTTP requests."""
+    connections: int = 0
+    """Open client connections."""
     fast_path_streams: int = 0
     """Streams on the fast path."""
     queue_depths: Mapping[str, int] = field(default_factory=dict)

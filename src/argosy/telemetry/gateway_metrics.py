@@ -79,6 +79,16 @@ class GatewayMetrics(Collector):
         self._http_requests = self._add_counter(
             "argosy_gateway_http_requests", "HTTP responses sent.", "route", "status"
         )
+        self._connection_refusals = self._add_counter(
+            "argosy_gateway_connections_refused",
+            "Client connections refused because all connections of their address ran requests.",
+        )
+        self._connection_refusals.child(())
+        self._connection_evictions = self._add_counter(
+            "argosy_gateway_connections_evicted",
+            "Idle client connections closed for new ones, by the limit that was reached.",
+            "reason",
+        )
         self._requests = self._add_counter(
             "argosy_gateway_requests",
             "Ended generation requests by status.",
@@ -146,6 +156,14 @@ class GatewayMetrics(Collector):
     def record_http_response(self, route: str, status: int) -> None:
         """Count an HTTP response. `route` is one of a few route templates."""
         self._http_requests.add((route, str(status)))
+
+    def record_connection_refusal(self) -> None:
+        """Count a client connection that was refused."""
+        self._connection_refusals.add(())
+
+    def record_connection_eviction(self, reason: str) -> None:
+        """Count an idle connection that was closed for a new one. `reason` is one of a few limits."""
+        self._connection_evictions.add((reason,))
 
     def record_first_token(self, model: str, ttft_s: float) -> None:
         """Record the time to first token of a request."""
@@ -231,6 +249,7 @@ class GatewayMetrics(Collector):
     def _gauge_families(self, gauges: GatewayGauges) -> Iterator[Metric]:
         for name, help_text, value in (
             ("requests_in_flight", "Running HTTP requests.", gauges.in_flight),
+            ("connections", "Open client connections.", gauges.connections),
             (
                 "fast_path_streams",
                 "Streams on the fast path, which native code forwards.",

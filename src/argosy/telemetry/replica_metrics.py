@@ -204,6 +204,16 @@ class ReplicaMetrics(Collector):
         self._http_requests = self._add_counter(
             "argosy_http_requests", "HTTP responses sent.", "route", "status"
         )
+        self._connection_refusals = self._add_counter(
+            "argosy_http_connections_refused",
+            "Client connections refused because all connections of their address ran requests.",
+        )
+        self._connection_refusals.child(self._model_label)
+        self._connection_evictions = self._add_counter(
+            "argosy_http_connections_evicted",
+            "Idle client connections closed for new ones, by the limit that was reached.",
+            "reason",
+        )
         self._tool_calls = self._add_counter(
             "argosy_tool_calls",
             "Tool calls in model output. An incomplete call was cut or malformed.",
@@ -215,6 +225,14 @@ class ReplicaMetrics(Collector):
     def record_http_response(self, route: str, status: int) -> None:
         """Count an HTTP response on the route template `route`."""
         self._http_requests.add((*self._model_label, route, str(status)))
+
+    def record_connection_refusal(self) -> None:
+        """Count a client connection that was refused."""
+        self._connection_refusals.add(self._model_label)
+
+    def record_connection_eviction(self, reason: str) -> None:
+        """Count an idle connection that was closed for a new one. `reason` is one of a few limits."""
+        self._connection_evictions.add((*self._model_label, reason))
 
     def record_rejection(self, status: int) -> None:
         """Count a generation request that was rejected before it reached the engine."""

@@ -11,6 +11,7 @@ import uvloop
 FILES_ON_BOTH_LOOPS = frozenset(
     {
         "test_acceptor.py",
+        "test_connection_limits.py",
         "test_fast_path.py",
         "test_http_connections.py",
         "test_tls.py",

@@ -99,6 +99,10 @@ class Authenticator:
 
         return swap_index
 
+    def is_trusted_proxy(self, address: IpAddress) -> bool:
+        """Return whether the settings trust an address as a proxy."""
+        return is_in_networks(address, self._trusted_proxies)
+
     def authenticate(self, connection: ConnectionInfo) -> Principal:
         """Return the principal of a request.
 

@@ -67,6 +67,8 @@ class ReplicaServer:
         self._listener = HttpServer(
             ReplicaApp(self.replica_state),
             self._certificates,
+            on_connection_refused=self.replica_state.metrics.record_connection_refusal,
+            on_connection_evicted=self.replica_state.metrics.record_connection_eviction,
             dead_peer_timeout_s=2 * config.slow_reader_timeout_s,
         )
         self._stop_requested = asyncio.Event()

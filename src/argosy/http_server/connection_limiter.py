@@ -1,0 +1,178 @@
+"""Which client connections are open, and which of them has to close for a new one.
+
+Only connections without a running request are closed, the one that became idle first before the others. A client that
+keeps thousands of idle connections loses some of them, and a new client always gets in.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address
+from typing import Literal
+
+IpAddress = IPv4Address | IPv6Address
+EvictionReason = Literal["address_limit", "connection_limit"]
+"""Limit for which an idle connection was closed: that of its client's address, or that of all connections."""
+
+DEFAULT_ADDRESS_SHARE = 0.75
+"""Share of all connections that one address may have if no number is set. One client may be a busy application server,
+and its idle connections close for others anyway."""
+_IPV6_CLIENT_PREFIX_BITS = 64
+"""A client with IPv6 usually has a whole network of this size."""
+
+
+class ConnectionSlot:
+    """Entry of an accepted connection in the limiter, until the connection is closed."""
+
+    __slots__ = ("_limiter", "close_connection", "source")
+
+    def __init__(self, limiter: ConnectionLimiter, source: str | None) -> None:
+        self._limiter = limiter
+        self.source = source
+        """Client whose connections are counted together. None if they are not limited."""
+        self.close_connection: Callable[[], object] = _do_nothing
+        """Closes the connection at once. The owner sets it, and replaces it after the TLS handshake."""
+
+    def mark_busy(self) -> None:
+        """Record that a request runs, so that the connection is not closed for another one."""
+        self._limiter.mark_busy(self)
+
+    def mark_idle(self) -> None:
+        """Record that no request runs any more."""
+        self._limiter.mark_idle(self)
+
+    def release(self) -> None:
+        """Record that the connection is closed. Further calls have no effect."""
+        self._limiter.release(self)
+
+
+class _Source:
+    """Connections of one client address."""
+
+    __slots__ = ("count", "idle")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.idle = OrderedDict[ConnectionSlot, None]()
+        """Connections without a request, the idlest first."""
+
+
+class ConnectionLimiter:
+    """Limits the connections of all clients together, and those of each client address.
+
+    Args:
+        max_connections: Maximum number of connections.
+        max_per_address: Maximum number of connections of one IPv4 address or IPv6 /64 network. None means a share of
+            `max_connections`, and no maximum for addresses of this machine.
+        is_exempt: Returns whether an address has no maximum of its own, such as that of a trusted proxy.
+        on_evicted: Called after an idle connection was closed for a new one.
+    """
+
+    def __init__(
+        self,
+        max_connections: int,
+        max_per_address: int | None,
+        is_exempt: Callable[[IpAddress], bool],
+        on_evicted: Callable[[EvictionReason], object],
+    ) -> None:
+        self._max_connections = max_connections
+        self._limits_loopback = max_per_address is not None
+        self._max_per_address = max_per_address or max(
+            1, int(max_connections * DEFAULT_ADDRESS_SHARE)
+        )
+        self._is_exempt = is_exempt
+        self._on_evicted = on_evicted
+        self._slots: set[ConnectionSlot] = set()
+        self._idle = OrderedDict[ConnectionSlot, None]()
+        """Connections without a request, the idlest first."""
+        self._sources: dict[str, _Source] = {}
+
+    def __len__(self) -> int:
+        """Return the number of open connections."""
+        return len(self._slots)
+
+    @property
+    def can_admit(self) -> bool:
+        """Whether a new connection fits, possibly after an idle one is closed."""
+        return len(self._slots) < self._max_connections or bool(self._idle)
+
+    def admit(self, peer: str | None) -> ConnectionSlot | None:
+        """Register a new connection as idle, and close another idle one if a limit is reached. Needs `can_admit`.
+
+        Args:
+            peer: Address of the client. None over a Unix socket.
+
+        Returns:
+            The slot of the connection, or None if its address has too many connections that run requests.
+        """
+        source_name = None if peer is None else self._source_name(peer)
+        if source_name is not None:
+            source = self._sources.get(source_name)
+            if source is not None and source.count >= self._max_per_address:
+                if not source.idle:
+                    return None
+                self._evict(next(iter(source.idle)), "address_limit")
+        if len(self._slots) >= self._max_connections:
+            self.evict_idlest()
+        slot = ConnectionSlot(self, source_name)
+        self._slots.add(slot)
+        if source_name is not None:
+            self._sources.setdefault(source_name, _Source()).count += 1
+        self.mark_idle(slot)
+        return slot
+
+    def evict_idlest(self) -> bool:
+        """Close the connection that has been without a request for the longest time. Returns whether there was one."""
+        if not self._idle:
+            return False
+        self._evict(next(iter(self._idle)), "connection_limit")
+        return True
+
+    def mark_busy(self, slot: ConnectionSlot) -> None:
+        """Record that a connection runs a request."""
+        self._idle.pop(slot, None)
+        if slot.source is not None and slot in self._slots:
+            self._sources[slot.source].idle.pop(slot, None)
+
+    def mark_idle(self, slot: ConnectionSlot) -> None:
+        """Record that a connection runs no request any more."""
+        if slot not in self._slots:
+            return
+        self._idle[slot] = None
+        if slot.source is not None:
+            self._sources[slot.source].idle[slot] = None
+
+    def release(self, slot: ConnectionSlot) -> None:
+        """Record that a connection is closed."""
+        if slot not in self._slots:
+            return
+        self.mark_busy(slot)
+        self._slots.remove(slot)
+        slot.close_connection = _do_nothing
+        if slot.source is not None:
+            source = self._sources[slot.source]
+            source.count -= 1
+            if not source.count:
+                del self._sources[slot.source]
+
+    def _evict(self, slot: ConnectionSlot, reason: EvictionReason) -> None:
+        close_connection = slot.close_connection
+        self.release(slot)
+        close_connection()
+        self._on_evicted(reason)
+
+    def _source_name(self, peer: str) -> str | None:
+        """Return the client that an address belongs to, or None if its connections are not limited."""
+        address = ip_address(peer.partition("%")[0])
+        if isinstance(address, IPv6Address):
+            address = address.ipv4_mapped or address
+        if self._is_exempt(address) or (address.is_loopback and not self._limits_loopback):
+            return None
+        if isinstance(address, IPv4Address):
+            return str(address)
+        return str(IPv6Network((address, _IPV6_CLIENT_PREFIX_BITS), strict=False))
+
+
+def _do_nothing() -> None:
+    """Close nothing, since the connection is not open."""
