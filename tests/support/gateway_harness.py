@@ -147,6 +147,7 @@ async def run_gateway(
     timeouts: Timeouts = FAST_TIMEOUTS,
     queue: QueueConfig = QueueConfig(),  # noqa: B008 - immutable
     slow_reader_timeout_s: float = 30.0,
+    early_stream_start_s: float = 2.0,
     hedge_after_s: float | None = None,
     unknown_fields: Literal["ignore", "refuse"] = "ignore",
     log_content: bool = False,
@@ -164,6 +165,7 @@ async def run_gateway(
         timeouts=timeouts,
         queue=queue,
         slow_reader_timeout_s=slow_reader_timeout_s,
+        early_stream_start_s=early_stream_start_s,
         unknown_fields=unknown_fields,
         log_content=log_content,
     )

@@ -197,6 +197,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """A client that reads nothing for this time is disconnected."""
     sse_keepalive_interval_s: PositiveFloat = 15.0
     """Interval of the keep-alive comments in a stream without tokens."""
+    early_stream_start_s: PositiveFloat = 2.0
+    """A stream whose replica has not answered after this time starts with its headers and a keep-alive comment. Errors
+    after that are events of the stream."""
     max_connection_age_s: PositiveFloat = 600.0
     """Approximate maximum age of a client connection. An older connection is closed between two requests, so that
     clients spread over several gateways again."""

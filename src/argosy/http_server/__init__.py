@@ -10,7 +10,12 @@ headers. `run_handler` converts exceptions of a handler to error responses.
 """
 
 from argosy.http_server.deadlines import Deadlines
-from argosy.http_server.error_responses import check_method, not_found_error, run_handler
+from argosy.http_server.error_responses import (
+    check_method,
+    internal_error,
+    not_found_error,
+    run_handler,
+)
 from argosy.http_server.gc_tuning import tune_gc
 from argosy.http_server.http_exchange import (
     EXCHANGE_KEY,
@@ -67,6 +72,7 @@ __all__ = [
     "check_no_page_request",
     "check_same_origin",
     "is_cross_origin",
+    "internal_error",
     "listen_url",
     "listening_socket",
     "not_found_error",

@@ -47,8 +47,13 @@ async def run_handler(exchange: HttpExchange, handler: Awaitable[None]) -> None:
         exchange.error_code = "slow_reader"
     except Exception:
         log.exception("request_failed", path=exchange.path[:200])
-        message = "An internal error occurred. Report it with the request id."
-        await _send_error(exchange, ApiError(500, "internal_error", message))
+        await _send_error(exchange, internal_error())
+
+
+def internal_error() -> ApiError:
+    """Build the error for an unexpected exception."""
+    message = "An internal error occurred. Report it with the request id."
+    return ApiError(500, "internal_error", message)
 
 
 async def _send_error(exchange: HttpExchange, error: ApiError) -> None:

@@ -275,17 +275,27 @@ class HttpExchange:
         await self.send_response(error.status, error.encode_body(self.request_id))
 
     async def start_stream(self, content_type: bytes = SSE_CONTENT_TYPE) -> None:
-        """Start a stream, by default of server-sent events."""
+        """Start a stream, by default of server-sent events. Does nothing if the response has started."""
+        if self._transport.is_backpressured:
+            await self._wait_writable()
+        self.try_start_stream(content_type)
+
+    def try_start_stream(self, content_type: bytes = SSE_CONTENT_TYPE) -> None:
+        """Start a stream unless the response has started, or the client still reads an earlier response."""
+        if self.status is not None or self._transport.is_backpressured:
+            return
         headers = [
             (b"content-type", content_type),
             (b"cache-control", b"no-cache"),
             (b"x-accel-buffering", b"no"),
         ]
-        if self._transport.is_backpressured:
-            await self._wait_writable()
         if self._observer is not None:
             self._observer.on_start(content_type)
         self._transport.start_response(200, self._build_headers(200, headers))
+
+    def write_comment(self, comment: bytes) -> None:
+        """Send an SSE comment at once. Observers do not receive it, because it is no part of the response."""
+        self._transport.write_nowait(comment)
 
     async def write(self, data: bytes) -> None:
         """Send a part of a stream after the client has caught up."""

@@ -59,7 +59,13 @@ class NullWriter:
 
     def write_events(self, events: bytes) -> None: ...
 
+    def start_early(self) -> None: ...
+
     def send_keepalive(self) -> None: ...
+
+    @property
+    def has_output(self) -> bool:
+        return False
 
     def discard(self) -> bool:
         return True

@@ -42,7 +42,13 @@ class FakeWriter:
     def write_events(self, events: bytes) -> None:
         self.data += events
 
+    def start_early(self) -> None: ...
+
     def send_keepalive(self) -> None: ...
+
+    @property
+    def has_output(self) -> bool:
+        return False
 
     def discard(self) -> bool:
         return False

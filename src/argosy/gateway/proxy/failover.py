@@ -8,9 +8,11 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
 import structlog
 
 from argosy.gateway.backends import (
+    MALFORMED_EVENT_ERRORS,
     BackendAdapter,
     StreamContinuation,
     UpstreamPlan,
@@ -45,9 +47,9 @@ from argosy.gateway.proxy.upstream_headers import (
 from argosy.gateway.request_context import REFUSED_BY_REPLICA, REQUEST_TOO_LARGE, RequestContext
 from argosy.gateway.request_fields import RequestFields
 from argosy.gateway.upstream import ResponseTooLargeError, UpstreamError, UpstreamResponse
-from argosy.http_server import Deadlines
+from argosy.http_server import Deadlines, HttpExchange
 from argosy.policy import AttemptOutcome, backoff_s, classify_status
-from argosy.protocol import ApiError
+from argosy.protocol import ApiError, format_event
 
 HTTP_CREATED = 201
 """Treated as 200, because some web frameworks answer every POST with it."""
@@ -183,7 +185,7 @@ class FailoverProxy:
         hedging = context.pool.hedging
         if (
             hedging is None
-            or _has_started(context)
+            or self._has_started
             or not _uses_stream(context.fields, hedged_request.attempt.replica.adapter)
         ):
             start = await self._send_request(hedged_request.attempt)
@@ -278,7 +280,7 @@ class FailoverProxy:
             )
         received_status, status = status, infer_status(status, body, adapter.client_error_markers)
         outcome = classify_status(status)
-        if outcome is not AttemptOutcome.SUCCESS or _has_started(context):
+        if outcome is not AttemptOutcome.SUCCESS or self._has_started:
             raise UpstreamRefusedError(
                 status, f"status {received_status}", parse_error_message(body)
             )
@@ -292,7 +294,7 @@ class FailoverProxy:
 
     async def _deliver_buffered(self, buffered: BufferedResponse, attempt: ReplicaAttempt) -> None:
         """Send a buffered response to the client, including an error response that blames the request."""
-        context = self._context
+        context, exchange = self._context, self._context.exchange
         if buffered.status == 200:
             self._relay.record_buffered(
                 buffered.body, attempt.response.last_activity_at, attempt.replica.adapter
@@ -302,8 +304,14 @@ class FailoverProxy:
             message = f"The replica refused the request with status {buffered.status}."
             error = ApiError(buffered.status, REFUSED_BY_REPLICA, message)
             context.record_error(error)
-            context.exchange.error_code = error.code
-        await context.exchange.send_response(buffered.status, buffered.body, buffered.content_type)
+            exchange.error_code = error.code
+            if exchange.status is not None:  # the stream has started early
+                self._writer.write_events(
+                    format_event(_encode_refusal(buffered.body, error, exchange))
+                )
+                await self._writer.finish()
+                return
+        await exchange.send_response(buffered.status, buffered.body, buffered.content_type)
 
     # --- replicas --------------------------------------------------------------------------------
 
@@ -362,6 +370,11 @@ class FailoverProxy:
             for other in context.pool.replicas.values()
         ):
             raise _interrupted_error()
+
+    @property
+    def _has_started(self) -> bool:
+        """Whether the client may have received events of the response, or tokens were received for it."""
+        return self._writer.has_output or self._context.delivered.output_tokens > 0
 
     def _select_hedge(self) -> RoutingDecision | None:
         """Select a second replica that streams and has not failed the request, if capacity can be spared.
@@ -458,9 +471,15 @@ def _plan_upstream(
     )
 
 
-def _has_started(context: RequestContext) -> bool:
-    """Return whether the client's response has started or tokens were received for it."""
-    return context.exchange.status is not None or context.delivered.output_tokens > 0
+def _encode_refusal(body: bytes, error: ApiError, exchange: HttpExchange) -> bytes:
+    """Return the replica's error on one line for an event; `error` if it has not the shape of the OpenAI API."""
+    try:
+        fields = msgspec.json.decode(body)
+        if isinstance(fields, dict) and isinstance(fields.get("error"), dict):
+            return msgspec.json.encode(fields)
+    except MALFORMED_EVENT_ERRORS:
+        pass
+    return error.encode_body(exchange.request_id)
 
 
 def _interrupted_error() -> ApiError:

@@ -39,7 +39,13 @@ from argosy.gateway.request_context import (
 from argosy.gateway.request_fields import RequestFields, parse_request_fields
 from argosy.gateway.request_trace import RequestTrace
 from argosy.gateway.upstream import UpstreamResponse
-from argosy.http_server import Deadlines, DisconnectedError, HttpExchange, SlowReaderError
+from argosy.http_server import (
+    Deadlines,
+    DisconnectedError,
+    HttpExchange,
+    SlowReaderError,
+    internal_error,
+)
 from argosy.protocol import ApiError, format_event, invalid_request
 
 RESUMABLE_KINDS = frozenset[BackendKind]({"argosy", "auto"})
@@ -72,6 +78,10 @@ class CompletionHandlers:
         """Dispatchers of the pools that have received requests."""
         self._request_checker = NativeRequestChecker()
         self._relays: set[ResponseRelay] = set()
+        self._early_starts: Deadlines[ResponseRelay] = Deadlines(
+            config.early_stream_start_s, self._start_early
+        )
+        """Streams that start early if their replicas have not answered by then."""
         self._proxy_config = ProxyConfig(
             config.timeouts,
             config.max_failed_attempts,
@@ -122,6 +132,9 @@ class CompletionHandlers:
         for relay in tuple(self._relays):
             relay.check_timeouts(now, self._stream_timeouts)
 
+    def _start_early(self, relay: ResponseRelay) -> None:
+        relay.start_early(self._clock())
+
     # --- one request ---------------------------------------------------------------------------
 
     async def _handle(self, exchange: HttpExchange, principal: Principal, api: ApiShape) -> None:
@@ -142,12 +155,12 @@ class CompletionHandlers:
             raise
         except ApiError as error:
             context.record_error(error)
-            if exchange.status is not None and not exchange.response_complete:
-                exchange.write_nowait(format_event(error.encode_body(exchange.request_id)))
-                await exchange.end_stream()
+            await _end_stream_with_error(exchange, error)
             raise
         except Exception:
-            context.trace.error_code = "internal_error"  # the code of the error response
+            unexpected = internal_error()
+            context.trace.error_code = unexpected.code
+            await _end_stream_with_error(exchange, unexpected)
             raise
         finally:
             delivered = context.delivered
@@ -236,6 +249,8 @@ class CompletionHandlers:
             if await run_filters(self._filters, filter_states, context):
                 await self._request_checker.check(pool, context.fields, context.api.path)
                 context.trace.admitted_at = self._clock()
+                if context.fields.stream:
+                    self._early_starts.add(relay)
                 await FailoverProxy(
                     self._proxy_config, dispatcher, context, continuation, relay, writer
                 ).run()
@@ -254,6 +269,7 @@ class CompletionHandlers:
             if deadline_timer is not None:
                 deadline_timer.cancel()
             self._relays.discard(relay)
+            self._early_starts.remove(relay)
             pool.active_requests -= 1
             relay.charge_delivered()
             dispatcher.release(context)
@@ -281,6 +297,13 @@ class CompletionHandlers:
         ):
             return None
         return FastPathSwitch(self._fast_path, writer, filter_states)
+
+
+async def _end_stream_with_error(exchange: HttpExchange, error: ApiError) -> None:
+    """Send the error as the last event of a stream that has started. The caller sends other error responses."""
+    if exchange.status is not None and not exchange.response_complete:
+        exchange.write_nowait(format_event(error.encode_body(exchange.request_id)))
+        await exchange.end_stream()
 
 
 def _can_resume(pool: Pool) -> bool:

@@ -231,6 +231,12 @@ class ResponseRelay:
         else:
             self._abort()
 
+    def start_early(self, now: float) -> None:
+        """Start a stream although no replica answers yet, unless the response has started."""
+        if self._context.exchange.status is None:
+            self._keepalive_at = now
+            self._writer.start_early()
+
     def charge_delivered(self) -> None:
         """Charge the tenant for the tokens delivered since the last call."""
         delivered = self._delivered
@@ -250,9 +256,8 @@ class ResponseRelay:
                 self.disconnected_as_slow = True
                 self._context.exchange.abort()
         response = self._response
-        if response is None:
-            if self._replica is not None:  # between two attempts
-                self._send_keepalive_if_due(now, timeouts)
+        if response is None:  # no replica answers yet
+            self._send_keepalive_if_due(now, timeouts)
             return
         if self._fast_path_switch is not None:
             self._apply_progress(

@@ -55,6 +55,9 @@ class ResponseWriter(Protocol):
     async def start(self) -> None:
         """Start the response. Called again for each attempt."""
 
+    def start_early(self) -> None:
+        """Start a stream before a replica has answered, so that the client and its proxies see that it is alive."""
+
     def write_events(self, events: bytes) -> None:
         """Write complete SSE events."""
 
@@ -64,6 +67,10 @@ class ResponseWriter(Protocol):
 
     def send_keepalive(self) -> None:
         """Send the client a comment, if the response is a stream that has started."""
+
+    @property
+    def has_output(self) -> bool:
+        """Whether the client may have received events."""
 
     def discard(self) -> bool:
         """Discard the events so that the response can start over.
@@ -80,14 +87,19 @@ class StreamingWriter:
 
     def __init__(self, exchange: HttpExchange) -> None:
         self._exchange = exchange
-        self._has_output = False
+        self.has_output = False
 
     async def start(self) -> None:
         if self._exchange.status is None:
             await self._exchange.start_stream()
 
+    def start_early(self) -> None:
+        if self._exchange.status is None:
+            self._exchange.try_start_stream()
+            self.send_keepalive()
+
     def write_events(self, events: bytes) -> None:
-        self._has_output = True
+        self.has_output = True
         self._exchange.write_nowait(events)
 
     @property
@@ -96,10 +108,10 @@ class StreamingWriter:
 
     def send_keepalive(self) -> None:
         if self._exchange.status is not None:
-            self._exchange.write_nowait(KEEPALIVE_COMMENT)
+            self._exchange.write_comment(KEEPALIVE_COMMENT)
 
     def discard(self) -> bool:
-        return not self._has_output
+        return not self.has_output
 
     async def finish(self) -> None:
         await self._exchange.end_stream()
@@ -109,7 +121,7 @@ class StreamingWriter:
 
         Returns its descriptor, or None (see `HttpExchange.lend_socket`).
         """
-        self._has_output = True  # the fast path may write without notice
+        self.has_output = True  # the fast path may write without notice
         return self._exchange.lend_socket()
 
     def send_chunks(self, chunks: bytes) -> None:
@@ -131,6 +143,9 @@ class AggregatingWriter:
         self._buffered_bytes = 0
 
     async def start(self) -> None:
+        """Do nothing, because the response is sent in one piece."""
+
+    def start_early(self) -> None:
         """Do nothing, because the response is sent in one piece."""
 
     def write_events(self, events: bytes) -> None:
@@ -155,6 +170,10 @@ class AggregatingWriter:
 
     def send_keepalive(self) -> None:
         """Do nothing, because the response has not started."""
+
+    @property
+    def has_output(self) -> bool:
+        return False
 
     def discard(self) -> bool:
         self._choices.clear()

@@ -1,0 +1,263 @@
+"""Streams whose replicas are slow: headers and keep-alive comments arrive first, later errors are events."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+from tests.support.fake_engine import FakeEngine, Script
+from tests.support.fake_upstream import FakeUpstream, UpstreamRequest, fake_upstream
+from tests.support.gateway_harness import (
+    GatewayHarness,
+    RecordingFilter,
+    run_gateway,
+)
+from tests.support.replica_servers import MODEL, events, serve
+from tests.support.waiting import until
+
+from argosy.engine.serving.core_messages import EngineRequest
+from argosy.engine.serving.text.tokenizer import Tokenizer
+from argosy.gateway import QueueConfig, ReplicaConfig
+from argosy.gateway.filters import IdempotencyFilter
+from argosy.gateway.proxy.failover import FailoverProxy
+from argosy.gateway.request_context import RequestFilter
+from argosy.store import IdempotencyConfig, create_idempotency_store
+
+TOKENS = list(range(100, 140))
+PATH = "/v1/chat/completions"
+KEEPALIVE = b": keep-alive\n\n"
+EARLY_START_S = 0.05
+
+
+def make_body(**extra: object) -> dict[str, Any]:
+    messages = [{"role": "user", "content": "Hi"}]
+    return {
+        "model": "big",
+        "messages": messages,
+        "max_tokens": 40,
+        "stream": True,
+        "seed": 7,
+    } | extra
+
+
+class EarlyStream:
+    """A stream that has started before its replica answered."""
+
+    def __init__(self, response: httpx2.Response) -> None:
+        self.response = response
+        self.chunks = response.aiter_bytes()
+
+    async def read_rest(self) -> bytes:
+        return b"".join([chunk async for chunk in self.chunks])
+
+
+@contextlib.asynccontextmanager
+async def open_early_stream(
+    gateway: GatewayHarness, body: dict[str, Any], **headers: str
+) -> AsyncIterator[EarlyStream]:
+    """Send a request, and wait for the headers and the first comment."""
+    async with gateway.client.stream("POST", PATH, json=body, headers=headers) as response:
+        stream = EarlyStream(response)
+        assert response.status_code == 200
+        assert response.headers["content-type"].startswith("text/event-stream")
+        assert response.headers["x-argosy-request"]
+        assert response.headers["x-watched"] == "yes"
+        assert await anext(stream.chunks) == KEEPALIVE
+        yield stream
+
+
+@contextlib.asynccontextmanager
+async def run_slow_gateway(
+    tokenizer: Tokenizer,
+    *filters: RequestFilter,
+    queue: QueueConfig = QueueConfig(),  # noqa: B008 - immutable
+) -> AsyncIterator[tuple[GatewayHarness, FakeEngine, RecordingFilter]]:
+    """Run a gateway in front of a native replica that pauses before its first token."""
+    engine = FakeEngine(tokenizer, lambda _: Script(list(TOKENS), finish="length", pause_after=0))
+    recorder = RecordingFilter()
+    async with (
+        serve(engine) as served,
+        run_gateway(
+            [recorder, *filters],
+            ReplicaConfig(url=served.url, model=MODEL, max_requests=1),
+            queue=queue,
+            early_stream_start_s=EARLY_START_S,
+        ) as gateway,
+    ):
+        yield gateway, engine, recorder
+
+
+async def test_slow_stream_equals_a_prompt_one_and_its_replay(tokenizer: Tokenizer) -> None:
+    """The first stream waits for its token, the second in the queue. A buffered request waits without headers."""
+    store = create_idempotency_store(IdempotencyConfig(), None, None)
+    idempotency = IdempotencyFilter(store, 1 << 20)
+    async with run_slow_gateway(tokenizer, idempotency) as (gateway, engine, recorder):
+        key = {"idempotency-key": "once"}
+        async with (
+            open_early_stream(gateway, make_body(), **key) as first,
+            open_early_stream(gateway, make_body()) as queued,
+        ):
+            buffered = asyncio.create_task(gateway.client.post(PATH, json=make_body(stream=False)))
+            await gateway.wait_for_queued(2)
+            engine.may_continue.set()
+            slow = [await stream.read_rest() for stream in (first, queued)]
+        assert (await buffered).headers["content-type"] == "application/json"
+        assert (await buffered).json()["usage"]["completion_tokens"] == 40
+        prompt = await gateway.client.post(PATH, json=make_body())
+        replay = await gateway.client.post(PATH, json=make_body(), headers=key)
+    assert replay.headers["idempotent-replayed"] == "true"
+    assert replay.content == slow[0].replace(KEEPALIVE, b"")
+    for content in (*slow, prompt.content):
+        *chunks, done = events(content)
+        assert done == b"[DONE]"
+        deltas = [json.loads(chunk)["choices"][0]["delta"] for chunk in chunks]
+        expected = [
+            json.loads(chunk)["choices"][0]["delta"] for chunk in events(prompt.content)[:-1]
+        ]
+        assert deltas == expected
+    assert [context.status for context in recorder.completed] == ["completed"] * 5
+    assert [len(context.trace.attempts) for context in recorder.completed] == [1, 1, 1, 1, 0]
+
+
+async def test_python_sdk_skips_keepalives_and_raises_a_late_error(tokenizer: Tokenizer) -> None:
+    queue = QueueConfig(timeout_s=0.4)
+    async with (
+        run_slow_gateway(tokenizer, queue=queue) as (gateway, engine, _),
+        openai.AsyncOpenAI(
+            base_url=f"{gateway.client.base_url}/v1", api_key="none", max_retries=0
+        ) as client,
+    ):
+        body = make_body(seed=None)
+        slow, late = [await client.chat.completions.create(**body) for _ in range(2)]
+        with pytest.raises(openai.APIError) as caught:
+            async for _ in late:
+                pass
+        assert caught.value.code == "overloaded"
+        engine.may_continue.set()
+        assert len([chunk async for chunk in slow]) > 40
+
+
+@dataclass
+class LateFault:
+    """Fault of the replica or the gateway, and the error that the client receives for it."""
+
+    code: str
+    fault: str
+    recorded_status: str = "failed"
+
+
+LATE_FAULTS = [
+    LateFault("overloaded", "queue", "refused"),
+    LateFault("bad_temperature", "refusal", "refused"),
+    LateFault("refused_by_replica", "odd-refusal", "refused"),
+    LateFault("upstream_failed", "loss"),
+    LateFault("deadline_exceeded", "deadline", "stopped"),
+    LateFault("internal_error", "bug"),
+]
+
+
+@contextlib.asynccontextmanager
+async def run_faulty_gateway(
+    fault: str, may_fail: asyncio.Event
+) -> AsyncIterator[tuple[GatewayHarness, FakeUpstream, RecordingFilter]]:
+    """Run a gateway in front of a server that shows a fault once the event is set."""
+
+    async def fail(request: UpstreamRequest) -> None:
+        if fault in {"deadline", "queue"}:
+            await asyncio.Event().wait()
+        await may_fail.wait()
+        if fault == "refusal":
+            error = {"message": "Too hot.", "type": "x", "code": "bad_temperature"}
+            request.send_page(400, {"error": error})
+        elif fault == "odd-refusal":
+            request.send_page(422, "not\nthis")
+        else:
+            request.writer.close()
+
+    recorder = RecordingFilter()
+    async with (
+        fake_upstream(fail) as upstream,
+        run_gateway(
+            [recorder],
+            ReplicaConfig(url=upstream.url, kind="openai", max_requests=1),
+            queue=QueueConfig(timeout_s=0.3 if fault == "queue" else 30.0),
+            early_stream_start_s=EARLY_START_S,
+        ) as gateway,
+    ):
+        yield gateway, upstream, recorder
+
+
+@pytest.mark.parametrize("expected", LATE_FAULTS, ids=lambda expected: expected.fault)
+async def test_error_after_the_early_start_is_the_last_event(
+    monkeypatch: pytest.MonkeyPatch, expected: LateFault
+) -> None:
+    may_fail, fault = asyncio.Event(), expected.fault
+    timeout = {"timeout_s": 0.3} if fault == "deadline" else {}
+    async with run_faulty_gateway(fault, may_fail) as (gateway, upstream, recorder):
+        blocking = None
+        if fault == "queue":
+            blocking = asyncio.create_task(gateway.client.post(PATH, json=make_body(max_tokens=2)))
+            await until(lambda: len(upstream.requests) == 1)
+        if fault == "bug":
+            monkeypatch.setattr(FailoverProxy, "_record_failure", None)
+        async with open_early_stream(gateway, make_body(**timeout)) as stream:
+            may_fail.set()
+            (event,) = events((await stream.read_rest()).replace(KEEPALIVE, b""))
+        assert json.loads(event)["error"]["code"] == expected.code
+        if blocking is not None:
+            blocking.cancel()
+            await asyncio.gather(blocking, return_exceptions=True)
+    context = next(c for c in recorder.completed if c.fields.max_output_tokens == 40)
+    assert context.status == expected.recorded_status
+    assert context.delivered.prompt_tokens == context.delivered.output_tokens == 0
+
+
+@pytest.mark.parametrize("waits_in_queue", [False, True])
+async def test_client_that_leaves_a_waiting_stream_is_noticed(
+    tokenizer: Tokenizer, waits_in_queue: bool
+) -> None:
+    async with run_slow_gateway(tokenizer) as (gateway, engine, recorder):
+        async with contextlib.AsyncExitStack() as others:
+            if waits_in_queue:
+                await others.enter_async_context(open_early_stream(gateway, make_body()))
+            async with open_early_stream(gateway, make_body()):
+                leaving = recorder.started[-1]
+            await until(lambda: bool(recorder.completed))
+            assert recorder.completed == [leaving]
+            assert leaving.status == "cancelled"
+        await engine.wait_idle()
+
+
+async def test_stream_that_started_early_is_still_hedged(tokenizer: Tokenizer) -> None:
+    recorder = RecordingFilter()
+
+    def make_engine(name: str) -> FakeEngine:
+        def script(request: EngineRequest) -> Script:
+            del request
+            is_first = recorder.started[0].trace.attempts[0].replica == name
+            return Script(list(TOKENS), finish="length", pause_after=0 if is_first else None)
+
+        return FakeEngine(tokenizer, script)
+
+    engines = {name: make_engine(name) for name in "ab"}
+    async with serve(engines["a"]) as a, serve(engines["b"]) as b:
+        replicas = [
+            ReplicaConfig(url=served.url, name=name, model=MODEL)
+            for name, served in (("a", a), ("b", b))
+        ]
+        async with (
+            run_gateway(
+                [recorder], *replicas, early_stream_start_s=EARLY_START_S, hedge_after_s=0.5
+            ) as gateway,
+            open_early_stream(gateway, make_body()) as stream,
+        ):
+            assert events(await stream.read_rest())[-1] == b"[DONE]"
+    (context,) = recorder.completed
+    assert [attempt.is_hedge for attempt in context.trace.attempts] == [False, True]
