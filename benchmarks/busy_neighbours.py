@@ -3,8 +3,8 @@
     python -m benchmarks.busy_neighbours [--shape llama-160m] [--sequences 16] [--seconds 8]
 
 Each neighbour computes for a part of each period of 20 ms and sleeps for the rest. Each measurement is the work of a
-process of its own, which decodes greedily and counts the tokens after its first seconds. `threads` 0 stands for adaptive
-threads. `used` is their number at the end.
+process of its own, which decodes greedily and counts the tokens after its first seconds. `threads` 0 stands for
+adaptive threads. `used` is their number at the end.
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ def decode(model: str, threads: int | None, sequences: int, seconds: float) -> t
     from argosy.engine.serving.engine_core.core import EngineCore
     from argosy.protocol import SamplingParams
 
-    config = EngineConfig(model=model, threads=threads, max_seqs=sequences, num_blocks=sequences * 64)
+    config = EngineConfig(
+        model=model, threads=threads, max_seqs=sequences, num_blocks=sequences * 64
+    )
     core = EngineCore(config, time.monotonic, lambda _activity, _fraction: None)
     rng = random.Random(0)
     params = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True, seed=1)

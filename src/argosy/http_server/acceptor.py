@@ -88,8 +88,8 @@ class Acceptor:
     A busy loop has few turns per second. With one accepted connection per turn, clients would wait for seconds.
 
     At the limit of `limiter` a new connection replaces an idle one. Accepting pauses while all connections run
-    requests. A connection closes if its peer acknowledges no packet or reads no data for `dead_peer_timeout_s`. `on_refused` is
-    called for each connection that its client's address may not have.
+    requests. A connection closes if its peer acknowledges no packet or reads no data for `dead_peer_timeout_s`.
+    `on_refused` is called for each connection that its client's address may not have.
     """
 
     def __init__(
