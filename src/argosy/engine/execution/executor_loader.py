@@ -25,6 +25,7 @@ from argosy.engine.execution.compute_threads import ComputeThreads
 from argosy.engine.execution.decoder import Decoder
 from argosy.engine.execution.device import Device, create_cpu_device
 from argosy.engine.execution.executor import Executor, TorchExecutor
+from argosy.engine.execution.memory_estimate import MemoryNeeds, check_memory
 from argosy.engine.execution.model_architecture import ModelArchitecture
 from argosy.engine.execution.pack_cache import PackCache, open_pack_cache
 from argosy.engine.execution.weight_loader import load_decoder
@@ -83,6 +84,12 @@ def load_executor(
     progress("preparing the kernels", 0.0)  # compiled at the first start
     device = choose_device(config)
     dtype = device.default_dtype if config.dtype == "auto" else DTYPES[config.dtype]
+    kv_dtype = torch.float8_e4m3fn if config.kv_dtype == "fp8" else dtype
+    check_memory(
+        MemoryNeeds(architecture, config, dtype.itemsize, kv_dtype.itemsize),
+        device.free_bytes(),
+        ("int8", "int4") if device.torch_device.type == "cpu" else ("fp8",),
+    )
     format_name = " ".join([_dtype_name(dtype), *([config.quantize] if config.quantize else [])])
     with _open_pack_cache(
         config, architecture, (checkpoint_state, format_name, device.weight_layout_id(dtype))
@@ -96,7 +103,6 @@ def load_executor(
             quantize=config.quantize,
             pack_cache=pack_cache,
         )
-    kv_dtype = torch.float8_e4m3fn if config.kv_dtype == "fp8" else dtype
     factory = _ExecutorFactory(decoder, kv_dtype, device)
     if kv_dtype != dtype:
         format_name += f", KV {_dtype_name(kv_dtype)}"

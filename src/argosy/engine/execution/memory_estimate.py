@@ -1,0 +1,187 @@
+"""Estimate of the memory that a model needs, made before it is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from argosy.engine.engine_config import EngineConfig, WeightFormat
+    from argosy.engine.execution.model_architecture import ModelArchitecture
+
+MIN_KV_TOKENS = 1024
+"""Tokens for which the KV cache must have room, unless the settings state its size."""
+SMALLER_CONTEXTS = (32768, 8192, 2048)
+"""Contexts that an error proposes."""
+MAX_PROPOSALS = 3
+_BYTES_PER_WEIGHT: dict[WeightFormat, float] = {
+    "int8": 1 + 4 / 256,
+    "int4": 0.5 + 1 / 32 + 4 / 256,
+    "fp8": 1.0,
+}
+"""Bytes of a weight with its share of the scales."""
+_ACTIVATION_BYTES = 4
+_LOGIT_COPIES = 4
+"""Copies of the logits during sampling: logits, probabilities, their order and cumulative sums."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryEstimate:
+    """Memory of a loaded model in bytes."""
+
+    weight_bytes: int
+    kv_bytes: int
+    """Smallest useful KV cache, or the one that the settings state."""
+    working_bytes: int
+    """Activations of the largest step, logits and tables of the rotary embedding."""
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it."""
+        return self.weight_bytes + self.kv_bytes + self.working_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryNeeds:
+    """All that the need for memory depends on."""
+
+    architecture: ModelArchitecture
+    config: EngineConfig
+    dtype_bytes: int
+    kv_dtype_bytes: int
+
+    def estimate(self) -> MemoryEstimate:
+        """Estimate the memory."""
+        return MemoryEstimate(self._weight_bytes(), self._kv_bytes(), self._working_bytes())
+
+    def limit_context(self, max_model_len: int) -> MemoryNeeds:
+        """Return the needs with a smaller context."""
+        return replace(
+            self,
+            architecture=replace(self.architecture, max_model_len=max_model_len),
+            config=msgspec.structs.replace(self.config, max_model_len=max_model_len),
+        )
+
+    def change(self, **settings: object) -> MemoryNeeds:
+        """Return the needs with other settings."""
+        return replace(self, config=msgspec.structs.replace(self.config, **settings))
+
+    def _weight_bytes(self) -> int:
+        architecture, quantize = self.architecture, self.config.quantize
+        matrix = architecture.vocab_size * architecture.hidden_size
+        layers = architecture.num_parameters - matrix * (1 if architecture.tied_embeddings else 2)
+        head_format = "int8" if quantize == "int4" else quantize
+        # A tied head is packed beside the embedding.
+        return int(
+            matrix * self.dtype_bytes
+            + matrix * self._bytes_per_weight(head_format)
+            + layers * self._bytes_per_weight(quantize)
+        )
+
+    def _bytes_per_weight(self, weight_format: WeightFormat | None) -> float:
+        return self.dtype_bytes if weight_format is None else _BYTES_PER_WEIGHT[weight_format]
+
+    def _kv_bytes(self) -> int:
+        config = self.config
+        bytes_per_token = self.architecture.kv_bytes_per_token(self.kv_dtype_bytes)
+        if config.num_blocks is not None:
+            return config.num_blocks * config.block_size * bytes_per_token
+        if config.kv_memory_bytes is not None:
+            return config.kv_memory_bytes
+        return min(self.architecture.max_model_len, MIN_KV_TOKENS) * bytes_per_token
+
+    def _working_bytes(self) -> int:
+        architecture, config = self.architecture, self.config
+        moe_size = 0 if architecture.moe is None else architecture.moe.intermediate_size
+        heads = architecture.num_heads + 2 * architecture.num_kv_heads
+        width = (
+            4 * architecture.hidden_size
+            + 3 * max(architecture.intermediate_size, moe_size)
+            + 2 * heads * architecture.head_dim
+        )
+        rows = max(config.max_step_tokens, config.max_seqs)
+        activations = rows * width * _ACTIVATION_BYTES
+        logits = config.max_seqs * architecture.vocab_size * _ACTIVATION_BYTES * _LOGIT_COPIES
+        tables = sum(
+            architecture.max_model_len * rope.rotary_dim * 4 for rope in architecture.ropes
+        )
+        return activations + logits + tables
+
+
+def check_memory(
+    needs: MemoryNeeds, free_bytes: int, weight_formats: Sequence[WeightFormat]
+) -> MemoryEstimate:
+    """Return the estimate if the model fits into the free memory.
+
+    Args:
+        needs: What the model needs.
+        free_bytes: Bytes that may still be allocated.
+        weight_formats: Formats to which the device can quantize weights, from the largest on.
+
+    Raises:
+        ValueError: The model does not fit. The message names the settings with which it would.
+    """
+    estimate = needs.estimate()
+    if estimate.total_bytes <= free_bytes:
+        return estimate
+    fitting = [
+        f"{options} ({_format_size(total_bytes)})"
+        for options, total_bytes in _alternatives(needs, weight_formats)
+        if total_bytes <= free_bytes
+    ]
+    remedy = (
+        f"it fits with {' or '.join(fitting[:MAX_PROPOSALS])}"
+        if fitting
+        else "no setting makes it fit; use a smaller model, or a machine with more memory"
+    )
+    parts = {
+        "weights": estimate.weight_bytes,
+        "KV cache": estimate.kv_bytes,
+        "working memory": estimate.working_bytes,
+    }
+    listed = ", ".join(f"{name} {_format_size(size_bytes)}" for name, size_bytes in parts.items())
+    raise ValueError(
+        f"the model needs {_format_size(estimate.total_bytes)} of memory ({listed}), "
+        f"but {_format_size(free_bytes)} are free; {remedy}"
+    )
+
+
+def _alternatives(
+    needs: MemoryNeeds, weight_formats: Sequence[WeightFormat]
+) -> Iterator[tuple[str, int]]:
+    """Yield options with less need for memory and their total bytes, those first that cost least."""
+    smaller: list[tuple[str, MemoryNeeds]] = [("", needs)]
+    if needs.config.kv_memory_bytes is not None or needs.config.num_blocks is not None:
+        minimal = needs.change(kv_memory_bytes=None, num_blocks=None)
+        kv_size = _format_size(minimal.estimate().kv_bytes).replace(" ", "")
+        smaller.append((f"--kv-memory {kv_size}", minimal))
+    if needs.config.max_step_tokens > 256:
+        smaller.append(("--max-step-tokens 256", needs.change(max_step_tokens=256)))
+    smaller += [
+        (f"--max-model-len {length}", needs.limit_context(length))
+        for length in SMALLER_CONTEXTS
+        if length < needs.architecture.max_model_len
+    ]
+    weight_bytes = needs.estimate().weight_bytes
+    formats = [None, *weight_formats]
+    for weight_format in formats:
+        settings = {} if weight_format is None else {"quantize": weight_format}
+        if settings and needs.change(**settings).estimate().weight_bytes >= weight_bytes:
+            continue
+        format_option = f"--quantize {weight_format}" if settings else ""
+        for option, changed in smaller:
+            options = " ".join(filter(None, (format_option, option)))
+            if options:
+                yield options, changed.change(**settings).estimate().total_bytes
+
+
+def _format_size(size_bytes: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size_bytes < 1024:
+            return f"{size_bytes:.3g} {unit}"
+        size_bytes /= 1024
+    return f"{size_bytes:.3g} TiB"

@@ -1,0 +1,110 @@
+"""Memory estimate: its size against loaded models, and what the refusal of a model proposes."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from argosy.engine.engine_config import EngineConfig
+from argosy.engine.execution import cgroup
+from argosy.engine.execution.architecture_config import read_architecture
+from argosy.engine.execution.executor_loader import load_executor
+from argosy.engine.execution.memory_estimate import MemoryNeeds, check_memory
+from argosy.models import BUNDLED_MODEL
+
+if TYPE_CHECKING:
+    from argosy.engine.execution.model_architecture import ModelArchitecture
+
+GIB = 1 << 30
+
+
+@pytest.fixture(scope="module")
+def large() -> ModelArchitecture:
+    """Architecture of 8 billion parameters and a context of 131,072 tokens, like Llama 3.1 8B."""
+    small = read_architecture(BUNDLED_MODEL)
+    return replace(
+        small,
+        num_layers=32,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        vocab_size=128_256,
+        max_model_len=131_072,
+        tied_embeddings=False,
+        layer_architectures=small.layer_architectures * 4,
+        ropes=(replace(small.ropes[0], rotary_dim=128),),
+    )
+
+
+def needs(architecture: ModelArchitecture, **settings: object) -> MemoryNeeds:
+    return MemoryNeeds(architecture, EngineConfig(model="m", **settings), 2, 2)  # type: ignore[arg-type]
+
+
+def test_estimate_counts_weights_and_kv_cache(large: ModelArchitecture) -> None:
+    estimate = needs(large).estimate()
+    assert estimate.weight_bytes == pytest.approx(2 * 8.03e9, rel=0.01)
+    assert estimate.kv_bytes == 1024 * 2 * 32 * 8 * 128 * 2
+    assert needs(large, num_blocks=10).estimate().kv_bytes == 10 * 16 * 2 * 32 * 8 * 128 * 2
+    assert needs(large, kv_memory_bytes=GIB).estimate().kv_bytes == GIB
+    assert needs(large, quantize="int8").estimate().weight_bytes == pytest.approx(8.7e9, rel=0.02)
+    assert needs(large, quantize="int4").estimate().weight_bytes == pytest.approx(5.3e9, rel=0.05)
+
+
+def test_weights_of_the_bundled_model_are_counted() -> None:
+    stored = sum(t.numel() for t in load_file(BUNDLED_MODEL / "model.safetensors").values())
+    architecture = read_architecture(BUNDLED_MODEL)
+    head = architecture.vocab_size * architecture.hidden_size
+    assert needs(architecture).estimate().weight_bytes == 2 * (stored + head)
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "settings", "proposals"),
+    [
+        (20, {}, None),
+        (12, {}, ["--quantize int8"]),
+        (8, {}, ["--quantize int4"]),
+        (20, {"kv_memory_bytes": 30 * GIB}, ["--kv-memory 128MiB"]),
+        (6, {"kv_memory_bytes": 30 * GIB}, ["--quantize int4 --kv-memory 128MiB"]),
+        (1, {}, []),
+    ],
+)
+def test_refusal_names_settings_that_fit(
+    large: ModelArchitecture,
+    free_gib: int,
+    settings: dict[str, object],
+    proposals: list[str] | None,
+) -> None:
+    required = needs(large, **settings)
+    if proposals is None:
+        check_memory(required, free_gib * GIB, ("int8", "int4"))
+        return
+    with pytest.raises(ValueError, match=rf"but {free_gib} GiB are free") as caught:
+        check_memory(required, free_gib * GIB, ("int8", "int4"))
+    assert re.findall(r"(?:--[a-z-]+ \S+ ?)+(?= \()", str(caught.value))[:1] == proposals
+    if not proposals:
+        assert "machine with more memory" in str(caught.value)
+
+
+def test_enormous_context_is_refused_with_a_smaller_one(large: ModelArchitecture) -> None:
+    required = needs(replace(large, max_model_len=2**31 - 1))
+    with pytest.raises(ValueError, match="it fits with --max-model-len 32768"):
+        check_memory(required, 20 * GIB, ("int8",))
+
+
+def test_model_that_does_not_fit_is_refused_before_it_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cgroup, "free_bytes", lambda: 8 << 20)
+    progress: list[str] = []
+    config = EngineConfig(model=str(BUNDLED_MODEL), device="cpu", threads=1)
+    with pytest.raises(ValueError, match=r"the model needs .* but 8 MiB are free"):
+        load_executor(config, lambda activity, _: progress.append(activity))
+    assert "loading weights" not in progress
+    assert torch.get_num_threads() == 1
