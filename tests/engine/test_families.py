@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import structlog
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
@@ -164,9 +165,11 @@ def test_longrope_selects_factors_by_max_model_len(
         "Phi3", {"rope_parameters": LONG, "original_max_position_embeddings": 32}
     )
     architecture = replace(read_architecture(reference.path), max_model_len=max_len)
-    assert_logits_match(
-        reference, DecoderDriver(load_reference(reference.path, architecture)), lengths
-    )
+    with structlog.testing.capture_logs() as logs:
+        decoder = load_reference(reference.path, architecture)
+    assert_logits_match(reference, DecoderDriver(decoder), lengths)
+    warnings = [entry["remedy"] for entry in logs if entry["event"] == "rope_long_factors_in_use"]
+    assert warnings == ["set --max-model-len 32 if no prompt is longer"] * (max_len > 32)
 
 
 def rewrite_config(path: Path, change: Callable[[dict[str, Any]], None]) -> None:

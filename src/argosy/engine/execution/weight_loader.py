@@ -110,6 +110,14 @@ def load_decoder(
         ropes=[rope.describe(architecture.max_model_len) for rope in architecture.ropes],
         eos_token_ids=list(architecture.eos_token_ids),
     )
+    for rope in architecture.ropes:
+        if rope.uses_long_factors(architecture.max_model_len):
+            log.warning(
+                "rope_long_factors_in_use",
+                max_model_len=architecture.max_model_len,
+                short_factors_up_to=rope.original_max_len,
+                remedy=f"set --max-model-len {rope.original_max_len} if no prompt is longer",
+            )
     return decoder
 
 
