@@ -185,7 +185,8 @@ ERROR_CODES = (
     ErrorCode(
         503,
         "overloaded",
-        "More request bodies are arriving than the server keeps in memory (1 GiB). Bodies up to 64 KiB always fit.",
+        "More request bodies are arriving than the server keeps in memory (1 GiB; bodies up to 64 KiB always fit), or"
+        " more prompts than its render processes can take.",
     ),
     ErrorCode(503, "no_replica", "No replica serves the model now."),
     ErrorCode(503, "draining", "The server is shutting down."),

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import transformers
 from tests.support.vocabularies import TEMPLATE, byte_level_backend, write_checkpoint
@@ -105,6 +106,16 @@ def test_hostile_template_is_stopped(source: str, limit: str) -> None:
     assert error.code == "chat_template_limit_exceeded"
     assert limit in error.message
     assert template(TEMPLATE).render(HELLO).startswith("<|user|>")
+
+
+def test_ended_render_process_is_replaced() -> None:
+    chat = template(TEMPLATE)
+    chat.render(HELLO)
+    for child in psutil.Process().children():
+        if any("render_process" in argument for argument in child.cmdline()):
+            child.kill()
+            child.wait()
+    assert chat.render(HELLO).startswith("<|user|>")
 
 
 def test_hostile_templates_do_not_delay_others() -> None:

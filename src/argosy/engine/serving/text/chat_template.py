@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from argosy.engine.serving.text.chat_template_files import read_template_sources
 from argosy.engine.serving.text.template_renderer import (
+    RenderersBusyError,
     TemplateFailedError,
     TemplateLimitError,
     TemplateSyntaxError,
@@ -213,6 +214,9 @@ class ChatTemplate:
                 "messages",
                 TEMPLATE_ERROR,
             ) from error
+        except RenderersBusyError as error:
+            message = "Too many prompts are being rendered. Try again later."
+            raise ApiError(503, "overloaded", message, retry_after_s=1.0) from error
         except TemplateLimitError as error:
             raise invalid_request(
                 f"The model's chat template {error} for these messages, so it was stopped. "

@@ -27,6 +27,7 @@ from argosy.engine.serving.text.render_protocol import (
     MAX_MEMORY_BYTES,
     MAX_OUTPUT_CHARS,
     MAX_SOURCE_CHARS,
+    SLOW_CPU_S,
     SLOW_NICENESS,
     FrameSocket,
     Moment,
@@ -46,11 +47,12 @@ MAX_WAIT_S = 30.0
 """Wait for a reply, after which the process is killed. A busy machine may take that long for `MAX_CPU_S`."""
 MAX_TEMPLATES_PER_PROCESS = 256
 
-Limit = Literal["time", "memory", "output"]
+Limit = Literal["time", "memory", "output", "slow_renders"]
 _LIMIT_TEXTS: dict[Limit, str] = {
     "time": f"takes more than {MAX_CPU_S:g} s of CPU time",
     "memory": f"needs more than {MAX_MEMORY_BYTES >> 20} MiB of memory",
     "output": f"produces more than {MAX_OUTPUT_CHARS:,} characters",
+    "slow_renders": f"takes more than {SLOW_CPU_S * 1000:.0f} ms, as {MAX_SLOW_RENDERS} others do now,",
 }
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger(__name__)
@@ -66,6 +68,10 @@ class TemplateLimitError(Exception):
     def __init__(self, limit: Limit) -> None:
         super().__init__(_LIMIT_TEXTS[limit])
         self.limit = limit
+
+
+class RenderersBusyError(Exception):
+    """No process became free in time."""
 
 
 class TemplateSyntaxError(Exception):
@@ -103,6 +109,7 @@ class TemplateRenderer:
         Raises:
             TemplateLimitError: The template exceeds a bound.
             TemplateFailedError: The template raised an error, or a variable has another type.
+            RenderersBusyError: No process became free in time.
         """
         return self._request(source, dict(variables), now)
 
@@ -173,7 +180,7 @@ class TemplateRenderer:
                         self._add_idle()
                     return process
                 if not self._changed.wait(deadline - time.monotonic()):
-                    raise TemplateLimitError("time")
+                    raise RenderersBusyError
 
     def _take_idle(self) -> _ProcessHandle | None:
         while self._idle:
@@ -197,7 +204,7 @@ class TemplateRenderer:
             TemplateLimitError: Too many renders are slow already.
         """
         if not self._slow_slots.acquire(blocking=False):
-            raise TemplateLimitError("time")
+            raise TemplateLimitError("slow_renders")
         process.is_slow = True
         with self._changed:
             self._num_processes -= 1
