@@ -244,6 +244,7 @@ class _ProcessHandle:
                 [sys.executable, "-P", "-m", PROCESS_MODULE, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
                 start_new_session=True,  # the parent handles signals from the terminal
             )
         self._socket = ours
