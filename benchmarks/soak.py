@@ -73,7 +73,7 @@ LIMITS: tuple[tuple[str, str | None, int, int], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Delivered:
-    """What a client received in one response."""
+    """Output that a client received in one response."""
 
     tokens: int
     """Output tokens by the response's usage. At least the number of chunks with text if the client left."""
