@@ -6,7 +6,9 @@ The cost of a replica is a sum of terms in seconds, so no weights need tuning:
     + inter_token_s * expected output tokens
     + MEMORY_BARRIER_S * k / (1 - k), where k is kv_usage_ratio
 
-A replica without a recent load report costs `STALE_PENALTY_S` more.
+A replica without a recent load report costs `STALE_PENALTY_S` more. The sum is divided by the replica's weight, so
+that a replica of weight 0.5 gets the next request only if it costs less than half. The other policies scale a
+replica's share by its weight too.
 
 Cache affinity enters only through the cached tokens. A replica with a warm cache wins until its queue costs more than
 recomputing the prompt elsewhere, and each request is judged on its own.
@@ -61,6 +63,8 @@ class ReplicaLoad:
     """
     max_seqs: int = 0
     """Sequences that the replica runs at a time; 0 if unknown."""
+    weight: float = 1.0
+    """Share of the requests relative to other replicas, above 0."""
     ttft: PeakEwma = field(default_factory=PeakEwma)
     """Time to first token as measured by this gateway."""
 
@@ -74,11 +78,14 @@ class RoutingCost(msgspec.Struct, frozen=True, gc=False, array_like=True):
     decode_s: float
     memory_s: float
     stale_s: float
+    weight: float = 1.0
+    """Weight of the replica, by which the sum is divided."""
 
     @property
     def total_s(self) -> float:
-        """Sum of all terms, by which candidates are compared."""
-        return self.queue_s + self.prefill_s + self.decode_s + self.memory_s + self.stale_s
+        """Weighted sum of all terms, by which candidates are compared."""
+        total_s = self.queue_s + self.prefill_s + self.decode_s + self.memory_s + self.stale_s
+        return total_s / self.weight
 
 
 class RoutingCandidate(msgspec.Struct, frozen=True):
@@ -122,6 +129,7 @@ def estimate_cost(
         decode_s=load.inter_token_s * output_tokens,
         memory_s=MEMORY_BARRIER_S * used / (1.0 - used),
         stale_s=STALE_PENALTY_S if stale else 0.0,
+        weight=load.weight,
     )
 
 
@@ -143,20 +151,39 @@ class LeastCost:
 
 
 class RoundRobin:
-    """Policy that selects the replicas in turn, by name."""
+    """Policy that selects the replicas in turn, by name, or smoothly in proportion to different weights.
+
+    With different weights each candidate earns its weight per request, and the richest pays the sum of all weights.
+    """
 
     def __init__(self) -> None:
         self._last_replica = ""
+        self._credits: dict[str, float] = {}
+        """Credit of each candidate of the last request; empty while all weights are equal."""
 
     def select(
         self, candidates: Sequence[RoutingCandidate], affinity_key: str, draw: float, now: float
     ) -> RoutingCandidate:
         del affinity_key, draw, now
         ordered = sorted(candidates, key=lambda candidate: candidate.load.name)
+        if len({candidate.load.weight for candidate in ordered}) > 1:
+            return self._select_weighted(ordered)
+        self._credits.clear()
         selected = next(
             (candidate for candidate in ordered if candidate.load.name > self._last_replica),
             ordered[0],
         )
+        self._last_replica = selected.load.name
+        return selected
+
+    def _select_weighted(self, ordered: Sequence[RoutingCandidate]) -> RoutingCandidate:
+        self._credits = {
+            candidate.load.name: self._credits.get(candidate.load.name, 0.0) + candidate.load.weight
+            for candidate in ordered
+        }
+        selected = max(ordered, key=lambda candidate: self._credits[candidate.load.name])
+        total_weight = sum(candidate.load.weight for candidate in ordered)
+        self._credits[selected.load.name] -= total_weight
         self._last_replica = selected.load.name
         return selected
 
@@ -174,7 +201,7 @@ class PowerOfTwo:
         pair = int(draw * count * (count - 1))
         first, second = divmod(pair, count - 1)
         second += second >= first
-        return min(candidates[first], candidates[second], key=_in_flight)
+        return min(candidates[first], candidates[second], key=_weighted_in_flight)
 
 
 class LatencyAware:
@@ -192,7 +219,7 @@ class LatencyAware:
         def rank(candidate: RoutingCandidate) -> tuple[float, int]:
             in_flight = candidate.load.in_flight
             latency_s = candidate.load.ttft.value(now) or (slowest_s if in_flight else 0.0)
-            return latency_s * (in_flight + 1), in_flight
+            return latency_s * _weighted_in_flight(candidate), in_flight
 
         return min(candidates, key=rank)
 
@@ -219,13 +246,18 @@ class BoundedHash:
         del now
         by_name = {candidate.load.name: candidate for candidate in candidates}
         self._rebuild_ring(frozenset(by_name))
-        total_in_flight = sum(map(_in_flight, candidates)) + 1
-        capacity = math.ceil(self._load_factor * total_in_flight / len(candidates))
+        total_in_flight = sum(candidate.load.in_flight for candidate in candidates) + 1
+        total_weight = sum(candidate.load.weight for candidate in candidates)
+        capacity_per_weight = self._load_factor * total_in_flight / total_weight
         position = _ring_position(affinity_key) if affinity_key else int(draw * 2**64)
         start = bisect_left(self._ring, (position, ""))
         nodes = (self._ring[(start + step) % len(self._ring)] for step in range(len(self._ring)))
         clockwise = (by_name[name] for _, name in nodes if name in by_name)
-        return next(candidate for candidate in clockwise if candidate.load.in_flight < capacity)
+        return next(
+            candidate
+            for candidate in clockwise
+            if candidate.load.in_flight < math.ceil(capacity_per_weight * candidate.load.weight)
+        )
 
     def _rebuild_ring(self, names: frozenset[str]) -> None:
         """Add new replicas to the ring.
@@ -243,8 +275,9 @@ class BoundedHash:
             )
 
 
-def _in_flight(candidate: RoutingCandidate) -> int:
-    return candidate.load.in_flight
+def _weighted_in_flight(candidate: RoutingCandidate) -> float:
+    """Return the requests that the candidate would run with this one, divided by its weight."""
+    return (candidate.load.in_flight + 1) / candidate.load.weight
 
 
 def _ring_position(key: str) -> int:

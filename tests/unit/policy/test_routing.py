@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, deque
 
 import pytest
 from hypothesis import given
@@ -53,6 +53,26 @@ def test_policy_selects_a_candidate(
 ) -> None:
     candidates = [load(str(n), in_flight=busy, queued_tokens=busy) for n, busy in enumerate(loads)]
     assert select_replica(ROUTING_POLICIES[policy](), candidates, draw, key=key) in candidates
+
+
+@pytest.mark.parametrize("policy", ROUTING_POLICIES)
+@pytest.mark.parametrize(("weight", "expected"), [(1.0, 0.5), (3.0, 0.75)])
+def test_share_follows_weight(policy: RoutingPolicyName, weight: float, expected: float) -> None:
+    replicas = [load("heavy", weight=weight), load("light")]
+    for replica in replicas:
+        replica.ttft.add(0.1, 0.0)
+    running, counts, chooser = deque[ReplicaLoad](), Counter[str](), ROUTING_POLICIES[policy]()
+    for number in range(1000):
+        if len(running) == 40:
+            ended = running.popleft()
+            ended.in_flight -= 1
+            ended.sent_tokens -= 1000
+        chosen = select_replica(chooser, replicas, (number * 0.618) % 1.0, key=str(number))
+        chosen.in_flight += 1
+        chosen.sent_tokens += 1000
+        running.append(chosen)
+        counts[chosen.name] += 1
+    assert counts["heavy"] / 1000 == pytest.approx(expected, abs=0.07)
 
 
 def test_least_cost_prefers_warm_replica_until_its_queue_costs_more() -> None:
