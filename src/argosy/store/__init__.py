@@ -1,10 +1,10 @@
 """Durable state in SQLite or PostgreSQL, and fast state that gateways share in memory or Redis.
 
-`Store` opens a database by URL. Its `accounts` and `limits_and_prices` change records in audited transactions, and
-`load_snapshot` reads all of them as one `AccountSnapshot` that gateways hold in memory. Its `ledger` adds, sums and
-rolls up usage records. A `UsageLog` holds usage on the gateway's disk until the ledger has it, so no request waits for
-the database. Separate from the store, a `QuotaBackend` counts limits across gateways and an `IdempotencyStore` holds
-the responses of repeatable requests.
+`Store` opens a database by URL. Its `accounts`, `limits_and_prices` and `replica_settings` change records in audited
+transactions, and `load_snapshot` reads all of them as one `AccountSnapshot` that gateways hold in memory. Its `ledger`
+adds, sums and rolls up usage records. A `UsageLog` holds usage on the gateway's disk until the ledger has it, so no
+request waits for the database. Separate from the store, a `QuotaBackend` counts limits across gateways and an
+`IdempotencyStore` holds the responses of repeatable requests.
 """
 
 from argosy.store.accounts import Accounts
@@ -51,6 +51,9 @@ from argosy.store.records import (
     Price,
     Project,
     QuotaFailureMode,
+    ReplicaSetting,
+    ReplicaState,
+    ReplicaWeight,
     Role,
     RoleScope,
     Tier,
@@ -60,6 +63,7 @@ from argosy.store.records import (
     User,
     Weight,
 )
+from argosy.store.replica_settings import ReplicaSettings
 from argosy.store.store import (
     Store,
     StoreConfig,
@@ -105,6 +109,10 @@ __all__ = [
     "QuotaBackend",
     "QuotaDemand",
     "QuotaFailureMode",
+    "ReplicaSetting",
+    "ReplicaSettings",
+    "ReplicaState",
+    "ReplicaWeight",
     "ReportGroup",
     "Role",
     "RoleScope",

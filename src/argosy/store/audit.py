@@ -61,12 +61,18 @@ class AuditLog:
         return AuditLog(self._database, organisation_id)
 
     def list_entries(
-        self, *, subject: str | None = None, before: int | None = None, limit: int = 100
+        self,
+        *,
+        subject: str | None = None,
+        action_prefix: str | None = None,
+        before: int | None = None,
+        limit: int = 100,
     ) -> list[AuditEntry]:
         """List entries, newest first.
 
         Args:
             subject: Id of a record, to list only entries about it.
+            action_prefix: Beginning of the actions to list, such as `replica.`.
             before: Only entries with lower numbers.
             limit: Maximum number of entries.
         """
@@ -75,6 +81,8 @@ class AuditLog:
             query = query.where(schema.audit.c.organisation == self._organisation_id)
         if subject is not None:
             query = query.where(schema.audit.c.subject == subject)
+        if action_prefix is not None:
+            query = query.where(schema.audit.c.action.startswith(action_prefix, autoescape=True))
         if before is not None:
             query = query.where(schema.audit.c.entry < before)
         with self._database.read_transaction() as connection:

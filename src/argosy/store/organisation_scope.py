@@ -7,7 +7,16 @@ from typing import Any
 from sqlalchemy import ColumnElement, Table, null, or_
 
 from argosy.store import schema
-from argosy.store.records import AccountRecord, Key, Limit, Organisation, Price, Project, User
+from argosy.store.records import (
+    AccountRecord,
+    Key,
+    Limit,
+    Organisation,
+    Price,
+    Project,
+    ReplicaSetting,
+    User,
+)
 
 ORGANISATION_COLUMNS: dict[type[AccountRecord], ColumnElement[Any]] = {
     Organisation: schema.organisations.c.id,
@@ -16,6 +25,7 @@ ORGANISATION_COLUMNS: dict[type[AccountRecord], ColumnElement[Any]] = {
     Key: schema.keys.c.organisation,
     Limit: schema.limits.c.organisation,
     Price: null(),
+    ReplicaSetting: null(),
 }
 """Id of the organisation that a record belongs to. NULL for records of the whole gateway."""
 

@@ -25,7 +25,16 @@ from argosy.store.audit import hash_entry
 from argosy.store.database import Database
 from argosy.store.errors import ConflictError, NotFoundError
 from argosy.store.organisation_scope import ORGANISATION_COLUMNS, active_conditions
-from argosy.store.records import AccountRecord, Key, Limit, Organisation, Price, Project, User
+from argosy.store.records import (
+    AccountRecord,
+    Key,
+    Limit,
+    Organisation,
+    Price,
+    Project,
+    ReplicaSetting,
+    User,
+)
 from argosy.store.validation import (
     MAX_RECORDS_PER_ORGANISATION,
     UNIQUE_FIELDS,
@@ -52,6 +61,7 @@ _TABLES: dict[type[AccountRecord], Table] = {
     Key: schema.keys,
     Limit: schema.limits,
     Price: schema.prices,
+    ReplicaSetting: schema.replica_settings,
 }
 
 
@@ -78,7 +88,7 @@ def find_records(
         connection: Connection with an open transaction.
         record_type: Type of the records.
         organisation_id: Id of the organisation to restrict the records to, or None for all. Prices belong to the whole
-            gateway and are visible to every organisation.
+            gateway and are visible to every organisation; replica settings are visible to none.
         page: Page of the list to return.
         fields: Field values to match. A set matches any of its values.
 
@@ -198,8 +208,8 @@ class AccountTransaction:
             problem = f"{record_id} does not belong to the organisation {organisation}"
             raise ConflictError(f"{problem}. Choose a {record_noun(record_type)} of it.")
 
-    def create_record(self, record: RecordT) -> RecordT:
-        """Insert a record.
+    def create_record(self, record: RecordT, action: str = "create") -> RecordT:
+        """Insert a record. `action` is the verb for the audit log.
 
         Raises:
             ValueError: A field is invalid. The message names it.
@@ -209,7 +219,7 @@ class AccountTransaction:
         self._check_unique(record)
         values = msgspec.structs.asdict(record)
         self.connection.execute(insert(_TABLES[type(record)]).values(values))
-        self._append_audit_entry("create", record, _to_audit_fields(record))
+        self._append_audit_entry(action, record, _to_audit_fields(record))
         self._check_record_count(record)
         return record
 

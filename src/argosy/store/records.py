@@ -47,6 +47,11 @@ QuotaFailureMode = Literal["open", "closed"]
 LimitWindow = Literal["second", "minute", "hour", "day", "month"]
 """Window of a limit. `day` and `month` are calendar periods in UTC; the others are sliding windows."""
 
+ReplicaState = Literal["active", "cordoned", "draining"]
+"""State that an operator gives a replica (`policy.AdminState`)."""
+
+ReplicaWeight = Annotated[float, Meta(ge=0.001, le=1000)]
+
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
 Names = Annotated[tuple[Annotated[str, Meta(max_length=200)], ...], Meta(max_length=1000)]
 Networks = Annotated[tuple[Annotated[str, Meta(max_length=64)], ...], Meta(max_length=100)]
@@ -171,6 +176,25 @@ class Price(AccountRecord, frozen=True, kw_only=True):
     since: Timestamp = 0.0
 
 
+class ReplicaSetting(AccountRecord, frozen=True, kw_only=True):
+    """Decision of an operator about a replica of a model. It overrides the settings file of every gateway."""
+
+    model: Name
+    """Public name of the model."""
+    replica: Annotated[str, Meta(min_length=1, max_length=500)]
+    """Name of the replica in the settings of the gateways."""
+    state: ReplicaState | None = None
+    """None leaves the state to the settings file."""
+    weight: ReplicaWeight | None = None
+    """Share of the requests relative to other replicas. None leaves it to the settings file."""
+    grace_s: Annotated[float, Meta(ge=0, le=86_400)] = 0.0
+    """How long streams of a draining replica may continue there before they move."""
+    reason: Annotated[str, Meta(max_length=500)] = ""
+    """Why the operator decided so."""
+    changed_at: float
+    changed_by: str
+
+
 class UsageRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Row of the ledger: how an admitted request ended and what it used. Written once."""
 
@@ -223,6 +247,7 @@ class AccountSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     keys: tuple[Key, ...] = ()
     limits: tuple[Limit, ...] = ()
     prices: tuple[Price, ...] = ()
+    replica_settings: tuple[ReplicaSetting, ...] = ()
     successors: dict[str, str] = {}
     """Ids of all keys that were ever rotated, with the ids of the keys that replaced them."""
     has_had_keys: bool = False

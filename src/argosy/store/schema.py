@@ -205,6 +205,20 @@ prices = Table(
     Index("prices_listed", "since", "id"),
 )
 
+replica_settings = Table(
+    "replica_settings",
+    metadata,
+    Column("id", Text, primary_key=True),
+    Column("model", Text, nullable=False),
+    Column("replica", Text, nullable=False),
+    Column("state", Text),
+    Column("weight", Double),
+    Column("grace_s", Double, nullable=False),
+    Column("reason", Text, nullable=False),
+    Column("changed_at", Double, nullable=False),
+    Column("changed_by", Text, nullable=False),
+)
+
 audit = Table(
     "audit",
     metadata,

@@ -20,6 +20,7 @@ from argosy.store.records import (
     Organisation,
     Price,
     Project,
+    ReplicaSetting,
     User,
 )
 from argosy.store.validation import RecordT, record_noun
@@ -35,7 +36,7 @@ _TABLES_WITHOUT_PRIMARY_KEY = text(
 
 _RECORD_TYPES = {
     record_noun(record_type): record_type
-    for record_type in (Organisation, Project, User, Key, Limit, Price)
+    for record_type in (Organisation, Project, User, Key, Limit, Price, ReplicaSetting)
 }
 
 
@@ -104,6 +105,7 @@ def _read_all(connection: Connection) -> AccountSnapshot:
         keys=tuple(find_records(connection, Key, revoked_at=None)),
         limits=tuple(find_records(connection, Limit)),
         prices=tuple(find_records(connection, Price)),
+        replica_settings=tuple(find_records(connection, ReplicaSetting)),
         successors={row.id: row.replaced_by for row in connection.execute(rotated)},
         has_had_keys=connection.execute(select(keys.id).limit(1)).first() is not None,
     )
@@ -135,6 +137,7 @@ def _read_incrementally(
         keys=keys,
         limits=merge_changes(Limit, previous.limits),
         prices=merge_changes(Price, previous.prices),
+        replica_settings=merge_changes(ReplicaSetting, previous.replica_settings),
         successors=previous.successors
         | {key.id: key.replaced_by for key in keys if key.replaced_by},
         has_had_keys=previous.has_had_keys or bool(keys),

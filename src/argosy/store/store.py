@@ -21,6 +21,7 @@ from argosy.store.errors import StoreError
 from argosy.store.ledger import Ledger
 from argosy.store.limits_and_prices import LimitsAndPrices
 from argosy.store.records import AccountSnapshot
+from argosy.store.replica_settings import ReplicaSettings
 from argosy.store.snapshot_reader import read_snapshot
 from argosy.store.store_copy import copy_database
 
@@ -62,6 +63,7 @@ class Store:
         self._last_snapshot: AccountSnapshot | None = None
         self.accounts = Accounts(database, clock)
         self.limits_and_prices = LimitsAndPrices(database, clock)
+        self.replica_settings = ReplicaSettings(database, clock)
         self.audit_log = AuditLog(database)
         self.ledger = Ledger(database)
 

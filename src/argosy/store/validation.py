@@ -8,7 +8,15 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from argosy.store.records import AccountRecord, Key, Limit, Organisation, Project, User
+from argosy.store.records import (
+    AccountRecord,
+    Key,
+    Limit,
+    Organisation,
+    Project,
+    ReplicaSetting,
+    User,
+)
 
 RecordT = TypeVar("RecordT", bound=AccountRecord)
 
@@ -31,7 +39,7 @@ MAX_RECORDS_PER_ORGANISATION: dict[type[AccountRecord], int] = {
 
 def record_noun(record_type: type[AccountRecord]) -> str:
     """Name of a record type in messages, ids and audit actions, such as `key`."""
-    return record_type.__name__.lower()
+    return "replica" if record_type is ReplicaSetting else record_type.__name__.lower()
 
 
 def is_active(record: AccountRecord, now: float) -> bool:
