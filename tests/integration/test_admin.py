@@ -32,6 +32,7 @@ from tests.support.waiting import stable_value
 from argosy.gateway.admin import build_admin_app
 from argosy.gateway.admin.app import ENDPOINTS
 from argosy.gateway.auth import AuthConfig, Authenticator
+from argosy.gateway.model_registry import ModelRouter, ReplicaAdmin
 from argosy.http_server import (
     HttpExchange,
     HttpServer,
@@ -72,7 +73,11 @@ async def serve_admin_api(
         snapshot = AccountSnapshot() if store is None else store.load_snapshot()
     authenticator = Authenticator(snapshot, AuthConfig())
     handler = build_admin_app(
-        store, authenticator, lambda request, _: find_explanation(request), on_change
+        store,
+        authenticator,
+        lambda request, _: find_explanation(request),
+        on_change,
+        ReplicaAdmin(ModelRouter({}), store),
     )
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:

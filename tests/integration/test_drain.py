@@ -110,20 +110,39 @@ async def test_drain_endpoint_rejects_new_and_finishes_running(
     assert (await running).status_code == 200
 
 
+async def test_undrain_accepts_requests_again(
+    replica_server: RunningReplica, engine: FakeEngine
+) -> None:
+    client = replica_server.client
+    await client.post("/drain", json={"deadline_s": 600})
+    assert (await client.post("/undrain")).json() == {"status": "ready"}
+    assert (await client.post("/v1/chat/completions", json=chat())).status_code == 200
+    assert not engine.aborted
+    replica_server.replica.is_stopping = True
+    await client.post("/drain")
+    refused = await client.post("/undrain")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+
+
 @pytest.mark.parametrize(
-    ("headers", "body", "expected"),
+    ("path", "headers", "body", "expected"),
     [
-        ({"origin": "https://elsewhere.example"}, b"", (403, "origin_not_allowed")),
-        ({"origin": "http://localhost:3000"}, b"", (403, "origin_not_allowed")),
-        ({"sec-fetch-site": "cross-site"}, b"", (403, "origin_not_allowed")),
-        ({"content-type": "text/plain"}, b"{}", (415, "unsupported_media_type")),
-        ({}, b"{}", (415, "unsupported_media_type")),
+        ("/drain", {"origin": "https://elsewhere.example"}, b"", (403, "origin_not_allowed")),
+        ("/drain", {"origin": "http://localhost:3000"}, b"", (403, "origin_not_allowed")),
+        ("/drain", {"sec-fetch-site": "cross-site"}, b"", (403, "origin_not_allowed")),
+        ("/drain", {"content-type": "text/plain"}, b"{}", (415, "unsupported_media_type")),
+        ("/drain", {}, b"{}", (415, "unsupported_media_type")),
+        ("/undrain", {"origin": "http://localhost:3000"}, b"", (403, "origin_not_allowed")),
     ],
 )
-async def test_drain_endpoint_rejects_web_pages(
-    replica_server: RunningReplica, headers: dict[str, str], body: bytes, expected: tuple[int, str]
+async def test_state_changes_reject_web_pages(
+    replica_server: RunningReplica,
+    path: str,
+    headers: dict[str, str],
+    body: bytes,
+    expected: tuple[int, str],
 ) -> None:
-    rejected = await replica_server.client.post("/drain", headers=headers, content=body)
+    rejected = await replica_server.client.post(path, headers=headers, content=body)
     assert (rejected.status_code, rejected.json()["error"]["code"]) == expected
     assert (await replica_server.client.get("/ready")).status_code == 200
 

@@ -26,6 +26,7 @@ from argosy.gateway.filters.telemetry_filter import TelemetryFilter
 from argosy.gateway.kv_events import TextBlockMaps, subscribe
 from argosy.gateway.model_registry.model_entries import build_model_entries, build_model_router
 from argosy.gateway.model_registry.model_router import ModelRouter
+from argosy.gateway.model_registry.replica_admin import ReplicaAdmin
 from argosy.gateway.operations import OperationsHandlers
 from argosy.gateway.pool.prober import PROBE_TIMEOUT_S, Prober
 from argosy.gateway.pool.replica_endpoint import ReplicaEndpoint
@@ -181,7 +182,9 @@ async def run_gateway(
         handlers,
         operations,
         authenticate=authenticator.authenticate,
-        admin=build_admin_app(None, authenticator, lambda *_: None, lambda: None),
+        admin=build_admin_app(
+            None, authenticator, lambda *_: None, lambda: None, ReplicaAdmin(models, None)
+        ),
         cors=CorsPolicy(config.auth.allowed_origins),
         metrics=metrics,
         config=config,

@@ -16,6 +16,7 @@ from argosy.cli import (
     keys,
     models,
     replica,
+    replicas,
     serve,
     store,
     tenants,
@@ -42,6 +43,7 @@ app.command("audit")(audit.audit)
 app.command("explain")(explain.explain)
 app.add_typer(store.app, name="store")
 app.add_typer(models.app, name="models")
+app.add_typer(replicas.app, name="replicas")
 app.add_typer(bench.app, name="bench")
 
 

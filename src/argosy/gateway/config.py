@@ -22,7 +22,7 @@ from argosy.gateway.settings_file import decode_settings
 from argosy.gateway.upstream import UpstreamTls
 from argosy.http_server import TlsConfig
 from argosy.policy import RoutingPolicyName
-from argosy.store import IdempotencyConfig, StoreConfig
+from argosy.store import IdempotencyConfig, ReplicaWeight, StoreConfig
 
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _HEADER_VALUE = re.compile(r"[\x20-\x7e]*")
@@ -90,6 +90,10 @@ class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     arithmetic: Annotated[str, Meta(min_length=1, max_length=64)] | None = None
     """Name of the arithmetic of a server that does not report it, such as `bf16-h100`. An interrupted stream is
     resumed only on servers with the same name. Native replicas report their arithmetic."""
+    weight: ReplicaWeight = 1.0
+    """Share of the requests relative to the model's other replicas. `argosy replicas weight` overrides it."""
+    cordoned: bool = False
+    """Whether the replica gets no requests until `argosy replicas undrain`."""
     stream_usage: bool = True
     """Request usage in streams. Switch it off for servers that reject `stream_options`."""
     priority_scheduling: bool = False

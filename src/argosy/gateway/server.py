@@ -29,7 +29,7 @@ from argosy.gateway.filters import (
     open_idempotency_store,
     open_quota_backend,
 )
-from argosy.gateway.model_registry import ModelRegistry, build_model_entries
+from argosy.gateway.model_registry import ModelRegistry, ReplicaAdmin, build_model_entries
 from argosy.gateway.operations import OperationsHandlers, list_replica_readings
 from argosy.gateway.pool import (
     CoroutineFactory,
@@ -206,6 +206,9 @@ class GatewayServer:
                 self._authenticator,
                 self._explain_request,
                 _ignore_change if account_sync is None else account_sync.accounting.notify_changed,
+                ReplicaAdmin(
+                    self._models, None if account_sync is None else account_sync.accounting.store
+                ),
             ),
             cors=self._cors,
             metrics=self._metrics,

@@ -59,7 +59,7 @@ from argosy.policy.quota_meters import (
     SlidingWindow,
     calendar_bounds,
 )
-from argosy.policy.replica_status import ReplicaStatus
+from argosy.policy.replica_status import AdminState, ReplicaStatus
 from argosy.policy.reservation import (
     LimitHold,
     QuotaLimit,
@@ -119,6 +119,7 @@ __all__ = [
     "PROMOTION_INTERVAL",
     "QUANTUM_TOKENS",
     "ROUTING_POLICIES",
+    "AdminState",
     "AttemptOutcome",
     "Backpressure",
     "BoundedHash",

@@ -22,8 +22,8 @@ class OutageTracker:
     __slots__ = (
         "_current_grace_s",
         "_down_since",
-        "_grace_s",
         "_next_probe_at",
+        "grace_s",
         "is_down",
         "was_ever_up",
     )
@@ -32,7 +32,8 @@ class OutageTracker:
         self.is_down = False
         self.was_ever_up = False
         """Whether the replica has ever responded."""
-        self._grace_s = grace_s
+        self.grace_s = grace_s
+        """Grace period of a replica that was up."""
         self._current_grace_s = grace_s
         self._down_since = -math.inf
         """Time when the replica was last up, or first reported that it starts."""
@@ -60,11 +61,11 @@ class OutageTracker:
         if self.was_ever_up and not self.is_down:
             self._down_since = now
         self.is_down = True
-        self._current_grace_s = self._grace_s
+        self._current_grace_s = self.grace_s
 
     def mark_starting(self, now: float) -> None:
         """Record that the replica reports that it will accept requests later."""
         if not self.is_down or self._down_since == -math.inf:
             self._down_since = now
         self.is_down = self.was_ever_up = True
-        self._current_grace_s = max(STARTING_GRACE_S, self._grace_s)
+        self._current_grace_s = max(STARTING_GRACE_S, self.grace_s)

@@ -5,6 +5,17 @@ from __future__ import annotations
 from enum import StrEnum
 
 
+class AdminState(StrEnum):
+    """Decision of an operator about a replica. The replica's own health is independent of it."""
+
+    ACTIVE = "active"
+    """The replica gets requests if its health permits."""
+    CORDONED = "cordoned"
+    """The replica gets no new requests. Running ones continue there."""
+    DRAINING = "draining"
+    """As `CORDONED`; running streams also move to other replicas of the same arithmetic, as far as these have room."""
+
+
 class ReplicaStatus(StrEnum):
     """Whether a replica takes requests and, if not, why."""
 
@@ -13,7 +24,9 @@ class ReplicaStatus(StrEnum):
     STARTING = "starting"
     """The replica loads its model, restarts its engine, or has not been reached yet."""
     DRAINING = "draining"
-    """The replica finishes its running requests and takes no new ones."""
+    """The replica finishes its running requests and takes no new ones, by its own report or an operator's decision."""
+    CORDONED = "cordoned"
+    """An operator decided that the replica takes no new requests. Running ones continue there."""
     BACKOFF = "backoff"
     """The replica rejected a request because it was full; it gets few or none for a short time."""
     EJECTED = "ejected"

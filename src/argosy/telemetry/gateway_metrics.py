@@ -281,7 +281,7 @@ class GatewayMetrics(Collector):
         )
         yield gauge_family(
             "argosy_gateway_replica_status",
-            "1 for the status of a replica: ready, starting, draining, backoff, ejected or unreachable.",
+            "1 for the status of a replica: ready, starting, draining, cordoned, backoff, ejected or unreachable.",
             {
                 (replica.model, replica.replica, status.value): replica.status is status
                 for replica in gauges.replicas

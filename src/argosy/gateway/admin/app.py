@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from urllib.parse import parse_qsl
@@ -11,11 +12,12 @@ import msgspec
 import structlog
 from starlette.routing import Route, Router
 
-from argosy.gateway.admin import keys, limits_and_prices, reports, tenants
+from argosy.gateway.admin import keys, limits_and_prices, replicas, reports, tenants
 from argosy.gateway.admin.endpoints import AdminEndpoint, AdminEndpoints, AdminRequest, AdminScope
 from argosy.gateway.admin.openapi import add_openapi_endpoint
 from argosy.gateway.admin.organisation_limiter import OrganisationLimiter
 from argosy.gateway.auth import Authenticator, check_role
+from argosy.gateway.model_registry import ReplicaAdmin
 from argosy.http_server import (
     EXCHANGE_KEY,
     AsgiApp,
@@ -38,7 +40,13 @@ _encode = msgspec.json.Encoder().encode
 
 ENDPOINTS = add_openapi_endpoint(
     AdminEndpoints(
-        [*tenants.endpoints, *keys.endpoints, *limits_and_prices.endpoints, *reports.endpoints]
+        [
+            *tenants.endpoints,
+            *keys.endpoints,
+            *limits_and_prices.endpoints,
+            *replicas.endpoints,
+            *reports.endpoints,
+        ]
     ),
     "/admin/openapi.json",
 )
@@ -49,6 +57,7 @@ def build_admin_app(
     authenticator: Authenticator,
     explain: Callable[[str, str | None], dict[str, Any] | None],
     on_accounts_changed: Callable[[], None],
+    replica_admin: ReplicaAdmin | None = None,
 ) -> AsgiApp:
     """Build the application for /admin, which serves requests that `HttpExchange` forwards.
 
@@ -60,8 +69,12 @@ def build_admin_app(
         explain: Returns the explanation of a request by its id and the caller's organisation (None for the whole
             gateway). Called on the event loop's thread.
         on_accounts_changed: Called on the event loop's thread after accounts changed and the authenticator is updated.
+        replica_admin: Pools and replicas.
     """
-    admin_scope, limiter = AdminScope(store, explain), OrganisationLimiter()
+    admin_scope, limiter = (
+        AdminScope(store, replica_admin, explain),
+        OrganisationLimiter(),
+    )
     by_path: dict[str, dict[str, AdminEndpoint]] = {}
     for endpoint in ENDPOINTS:
         by_path.setdefault(endpoint.path, {})[endpoint.method] = endpoint
@@ -129,7 +142,8 @@ class _PathHandler:
         admin_scope = self._admin_scope.for_principal(request.principal)
         with _translate_store_errors():
             if endpoint.is_nonblocking:
-                return endpoint.handler(admin_scope, request)
+                response = endpoint.handler(admin_scope, request)
+                return await response if inspect.isawaitable(response) else response
             return await self._limiter.run_in_thread(
                 request.principal.organisation, endpoint.handler, admin_scope, request
             )

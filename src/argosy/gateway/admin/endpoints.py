@@ -10,6 +10,7 @@ from typing import Any, Literal, get_type_hints
 import msgspec
 
 from argosy.gateway.auth import organisation_scope
+from argosy.gateway.model_registry import ReplicaAdmin
 from argosy.gateway.principal import Principal
 from argosy.protocol import ApiError
 from argosy.store import Accounts, AuditLog, Ledger, LimitsAndPrices, Role, RoleScope, Store
@@ -49,6 +50,8 @@ class AdminScope:
     """Data that endpoints work on: of the whole gateway, or restricted to one organisation."""
 
     store: Store | None
+    replica_admin: ReplicaAdmin | None
+    """Pools and replicas. None if the gateway serves none."""
     explain: Callable[[str, str | None], dict[str, Any] | None]
     """Returns the explanation of a request by its id and an organisation's id, as shown by `argosy explain`."""
     organisation_id: str | None = None
@@ -71,6 +74,13 @@ class AdminScope:
         ):
             return explanation
         return None
+
+    @property
+    def replicas(self) -> ReplicaAdmin:
+        """The gateway's pools and replicas. Only endpoints for the whole gateway use them."""
+        if self.replica_admin is None:
+            raise ApiError(404, "not_found", "This gateway has no pools.")
+        return self.replica_admin
 
     @property
     def accounts(self) -> Accounts:
@@ -120,7 +130,10 @@ class AdminEndpoint:
     query_type: type
     body_type: type | None
     is_nonblocking: bool
-    """Whether the handler never blocks and runs on the event loop's thread. Others use the store in worker threads."""
+    """Whether the handler runs on the event loop's thread and never blocks it; it may be a coroutine function.
+
+    Others use the store in worker threads.
+    """
     media_type: str
 
     @property

@@ -4,11 +4,20 @@
 `ModelRegistry` holds one `PoolMembership` per model. A `PoolMembership` adds and removes replicas, starts their probes,
 KV event subscriptions and DNS discovery, and stops these tasks for removed replicas. The `ModelRouter` maps the model
 name of a request to a pool, through aliases and routes, and checks that the principal may use the model. A reload
-replaces the models in one step, and removed models stay open until their running requests have ended.
+replaces the models in one step, and removed models stay open until their running requests have ended. `ReplicaAdmin`
+applies what operators decide about replicas.
 """
 
 from argosy.gateway.model_registry.model_entries import ModelEntries, build_model_entries
 from argosy.gateway.model_registry.model_router import ModelRouter
 from argosy.gateway.model_registry.registry import ModelRegistry
+from argosy.gateway.model_registry.replica_admin import ReplicaAdmin, ReplicaChange
 
-__all__ = ["ModelEntries", "ModelRegistry", "ModelRouter", "build_model_entries"]
+__all__ = [
+    "ModelEntries",
+    "ModelRegistry",
+    "ModelRouter",
+    "ReplicaAdmin",
+    "ReplicaChange",
+    "build_model_entries",
+]

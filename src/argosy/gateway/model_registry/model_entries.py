@@ -16,9 +16,9 @@ from argosy.gateway.config import (
 )
 from argosy.gateway.model_registry.model_router import ModelRouter
 from argosy.gateway.model_routes import RouteConfig
-from argosy.gateway.pool import Pool, ReplicaEndpoint
+from argosy.gateway.pool import AdminSettings, Pool, ReplicaEndpoint
 from argosy.gateway.upstream import Upstream, create_client_ssl_context
-from argosy.policy import Hedging, OutageTracker
+from argosy.policy import AdminState, Hedging, OutageTracker
 from argosy.protocol import parse_endpoint
 
 
@@ -59,6 +59,9 @@ class ReplicaEntry:
             max_concurrency=config.max_requests,
             resume_mode=config.resume_mode,
             arithmetic_id=config.arithmetic or "",
+            initial_admin=AdminSettings(
+                AdminState.CORDONED if config.cordoned else AdminState.ACTIVE, config.weight
+            ),
             stream_usage=config.stream_usage,
             priority_scheduling=config.priority_scheduling,
             kv_events=None

@@ -14,7 +14,7 @@ from argosy.gateway.model_routes import ModelRoute, RouteConfig, compile_routes
 from argosy.gateway.pool import Pool
 from argosy.gateway.principal import Principal
 from argosy.protocol import ApiError, ModelCard, ModelList
-from argosy.store import AccountSnapshot, Limit, Price
+from argosy.store import AccountSnapshot, Limit, Price, ReplicaSetting
 
 T = TypeVar("T", Limit, Price)
 MAX_LOGGED_MODELS = 10
@@ -71,7 +71,7 @@ class ModelRouter:
         self.prepare_snapshot(snapshot)()
 
     def prepare_snapshot(self, snapshot: AccountSnapshot) -> Callable[[], None]:
-        """Resolve a snapshot and return a function that applies it without further work. Thread-safe.
+        """Resolve a snapshot, and return a function that applies it and the replica settings in it. Thread-safe.
 
         The returned function is valid until the next `replace_models`.
         """
@@ -81,6 +81,9 @@ class ModelRouter:
         }
         terms: tuple[Limit | Price, ...] = (*snapshot.limits, *snapshot.prices)
         unknown_models = {term.model for term in terms if term.model} - self._pools_by_name.keys()
+        replica_settings: dict[str, dict[str, ReplicaSetting]] = {}
+        for setting in snapshot.replica_settings:
+            replica_settings.setdefault(setting.model, {})[setting.replica] = setting
 
         def apply() -> None:
             if unknown_tenants and unknown_tenants != self._logged_unknown_tenants:
@@ -97,6 +100,9 @@ class ModelRouter:
                 unknown_tenants,
                 unknown_models,
             )
+            for pool in self.pools:
+                settings = replica_settings.get(pool.model, {})
+                pool.apply_settings(settings, time.monotonic(), time.time())
 
         return apply
 

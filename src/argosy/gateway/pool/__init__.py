@@ -7,15 +7,18 @@ cache state. A `Prober` per replica updates this state from health checks and lo
 run in `run_with_restarts`.
 """
 
+from argosy.gateway.pool.admin_settings import AdminSettings
 from argosy.gateway.pool.background import CoroutineFactory, run_with_restarts
 from argosy.gateway.pool.dns_discovery import DiscoveryMode, DnsDiscovery, Resolver, resolve_host
 from argosy.gateway.pool.pool import Pool, RoutingDecision
 from argosy.gateway.pool.prober import PROBE_TIMEOUT_S, UNSUPPORTED_STATUSES, Prober
 from argosy.gateway.pool.replica_endpoint import ReplicaEndpoint
+from argosy.gateway.pool.status_events import StatusEvent
 
 __all__ = [
     "PROBE_TIMEOUT_S",
     "UNSUPPORTED_STATUSES",
+    "AdminSettings",
     "CoroutineFactory",
     "DiscoveryMode",
     "DnsDiscovery",
@@ -24,6 +27,7 @@ __all__ = [
     "ReplicaEndpoint",
     "Resolver",
     "RoutingDecision",
+    "StatusEvent",
     "resolve_host",
     "run_with_restarts",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import time
 from array import array
 from binascii import a2b_base64
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -14,6 +15,7 @@ from msgspec import Raw
 
 from argosy.gateway.backends import derive_cache_salt
 from argosy.gateway.pool.replica_endpoint import TIER_RANKS, ReplicaEndpoint, ignore_change
+from argosy.gateway.pool.status_events import new_status_events
 from argosy.gateway.request_fields import BYTES_PER_TOKEN, DEFAULT_OUTPUT_TOKENS, RequestFields
 from argosy.policy import (
     BLOCK_BYTES,
@@ -35,6 +37,7 @@ from argosy.policy import (
     estimate_cost,
 )
 from argosy.protocol import differing_parts, unpack_block_names
+from argosy.store import ReplicaSetting
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
@@ -117,7 +120,12 @@ class Pool:
         self.model = model
         self.routing_policy = routing_policy
         self.replicas = {replica.name: replica for replica in replicas}
+        self.status_events = new_status_events()
+        """Recent status changes of the replicas."""
+        self._settings: Mapping[str, ReplicaSetting] = {}
+        """Operators' decisions by replica name, also for replicas that are not in the pool at the moment."""
         for replica in replicas:
+            replica.status_events = self.status_events
             replica.on_arithmetic_change = self._log_mixed_arithmetic
         self._logged_arithmetics: set[str] = set()
         """Arithmetic identities that the last warning named."""
@@ -153,6 +161,8 @@ class Pool:
         replica.is_accepting = False
         replica.on_capacity_change = self._on_capacity_change
         replica.on_arithmetic_change = self._log_mixed_arithmetic
+        replica.status_events = self.status_events
+        replica.apply_setting(self._settings.get(replica.name), time.monotonic(), time.time())
         self.replicas[replica.name] = replica
 
     def remove(self, name: str, now: float) -> ReplicaEndpoint:
@@ -163,6 +173,28 @@ class Pool:
             self._removed_may_recover_until, replica.outage.grace_ends_at
         )
         return replica
+
+    def apply_settings(
+        self, settings: Mapping[str, ReplicaSetting], now: float, wall_now: float
+    ) -> None:
+        """Apply the operators' decisions, by replica name. They replace all earlier ones."""
+        self._settings = settings
+        for replica in self.replicas.values():
+            replica.apply_setting(settings.get(replica.name), now, wall_now)
+
+    def apply_setting(self, setting: ReplicaSetting, now: float, wall_now: float) -> None:
+        """Apply one operator's decision, beside the earlier ones about other replicas."""
+        self.apply_settings({**self._settings, setting.replica: setting}, now, wall_now)
+
+    def count_room_for_moves(self, arithmetic_id: str, now: float) -> int:
+        """Count the free slots of healthy replicas to which streams of this arithmetic may move."""
+        return sum(
+            max(0, replica.slot_share(TIER_RANKS[-1], now) - replica.load.in_flight)
+            for replica in self.eligible_replicas()
+            if replica.arithmetic_id == arithmetic_id
+            and replica.breaker.is_closed
+            and not replica.outage.is_down
+        )
 
     def set_routing_policy(
         self, routing_policy: RoutingPolicyName, hedging: Hedging | None
@@ -177,8 +209,8 @@ class Pool:
             self.hedging = hedging
 
     def eligible_replicas(self) -> list[ReplicaEndpoint]:
-        """Return the replicas that accept requests and are not ejected by their circuit breakers."""
-        accepting = [replica for replica in self.replicas.values() if replica.is_accepting]
+        """Return the replicas that may get requests and are not ejected by their circuit breakers."""
+        accepting = [replica for replica in self.replicas.values() if replica.is_schedulable]
         if [replica for replica in accepting if replica.breaker.open_until is not None]:
             return [
                 self.replicas[name]
@@ -204,7 +236,7 @@ class Pool:
     def may_recover(self, now: float) -> bool:
         """Whether a replica is available or may be soon, so that requests wait instead of failing."""
         return (
-            any(now < replica.outage.grace_ends_at for replica in self.replicas.values())
+            any(now < replica.grace_ends_at for replica in self.replicas.values())
             or now < self._removed_may_recover_until
             or self.has_pending_replicas()
         )

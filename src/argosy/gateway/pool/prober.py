@@ -11,7 +11,7 @@ import structlog
 from argosy.gateway.backends import CHAT_PATH, DetectedBackend, LoadSource, detect_backend
 from argosy.gateway.pool.replica_endpoint import ReplicaEndpoint
 from argosy.gateway.upstream import UpstreamError, fetch_path, fetch_response
-from argosy.policy import BLOCK_TOKENS, AttemptOutcome, classify_status, start_deadline
+from argosy.policy import BLOCK_TOKENS, AdminState, AttemptOutcome, classify_status, start_deadline
 from argosy.protocol import LoadResponse
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
@@ -52,6 +52,8 @@ class Prober:
         """Load reports that the replica may support. Unsupported ones are removed."""
         self._logged_unreadable: set[LoadSource] = set()
         """Load reports that were logged as invalid. Some servers have no gauges before their first request."""
+        self._logged_refused: set[bytes] = set()
+        """Paths that the replica refused."""
         self._is_detected = False
         """Whether the kind of the server was detected."""
         self._detected_backend: DetectedBackend | None = None
@@ -119,6 +121,7 @@ class Prober:
                 breaker.record_outcome(outcome, now)
             if not is_healthy:
                 replica.on_unreachable(now)
+            replica.observe_status(now)
             replica.expire_speed(now)
 
     async def _detect(self) -> bool:
@@ -161,6 +164,7 @@ class Prober:
 
     def _log_unreachable(self, reason: str) -> None:
         """Log why the replica is unreachable, once per outage. No other log shows a wrong URL or certificate."""
+        self._replica.last_failure = reason
         if not self._logged_unreachable:
             log.info("replica_unreachable", replica=self._replica.name, reason=reason)
         self._logged_unreachable = True
@@ -183,7 +187,9 @@ class Prober:
         if replica.kind == "argosy":
             status, body = await fetch_path(replica.upstream, b"/load", replica.gateway_header)
             if status == 200:
-                self._apply_native_load(msgspec.json.decode(body, type=LoadResponse))
+                report = msgspec.json.decode(body, type=LoadResponse)
+                self._apply_native_load(report)
+                await self._request_drain_or_undrain(report.state)
             return status < 500
         for source in tuple(self._load_sources):
             status, body = await self._fetch(source.path)
@@ -196,6 +202,33 @@ class Prober:
                 return True
         status, _ = await self._fetch(replica.adapter.health_path)
         return status < 500
+
+    async def _request_drain_or_undrain(self, state: str) -> None:
+        """Let a native replica's own state follow the operators' decision, so that all of its clients see it.
+
+        A replica that drains for another reason is left alone.
+        """
+        replica = self._replica
+        if replica.admin.state is AdminState.DRAINING and state == "ready":
+            await self._post(b"/drain")
+        elif replica.needs_undrain and state == "draining":
+            await self._post(b"/undrain")
+        elif state != "draining":
+            replica.needs_undrain = False
+
+    async def _post(self, path: bytes) -> None:
+        upstream = self._replica.upstream
+        status, _ = await fetch_response(
+            upstream, upstream.build_request(b"POST", path, b"", _HEADERS)
+        )
+        if status != 200 and path not in self._logged_refused:
+            self._logged_refused.add(path)
+            log.warning(
+                "replica_drain_request_refused",
+                replica=self._replica.name,
+                path=path.decode(),
+                status=status,
+            )
 
     async def _run_test_generation(self) -> AttemptOutcome:
         """Let the replica generate one token. A server may report that it is healthy and still fail every request."""

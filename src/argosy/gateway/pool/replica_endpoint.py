@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import secrets
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+
+import structlog
 
 from argosy.gateway.backends import (
     BackendAdapter,
@@ -13,9 +16,12 @@ from argosy.gateway.backends import (
     ResumeMode,
     get_adapter,
 )
+from argosy.gateway.pool.admin_settings import DEFAULT_ADMIN, AdminSettings
+from argosy.gateway.pool.status_events import StatusEvent, new_status_events
 from argosy.gateway.principal import TIERS
 from argosy.gateway.upstream import Upstream
 from argosy.policy import (
+    AdminState,
     AttemptOutcome,
     Backpressure,
     Breaker,
@@ -28,6 +34,9 @@ from argosy.policy import (
     slot_share,
 )
 from argosy.protocol import LoadResponse
+from argosy.store import ReplicaSetting
+
+log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
 TIER_RANKS = range(len(TIERS))
 DEFAULT_MAX_CONCURRENCY = 256
@@ -71,8 +80,18 @@ class ReplicaEndpoint:
     """Whether the replica schedules by the `priority` of requests."""
     kv_events: KvEventAddress | None = None
     """Configured address of its KV events; None if the replica reports the address, or publishes none."""
+    initial_admin: AdminSettings = DEFAULT_ADMIN
+    """State and weight in the settings file."""
+    admin: AdminSettings = field(init=False)
+    """State and weight, as the settings file or an operator decided."""
     is_accepting: bool = field(init=False)
     """Whether the replica accepts new requests. False while it drains and while its kind is unknown."""
+    last_failure: str = ""
+    """Reason of its last failed probe or request."""
+    needs_undrain: bool = False
+    """Whether the replica was asked to drain and has to be asked to accept requests again."""
+    status_events: deque[StatusEvent] = field(default_factory=new_status_events)
+    """Where changes of its status are recorded."""
     on_capacity_change: Callable[[], None] = ignore_change
     """Callback for an increase in free slots."""
     on_arithmetic_change: Callable[[], None] = ignore_change
@@ -94,6 +113,13 @@ class ReplicaEndpoint:
     _last_used_at: float = field(default=0.0, init=False)
     """Time at which `expire_speed` last saw a running request or reset the rates."""
     _reported_status: ReplicaStatus = field(default=ReplicaStatus.STARTING, init=False)
+    _observed_status: ReplicaStatus = field(default=ReplicaStatus.STARTING, init=False)
+    """Status at the last call of `observe_status`."""
+    _status_since: float = field(default=0.0, init=False)
+    _taken_out_at: float = field(default=0.0, init=False)
+    """Time at which an operator took the replica out of service."""
+    _moves_at: float = field(default=0.0, init=False)
+    """Time from which the streams of a draining replica move."""
     _is_sole_request: bool = field(default=False, init=False)
     """Whether the last request was sent while no other request was running."""
     _prefill_rate: EwmaRate = field(
@@ -139,8 +165,47 @@ class ReplicaEndpoint:
         )
 
     def __post_init__(self) -> None:
-        self.load = ReplicaLoad(self.name)
+        self.load = ReplicaLoad(self.name, weight=self.initial_admin.weight)
+        self.admin = self.initial_admin
         self.is_accepting = self.kind != "auto"
+
+    @property
+    def is_schedulable(self) -> bool:
+        """Whether the replica may get new requests, by its own report and by the operators' decision."""
+        return self.is_accepting and self.admin.state is AdminState.ACTIVE
+
+    @property
+    def grace_ends_at(self) -> float:
+        """Time until which requests wait for the replica; infinite while it is up and in service."""
+        outage = self.outage
+        if self.admin.state is AdminState.ACTIVE:
+            return outage.grace_ends_at
+        return min(outage.grace_ends_at, self._taken_out_at + outage.grace_s)
+
+    def apply_setting(self, setting: ReplicaSetting | None, now: float, wall_now: float) -> None:
+        """Apply an operator's decision, or the settings file alone if there is none.
+
+        Args:
+            setting: The decision.
+            now: Monotonic time.
+            wall_now: Seconds since the epoch, the clock of the decision.
+        """
+        if setting == self.admin.setting:
+            return
+        previous, self.admin = self.admin, self.initial_admin.with_setting(setting)
+        self.load.weight = self.admin.weight
+        if previous.state is AdminState.ACTIVE:
+            self._taken_out_at = now
+        self.needs_undrain = self.admin.state is not AdminState.DRAINING and (
+            previous.state is AdminState.DRAINING or self.needs_undrain
+        )
+        self._moves_at = now + self.admin.move_after_s(wall_now)
+        self.observe_status(now)
+        self.on_capacity_change()
+
+    def must_move_streams(self, now: float) -> bool:
+        """Whether running streams should move to other replicas."""
+        return self.admin.state is AdminState.DRAINING and now >= self._moves_at
 
     def has_arithmetic(self, arithmetic_id: str) -> bool:
         """Whether the replica may continue output of this arithmetic identity.
@@ -177,6 +242,50 @@ class ReplicaEndpoint:
             self.outage.mark_starting(now)
         else:
             self.outage.mark_down(now)
+        self.observe_status(now)
+
+    def observe_status(self, now: float) -> float:
+        """Record a change of the status since the last call, and return since when the replica has its status.
+
+        Call it after whatever may have changed the status, and before showing it.
+        """
+        status = self.status(now)
+        if status is not self._observed_status:
+            previous, self._observed_status, self._status_since = self._observed_status, status, now
+            reason = self.status_reason(now)
+            self.status_events.append(StatusEvent(now, self.name, previous, status, reason))
+            log.info(
+                "replica_status_changed",
+                replica=self.name,
+                status=status.value,
+                previous=previous.value,
+                reason=reason,
+            )
+        return self._status_since
+
+    def status_reason(self, now: float) -> str:
+        """Return why the replica has its status; empty if it is ready."""
+        report = self.report
+        match self.status(now):
+            case ReplicaStatus.READY:
+                return ""
+            case ReplicaStatus.BACKOFF:
+                return self.last_failure or "it refused a request as full"
+            case ReplicaStatus.EJECTED:
+                return f"its requests or probes failed: {self.last_failure}"
+            case ReplicaStatus.CORDONED:
+                return f"cordoned {self.admin.description}"
+            case ReplicaStatus.DRAINING if self.admin.state is AdminState.DRAINING:
+                return f"drained {self.admin.description}"
+            case ReplicaStatus.DRAINING:
+                return "it reports that it drains"
+            case ReplicaStatus.STARTING if report is not None and report.startup is not None:
+                return f"{report.startup.activity}, {report.startup.fraction:.0%}"
+            case ReplicaStatus.STARTING:
+                return self.last_failure or "it has not reported that it is ready"
+            case _ if self.outage.is_down and self.last_failure:
+                return self.last_failure
+        return "its engine failed" if report is not None else "it does not serve the model"
 
     def status(self, now: float) -> ReplicaStatus:
         """Return the status of the replica for metrics and the API."""
@@ -186,14 +295,17 @@ class ReplicaEndpoint:
             return ReplicaStatus.UNREACHABLE
         if not self.is_accepting:
             return self._reported_status
+        if self.admin.state is not AdminState.ACTIVE:
+            return ReplicaStatus(self.admin.state)
         is_full = self.backpressure.is_backing_off(now)
         return ReplicaStatus.BACKOFF if is_full else ReplicaStatus.READY
 
-    def on_response_started(self) -> None:
+    def on_response_started(self, now: float) -> None:
         """Record that the replica started a response, which ends an outage."""
         if self.outage.is_down and self.is_accepting:
             self.outage.mark_up()
             self.on_capacity_change()
+            self.observe_status(now)
 
     def on_unreachable(self, now: float) -> None:
         """Record that the replica could not be reached or failed its health check.
@@ -202,6 +314,7 @@ class ReplicaEndpoint:
         """
         if not (self.breaker.is_closed and self.outage.was_ever_up):
             self.outage.mark_down(now)
+        self.observe_status(now)
 
     def on_request_sent(self, uncached_tokens: int) -> None:
         """Record a request sent to the replica, with the estimated number of its uncached prompt tokens."""
@@ -277,12 +390,22 @@ class ReplicaEndpoint:
             )
 
     def on_request_ended(
-        self, outcome: AttemptOutcome | None, now: float, retry_after_s: float | None = None
+        self,
+        outcome: AttemptOutcome | None,
+        now: float,
+        retry_after_s: float | None = None,
+        reason: str = "",
     ) -> None:
         """Record the end of a request.
 
-        `outcome` is None if the end says nothing about the replica. `retry_after_s` is the replica's Retry-After.
+        Args:
+            outcome: Class of the end; None if it says nothing about the replica.
+            now: Monotonic time.
+            retry_after_s: The replica's Retry-After.
+            reason: Why the request failed.
         """
+        if outcome in {AttemptOutcome.BACKPRESSURE, AttemptOutcome.FAILURE}:
+            self.last_failure = reason
         self.load.in_flight -= 1
         if not self.load.in_flight:
             self.load.sent_tokens = 0
@@ -294,4 +417,5 @@ class ReplicaEndpoint:
             self.breaker.record_outcome(outcome, now)
             if not self.breaker.is_closed:
                 self.prefix_index.clear()  # the replica may have restarted with an empty cache
+        self.observe_status(now)
         self.on_capacity_change()

@@ -71,7 +71,7 @@ class ReplicaAttempt(msgspec.Struct, frozen=True):
             self.replica.on_unreachable(trace.ended_at)
         if trace.first_token_at is None:
             self.replica.on_prefill_done(self.decision.uncached_tokens, trace.chosen_at)
-        self.replica.on_request_ended(outcome, trace.ended_at, _parse_retry_after(response))
+        self.replica.on_request_ended(outcome, trace.ended_at, _parse_retry_after(response), reason)
 
 
 class HedgedRequest:

@@ -46,7 +46,12 @@ from argosy.gateway.proxy.upstream_headers import (
 )
 from argosy.gateway.request_context import REFUSED_BY_REPLICA, REQUEST_TOO_LARGE, RequestContext
 from argosy.gateway.request_fields import RequestFields
-from argosy.gateway.upstream import ResponseTooLargeError, UpstreamError, UpstreamResponse
+from argosy.gateway.upstream import (
+    ResponseTooLargeError,
+    StreamMovedError,
+    UpstreamError,
+    UpstreamResponse,
+)
 from argosy.http_server import Deadlines, HttpExchange
 from argosy.policy import AttemptOutcome, backoff_s, classify_status
 from argosy.protocol import ApiError, format_event
@@ -147,6 +152,8 @@ class FailoverProxy:
         finally:
             hedged_request.attempt.finish(outcome, "" if failure is None else str(failure))
         if failure is not None:
+            if isinstance(failure, StreamMovedError):
+                return self._on_stream_moved(hedged_request.attempt.replica)
             replica, model = hedged_request.attempt.replica.name, context.pool.model
             upstream_message = (
                 failure.upstream_message if isinstance(failure, UpstreamRefusedError) else ""
@@ -266,7 +273,7 @@ class FailoverProxy:
                 status = 200
             outcome = classify_status(status)
             if outcome is AttemptOutcome.SUCCESS:
-                replica.on_response_started()
+                replica.on_response_started(self._config.clock())
             if plan is not None and status == 200:
                 return plan
             if status == ARITHMETIC_MISMATCH_STATUS and context.delivered.arithmetic_id:
@@ -364,7 +371,7 @@ class FailoverProxy:
         context.incompatible_replicas.add(replica.name)
         context.failing_since = context.failing_since or now
         if not any(
-            now < other.outage.grace_ends_at
+            now < other.grace_ends_at
             and other.has_arithmetic(context.delivered.arithmetic_id)
             and other.name not in context.incompatible_replicas
             for other in context.pool.replicas.values()
@@ -375,6 +382,22 @@ class FailoverProxy:
     def _has_started(self) -> bool:
         """Whether the client may have received events of the response, or tokens were received for it."""
         return self._writer.has_output or self._context.delivered.output_tokens > 0
+
+    def _on_stream_moved(self, replica: ReplicaEndpoint) -> bool:
+        """Let another replica resume a stream that was taken from a draining replica.
+
+        This is not a failure: it counts neither against the request nor against the replica.
+
+        Returns:
+            Whether the response was already complete but for its end.
+        """
+        context = self._context
+        if self._complete_lost_stream():
+            return True
+        log.info("stream_moved", replica=replica.name, model=context.pool.model)
+        context.failed_replicas.add(replica.name)
+        context.failing_since = context.failing_since or self._config.clock()
+        return False
 
     def _select_hedge(self) -> RoutingDecision | None:
         """Select a second replica that streams and has not failed the request, if capacity can be spared.

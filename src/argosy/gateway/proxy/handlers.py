@@ -131,6 +131,34 @@ class CompletionHandlers:
         now = self._clock()
         for relay in tuple(self._relays):
             relay.check_timeouts(now, self._stream_timeouts)
+        self._move_streams(now)
+
+    def _move_streams(self, now: float) -> None:
+        """Move native streams off draining replicas, as far as other replicas of their arithmetic have room.
+
+        Streams of other backends stay, because they would not be resumed exactly.
+        """
+        for pool in self._dispatchers:
+            sources = {
+                id(replica): replica
+                for replica in pool.replicas.values()
+                if replica.arithmetic_id
+                and replica.kind == "argosy"
+                and replica.must_move_streams(now)
+            }
+            if not sources:
+                continue
+            room = {
+                replica.arithmetic_id: pool.count_room_for_moves(replica.arithmetic_id, now)
+                for replica in sources.values()
+            }
+            for relay in tuple(self._relays):
+                replica = relay.replica
+                if replica is None or id(replica) not in sources:
+                    continue
+                if room[replica.arithmetic_id] > 0:
+                    room[replica.arithmetic_id] -= 1
+                    relay.move()
 
     def _start_early(self, relay: ResponseRelay) -> None:
         relay.start_early(self._clock())

@@ -118,6 +118,17 @@ class ResponseRelay:
             response.pause_reading()
         response.stream_body(self._on_data)
 
+    @property
+    def replica(self) -> ReplicaEndpoint | None:
+        """Replica of the attached stream; None between two attempts."""
+        return None if self._response is None else self._replica
+
+    def move(self) -> None:
+        """End the attempt although the replica works, so that another replica resumes the stream."""
+        if self._response is not None and self.early_finish_reason is None:
+            self.exit_fast_path()
+            self._response.abort_for_move()
+
     def finish_upstream(self) -> None:
         """Forward the end of the attached stream, which has ended.
 

@@ -11,10 +11,15 @@ from argosy.gateway.upstream.fetch import fetch_path, fetch_response
 from argosy.gateway.upstream.name_resolution import resolve_addresses
 from argosy.gateway.upstream.tls import UpstreamTls, create_client_ssl_context
 from argosy.gateway.upstream.upstream import Upstream
-from argosy.gateway.upstream.upstream_response import ResponseTooLargeError, UpstreamResponse
+from argosy.gateway.upstream.upstream_response import (
+    ResponseTooLargeError,
+    StreamMovedError,
+    UpstreamResponse,
+)
 
 __all__ = [
     "ResponseTooLargeError",
+    "StreamMovedError",
     "Upstream",
     "UpstreamError",
     "UpstreamResponse",

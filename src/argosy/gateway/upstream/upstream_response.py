@@ -26,6 +26,13 @@ class ResponseTooLargeError(UpstreamError):
         super().__init__(message, outcome=None)
 
 
+class StreamMovedError(UpstreamError):
+    """The gateway ended the response because its replica drains. Another replica resumes it."""
+
+    def __init__(self) -> None:
+        super().__init__("the replica drains", outcome=None)
+
+
 class UpstreamResponse:
     """A `ResponseListener` whose status and end can be awaited. The body is buffered until `stream_body`."""
 
@@ -146,6 +153,10 @@ class UpstreamResponse:
     def abort(self, reason: str) -> None:
         """Close the connection. All waiters get an UpstreamError with this reason."""
         self._abort_with(UpstreamError(reason))
+
+    def abort_for_move(self) -> None:
+        """Close the connection. All waiters get a `StreamMovedError`."""
+        self._abort_with(StreamMovedError())
 
     def finish_early(self) -> None:
         """Close the connection and end the response as complete, although the replica would continue."""

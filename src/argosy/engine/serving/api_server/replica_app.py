@@ -86,6 +86,7 @@ class ReplicaApp:
             "/tokenize": self._tokenize,
             "/detokenize": self._detokenize,
             "/drain": self._drain,
+            "/undrain": self._undrain,
         }
         self._routes = {
             path: EndpointRoute(path, "GET", handler) for path, handler in get_handlers.items()
@@ -241,3 +242,8 @@ class ReplicaApp:
         body = parse_body(DrainRequest, raw) if raw.strip() else DrainRequest()
         self._replica.drain(body.deadline_s)
         await exchange.send_response(200, _encode(StatusResponse(status="draining")))
+
+    async def _undrain(self, exchange: HttpExchange) -> None:
+        check_no_page_request(exchange)
+        self._replica.undrain()
+        await exchange.send_response(200, _encode(StatusResponse(status=self._replica.state)))

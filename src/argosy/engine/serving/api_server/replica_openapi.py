@@ -143,6 +143,7 @@ def _paths() -> dict[str, Any]:
                 "drain", StatusResponse, body=DrainRequest, optional_body=True
             )
         },
+        "/undrain": {"post": status_operation("undrain", StatusResponse)},
         "/metrics": {
             "get": _build_operation("metrics", {"text/plain": {"schema": {"type": "string"}}}, {})
         },

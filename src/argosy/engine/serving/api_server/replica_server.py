@@ -151,6 +151,7 @@ class ReplicaServer:
         log.info(
             "draining", deadline_s=deadline_s, in_flight=self.replica_state.http_requests_in_flight
         )
+        self.replica_state.is_stopping = True
         self.replica_state.drain(deadline_s)
         if self._engine.state in {"failed", "starting"}:
             self.replica_state.abort_all()

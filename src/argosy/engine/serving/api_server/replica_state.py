@@ -103,6 +103,8 @@ class ReplicaState:
         self.preparation_threads = PreparationThreads()
         self.http_requests_in_flight = 0
         """HTTP requests in progress, of any kind."""
+        self.is_stopping = False
+        """Whether the replica shuts down, so that a drain cannot be undone."""
         self._generation_requests = 0
         self._model: LoadedModel | None = None
         self._draining = False
@@ -220,6 +222,19 @@ class ReplicaState:
         if deadline_s is not None:
             loop = asyncio.get_running_loop()
             self._drain_timer = loop.call_later(deadline_s, self.abort_all)
+
+    def undrain(self) -> None:
+        """Accept requests again after `drain`.
+
+        Raises:
+            ApiError: 503 if the replica drains because it shuts down.
+        """
+        if self.is_stopping:
+            raise self.unavailable_error()
+        self._draining = False
+        if self._drain_timer is not None:
+            self._drain_timer.cancel()
+            self._drain_timer = None
 
     def abort_all(self) -> None:
         """End every running request with the error code `draining`."""

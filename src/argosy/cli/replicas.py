@@ -1,0 +1,263 @@
+"""`argosy replicas`: the replicas of a running gateway, and the decisions of operators about them."""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer import Argument, Option
+
+from argosy.cli.failure import EXIT_FAILURE, fail
+from argosy.cli.output import JsonOutput, print_json, print_records
+from argosy.cli.server_client import error_message, explain_connect_error, open_client
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import httpx2
+
+app = typer.Typer(
+    no_args_is_help=True, help="List, drain, cordon and weigh the replicas of a gateway."
+)
+
+POLL_INTERVAL_S = 0.5
+
+Url = Annotated[str, Option(help="URL of the gateway, or unix:PATH.", envvar="ARGOSY_URL")]
+ApiKey = Annotated[
+    str | None,
+    Option(
+        "--api-key",
+        "--key",
+        help="API key with a role for the whole gateway: viewer to read, operator to change.",
+        envvar="ARGOSY_API_KEY",
+    ),
+]
+ReplicaArgument = Annotated[
+    str,
+    Argument(metavar="REPLICA", help="Name of the replica, as `argosy replicas list` prints it."),
+]
+ModelOption = Annotated[
+    str | None,
+    Option("--model", help="Model, if replicas of several models have this name and one is meant."),
+]
+ModelFilter = Annotated[str | None, Option("--model", help="Only replicas of this model.")]
+Reason = Annotated[str, Option(help="Why, for other operators and the audit log.")]
+DEFAULT_URL = "http://127.0.0.1:8000"
+
+
+@app.command("list")
+def list_replicas(
+    *,
+    model: ModelFilter = None,
+    status: Annotated[str | None, Option(help="Only replicas with this status.")] = None,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+    json: JsonOutput = False,
+) -> None:
+    """List the replicas with their status and its reason, as this gateway sees them."""
+    replicas = _call(url, api_key, "GET", "/admin/replicas", model=model, status=status)["data"]
+    columns = ("model", "replica", "status", "since", "weight", "running", "waiting")
+    print_records(
+        replicas,
+        (*columns, "arithmetic", "build", "zone", "reason"),
+        lambda view: (
+            *(view["model"], view["replica"], view["status"]),
+            view["since"] and _format_time(view["since"]),
+            f"{view['weight']:g}",
+            *(view["running"], view["waiting"]),
+            view["arithmetic_id"][:8],
+            *(view["build"], view["zone"], view["reason"]),
+        ),
+        "No replicas match.",
+        json=json,
+    )
+
+
+@app.command()
+def drain(
+    replica: ReplicaArgument,
+    *,
+    model: ModelOption = None,
+    grace: Annotated[
+        float, Option(min=0, help="Seconds that running streams may continue before they move.")
+    ] = 0.0,
+    wait: Annotated[
+        bool, Option("--wait", help="Wait until no request is left on the replica.")
+    ] = False,
+    timeout: Annotated[
+        float, Option(min=0, help="With --wait: seconds after which to fail with status 1.")
+    ] = 600.0,
+    reason: Reason = "",
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+    json: JsonOutput = False,
+) -> None:
+    """Stop new requests to a replica, and move its streams to others of the same arithmetic.
+
+    Streams that no other replica can take finish where they are.
+    """
+    fields = {"replica": replica, "model": model, "grace_s": grace, "reason": reason}
+    change = _call(url, api_key, "POST", "/admin/replicas/drain", fields)
+    if wait:
+        change["replicas"] = _wait_until_drained(url, api_key, change["replicas"], timeout)
+    _print_change(change, "is drained" if wait else "drains", json=json)
+
+
+@app.command()
+def cordon(
+    replica: ReplicaArgument,
+    *,
+    model: ModelOption = None,
+    reason: Reason = "",
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+    json: JsonOutput = False,
+) -> None:
+    """Stop new requests to a replica. Running ones continue there."""
+    fields = {"replica": replica, "model": model, "reason": reason}
+    change = _call(url, api_key, "POST", "/admin/replicas/cordon", fields)
+    _print_change(change, "is cordoned", json=json)
+
+
+@app.command()
+def undrain(
+    replica: ReplicaArgument,
+    *,
+    model: ModelOption = None,
+    reason: Reason = "",
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+    json: JsonOutput = False,
+) -> None:
+    """Let a replica get requests again, after a drain or a cordon."""
+    fields = {"replica": replica, "model": model, "reason": reason}
+    change = _call(url, api_key, "POST", "/admin/replicas/undrain", fields)
+    _print_change(change, "gets requests again", json=json)
+
+
+app.command("uncordon")(undrain)
+
+
+@app.command()
+def weight(
+    replica: ReplicaArgument,
+    value: Annotated[
+        float, Argument(metavar="WEIGHT", min=0.001, max=1000, help="For example 0.5 for half.")
+    ],
+    *,
+    model: ModelOption = None,
+    reason: Reason = "",
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+    json: JsonOutput = False,
+) -> None:
+    """Set a replica's share of the requests relative to others, which have weight 1."""
+    fields = {"replica": replica, "model": model, "weight": value, "reason": reason}
+    change = _call(url, api_key, "POST", "/admin/replicas/weight", fields)
+    _print_change(change, f"has weight {value:g}", json=json)
+
+
+@app.command()
+def events(
+    *,
+    model: ModelFilter = None,
+    replica: Annotated[str | None, Option(help="Only this replica.")] = None,
+    limit: Annotated[int, Option(min=1, max=1000, help="Maximum number of events.")] = 100,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+    json: JsonOutput = False,
+) -> None:
+    """List recent status changes that this gateway saw and the decisions of operators, newest first."""
+    found = _call(
+        url, api_key, "GET", "/admin/replicas/events", model=model, replica=replica, limit=limit
+    )["data"]
+    print_records(
+        found,
+        ("at", "model", "replica", "event", "by", "reason"),
+        lambda event: (
+            _format_time(event["at"]),
+            *(event["model"], event["replica"], _describe_event(event)),
+            *(event["actor"], event["reason"]),
+        ),
+        "No events.",
+        json=json,
+    )
+
+
+def _format_time(timestamp_s: float) -> str:
+    """Format seconds since the epoch in UTC, to the second."""
+    return datetime.fromtimestamp(timestamp_s, UTC).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _describe_event(event: dict[str, Any]) -> str:
+    if event["action"] is None:
+        return f"{event['previous']} -> {event['status']}"
+    return f"weight {event['weight']:g}" if event["weight"] is not None else str(event["action"])
+
+
+def _call(
+    url: str,
+    api_key: str | None,
+    method: str,
+    path: str,
+    body: Mapping[str, object] | None = None,
+    **parameters: object,
+) -> dict[str, Any]:
+    """Call the admin API and return its JSON. Failures end the command."""
+    import httpx2
+
+    given = {name: str(value) for name, value in parameters.items() if value is not None}
+    with open_client(url, api_key) as client:
+        try:
+            response = client.request(method, path, params=given, json=body)
+        except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
+            fail(f"no gateway answers at {url}: {explain_connect_error(error, 'check --url')}")
+        except httpx2.HTTPError as error:
+            fail(f"the connection to {url} broke ({error}); see the gateway's log", EXIT_FAILURE)
+    return _parse_response(response, url)
+
+
+def _parse_response(response: httpx2.Response, url: str) -> dict[str, Any]:
+    if response.status_code != 200:
+        fail(error_message(response.content))
+    try:
+        parsed = response.json()
+    except ValueError:
+        parsed = None
+    if not isinstance(parsed, dict):
+        fail(f"the server at {url} is not an Argosy gateway; check --url")
+    return parsed
+
+
+def _wait_until_drained(
+    url: str, api_key: str | None, replicas: list[dict[str, Any]], timeout_s: float
+) -> list[dict[str, Any]]:
+    """Wait until no request is left on the replicas, and return their final views."""
+    names = {(view["model"], view["replica"]) for view in replicas}
+    give_up_at = time.monotonic() + timeout_s
+    while True:
+        listed = _call(url, api_key, "GET", "/admin/replicas")["data"]
+        current = [view for view in listed if (view["model"], view["replica"]) in names]
+        if all(view["is_drained"] for view in current):
+            return current
+        if any(view["state"] != "draining" for view in current):
+            fail("another operator ended the drain; see `argosy replicas events`", EXIT_FAILURE)
+        if time.monotonic() > give_up_at:
+            left = sum(max(view["in_flight"], view["running"]) for view in current)
+            fail(
+                f"{left} requests are left after {timeout_s:g} s; wait longer with --timeout",
+                EXIT_FAILURE,
+            )
+        time.sleep(POLL_INTERVAL_S)
+
+
+def _print_change(change: dict[str, Any], what: str, *, json: bool) -> None:
+    if json:
+        print_json(change)
+        return
+    for view in change["replicas"]:
+        typer.echo(f"{view['replica']} of {view['model']} {what}.")
+    if not change["persistent"]:
+        typer.echo("The gateway has no store: it forgets this when it stops.", err=True)

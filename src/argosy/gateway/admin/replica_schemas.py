@@ -1,0 +1,205 @@
+"""JSON types of the endpoints for pools and replicas. Times are seconds since the epoch."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from argosy.gateway.pool import Pool, ReplicaEndpoint
+from argosy.policy import ReplicaStatus
+from argosy.protocol import ArithmeticIdentity, StartupProgress
+from argosy.store import Name, ReplicaState, ReplicaWeight
+
+ReplicaNameText = Annotated[str, Meta(min_length=1, max_length=500)]
+StatusName = Annotated[str, Meta(pattern=f"^({'|'.join(ReplicaStatus)})$")]
+Reason = Annotated[str, Meta(max_length=500)]
+
+
+# --- responses -----------------------------------------------------------------------------------
+
+
+class ArithmeticGroupView(msgspec.Struct, frozen=True, kw_only=True):
+    """Replicas of a pool that compute the same bytes, and may resume each other's streams."""
+
+    id: str
+    replicas: list[str]
+    arithmetic: ArithmeticIdentity | None
+    """Parts of the identity. None for servers whose arithmetic is only named in the settings."""
+
+
+class PoolView(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="pool"):
+    """The replicas of one model."""
+
+    model: str
+    routing: str
+    active_requests: int
+    """Requests of this gateway that wait or run."""
+    replicas: int
+    statuses: dict[str, int]
+    """Number of replicas by status."""
+    arithmetics: list[ArithmeticGroupView]
+    is_mixed: bool
+    """Whether streams cannot be resumed on every replica of the pool."""
+
+
+class ReplicaView(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="replica"):
+    """A replica as this gateway sees it."""
+
+    model: str
+    replica: str
+    kind: str
+    status: ReplicaStatus
+    reason: str
+    """Why the replica has this status; empty if it is ready."""
+    since: float | None
+    """When this gateway first saw this status; None if that was at its own start."""
+    state: ReplicaState
+    """Decision of operators or of the settings file."""
+    weight: float
+    changed_by: str
+    """Name of the operator who decided; empty if only the settings file applies."""
+    changed_at: float | None
+    is_drained: bool
+    """Whether an operator drains the replica and no request is left there."""
+    in_flight: int
+    """Running requests of this gateway."""
+    slots: int
+    """Requests that the replica runs at a time."""
+    running: int
+    waiting: int
+    """Requests of all clients, by the replica's latest report."""
+    queued_tokens: int
+    kv_usage_ratio: float
+    report_age_s: float | None
+    """Age of the latest load report; None without one."""
+    max_model_len: int | None
+    arithmetic_id: str
+    arithmetic: ArithmeticIdentity | None
+    build: str
+    model_revision: str
+    accelerator: str
+    zone: str
+    labels: dict[str, str]
+    phase: str
+    startup: StartupProgress | None
+
+
+class ReplicaChangeView(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="replica.change"
+):
+    """Result of a decision."""
+
+    persistent: bool
+    """Whether the decision is stored and applies to every gateway of the store. Otherwise it is kept in the memory of
+    this gateway until it stops."""
+    replicas: list[ReplicaView]
+
+
+class ReplicaEventView(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="replica.event"
+):
+    """Status change that this gateway saw, or decision of an operator."""
+
+    at: float
+    model: str
+    replica: str
+    status: str | None = None
+    """New status; None for a decision."""
+    previous: str | None = None
+    action: str | None = None
+    """Decision: `cordon`, `drain`, `undrain` or `weight`."""
+    actor: str | None = None
+    weight: float | None = None
+    reason: str = ""
+
+
+def to_replica_view(pool: Pool, replica: ReplicaEndpoint) -> ReplicaView:
+    """Build the view of a replica at this moment."""
+    now, wall_now = time.monotonic(), time.time()
+    since, load, report, admin = (
+        replica.observe_status(now),
+        replica.load,
+        replica.report,
+        replica.admin,
+    )
+    has_report = load.reported_at > 0
+    is_idle = not load.in_flight and not (
+        report.server_load if report is not None else load.running + load.waiting
+    )
+    return ReplicaView(
+        model=pool.model,
+        replica=replica.name,
+        kind=replica.kind,
+        status=replica.status(now),
+        reason=replica.status_reason(now),
+        since=wall_now - (now - since) if since else None,
+        state=admin.state.value,
+        weight=admin.weight,
+        changed_by=admin.setting.changed_by if admin.setting else "",
+        changed_at=admin.setting.changed_at if admin.setting else None,
+        is_drained=admin.state == "draining" and is_idle,
+        in_flight=load.in_flight,
+        slots=replica.slots,
+        running=load.running,
+        waiting=load.waiting,
+        queued_tokens=load.queued_tokens,
+        kv_usage_ratio=load.kv_usage_ratio,
+        report_age_s=now - load.reported_at if has_report else None,
+        max_model_len=replica.max_model_len,
+        arithmetic_id=replica.arithmetic_id,
+        arithmetic=report.arithmetic if report else None,
+        build=report.build if report else "",
+        model_revision=report.model_revision if report else "",
+        accelerator=report.accelerator if report else "",
+        zone=report.zone if report else "",
+        labels=report.labels if report else {},
+        phase=report.phase if report else "",
+        startup=report.startup if report else None,
+    )
+
+
+# --- parameters and bodies -----------------------------------------------------------------------
+
+
+class ReplicaFilter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Parameters of the list of replicas."""
+
+    model: Name | None = None
+    replica: ReplicaNameText | None = None
+    status: StatusName | None = None
+
+
+class EventsQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Parameters of the list of events."""
+
+    model: Name | None = None
+    replica: ReplicaNameText | None = None
+    limit: Annotated[int, Meta(ge=1, le=1000)] = 100
+
+
+class ReplicaName(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Replica that a decision is about."""
+
+    replica: ReplicaNameText
+    """Name of the replica."""
+    model: Name | None = None
+    """Model, if replicas of several models have the name and only one is meant."""
+    reason: Reason = ""
+    """Why, for other operators."""
+
+
+class DrainReplica(ReplicaName, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Replica to drain."""
+
+    grace_s: Annotated[float, Meta(ge=0, le=86_400)] = 0.0
+    """How long running streams may continue there before they move."""
+
+
+class WeighReplica(ReplicaName, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Replica and its weight."""
+
+    weight: ReplicaWeight
+    """Share of the requests relative to other replicas, for example 0.5 for half."""

@@ -1,0 +1,206 @@
+"""Endpoints for pools and replicas: their state with its reason, and the decisions of operators."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import TypeVar
+
+import msgspec
+
+from argosy.gateway.admin.endpoints import AdminEndpoints, AdminRequest, AdminScope
+from argosy.gateway.admin.replica_schemas import (
+    ArithmeticGroupView,
+    DrainReplica,
+    EventsQuery,
+    PoolView,
+    ReplicaChangeView,
+    ReplicaEventView,
+    ReplicaFilter,
+    ReplicaName,
+    ReplicaView,
+    WeighReplica,
+    to_replica_view,
+)
+from argosy.gateway.admin.schemas import Page, get_given_fields
+from argosy.gateway.model_registry import ReplicaChange
+from argosy.gateway.pool import Pool
+from argosy.process import run_in_daemon_thread
+from argosy.store import AuditEntry, ReplicaState, Store
+
+V = TypeVar("V", bound=msgspec.Struct)
+
+endpoints = AdminEndpoints()
+
+REPLICAS = "/admin/replicas"
+AUDIT_ACTIONS = "replica."
+"""Beginning of the audit actions that are decisions about replicas."""
+
+
+@endpoints.register("GET", "/admin/pools", "viewer", "gateway", is_nonblocking=True)
+def list_pools(scope: AdminScope, request: AdminRequest) -> Page[PoolView]:  # noqa: ARG001 - lists all pools
+    """List the pools, each with its replicas by status and its arithmetics."""
+    return _build_page([_build_pool_view(pool) for pool in scope.replicas.pools()])
+
+
+@endpoints.register(
+    "GET", REPLICAS, "viewer", "gateway", query_type=ReplicaFilter, is_nonblocking=True
+)
+def list_replicas(scope: AdminScope, request: AdminRequest) -> Page[ReplicaView]:
+    """List the replicas with their status and its reason, as this gateway sees them."""
+    query = request.query
+    views = [
+        to_replica_view(pool, replica) for pool, replica in scope.replicas.replicas(query.model)
+    ]
+    return _build_page(
+        [
+            view
+            for view in views
+            if query.status in {None, view.status} and query.replica in {None, view.replica}
+        ]
+    )
+
+
+@endpoints.register(
+    "GET",
+    REPLICAS + "/events",
+    "viewer",
+    "gateway",
+    query_type=EventsQuery,
+    is_nonblocking=True,
+)
+async def list_replica_events(scope: AdminScope, request: AdminRequest) -> Page[ReplicaEventView]:
+    """List recent status changes that this gateway saw and the decisions of operators, newest first."""
+    query = request.query
+    wall_offset = time.time() - time.monotonic()
+    events = [
+        ReplicaEventView(
+            at=event.at + wall_offset,
+            model=pool.model,
+            replica=event.replica,
+            status=event.status,
+            previous=event.previous,
+            reason=event.reason,
+        )
+        for pool in scope.replicas.pools(query.model)
+        for event in pool.status_events
+    ]
+    if scope.store is not None:
+        entries = await run_in_daemon_thread(_read_decisions, scope.store, query.limit)
+        models = [pool.model for pool in scope.replicas.pools()]
+        events += [_to_event_view(entry, models) for entry in entries]
+    matching = [
+        event
+        for event in events
+        if query.model in {None, event.model} and query.replica in {None, event.replica}
+    ]
+    matching.sort(key=lambda event: event.at, reverse=True)
+    return _build_page(matching[: query.limit], has_more=len(matching) > query.limit)
+
+
+def _register_change(
+    action: str, state: ReplicaState | None, summary: str, body_type: type
+) -> None:
+    """Register the endpoint that applies one kind of decision."""
+
+    async def change_replica(scope: AdminScope, request: AdminRequest) -> ReplicaChangeView:
+        fields = get_given_fields(request.body)
+        replica, model = fields.pop("replica"), fields.pop("model")
+        change = ReplicaChange(
+            action=action, **fields | ({} if state is None else {"state": state})
+        )
+        changed = await scope.replicas.change(replica, model, change, request.actor)
+        return ReplicaChangeView(
+            persistent=scope.replicas.is_persistent,
+            replicas=[to_replica_view(pool, replica) for pool, replica in changed],
+        )
+
+    change_replica.__name__ = f"{action}_replica"
+    change_replica.__doc__ = summary
+    endpoints.register(
+        "POST",
+        f"{REPLICAS}/{action}",
+        "operator",
+        "gateway",
+        body_type=body_type,
+        is_nonblocking=True,
+    )(change_replica)
+
+
+def _build_pool_view(pool: Pool) -> PoolView:
+    now = time.monotonic()
+    groups = pool.group_by_arithmetic()
+    return PoolView(
+        model=pool.model,
+        routing=pool.routing_policy,
+        active_requests=pool.active_requests,
+        replicas=len(pool.replicas),
+        statuses=dict(Counter(replica.status(now).value for replica in pool.replicas.values())),
+        arithmetics=[
+            ArithmeticGroupView(
+                id=arithmetic_id,
+                replicas=[replica.name for replica in group],
+                arithmetic=next(
+                    (each.report.arithmetic for each in group if each.report is not None), None
+                ),
+            )
+            for arithmetic_id, group in groups.items()
+        ],
+        is_mixed=len(groups) > 1,
+    )
+
+
+def _read_decisions(store: Store, limit: int) -> list[AuditEntry]:
+    return store.audit_log.list_entries(action_prefix=AUDIT_ACTIONS, limit=limit)
+
+
+def _to_event_view(entry: AuditEntry, models: Sequence[str]) -> ReplicaEventView:
+    """Build the view of a decision from its audit entry, whose details are values or [old, new].
+
+    The subject is the model and the replica, both of which may contain slashes.
+    """
+    details = {
+        name: value[-1] if isinstance(value, list) else value
+        for name, value in entry.details.items()
+    }
+    candidates = [model for model in models if entry.subject.startswith(f"{model}/")]
+    model = max(candidates, key=len, default=entry.subject.partition("/")[0])
+    return ReplicaEventView(
+        at=entry.at,
+        model=model,
+        replica=entry.subject.removeprefix(f"{model}/"),
+        action=entry.action.removeprefix(AUDIT_ACTIONS),
+        actor=entry.actor,
+        weight=details.get("weight"),
+        reason=details.get("reason") or "",
+    )
+
+
+def _build_page(views: list[V], *, has_more: bool = False) -> Page[V]:
+    return Page(data=views, has_more=has_more, first_id=None, last_id=None)
+
+
+_DECISIONS: tuple[tuple[str, ReplicaState | None, str, type], ...] = (
+    (
+        "cordon",
+        "cordoned",
+        "Stop new requests to a replica. Running ones continue there.",
+        ReplicaName,
+    ),
+    (
+        "drain",
+        "draining",
+        "Stop new requests to a replica, and move its streams to other replicas.",
+        DrainReplica,
+    ),
+    (
+        "undrain",
+        "active",
+        "Let a replica get requests again, after a drain or a cordon.",
+        ReplicaName,
+    ),
+    ("weight", None, "Set a replica's share of the requests relative to others.", WeighReplica),
+)
+for _action, _state, _summary, _body_type in _DECISIONS:
+    _register_change(_action, _state, _summary, _body_type)

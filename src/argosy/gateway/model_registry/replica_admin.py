@@ -1,0 +1,119 @@
+"""Operators' decisions about replicas: found, stored or kept in memory, and applied to the pools."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from functools import partial
+
+import msgspec
+import structlog
+from msgspec import UNSET, UnsetType
+
+from argosy.gateway.model_registry.model_router import ModelRouter
+from argosy.gateway.pool import Pool, ReplicaEndpoint
+from argosy.process import run_in_daemon_thread
+from argosy.store import NotFoundError, ReplicaSetting, ReplicaState, Store
+
+log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
+
+
+class ReplicaChange(msgspec.Struct, frozen=True, kw_only=True):
+    """Change of replicas that an operator wants."""
+
+    action: str
+    """Verb for the audit log, such as `drain`."""
+    state: ReplicaState | UnsetType = UNSET
+    weight: float | UnsetType = UNSET
+    grace_s: float = 0.0
+    reason: str = ""
+
+
+class ReplicaAdmin:
+    """Lists replicas and applies operators' decisions. Not thread-safe: use it from one event loop.
+
+    Args:
+        router: The pools.
+        store: Where decisions are kept for all gateways. None keeps them in the memory of this one.
+    """
+
+    def __init__(self, router: ModelRouter, store: Store | None) -> None:
+        self._router = router
+        self._store = store
+
+    @property
+    def is_persistent(self) -> bool:
+        """Whether decisions survive this gateway and apply to all gateways of the store."""
+        return self._store is not None
+
+    def pools(self, model: str | None = None) -> list[Pool]:
+        """Return all pools, or the one of a model.
+
+        Raises:
+            NotFoundError: No pool has this model.
+        """
+        pools = [pool for pool in self._router.pools if model in {None, pool.model}]
+        if model is not None and not pools:
+            names = ", ".join(pool.model for pool in self._router.pools)
+            raise NotFoundError(f"There is no model {model[:200]!r}. Use one of: {names}.")
+        return pools
+
+    def replicas(self, model: str | None = None) -> Iterator[tuple[Pool, ReplicaEndpoint]]:
+        """Yield the replicas of all pools, or of one model. Raises NotFoundError for an unknown model."""
+        return ((pool, replica) for pool in self.pools(model) for replica in pool.replicas.values())
+
+    async def change(
+        self, name: str, model: str | None, change: ReplicaChange, actor: str
+    ) -> list[tuple[Pool, ReplicaEndpoint]]:
+        """Apply a decision to the replicas with this name, in one pool or in all, and return them.
+
+        Raises:
+            NotFoundError: No replica has this name.
+            ValueError: A field is invalid.
+            StoreError: The decision cannot be stored. Nothing was changed.
+        """
+        changed = [found for found in self.replicas(model) if found[1].name == name]
+        if not changed:
+            known = sorted({replica.name for _, replica in self.replicas(model)})[:20]
+            raise NotFoundError(
+                f"There is no replica {name[:200]!r}. Use one of: {', '.join(known)}."
+            )
+        for pool, replica in changed:
+            setting = await self._store_change(pool.model, replica, change, actor)
+            pool.apply_setting(setting, time.monotonic(), time.time())
+            log.info(
+                "replica_setting_changed",
+                model=pool.model,
+                replica=name,
+                action=change.action,
+                actor=actor,
+                reason=change.reason,
+                persistent=self.is_persistent,
+            )
+        return changed
+
+    async def _store_change(
+        self, model: str, replica: ReplicaEndpoint, change: ReplicaChange, actor: str
+    ) -> ReplicaSetting:
+        if self._store is not None:
+            fields = msgspec.structs.asdict(change)
+            action = fields.pop("action")
+            change_setting = partial(
+                self._store.replica_settings.change_setting,
+                *(model, replica.name, action),
+                actor=actor,
+                **fields,
+            )
+            return await run_in_daemon_thread(change_setting)
+        current, state, weight = replica.admin.setting, change.state, change.weight
+        return ReplicaSetting(
+            id=f"{model}/{replica.name}",
+            model=model,
+            replica=replica.name,
+            state=state if state is not UNSET else current.state if current else None,
+            weight=weight if weight is not UNSET else current.weight if current else None,
+            grace_s=change.grace_s,
+            reason=change.reason,
+            changed_at=time.time(),
+            changed_by=actor,
+        )
