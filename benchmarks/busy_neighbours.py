@@ -2,9 +2,9 @@
 
     python -m benchmarks.busy_neighbours [--shape llama-160m] [--sequences 16] [--seconds 8]
 
-Each neighbour computes for a part of each period of 20 ms and sleeps for the rest. Each measurement runs in a
-process of its own. It decodes greedily and counts the tokens after its first seconds. `threads` 0 stands for
-adaptive threads. `used` is their number at the end.
+Each neighbour computes for a part of each period of 20 ms and sleeps for the rest. Each measurement is made in a
+process of its own, which decodes greedily. Its first seconds do not count. `threads` 0 stands for adaptive threads.
+`used` is their number at the end.
 """
 
 from __future__ import annotations

@@ -11,8 +11,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from argosy.engine import LLM, AsyncLLM, CompletionOutput, EngineConfig, RequestOutput
-    from argosy.protocol import ApiError, SamplingParams
+    from argosy.engine import (
+        LLM,
+        AsyncLLM,
+        CompletionOutput,
+        EngineConfig,
+        RequestOutput,
+        SamplingParams,
+    )
+    from argosy.protocol import ApiError
 
 __all__ = [
     "LLM",
@@ -26,7 +33,6 @@ __all__ = [
 
 _PACKAGE_BY_NAME = dict.fromkeys(__all__, "argosy.engine") | {
     "ApiError": "argosy.protocol",
-    "SamplingParams": "argosy.protocol",
 }
 
 

@@ -1,10 +1,16 @@
-"""`LLM` and `AsyncLLM` on the bundled model: order, n, stop strings, seeds, errors."""
+"""`LLM` and `AsyncLLM` on the bundled model: order, n, stop strings, seeds, errors, and the arguments of vLLM."""
 
 import itertools
+from collections.abc import Callable
 from contextlib import aclosing
+from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
+import structlog
+import torch
 
 from argosy import LLM, ApiError, AsyncLLM, EngineConfig, RequestOutput, SamplingParams
 from argosy.models import BUNDLED_MODEL
@@ -109,6 +115,137 @@ def test_chat_renders_template(llm: LLM) -> None:
     assert texts(two) == texts(one) * 2
 
 
+TOKEN_ID_SHAPES: dict[str, Callable[[list[int]], Any]] = {
+    "numpy array": np.array,
+    "numpy uint16": lambda ids: np.array(ids, np.uint16),
+    "torch tensor": torch.tensor,
+    "tuple": tuple,
+    "iterator": iter,
+    "numpy integers": lambda ids: [np.int64(token_id) for token_id in ids],
+    "dictionary": lambda ids: {"prompt_token_ids": np.array(ids)},
+    "dictionary with text": lambda ids: {
+        "prompt_token_ids": ids,
+        "prompt": "ignored",
+        "multi_modal_data": None,
+    },
+    "two-dimensional tensor": lambda ids: torch.tensor([ids]),
+    "generator of dictionaries": lambda ids: ({"prompt_token_ids": ids} for _ in range(1)),
+}
+
+
+@pytest.mark.parametrize("shape", TOKEN_ID_SHAPES)
+def test_token_ids_have_any_shape(llm: LLM, shape: str) -> None:
+    by_text = llm.generate("The sun is", GREEDY)[0]
+    (output,) = llm.generate(TOKEN_ID_SHAPES[shape](by_text.prompt_token_ids), GREEDY)
+    assert output.prompt_token_ids == by_text.prompt_token_ids
+    assert output.outputs[0].text == by_text.outputs[0].text
+
+
+def test_prompts_are_dictionaries_or_come_from_generators(llm: LLM) -> None:
+    expected = texts(llm.generate(["The sun is", "One, two,"], GREEDY))
+    for prompts in (
+        (prompt for prompt in ("The sun is", "One, two,")),
+        [{"prompt": "The sun is"}, {"prompt": "One, two,", "cache_salt": "mine"}],
+        ({"prompt": "The sun is"}, "One, two,"),
+        np.array(["The sun is", "One, two,"]),
+    ):
+        assert texts(llm.generate(prompts, GREEDY)) == expected
+    assert texts(llm.generate({"prompt": "The sun is"}, GREEDY)) == expected[:1]
+    assert llm.generate([], GREEDY) == []
+
+
+def test_sampling_params_accept_vllm_arguments(llm: LLM) -> None:
+    text = texts(llm.generate("Once upon a time", GREEDY))[0]
+    stop = text.split()[3]
+    count: Any = np.int64(2)
+    no_effect: dict[str, Any] = {"detokenize": True, "best_of": None, "bad_words": []}
+    for params in (
+        SamplingParams(max_tokens=100, temperature=0, stop=stop, n=count),
+        SamplingParams(max_tokens=100, temperature=0, stop=[stop], n=2, **no_effect),
+    ):
+        (output,) = llm.generate("Once upon a time", sampling_params=params, use_tqdm=False)
+        assert [choice.text for choice in output.outputs] == [text[: text.index(stop)]] * 2
+        assert [choice.stop_reason for choice in output.outputs] == [stop] * 2
+        assert output.finished
+        assert all(choice.finished() for choice in output.outputs)
+    banned = llm.generate("Once upon a time", GREEDY)[0].outputs[0].token_ids[0]
+    bias: dict[Any, Any] = {np.int64(banned): np.float32(-100)}
+    params = SamplingParams(temperature=0, logit_bias=bias)
+    assert llm.generate("Once upon a time", params)[0].outputs[0].token_ids[0] != banned
+    complete = llm.generate("Once", SamplingParams(max_tokens=None, temperature=0, ignore_eos=True))
+    assert len(complete[0].outputs[0].token_ids) == 256 - len(complete[0].prompt_token_ids)
+
+
+def test_seed_of_llm_makes_unseeded_requests_repeatable() -> None:
+    def run() -> list[str]:
+        with LLM(CONFIG, seed=3, progress="off") as llm:
+            return texts(llm.generate(["Once", "Once"], SamplingParams(temperature=1.5)))
+
+    first = run()
+    assert first[0] != first[1]
+    assert run() == first
+
+
+def test_chat_accepts_vllm_arguments(llm: LLM) -> None:
+    no_effect: dict[str, Any] = {"chat_template_content_format": "auto", "lora_request": None}
+    (plain,) = llm.chat(CONVERSATION, GREEDY)
+    (by_name,) = llm.chat(
+        messages=iter([CONVERSATION]),
+        sampling_params=GREEDY,
+        use_tqdm=False,
+        add_generation_prompt=True,
+        tools=None,
+        **no_effect,
+    )
+    assert by_name.outputs == plain.outputs
+    (unprompted,) = llm.chat(CONVERSATION, GREEDY, add_generation_prompt=False)
+    assert plain.prompt.startswith(unprompted.prompt)
+    assert plain.prompt != unprompted.prompt
+    begun = [*CONVERSATION, {"role": "assistant", "content": "I am"}]
+    (continued,) = llm.chat(begun, GREEDY, add_generation_prompt=False, continue_final_message=True)
+    assert continued.prompt.endswith("I am")
+    template = "{% for message in messages %}<{{ message.content }}>{% endfor %}"
+    (templated,) = llm.chat(CONVERSATION, GREEDY, chat_template=template)
+    assert templated.prompt == "<Hello! How are you?>"
+    assert texts(llm.chat(CONVERSATION, GREEDY)) == texts([plain])
+
+
+def test_tokenizer_metrics_and_prefix_cache(llm: LLM) -> None:
+    tokenizer = llm.get_tokenizer()
+    ids = tokenizer.encode("The sun is")
+    assert ids == llm.generate("The sun is", GREEDY)[0].prompt_token_ids
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "The sun is"
+    (chat,) = llm.chat(CONVERSATION, GREEDY)
+    rendered = tokenizer.apply_chat_template(CONVERSATION, add_generation_prompt=True)
+    assert rendered == chat.prompt_token_ids
+    prompt = "It was a dark and stormy night. " * 6
+    assert llm.reset_prefix_cache()
+    cached = [llm.generate(prompt, GREEDY)[0].cached_tokens for _ in range(2)]
+    assert cached[0] == 0 < cached[1]
+    assert llm.reset_prefix_cache()
+    assert llm.generate(prompt, GREEDY)[0].num_cached_tokens == 0
+    metrics = {metric.name: metric.value for metric in llm.get_metrics()}
+    assert metrics["argosy_generation_tokens_total"] > 24
+    assert metrics["argosy_requests_running"] == 0
+
+
+def test_progress_bar_of_the_caller_counts_prompts(llm: LLM) -> None:
+    calls: list[object] = []
+
+    class Bar:
+        def __init__(self, **options: object) -> None:
+            calls.append(options["total"])
+
+        def update(self, prompts: int) -> None:
+            calls.append(prompts)
+
+        def close(self) -> None:
+            calls.append("closed")
+
+    llm.generate(["One", "Two"], GREEDY, use_tqdm=Bar)
+    assert calls == [2, 1, 1, "closed"]
+
+
 def test_invalid_input_is_named_and_engine_stays_usable(llm: LLM) -> None:
     with pytest.raises(ApiError, match="prompt 1"):
         llm.generate([[5, 6], [10**6]], GREEDY)
@@ -120,7 +257,115 @@ def test_invalid_input_is_named_and_engine_stays_usable(llm: LLM) -> None:
         llm.chat([{"content": "no role"}], GREEDY)
     with pytest.raises(ValueError, match="mix"):
         llm.generate(["text", 1], GREEDY)  # type: ignore[arg-type]
+    with pytest.raises(ApiError, match="unknown field `tools`"):
+        llm.generate("x", GREEDY, tools=[])  # type: ignore[call-arg]
     assert texts(llm.generate("fine", GREEDY))
+
+
+INVALID_PROMPTS: dict[str, Any] = {
+    "prompt_embeds": {"prompt_embeds": 1},
+    "multi_modal_data": {"prompt": "x", "multi_modal_data": {"image": 1}},
+    "'prompts'": {"prompts": "x"},
+    "'prompt' or 'prompt_token_ids'": {},
+    "must be integers": np.array([1.5, 2.5]),
+    "integers, in a flat list": torch.zeros(1, 2, 3),
+    "type bool": [[True, False]],
+    "bytes": b"bytes",
+    "None": [None],
+    "int": 7,
+}
+"""Pattern of the error -> prompt."""
+
+
+@pytest.mark.parametrize("reason", INVALID_PROMPTS)
+def test_invalid_prompt_fails_alone_when_asked_to(llm: LLM, reason: str) -> None:
+    prompt = INVALID_PROMPTS[reason]
+    with pytest.raises((ApiError, TypeError), match=reason):
+        llm.generate(prompt, GREEDY)
+    if not isinstance(prompt, dict):
+        return
+    good, bad, too_long = llm.generate(
+        ["fine", prompt, "x " * 2000], SamplingParams(n=2, ignore_eos=True), on_error="return"
+    )
+    assert [choice.error for choice in good.outputs] == [None, None]
+    assert len(good.outputs[1].token_ids) == 16
+    for output in (bad, too_long):
+        assert [choice.text for choice in output.outputs] == ["", ""]
+        assert all(choice.error for choice in output.outputs)
+    assert reason in (bad.outputs[0].error or "")
+    assert "context" in (too_long.outputs[0].error or "")
+
+
+INVALID_SAMPLING_PARAMS: dict[str, dict[str, Any]] = {
+    "best_of.*n": {"best_of": 3},
+    "logits_processors.*logit_bias": {"logits_processors": [1]},
+    "temprature.*temperature": {"temprature": 1},
+}
+INVALID_CALLS: dict[str, Callable[[Any], object]] = {
+    "SamplingParams": lambda llm: llm.generate("x", {"temperature": 1}),
+    "bad_words": lambda llm: llm.generate("x", SamplingParams(bad_words=["x"])),
+    "lora_request": lambda llm: llm.generate("x", lora_request=object()),
+    "tokenization_kwargs": lambda llm: llm.generate("x", tokenization_kwargs={"x": 1}),
+    "beam_search": lambda llm: llm.beam_search(["x"]),
+    "sleep.*close": lambda llm: llm.sleep(),
+    "no attribute 'generat'": lambda llm: llm.generat("x"),
+}
+INVALID_OPTIONS: dict[str, dict[str, Any]] = {
+    "dtype.*EngineConfig": {"model": CONFIG, "dtype": "half"},
+    "dtype.*bfloat16": {"dtype": "int3"},
+    "block_size.*1": {"block_size": 0},
+    "max_seqs.*1": {"max_num_seqs": 0},
+    "tensor_parallel_size": {"tensor_parallel_size": 2},
+    "awq": {"quantization": "awq"},
+    "max_modellen.*max_model_len": {"max_modellen": 5},
+    "tokenizer": {"tokenizer": "other"},
+}
+
+
+@pytest.mark.parametrize("reason", [*INVALID_SAMPLING_PARAMS, *INVALID_CALLS, *INVALID_OPTIONS])
+def test_unsupported_argument_is_refused_by_name(llm: LLM, reason: str) -> None:
+    """The keys of the tables are the patterns of the messages."""
+    call: Callable[[], object]
+    if reason in INVALID_SAMPLING_PARAMS:
+        call = partial(SamplingParams, **INVALID_SAMPLING_PARAMS[reason])
+    elif reason in INVALID_CALLS:
+        call = partial(INVALID_CALLS[reason], llm)
+    else:
+        call = partial(LLM, **INVALID_OPTIONS[reason])
+    with pytest.raises((ValueError, TypeError, ApiError, AttributeError), match=reason):
+        call()
+
+
+def test_vllm_constructor_arguments_are_mapped_or_named(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(structlog, "is_configured", lambda: False)
+    options: dict[str, Any] = {
+        "tokenizer": str(BUNDLED_MODEL),
+        "dtype": torch.float32,
+        "max_model_len": 64,
+        "max_num_seqs": 2,
+        "kv_cache_memory_bytes": np.int64(8 << 20),
+        "gpu_memory_utilization": 0.5,
+        "tensor_parallel_size": 1,
+        "enforce_eager": True,
+        "trust_remote_code": False,
+        "seed": 0,
+        "threads": 1,
+        "warmup": False,
+    }
+    llm = LLM(model=str(BUNDLED_MODEL), **options)
+    with llm:
+        assert len(llm.generate("Hello", GREEDY)[0].outputs[0].token_ids) > 0
+        with pytest.raises(ApiError, match="64 tokens"):
+            llm.generate("Hello " * 100, GREEDY)
+    with pytest.raises(RuntimeError, match="closed"):
+        llm.generate("Hello")
+    llm.close()
+    logged = capfd.readouterr().err
+    assert "gpu_memory_utilization" in logged
+    assert "kv_memory_bytes" in logged
+    assert "trust_remote_code" not in logged
 
 
 @pytest.mark.parametrize("timeout_s", [None, 1500.0])

@@ -2,9 +2,10 @@
 
 The scheduler (`scheduling`) plans each step, and an executor (`execution`) computes it on the CPU or a GPU. The
 replica server (`serving`) makes both available over HTTP. `LLM` and `AsyncLLM` run the same engine loop from Python.
-Their prompts pass the same validation as HTTP requests (`offline_request_processor`), and `outputs` assembles token
-deltas into results. `engine_config` holds the settings. A public name is imported from its module on first use, so
-that reading settings does not load torch.
+Their prompts (`offline_prompts`), parameters (`offline_sampling_params`) and options (`llm_options`) have the shapes
+that vLLM accepts. They pass the same validation as HTTP requests (`offline_request_processor`), and `outputs` assembles
+token deltas into results. `engine_config` holds the settings. A public name is imported from its module on first
+use, so that reading settings does not load torch.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
         summarize_model,
     )
     from argosy.engine.llm import LLM
+    from argosy.engine.offline_sampling_params import SamplingParams
     from argosy.engine.outputs import CompletionOutput, RequestOutput
     from argosy.engine.serving.api_server.replica_server import serve_replica
     from argosy.engine.serving.api_server.replica_server_config import ReplicaServerConfig
@@ -47,6 +49,7 @@ __all__ = [
     "PrestartedCore",
     "ReplicaServerConfig",
     "RequestOutput",
+    "SamplingParams",
     "read_architecture",
     "resolve_model_path",
     "serve_replica",
@@ -66,6 +69,7 @@ _MODULE_BY_NAME = {
     "EngineFailedError": "serving.engine_core.engine_client",
     "ModelArchitecture": "execution.model_architecture",
     "RequestOutput": "outputs",
+    "SamplingParams": "offline_sampling_params",
     "ReplicaServerConfig": "serving.api_server.replica_server_config",
     "summarize_model": "execution.model_architecture",
     "resolve_model_path": "execution.checkpoint",

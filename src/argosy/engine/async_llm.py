@@ -8,21 +8,22 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar, Unpack
 
-from argosy.engine.engine_config import DType, EngineConfig, WeightFormat
+from argosy.engine.engine_config import EngineConfig
+from argosy.engine.llm_options import LLMOptions, build_engine_config
+from argosy.engine.offline_prompts import Conversation, PromptInput
 from argosy.engine.offline_request_processor import (
     ChatOptions,
-    Conversation,
     GenerationOptions,
     OfflineRequestProcessor,
     RequestOptions,
-    TextOrTokens,
     configure_quiet_logging,
-    to_engine_config,
+    expand_sampling_params,
 )
+from argosy.engine.offline_sampling_params import SamplingParams
 from argosy.engine.outputs import RequestOutput, RequestOutputCollector
 from argosy.engine.serving.engine_core.delta_stream import DeltaStream
 from argosy.engine.serving.engine_core.engine_client import EngineClient
-from argosy.protocol import SamplingParams
+from argosy.engine.unsupported_calls import drop_neutral_options
 
 T = TypeVar("T")
 
@@ -39,34 +40,25 @@ class AsyncLLM:
         self,
         model: str | Path | EngineConfig | None = None,
         *,
-        revision: str | None = None,
-        dtype: DType = "auto",
-        quantize: WeightFormat | None = None,
-        threads: int | None = None,
-        max_model_len: int | None = None,
-        max_seqs: int = 64,
-        kv_memory_bytes: int | None = None,
-        host_kv_bytes: int = 0,
+        chat_template: str | Path | None = None,
+        seed: int | None = None,
+        **options: Unpack[LLMOptions],
     ) -> None:
-        self._config = to_engine_config(
-            model,
-            revision=revision,
-            dtype=dtype,
-            quantize=quantize,
-            threads=threads,
-            max_model_len=max_model_len,
-            max_seqs=max_seqs,
-            kv_memory_bytes=kv_memory_bytes,
-            host_kv_bytes=host_kv_bytes,
-        )
         configure_quiet_logging()
+        self._config = build_engine_config(model, dict(options))
+        self._chat_template = chat_template
+        self._seed = seed
         self._client = EngineClient(self._config, log_level="warning")
         self._loaded_processor: OfflineRequestProcessor | None = None
 
     async def __aenter__(self) -> Self:
         ready = await self._client.start()
         self._loaded_processor = await asyncio.to_thread(
-            OfflineRequestProcessor, self._config, ready
+            OfflineRequestProcessor,
+            self._config,
+            ready,
+            chat_template=self._chat_template,
+            seed=self._seed,
         )
         return self
 
@@ -80,47 +72,51 @@ class AsyncLLM:
 
     async def generate(
         self,
-        prompt: TextOrTokens,
-        sampling: SamplingParams | None = None,
+        prompt: PromptInput,
+        sampling_params: SamplingParams | None = None,
         *,
-        n: int = 1,
+        n: int | None = None,
         **options: Unpack[GenerationOptions],
     ) -> RequestOutput:
         """Complete a prompt and return the finished output with `n` continuations."""
-        return await _last_output(self.stream(prompt, sampling, n=n, **options))
+        return await _last_output(self.stream(prompt, sampling_params, n=n, **options))
 
     async def chat(
         self,
         messages: Conversation,
-        sampling: SamplingParams | None = None,
+        sampling_params: SamplingParams | None = None,
         *,
-        n: int = 1,
+        n: int | None = None,
         **options: Unpack[ChatOptions],
     ) -> RequestOutput:
         """Answer a conversation and return the finished output with `n` answers."""
-        return await _last_output(self.stream_chat(messages, sampling, n=n, **options))
+        return await _last_output(self.stream_chat(messages, sampling_params, n=n, **options))
 
     def stream(
         self,
-        prompt: TextOrTokens,
-        sampling: SamplingParams | None = None,
+        prompt: PromptInput,
+        sampling_params: SamplingParams | None = None,
         *,
-        n: int = 1,
+        n: int | None = None,
         **options: Unpack[GenerationOptions],
     ) -> AsyncGenerator[RequestOutput, None]:
         """Complete a prompt and yield the cumulative output each time new tokens arrive."""
-        return self._stream(self._processor.prepare_completion, prompt, sampling, n, dict(options))
+        return self._stream(
+            self._processor.prepare_completion, prompt, sampling_params, dict(options) | {"n": n}
+        )
 
     def stream_chat(
         self,
         messages: Conversation,
-        sampling: SamplingParams | None = None,
+        sampling_params: SamplingParams | None = None,
         *,
-        n: int = 1,
+        n: int | None = None,
         **options: Unpack[ChatOptions],
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer a conversation and yield the cumulative output each time new tokens arrive."""
-        return self._stream(self._processor.prepare_chat, messages, sampling, n, dict(options))
+        return self._stream(
+            self._processor.prepare_chat, messages, sampling_params, dict(options) | {"n": n}
+        )
 
     @property
     def _processor(self) -> OfflineRequestProcessor:
@@ -130,15 +126,13 @@ class AsyncLLM:
 
     async def _stream(
         self,
-        prepare: Callable[[T, SamplingParams, int, RequestOptions], RequestOutputCollector],
+        prepare: Callable[[T, SamplingParams | None, RequestOptions], RequestOutputCollector],
         prompt: T,
-        sampling: SamplingParams | None,
-        n: int,
+        sampling_params: SamplingParams | None,
         options: RequestOptions,
     ) -> AsyncGenerator[RequestOutput, None]:
-        collector = await asyncio.to_thread(
-            prepare, prompt, sampling or SamplingParams(), n, options
-        )
+        (params,) = expand_sampling_params(sampling_params, 1)
+        collector = await asyncio.to_thread(prepare, prompt, params, drop_neutral_options(options))
         streams: list[DeltaStream] = []
         has_delta = asyncio.Event()
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
@@ -79,6 +79,47 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Time without a finished step after which a busy engine core is restarted."""
     max_load_attempts: int = 3
     warmup: bool = True
+
+    def __post_init__(self) -> None:
+        """Raise ValueError if a value is out of range or unknown."""
+        for name, minimum in MINIMUM_SETTINGS.items():
+            value = getattr(self, name)
+            is_number = isinstance(value, (int, float)) and value >= minimum
+            if not is_number and not (value is None and name in OPTIONAL_NUMBERS):
+                raise ValueError(f"{name} is {value!r}; set it to {minimum} or more")
+        for name, choices in SETTING_CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices:
+                names = ", ".join(str(choice) for choice in choices)
+                raise ValueError(f"{name} is {value!r}; choose one of {names}")
+
+
+OPTIONAL_NUMBERS = frozenset(
+    {"threads", "max_model_len", "num_blocks", "kv_memory_bytes", "request_timeout_s"}
+)
+"""Numbers that may be None."""
+MINIMUM_SETTINGS = {
+    "threads": 1,
+    "max_model_len": 1,
+    "max_seqs": 1,
+    "max_step_tokens": 1,
+    "block_size": 1,
+    "num_blocks": 1,
+    "kv_memory_bytes": 1,
+    "host_kv_bytes": 0,
+    "pack_cache_bytes": 0,
+    "max_prefill_fraction": 0,
+    "watermark": 0,
+    "request_timeout_s": 0,
+}
+"""Smallest values of the numbers."""
+SETTING_CHOICES: dict[str, tuple[str | None, ...]] = {
+    "device": ("auto", "cpu", "cuda"),
+    "dtype": get_args(DType),
+    "quantize": (None, *get_args(WeightFormat)),
+    "batching": get_args(BatchingMode),
+    "kv_dtype": ("auto", "fp8"),
+}
 
 
 class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):

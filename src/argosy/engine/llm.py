@@ -2,32 +2,53 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Literal, TypeVar, Unpack
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, TypeVar, Unpack
 
-from argosy.engine.engine_config import COMPUTE_ENVIRONMENT, DType, EngineConfig, WeightFormat
+from argosy.engine.engine_config import COMPUTE_ENVIRONMENT, EngineConfig
+from argosy.engine.llm_options import LLMOptions, build_engine_config
+from argosy.engine.offline_metrics import Metric, read_metrics
+from argosy.engine.offline_prompts import (
+    Conversation,
+    PromptsInput,
+    split_conversations,
+    split_prompts,
+)
 from argosy.engine.offline_request_processor import (
     ChatOptions,
-    Conversation,
     GenerationOptions,
     OfflineRequestProcessor,
     RequestOptions,
-    TextOrTokens,
     configure_quiet_logging,
     expand_sampling_params,
-    split_conversations,
-    split_prompts,
-    to_engine_config,
 )
-from argosy.engine.outputs import RequestOutput, RequestOutputCollector
-from argosy.engine.progress_bar import NoProgressBar, ProgressBar, RichProgressBar
-from argosy.protocol import ApiError, SamplingParams
+from argosy.engine.offline_sampling_params import SamplingParams, to_plain
+from argosy.engine.offline_tokenizer import LLMTokenizer
+from argosy.engine.outputs import RequestOutput, RequestOutputCollector, build_failed_output
+from argosy.engine.progress_bar import (
+    CallerProgressBar,
+    NoProgressBar,
+    ProgressBar,
+    RichProgressBar,
+)
+from argosy.engine.serving.core_messages import CoreStats
+from argosy.engine.unsupported_calls import UNSUPPORTED_METHODS, drop_neutral_options
+from argosy.protocol import ApiError
+
+if TYPE_CHECKING:
+    from argosy.engine.serving.engine_core.core import EngineCore
 
 ProgressMode = Literal["auto", "off"]
 """Progress display of a run. `auto` draws a bar on standard error if that is a terminal."""
+ErrorMode = Literal["raise", "return"]
+"""Reaction to a prompt that cannot be served: an exception, or an output with `error` beside those of the others."""
+CreateBar = bool | Callable[..., Any]
+"""Whether to display the progress, or a function such as `tqdm.tqdm` that creates the bar."""
 
 T = TypeVar("T")
 
@@ -35,137 +56,214 @@ T = TypeVar("T")
 class LLM:
     """Model in this process. Not thread-safe.
 
-    The constructor loads the model, which takes seconds.
+    The constructor loads the model, which takes seconds. `close`, or the end of a `with` block, frees its memory.
 
     Args:
-        model: Directory, hub name or complete `EngineConfig`. None loads the bundled model. An `EngineConfig` replaces
-            all other settings.
-        revision: Branch, tag or commit of a hub model.
-        dtype: Dtype of weights and activations.
-        quantize: Format of quantized weights.
-        threads: CPU threads. None takes every usable CPU.
-        max_model_len: Maximum tokens of one sequence, prompt and output together.
-        max_seqs: Maximum number of sequences running at once.
-        kv_memory_bytes: Memory for the KV cache. None takes a fraction of the free memory.
-        host_kv_bytes: Host memory for evicted KV blocks.
+        model: Directory, hub name or complete `EngineConfig`. None loads the bundled model.
+        chat_template: Jinja source or file of a chat template that replaces that of the checkpoint.
+        seed: Seed from which requests without a seed get theirs, so that runs repeat. None takes random seeds.
         progress: Progress display of `generate` and `chat`.
+        options: Options of the engine (`LLMOptions`), also under vLLM's names. Options of vLLM that would only
+            change speed or memory are ignored with a warning.
 
     Raises:
-        ValueError: The model cannot be loaded. The message says what to do.
+        ValueError: The model cannot be loaded, or an option is invalid or not supported. The message says what to do.
+        TypeError: An option is unknown.
     """
 
     def __init__(
         self,
         model: str | Path | EngineConfig | None = None,
         *,
-        revision: str | None = None,
-        dtype: DType = "auto",
-        quantize: WeightFormat | None = None,
-        threads: int | None = None,
-        max_model_len: int | None = None,
-        max_seqs: int = 64,
-        kv_memory_bytes: int | None = None,
-        host_kv_bytes: int = 0,
+        chat_template: str | Path | None = None,
+        seed: int | None = None,
         progress: ProgressMode = "auto",
+        **options: Unpack[LLMOptions],
     ) -> None:
-        config = to_engine_config(
-            model,
-            revision=revision,
-            dtype=dtype,
-            quantize=quantize,
-            threads=threads,
-            max_model_len=max_model_len,
-            max_seqs=max_seqs,
-            kv_memory_bytes=kv_memory_bytes,
-            host_kv_bytes=host_kv_bytes,
-        )
         configure_quiet_logging()
+        config = build_engine_config(model, dict(options))
         for name, value in COMPUTE_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         from argosy.engine.serving.engine_core.core import EngineCore  # imports torch
 
+        self._model = config.model
         self._progress = progress
-        self._core = EngineCore(config, time.monotonic, lambda _what, _done: None)
-        self._processor = OfflineRequestProcessor(config, self._core.info)
+        self._loaded_core: EngineCore | None = EngineCore(
+            config, time.monotonic, lambda _what, _done: None
+        )
+        self._processor = OfflineRequestProcessor(
+            config, self._core.info, chat_template=chat_template, seed=seed
+        )
+        self._stats = CoreStats()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Name the substitute for a method of vLLM that does not exist here."""
+        remedy = UNSUPPORTED_METHODS.get(name)
+        if remedy is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise AttributeError(f"LLM has no {name}. {remedy}")
 
     def generate(
         self,
-        prompts: TextOrTokens | Sequence[TextOrTokens],
-        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: PromptsInput,
+        sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
         *,
-        n: int = 1,
+        n: int | None = None,
+        use_tqdm: CreateBar = True,
+        on_error: ErrorMode = "raise",
         **options: Unpack[GenerationOptions],
     ) -> list[RequestOutput]:
-        """Complete prompts and return one output per prompt, in order, with `n` continuations each.
+        """Complete prompts and return one output per prompt, in order.
 
         Args:
-            prompts: One prompt or several, as text or lists of token ids.
-            sampling: Sampling parameters for all prompts, or one item per prompt.
-            n: Continuations per prompt.
-            options: Constraints of the text (`GenerationOptions`).
+            prompts: One prompt or several, as text, token ids or dictionaries with `prompt` or `prompt_token_ids`.
+            sampling_params: Sampling parameters for all prompts, or one item per prompt. None takes the model's
+                defaults, and 16 tokens.
+            n: Continuations per prompt, instead of `SamplingParams.n`.
+            use_tqdm: Whether to display the progress, or a function that creates the bar.
+            on_error: Whether a prompt that cannot be served raises, or gets an output with `error` and no tokens.
+            options: Constraints of the text and further fields (`GenerationOptions`).
 
         Raises:
             ApiError: A prompt cannot be served. All prompts are validated before the first step.
+            ValueError, TypeError: An argument cannot be used. The message says what to do.
         """
-        return self._run_to_completion(
-            _prepare_all(
-                self._processor.prepare_completion,
-                split_prompts(prompts),
-                sampling,
-                n,
-                dict(options),
-            )
+        return self._run(
+            self._processor.prepare_completion,
+            split_prompts(prompts),
+            sampling_params,
+            dict(options) | {"n": n},
+            use_tqdm,
+            on_error,
         )
 
     def chat(
         self,
-        messages: Conversation | Sequence[Conversation],
-        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        messages: Conversation | Iterable[Conversation],
+        sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
         *,
-        n: int = 1,
+        n: int | None = None,
+        use_tqdm: CreateBar = True,
+        on_error: ErrorMode = "raise",
         **options: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
         """Answer one conversation or several, with the arguments and errors of `generate`.
 
         `options` are those of the HTTP API (`ChatOptions`). The outputs have reasoning and tool calls beside the text.
         """
-        return self._run_to_completion(
-            _prepare_all(
-                self._processor.prepare_chat,
-                split_conversations(messages),
-                sampling,
-                n,
-                dict(options),
-            )
+        return self._run(
+            self._processor.prepare_chat,
+            split_conversations(messages),
+            sampling_params,
+            dict(options) | {"n": n},
+            use_tqdm,
+            on_error,
         )
 
-    def _run_to_completion(self, collectors: list[RequestOutputCollector]) -> list[RequestOutput]:
+    def get_tokenizer(self) -> LLMTokenizer:
+        """Return the model's tokenizer."""
+        return LLMTokenizer(self._processor)
+
+    def get_metrics(self) -> list[Metric]:
+        """Return the counters and gauges of the engine, as a replica exports them."""
+        return read_metrics(self._model, self._stats)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget the KV of all earlier prompts. Returns whether that was possible."""
+        return self._core.reset_prefix_cache()
+
+    def close(self) -> None:
+        """Free the model's memory. May be called more than once."""
+        if self._loaded_core is not None:
+            self._loaded_core.close()
+            self._loaded_core = None
+            gc.collect()
+
+    @property
+    def _core(self) -> EngineCore:
+        if self._loaded_core is None:
+            raise RuntimeError("the LLM is closed; create another one")
+        return self._loaded_core
+
+    def _run(
+        self,
+        prepare: Callable[[T, SamplingParams | None, RequestOptions], RequestOutputCollector],
+        prompts: list[T],
+        sampling_params: SamplingParams | Iterable[SamplingParams] | None,
+        options: RequestOptions,
+        use_tqdm: CreateBar,
+        on_error: ErrorMode,
+    ) -> list[RequestOutput]:
+        """Validate all prompts, run those that are valid, and return the outputs of all in order."""
+        params = expand_sampling_params(sampling_params, len(prompts))
+        options = drop_neutral_options(options)
+        priorities = to_plain(options.pop("priority", None))
+        if not isinstance(priorities, list):
+            priorities = [priorities] * len(prompts)
+        results: list[RequestOutputCollector | RequestOutput] = []
+        for number, (prompt, prompt_params, priority) in enumerate(
+            zip(prompts, params, priorities, strict=True)
+        ):
+            prompt_options = options if priority is None else options | {"priority": priority}
+            try:
+                results.append(prepare(prompt, prompt_params, prompt_options))
+            except ApiError as error:
+                message = f"prompt {number}: {error.message}"
+                if on_error == "raise":
+                    raise ApiError(error.status, error.code, message, param=error.param) from error
+                count = options.get("n") or (1 if prompt_params is None else int(prompt_params.n))
+                results.append(build_failed_output(f"invalid-{number}", count, message))
+        collectors = [item for item in results if isinstance(item, RequestOutputCollector)]
+        self._run_to_completion(collectors, use_tqdm)
+        return [item if isinstance(item, RequestOutput) else item.to_output() for item in results]
+
+    def _run_to_completion(
+        self, collectors: list[RequestOutputCollector], use_tqdm: CreateBar
+    ) -> None:
         """Step the engine until every request has ended. On an error, abort the remaining requests."""
+        core = self._core
         collectors_by_id = {request.id: c for c in collectors for request in c.requests}
         for collector in collectors:
             for request in collector.requests:
-                self._core.add(request)
+                core.add(request)
         try:
-            with (
-                RichProgressBar(len(collectors))
-                if self._progress == "auto"
-                else NoProgressBar() as progress_bar
-            ):
+            with self._create_progress_bar(use_tqdm, len(collectors)) as progress_bar:
                 while collectors_by_id:
-                    self._step(collectors_by_id, progress_bar)
+                    self._step(core, collectors_by_id, progress_bar)
         finally:
-            self._core.abort(list(collectors_by_id))
-            while self._core.has_work:
-                self._core.step()
-        return [collector.to_output() for collector in collectors]
+            core.abort(list(collectors_by_id))
+            while core.has_work:
+                self._stats = core.step().stats
+
+    def _create_progress_bar(
+        self, use_tqdm: CreateBar, total: int
+    ) -> RichProgressBar | CallerProgressBar | NoProgressBar:
+        if not isinstance(use_tqdm, bool):
+            return CallerProgressBar(use_tqdm, total)
+        return RichProgressBar(total) if use_tqdm and self._progress == "auto" else NoProgressBar()
 
     def _step(
-        self, collectors_by_id: dict[str, RequestOutputCollector], progress_bar: ProgressBar
+        self,
+        core: EngineCore,
+        collectors_by_id: dict[str, RequestOutputCollector],
+        progress_bar: ProgressBar,
     ) -> None:
         stopped_ids = []
-        deltas = self._core.step().deltas
-        progress_bar.add_tokens(sum(len(delta.tokens) for delta in deltas))
-        for delta in deltas:
+        outputs = core.step()
+        self._stats = outputs.stats
+        progress_bar.add_tokens(sum(len(delta.tokens) for delta in outputs.deltas))
+        for delta in outputs.deltas:
             collector = collectors_by_id.get(delta.id)
             if collector is None:
                 continue
@@ -176,24 +274,4 @@ class LLM:
                 if collector.is_done:
                     progress_bar.advance(1)
         if stopped_ids:
-            self._core.abort(stopped_ids)
-
-
-def _prepare_all(
-    prepare: Callable[[T, SamplingParams, int, RequestOptions], RequestOutputCollector],
-    prompts: list[T],
-    sampling: SamplingParams | Sequence[SamplingParams] | None,
-    n: int,
-    options: RequestOptions,
-) -> list[RequestOutputCollector]:
-    """Validate all prompts. An `ApiError` names the number of the invalid prompt."""
-    collectors = []
-    for number, (prompt, params) in enumerate(
-        zip(prompts, expand_sampling_params(sampling, len(prompts)), strict=True)
-    ):
-        try:
-            collectors.append(prepare(prompt, params, n, options))
-        except ApiError as error:
-            message = f"prompt {number}: {error.message}"
-            raise ApiError(error.status, error.code, message, param=error.param) from error
-    return collectors
+            core.abort(stopped_ids)

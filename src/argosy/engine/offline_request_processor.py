@@ -5,29 +5,30 @@ from __future__ import annotations
 import itertools
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any, TypedDict, TypeVar
 
 import msgspec
 import structlog
 
-from argosy.engine.engine_config import DType, EngineConfig, WeightFormat
+from argosy.engine.engine_config import EngineConfig
 from argosy.engine.execution.checkpoint import resolve_model_path
+from argosy.engine.offline_prompts import Conversation, PromptInput, parse_prompt
+from argosy.engine.offline_sampling_params import DEFAULT_MAX_TOKENS, SamplingParams, to_plain
 from argosy.engine.outputs import RequestOutputCollector
 from argosy.engine.serving.core_messages import CoreReady
-from argosy.engine.serving.preprocessing.request_processor import GatewayHeaders
+from argosy.engine.serving.preprocessing.request_processor import GatewayHeaders, RequestProcessor
+from argosy.engine.serving.preprocessing.sampling_params import choice_seed
 from argosy.engine.serving.preprocessing.text_processing import TextProcessing
-from argosy.models import BUNDLED_MODEL
-from argosy.protocol import ApiError, ChatCompletionRequest, CompletionRequest, SamplingParams
+from argosy.protocol import ApiError, ChatCompletionRequest, CompletionRequest, TokenizeRequest
 
-TextOrTokens = str | Sequence[int]
-"""Prompt, as text or as token ids."""
-Conversation = Sequence[dict[str, Any]]
-"""Messages in the format of the OpenAI API, such as `{"role": "user", "content": "Hello"}`."""
 RequestOptions = dict[str, Any]
 """Fields of a request body besides prompt and sampling parameters, such as `tools` or `structured_outputs`."""
 Body = TypeVar("Body")
+MAX_TEMPLATES = 8
+"""Maximum number of chat templates of single calls that are kept."""
 
 
 class GenerationOptions(TypedDict, total=False):
@@ -39,46 +40,32 @@ class GenerationOptions(TypedDict, total=False):
     """`{"type": "json_schema", "json_schema": {"name": ..., "schema": ...}}` or `{"type": "json_object"}`."""
     timeout_s: float | None
     """Seconds after which the request ends with the tokens it has. None sets no deadline."""
+    priority: int | None
+    """0 to 8. Requests with a higher number wait for those with a lower one."""
+    cache_salt: str | None
+    """Separates the cached prompts of this call from others."""
+    truncate_prompt_tokens: int | None
+    """Number of tokens at the end of a longer prompt that are kept."""
+    add_special_tokens: bool | None
+    """Whether the tokenizer adds its special tokens, such as the one for the beginning of a text."""
 
 
 class ChatOptions(GenerationOptions, total=False):
-    """Options of a conversation, in the shapes of the HTTP API."""
+    """Options of a conversation, in the shapes of the HTTP API and of vLLM's `LLM.chat`."""
 
     tools: list[dict[str, Any]] | None
     tool_choice: str | dict[str, Any] | None
     parallel_tool_calls: bool | None
     reasoning_effort: str | None
     thinking_token_budget: int | None
+    chat_template: str | Path | None
+    """Jinja source of a chat template, or its file."""
     chat_template_kwargs: dict[str, Any] | None
     """Variables of the chat template, such as `{"enable_thinking": False}`."""
-
-
-def to_engine_config(
-    model: str | Path | EngineConfig | None,
-    *,
-    revision: str | None,
-    dtype: DType,
-    quantize: WeightFormat | None,
-    threads: int | None,
-    max_model_len: int | None,
-    max_seqs: int,
-    kv_memory_bytes: int | None,
-    host_kv_bytes: int,
-) -> EngineConfig:
-    """Return `model` if it is an `EngineConfig`. Otherwise build one from the model and the options."""
-    if isinstance(model, EngineConfig):
-        return model
-    return EngineConfig(
-        model=str(BUNDLED_MODEL if model is None else model),
-        revision=revision,
-        dtype=dtype,
-        quantize=quantize,
-        threads=threads,
-        max_model_len=max_model_len,
-        max_seqs=max_seqs,
-        kv_memory_bytes=kv_memory_bytes,
-        host_kv_bytes=host_kv_bytes,
-    )
+    add_generation_prompt: bool | None
+    """Whether the prompt ends with the beginning of an answer. By default it does, unless a message is continued."""
+    continue_final_message: bool | None
+    """Whether the answer continues the last message."""
 
 
 def configure_quiet_logging() -> None:
@@ -96,53 +83,132 @@ class OfflineRequestProcessor:
     Validates eagerly. Methods raise `ApiError` before a request is queued.
     """
 
-    def __init__(self, config: EngineConfig, ready: CoreReady) -> None:
-        path = resolve_model_path(config.model, config.revision)
-        text_processing = TextProcessing.load(
-            path,
-            generation_config=config.generation_config,
-            override_generation_config=config.override_generation_config,
-        )
+    def __init__(
+        self,
+        config: EngineConfig,
+        ready: CoreReady,
+        *,
+        chat_template: str | Path | None = None,
+        seed: int | None = None,
+    ) -> None:
+        """Load the tokenizer and the chat template.
+
+        Args:
+            config: Settings of the engine.
+            ready: Properties of the loaded model.
+            chat_template: Source or file of a template that replaces that of the checkpoint.
+            seed: Seed from which requests without a seed get theirs. None takes random ones.
+
+        Raises:
+            ValueError: A file cannot be used.
+        """
+        self._config = config
+        self._ready = ready
+        self._path = resolve_model_path(config.model, config.revision)
+        text_processing = _load_text_processing(self._path, chat_template, config)
         self.tokenizer = text_processing.tokenizer
-        self._processor = text_processing.create_processor(ready, config)
+        self.processor = text_processing.create_processor(ready, config)
+        self._processors_by_template: dict[str, RequestProcessor] = {}
+        self._seed = seed
         self._request_numbers = itertools.count()
 
     def prepare_completion(
-        self, prompt: TextOrTokens, params: SamplingParams, n: int, options: RequestOptions
+        self, prompt: PromptInput, params: SamplingParams | None, options: RequestOptions
     ) -> RequestOutputCollector:
         """Validate a prompt and return the collector of its engine requests."""
-        prompt_field = prompt if isinstance(prompt, str) else list(prompt)
-        body = _to_body(
-            _sampling_fields(params, n)
-            | {"prompt": prompt_field, "logprobs": params.logprobs}
-            | options,
-            CompletionRequest,
-        )
-        request_id = self._next_request_id()
-        prepared = self._processor.prepare_completion(body, GatewayHeaders(request_id=request_id))
-        return RequestOutputCollector(
-            request_id, prompt if isinstance(prompt, str) else None, prepared, self.tokenizer
-        )
+        content, cache_salt = parse_prompt(prompt)
+        number = next(self._request_numbers)
+        fields = self._sampling_fields(params, number) | {"prompt": content}
+        if params is not None:
+            fields["logprobs"] = to_plain(params.logprobs)
+            if params.max_tokens is None and "max_tokens" not in options:
+                fields["max_tokens"] = self._remaining_tokens(content)
+        if cache_salt is not None:
+            fields["cache_salt"] = cache_salt
+        body = to_body(fields | options, CompletionRequest)
+        request_id = f"offline-{number}"
+        prepared = self.processor.prepare_completion(body, GatewayHeaders(request_id=request_id))
+        text = content if isinstance(content, str) else None
+        return RequestOutputCollector(request_id, text, prepared, self.tokenizer)
 
     def prepare_chat(
-        self, messages: Conversation, params: SamplingParams, n: int, options: RequestOptions
+        self, messages: Conversation, params: SamplingParams | None, options: RequestOptions
     ) -> RequestOutputCollector:
         """Validate a conversation and return the collector of its engine requests."""
-        chat_fields = {
-            "messages": list(messages),
-            "logprobs": None if params.logprobs is None else True,
-            "top_logprobs": params.logprobs,
+        number = next(self._request_numbers)
+        fields = self._sampling_fields(params, number) | {
+            "messages": [dict(message) for message in messages]
         }
-        body = _to_body(_sampling_fields(params, n) | chat_fields | options, ChatCompletionRequest)
-        request_id = self._next_request_id()
-        prepared = self._processor.prepare_chat(body, GatewayHeaders(request_id=request_id))
+        logprobs = None if params is None else to_plain(params.logprobs)
+        if logprobs is not None:
+            fields |= {"logprobs": True, "top_logprobs": logprobs}
+        processor, options = self._select_template(options)
+        body = to_body(fields | options, ChatCompletionRequest)
+        request_id = f"offline-{number}"
+        prepared = processor.prepare_chat(body, GatewayHeaders(request_id=request_id))
         return RequestOutputCollector(request_id, None, prepared, self.tokenizer)
 
-    def _next_request_id(self) -> str:
-        return f"offline-{next(self._request_numbers)}"
+    def _sampling_fields(self, params: SamplingParams | None, number: int) -> dict[str, Any]:
+        """Return the body's fields of the sampling parameters. Without parameters, the model's defaults apply."""
+        fields = {"model": ""} | (
+            {"max_tokens": DEFAULT_MAX_TOKENS} if params is None else params.to_body_fields()
+        )
+        if self._seed is not None and "seed" not in fields:
+            fields["seed"] = choice_seed(self._seed, number + 1)
+        return fields
+
+    def _remaining_tokens(self, content: str | list[int]) -> int:
+        """Return the number of tokens that fit into the context after a prompt, at least 1."""
+        token_ids = (
+            self.processor.tokenize(TokenizeRequest(prompt=content))
+            if isinstance(content, str)
+            else content
+        )
+        return max(1, self.processor.max_context_tokens - len(token_ids))
+
+    def _select_template(self, options: RequestOptions) -> tuple[RequestProcessor, RequestOptions]:
+        """Return the processor with the template of the options, and the options without it."""
+        template = options.get("chat_template")
+        if template is None:
+            return self.processor, options
+        processors = self._processors_by_template
+        if str(template) not in processors:
+            if len(processors) >= MAX_TEMPLATES:
+                processors.pop(next(iter(processors)))
+            processors[str(template)] = _load_text_processing(
+                self._path, template, self._config
+            ).create_processor(self._ready, self._config)
+        others = {name: value for name, value in options.items() if name != "chat_template"}
+        return processors[str(template)], others
 
 
-def _to_body(fields: dict[str, Any], body_type: type[Body]) -> Body:
+def _load_text_processing(
+    path: Path, chat_template: str | Path | None, config: EngineConfig
+) -> TextProcessing:
+    """Load the text side of the checkpoint. A template that looks like Jinja source is not taken for a file name."""
+
+    def load(template: str | None) -> TextProcessing:
+        return TextProcessing.load(
+            path,
+            template,
+            generation_config=config.generation_config,
+            override_generation_config=config.override_generation_config,
+        )
+
+    if isinstance(chat_template, str) and not {"{", "\n"}.isdisjoint(chat_template):
+        with NamedTemporaryFile("w", suffix=".jinja", encoding="utf-8") as file:
+            file.write(chat_template)
+            file.flush()
+            return load(file.name)
+    return load(None if chat_template is None else str(chat_template))
+
+
+def to_body(fields: dict[str, Any], body_type: type[Body]) -> Body:
+    """Convert fields to a request body.
+
+    Raises:
+        ApiError: 400 naming a field that is unknown or has the wrong type.
+    """
     try:
         return msgspec.convert(fields, body_type)
     except msgspec.ValidationError as error:
@@ -151,76 +217,23 @@ def _to_body(fields: dict[str, Any], body_type: type[Body]) -> Body:
         ) from error
 
 
-def split_prompts(prompts: TextOrTokens | Sequence[TextOrTokens]) -> list[TextOrTokens]:
-    """Return one prompt or several as a list.
+def expand_sampling_params(sampling_params: object, count: int) -> list[SamplingParams | None]:
+    """Return the sampling parameters of each of `count` prompts, given those of all or one item per prompt.
 
     Raises:
-        ValueError: The sequence mixes token ids and prompts.
+        ValueError: `sampling_params` is a sequence of another length than `count`.
+        TypeError: An item is of another type.
     """
-    if isinstance(prompts, str):
-        return [prompts]
-    token_ids = [item for item in prompts if isinstance(item, int)]
-    prompt_list = [item for item in prompts if not isinstance(item, int)]
-    if token_ids and prompt_list:
-        raise ValueError("prompts mix token ids and prompts; give a list of lists of ids")
-    return [token_ids] if token_ids else prompt_list
-
-
-def split_conversations(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
-    """Return one conversation or several as a list.
-
-    Raises:
-        ValueError: The sequence mixes messages and conversations.
-    """
-    message_list = [item for item in messages if isinstance(item, dict)]
-    conversations = [item for item in messages if not isinstance(item, dict)]
-    if message_list and conversations:
-        raise ValueError(
-            "messages mix conversations and messages; give one conversation or a list of conversations"
+    if sampling_params is None or isinstance(sampling_params, SamplingParams):
+        return [sampling_params] * count
+    items = list(sampling_params) if isinstance(sampling_params, Iterable) else [sampling_params]
+    params = [item for item in items if isinstance(item, SamplingParams)]
+    if len(params) < len(items) or isinstance(sampling_params, Mapping):
+        raise TypeError(
+            f"sampling_params is a {type(sampling_params).__name__}; give argosy.SamplingParams(...), one or a list"
         )
-    return [message_list] if message_list else conversations
-
-
-def expand_sampling_params(
-    sampling: SamplingParams | Sequence[SamplingParams] | None, count: int
-) -> list[SamplingParams]:
-    """Return the sampling parameters of each of `count` prompts.
-
-    Raises:
-        ValueError: `sampling` is a sequence of another length than `count`.
-    """
-    if sampling is None:
-        sampling = SamplingParams()
-    if isinstance(sampling, SamplingParams):
-        return [sampling] * count
-    if len(sampling) != count:
+    if len(items) != count:
         raise ValueError(
-            f"{len(sampling)} SamplingParams for {count} prompts; give one for all prompts or one per prompt"
+            f"{len(items)} SamplingParams for {count} prompts; give one for all prompts or one per prompt"
         )
-    return list(sampling)
-
-
-def _sampling_fields(params: SamplingParams, n: int) -> dict[str, Any]:
-    """Convert sampling parameters to the fields of a request body."""
-    return {
-        "model": "",
-        "n": n,
-        "max_tokens": params.max_tokens,
-        "min_tokens": params.min_tokens,
-        "temperature": params.temperature,
-        "top_k": params.top_k,
-        "top_p": params.top_p,
-        "min_p": params.min_p,
-        "repetition_penalty": params.repetition_penalty,
-        "presence_penalty": params.presence_penalty,
-        "frequency_penalty": params.frequency_penalty,
-        "logit_bias": params.logit_bias or None,
-        "allowed_token_ids": list(params.allowed_token_ids) or None,
-        "seed": params.seed,
-        "stop": list(params.stop) or None,
-        "stop_token_ids": list(params.stop_token_ids) or None,
-        "include_stop_str_in_output": params.include_stop_str_in_output,
-        "ignore_eos": params.ignore_eos,
-        "prompt_logprobs": params.prompt_logprobs,
-        "skip_special_tokens": params.skip_special_tokens,
-    }
+    return [*params]

@@ -37,6 +37,10 @@ class CompletionOutput:
     tool_calls: list[ToolCall] = field(default_factory=list)
     """Tool calls of a chat answer."""
 
+    def finished(self) -> bool:
+        """Return whether the continuation has ended."""
+        return self.finish_reason is not None or self.error is not None
+
     @property
     def cumulative_logprob(self) -> float | None:
         """Natural logarithm of the continuation's probability. None without `logprobs`."""
@@ -60,6 +64,28 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     warnings: tuple[ResponseWarning, ...] = ()
     """Differences between what was asked for and what is done, for example a relaxed schema."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether every continuation has ended."""
+        return all(output.finished() for output in self.outputs)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """`cached_tokens` under vLLM's name."""
+        return self.cached_tokens
+
+
+def build_failed_output(request_id: str, n: int, error: str) -> RequestOutput:
+    """Return the output of a prompt that cannot be served. Each of its `n` continuations has the error."""
+    return RequestOutput(
+        request_id=request_id,
+        prompt="",
+        prompt_token_ids=[],
+        prompt_logprobs=None,
+        cached_tokens=0,
+        outputs=[CompletionOutput(index, "", [], None, None, None, error) for index in range(n)],
+    )
 
 
 @dataclass(slots=True)

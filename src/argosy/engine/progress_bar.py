@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import rich.progress
 from rich.console import Console
@@ -36,6 +37,26 @@ class NoProgressBar:
 
     def add_tokens(self, count: int) -> None:
         """Ignore the progress."""
+
+
+class CallerProgressBar:
+    """Progress bar that the caller's function creates, for example `tqdm.tqdm`."""
+
+    def __init__(self, create_bar: Callable[..., Any], total: int) -> None:
+        self._bar = create_bar(total=total, desc="generating")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def advance(self, prompts: int) -> None:
+        """Add `prompts` to the number of finished prompts."""
+        self._bar.update(prompts)
+
+    def add_tokens(self, count: int) -> None:
+        """Ignore the tokens, which such a bar does not show."""
 
 
 class RichProgressBar:

@@ -88,6 +88,13 @@ class BlockPool:
             self._hash[block] = key
             self.changed_keys.add(key)
 
+    def clear_cache(self) -> None:
+        """Free every cached block. Blocks that sequences reference keep their keys."""
+        for block in self._cached:
+            self._unpublish(block)
+            self._free.append(block)
+        self._cached.clear()
+
     def _unpublish(self, block: int) -> None:
         key = self._hash[block]
         if key is not None:
@@ -158,6 +165,10 @@ class HostCacheIndex:
         """Free a pinned host slot after the step that read it is done."""
         self._pinned.remove(slot)
         self._free.append(slot)
+
+    def clear(self) -> None:
+        """Remove every block that no step in flight reads."""
+        self.discard_slots(set(self._by_key.values()))
 
     def discard_slots(self, slots: set[int]) -> None:
         """Remove the blocks whose content did not reach these host slots."""

@@ -173,6 +173,11 @@ class KvCacheManager:
                 self.pending.resolve(restore.key)
         return affected
 
+    def clear_cache(self) -> None:
+        """Remove every block that no sequence references, on the device and in host memory."""
+        self.pool.clear_cache()
+        self.host_cache.clear()
+
     def discard_step(self, plan: StepPlan) -> None:
         """Undo the block moves of a step that failed, which may or may not have happened."""
         self.complete_restores(plan.step, [])

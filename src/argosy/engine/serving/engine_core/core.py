@@ -225,6 +225,17 @@ class EngineCore:
             if seq is not None:
                 self._pending_deltas.append(self._delta_builder.build_final_delta(seq, "cancelled"))
 
+    def reset_prefix_cache(self) -> bool:
+        """Remove all prompts from the prefix cache. Return False, without an effect, while a request is unfinished."""
+        if self.scheduler.has_work or self._steps_in_flight:
+            return False
+        self.scheduler.kv_cache.clear_cache()
+        return True
+
+    def close(self) -> None:
+        """Stop the threads. The core cannot be used any more."""
+        self._grammars.close()
+
     def step(self) -> StepOutputs:
         """Run one engine step. Raises only after too many consecutive failed steps, when the worker is broken."""
         started_at = self._clock()

@@ -1,0 +1,210 @@
+"""Constructor options of `LLM` and `AsyncLLM`, under Argosy's names and under those of vLLM."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple, TypedDict
+
+import structlog
+
+from argosy.engine.argument_errors import unknown_argument_error
+from argosy.engine.engine_config import EngineConfig
+from argosy.engine.offline_sampling_params import to_plain
+from argosy.models import BUNDLED_MODEL
+
+log = structlog.get_logger(__name__)
+
+
+class EngineOptions(TypedDict, total=False):
+    """Options of the engine."""
+
+    revision: str | None
+    """Branch, tag or commit of a hub model."""
+    device: str
+    """`auto`, `cpu` or `cuda`."""
+    dtype: Any
+    """Data type of weights and activations: `auto`, `bfloat16`, `float16` (`half`), `float32` or a dtype of torch."""
+    quantize: str | None
+    """Format of quantized weights: `int8`, `int4` or `fp8`."""
+    threads: int | None
+    """CPU threads. None takes OMP_NUM_THREADS, or else the CPUs that other processes leave free."""
+    max_model_len: int | None
+    """Maximum tokens of one sequence, prompt and output together."""
+    max_seqs: int
+    """Maximum number of sequences running at once. vLLM: `max_num_seqs`."""
+    max_step_tokens: int
+    """Token budget of one step. vLLM: `max_num_batched_tokens`."""
+    kv_memory_bytes: int | None
+    """Memory for the KV cache. None takes a fraction of the free memory. vLLM: `kv_cache_memory_bytes`."""
+    kv_dtype: str
+    """Format of cached keys and values, `auto` or `fp8`. vLLM: `kv_cache_dtype`."""
+    host_kv_bytes: int
+    """Host memory for evicted KV blocks."""
+    block_size: int
+    """Tokens of one KV block."""
+    num_blocks: int | None
+    """Number of KV blocks. vLLM: `num_gpu_blocks_override`."""
+    prefix_cache: bool
+    """Whether prompts share the KV of common beginnings. vLLM: `enable_prefix_caching`."""
+    request_timeout_s: float | None
+    """Longest time of a request. None sets no deadline."""
+    warmup: bool
+    """Whether to compute some tokens before the constructor returns."""
+
+
+class LLMOptions(EngineOptions, total=False):
+    """Options of the engine, also under the names that vLLM has for them."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int | None
+    kv_cache_memory_bytes: int | None
+    kv_cache_dtype: str
+    num_gpu_blocks_override: int | None
+    enable_prefix_caching: bool | None
+    quantization: str | None
+
+
+_ENGINE_FIELDS = frozenset(EngineOptions.__annotations__)
+_VLLM_NAMES = {
+    "max_num_seqs": "max_seqs",
+    "max_num_batched_tokens": "max_step_tokens",
+    "kv_cache_memory_bytes": "kv_memory_bytes",
+    "kv_cache_dtype": "kv_dtype",
+    "num_gpu_blocks_override": "num_blocks",
+    "enable_prefix_caching": "prefix_cache",
+    "quantization": "quantize",
+}
+"""Names of vLLM, and the options with the same meaning."""
+
+
+class _OtherOption(NamedTuple):
+    """Option of vLLM without an equivalent."""
+
+    neutral_values: tuple[object, ...]
+    """Values with which the option changes nothing, so that nothing is reported."""
+    remedy: str
+
+
+_ALWAYS_NEUTRAL = (None, False, 0, "", "auto")
+_IGNORED_OPTIONS = {
+    "gpu_memory_utilization": _OtherOption((), "Set kv_memory_bytes to limit the KV cache."),
+    "swap_space": _OtherOption((4,), "Set host_kv_bytes to keep evicted KV blocks."),
+    "enforce_eager": _OtherOption((), "Graphs are used where they are faster."),
+    "cpu_offload_gb": _OtherOption((), "Set quantize if the weights do not fit."),
+    "trust_remote_code": _OtherOption((), "Code of checkpoints is never run."),
+    "max_logprobs": _OtherOption((20,), "The limit is 20."),
+    "disable_log_stats": _OtherOption((True,), "Call get_metrics."),
+    "download_dir": _OtherOption((), "Set HF_HOME."),
+    **dict.fromkeys(
+        (
+            "allowed_local_media_path",
+            "async_scheduling",
+            "attention_config",
+            "compilation_config",
+            "disable_async_output_proc",
+            "disable_custom_all_reduce",
+            "disable_sliding_window",
+            "distributed_executor_backend",
+            "enable_chunked_prefill",
+            "max_num_partial_prefills",
+            "max_seq_len_to_capture",
+            "num_scheduler_steps",
+            "profiler_config",
+            "served_model_name",
+            "scheduling_policy",
+            "structured_outputs_config",
+        ),
+        _OtherOption((True,), "It has no effect here."),
+    ),
+}
+"""Options that change speed or memory only. A warning names them."""
+_ONE_PROCESS = "Run several replicas with `argosy serve --replicas N` instead."
+_REFUSED_OPTIONS = {
+    "tensor_parallel_size": _OtherOption((1,), _ONE_PROCESS),
+    "pipeline_parallel_size": _OtherOption((1,), _ONE_PROCESS),
+    "data_parallel_size": _OtherOption((1,), _ONE_PROCESS),
+    "runner": _OtherOption(("generate",), "Only generation is supported."),
+    "task": _OtherOption(("generate",), "Only generation is supported."),
+    "convert": _OtherOption(("none",), "Only generation is supported."),
+    "tokenizer": _OtherOption((), "Put the tokenizer's files into the directory of the model."),
+    "tokenizer_mode": _OtherOption((), "The tokenizer of the checkpoint is used."),
+    "tokenizer_revision": _OtherOption((), "Set revision."),
+    "skip_tokenizer_init": _OtherOption((), "The tokenizer is always loaded."),
+    "load_format": _OtherOption(("safetensors",), "Weights are read from safetensors files."),
+    "enable_lora": _OtherOption((), "Merge the adapter into the model."),
+    "speculative_config": _OtherOption((), "Remove it. Outputs are the same without it."),
+    "hf_overrides": _OtherOption(({},), "Change the config.json of the model."),
+    "hf_token": _OtherOption((), "Set the environment variable HF_TOKEN."),
+    "logits_processors": _OtherOption(([],), "Use logit_bias or structured_outputs of a request."),
+    "limit_mm_per_prompt": _OtherOption(({},), "Models take text only."),
+    "mm_processor_kwargs": _OtherOption(({},), "Models take text only."),
+    "pooler_config": _OtherOption((), "Only generation is supported."),
+    "generation_config": _OtherOption(("auto",), "Set SamplingParams."),
+    "override_generation_config": _OtherOption(({},), "Set SamplingParams."),
+    "logprobs_mode": _OtherOption(("raw_logprobs",), "Log-probabilities are those of raw logits."),
+}
+"""Options that change the outputs or ask for what does not exist."""
+_DTYPE_NAMES = {
+    "half": "float16",
+    "fp16": "float16",
+    "bf16": "bfloat16",
+    "float": "float32",
+    "fp32": "float32",
+}
+_QUANTIZATION_REMEDIES = dict.fromkeys(
+    ("awq", "gptq", "awq_marlin", "gptq_marlin", "bitsandbytes", "gguf", "compressed-tensors"),
+    "its checkpoints are not supported; load the unquantized model with quantize='int4' or 'int8'",
+)
+
+
+def build_engine_config(
+    model: str | Path | EngineConfig | None, options: dict[str, Any]
+) -> EngineConfig:
+    """Build the settings of the engine. None stands for the bundled model.
+
+    Raises:
+        ValueError: An option has an invalid value, is not supported, or stands beside a complete `EngineConfig`.
+        TypeError: An option is unknown.
+    """
+    settings: dict[str, Any] = {}
+    for given_name, value in options.items():
+        name = _VLLM_NAMES.get(given_name, given_name)
+        if name in settings:
+            raise ValueError(f"{given_name} and {name} are the same option; give one of them")
+        if name in _ENGINE_FIELDS:
+            if value is not None or given_name == name:  # vLLM's None stands for the default
+                settings[name] = to_plain(value)
+        else:
+            _check_other_option(name, value, model)
+    if isinstance(model, EngineConfig):
+        if settings:
+            raise ValueError(
+                f"{min(settings)} must be set in the EngineConfig, beside which it has no effect"
+            )
+        return model
+    if "dtype" in settings:
+        settings["dtype"] = _normalize_dtype(settings["dtype"])
+    quantize = settings.get("quantize")
+    if quantize in _QUANTIZATION_REMEDIES:
+        raise ValueError(f"quantization {quantize!r}: {_QUANTIZATION_REMEDIES[quantize]}")
+    return EngineConfig(model=str(BUNDLED_MODEL if model is None else model), **settings)
+
+
+def _check_other_option(name: str, value: object, model: str | Path | EngineConfig | None) -> None:
+    """Accept an option of vLLM with a neutral value, warn of one that is ignored, and refuse the others."""
+    refused, ignored = _REFUSED_OPTIONS.get(name), _IGNORED_OPTIONS.get(name)
+    option = refused or ignored
+    if option is None:
+        raise unknown_argument_error("LLM", name, (*_ENGINE_FIELDS, *_VLLM_NAMES))
+    is_model_itself = name == "tokenizer" and str(value) == str(model)
+    if value in (*_ALWAYS_NEUTRAL, *option.neutral_values) or is_model_itself:
+        return
+    if refused is not None:
+        raise ValueError(f"{name}={value!r} is not supported. {option.remedy}")
+    log.warning("option_ignored", option=name, value=str(value), remedy=option.remedy)
+
+
+def _normalize_dtype(dtype: object) -> str:
+    """Return the name of a dtype that is spelled as in vLLM or is a dtype of torch."""
+    name = str(dtype).removeprefix("torch.")
+    return _DTYPE_NAMES.get(name, name)
