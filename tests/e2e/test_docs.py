@@ -43,7 +43,7 @@ def read_blocks(page: str) -> list[Block]:
 
 PYTHON = [
     block
-    for page in ("first-server.md", "agents.md")
+    for page in ("first-server.md", "agents.md", "offline.md")
     for block in read_blocks(page)
     if block.language == "python"
 ]
