@@ -41,14 +41,14 @@ OWNERS: dict[OwnerKind, str] = {
 class TrackedLimitFilter(LimitFilter):
     """Limit filter that keeps the state of each admitted request."""
 
-    states: dict[int, FilterState | None]
+    states: dict[int, FilterState]
     """By `id` of the request context."""
 
     def __init__(self, quotas: QuotaBackend, clock: Clock = steady_clock) -> None:
         super().__init__(quotas, clock)
         self.states = {}
 
-    async def on_request(self, context: RequestContext) -> LimitFilterState | None:
+    async def on_request(self, context: RequestContext) -> LimitFilterState:
         state = await super().on_request(context)
         self.states[id(context)] = state
         return state
@@ -103,8 +103,7 @@ def deliver(
     """Report delivered tokens. Returns the stop reason if a limit ends the stream."""
     context.delivered.prompt_tokens = prompt_tokens
     context.delivered.output_tokens += output_tokens
-    state = limits.states[id(context)]
-    return None if state is None else state.on_tokens((0.0,))
+    return limits.states[id(context)].on_tokens((0.0,))
 
 
 def complete(
@@ -115,9 +114,7 @@ def complete(
 ) -> None:
     """End an admitted request that was sent to `replica`."""
     context.status, context.replica_name = status, replica
-    state = limits.states.pop(id(context))
-    if state is not None:
-        state.on_complete()
+    limits.states.pop(id(context)).on_complete()
 
 
 async def find_rejection(limits: TrackedLimitFilter, context: RequestContext) -> ApiError | None:

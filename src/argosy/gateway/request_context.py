@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
@@ -109,6 +109,8 @@ class RequestContext(msgspec.Struct, eq=False):
     """Prices per token, set by the first filter that needs them, so that all filters charge the same."""
     cost_nano_dollars: int = 0
     """Cost of the request, set when its usage is recorded."""
+    reclaim_stream: Callable[[], object] | None = None
+    """Takes the stream back from the fast path, so that its budget can change. None unless the request runs."""
     replayed_request_id: str = ""
     """Id of the original request if the response is a replay for its idempotency key."""
 

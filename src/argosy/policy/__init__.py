@@ -58,6 +58,7 @@ from argosy.policy.quota_meters import (
     QuotaMeter,
     SlidingWindow,
     calendar_bounds,
+    is_exceeded,
 )
 from argosy.policy.replica_status import AdminState, ReplicaStatus
 from argosy.policy.reservation import (
@@ -188,6 +189,7 @@ __all__ = [
     "eligible_replicas",
     "estimate_cost",
     "final_usage",
+    "is_exceeded",
     "is_permanent",
     "is_tenant_within_share",
     "is_tier_admitted",

@@ -88,7 +88,13 @@ class LeasedQuota(QuotaMeter, ABC):
 
     @limit.setter
     def limit(self, limit: int) -> None:
+        is_lowered = limit < self._local_meter.limit
         self._local_meter.limit = limit
+        if is_lowered:
+            self.return_unused()
+
+    def return_unused(self) -> None:
+        """Return the granted units that are not used, because the limit was lowered."""
 
     @property
     @abstractmethod

@@ -64,6 +64,12 @@ class QuotaMeter(Protocol):
         """
 
 
+def is_exceeded(meter: QuotaMeter, now: float) -> bool:
+    """Return whether more units are in use than the limit allows."""
+    meter.remaining(now)  # updates `used`
+    return meter.used > meter.limit
+
+
 class SlidingWindow:
     """Meter that allows `limit` units in any interval of `window_s` seconds."""
 

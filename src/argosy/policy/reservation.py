@@ -13,7 +13,7 @@ from operator import attrgetter
 import msgspec
 
 from argosy.policy.prices import Rates
-from argosy.policy.quota_meters import QuotaMeter
+from argosy.policy.quota_meters import QuotaMeter, is_exceeded
 
 MAX_RELEASABLE_SLOTS = 8
 """Slots of a hold that can be released; older ones are not needed, because a request holds little in advance."""
@@ -87,6 +87,20 @@ class LimitHold(msgspec.Struct):
     units: int
     units_by_slot: dict[int, int]
     """Held units by slot of the meter, latest slot last."""
+    uncounted_units: int = 0
+    """Units that the request had used before the limit applied to it."""
+
+    def missing_units(self, usage: QuotaUsage) -> int:
+        """Return how many units `usage` has more than are held; negative if it has fewer."""
+        return max(0, self.quota_limit.units_of(usage) - self.uncounted_units) - self.units
+
+    def replace_by(self, usage: QuotaUsage, now: float) -> None:
+        """Hold exactly the units of `usage`."""
+        units = self.missing_units(usage)
+        if units > 0:
+            self.extend(units, now)
+        elif units < 0:
+            self.release(-units, now)
 
     def extend(self, units: int, now: float) -> None:
         """Hold `units` more."""
@@ -111,7 +125,8 @@ class LimitHold(msgspec.Struct):
 class Reservation(msgspec.Struct, eq=False):
     """Holds of one request on all of its limits.
 
-    Call `extend` or `force_extend` as the usage grows, and `settle` when the request ends.
+    Call `extend` or `force_extend` as the usage grows, `change_limits` when other limits apply, and `settle` when the
+    request ends.
     """
 
     holds: list[LimitHold]
@@ -150,18 +165,38 @@ class Reservation(msgspec.Struct, eq=False):
             return
         self.is_settled = True
         for hold in self.holds:
-            difference = hold.quota_limit.units_of(usage) - hold.units
-            if difference > 0:
-                hold.extend(difference, now)
-            elif difference < 0:
-                hold.release(-difference, now)
+            hold.replace_by(usage, now)
+
+    def change_limits(self, limits: Sequence[QuotaLimit], usage: QuotaUsage, now: float) -> None:
+        """Apply other limits to the running request, or the same limits with other amounts.
+
+        A limit that no longer applies keeps the usage so far. A new limit counts only what follows, and holds nothing
+        yet. A limit that is exceeded, because it was lowered or past usage became known, holds only the usage so far.
+
+        Args:
+            limits: Limits that apply now.
+            usage: Usage so far.
+            now: Seconds since the epoch.
+        """
+        usage_if_ended = msgspec.structs.replace(usage, concurrency=0)
+        previous = {hold.quota_limit: hold for hold in self.holds}
+        self.holds = [
+            previous.pop(limit) if limit in previous else _start_hold(limit, usage_if_ended)
+            for limit in limits
+        ]
+        for hold in previous.values():
+            hold.replace_by(usage_if_ended, now)
+        for hold in self.holds:
+            if is_exceeded(hold.quota_limit.meter, now) and hold.missing_units(usage) < 0:
+                hold.replace_by(usage, now)
 
     def _shortfall_by_hold(self, usage: QuotaUsage) -> list[tuple[LimitHold, int]]:
-        return [
-            (hold, units)
-            for hold in self.holds
-            if (units := hold.quota_limit.units_of(usage) - hold.units) > 0
-        ]
+        return [(hold, units) for hold in self.holds if (units := hold.missing_units(usage)) > 0]
+
+
+def _start_hold(quota_limit: QuotaLimit, usage: QuotaUsage) -> LimitHold:
+    """Return an empty hold of a limit that begins to apply to a request with this usage."""
+    return LimitHold(quota_limit, quota_limit.meter.used, 0, {}, quota_limit.units_of(usage))
 
 
 def reserve(

@@ -151,6 +151,11 @@ class WindowLease(LeasedQuota):
             self.on_report_due()
         return True
 
+    def return_unused(self) -> None:
+        self._return_grants()
+        if self._returned:
+            self.on_report_due()
+
     def wait_s(self, units: int, now: float) -> float:
         if units <= self.remaining(now):
             return 0.0
@@ -219,8 +224,7 @@ class WindowLease(LeasedQuota):
         self._expected_spend = min(expected_spend, self.limit)
         idle = not self._spent_since_request and not need
         if idle or self._is_short:
-            while self._grants:
-                self._return_grant(self._grants.popleft())
+            self._return_grants()
         ahead = 0 if idle else max(0, max(self._expected_spend, need) - self._granted_units)
         seeds = self._seeds if now < self._seeds_expire_at else None
         slot_s = self._window_s / WINDOW_SLOTS
@@ -291,6 +295,10 @@ class WindowLease(LeasedQuota):
     def _return_grant(self, grant: _ActiveGrant) -> None:
         self._returned[grant.slot] = self._returned.get(grant.slot, 0) + grant.remaining
         self._granted_units -= grant.remaining
+
+    def _return_grants(self) -> None:
+        while self._grants:
+            self._return_grant(self._grants.popleft())
 
     def _start_period(self, now: float) -> None:
         """Start a new period and discard the state of the old one.

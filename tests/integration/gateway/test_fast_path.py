@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import httpx2
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 from tests.support.fake_engine import FakeEngine, Script
 from tests.support.gateway_harness import RecordingFilter, run_gateway
+from tests.support.limit_harness import make_limit, make_snapshot
 from tests.support.replica_servers import MODEL, RunningReplica, events, serve
 from tests.support.waiting import until
 
@@ -28,9 +30,11 @@ from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.gateway import GatewayConfig, GatewayServer, ModelConfig, ReplicaConfig
 from argosy.gateway.backends.delivered_output import DeliveredOutput
 from argosy.gateway.backends.native_stream_parser import NativeStreamParser
+from argosy.gateway.filters.limit_filter import LimitFilter
 from argosy.gateway.proxy.fast_path import FastPath, SplicedStream, SpliceProgress, load_fast_path
 from argosy.gateway.proxy.response_relay import ResponseRelay
 from argosy.gateway.request_context import UNLIMITED_TOKENS
+from argosy.store import LocalQuotaBackend
 
 DONE = b"data: [DONE]\n\n"
 
@@ -509,6 +513,27 @@ async def test_streams_work_without_fast_path(
     reasons = [entry["reason"] for entry in logs if entry["event"] == "fast_path_unavailable"]
     assert len(reasons) == warnings
     assert all("install g++" in reason for reason in reasons)
+
+
+async def test_created_limit_takes_the_stream_back_and_stops_it(tokenizer: Tokenizer) -> None:
+    engine, recorder = make_pausing_engine(tokenizer), RecordingFilter()
+    limits = LimitFilter(LocalQuotaBackend())
+    created = make_limit("output_tokens", 12, "day", "organisation")
+    async with (
+        serve(engine) as served,
+        run_gateway([limits, recorder], replica_config(served)) as gateway,
+    ):
+        task = asyncio.create_task(gateway.client.post(PATH, json=BODY))
+        await engine.paused.wait()
+        await until(lambda: gateway.handlers.fast_path_streams == 1)
+        limits.apply_snapshot(make_snapshot(msgspec.structs.replace(created, owner="")))
+        assert gateway.handlers.fast_path_streams == 0
+        tokens_at_change = recorder.started[0].delivered.output_tokens
+        engine.may_continue.set()
+        *_, final, _ = events((await task).content)
+    assert json.loads(final)["choices"][0]["stop_reason"] == "limit"
+    (context,) = recorder.completed
+    assert 12 < context.delivered.output_tokens - tokens_at_change < 40
 
 
 @pytest.mark.exhaustive

@@ -455,6 +455,51 @@ async def test_closed_project_is_rejected_after_its_grant_while_redis_hangs(
         await wait_until(lambda: is_admitted(limits))
 
 
+async def deliver_until_stopped(limits: TrackedLimitFilter, context: RequestContext) -> None:
+    async def is_stopped() -> bool:
+        return deliver(limits, context, 10) is not None
+
+    await wait_until(is_stopped)
+    complete(limits, context, "stopped")
+
+
+async def test_changed_limits_apply_to_streams_of_all_gateways(server: RedisServer) -> None:
+    limit, slots = make_limit("tokens", 10_000, "hour"), make_limit("concurrency", 1)
+    async with shared_filters(server, limit, count=2) as filters:
+        first, second = filters
+        await first.on_request(stream := make_context(max_tokens=5000))
+        assert deliver(first, stream, 100) is None
+
+        def apply_limits(*limits: Limit) -> None:
+            for each in filters:
+                each.apply_snapshot(make_snapshot(*limits))
+
+        apply_limits(msgspec.structs.replace(limit, amount=150))
+        await deliver_until_stopped(first, stream)
+        assert await find_rejection(second, make_context(max_tokens=100)) is not None
+        apply_limits(limit)
+        await wait_until(lambda: is_admitted(second))
+        used = stream.delivered.output_tokens + 10
+
+        apply_limits()
+        await first.on_request(stream := make_context(max_tokens=5000))
+        assert deliver(first, stream, 500) is None
+        created = msgspec.structs.replace(limit, id="created", amount=100)
+        apply_limits(created, slots)
+        assert deliver(first, stream, 10) is None
+
+        async def is_slot_taken() -> bool:
+            error = await find_rejection(second, context := make_context())
+            if error is None:
+                complete(second, context)
+            return error is not None and "at a time" in error.message
+
+        await wait_until(is_slot_taken)
+        await deliver_until_stopped(first, stream)
+    assert await counted_units(server, limit.id) == used
+    assert await counted_units(server, "created") == stream.delivered.output_tokens - 500
+
+
 @pytest.mark.parametrize("failure_mode", ["closed", "open"])
 async def test_decisions_without_redis_are_counted(
     server: RedisServer, failure_mode: QuotaFailureMode

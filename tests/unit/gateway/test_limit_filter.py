@@ -386,6 +386,153 @@ async def test_changed_limit_keeps_current_usage(clock: FakeClock) -> None:
     complete(limits, context)
 
 
+TOKEN_LIMIT = make_limit("tokens", 400, "day")
+
+
+def with_amount(limit: Limit, amount: int) -> Limit:
+    return msgspec.structs.replace(limit, amount=amount)
+
+
+@pytest.mark.parametrize(
+    ("limit", "stop_reason"),
+    [
+        (TOKEN_LIMIT, "limit"),
+        (make_limit("output_tokens", 390), "limit"),
+        (make_limit("nano_dollars", 10 * 1_000 + 390 * 10_000, "month", "project"), "budget"),
+    ],
+    ids=["tokens", "output-tokens", "budget"],
+)
+@pytest.mark.parametrize("max_tokens", [None, 380, 2000])
+async def test_lowered_limit_stops_running_streams_and_raised_limit_lets_them_go_on(
+    clock: FakeClock, limit: Limit, stop_reason: str, max_tokens: int | None
+) -> None:
+    """The streams have reserved more than they have used. Each of 390 tokens is worth an even part of the limit."""
+    limits = make_filter(clock, limit, prices=(PRICE,))
+    contexts = [make_context(prompt_tokens=10, max_tokens=count) for count in (max_tokens, 1)]
+    stream, other = contexts
+    await limits.on_request(stream)
+    assert deliver(limits, stream, 100) is None
+    limits.apply_snapshot(make_snapshot(with_amount(limit, limit.amount // 2), prices=(PRICE,)))
+    assert deliver(limits, stream, 50) is None
+    assert deliver(limits, stream, 50) == stop_reason
+    complete(limits, stream, "stopped")
+    assert stream.trace.limits[-1].limit == limit.amount // 2
+    assert await find_rejection(limits, other) is not None
+    limits.apply_snapshot(make_snapshot(with_amount(limit, limit.amount * 2), prices=(PRICE,)))
+    await limits.on_request(other)
+    assert deliver(limits, other, 350) is None
+    limits.apply_snapshot(make_snapshot(with_amount(limit, 10), prices=(PRICE,)))
+    assert deliver(limits, other, 1) == stop_reason
+    complete(limits, other, "stopped")
+
+
+@pytest.mark.parametrize("past_tokens", [0, 70])
+async def test_created_limit_counts_what_a_running_stream_still_produces(
+    clock: FakeClock, past_tokens: int
+) -> None:
+    def sum_by_owner(
+        kind: str, owners: Collection[str], since: float
+    ) -> dict[str, list[UsageReportRow]]:
+        del kind, since
+        rows = [UsageReportRow(model="big", input_tokens=past_tokens)]
+        return dict.fromkeys(owners, rows)
+
+    limits = make_filter(clock)
+    streams = [make_context(max_tokens=2000) for _ in range(2)]
+    for stream in streams:
+        await limits.on_request(stream)
+        assert deliver(limits, stream, 500) is None
+    limits.apply_snapshot(make_snapshot(with_amount(TOKEN_LIMIT, 200)))
+    await limits.seed_usage(sum_by_owner)
+    room = 200 - past_tokens
+    assert deliver(limits, streams[0], 60) is None
+    assert deliver(limits, streams[1], room - 100) is None
+    assert deliver(limits, streams[0], 41) == "limit"
+    complete(limits, streams[0], "stopped")
+    complete(limits, streams[1])
+    error = await expect_rejection(limits, make_context())
+    assert "Used: 201 tokens." in error.message
+
+
+async def test_created_limit_stops_a_queued_request_at_its_first_token(clock: FakeClock) -> None:
+    limits = make_filter(clock)
+    await limits.on_request(context := make_context(prompt_tokens=50))
+    limits.apply_snapshot(make_snapshot(with_amount(TOKEN_LIMIT, 40)))
+    assert deliver(limits, context, 1, prompt_tokens=50) == "limit"
+
+
+async def test_created_limits_on_requests_count_slots_and_later_requests(clock: FakeClock) -> None:
+    limits = make_filter(clock)
+    await limits.on_request(running := make_context())
+    limits.apply_snapshot(make_snapshot(make_limit("concurrency", 2), make_limit("requests", 2)))
+    await limits.on_request(second := make_context())
+    assert "Running: 2 requests" in (await expect_rejection(limits, make_context())).message
+    for context in (running, second):
+        assert deliver(limits, context, 5) is None
+        complete(limits, context)
+    await limits.on_request(third := make_context())
+    complete(limits, third)
+    assert "2 requests per minute" in (await expect_rejection(limits, make_context())).message
+
+
+async def test_deleted_limit_no_longer_stops_a_running_stream(clock: FakeClock) -> None:
+    kept = make_limit("tokens", 10_000, "hour", "project")
+    limits = make_filter(clock, TOKEN_LIMIT, kept)
+    await limits.on_request(context := make_context(max_tokens=None))
+    assert deliver(limits, context, 100) is None
+    limits.apply_snapshot(make_snapshot(kept))
+    assert deliver(limits, context, 5000) is None
+    assert deliver(limits, context, 5000) == "limit"
+    complete(limits, context, "stopped")
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("deliver"), st.integers(0, 3), st.integers(1, 60)),
+            st.tuples(st.just("change"), st.just(0), st.integers(0, 1500)),
+            st.tuples(st.just("end"), st.integers(0, 3), st.just(0)),
+        ),
+        max_size=40,
+    )
+)
+def test_no_stream_goes_on_above_a_changing_limit(steps: list[tuple[str, int, int]]) -> None:
+    async def run() -> None:
+        limits, amount = make_filter(FakeClock(NOON), TOKEN_LIMIT), TOKEN_LIMIT.amount
+        running: dict[int, RequestContext] = {}
+        used = 0
+        for action, number, value in steps:
+            if action == "change":
+                amount = value
+                limits.apply_snapshot(make_snapshot(with_amount(TOKEN_LIMIT, amount)))
+                continue
+            if number not in running:
+                context = make_context(max_tokens=None)
+                if await find_rejection(limits, context) is None:
+                    running[number] = context
+                    used += 10
+                continue
+            stop_reason = None
+            if action == "deliver":
+                stop_reason = deliver(limits, running[number], value)
+                used += value
+                assert stop_reason is not None or used <= amount
+            if action == "end" or stop_reason is not None:
+                status: RequestStatus = "completed" if stop_reason is None else "stopped"
+                context = running.pop(number)
+                context.delivered.prompt_tokens = 10
+                complete(limits, context, status)
+        for context in running.values():
+            context.delivered.prompt_tokens = 10
+            complete(limits, context)
+        limits.apply_snapshot(make_snapshot(with_amount(TOKEN_LIMIT, 10**6)))
+        await limits.on_request(last := make_context())
+        assert last.trace.limits[0].used == used
+
+    asyncio.run(run())
+
+
 async def test_rotated_key_shares_limit_with_predecessors(clock: FakeClock) -> None:
     def limit_of(key: str) -> Limit:
         return msgspec.structs.replace(make_limit("requests", 2), owner=key)

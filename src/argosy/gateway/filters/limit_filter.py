@@ -24,6 +24,7 @@ from argosy.gateway.filters.limit_responses import (
     limits_unavailable_error,
     rate_limit_error,
 )
+from argosy.gateway.filters.running_requests import RunningRequests, caller_key
 from argosy.gateway.principal import TIERS, Principal
 from argosy.gateway.request_context import RequestContext
 from argosy.gateway.request_fields import DEFAULT_OUTPUT_TOKENS
@@ -121,13 +122,14 @@ class LimitFilter:
         self._fail_closed_projects: frozenset[str] = frozenset()
         """Projects whose requests are rejected while the quota backend is unreachable."""
         self._limit_sets: dict[tuple[str, ...], LimitSet] = {}
+        self._running = RunningRequests()
 
     def apply_snapshot(self, snapshot: AccountSnapshot) -> None:
-        """Use the snapshot's limits and prices. Meters keep their usage, and running requests keep their limits."""
+        """Use the snapshot's limits and prices. Meters keep their usage, and running requests keep their prices."""
         self.prepare_snapshot(snapshot)()
 
     def prepare_snapshot(self, snapshot: AccountSnapshot) -> Callable[[], object]:
-        """Prepare a snapshot and return a function that applies it without further work. Thread-safe.
+        """Prepare a snapshot and return a function that applies it, also to running requests. Thread-safe.
 
         The returned function is valid until the next snapshot is applied. It returns the replaced tables, so that the
         caller decides in which thread they are freed.
@@ -161,6 +163,7 @@ class LimitFilter:
                 fail_closed_projects,
             )
             self._limit_sets.clear()
+            self._running.update_limits(self._get_limit_set, self._clock())
             return previous
 
         return apply
@@ -184,6 +187,7 @@ class LimitFilter:
             )
             for (_, meter, _), usage in zip(seed_requests, past_usage, strict=True):
                 meter.meter.seed(usage, self._clock())
+            self._running.update_limits(self._get_limit_set, self._clock())
 
     async def start(self) -> None:
         """Connect to the quota backend. Returns within seconds, whether or not the backend is reachable."""
@@ -204,8 +208,8 @@ class LimitFilter:
 
     # --- Generation requests ---------------------------------------------------------------------
 
-    async def on_request(self, context: RequestContext) -> LimitFilterState | None:
-        """Reserve the request's expected usage.
+    async def on_request(self, context: RequestContext) -> LimitFilterState:
+        """Reserve the request's expected usage. A request without limits may get some while it runs.
 
         Raises:
             ApiError: 413 if a limit can never admit the request. 429 if it does not fit now. 503 if the usage is
@@ -213,8 +217,6 @@ class LimitFilter:
         """
         fields, principal = context.fields, context.principal
         limit_set = self._get_limit_set(principal, context.pool.model)
-        if not limit_set.meters:
-            return None
         now = self._clock()
         rates = self._prices.rates_at(context.pool.model, TIERS[principal.tier], now)
         context.rates = rates
@@ -242,7 +244,7 @@ class LimitFilter:
                 else limits_unavailable_error()
             )
         context.trace.limits = explain_admitted(outcome)
-        return LimitFilterState(
+        state = LimitFilterState(
             self._backend,
             self._degraded_mode,
             self._clock,
@@ -253,7 +255,14 @@ class LimitFilter:
             rates=rates,
             reserved_prompt_tokens=prompt_tokens,
             reserved_output_tokens=output_tokens if outcome.covers_estimate else 0,
+            expected_output_tokens=output_tokens,
+            on_ended=self._running.remove,
         )
+        self._running.add(state)
+        current_limit_set = self._get_limit_set(principal, context.pool.model)
+        if current_limit_set.meters != limit_set.meters:  # changed while units were acquired
+            state.change_limits(current_limit_set)
+        return state
 
     # --- Other requests --------------------------------------------------------------------------
 
@@ -351,13 +360,7 @@ class LimitFilter:
         return QuotaLimit(limit.owner_kind, limit.unit, limit.window or "", limit.model, counter)
 
     def _get_limit_set(self, principal: Principal, model: str) -> LimitSet:
-        cache_key = (
-            principal.key,
-            principal.user,
-            principal.project,
-            principal.organisation,
-            model,
-        )
+        cache_key = caller_key(principal, model)
         limit_set = self._limit_sets.get(cache_key)
         if limit_set is None:
             if len(self._limit_sets) >= MAX_CACHED_LIMIT_SETS:
@@ -374,11 +377,10 @@ class LimitFilter:
                 for meter in self._meters_by_owner.get(owner, ())
                 if meter.model in {None, model}
             )
-            caller_key = (principal.key or principal.user or principal.project, model)
             limit_set = LimitSet(
                 meters,
                 principal.project not in self._fail_closed_projects,
-                caller_key,
+                (principal.key or principal.user or principal.project, model),
                 RateLimitHeaders(meters),
             )
             self._limit_sets[cache_key] = limit_set

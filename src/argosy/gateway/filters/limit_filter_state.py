@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -78,6 +78,10 @@ class LimitFilterState(msgspec.Struct, eq=False):
     """Prompt tokens that the reservation covers."""
     reserved_output_tokens: int
     """Output tokens that the reservation covers."""
+    expected_output_tokens: int
+    """Output tokens that the request rarely exceeds."""
+    on_ended: Callable[[LimitFilterState], None]
+    """Called when the request has ended."""
     generated_tokens: int = 0
     """Output tokens generated so far, also if the client disconnects before it receives them all."""
     continued_degraded: bool = False
@@ -85,8 +89,33 @@ class LimitFilterState(msgspec.Struct, eq=False):
     exceeded_limit: QuotaRejection | None = None
     """Limit that rejected the last extension."""
 
+    def change_limits(self, limit_set: LimitSet) -> None:
+        """Apply the limits as they are now to the running request.
+
+        The usage that is expected is reserved again if it fits. Otherwise the next tokens decide whether the request
+        may continue.
+        """
+        context = self.context
+        if context.reclaim_stream is not None:
+            context.reclaim_stream()  # so that all tokens are counted and the budget is read again
+        delivered, now = context.delivered, self.clock()
+        prompt, cached = delivered.prompt_tokens, delivered.cached_tokens
+        usage = running_usage(self.rates, prompt, cached, delivered.output_tokens)
+        self.limit_set = limit_set
+        self.reservation.change_limits(limit_set.meters, usage, now)
+        # The concurrency slot of a new limit is in use already.
+        self.backend.overdraw(quota_demand(self.reservation.shortfall(usage)), now)
+        self.reservation.force_extend(usage, now)
+        output = max(delivered.output_tokens, self.expected_output_tokens)
+        prompt = prompt or self.reserved_prompt_tokens
+        expected_usage = running_usage(self.rates, prompt, cached, output)
+        is_reserved = self.reservation.extend(expected_usage, now) is None
+        self.reserved_output_tokens = output if is_reserved else delivered.output_tokens
+
     def fast_path_budget(self) -> FastPathBudget:
         """Return a budget of the tokens that the reservation covers."""
+        if not self.reservation.holds:
+            return FastPathBudget()
         covers_prompt = self.context.delivered.prompt_tokens <= self.reserved_prompt_tokens
         return FastPathBudget(self.reserved_output_tokens if covers_prompt else 0)
 
@@ -94,7 +123,7 @@ class LimitFilterState(msgspec.Struct, eq=False):
         """Extend the reservation if the delivered tokens exceed it, and return the reason to stop if that fails."""
         delivered = self.context.delivered
         self.generated_tokens = delivered.output_tokens
-        if (
+        if not self.reservation.holds or (
             delivered.output_tokens <= self.reserved_output_tokens
             and delivered.prompt_tokens <= self.reserved_prompt_tokens
         ):
@@ -107,6 +136,7 @@ class LimitFilterState(msgspec.Struct, eq=False):
         A request that was never dispatched, or failed without output through no fault of its own, uses nothing. A
         request that a replica rejected as invalid counts as one request.
         """
+        self.on_ended(self)
         delivered, context, now = self.context.delivered, self.context, self.clock()
         if self.exceeded_limit is not None and context.status == "stopped":
             context.trace.limits += explain_rejected([self.exceeded_limit])

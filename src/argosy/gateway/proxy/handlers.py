@@ -271,6 +271,7 @@ class CompletionHandlers:
             remaining_s = max(0.0, context.deadline - self._clock())
             deadline_timer = asyncio.get_running_loop().call_later(remaining_s, relay.on_deadline)
         context.exchange.set_listener(relay)
+        context.reclaim_stream = relay.reclaim_stream
         self._relays.add(relay)
         pool.active_requests += 1
         try:
@@ -302,6 +303,7 @@ class CompletionHandlers:
             relay.charge_delivered()
             dispatcher.release(context)
             context.exchange.set_listener(None)
+            context.reclaim_stream = None  # a reference cycle
         if context.exchange.response_complete:
             return  # a buffered response, or the response of a filter
         await writer.finish()

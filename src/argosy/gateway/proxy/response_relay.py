@@ -342,9 +342,9 @@ class ResponseRelay:
         if parser.can_use_fast_path and not (
             self._client_backpressure or self.client_disconnected or self.is_ended_early
         ):
-            self._fast_path_switch.enter(response, self._output_tokens, self._resume_reading)
+            self._fast_path_switch.enter(response, self._output_tokens, self.reclaim_stream)
 
-    def _resume_reading(self) -> None:
+    def reclaim_stream(self) -> None:
         """Take the stream back from the fast path and read it here again."""
         unread = self.exit_fast_path()
         if self._response is not None:
@@ -358,7 +358,7 @@ class ResponseRelay:
             self._send_keepalive()
 
     def _send_keepalive(self) -> None:
-        self._resume_reading()
+        self.reclaim_stream()
         self._writer.send_keepalive()
 
     def _apply_progress(
