@@ -69,6 +69,16 @@ from argosy.protocol.openai_responses import (
     VersionResponse,
     find_early_stop,
 )
+from argosy.protocol.parameter_rules import (
+    MAX_LOGPROBS,
+    NumericRange,
+    check_parameters,
+    check_range,
+    format_number,
+    ignored_parameters,
+    normalize_stop_strings,
+    unsupported_parameter,
+)
 from argosy.protocol.parsing import parse_body, parse_query, parse_request_body
 from argosy.protocol.replica_report import (
     MAX_REPORTED_CHARS,
@@ -93,6 +103,7 @@ __all__ = [
     "IGNORED_FIELDS_HEADER",
     "LOAD_SCHEMA_VERSION",
     "MAX_COUNT",
+    "MAX_LOGPROBS",
     "MAX_REPORTED_CHARS",
     "RELAXED_SCHEMA_HEADER",
     "REPORT_CONTENT",
@@ -132,6 +143,7 @@ __all__ = [
     "LoadResponse",
     "ModelCard",
     "ModelList",
+    "NumericRange",
     "PromptLogprob",
     "PromptLogprobs",
     "PromptTokenUsageInfo",
@@ -152,12 +164,17 @@ __all__ = [
     "TopLogprob",
     "Usage",
     "VersionResponse",
+    "check_parameters",
+    "check_range",
     "differing_parts",
     "find_early_stop",
     "format_comment",
     "format_event",
     "format_names",
+    "format_number",
+    "ignored_parameters",
     "invalid_request",
+    "normalize_stop_strings",
     "pack_block_names",
     "parse_body",
     "parse_endpoint",
@@ -165,4 +182,5 @@ __all__ = [
     "parse_replica_report",
     "parse_request_body",
     "unpack_block_names",
+    "unsupported_parameter",
 ]

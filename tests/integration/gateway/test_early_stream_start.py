@@ -261,3 +261,37 @@ async def test_stream_that_started_early_is_still_hedged(tokenizer: Tokenizer) -
             assert events(await stream.read_rest())[-1] == b"[DONE]"
     (context,) = recorder.completed
     assert [attempt.is_hedge for attempt in context.trace.attempts] == [False, True]
+
+
+@pytest.mark.parametrize("path", [PATH, "/v1/completions"])
+async def test_invalid_request_is_refused_instead_of_queued(
+    tokenizer: Tokenizer, path: str
+) -> None:
+    """The error is that of the replica, which gets the request once a slot is free."""
+    invalid_fields: list[dict[str, object]] = [
+        {"temperature": 101},
+        {"temperature": "hot"},
+        {"n": 65},
+        {"stop": ["x"] * 60 + [""]},
+        {"use_beam_search": True},
+        {"logit_bias": [1]},
+        {"stream_options": {"include_usage": 1}},
+    ]
+    valid = make_body(stream=False, stop="x", top_k=3, unknown_field=1)
+    if path != PATH:
+        del valid["messages"]
+        valid["prompt"] = "Hi"
+    async with run_slow_gateway(tokenizer) as (gateway, engine, _):
+        async with open_early_stream(gateway, make_body()) as running:
+            refusals = [
+                (await gateway.client.post(path, json=valid | invalid)).json()["error"]
+                for invalid in invalid_fields
+            ]
+            queued = asyncio.create_task(gateway.client.post(path, json=valid))
+            await gateway.wait_for_queued(1)
+            engine.may_continue.set()
+            await running.read_rest()
+        assert (await queued).status_code == 200
+        for invalid, refusal in zip(invalid_fields, refusals, strict=True):
+            response = await gateway.client.post(path, json=valid | invalid)
+            assert (response.status_code, response.json()["error"]) == (400, refusal)

@@ -16,13 +16,6 @@ from tests.support.vocabularies import TEMPLATE, byte_level, byte_level_backend,
 from argosy.constraints import TOOL_FIELDS
 from argosy.engine.engine_config import EngineConfig
 from argosy.engine.serving.core_messages import CoreReady, EngineRequest
-from argosy.engine.serving.preprocessing.parameter_rules import (
-    IGNORED_PARAMETERS,
-    NEUTRAL_PARAMETERS,
-    PARAMETER_RANGES,
-    RESTRICTED_PARAMETERS,
-    ignored_parameters,
-)
 from argosy.engine.serving.preprocessing.request_processor import (
     GatewayHeaders,
     PreparedRequest,
@@ -41,6 +34,13 @@ from argosy.protocol import (
     SamplingParams,
     TokenizeRequest,
     parse_body,
+)
+from argosy.protocol.parameter_rules import (
+    IGNORED_PARAMETERS,
+    NEUTRAL_PARAMETERS,
+    PARAMETER_RANGES,
+    RESTRICTED_PARAMETERS,
+    ignored_parameters,
 )
 
 TOKENIZER = byte_level()

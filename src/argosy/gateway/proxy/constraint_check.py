@@ -1,4 +1,4 @@
-"""Checks of a request's constraint and tools before it is queued, as its replica would check them."""
+"""Checks of a request before it is queued, as its replica would check them: constraint, tools and parameters."""
 
 from __future__ import annotations
 
@@ -24,9 +24,19 @@ from argosy.gateway.backends import (
 )
 from argosy.gateway.pool import Pool
 from argosy.gateway.request_fields import RequestFields
-from argosy.protocol import ApiError, invalid_request
+from argosy.protocol import (
+    ApiError,
+    ChatCompletionRequest,
+    CompletionRequest,
+    check_parameters,
+    invalid_request,
+    normalize_stop_strings,
+    parse_request_body,
+)
 
 CHECKED_FIELDS = (*constraints.TOOL_FIELDS, *sorted(CONSTRAINT_FIELDS))
+UNCHECKED_FIELDS = frozenset({"messages", "prompt", "resume", *CHECKED_FIELDS})
+"""Fields that `check_queued_parameters` does not read."""
 CHECK_TIMEOUT_S = 0.5
 """A request whose check takes longer, because others are ahead of it, is checked by its replica only."""
 MAX_PENDING_CHECKS = 64
@@ -53,6 +63,30 @@ def find_unsupporting_replicas(pool: Pool, fields: RequestFields, path: bytes) -
     if errors and not supported:
         raise next(error for error in errors.values() if error is not None)
     return {name for name, replica in pool.replicas.items() if replica.kind not in supported}
+
+
+def check_queued_parameters(pool: Pool, fields: RequestFields, path: bytes) -> None:
+    """Check the types and ranges of a request's parameters, if all replicas of its pool are native.
+
+    For requests that would wait for a replica. Otherwise the replica checks them at once. The prompt is left to it, and
+    so are fields that `NativeRequestChecker` checks.
+
+    Raises:
+        ApiError(400): A replica would refuse the request. `param` names the field.
+    """
+    if not _has_only_native_replicas(pool):
+        return
+    is_chat = path == CHAT_PATH
+    prompt = {"messages": Raw(b"[]")} if is_chat else {"prompt": Raw(b'""')}
+    body = {name: fields.raw[name] for name in fields.raw.keys() - UNCHECKED_FIELDS} | prompt
+    request_type = ChatCompletionRequest if is_chat else CompletionRequest
+    request, _ = parse_request_body(request_type, msgspec.json.encode(body))
+    check_parameters(msgspec.structs.asdict(request))
+    normalize_stop_strings(request.stop)
+
+
+def _has_only_native_replicas(pool: Pool) -> bool:
+    return {replica.kind for replica in pool.replicas.values()} == {"argosy"}
 
 
 def _find_translation_error(
@@ -84,7 +118,7 @@ class NativeRequestChecker:
             ApiError(400): A replica would refuse the request. `param` names the field.
         """
         raw = {name: fields.raw[name] for name in CHECKED_FIELDS if name in fields.raw}
-        if not raw or {replica.kind for replica in pool.replicas.values()} != {"argosy"}:
+        if not raw or not _has_only_native_replicas(pool):
             return
         result = self._find_result(raw, path)
         if result is None:

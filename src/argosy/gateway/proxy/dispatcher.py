@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from argosy.gateway.config import QueueConfig
 from argosy.gateway.pool import Pool, ReplicaEndpoint, RoutingDecision
 from argosy.gateway.principal import TIERS
+from argosy.gateway.proxy.constraint_check import check_queued_parameters
 from argosy.gateway.request_context import RequestContext
 from argosy.policy import (
     DispatchQueue,
@@ -81,7 +82,7 @@ class Dispatcher:
         """Assign a replica to a new request, waiting in the queue if none has a free slot. Release it with `release`.
 
         Raises:
-            ApiError: 429 or 503 if the request may not wait, or waited too long.
+            ApiError: 429 or 503 if the request may not wait, or waited too long. 400 if its replica would refuse it.
         """
         now, principal, fields = self._clock(), context.principal, context.fields
         self._last_request_at[context.tier] = now
@@ -92,6 +93,7 @@ class Dispatcher:
             decision = self._select_replica(context, frozenset(), now)
             if decision is not None:
                 return self._commit(context, decision, 0.0, now)
+        check_queued_parameters(self._pool, fields, context.api.path)
         self._check_admission(context, now)
         return await self._wait_for_replica(
             QueuedRequest(

@@ -29,7 +29,6 @@ from argosy.engine.serving.api_server.request_metrics import RequestMetrics, abo
 from argosy.engine.serving.api_server.response_spec import ResponseSpec, new_response_id
 from argosy.engine.serving.api_server.responses import build_chat_completion, build_completion
 from argosy.engine.serving.api_server.resume_metadata import ResumeMetadataWriter
-from argosy.engine.serving.preprocessing.parameter_rules import ignored_parameters
 from argosy.engine.serving.preprocessing.request_processor import (
     GatewayHeaders,
     PreparedRequest,
@@ -48,6 +47,7 @@ from argosy.protocol import (
     GenerationRequest,
     format_comment,
     format_event,
+    ignored_parameters,
     invalid_request,
     parse_request_body,
 )
