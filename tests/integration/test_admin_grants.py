@@ -161,7 +161,7 @@ async def test_metrics_need_a_gateway_role(admin_gateway: AdminGateway) -> None:
     assert (await client.get("/replicas/any/metrics", headers=viewer)).status_code == 404
 
 
-async def test_replica_openapi_document_needs_a_key(admin_gateway: AdminGateway) -> None:
+async def test_openapi_document_needs_a_key(admin_gateway: AdminGateway) -> None:
     response = await admin_gateway.client.get("/openapi.json")
     assert (response.status_code, response.json()["error"]["code"]) == (401, "missing_api_key")
 

@@ -185,6 +185,7 @@ async def run_gateway(
         admin=build_admin_app(
             None, authenticator, lambda *_: None, lambda: None, ReplicaAdmin(models, None)
         ),
+        render_openapi=lambda: b"{}",
         cors=CorsPolicy(config.auth.allowed_origins),
         metrics=metrics,
         config=config,

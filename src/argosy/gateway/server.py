@@ -30,6 +30,7 @@ from argosy.gateway.filters import (
     open_quota_backend,
 )
 from argosy.gateway.model_registry import ModelRegistry, ReplicaAdmin, build_model_entries
+from argosy.gateway.openapi import render_openapi
 from argosy.gateway.operations import OperationsHandlers, list_replica_readings
 from argosy.gateway.pool import (
     CoroutineFactory,
@@ -210,6 +211,7 @@ class GatewayServer:
                     self._models, None if account_sync is None else account_sync.accounting.store
                 ),
             ),
+            render_openapi=render_openapi,
             cors=self._cors,
             metrics=self._metrics,
             config=self._config,

@@ -107,18 +107,6 @@ class UtilityHandlers:
                 raise DisconnectedError
             await asyncio.sleep(RETRY_INTERVAL_S)
 
-    async def openapi(self, exchange: HttpExchange, principal: Principal) -> None:
-        """`GET /openapi.json`: the OpenAPI document of a native replica, whose API is the same as the gateway's.
-
-        The document names no tenant. The route still needs authentication, because a replica has to produce it.
-        """
-        del principal
-        for pool in self._models.pools:
-            for replica in _replicas_by_load(pool):
-                if replica.kind == "argosy" and await _try_forward(exchange, replica, b""):
-                    return
-        raise no_replica_error(self._models.pools[0], time.monotonic())
-
     async def replica_metrics(self, exchange: HttpExchange, principal: Principal) -> None:
         """`GET /replicas/{name}/metrics`: metrics of one replica, which the scraper may be unable to reach itself."""
         check_role(principal, "viewer", "gateway")

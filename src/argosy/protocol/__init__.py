@@ -4,7 +4,8 @@ Request bodies (`openai_requests`) are decoded by `parse_request_body`, which ig
 mistake into an `ApiError`. `parse_body` refuses unknown fields too. Responses
 (`openai_responses`) and errors have the shapes of the OpenAI API with vLLM's extensions. Streams are framed with
 `format_event` and read with `EventParser`. Validated requests reach the engine with `SamplingParams`. A replica
-publishes the blocks of its prefix cache as `KvEvent`. Server addresses are parsed into an `Endpoint`.
+publishes the blocks of its prefix cache as `KvEvent`. Server addresses are parsed into an `Endpoint`. `OpenApiBuilder`
+describes a server's API.
 """
 
 from argosy.protocol.arithmetic import ArithmeticIdentity, differing_parts
@@ -69,6 +70,12 @@ from argosy.protocol.openai_responses import (
     VersionResponse,
     find_early_stop,
 )
+from argosy.protocol.openapi import (
+    JSON_MEDIA_TYPE,
+    OpenApiBuilder,
+    SharedErrors,
+    path_parameter,
+)
 from argosy.protocol.parameter_rules import (
     MAX_LOGPROBS,
     NumericRange,
@@ -101,6 +108,7 @@ __all__ = [
     "BLOCK_NAME_BYTES",
     "ERROR_CODES",
     "IGNORED_FIELDS_HEADER",
+    "JSON_MEDIA_TYPE",
     "LOAD_SCHEMA_VERSION",
     "MAX_COUNT",
     "MAX_LOGPROBS",
@@ -144,6 +152,7 @@ __all__ = [
     "ModelCard",
     "ModelList",
     "NumericRange",
+    "OpenApiBuilder",
     "PromptLogprob",
     "PromptLogprobs",
     "PromptTokenUsageInfo",
@@ -152,6 +161,7 @@ __all__ = [
     "ResponseWarning",
     "ResumeInput",
     "SamplingParams",
+    "SharedErrors",
     "StartupProgress",
     "StatusResponse",
     "StreamOptions",
@@ -181,6 +191,7 @@ __all__ = [
     "parse_query",
     "parse_replica_report",
     "parse_request_body",
+    "path_parameter",
     "unpack_block_names",
     "unsupported_parameter",
 ]

@@ -8,6 +8,7 @@ The other modules bound the concurrency of each organisation (`organisation_limi
 (`schemas`) and generate the OpenAPI document (`openapi`).
 """
 
-from argosy.gateway.admin.app import build_admin_app
+from argosy.gateway.admin.app import ENDPOINTS, build_admin_app
+from argosy.gateway.admin.openapi import add_operations, described_types
 
-__all__ = ["build_admin_app"]
+__all__ = ["ENDPOINTS", "add_operations", "build_admin_app", "described_types"]

@@ -12,11 +12,10 @@ import msgspec
 from argosy.gateway.auth import organisation_scope
 from argosy.gateway.model_registry import ReplicaAdmin
 from argosy.gateway.principal import Principal
-from argosy.protocol import ApiError
+from argosy.protocol import JSON_MEDIA_TYPE, ApiError
 from argosy.store import Accounts, AuditLog, Ledger, LimitsAndPrices, Role, RoleScope, Store
 
 Method = Literal["GET", "POST", "PATCH", "DELETE"]
-JSON_MEDIA_TYPE = "application/json"
 CSV_MEDIA_TYPE = "text/csv; charset=utf-8"
 
 

@@ -3,35 +3,32 @@
 from __future__ import annotations
 
 import functools
-from importlib.metadata import version
 from typing import Any
 
 import msgspec
 
 from argosy.gateway.admin.endpoints import (
-    JSON_MEDIA_TYPE,
     AdminEndpoint,
     AdminEndpoints,
     AdminRequest,
     AdminScope,
 )
-from argosy.protocol import ErrorBody
+from argosy.protocol import JSON_MEDIA_TYPE, OpenApiBuilder, path_parameter
 
 _ERROR_DESCRIPTIONS = {
-    400: "A parameter is not valid. `param` names it.",
-    401: "The key is missing or not accepted.",
-    403: "The key's role or the web page's origin does not permit this call.",
-    404: "Resource not found.",
-    405: "The path does not support this method.",
-    408: "The body did not arrive in time.",
-    409: "The request conflicts with an existing resource.",
-    413: "The body is too large.",
-    415: "The body is compressed or not declared as `application/json`.",
-    429: "Too many wrong keys, or too many waiting calls of the organisation.",
-    500: "Internal error. The gateway's log has it under the request id.",
-    503: "The store or the token issuer's keys are not available at the moment.",
+    "400": "A parameter is not valid. `param` names it.",
+    "401": "The key is missing or not accepted.",
+    "403": "The key's role or the web page's origin does not permit this call.",
+    "404": "Resource not found.",
+    "405": "The path does not support this method.",
+    "408": "The body did not arrive in time.",
+    "409": "The request conflicts with an existing resource.",
+    "413": "The body is too large.",
+    "415": "The body is compressed or not declared as `application/json`.",
+    "429": "Too many wrong keys, or too many waiting calls of the organisation.",
+    "500": "Internal error. The gateway's log has it under the request id.",
+    "503": "The store or the token issuer's keys are not available at the moment.",
 }
-_REF_TEMPLATE = "#/components/schemas/{name}"
 
 
 def add_openapi_endpoint(endpoints: AdminEndpoints, path: str) -> AdminEndpoints:
@@ -39,7 +36,7 @@ def add_openapi_endpoint(endpoints: AdminEndpoints, path: str) -> AdminEndpoints
 
     @functools.cache
     def encode_document() -> bytes:
-        return msgspec.json.encode(_build_document(endpoints))
+        return _render_document(endpoints)
 
     def get_openapi_document(scope: AdminScope, request: AdminRequest) -> bytes:  # noqa: ARG001 - the document is the same for all
         """Get this OpenAPI document."""
@@ -49,55 +46,46 @@ def add_openapi_endpoint(endpoints: AdminEndpoints, path: str) -> AdminEndpoints
     return endpoints
 
 
-def _build_document(endpoints: AdminEndpoints) -> dict[str, Any]:
-    json_endpoints = [endpoint for endpoint in endpoints if endpoint.media_type == JSON_MEDIA_TYPE]
+def described_types(endpoints: AdminEndpoints) -> list[Any]:
+    """Return the types of the bodies that endpoints accept and return."""
     response_types = [
-        endpoint.response_type for endpoint in json_endpoints if endpoint.response_type is not bytes
+        endpoint.response_type
+        for endpoint in endpoints
+        if endpoint.media_type == JSON_MEDIA_TYPE and endpoint.response_type is not bytes
     ]
     body_types = [endpoint.body_type for endpoint in endpoints if endpoint.body_type is not None]
-    types = [*response_types, *body_types, ErrorBody]
-    refs, schemas = msgspec.json.schema_components(types, ref_template=_REF_TEMPLATE)
-    by_type = dict(zip(types, refs, strict=True))
-    paths: dict[str, dict[str, Any]] = {}
+    return [*response_types, *body_types]
+
+
+def add_operations(builder: OpenApiBuilder, endpoints: AdminEndpoints) -> None:
+    """Add the endpoints to a document whose builder knows the `described_types`."""
     for endpoint in endpoints:
-        description = _describe_endpoint(endpoint, by_type)
-        paths.setdefault(endpoint.path, {})[endpoint.method.lower()] = description
-    return {
-        "openapi": "3.1.0",
-        "info": {
-            "title": "Argosy admin API",
-            "version": version("argosy"),
-            "description": "Tenants, keys, limits, prices, usage, the audit log and explanations of requests.",
-        },
-        "security": [{"bearer": []}, {}],
-        "paths": paths,
-        "components": {
-            "schemas": schemas,
-            "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}},
-        },
-    }
+        builder.add(endpoint.path, endpoint.method, _describe_endpoint(builder, endpoint))
 
 
-def _describe_endpoint(endpoint: AdminEndpoint, by_type: dict[Any, Any]) -> dict[str, Any]:
-    schema = by_type.get(endpoint.response_type, {"type": "object"})
-    content = {"schema": schema if endpoint.media_type == JSON_MEDIA_TYPE else {"type": "string"}}
-    responses: dict[str, Any] = {
-        "200": {"description": "Success.", "content": {endpoint.media_type: content}}
-    }
-    for status, description in _ERROR_DESCRIPTIONS.items():
-        error = {"schema": by_type[ErrorBody]}
-        responses[str(status)] = {"description": description, "content": {JSON_MEDIA_TYPE: error}}
-    operation = {
-        "operationId": endpoint.name,
+def _render_document(endpoints: AdminEndpoints) -> bytes:
+    builder = OpenApiBuilder(described_types(endpoints), has_shared_operations=False)
+    add_operations(builder, endpoints)
+    description = (
+        "Tenants, keys, limits, prices, usage, the audit log and explanations of requests."
+    )
+    return builder.render("Argosy admin API", description, has_keys=True)
+
+
+def _describe_endpoint(builder: OpenApiBuilder, endpoint: AdminEndpoint) -> dict[str, Any]:
+    is_json = endpoint.media_type == JSON_MEDIA_TYPE
+    schema = builder.schema(endpoint.response_type) if is_json else {"type": "string"}
+    operation = builder.describe(
+        endpoint.name,
+        {endpoint.media_type: schema},
+        _ERROR_DESCRIPTIONS,
+        body=endpoint.body_type,
+        parameters=_describe_parameters(endpoint),
+    )
+    return operation | {
         "summary": endpoint.summary,
         "description": _describe_access(endpoint),
-        "parameters": _describe_parameters(endpoint),
-        "responses": responses,
     }
-    if endpoint.body_type is not None:
-        body = {"schema": by_type[endpoint.body_type]}
-        operation["requestBody"] = {"required": True, "content": {JSON_MEDIA_TYPE: body}}
-    return operation
 
 
 def _describe_access(endpoint: AdminEndpoint) -> str:
@@ -115,5 +103,4 @@ def _describe_parameters(endpoint: AdminEndpoint) -> list[dict[str, Any]]:
     ]
     if "{id}" not in endpoint.path:
         return query_parameters
-    id_schema = {"type": "string", "minLength": 1}
-    return [{"name": "id", "in": "path", "required": True, "schema": id_schema}, *query_parameters]
+    return [path_parameter("id"), *query_parameters]
