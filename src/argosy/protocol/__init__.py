@@ -78,6 +78,7 @@ from argosy.protocol.openapi import (
 )
 from argosy.protocol.parameter_rules import (
     MAX_LOGPROBS,
+    PARAMETER_RANGES,
     NumericRange,
     check_parameters,
     check_range,
@@ -113,6 +114,7 @@ __all__ = [
     "MAX_COUNT",
     "MAX_LOGPROBS",
     "MAX_REPORTED_CHARS",
+    "PARAMETER_RANGES",
     "RELAXED_SCHEMA_HEADER",
     "REPORT_CONTENT",
     "REPORT_HEADER",

@@ -98,7 +98,8 @@ class OpenApiBuilder:
 
     def schema(self, described_type: Any) -> dict[str, Any]:  # noqa: ANN401 - any type that msgspec knows
         """Return the schema of a type. A type that was not given to the builder is described as an object."""
-        return self._refs.get(described_type, {"type": "object"})
+        found: dict[str, Any] = self._refs.get(described_type, {"type": "object"})
+        return found
 
     def add(self, path: str, method: str, operation: dict[str, Any]) -> None:
         """Add an operation."""
@@ -172,11 +173,14 @@ class OpenApiBuilder:
             errors.utility,
             parameters=[path_parameter("model")],
         )
-        for path, name, body, response in (
-            ("/tokenize", "tokenize", TokenizeRequest, TokenizeResponse),
-            ("/detokenize", "detokenize", DetokenizeRequest, DetokenizeResponse),
-        ):
-            self.add_json(path, "POST", name, response, errors.utility, body=body)
+        utility: tuple[tuple[str, type, type], ...] = (
+            ("tokenize", TokenizeRequest, TokenizeResponse),
+            ("detokenize", DetokenizeRequest, DetokenizeResponse),
+        )
+        for name, request_type, response_type in utility:
+            self.add_json(
+                f"/{name}", "POST", name, response_type, errors.utility, body=request_type
+            )
         self.add_json("/health", "GET", "health", StatusResponse, errors.liveness)
         self.add_json("/ready", "GET", "ready", StatusResponse, errors.status)
         self.add_json("/version", "GET", "version", VersionResponse, {})

@@ -125,7 +125,7 @@ class ResponseRelay:
 
     def move(self) -> None:
         """End the attempt although the replica works, so that another replica resumes the stream."""
-        if self._response is not None and self.early_finish_reason is None:
+        if self._response is not None and not self.is_ended_early:
             self.exit_fast_path()
             self._response.abort_for_move()
 

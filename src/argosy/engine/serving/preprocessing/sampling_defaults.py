@@ -14,8 +14,7 @@ from argosy.engine.execution.generation_config import (
     applies_sampling_defaults,
     read_generation_config,
 )
-from argosy.engine.serving.preprocessing.parameter_rules import PARAMETER_RANGES
-from argosy.protocol import GenerationRequest, SamplingParams
+from argosy.protocol import PARAMETER_RANGES, GenerationRequest, SamplingParams
 
 Body = TypeVar("Body", bound=GenerationRequest)
 
