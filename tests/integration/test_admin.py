@@ -72,12 +72,13 @@ async def serve_admin_api(
     if snapshot is None:
         snapshot = AccountSnapshot() if store is None else store.load_snapshot()
     authenticator = Authenticator(snapshot, AuthConfig())
+
+    async def explain(request: str, organisation: str | None) -> dict[str, Any] | None:
+        del organisation
+        return find_explanation(request)
+
     handler = build_admin_app(
-        store,
-        authenticator,
-        lambda request, _: find_explanation(request),
-        on_change,
-        ReplicaAdmin(ModelRouter({}), store),
+        store, authenticator, explain, on_change, ReplicaAdmin(ModelRouter({}), store)
     )
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:

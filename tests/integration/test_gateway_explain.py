@@ -17,6 +17,7 @@ from tests.support.services import find_program
 from argosy.cli.explain import print_explanation, timeline_steps
 from argosy.gateway import ReplicaConfig
 from argosy.gateway.principal import Principal
+from argosy.gateway.request_explainer import explain_record
 from argosy.gateway.request_trace import (
     AttemptTrace,
     ExplainConfig,
@@ -28,6 +29,7 @@ from argosy.gateway.request_trace import (
 )
 from argosy.policy import Rates, RoutingCost
 from argosy.protocol import ApiError
+from argosy.store import UsageRecord
 
 BODY = {"model": "big", "prompt": "Say something", "max_tokens": 3}
 
@@ -257,6 +259,30 @@ def test_terminal_shows_steps_candidates_and_filter_traces() -> None:
             "finished by length (limit), stop",
         ),
         *("Attempt 1", "http://b", "0.6000", "idempotency", "again", "cmpl-0"),
+    ):
+        assert part in text
+
+
+def test_terminal_shows_what_the_ledger_knows() -> None:
+    record = UsageRecord(
+        request="cmpl-ab12cd34ffff",
+        project="shop",
+        key="key_1",
+        model="big",
+        replica="one",
+        started_at=1_800_000_000.0,
+        ended_at=1_800_000_061.5,
+        status="completed",
+        input_tokens=7,
+        output_tokens=3,
+        nano_dollars=1_500_000,
+    )
+    console = Console(record=True, width=120, file=io.StringIO())
+    print_explanation(console, explain_record(record, "ab12cd34"))
+    text = console.export_text()
+    for part in (
+        *("cmpl-ab12cd34ffff", "completed", "big", "7 prompt tokens", "3 output", "61500 ms"),
+        *("tenant shop, key key_1", "The gateway ab12cd34 is gone", "$0.0015", "one"),
     ):
         assert part in text
 

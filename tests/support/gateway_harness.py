@@ -141,6 +141,10 @@ async def probe_with_retry(prober: Prober) -> None:
         await prober.probe()
 
 
+async def explain_nothing(identifier: str, organisation: str | None) -> None:
+    """Find no explanation of a request."""
+
+
 @contextlib.asynccontextmanager
 async def run_gateway(
     filters: Sequence[RequestFilter],
@@ -183,7 +187,7 @@ async def run_gateway(
         operations,
         authenticate=authenticator.authenticate,
         admin=build_admin_app(
-            None, authenticator, lambda *_: None, lambda: None, ReplicaAdmin(models, None)
+            None, authenticator, explain_nothing, lambda: None, ReplicaAdmin(models, None)
         ),
         render_openapi=lambda: b"{}",
         cors=CorsPolicy(config.auth.allowed_origins),

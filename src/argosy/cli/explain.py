@@ -16,6 +16,7 @@ from argosy.cli.money import format_dollars, format_price
 from argosy.cli.output import format_one_line, open_console
 from argosy.cli.replica_report import print_replica_report
 from argosy.cli.server_client import error_message, explain_connect_error, open_client
+from argosy.cli.timestamps import format_timestamp
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -32,7 +33,7 @@ SECTION_KEYS = frozenset(
         *("asked", "route"),
         *("started_at", "ms", "queue", "rule", "attempts", "tokens"),
         *("finish_reasons", "stop_reasons"),
-        *("limits", "ledger", "replica_report"),
+        *("limits", "ledger", "replica_report", "gateway", "source"),
     }
 )
 """Keys that have their own section. Other keys were added by request filters, and are printed under their names."""
@@ -90,6 +91,10 @@ def _parse_explanation(content: bytes) -> dict[str, Any] | None:
 def print_explanation(console: Console, explanation: dict[str, Any]) -> None:
     """Print an explanation to the console."""
     console.print(_headline(explanation))
+    if explanation.get("source") == "ledger":
+        console.print(format_one_line(explanation["reason"]), style="yellow", markup=False)
+        console.print(_ledger_table(explanation))
+        return
     console.print(_timeline_table(explanation))
     for number, attempt in enumerate(explanation["attempts"], 1):
         if attempt["candidates"]:
@@ -131,8 +136,7 @@ def _headline(explanation: dict[str, Any]) -> str:
     )
     lines = [
         f"[bold]{escape(explanation['id'])}[/]  [{colour}]{explanation['status']}[/]{error}",
-        f"{explanation['path']} to [bold]{escape(explanation['model'])}[/]{asked}, "
-        + ("streamed" if explanation["stream"] else "sent whole"),
+        _format_path(explanation) + f"[bold]{escape(explanation['model'])}[/]{asked}",
         f"{tokens['prompt']} prompt tokens ({tokens['cached']} cached), {tokens['output']} output"
         + (f" ({tokens['reasoning']} reasoning)" if "reasoning" in tokens else "")
         + (f", finished by {escape(finish)}" if finish else "")
@@ -140,8 +144,34 @@ def _headline(explanation: dict[str, Any]) -> str:
     ]
     if caller["project"]:
         key = f", key {escape(caller['key'])}" if caller["key"] else ""
-        lines.append(f"tenant {escape(caller['project'])}{key}, tier {caller['tier']}")
+        tier = f", tier {caller['tier']}" if caller["tier"] else ""
+        lines.append(f"tenant {escape(caller['project'])}{key}{tier}")
     return "\n".join(lines)
+
+
+def _format_path(explanation: dict[str, Any]) -> str:
+    """Return the path and how the response was sent. The ledger knows neither."""
+    if explanation["path"] is None:
+        return ""
+    sent = "streamed" if explanation["stream"] else "sent whole"
+    return f"{explanation['path']}, {sent}, to "
+
+
+def _ledger_table(explanation: dict[str, Any]) -> Table:
+    """Return the values that only the ledger has kept of a request."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, show_header=False, padding=(0, 1))
+    ended_at = explanation["started_at"] + explanation["ms"]["ended"] / 1000
+    for name, value in (
+        ("started", format_timestamp(explanation["started_at"])),
+        ("ended", format_timestamp(ended_at)),
+        ("replica", explanation["replica"] or ""),
+        ("cost", format_dollars(explanation["ledger"]["nano_dollars"])),
+    ):
+        table.add_row(name, Text(format_one_line(value)))
+    return table
 
 
 @dataclass(frozen=True, slots=True)

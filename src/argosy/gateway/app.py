@@ -15,6 +15,7 @@ from argosy.gateway.cors import CorsPolicy
 from argosy.gateway.filters import LimitFilter
 from argosy.gateway.model_registry import ModelRouter
 from argosy.gateway.operations import OperationsHandlers
+from argosy.gateway.peer_gateways import PEER_REQUESTS_PREFIX
 from argosy.gateway.principal import ANONYMOUS, Principal
 from argosy.gateway.proxy import CompletionHandlers
 from argosy.gateway.utility_handlers import METRICS_PATH, REPLICAS_PREFIX, UtilityHandlers
@@ -70,6 +71,8 @@ class GatewayApp:
         metrics: GatewayMetrics,
         config: GatewayConfig,
         limits: LimitFilter | None = None,
+        gateway_id: str = "",
+        answer_peer: Handler | None = None,
     ) -> None:
         self._models = models
         self._authenticate = authenticate
@@ -79,6 +82,7 @@ class GatewayApp:
         self._metrics = metrics
         self._log = log.bind()
         self._config = config
+        self._gateway_id = gateway_id
         utility = UtilityHandlers(
             models, limits, refuse_unknown_fields=config.unknown_fields == "refuse"
         )
@@ -101,6 +105,11 @@ class GatewayApp:
         self._replica_metrics_route = HttpRoute(
             REPLICAS_PREFIX + "{name}" + METRICS_PATH, "GET", utility.replica_metrics
         )
+        self._peer_route = (
+            None
+            if answer_peer is None
+            else HttpRoute(PEER_REQUESTS_PREFIX + "{id}", "GET", answer_peer, is_public=True)
+        )
         self._model_route = HttpRoute(MODELS_PREFIX + "{model}", "GET", self._get_model)
         self.in_flight = 0
         """Number of requests that are being handled."""
@@ -109,7 +118,7 @@ class GatewayApp:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one HTTP request."""
-        exchange = HttpExchange(scope, receive, send, self._config)
+        exchange = HttpExchange(scope, receive, send, self._config, self._gateway_id)
         route = self._find_route(exchange.path)
         self.in_flight += 1
         bind_request(exchange.request_id, exchange.get_header(b"traceparent"))
@@ -136,6 +145,8 @@ class GatewayApp:
             return self._model_route
         if found is None and path.startswith(REPLICAS_PREFIX) and path.endswith(METRICS_PATH):
             return self._replica_metrics_route
+        if found is None and path.startswith(PEER_REQUESTS_PREFIX):
+            return self._peer_route
         return found
 
     def _is_known_path(self, path: str) -> bool:

@@ -170,6 +170,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Path of a Unix domain socket to listen on instead of host and port."""
     tls: TlsConfig | None = None
     """Listen with TLS."""
+    advertise_url: str | None = None
+    """Address at which other gateways of the same store reach this one, for explanations of its requests. None means
+    the address on which it listens. If it listens on all addresses, that is the one from which it reaches others."""
     store: StoreConfig | None = None
     """Accounts, keys, limits, prices and the ledger. None means a single user on the local machine."""
     auth: AuthConfig = AuthConfig()

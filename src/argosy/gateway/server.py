@@ -32,6 +32,7 @@ from argosy.gateway.filters import (
 from argosy.gateway.model_registry import ModelRegistry, ReplicaAdmin, build_model_entries
 from argosy.gateway.openapi import render_openapi
 from argosy.gateway.operations import OperationsHandlers, list_replica_readings
+from argosy.gateway.peer_gateways import PeerGateways, advertised_url
 from argosy.gateway.pool import (
     CoroutineFactory,
     ReplicaEndpoint,
@@ -41,6 +42,8 @@ from argosy.gateway.pool import (
 )
 from argosy.gateway.proxy import CompletionHandlers, FastPath, load_fast_path
 from argosy.gateway.request_context import RequestFilter
+from argosy.gateway.request_explainer import RequestExplainer
+from argosy.gateway.request_ids import new_gateway_id
 from argosy.gateway.request_trace import TraceStore
 from argosy.http_server import CertificateWatcher, HttpServer, listen_url, listening_socket, tune_gc
 from argosy.native import NativeUnavailableError
@@ -83,6 +86,7 @@ class GatewayServer:
         self._metrics = GatewayMetrics()
         self._traces = TraceStore(config.explain)
         self._certificates = None if config.tls is None else CertificateWatcher(config.tls)
+        self._gateway_id = new_gateway_id()
         self._http_server: HttpServer | None = None
         self._account_sync: AccountSync | None = None
         self._config_reloader: ConfigReloader | None = None
@@ -194,6 +198,15 @@ class GatewayServer:
         self, filters: list[RequestFilter], listen_socket: socket.socket, fast_path: FastPath | None
     ) -> None:
         account_sync = self._account_sync
+        store = None if account_sync is None else account_sync.accounting.store
+        peers = None
+        if store is not None:
+            scheme = "http" if self._config.tls is None else "https"
+            url = advertised_url(listen_socket, scheme, self._config.advertise_url)
+            peers = PeerGateways(self._gateway_id, store, url, self._config.tls)
+        explainer = RequestExplainer(
+            self._gateway_id, self._find_trace, peers, None if store is None else store.ledger
+        )
         generation = CompletionHandlers(self._models, self._config, filters, fast_path)
         app = GatewayApp(
             self._models,
@@ -203,9 +216,9 @@ class GatewayServer:
             ),
             authenticate=self._authenticator.authenticate,
             admin=build_admin_app(
-                None if account_sync is None else account_sync.accounting.store,
+                store,
                 self._authenticator,
-                self._explain_request,
+                explainer.explain,
                 _ignore_change if account_sync is None else account_sync.accounting.notify_changed,
                 ReplicaAdmin(
                     self._models, None if account_sync is None else account_sync.accounting.store
@@ -216,6 +229,8 @@ class GatewayServer:
             metrics=self._metrics,
             config=self._config,
             limits=None if account_sync is None else account_sync.limits,
+            gateway_id=self._gateway_id,
+            answer_peer=None if peers is None else peers.build_handler(self._find_trace),
         )
         await self._registry.start()
         background_tasks: list[CoroutineFactory] = [generation.monitor_streams]
@@ -224,6 +239,9 @@ class GatewayServer:
                 partial(account_sync.accounting.poll_accounts, account_sync.apply_snapshot),
                 account_sync.accounting.roll_up_usage,
             ]
+        if peers is not None:
+            await peers.register()
+            background_tasks.append(peers.keep_registered)
         if self._config_reloader is not None:
             background_tasks.append(self._config_reloader.run)
         if self._certificates is not None:
@@ -257,7 +275,12 @@ class GatewayServer:
         stop_task = asyncio.create_task(self._stop_requested.wait())
         tasks = [asyncio.create_task(run_with_restarts(factory)) for factory in background_tasks]
         url = listen_url(listen_socket, "http" if certificates is None else "https")
-        log.info("ready", url=url, models=[model.name for model in self._config.models])
+        log.info(
+            "ready",
+            url=url,
+            models=[model.name for model in self._config.models],
+            gateway=self._gateway_id,
+        )
         self._on_ready(url)
         try:
             await asyncio.wait({server_task, stop_task}, return_when=asyncio.FIRST_COMPLETED)
@@ -278,10 +301,13 @@ class GatewayServer:
             log.info("fast_path_unavailable", reason=str(error))
             return None
 
-    def _explain_request(self, identifier: str, organisation: str | None) -> dict[str, Any] | None:
+    def _find_trace(self, identifier: str, organisation: str | None) -> dict[str, Any] | None:
+        """Return the explanation that this gateway has of a request, by id and organisation (None for all)."""
         self._traces.evict_expired(time.monotonic())
         trace = self._traces.find(identifier, organisation)
-        return None if trace is None else trace.to_dict()
+        if trace is None or organisation not in {None, trace.principal.organisation}:
+            return None
+        return trace.to_dict() | {"gateway": self._gateway_id, "source": "trace"}
 
     def _read_metrics(self, app: GatewayApp, generation: CompletionHandlers) -> GatewayGauges:
         account_sync = self._account_sync

@@ -32,6 +32,8 @@ OPENAI_VERSION = b"2020-10-01"
 """Version of the OpenAI API. OpenAI has published no other."""
 MAX_SDK_RETRY_S = 120
 """Longest delay in seconds for which SDKs may retry. Some SDKs would otherwise sleep for hours within a call."""
+UNIQUE_ID_DIGITS = 32
+"""Length of a unique id in hexadecimal digits."""
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -142,7 +144,23 @@ class ExchangeLimits(Protocol):
 class HttpExchange:
     """HTTP request and response. Responses carry `x-request-id`, `openai-processing-ms` and `openai-version`."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, limits: ExchangeLimits) -> None:
+    def __init__(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        limits: ExchangeLimits,
+        server_id: str = "",
+    ) -> None:
+        """Create an exchange.
+
+        Args:
+            scope: ASGI scope of the request.
+            receive: ASGI callable that returns parts of the request.
+            send: ASGI callable that sends parts of the response.
+            limits: Limits on the request.
+            server_id: Hexadecimal digits with which `unique_id` begins.
+        """
         self._scope = scope
         self._receive = receive
         self._send = send
@@ -156,6 +174,9 @@ class HttpExchange:
         self.query: bytes = scope.get("query_string", b"")
         """Query string, without the `?`."""
         self.headers = _merge_headers(scope["headers"])
+        random_digits = UNIQUE_ID_DIGITS - len(server_id)
+        self.unique_id = f"{server_id}{random.getrandbits(4 * random_digits):0{random_digits}x}"
+        """Id that clients cannot choose."""
         self.request_id = self._choose_request_id()
         self.extra_headers: list[tuple[bytes, bytes]] = []
         """Headers to add to the response, also to an error response."""
@@ -185,7 +206,7 @@ class HttpExchange:
             client_id = self.get_header(b"x-request-id")
             if _REQUEST_ID.fullmatch(client_id):
                 return client_id
-        return f"req_{random.getrandbits(128):032x}"
+        return f"req_{self.unique_id}"
 
     def get_header(self, name: bytes) -> str:
         """Return a header's value, or an empty string if the header is missing."""

@@ -58,6 +58,16 @@ _SHARED_TYPES = (
     TokenizeResponse,
     VersionResponse,
 )
+_Operation = tuple[str, str, type, type]
+"""Path, operation id, and types of the request body and the response."""
+_GENERATION_OPERATIONS: tuple[_Operation, ...] = (
+    ("/v1/chat/completions", "chat", ChatCompletionRequest, ChatCompletion),
+    ("/v1/completions", "complete", CompletionRequest, Completion),
+)
+_TOKENIZER_OPERATIONS: tuple[_Operation, ...] = (
+    ("/tokenize", "tokenize", TokenizeRequest, TokenizeResponse),
+    ("/detokenize", "detokenize", DetokenizeRequest, DetokenizeResponse),
+)
 _INTERNAL_ERROR = {"500": "Internal error. The log has the details under the request id."}
 
 
@@ -90,7 +100,7 @@ class OpenApiBuilder:
         shared_types = _SHARED_TYPES if has_shared_operations else (ErrorBody,)
         all_types = list(dict.fromkeys([*shared_types, *types]))
         refs, self._schemas = msgspec.json.schema_components(all_types, ref_template=_REF_TEMPLATE)
-        self._refs = dict(zip(all_types, refs, strict=True))
+        self._refs: dict[Any, dict[str, Any]] = dict(zip(all_types, refs, strict=True))
         for lenient in self._refs.keys() & set(_LENIENT_BODIES):
             name = self._refs[lenient]["$ref"].rpartition("/")[2]
             self._schemas[name].pop("additionalProperties", None)
@@ -155,10 +165,7 @@ class OpenApiBuilder:
 
     def add_shared_operations(self, errors: SharedErrors) -> None:
         """Add the operations that gateway and replica share."""
-        for path, name, body, response in (
-            ("/v1/chat/completions", "chat", ChatCompletionRequest, ChatCompletion),
-            ("/v1/completions", "complete", CompletionRequest, Completion),
-        ):
+        for path, name, body, response in _GENERATION_OPERATIONS:
             content = {
                 JSON_MEDIA_TYPE: self.schema(response),
                 "text/event-stream": {"type": "string"},
@@ -173,14 +180,8 @@ class OpenApiBuilder:
             errors.utility,
             parameters=[path_parameter("model")],
         )
-        utility: tuple[tuple[str, type, type], ...] = (
-            ("tokenize", TokenizeRequest, TokenizeResponse),
-            ("detokenize", DetokenizeRequest, DetokenizeResponse),
-        )
-        for name, request_type, response_type in utility:
-            self.add_json(
-                f"/{name}", "POST", name, response_type, errors.utility, body=request_type
-            )
+        for path, name, body, response in _TOKENIZER_OPERATIONS:
+            self.add_json(path, "POST", name, response, errors.utility, body=body)
         self.add_json("/health", "GET", "health", StatusResponse, errors.liveness)
         self.add_json("/ready", "GET", "ready", StatusResponse, errors.status)
         self.add_json("/version", "GET", "version", VersionResponse, {})

@@ -12,6 +12,7 @@ from argosy.store.api_keys import hash_key
 from argosy.store.audit import AuditEntry, AuditLog, AuditVerification
 from argosy.store.clock import Clock, SteadyClock, steady_clock
 from argosy.store.errors import ConflictError, NotFoundError, StoreError, StoreUnavailableError
+from argosy.store.gateway_registry import GatewayRecord, GatewayRegistry
 from argosy.store.idempotency_store import (
     CachedResponse,
     IdempotencyConfig,
@@ -85,6 +86,8 @@ __all__ = [
     "CachedResponse",
     "Clock",
     "ConflictError",
+    "GatewayRecord",
+    "GatewayRegistry",
     "IdempotencyConfig",
     "IdempotencyStore",
     "InFlightClaim",

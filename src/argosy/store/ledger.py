@@ -304,6 +304,21 @@ class Ledger:
                 *_ended_at_conditions(where), tuple_(table.c.ended_at, table.c.request) > after
             )
 
+    def find_record(self, requests: Sequence[str]) -> UsageRecord | None:
+        """Return the record of the first request that has one. None if none has, or its day was rolled up.
+
+        Args:
+            requests: Ids of requests.
+        """
+        table = schema.usage
+        columns = [table.c[name] for name in UsageRecord.__struct_fields__]
+        query = select(*columns).where(
+            table.c.request.in_(requests), *self._owner_conditions(table, ALL_USAGE)
+        )
+        with self._database.read_transaction() as connection:
+            row = connection.execute(query.limit(1)).first()
+        return None if row is None else UsageRecord(**row._asdict())
+
     def export_csv(self, where: UsageFilter = ALL_USAGE) -> Iterator[str]:
         """Yield single records as pieces of CSV text: a header, then the fields of each `UsageRecord`.
 

@@ -235,6 +235,15 @@ audit = Table(
 )
 """Append-only table. Triggers reject updates and deletions."""
 
+gateways = Table(
+    "gateways",
+    metadata,
+    Column("id", Text, primary_key=True),
+    *(Column(name, Text, nullable=False) for name in ("url", "secret", "certificate")),
+    Column("seen_at", Double, nullable=False),
+)
+"""The gateways that run, by their heartbeats. Copies of a store leave them out."""
+
 usage = Table(
     "usage",
     metadata,

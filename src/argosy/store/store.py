@@ -18,6 +18,7 @@ from argosy.store.accounts import Accounts
 from argosy.store.audit import AuditLog
 from argosy.store.database import Database, parse_url
 from argosy.store.errors import StoreError
+from argosy.store.gateway_registry import GatewayRegistry
 from argosy.store.ledger import Ledger
 from argosy.store.limits_and_prices import LimitsAndPrices
 from argosy.store.records import AccountSnapshot
@@ -66,6 +67,7 @@ class Store:
         self.replica_settings = ReplicaSettings(database, clock)
         self.audit_log = AuditLog(database)
         self.ledger = Ledger(database)
+        self.gateways = GatewayRegistry(database, clock)
 
     def migrate(self) -> None:
         """Migrate the tables to the newest version. Any number of processes may call this at the same time."""
@@ -74,7 +76,7 @@ class Store:
         migrate(self._database)
 
     def copy_to(self, other: Store) -> int:
-        """Copy all rows, as of one moment, into an empty store.
+        """Copy all rows, as of one moment, into an empty store. The registered gateways are left out.
 
         Returns:
             The number of copied rows.

@@ -36,6 +36,8 @@ def copy_database(source: Database, target: Database) -> int:
         target_connection.execute(delete(schema.state))  # migrations insert the first row
         copied = 0
         for table in schema.metadata.sorted_tables:
+            if table is schema.gateways:  # it describes running processes, with their secrets
+                continue
             for batch in _read_batches(source, source_connection, table):
                 target_connection.execute(insert(table), batch)
                 copied += len(batch)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -55,7 +55,7 @@ ENDPOINTS = add_openapi_endpoint(
 def build_admin_app(
     store: Store | None,
     authenticator: Authenticator,
-    explain: Callable[[str, str | None], dict[str, Any] | None],
+    explain: Callable[[str, str | None], Awaitable[dict[str, Any] | None]],
     on_accounts_changed: Callable[[], None],
     replica_admin: ReplicaAdmin | None = None,
 ) -> AsgiApp:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_type_hints
 
@@ -51,7 +51,7 @@ class AdminScope:
     store: Store | None
     replica_admin: ReplicaAdmin | None
     """Pools and replicas. None if the gateway serves none."""
-    explain: Callable[[str, str | None], dict[str, Any] | None]
+    explain: Callable[[str, str | None], Awaitable[dict[str, Any] | None]]
     """Returns the explanation of a request by its id and an organisation's id, as shown by `argosy explain`."""
     organisation_id: str | None = None
     """Id of the organisation, or None for the whole gateway."""
@@ -60,12 +60,10 @@ class AdminScope:
         """Return the scope restricted to the reach of the caller's role. Endpoints only receive such a scope."""
         return replace(self, organisation_id=organisation_scope(principal))
 
-    def explain_request(self, request_id: str) -> dict[str, Any] | None:
+    async def explain_request(self, request_id: str) -> dict[str, Any] | None:
         """Return the explanation of a request, or None if it is unknown or belongs to another organisation."""
-        explanation, organisation_id = (
-            self.explain(request_id, self.organisation_id),
-            self.organisation_id,
-        )
+        organisation_id = self.organisation_id
+        explanation = await self.explain(request_id, organisation_id)
         if (
             explanation is None
             or organisation_id is None

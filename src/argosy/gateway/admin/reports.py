@@ -76,15 +76,18 @@ def report_own_usage(scope: AdminScope, request: AdminRequest) -> Page[UsageView
 
 
 @endpoints.register("GET", "/admin/requests/{id}", "user", is_nonblocking=True)
-def explain_request(scope: AdminScope, request: AdminRequest) -> dict[str, Any]:
-    """Explain the steps of a recent request, by its id or the id of its response."""
-    explanation = scope.explain_request(request.resource_id)
+async def explain_request(scope: AdminScope, request: AdminRequest) -> dict[str, Any]:
+    """Explain the steps of a recent request, by its id or the id of its response.
+
+    If the gateway that served it is gone, the explanation has only what the ledger knows.
+    """
+    explanation = await scope.explain_request(request.resource_id)
     if explanation is not None:
         is_own_project = explanation["caller"]["project"] == request.principal.project
         if is_own_project or has_role(request.principal, "viewer"):
             return explanation
-    reasons = "The id may be wrong, the request too old, or another gateway may have served it."
-    message = f"This gateway has no record of the request {request.resource_id[:200]!r}. {reasons}"
+    reasons = "The id may be wrong, the request too old, or another gateway may have served it that is gone."
+    message = f"There is no record of the request {request.resource_id[:200]!r}. {reasons}"
     raise ApiError(404, "not_found", message)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import random
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -231,7 +230,7 @@ class CompletionHandlers:
             fields,
             api,
             pool,
-            f"{api.id_prefix}-{random.getrandbits(128):032x}",
+            f"{api.id_prefix}-{exchange.unique_id}",
             principal,
             tier=min(principal.tier + fields.priority, len(TIERS) - 1),  # the client may lower it
             route_name=route,

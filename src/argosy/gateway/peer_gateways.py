@@ -1,0 +1,217 @@
+"""Questions between the gateways of one store: the explanation of a request that another gateway served.
+
+Each gateway registers its address and a secret of its own in the store. A question is signed with the secret of the
+gateway that it is sent to, so only a reader of the store can ask. A TLS certificate is compared with the one that the
+gateway registered. Addresses inside a cluster rarely are names of a certificate.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import secrets
+import socket
+import ssl
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, quote, unquote
+
+import msgspec
+import structlog
+
+from argosy.gateway.principal import Principal
+from argosy.gateway.upstream import Upstream, UpstreamError, fetch_path
+from argosy.http_server import HttpExchange, TlsConfig, listen_url
+from argosy.process import run_in_daemon_thread
+from argosy.protocol import ApiError, parse_endpoint
+from argosy.store import GatewayRecord, Store, StoreError
+
+PEER_REQUESTS_PREFIX = "/peer/requests/"
+HEARTBEAT_INTERVAL_S = 15.0
+PEER_TIMEOUT_S = 2.0
+"""Time in which another gateway must answer."""
+STORE_TIMEOUT_S = 5.0
+TOKEN_LIFETIME_S = 60.0
+"""How long a signed question is valid. The clocks of the gateways may differ by as much."""
+_TOKEN_HEADER = b"x-argosy-peer-token"
+_REMOTE_ADDRESS = ("192.0.2.1", 9)
+"""Address of a documentation network. Looking up its route sends nothing."""
+
+log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
+
+FindTrace = Callable[[str, str | None], dict[str, Any] | None]
+"""Returns the explanation that this gateway has of a request, by id and organisation (None for all)."""
+
+
+class PeerGateways:
+    """This gateway's registration in the store, and its questions to the other gateways there.
+
+    Args:
+        gateway_id: Id of this gateway.
+        store: Store that the gateways share.
+        url: Address at which other gateways reach this one.
+        tls: TLS settings of this gateway's listening socket.
+    """
+
+    def __init__(self, gateway_id: str, store: Store, url: str, tls: TlsConfig | None) -> None:
+        self._gateway_id = gateway_id
+        self._store = store
+        self._url = url
+        self._tls = tls
+        self._secret = secrets.token_hex(32)
+        self._is_failing = False
+        """Whether the last heartbeat could not be recorded."""
+
+    async def register(self) -> None:
+        """Record a heartbeat in the store. A failure is logged once, and a later heartbeat may succeed."""
+        try:
+            async with asyncio.timeout(STORE_TIMEOUT_S):
+                await run_in_daemon_thread(self._record_heartbeat)
+        except (StoreError, OSError, TimeoutError) as error:
+            if not self._is_failing:
+                reason = str(error) or "the store does not respond"
+                log.warning("gateway_registration_failed", reason=reason)
+            self._is_failing = True
+        else:
+            self._is_failing = False
+
+    async def keep_registered(self) -> None:
+        """Record heartbeats at regular intervals until cancelled, and then remove the record."""
+        try:
+            while True:
+                await asyncio.sleep(HEARTBEAT_INTERVAL_S)
+                await self.register()
+        finally:
+            await self._unregister()
+
+    async def _unregister(self) -> None:
+        try:
+            async with asyncio.timeout(PEER_TIMEOUT_S):
+                await run_in_daemon_thread(self._store.gateways.remove, self._gateway_id)
+        except (StoreError, TimeoutError) as error:
+            log.info("gateway_registration_left", reason=str(error) or "the store does not respond")
+
+    def _record_heartbeat(self) -> None:
+        certificate = "" if self._tls is None else Path(self._tls.certificate).read_text()
+        self._store.gateways.record_heartbeat(
+            GatewayRecord(
+                id=self._gateway_id, url=self._url, secret=self._secret, certificate=certificate
+            )
+        )
+
+    async def list_others(self) -> list[GatewayRecord]:
+        """Return the other gateways that run. Raises StoreError, or TimeoutError if the store does not respond."""
+        async with asyncio.timeout(STORE_TIMEOUT_S):
+            running = await run_in_daemon_thread(self._store.gateways.list_running)
+        return [record for record in running if record.id != self._gateway_id]
+
+    async def ask(
+        self, peer: GatewayRecord, identifier: str, organisation: str | None
+    ) -> dict[str, Any] | None:
+        """Ask another gateway for the explanation of a request.
+
+        Returns:
+            The explanation. None if the gateway has none, or does not answer.
+        """
+        query = "" if organisation is None else f"?organisation={quote(organisation, safe='')}"
+        path = f"{PEER_REQUESTS_PREFIX}{quote(identifier, safe='')}{query}"
+        expires_at = int(time.time() + TOKEN_LIFETIME_S)
+        token = _sign(peer.secret, expires_at, identifier, organisation)
+        try:
+            upstream = Upstream(parse_endpoint(peer.url), tls=self._client_context(peer))
+        except (OSError, ValueError) as error:
+            log.warning("peer_gateway_unreachable", gateway=peer.id, reason=str(error))
+            return None
+        try:
+            async with asyncio.timeout(PEER_TIMEOUT_S):
+                status, body = await fetch_path(
+                    upstream, path.encode(), (_TOKEN_HEADER, token.encode())
+                )
+            return msgspec.json.decode(body, type=dict[str, Any]) if status == 200 else None
+        except (UpstreamError, TimeoutError, msgspec.DecodeError) as error:
+            reason = str(error) or "it does not answer"
+            log.warning("peer_gateway_unreachable", gateway=peer.id, reason=reason)
+            return None
+        finally:
+            upstream.close()
+
+    def _client_context(self, peer: GatewayRecord) -> ssl.SSLContext | None:
+        """Return a TLS context that accepts exactly the certificate that the gateway registered."""
+        if not peer.certificate:
+            return None
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname = False
+        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+        context.load_verify_locations(cadata=peer.certificate)
+        if self._tls is not None:  # gateways may require client certificates
+            context.load_cert_chain(self._tls.certificate, self._tls.key)
+        return context
+
+    def build_handler(self, find_trace: FindTrace) -> PeerRequestHandler:
+        """Return the handler that answers the questions of other gateways."""
+        return PeerRequestHandler(self._secret, find_trace)
+
+
+class PeerRequestHandler:
+    """Handler of `GET /peer/requests/{id}`, for signed questions of other gateways.
+
+    To anyone else the path does not exist.
+    """
+
+    def __init__(self, secret: str, find_trace: FindTrace) -> None:
+        self._secret = secret
+        self._find_trace = find_trace
+
+    async def __call__(self, exchange: HttpExchange, principal: Principal) -> None:
+        """Answer with the explanation of a request, or with 404."""
+        del principal  # the signature authenticates the gateway
+        identifier = unquote(exchange.path.removeprefix(PEER_REQUESTS_PREFIX))
+        organisation = parse_qs(exchange.query.decode("latin-1")).get("organisation", [None])[0]
+        token = exchange.get_header(_TOKEN_HEADER)
+        if not _is_valid(token, self._secret, identifier, organisation):
+            raise ApiError(404, "not_found", "The path does not exist. See /openapi.json.")
+        explanation = self._find_trace(identifier, organisation)
+        if explanation is None:
+            raise ApiError(404, "not_found", "This gateway has no trace of the request.")
+        await exchange.send_response(200, msgspec.json.encode(explanation))
+
+
+def advertised_url(listen_socket: socket.socket, scheme: str, configured: str | None) -> str:
+    """Return the address at which other gateways reach this one.
+
+    A socket that listens on all addresses is advertised with the address from which this machine reaches others.
+    """
+    if configured is not None:
+        return configured
+    url = listen_url(listen_socket, scheme)
+    if listen_socket.family == socket.AF_UNIX:
+        return url
+    host, port = listen_socket.getsockname()[:2]
+    if host not in {"0.0.0.0", "::"}:  # noqa: S104 - compares, does not listen
+        return url
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(_REMOTE_ADDRESS)
+            return f"{scheme}://{probe.getsockname()[0]}:{port}"
+        except OSError:
+            return f"{scheme}://{socket.gethostname()}:{port}"
+
+
+def _sign(secret: str, expires_at: int, identifier: str, organisation: str | None) -> str:
+    """Return a token for one question: the time until which it is valid, and a signature."""
+    scope = "all" if organisation is None else f"organisation {organisation}"
+    signed = f"{expires_at}\n{scope}\n{identifier}".encode()
+    return f"{expires_at}.{hmac.new(secret.encode(), signed, hashlib.sha256).hexdigest()}"
+
+
+def _is_valid(token: str, secret: str, identifier: str, organisation: str | None) -> bool:
+    expires_at = token.partition(".")[0]
+    if not (expires_at.isascii() and expires_at.isdigit() and len(expires_at) <= 12):
+        return False
+    if not -TOKEN_LIFETIME_S <= int(expires_at) - time.time() <= 2 * TOKEN_LIFETIME_S:
+        return False
+    expected = _sign(secret, int(expires_at), identifier, organisation)
+    return hmac.compare_digest(token.encode(), expected.encode())

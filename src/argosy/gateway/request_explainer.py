@@ -1,0 +1,142 @@
+"""Explanations of requests, from the gateway that served a request or else from the ledger."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import structlog
+
+from argosy.gateway.peer_gateways import STORE_TIMEOUT_S, FindTrace, PeerGateways
+from argosy.gateway.request_ids import named_gateway, possible_response_ids
+from argosy.process import run_in_daemon_thread
+from argosy.store import Ledger, StoreError, UsageRecord
+
+MAX_ASKED_GATEWAYS = 64
+"""Maximum number of gateways that are asked about an id that names none of them."""
+
+log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
+
+
+class RequestExplainer:
+    """Finds the explanation of a request in this gateway, another gateway of the store, or the ledger.
+
+    Args:
+        gateway_id: Id of this gateway.
+        find_trace: Returns the explanation that this gateway has.
+        peers: The other gateways. None without a store.
+        ledger: Ledger of the store. None without a store.
+    """
+
+    def __init__(
+        self,
+        gateway_id: str,
+        find_trace: FindTrace,
+        peers: PeerGateways | None,
+        ledger: Ledger | None,
+    ) -> None:
+        self._gateway_id = gateway_id
+        self._find_trace = find_trace
+        self._peers = peers
+        self._ledger = ledger
+
+    async def explain(self, identifier: str, organisation: str | None) -> dict[str, Any] | None:
+        """Return the explanation of a request.
+
+        Args:
+            identifier: Id of the request or of its response.
+            organisation: Organisation of which requests are looked up. None for all.
+        """
+        found = self._find_trace(identifier, organisation)
+        if found is not None or self._peers is None or self._ledger is None:
+            return found
+        try:
+            return await self._ask_peers(
+                self._peers, identifier, organisation
+            ) or await self._read_ledger(self._ledger, identifier, organisation)
+        except (StoreError, TimeoutError) as error:
+            log.warning("explanation_incomplete", reason=str(error) or "the store does not respond")
+            return None
+
+    async def _ask_peers(
+        self, peers: PeerGateways, identifier: str, organisation: str | None
+    ) -> dict[str, Any] | None:
+        """Ask the gateway that the id names, or all if a client chose the id."""
+        gateway = named_gateway(identifier)
+        if gateway == self._gateway_id:
+            return None
+        asked = [
+            peer for peer in await peers.list_others() if gateway is None or peer.id == gateway
+        ]
+        answers = await asyncio.gather(
+            *(peers.ask(peer, identifier, organisation) for peer in asked[:MAX_ASKED_GATEWAYS])
+        )
+        found = [answer for answer in answers if answer is not None]
+        return max(found, key=_started_at, default=None)
+
+    async def _read_ledger(
+        self, ledger: Ledger, identifier: str, organisation: str | None
+    ) -> dict[str, Any] | None:
+        """Return a reduced explanation from the request's row in the ledger."""
+        gateway, ids = named_gateway(identifier), possible_response_ids(identifier)
+        if gateway is None:
+            return None
+        find: Callable[[list[str]], UsageRecord | None] = ledger.for_organisation(
+            organisation
+        ).find_record
+        async with asyncio.timeout(STORE_TIMEOUT_S):
+            record = await run_in_daemon_thread(find, ids)
+        return None if record is None else explain_record(record, gateway)
+
+
+def explain_record(record: UsageRecord, gateway: str) -> dict[str, Any]:
+    """Return what the ledger knows of a request, in the form of an explanation. Unknown values are None."""
+    times = ("read", "admitted", "queued", "first_token", "last_token")
+    return {
+        "object": "request.explanation",
+        "id": record.request,
+        "request_id": None,
+        "gateway": gateway,
+        "source": "ledger",
+        "reason": f"The gateway {gateway} is gone, does not answer, or has no trace of the request any more.",
+        "status": record.status,
+        "error": None,
+        "model": record.model,
+        "asked": record.asked or record.model,
+        "route": record.route or None,
+        "path": None,
+        "stream": None,
+        "caller": {
+            "organisation": record.organisation,
+            "project": record.project,
+            "key": record.key,
+            "user": record.user,
+            "tier": None,
+        },
+        "started_at": record.started_at,
+        "ms": dict.fromkeys(times)
+        | {"ended": round((record.ended_at - record.started_at) * 1000, 2)},
+        "queue": None,
+        "rule": None,
+        "replica": record.replica or None,
+        "attempts": [],
+        "tokens": {
+            "prompt": record.input_tokens,
+            "cached": record.cached_tokens,
+            "output": record.output_tokens,
+        },
+        "finish_reasons": {},
+        "ledger": {
+            "input_tokens": record.input_tokens,
+            "cached_tokens": record.cached_tokens,
+            "output_tokens": record.output_tokens,
+            "nano_dollars": record.nano_dollars,
+            "rates": None,
+        },
+    }
+
+
+def _started_at(explanation: dict[str, Any]) -> float:
+    started_at = explanation.get("started_at")
+    return started_at if isinstance(started_at, float) else 0.0

@@ -1,0 +1,62 @@
+"""The gateways that run on one store, with what another gateway needs to ask them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+from sqlalchemy import delete, select
+from sqlalchemy.dialects import postgresql, sqlite
+
+from argosy.store import schema
+from argosy.store.database import Database
+
+LIVENESS_TIMEOUT_S = 60.0
+"""Time after its last heartbeat after which a gateway counts as gone."""
+RECORD_RETENTION_S = 86_400.0
+"""Time after which the record of a gateway that is gone is removed. Clocks of machines may differ."""
+
+
+class GatewayRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A running gateway."""
+
+    id: str
+    url: str
+    """Address at which other gateways reach it."""
+    secret: str
+    """Key with which other gateways sign questions to it. New for each process."""
+    certificate: str = ""
+    """Its TLS certificate (PEM), by which others recognise it. Empty without TLS."""
+    seen_at: float = 0.0
+    """Time of the last heartbeat, in seconds since the epoch. The registry sets it."""
+
+
+class GatewayRegistry:
+    """Records of running gateways. Every call may block on the database."""
+
+    def __init__(self, database: Database, clock: Callable[[], float]) -> None:
+        self._database = database
+        self._clock = clock
+
+    def record_heartbeat(self, record: GatewayRecord) -> None:
+        """Insert or update the record of a running gateway, and remove records of gateways that are long gone."""
+        now, table = self._clock(), schema.gateways
+        values = msgspec.structs.asdict(record) | {"seen_at": now}
+        with self._database.write_transaction() as connection:
+            is_sqlite = connection.dialect.name == "sqlite"
+            insert = (sqlite.insert if is_sqlite else postgresql.insert)(table).values(values)
+            connection.execute(insert.on_conflict_do_update(index_elements=["id"], set_=values))
+            connection.execute(delete(table).where(table.c.seen_at < now - RECORD_RETENTION_S))
+
+    def list_running(self) -> list[GatewayRecord]:
+        """Return the gateways whose last heartbeat is recent."""
+        table = schema.gateways
+        query = select(table).where(table.c.seen_at >= self._clock() - LIVENESS_TIMEOUT_S)
+        with self._database.read_transaction() as connection:
+            return [GatewayRecord(**row._asdict()) for row in connection.execute(query)]
+
+    def remove(self, gateway_id: str) -> None:
+        """Remove the record of a gateway that stops."""
+        table = schema.gateways
+        with self._database.write_transaction() as connection:
+            connection.execute(delete(table).where(table.c.id == gateway_id))
