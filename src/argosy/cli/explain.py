@@ -273,11 +273,13 @@ def _candidates_table(number: int, attempt: dict[str, Any], rule: str) -> Table:
     table = Table(
         "replica", title=title, title_justify="left", box=None, header_style="bold", padding=(0, 1)
     )
-    for term in COST_TERMS:
+    has_weights = any(candidate.get("weight", 1) != 1 for candidate in attempt["candidates"])
+    terms = (*COST_TERMS[:-1], *(["weight"] if has_weights else []), COST_TERMS[-1])
+    for term in terms:
         table.add_column(term.removesuffix("_s"), justify="right")
     for candidate in attempt["candidates"]:
         chosen = candidate["replica"] == attempt["replica"]
-        cells = [f"{candidate[term]:.4f}" for term in COST_TERMS]
+        cells = [f"{candidate[term]:.4f}" for term in terms]
         name = Text(candidate["replica"])
         table.add_row(name, *cells, style="bold" if chosen else "dim")
     return table

@@ -29,7 +29,7 @@ from argosy.store import StoreConfig
 CHAT = "/v1/chat/completions"
 TOKENS = list(range(100, 140))
 STREAMS = 64
-SHORT = 10
+SHORT = 5
 """Tokens of each stream under load."""
 BODY: dict[str, Any] = {
     "model": "big",

@@ -1,4 +1,4 @@
-"""A replica's estimates of waiting tokens and of cached prompts."""
+"""A replica's estimates of waiting tokens and of cached prompts, its arithmetic, and decisions of operators."""
 
 from __future__ import annotations
 
@@ -8,8 +8,14 @@ from tests.support.load_reports import load_report
 from argosy.gateway.backends import BackendKind
 from argosy.gateway.pool.replica_endpoint import ReplicaEndpoint
 from argosy.gateway.upstream.upstream import Upstream
-from argosy.policy import BLOCK_BYTES, EstimatedPrefixIndex, compute_prefix_keys
+from argosy.policy import (
+    BLOCK_BYTES,
+    EstimatedPrefixIndex,
+    ReplicaStatus,
+    compute_prefix_keys,
+)
 from argosy.protocol import parse_endpoint
+from argosy.store import ReplicaSetting, ReplicaState
 
 
 def test_sent_tokens_count_as_waiting_until_their_prefill_is_done() -> None:
@@ -67,3 +73,42 @@ def test_output_continues_only_with_its_arithmetic(
     upstream = Upstream(parse_endpoint("http://localhost:1"))
     replica = ReplicaEndpoint("r", kind, "m", upstream, arithmetic_id=own)
     assert replica.has_arithmetic(began) == expected
+
+
+def decision(state: ReplicaState, changed_at: float, grace_s: float = 0.0) -> ReplicaSetting:
+    return ReplicaSetting(
+        id="m/r",
+        model="m",
+        replica="r",
+        state=state,
+        grace_s=grace_s,
+        changed_at=changed_at,
+        changed_by="key:a",
+    )
+
+
+def test_operator_decision_takes_replica_out_of_service_and_back() -> None:
+    replica = ReplicaEndpoint("r", "argosy", "m", Upstream(parse_endpoint("http://localhost:1")))
+    replica.on_reported_state("ready", 10.0)
+    replica.apply_setting(decision("draining", 1000.0, grace_s=30.0), 20.0, 1010.0)
+    assert (replica.status(20.0), replica.is_schedulable) == (ReplicaStatus.DRAINING, False)
+    assert [replica.must_move_streams(now) for now in (39.9, 40.0)] == [False, True]
+    assert replica.grace_ends_at == 20.0 + replica.outage.grace_s
+    replica.on_reported_state("draining", 21.0)
+    replica.apply_setting(decision("active", 1020.0), 30.0, 1020.0)
+    assert replica.needs_undrain
+    replica.on_reported_state("ready", 31.0)
+    assert (replica.status(31.0), replica.is_schedulable) == (ReplicaStatus.READY, True)
+    assert [event.status.value for event in replica.status_events] == [
+        *("ready", "draining", "ready")
+    ]
+
+
+@pytest.mark.parametrize(("age_s", "expected"), [(1.0, True), (3600.0, False)])
+def test_only_a_new_decision_ends_a_drain_that_the_gateway_did_not_see_begin(
+    age_s: float, expected: bool
+) -> None:
+    """A replica may drain for another reason when a gateway starts and reads an old decision."""
+    replica = ReplicaEndpoint("r", "argosy", "m", Upstream(parse_endpoint("http://localhost:1")))
+    replica.apply_setting(decision("active", 1000.0), 1.0, 1000.0 + age_s)
+    assert replica.needs_undrain == expected

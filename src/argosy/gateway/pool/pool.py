@@ -21,6 +21,7 @@ from argosy.policy import (
     BLOCK_BYTES,
     FULL_SCAN_POLICIES,
     ROUTING_POLICIES,
+    AdminState,
     CacheHitReport,
     EwmaMean,
     Hedging,
@@ -232,6 +233,12 @@ class Pool:
     def is_available(self) -> bool:
         """Whether an eligible replica is not known to be down."""
         return any(not replica.outage.is_down for replica in self.eligible_replicas())
+
+    @property
+    def is_out_of_service(self) -> bool:
+        """Whether operators decided that no replica gets requests."""
+        states = {replica.admin.state for replica in self.replicas.values()}
+        return bool(states) and AdminState.ACTIVE not in states
 
     def may_recover(self, now: float) -> bool:
         """Whether a replica is available or may be soon, so that requests wait instead of failing."""

@@ -48,6 +48,10 @@ SPEED_MAX_AGE_S = 60.0
 """Time without requests after which measured rates are reset. A slow replica gets no requests to correct them."""
 
 
+UNDRAIN_WINDOW_S = 60.0
+"""Age up to which an operator's decision also ends a drain that began before this gateway knew of it."""
+
+
 def ignore_change() -> None:
     """Default of the callbacks of a `ReplicaEndpoint`, for a replica without a pool."""
 
@@ -196,16 +200,19 @@ class ReplicaEndpoint:
         self.load.weight = self.admin.weight
         if previous.state is AdminState.ACTIVE:
             self._taken_out_at = now
+        is_new = setting is not None and wall_now - setting.changed_at < UNDRAIN_WINDOW_S
         self.needs_undrain = self.admin.state is not AdminState.DRAINING and (
-            previous.state is AdminState.DRAINING or self.needs_undrain
+            previous.state is AdminState.DRAINING or is_new or self.needs_undrain
         )
         self._moves_at = now + self.admin.move_after_s(wall_now)
         self.observe_status(now)
         self.on_capacity_change()
 
     def must_move_streams(self, now: float) -> bool:
-        """Whether running streams should move to other replicas."""
-        return self.admin.state is AdminState.DRAINING and now >= self._moves_at
+        """Whether running streams should move to other replicas, because an operator or the replica itself drains."""
+        if self.admin.state is AdminState.DRAINING:
+            return now >= self._moves_at
+        return self._reported_status is ReplicaStatus.DRAINING
 
     def has_arithmetic(self, arithmetic_id: str) -> bool:
         """Whether the replica may continue output of this arithmetic identity.

@@ -361,6 +361,8 @@ def replicas_full_error(pool: Pool, retry_after_s: float) -> ApiError:
 def no_replica_error(pool: Pool, now: float) -> ApiError:
     """Build the 503 error for a pool without an available replica."""
     message = f"No replica is available for {pool.model!r}. Try again shortly."
+    if pool.is_out_of_service:
+        message = f"Operators took all replicas for {pool.model!r} out of service; see `argosy replicas list`."
     may_recover = pool.may_recover(now)
     return ApiError(
         503,
