@@ -163,6 +163,31 @@ async def test_replica_receives_the_cache_domain_and_priority_of_a_project(
         ] == [(web.id, web.id, 1, 1.0), (other.id, other.organisation, 0, 2.5)]
 
 
+async def test_limit_of_the_admin_api_applies_to_a_running_stream(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    async with (
+        run_tenant_gateway(tmp_path, tokenizer) as gateway,
+        gateway.client("other") as client,
+        gateway.client("admin") as admin,
+    ):
+        gateway.engine.script = lambda _: Script(list(TOKENS), finish="length", pause_after=15)
+        stream = asyncio.create_task(client.post(CHAT_PATH, json=BODY | {"stream": True}))
+        await gateway.engine.paused.wait()
+        limit = {"owner_kind": "project", "owner": gateway.other.id, "unit": "output_tokens"}
+        response = await admin.post("/admin/limits", json=limit | {"amount": 5, "window": "day"})
+        assert response.status_code in {200, 201}, response.text
+        headers: httpx2.Headers | dict[str, str] = {}
+        while "x-ratelimit-limit-tokens" not in headers:
+            tokenized = await client.post("/tokenize", json={"model": "big", "prompt": "Hi"})
+            headers = tokenized.headers
+        gateway.engine.may_continue.set()
+        assert b'"finish_reason":"length","stop_reason":"limit"' in (await stream).content
+        (record,) = await gateway.wait_for_records(1)
+        assert (record.project, record.status) == (gateway.other.id, "stopped")
+        assert 5 < record.output_tokens < 30
+
+
 async def test_limit_stops_a_stream_and_delivered_tokens_are_charged(
     tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
