@@ -52,10 +52,16 @@ class EarlyStream:
 
     def __init__(self, response: httpx2.Response) -> None:
         self.response = response
-        self.chunks = response.aiter_bytes()
+        self.received = b""
+        self._chunks = response.aiter_bytes()
+
+    async def read_first(self) -> bytes:
+        self.received = await anext(self._chunks)
+        return self.received
 
     async def read_rest(self) -> bytes:
-        return b"".join([chunk async for chunk in self.chunks])
+        """Return all bytes, also those received before."""
+        return self.received + b"".join([chunk async for chunk in self._chunks])
 
 
 @contextlib.asynccontextmanager
@@ -69,7 +75,7 @@ async def open_early_stream(
         assert response.headers["content-type"].startswith("text/event-stream")
         assert response.headers["x-argosy-request"]
         assert response.headers["x-watched"] == "yes"
-        assert await anext(stream.chunks) == KEEPALIVE
+        assert (await stream.read_first()).startswith(KEEPALIVE)
         yield stream
 
 
