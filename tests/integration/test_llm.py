@@ -306,6 +306,7 @@ INVALID_CALLS: dict[str, Callable[[Any], object]] = {
     "bad_words": lambda llm: llm.generate("x", SamplingParams(bad_words=["x"])),
     "lora_request": lambda llm: llm.generate("x", lora_request=object()),
     "tokenization_kwargs": lambda llm: llm.generate("x", tokenization_kwargs={"x": 1}),
+    "token_ids.*dictionaries": lambda llm: llm.generate("x", prompt_token_ids=[[1]]),
     "beam_search": lambda llm: llm.beam_search(["x"]),
     "sleep.*close": lambda llm: llm.sleep(),
     "no attribute 'generat'": lambda llm: llm.generat("x"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from argosy.engine.offline_sampling_params import to_plain
+
 _ONLY_GENERATION = "Only generation is supported. Use another program for this model."
 UNSUPPORTED_METHODS = {
     "beam_search": "Call generate with SamplingParams(n=...), and rank the outputs by `cumulative_logprob`.",
@@ -26,6 +28,7 @@ UNSUPPORTED_METHODS = {
 }
 """Method -> remedy."""
 _UNSUPPORTED_OPTIONS = {
+    "prompt_token_ids": "Give prompts of token ids, or dictionaries with this key, as `prompts`.",
     "lora_request": "Merge the adapter into the model.",
     "prompt_adapter_request": "Merge the adapter into the model.",
     "tokenization_kwargs": "Set truncate_prompt_tokens or add_special_tokens.",
@@ -47,7 +50,7 @@ def drop_neutral_options(options: dict[str, Any]) -> dict[str, Any]:
         if options.get(name) not in (None, {}, [], "auto"):
             raise ValueError(f"{name} is not supported. {remedy}")
     return {
-        name: value
+        name: to_plain(value)
         for name, value in options.items()
         if value is not None and name not in _UNSUPPORTED_OPTIONS
     }
