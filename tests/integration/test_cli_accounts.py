@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import re
 import shlex
 import shutil
 import sqlite3
@@ -183,6 +184,15 @@ def test_roles_apply_to_the_gateway_only_for_the_first_keys_organisation(store_u
     run("tenants", "organisations", "create", "acme")
     run("tenants", "create", "web", "-o", "acme")
     assert create_key("--role", "admin", "-p", "web") == "organisation"
+    for options, owner in (
+        (("--role", "admin"), "API key with the role admin of the whole gateway."),
+        (
+            ("--role", "viewer", "-p", "web"),
+            "API key with the role viewer of the organisation 'acme'.",
+        ),
+        ((), "API key of the project 'default'."),
+    ):
+        assert runner.invoke(app, ("keys", "create", *options)).stderr.startswith(owner)
     assert create_key("--role", "viewer", "-p", "web", "--scope", "gateway") == "gateway"
     assert create_key("--role", "viewer", "--scope", "organisation") == "organisation"
     assert create_key() == create_key("-p", "web") == "organisation"
@@ -251,7 +261,7 @@ def test_limits_and_prices_are_exact(store_url: str) -> None:
     assert (price["input"], price["cached_input"], price["output"]) == (150, 75, 600)
     assert "$0.075" in run(*prices, "list")
     planned = (*prices, "set", "big", "--input", "1", "--output", "2", "--since")
-    assert "$2.00 from 2050-01-01 00:00 UTC on." in run(*planned, "2050-01-01")
+    assert "$2.00 from 2050-01-01 00:00+00:00 on." in run(*planned, "2050-01-01T00:00Z")
     assert run_json(*planned, "30d")["since"] > time.time()
 
 
@@ -443,6 +453,32 @@ def test_audit_log_is_listed_and_verified(store_url: str) -> None:
     assert entry["action"] == "organisation.create"
     assert "All 4 entries" in run("audit", "verify")
     assert run_json("audit", "verify")["broken"] is None
+
+
+def test_audit_log_shows_dollars_and_times(store_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run("keys", "create", "app", "--expires", "2050-01-01T00:00Z")
+    limit = ("tenants", "limits", "set", "dollars", "12.50", "--per", "day", "--key", "app")
+    run(*limit)
+    run(*limit[:4], "13", *limit[5:])
+    run("tenants", "prices", "set", "big", "--input", "0.15", "--output", "0.6")
+    with monkeypatch.context() as changed:
+        changed.setenv("TZ", "Asia/Kolkata")
+        time.tzset()
+        audit = run("audit")
+    time.tzset()
+    for part in (
+        "expires_at 2050-01-01 05:30+05:30",
+        "amount $12.50",
+        "amount $12.50 -> $13.00",
+        "unit dollars",
+        "input $0.15",
+        "output $0.60",
+    ):
+        assert part in audit, part
+    assert "nano" not in audit
+    assert not re.search(r"\d{9,}", audit), "no nano-dollars or epoch seconds"
+    details = [entry["details"] for entry in run_json("audit")]
+    assert {"amount": [12_500_000_000, 13_000_000_000]} in details
 
 
 def test_markup_and_control_characters_are_not_interpreted(store: Store) -> None:

@@ -13,6 +13,7 @@ import pytest
 from tests.support.certificates import Authority
 
 from argosy.cli.auth_bootstrap import AuthBootstrap, AuthModeName, AuthSetup
+from argosy.cli.client_commands import api_url
 from argosy.cli.startup_display import StartupDisplay
 from argosy.http_server import TlsConfig
 from argosy.store import open_store
@@ -85,6 +86,7 @@ def test_printed_addresses_accept_connections(
     assert f"{address}/v1/chat/completions" in curl_arguments(printed)
     assert f'base_url="{address}/v1"' in printed
     assert ALL_INTERFACES not in printed
+    assert api_url(url, None) == f"{address}/v1"
 
 
 def test_printed_curl_arguments_survive_the_shell(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx2
 import msgspec
 import pytest
+from structlog.testing import capture_logs
 from tests.integration.conftest import REPLY
 from tests.support.fake_engine import FakeEngine
 from tests.support.replica_servers import CONFIG, MODEL, chat, load_text_processing, serve
@@ -53,23 +54,25 @@ async def test_replica_responds_by_state_from_starting_to_stopped(
     replica = make_server(engine, uds, ready)
     running = asyncio.create_task(replica.run())
     assert (await client.get("/health")).status_code == 200
-    starting = await client.get("/ready")
-    assert starting.status_code == 503
-    assert starting.headers["retry-after"] == "1"
-    rejected = await client.post("/v1/chat/completions", json=chat())
-    assert rejected.json()["error"]["code"] == "engine_unavailable"
-    for progress, phase in (
-        (None, "starting"),
-        (LoadProgress("preparing the kernels", 0.0), "starting"),
-        (LoadProgress(LOADING_WEIGHTS, 0.5), "loading"),
-        (LoadProgress(WARMING_UP, 1.0), "warming"),
-    ):
-        engine.load_progress = progress
-        load = (await client.get("/load")).json()
-        assert (load["state"], load["phase"]) == ("starting", phase)
-        expected = progress and {"activity": progress.activity, "fraction": progress.fraction}
-        assert load["startup"] == expected
-    assert (await client.get("/v1/models")).status_code == 503
+    with capture_logs() as logs:
+        starting = await client.get("/ready")
+        assert starting.status_code == 503
+        assert starting.headers["retry-after"] == "1"
+        rejected = await client.post("/v1/chat/completions", json=chat())
+        assert rejected.json()["error"]["code"] == "engine_unavailable"
+        for progress, phase in (
+            (None, "starting"),
+            (LoadProgress("preparing the kernels", 0.0), "starting"),
+            (LoadProgress(LOADING_WEIGHTS, 0.5), "loading"),
+            (LoadProgress(WARMING_UP, 1.0), "warming"),
+        ):
+            engine.load_progress = progress
+            load = (await client.get("/load")).json()
+            assert (load["state"], load["phase"]) == ("starting", phase)
+            expected = progress and {"activity": progress.activity, "fraction": progress.fraction}
+            assert load["startup"] == expected
+        assert (await client.get("/v1/models")).status_code == 503
+    assert {line["log_level"] for line in logs} == {"debug"}, "one line for each would fill the log"
     assert not ready
     engine.may_start.set()
     while (await client.get("/ready")).status_code != 200:

@@ -14,13 +14,18 @@ from argosy.cli.account_lookup import (
     open_existing_store,
 )
 from argosy.cli.failure import EXIT_FAILURE, fail
+from argosy.cli.money import format_dollars, format_price
 from argosy.cli.output import JsonOutput, print_json, print_records
 from argosy.cli.timestamps import format_timestamp
 
 if TYPE_CHECKING:
-    from argosy.store import AuditEntry, AuditVerification
+    from collections.abc import Callable
+
+    from argosy.store import AuditEntry, AuditVerification, Limit
 
 DEFAULT_LIMIT = 50
+DOLLAR_UNIT = "nano_dollars"
+"""Unit of limits in dollars, in the store and in JSON."""
 
 
 def audit(
@@ -57,46 +62,76 @@ def audit(
             entries = opened_store.audit_log.for_organisation(organisation_id).list_entries(
                 subject=subject, limit=limit or DEFAULT_LIMIT
             )
+            limits = opened_store.limits_and_prices.list_limits()
     if action == "verify":
         _print_verification(verification, json=json)
     else:
-        _print_entries(entries, json=json)
+        _print_entries(entries, limits, json=json)
 
 
-def _print_entries(entries: list[AuditEntry], *, json: bool) -> None:
+def _print_entries(entries: list[AuditEntry], limits: list[Limit], *, json: bool) -> None:
+    # The entry of a changed limit has only the amounts.
+    dollar_limits = {limit.id for limit in limits if limit.unit == DOLLAR_UNIT}
+    dollar_limits |= {
+        entry.subject for entry in entries if entry.details.get("unit") == DOLLAR_UNIT
+    }
     print_records(
         entries,
-        ("Entry", "When (UTC)", "Who", "Action", "Subject", "Details"),
+        ("Entry", "When", "Who", "Action", "Subject", "Details"),
         lambda entry: (
             entry.entry,
             format_timestamp(entry.at),
             entry.actor,
             entry.action,
             entry.subject,
-            _format_details(entry),
+            _format_details(entry, is_dollar_limit=entry.subject in dollar_limits),
         ),
         "The audit log has no entries.",
         json=json,
     )
 
 
-def _format_details(entry: AuditEntry) -> str:
+def _format_details(entry: AuditEntry, *, is_dollar_limit: bool) -> str:
     """Return the fields of a new or deleted record, or each changed field's old and new value."""
-    if entry.action.endswith((".create", ".delete")):
-        fields = {
-            name: value for name, value in entry.details.items() if value not in (None, [], "")
-        }
-        return ", ".join(f"{name} {_format_value(value)}" for name, value in fields.items())
-    return ", ".join(f"{name} {_format_change(change)}" for name, change in entry.details.items())
+    is_whole_record = entry.action.endswith((".create", ".delete"))
+    parts = []
+    for name, value in entry.details.items():
+        format_value = _field_format(entry, name, is_dollar_limit=is_dollar_limit)
+        match value:
+            case None | [] | "" if is_whole_record:
+                continue
+            case [old, new] if not is_whole_record:
+                parts.append(f"{name} {format_value(old)} -> {format_value(new)}")
+            case _:  # also what an altered entry contains
+                parts.append(f"{name} {format_value(value)}")
+    return ", ".join(parts)
 
 
-def _format_change(change: object) -> str:
-    """Return the old and the new value. An altered entry may contain anything, which is formatted as one value."""
-    match change:
-        case [old, new]:
-            return f"{_format_value(old)} -> {_format_value(new)}"
-        case _:
-            return _format_value(change)
+def _field_format(
+    entry: AuditEntry, name: str, *, is_dollar_limit: bool
+) -> Callable[[object], str]:
+    """Return the function that formats the values of a field: money in dollars, times as local times."""
+    noun = entry.action.partition(".")[0]
+    if name == "since" or name.endswith("_at"):
+        return _format_time
+    if noun == "price" and name in {"input", "cached_input", "output"}:
+        return lambda value: format_price(value) if isinstance(value, int) else _format_value(value)
+    if noun == "limit" and is_dollar_limit and name == "amount":
+        return lambda value: (
+            format_dollars(value) if isinstance(value, int) else _format_value(value)
+        )
+    if noun == "limit" and name == "unit":
+        return lambda value: "dollars" if value == DOLLAR_UNIT else _format_value(value)
+    return _format_value
+
+
+def _format_time(value: object) -> str:
+    if not isinstance(value, int | float):
+        return _format_value(value)
+    try:
+        return format_timestamp(value)
+    except (OverflowError, ValueError, OSError):  # an altered entry
+        return _format_value(value)
 
 
 def _format_value(value: object) -> str:

@@ -36,6 +36,12 @@ def client_url(url: str, tls: TlsConfig | None) -> str:
     return f"{parts.scheme}://{f'[{host}]' if ':' in host else host}:{parts.port}"
 
 
+def api_url(url: str, tls: TlsConfig | None) -> str:
+    """Return the address to show for the server that listens at `url`, which a client on this machine can open."""
+    url = client_url(url, tls)
+    return f"{url}/v1" if url.startswith("http") else url
+
+
 def program_command() -> str:
     """Return the shell command that runs `argosy`, by the path of this program if `argosy` is not on `PATH`."""
     if shutil.which("argosy") is not None:

@@ -8,8 +8,10 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
+from argosy.cli.client_commands import api_url
 from argosy.cli.failure import fail
 from argosy.cli.tls_options import TlsCert, TlsClientCa, TlsKey, build_tls_config
+from argosy.http_server import TlsConfig
 from argosy.process import format_os_error
 
 
@@ -49,7 +51,9 @@ def gateway(
         settings = load_settings()
         serve_gateway(
             settings,
-            _print_nothing if settings.log_format == "json" else _print_ready,
+            _print_nothing
+            if settings.log_format == "json"
+            else lambda url: _print_ready(url, settings.tls),
             reload_settings,
         )
     except OSError as error:
@@ -64,8 +68,8 @@ def _require_regular_file(path: Path) -> None:
         raise ValueError(f"{path} is not a regular file, so it cannot be reloaded; restart instead")
 
 
-def _print_ready(url: str) -> None:
-    typer.echo(f"argosy gateway is ready at {url}/v1", err=True)
+def _print_ready(url: str, tls: TlsConfig | None) -> None:
+    typer.echo(f"argosy gateway is ready at {api_url(url, tls)}", err=True)
 
 
 def _print_nothing(url: str) -> None:

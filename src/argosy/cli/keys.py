@@ -29,7 +29,7 @@ from argosy.cli.timestamps import format_timestamp, parse_duration, parse_future
 app = typer.Typer(help="API keys: create, list, rotate, revoke.", no_args_is_help=True)
 
 if TYPE_CHECKING:
-    from argosy.store import Store
+    from argosy.store import Key, Project, Store
 
 DEFAULT_OVERLAP_S = 86400.0
 
@@ -73,6 +73,7 @@ def create_key(
     """Create a key and show it once. Without --project it belongs to the default project."""
     with open_or_create_store(store) as opened_store:
         owner = resolve_project(opened_store, project)
+        organisations = opened_store.accounts.list_organisations()
         created, secret = opened_store.accounts.create_key(
             owner.id,
             _unused_key_name(opened_store, owner.id) if name is None else name,
@@ -88,7 +89,8 @@ def create_key(
     if json:
         print_json(created, key=secret)
         return
-    typer.echo(f"API key of the project {owner.name!r}. It is not shown again:", err=True)
+    reach = _describe_reach(created, owner, {item.id: item.name for item in organisations})
+    typer.echo(f"API key {reach}. It is not shown again:", err=True)
     typer.echo(secret)
 
 
@@ -166,7 +168,7 @@ def rotate_key(
         print_json(created, key=secret)
         return
     typer.echo(
-        f"{old.prefix}-... is valid until {format_timestamp(expires_at)} UTC. The new key:",
+        f"{old.prefix}-... is valid until {format_timestamp(expires_at)}. The new key:",
         err=True,
     )
     typer.echo(secret)
@@ -180,6 +182,16 @@ def revoke_key(key: KeyArgument, *, store: StoreUrl = None, json: JsonOutput = F
             find_key(opened_store, key).id, actor=audit_actor()
         )
     print_result(revoked, f"{revoked.prefix}-... ({revoked.name}) is revoked.", json=json)
+
+
+def _describe_reach(key: Key, project: Project, organisation_names: dict[str, str]) -> str:
+    """Describe what a key is for. A role above `user` applies to more than the project that the key belongs to."""
+    if key.role == "user":
+        return f"of the project {project.name!r}"
+    if key.scope == "gateway":
+        return f"with the role {key.role} of the whole gateway"
+    organisation = organisation_names[project.organisation]
+    return f"with the role {key.role} of the organisation {organisation!r}"
 
 
 def _default_scope(role: RoleName, project: str | None) -> ScopeName:

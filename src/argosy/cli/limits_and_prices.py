@@ -121,7 +121,7 @@ def list_prices(*, store: StoreUrl = None, json: JsonOutput = False) -> None:
         found = opened_store.limits_and_prices.list_prices()
     print_records(
         found,
-        ("Model", "Tier", "Input", "Cached input", "Output", "Since (UTC)"),
+        ("Model", "Tier", "Input", "Cached input", "Output", "Since"),
         lambda price: (
             price.model,
             price.tier or "all",
@@ -176,7 +176,7 @@ def set_price(
             since=time.time() if since is None else since,
         )
         saved = opened_store.limits_and_prices.set_price(price, actor=audit_actor())
-    start = "" if since is None else f" from {format_timestamp(saved.since)} UTC on"
+    start = "" if since is None else f" from {format_timestamp(saved.since)} on"
     amounts = f"input {format_price(saved.input)}, output {format_price(saved.output)}"
     print_result(saved, f"{saved.model}: {amounts}{start}.", json=json)
 

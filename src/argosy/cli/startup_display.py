@@ -9,7 +9,7 @@ from rich.panel import Panel
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 from rich.text import Text
 
-from argosy.cli.client_commands import client_url, key_hint, usage_hint
+from argosy.cli.client_commands import api_url, client_url, key_hint, usage_hint
 
 if TYPE_CHECKING:
     from argosy.http_server import TlsConfig
@@ -67,13 +67,13 @@ class StartupDisplay:
             store_url: Store URL, unless it is the default.
         """
         self._bar.stop()
-        url = client_url(url, tls)
-        base = f"{url}/v1" if url.startswith("http") else url
-        headline = Text.assemble((model, "bold"), " is ready at ", (base, "bold green"))
+        headline = Text.assemble(
+            (model, "bold"), " is ready at ", (api_url(url, tls), "bold green")
+        )
         self._console.print(Panel(headline, title="Argosy", expand=False))
         if key_required and not self._first_key_shown:
             self._print(key_hint(store_url))
-        self._print(usage_hint(url, model, key_required=key_required, tls=tls))
+        self._print(usage_hint(client_url(url, tls), model, key_required=key_required, tls=tls))
         self._print("Press Ctrl-C to stop the server.")
 
     def show_draining(self, drain_deadline_s: float) -> None:

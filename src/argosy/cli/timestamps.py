@@ -57,7 +57,10 @@ def _parse_timestamp(text: str, direction: int) -> float:
 
 
 def format_timestamp(timestamp_s: float | None) -> str:
-    """Format seconds since the epoch in UTC, to the minute. Returns an empty string for None."""
+    """Format seconds since the epoch as ISO 8601 local time with its offset, to the minute.
+
+    Returns an empty string for None. The options that take a time accept this format.
+    """
     if timestamp_s is None:
         return ""
-    return datetime.fromtimestamp(timestamp_s, UTC).strftime("%Y-%m-%d %H:%M")
+    return datetime.fromtimestamp(timestamp_s, UTC).astimezone().isoformat(" ", "minutes")

@@ -33,6 +33,8 @@ class Supervisor:
         self._launcher = launcher
         self._specs = specs
         self._policies = {spec.name: SupervisionPolicy(limits) for spec in specs}
+        self._kill_reasons: dict[str, str] = {}
+        """Why a replica was killed, by name, until it is restarted."""
         self._pending_actions: dict[str, asyncio.Task[None]] = {}
         """Running start or kill of each replica, by name. A replica with one gets no other action."""
         self.any_ready = asyncio.Event()
@@ -98,15 +100,20 @@ class Supervisor:
 
     def _apply_decision(self, spec: ReplicaSpec, run: ProcessRun | None, now: float) -> None:
         action = self._policies[spec.name].decide(run, now)
-        if action is SupervisionAction.START:
-            if run is not None:
-                log.warning("replica_restarting", replica=spec.name)
+        if run is None:
+            if action is SupervisionAction.START:
+                self._pending_actions[spec.name] = asyncio.create_task(self._start(spec))
+        elif action is SupervisionAction.START:
+            reason = self._kill_reasons.pop(spec.name, run.exit_reason)
+            log.warning("replica_restarting", replica=spec.name, reason=reason)
             self._pending_actions[spec.name] = asyncio.create_task(self._start(spec))
         elif action is SupervisionAction.KILL:
-            log.error("replica_unresponsive", replica=spec.name)
+            timeout_s = self._policies[spec.name].hang_timeout_s(run)
+            self._kill_reasons[spec.name] = f"it did not respond for {timeout_s:g} s and was killed"
+            log.error("replica_unresponsive", replica=spec.name, timeout_s=timeout_s)
             self._pending_actions[spec.name] = asyncio.create_task(self._launcher.stop(spec.name))
         elif action is SupervisionAction.GIVE_UP:
-            reason = (run.start_error if run else "") or "the process exits before it is ready"
+            reason = run.start_error or f"the process exits before it is ready: {run.exit_reason}"
             log.error("replica_restarts_exhausted", replica=spec.name, reason=reason)
 
     async def _start(self, spec: ReplicaSpec) -> None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import enum
+import signal
 from dataclasses import dataclass
+
+_CRASH_SIGNALS = frozenset({"SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV", "SIGSYS"})
+"""Signals by which faulty code ends its own process."""
 
 
 class SupervisionAction(enum.Enum):
@@ -31,6 +35,30 @@ class ProcessRun:
     exited_at: float | None = None
     start_error: str = ""
     """Error message of a process that could not start."""
+    exit_status: int | None = None
+    """Exit status, or the negative number of the signal that ended the process."""
+    ran_out_of_memory: bool = False
+    """Whether the system killed a process for lack of memory while this one ended."""
+
+    @property
+    def exit_reason(self) -> str:
+        """Why the process exited, as far as its status shows."""
+        status = self.exit_status
+        if self.start_error:
+            return f"it could not start: {self.start_error}"
+        if status is None:
+            return "it exited"
+        if status >= 0:
+            return f"it exited with status {status}"
+        if -status == signal.SIGKILL:
+            if self.ran_out_of_memory:
+                return "the system killed it because memory ran out"
+            return "it was killed (SIGKILL), by a person or because memory ran out"
+        try:
+            name = signal.Signals(-status).name
+        except ValueError:
+            name = f"signal {-status}"
+        return f"it crashed with {name}" if name in _CRASH_SIGNALS else f"it was killed ({name})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,10 +159,14 @@ class SupervisionPolicy:
             self._resumed_at = now
         self._last_checked_at = now
 
+    def hang_timeout_s(self, run: ProcessRun) -> float:
+        """Return the silence from which a run counts as hung."""
+        has_responded = run.last_response_at is not None
+        return self._limits.hang_timeout_s if has_responded else self._limits.start_timeout_s
+
     def _is_hung(self, run: ProcessRun, now: float) -> bool:
-        if run.last_response_at is None:
-            return now - max(run.started_at, self._resumed_at) > self._limits.start_timeout_s
-        return now - max(run.last_response_at, self._resumed_at) > self._limits.hang_timeout_s
+        last_sign_at = run.started_at if run.last_response_at is None else run.last_response_at
+        return now - max(last_sign_at, self._resumed_at) > self.hang_timeout_s(run)
 
     def _record_exit(self, run: ProcessRun, exited_at: float) -> None:
         """Count the exit of a run; call it once per run."""

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Mapping
 
 import pytest
 import pytest_asyncio
+from structlog.testing import capture_logs
 from tests.support.waiting import until
 
 from argosy.engine import EngineConfig, ReplicaServerConfig
@@ -30,6 +31,8 @@ class StuckLauncher:
         self.runs: dict[str, ProcessRun] = {}
         self.started: list[str] = []
         self.stopping: list[str] = []
+        self.drained = False
+        """Whether it can stop the replica after all."""
 
     def list_runs(self) -> Mapping[str, ProcessRun]:
         return self.runs
@@ -41,7 +44,7 @@ class StuckLauncher:
         self.changed.set()
 
     async def drain(self, name: str) -> None:
-        if name == "stuck":
+        if name == "stuck" and not self.drained:
             await asyncio.Event().wait()
         self.end(name)
 
@@ -49,10 +52,13 @@ class StuckLauncher:
         self.stopping.append(name)
         await self.drain(name)
 
-    def end(self, name: str) -> None:
+    def end(self, name: str, exit_status: int = -9) -> None:
         run = self.runs[name]
         self.runs[name] = ProcessRun(
-            run.started_at, ready_at=run.ready_at, exited_at=time.monotonic()
+            run.started_at,
+            ready_at=run.ready_at,
+            exited_at=time.monotonic(),
+            exit_status=exit_status,
         )
         self.changed.set()
 
@@ -91,6 +97,23 @@ async def test_unstoppable_replica_does_not_block_the_others(launcher: StuckLaun
             launcher.end("other")
             await until(lambda: launcher.started == ["other"])
     assert launcher.stopping.count("stuck") == 1  # not repeated while it is in progress
+
+
+async def test_restart_is_logged_with_its_reason(launcher: StuckLauncher) -> None:
+    with capture_logs() as logs:
+        async with supervised(launcher):
+            launcher.end("other", exit_status=-11)
+            await until(lambda: launcher.started.count("other") == 2)
+            launcher.drained = True
+            await wait_until_stopping(launcher, "stuck")
+            await until(lambda: launcher.started.count("stuck") == 2)
+    restarts = {
+        line["replica"]: line["reason"] for line in logs if line["event"] == "replica_restarting"
+    }
+    assert restarts == {
+        "other": "it crashed with SIGSEGV",
+        "stuck": "it did not respond for 0.1 s and was killed",
+    }
 
 
 async def test_stop_abandons_an_unstoppable_replica(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,6 +31,27 @@ def test_missing_process_is_started_and_healthy_one_left_alone() -> None:
     for now in range(1, 60):
         assert policy.decide(run, float(now)) is NOTHING
         run = replace(run, last_response_at=float(now), ready_at=1.0)
+
+
+@pytest.mark.parametrize(
+    ("exit_", "reason"),
+    [
+        ({"exit_status": 3}, "it exited with status 3"),
+        ({"exit_status": 0}, "it exited with status 0"),
+        ({"exit_status": -11}, "it crashed with SIGSEGV"),
+        (
+            {"exit_status": -9, "ran_out_of_memory": True},
+            "the system killed it because memory ran out",
+        ),
+        ({"exit_status": -9}, "it was killed (SIGKILL), by a person or because memory ran out"),
+        ({"exit_status": -15}, "it was killed (SIGTERM)"),
+        ({"exit_status": -99}, "it was killed (signal 99)"),
+        ({"exit_status": 1, "start_error": "no GPU"}, "it could not start: no GPU"),
+        ({}, "it exited"),
+    ],
+)
+def test_exit_reason_names_status_signal_or_error(exit_: dict[str, Any], reason: str) -> None:
+    assert ProcessRun(0.0, exited_at=1.0, **exit_).exit_reason == reason
 
 
 def test_first_restart_is_immediate_and_short_runs_double_the_delay() -> None:

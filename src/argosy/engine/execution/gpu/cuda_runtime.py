@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import TYPE_CHECKING, Self
 
 import torch
@@ -16,29 +17,47 @@ if TYPE_CHECKING:
     from argosy.engine.execution.device import CapturedGraph, Device, DeviceEvent
 
 
+DRIVER_LIBRARY = "libcuda.so.1"
+"""Library that the NVIDIA driver installs."""
+
+
 def create_cuda_device(index: int = 0) -> Device:
     """Return GPU number `index` of those visible to this process.
 
     Raises:
-        ValueError: Torch has no CUDA, no GPU is visible, or the GPU is too old.
+        ValueError: The machine has no NVIDIA driver, torch has no CUDA, no GPU is visible, or the GPU is too old.
     """
+    if not _is_driver_installed():
+        raise ValueError(
+            "this machine has no NVIDIA driver, so no GPU can be used; choose --device cpu or auto, or install the "
+            "driver of its GPU"
+        )
     if torch.version.cuda is None:
         raise ValueError(
             f"torch {torch.__version__} is built without CUDA; install a CUDA build of the same "
-            "version, or set device to cpu"
+            "version, or choose --device cpu or auto"
         )
     if not torch.cuda.is_available():
         raise ValueError(
-            "no GPU is visible; check nvidia-smi and CUDA_VISIBLE_DEVICES, or set device to cpu"
+            "no GPU is visible; check nvidia-smi and CUDA_VISIBLE_DEVICES, or choose --device cpu or auto"
         )
     torch.cuda.set_device(index)
     runtime = CudaRuntime(index)
     if runtime.compute_capability < MIN_CAPABILITY:
         raise ValueError(
             f"{runtime.name} does not support bfloat16; use a GPU of the Ampere generation or later, "
-            "or set device to cpu"
+            "or choose --device cpu or auto"
         )
     return GpuDevice(runtime)
+
+
+def _is_driver_installed() -> bool:
+    """Return whether the library of the NVIDIA driver can be loaded."""
+    try:
+        ctypes.CDLL(DRIVER_LIBRARY)
+    except OSError:
+        return False
+    return True
 
 
 class CudaRuntime:

@@ -126,7 +126,9 @@ class ReplicaApp:
         template = route.template if route else "other"
         status = exchange.status or 499
         self._replica.metrics.record_http_response(template, status)
-        log_request = log.debug if template in _DEBUG_LOG_ROUTES else log.info
+        # Gateways and clients keep asking while the model loads. The change of state has a line of its own.
+        is_waiting = exchange.error_code == "engine_unavailable"
+        log_request = log.debug if is_waiting or template in _DEBUG_LOG_ROUTES else log.info
         log_request(
             "request",
             method=exchange.method,

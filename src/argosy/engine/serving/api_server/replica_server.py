@@ -119,6 +119,7 @@ class ReplicaServer:
 
     async def _serve_model(self, url: str) -> None:
         """Load the model, announce readiness and watch the engine. Ends only with an error."""
+        log.info("loading", url=url, model=self.replica_state.model_names[0])
         loading = asyncio.create_task(asyncio.to_thread(self._load_text_processing))
         try:
             ready = await self._engine.start(self.replica_state.metrics.record_step)
