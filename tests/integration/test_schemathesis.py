@@ -101,7 +101,7 @@ async def test_gateway_conforms_to_its_openapi_document(
     async with run_gateway_server(config) as (_, client):
         url = str(client.base_url).rstrip("/")
         for path, method in GATEWAY_OPERATIONS:
-            await explore(url, path, method, 8)
+            await explore(url, path, method, 4)
     assert not engine.live
 
 

@@ -22,6 +22,7 @@ from argosy.gateway.settings_file import decode_settings
 from argosy.gateway.upstream import UpstreamTls
 from argosy.http_server import TlsConfig
 from argosy.policy import RoutingPolicyName
+from argosy.protocol import parse_endpoint
 from argosy.store import IdempotencyConfig, ReplicaWeight, StoreConfig
 
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
@@ -247,6 +248,11 @@ def load_config(path: Path) -> GatewayConfig:
     for model in config.models:
         _check_replicas(path, model)
     _check_routes(path, config, names)
+    if config.advertise_url is not None:
+        try:
+            parse_endpoint(config.advertise_url)
+        except ValueError as error:
+            raise ValueError(f"{path}: advertise_url: {error}") from error
     if config.store is None and config.limits.redis is not None:
         raise ValueError(
             f"{path}: limits.redis shares the limits of accounts, which need a store. "

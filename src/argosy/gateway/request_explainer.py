@@ -13,6 +13,8 @@ from argosy.gateway.request_ids import named_gateway, possible_response_ids
 from argosy.process import run_in_daemon_thread
 from argosy.store import Ledger, StoreError, UsageRecord
 
+MAX_CONCURRENT_SEARCHES = 8
+"""Maximum number of requests that are searched outside this gateway at a time. Further searches wait."""
 MAX_ASKED_GATEWAYS = 64
 """Maximum number of gateways that are asked about an id that names none of them."""
 
@@ -40,6 +42,7 @@ class RequestExplainer:
         self._find_trace = find_trace
         self._peers = peers
         self._ledger = ledger
+        self._search_slots = asyncio.Semaphore(MAX_CONCURRENT_SEARCHES)
 
     async def explain(self, identifier: str, organisation: str | None) -> dict[str, Any] | None:
         """Return the explanation of a request.
@@ -52,9 +55,10 @@ class RequestExplainer:
         if found is not None or self._peers is None or self._ledger is None:
             return found
         try:
-            return await self._ask_peers(
-                self._peers, identifier, organisation
-            ) or await self._read_ledger(self._ledger, identifier, organisation)
+            async with self._search_slots:
+                return await self._ask_peers(
+                    self._peers, identifier, organisation
+                ) or await self._read_ledger(self._ledger, identifier, organisation)
         except (StoreError, TimeoutError) as error:
             log.warning("explanation_incomplete", reason=str(error) or "the store does not respond")
             return None

@@ -31,6 +31,7 @@ def test_setting_without_required_store_is_rejected(path: Path, setting: str) ->
 @pytest.mark.parametrize(
     ("settings", "pattern"),
     [
+        ("advertise_url: 10.0.0.1:8000", "advertise_url: .* write http://HOST:PORT"),
         ("port: 99999", r"<= 65535 - at `\$.port`"),
         ("body_limit_bytes: -1", r">= 1 - at `\$.body_limit_bytes`"),
         ("drain_deadline_s: .nan", r">= 0.0 - at `\$.drain_deadline_s`"),
