@@ -108,14 +108,27 @@ def test_hostile_template_is_stopped(source: str, limit: str) -> None:
     assert template(TEMPLATE).render(HELLO).startswith("<|user|>")
 
 
-def test_ended_render_process_is_replaced() -> None:
+def render_processes() -> list[psutil.Process]:
+    children = psutil.Process().children()
+    return [child for child in children if any("render_process" in arg for arg in child.cmdline())]
+
+
+@pytest.mark.parametrize("is_rendering", [False, True])
+def test_killed_render_process_is_replaced(is_rendering: bool) -> None:
     chat = template(TEMPLATE)
     chat.render(HELLO)
-    for child in psutil.Process().children():
-        if any("render_process" in argument for argument in child.cmdline()):
-            child.kill()
-            child.wait()
-    assert chat.render(HELLO).startswith("<|user|>")
+    processes = render_processes()
+    with ThreadPoolExecutor() as threads:
+        if is_rendering:
+            for process in processes:
+                process.suspend()
+            rendered = threads.submit(chat.render, HELLO)
+        for process in processes:
+            process.kill()
+            process.wait()
+        if not is_rendering:
+            rendered = threads.submit(chat.render, HELLO)
+        assert rendered.result().startswith("<|user|>")
 
 
 def test_hostile_templates_do_not_delay_others() -> None:

@@ -46,6 +46,11 @@ COMPILE_WAIT_S = 5.0
 MAX_WAIT_S = 30.0
 """Wait for a reply, after which the process is killed. A busy machine may take that long for `MAX_CPU_S`."""
 MAX_TEMPLATES_PER_PROCESS = 256
+MAX_TRIES = 3
+"""Number of processes that try a request if they are killed meanwhile."""
+
+_CRASH_SIGNALS = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
+"""Signals by which a process ends through its own fault."""
 
 Limit = Literal["time", "memory", "output", "slow_renders"]
 _LIMIT_TEXTS: dict[Limit, str] = {
@@ -71,7 +76,11 @@ class TemplateLimitError(Exception):
 
 
 class RenderersBusyError(Exception):
-    """No process became free in time."""
+    """No process became free in time, or all that tried were killed."""
+
+
+class _ProcessKilledError(Exception):
+    """Something else than the template ended the process, such as a lack of memory on the machine."""
 
 
 class TemplateSyntaxError(Exception):
@@ -109,7 +118,7 @@ class TemplateRenderer:
         Raises:
             TemplateLimitError: The template exceeds a bound.
             TemplateFailedError: The template raised an error, or a variable has another type.
-            RenderersBusyError: No process became free in time.
+            RenderersBusyError: No process became free in time, or all that tried were killed.
         """
         return self._request(source, dict(variables), now)
 
@@ -121,24 +130,34 @@ class TemplateRenderer:
                 self._num_processes -= 1
 
     def _request(self, source: str, variables: dict[str, Any] | None, now: datetime | None) -> str:
+        for _ in range(MAX_TRIES):
+            try:
+                kind, text = self._try_request(source, variables, now)
+            except _ProcessKilledError:
+                continue
+            match kind:
+                case "text":
+                    return text
+                case "syntax_error":
+                    line, _, message = text.partition("\n")
+                    raise TemplateSyntaxError(int(line), message)
+                case _:
+                    raise TemplateFailedError(text)
+        raise RenderersBusyError
+
+    def _try_request(
+        self, source: str, variables: dict[str, Any] | None, now: datetime | None
+    ) -> tuple[ReplyKind, str]:
         started_at = time.monotonic()
         process = self._acquire()
         try:
-            kind, text = self._exchange(process, source, variables, now)
+            return self._exchange(process, source, variables, now)
         except TemplateLimitError as error:
             elapsed_s = round(time.monotonic() - started_at, 3)
             log.warning("chat_template_stopped", limit=error.limit, elapsed_s=elapsed_s)
             raise
         finally:
             self._release(process)
-        match kind:
-            case "text":
-                return text
-            case "syntax_error":
-                line, _, message = text.partition("\n")
-                raise TemplateSyntaxError(int(line), message)
-            case _:
-                raise TemplateFailedError(text)
 
     def _exchange(
         self,
@@ -268,7 +287,8 @@ class _ProcessHandle:
         """Send a request. Return whether the process has to compile the template first.
 
         Raises:
-            TemplateFailedError: A variable has a type that JSON does not have, or the process has ended.
+            TemplateFailedError: A variable has a type that JSON does not have.
+            _ProcessKilledError: The process has ended.
         """
         digest = hashlib.sha256(source.encode("utf-8", "surrogatepass")).hexdigest()
         compiles = variables is None or digest not in self._templates
@@ -281,7 +301,7 @@ class _ProcessHandle:
         try:
             self._frames.send(payload)
         except OSError as error:
-            raise TemplateFailedError("its process has ended") from error
+            raise _ProcessKilledError from error
         return compiles
 
     def wait_readable(self, timeout_s: float) -> bool:
@@ -295,16 +315,20 @@ class _ProcessHandle:
 
         Raises:
             TemplateLimitError: The template exceeded a bound, or the reply is not complete after `timeout_s`.
-            TemplateFailedError: The process has crashed.
+            TemplateFailedError: The template crashed the process.
+            _ProcessKilledError: The process was killed.
         """
         try:
             kind, payload = self._frames.receive(timeout_s)
         except TimeoutError:
             raise TemplateLimitError("time") from None
         except (EOFError, OSError):
-            if self._process.wait() == -signal.SIGPROF:
+            status = self._process.wait()
+            if status == -signal.SIGPROF:
                 raise TemplateLimitError("time") from None
-            raise TemplateFailedError("it crashed the process that ran it") from None
+            if status > 0 or -status in _CRASH_SIGNALS:
+                raise TemplateFailedError("it crashed the process that ran it") from None
+            raise _ProcessKilledError from None
         if kind in {"memory", "output"}:
             raise TemplateLimitError("memory" if kind == "memory" else "output")
         return kind, payload.decode("utf-8", "surrogatepass")
