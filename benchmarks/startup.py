@@ -28,6 +28,8 @@ from benchmarks.processes import exit_on_sigterm
 
 STARTS = 5
 PORT = 8907
+CORE = "argosy.engine.serving.engine_core.core_process"
+"""Module that an engine core runs."""
 CACHES = ("off", "cold", "warm")
 
 
@@ -66,7 +68,8 @@ class Replica:
 
     def core_mib(self, kind: str) -> int:
         """Return the memory of the engine core in MiB, from its smaps_rollup: "Rss", "Pss" or "Private_Dirty"."""
-        (core,) = psutil.Process(self._process.pid).children()
+        children = psutil.Process(self._process.pid).children()
+        (core,) = (child for child in children if CORE in child.cmdline())
         lines = Path(f"/proc/{core.pid}/smaps_rollup").read_text().splitlines()
         return int(next(line.split()[1] for line in lines if line.startswith(kind + ":"))) >> 10
 
