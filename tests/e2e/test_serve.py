@@ -170,7 +170,7 @@ def assert_drains(number: signal.Signals) -> None:
     with run_serve() as server:
         expected = stream_text(server, SimpleQueue())
         processes = server.processes()
-        assert len(processes) == 3  # the gateway, its replica, the replica's engine core
+        assert len(processes) >= 3  # the gateway, its replica, the engine core, render processes
         with ThreadPoolExecutor(1) as pool:
             chunks: SimpleQueue[str] = SimpleQueue()
             answer = pool.submit(stream_text, server, chunks)

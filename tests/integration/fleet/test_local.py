@@ -120,7 +120,7 @@ async def test_repeated_start_launches_one_replica_and_stop_ends_it(folder: Path
     assert replica_pids() == [pid]
     assert await models(launcher, "a") == ["mini"]
     family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
-    assert len(family) == 2
+    assert len(family) > 1
     await launcher.drain("a")
     await launcher.drain("a")
     await launcher.stop("a")
@@ -240,7 +240,7 @@ def test_replicas_exit_after_launcher_is_killed(folder: Path, suspended: bool) -
         try:
             assert "ready\n" in launching.stdout
             family = psutil.Process(launching.pid).children(recursive=True)
-            assert len(family) == 2
+            assert len(family) > 1
             if suspended:
                 family[0].suspend()
         finally:

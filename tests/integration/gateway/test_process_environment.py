@@ -398,7 +398,7 @@ async def test_fast_path_streams_succeed_with_few_descriptors(
                 assert process.poll() is None
                 await asyncio.sleep(POLL_INTERVAL_S)
             streams += [asyncio.create_task(complete(tmp_path, stream=True)) for _ in range(40)]
-            await until(lambda: "connections cannot be accepted" in log_path.read_text())
+            await until(lambda: "accepting_paused" in log_path.read_text())
             engine.may_continue.set()
             assert await asyncio.gather(*streams) == [200] * 59
     assert "attempt_failed" not in log_path.read_text()
