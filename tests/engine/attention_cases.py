@@ -39,6 +39,7 @@ class AttentionCase:
     dtype: str = "float32"
     window: int | None = None
     softcap: float | None = None
+    has_sinks: bool = False
     rotary_dim: int = 0
     layers: int = 2
     qkv: list[tuple[Tensor, Tensor, Tensor]] = field(init=False)
@@ -69,7 +70,8 @@ class AttentionCase:
     @property
     def params(self) -> AttentionParams:
         scale = 2.0 / math.sqrt(self.head_dim)
-        return AttentionParams(self.layers - 1, scale, self.window, self.softcap)
+        sinks = torch.linspace(-3.0, 4.0, self.heads) if self.has_sinks else None
+        return AttentionParams(self.layers - 1, scale, self.window, self.softcap, sinks)
 
     def rope(self, positions: Tensor) -> RopeRotation | None:
         if not self.rotary_dim:
@@ -167,7 +169,11 @@ class AttentionCase:
         visible = positions <= positions[:, None]
         if self.window:
             visible &= positions > positions[:, None] - self.window
-        weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+        scores.masked_fill_(~visible, -torch.inf)
+        if self.params.sinks is not None:
+            sinks = self.params.sinks.double()[:, None, None].expand(-1, len(q), 1)
+            scores = torch.cat((scores, sinks), -1)
+        weights = scores.softmax(-1)[..., : len(k)]
         return torch.einsum("hqk,khd->qhd", weights, v)
 
 

@@ -58,6 +58,11 @@ SHAPES = [
     pytest.param({"lengths": [200, 10], "window": 64, "softcap": 3.0}, id="window-softcap"),
     pytest.param({"lengths": [70, 10], "window": 1}, id="window-of-one"),
     pytest.param({"lengths": [90, 10], "softcap": 30.0}, id="softcap"),
+    pytest.param({"lengths": [90, 10], "has_sinks": True}, id="sinks"),
+    pytest.param(
+        {"lengths": [150], "window": 17, "head_dim": 64, "heads": 16, "has_sinks": True},
+        id="window-sinks",
+    ),
     pytest.param({"lengths": [90, 10], "rotary_dim": 32}, id="rotated"),
     pytest.param({"lengths": [70], "head_dim": 80, "rotary_dim": 20}, id="rotated-in-part"),
     pytest.param({"lengths": [70], "head_dim": 6, "rotary_dim": 6}, id="rotated-6"),
@@ -89,7 +94,13 @@ def test_chunking_does_not_change_bits(
     backend: BackendName, window: int | None, block_size: int, dtype: str
 ) -> None:
     case = AttentionCase(
-        [150, 33, 7], window=window, block_size=block_size, dtype=dtype, softcap=20.0, rotary_dim=32
+        [150, 33, 7],
+        window=window,
+        block_size=block_size,
+        dtype=dtype,
+        softcap=20.0,
+        has_sinks=True,
+        rotary_dim=32,
     )
     expected = case.run(backend, case.one_step())
     unbatched = [[(i, 0, n)] for i, n in enumerate(case.lengths)]

@@ -38,7 +38,7 @@ POINTERS = {
     "narrow": FLOAT8,
     **dict.fromkeys(
         (
-            *("sums", "peaks", "totals", "cos", "sin", "scales", "scale"),
+            *("sums", "peaks", "totals", "cos", "sin", "sinks", "scales", "scale"),
             *("x_scales", "weight_scales", "logits"),
         ),
         FLOAT32,
@@ -121,6 +121,7 @@ def report_attention(
     dtype: str = BFLOAT16,
     cache: str = "",
     gemma: bool = False,
+    gpt_oss: bool = False,
 ) -> None:
     """Report the attention kernel for the shape of one model."""
     width = attention._padded_head_dim(head_dim)
@@ -131,7 +132,8 @@ def report_attention(
         "GROUP": group,
         "HEAD_DIM": head_dim,
         "WIDTH": width,
-        "WINDOWED": gemma,
+        "WINDOWED": gemma or gpt_oss,
+        "SINKS": gpt_oss,
         "SINGLE": single,
         "TOKENS": tile.tokens,
         "ROWS": tile.rows,
@@ -154,7 +156,7 @@ def report_attention(
 
 
 def report_attention_kernels() -> None:
-    """Report the attention kernels for the shapes of Llama, Qwen, Gemma and Phi."""
+    """Report the attention kernels for the shapes of Llama, Qwen, Gemma, Phi and gpt-oss."""
     report_attention("128 decode, split", 128, 32, 8, single=True, single_program=False)
     report_attention("128 decode", 128, 32, 8, single=True, single_program=True)
     report_attention("128 prefill", 128, 32, 8, single=False, single_program=True)
@@ -167,6 +169,12 @@ def report_attention_kernels() -> None:
     )
     report_attention("64 decode", 64, 14, 2, single=True, single_program=False)
     report_attention("64 prefill", 64, 14, 2, single=False, single_program=True)
+    report_attention(
+        "64 decode, gpt-oss", 64, 64, 8, single=True, single_program=False, gpt_oss=True
+    )
+    report_attention(
+        "64 prefill, gpt-oss", 64, 64, 8, single=False, single_program=True, gpt_oss=True
+    )
     report_attention("80 prefill", 80, 32, 32, single=False, single_program=True)
     report_attention("96 decode", 96, 32, 32, single=True, single_program=True)
     report_attention("256 decode, Gemma", 256, 8, 4, single=True, single_program=False, gemma=True)
@@ -188,7 +196,7 @@ def report_attention_kernels() -> None:
         }
         types = {"keys": cache, "values": cache, "tokens": "i32"}
         report(f"store {cache}", attention_kernels.store_kv, constants, types, num_warps=4)
-    constants = {**shared, "ROWS": 4, "WINDOWED": False}
+    constants = {**shared, "ROWS": 4, "WINDOWED": False, "SINKS": False}
     types = {"tokens": "i32"}
     report("merge_ranges", attention_kernels.merge_ranges, constants, types, num_warps=4)
 

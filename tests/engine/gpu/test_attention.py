@@ -44,6 +44,8 @@ class HostTensorAttention(TritonAttention):
         on_device: Any = {each.name: getattr(batch, each.name).to(DEVICE) for each in fields(batch)}
         if rope is not None:
             rope = rope[0].to(DEVICE), rope[1].to(DEVICE)
+        if params.sinks is not None:
+            params = replace(params, sinks=params.sinks.to(DEVICE))
         return super().__call__(q, k, v, replace(batch, **on_device), params, rope).cpu()
 
 
@@ -85,6 +87,7 @@ SHAPES = [
     pytest.param({"lengths": [140, 10], "window": 64, "softcap": 3.0}, id="window-softcap"),
     pytest.param({"lengths": [70, 10], "window": 1}, id="window-of-one"),
     pytest.param({"lengths": [90, 10], "softcap": 30.0}, id="softcap"),
+    pytest.param({"lengths": [90, 10], "window": 17, "has_sinks": True}, id="window-sinks"),
     pytest.param({"lengths": [530, 30], "head_dim": 16, "kv_heads": 1}, id="two-ranges"),
 ]
 
@@ -121,6 +124,7 @@ def test_chunking_does_not_change_bits(window: int | None, dtype: str) -> None:
         window=window,
         dtype=dtype,
         softcap=20.0,
+        has_sinks=True,
         rotary_dim=16,
         heads=3,
         kv_heads=1,

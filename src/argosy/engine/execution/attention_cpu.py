@@ -131,6 +131,7 @@ class NativeAttention(KvCacheTensor):
             params.softcap or 0.0,
             params.sliding_window or 0,
         )
+        call.sinks = None if params.sinks is None else params.sinks.data_ptr()
         if rope is None:
             call.rotary_dim = 0
         else:

@@ -127,6 +127,9 @@ class TorchAttention(KvCacheTensor):
             total[active] = total[active] * rescale + weights.sum(-1)
             values = self._gather(self.values, params, blocks, valid)
             out[active] = out[active] * rescale[..., None] + torch.matmul(weights, values)
+        if params.sinks is not None:  # a row (token of the tile, query head of the group)
+            sinks = params.sinks.view(q.shape[1], -1).repeat(1, self.QUERY_TILE)
+            total += torch.exp(sinks - row_max)
         # Adding zero turns -0.0 into 0.0, because the sign depends on the number of masked keys.
         return out / total[..., None] + 0.0
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -71,6 +71,8 @@ class AttentionParams:
     """Number of tokens that a token attends to, including itself. None is all tokens before it."""
     softcap: float | None = None
     """Soft cap of the scores, which become softcap * tanh(scores / softcap)."""
+    sinks: Tensor | None = field(default=None, compare=False)
+    """Attention sinks, float32 [heads]: scores of a key without value that every token attends to."""
 
 
 class Attention(Protocol):

@@ -9,7 +9,7 @@ class AttentionCall(ctypes.Structure):
     """Arguments of an attention call (`ArgosyAttention` in attention_call.h), with sizes in elements."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "cos", "sin")),
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "cos", "sin", "sinks")),
         *((name, ctypes.c_void_p) for name in ("out", "keys", "values")),
         *(
             (name, ctypes.c_void_p)

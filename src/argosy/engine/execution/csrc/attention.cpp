@@ -71,7 +71,8 @@ template <class Unit> class AttentionKernel {
         for (int64_t row = 0; row < rows_of(item); row++) {
             const int64_t t = item.first + row / group, h = head * group + row % group;
             Scalar *out = (Scalar *)a.out + (t * a.heads + h) * a.head_dim;
-            const float total = reduce_sum(load<f32x16>(sums.total + row * LANES));
+            float total = reduce_sum(load<f32x16>(sums.total + row * LANES));
+            if (a.sinks) total += softmax.sink_weight(a.sinks[h], sums.peak[row]);
             for (int64_t d = 0; d < a.head_dim; d += LANES) {
                 // Adding zero turns -0 into 0. Which of them a sum has depends on the number of masked keys.
                 const f32x16 x = load<f32x16>(sums.out + row * width + d) / total + 0.0f;

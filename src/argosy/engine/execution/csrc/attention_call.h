@@ -18,6 +18,7 @@ struct ArgosyAttention {
     const void *v;                   // [tokens, kv_heads, head_dim], rows of `v_stride`
     const float *cos;                // [tokens, rotary_dim], as in elements.h; not read if `rotary_dim` is 0
     const float *sin;
+    const float *sinks;              // null, or [heads], scores of a key without value that every token attends to
     void *out;                       // [tokens, heads, head_dim]
     void *keys;                      // this layer's cache
     void *values;

@@ -96,6 +96,11 @@ class Softmax {
         return factor;
     }
 
+    // Weight of an attention sink relative to a row's largest score. It is infinite if all scores are far below it.
+    float sink_weight(float sink, float peak) const {
+        return exp2_lanes(broadcast(std::min(sink * LOG2E - peak * score_scale_log2, 126.0f)))[0];
+    }
+
     // Merge the sums of the next range of keys into `sums`. A range without visible keys adds exactly zero.
     void merge(const SoftmaxSums &sums, const SoftmaxSums &next, int64_t rows, int64_t width) const {
         for (int64_t row = 0; row < rows; row++) {

@@ -153,7 +153,9 @@ class TritonAttention(KvCacheTensor):
             "HEAD_DIM": head_dim,
             "WIDTH": _padded_head_dim(head_dim),
             "WINDOWED": window > 0,
+            "SINKS": params.sinks is not None,
         }
+        sinks = self._scales if params.sinks is None else params.sinks
         attend[(units, kv_heads, splits)](
             q,
             self.keys[params.layer],
@@ -164,6 +166,7 @@ class TritonAttention(KvCacheTensor):
             batch.seq_lens,
             batch.block_table,
             *(rope or (q, q)),
+            sinks,
             self._scales[params.layer],
             q.stride(0),
             batch.block_table.stride(0),
@@ -189,6 +192,7 @@ class TritonAttention(KvCacheTensor):
                 out,
                 *scratch,
                 batch.positions,
+                sinks,
                 self._scales[params.layer],
                 tokens,
                 window,

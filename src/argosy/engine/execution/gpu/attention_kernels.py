@@ -77,6 +77,7 @@ def attend(
     block_table,
     cos,
     sin,
+    sinks,
     scales,
     q_stride,
     block_table_stride,
@@ -96,6 +97,7 @@ def attend(
     ROTARY: tl.constexpr,
     WINDOWED: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
     SINGLE_PROGRAM: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -147,6 +149,10 @@ def attend(
         merged, merged_peak, merged_total = _merge_sums(
             merged, merged_peak, merged_total, acc, peak, total
         )
+        if SINKS:
+            merged_total = _add_sinks(
+                sinks, kv_head * GROUP + row % GROUP, merged_peak, merged_total
+            )
         offset = out_row[:, None] * HEAD_DIM + col[None, :]
         tl.store(out + offset, _normalize(merged, merged_total, value_scale, out), mask=mask)
     else:
@@ -174,6 +180,7 @@ def merge_ranges(
     peaks,
     totals,
     positions,
+    sinks,
     scales,
     tokens,
     window,
@@ -183,6 +190,7 @@ def merge_ranges(
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     WINDOWED: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
     """Merge the sums of `attend` in order, for the ranges that one token attends to and one KV head."""
     token = tl.program_id(0).to(tl.int64)
@@ -206,6 +214,8 @@ def merge_ranges(
         merged, merged_peak, merged_total = _merge_sums(
             merged, merged_peak, merged_total, acc, peak, total
         )
+    if SINKS:
+        merged_total = _add_sinks(sinks, kv_head * GROUP + row % GROUP, merged_peak, merged_total)
     value_scale = tl.load(scales + HEADS // GROUP + kv_head)
     offset = out_row[:, None] * HEAD_DIM + col[None, :]
     tl.store(out + offset, _normalize(merged, merged_total, value_scale, out), mask=mask)
@@ -325,6 +335,14 @@ def _merge_sums(acc, peak, total, next_acc, next_peak, next_total):
     new = tl.exp2(next_peak - base)
     acc = tl.fma(acc, tl.broadcast_to(old[:, None], acc.shape), next_acc * new[:, None])
     return acc, new_peak, tl.fma(total, old, next_total * new)
+
+
+@triton.jit
+def _add_sinks(sinks, head, peak, total):
+    """Return the totals plus the weights of the heads' attention sinks."""
+    base = tl.where(peak == float("-inf"), 0.0, peak)
+    sink = tl.load(sinks + head)
+    return total + tl.exp2(tl.fma(sink, tl.full(sink.shape, LOG2E, tl.float32), -base))
 
 
 @triton.jit
