@@ -432,9 +432,9 @@ def test_every_family_reads_valid_configs(
     for layer in parsed.layer_architectures:
         assert isinstance(parsed.ropes[layer.rope_index], RopeParams)
         assert layer.sliding_window is None or layer.sliding_window == (
-            change.get("sliding_window") or 4096
+            change.get("sliding_window") or FAMILIES[architecture].defaults["sliding_window"]
         )
-    alternatives = checkpoint_tensor_names(parsed, "layers.0.qkv.weight")
+    alternatives = checkpoint_tensor_names(parsed, "layers.0.attention.o.weight")
     assert all(name.endswith(".weight") for names in alternatives for name in names)
 
 

@@ -46,6 +46,14 @@ LONG = {
     "long_factor": [1.0, 2.0, 3.0, 5.0, 8.0, 13.0],
     "partial_rotary_factor": 0.75,
 }
+YARN_NOT_TRUNCATED = YARN | {"truncate": False, "original_max_position_embeddings": 64}
+GPT_OSS = {
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 8,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "rope_parameters": YARN_NOT_TRUNCATED,
+}
 GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 8}
 MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
 
@@ -72,6 +80,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3Moe",
         MOE | {"num_experts": 4, "norm_topk_prob": False, "mlp_only_layers": [1]},
     ),
+    "gpt-oss": ("GptOss", GPT_OSS | {"head_dim": 64, "num_attention_heads": 8}),
+    "gpt-oss, ragged": (  # gates reach the limit of the activation
+        "GptOss",
+        GPT_OSS | {"head_dim": 24, "intermediate_size": 40, "initializer_range": 0.3},
+    ),
 }
 MODELS = {"Gemma3Text": "Gemma3ForCausalLM"}
 
@@ -84,8 +97,7 @@ ROPES: dict[str, dict[str, Any]] = {
     "yarn, original by default": YARN,
     "yarn, attention factor": YARN | {"attention_factor": 1.3, "beta_fast": 16.0, "beta_slow": 2.0},
     "yarn, mscale": YARN | {"mscale": 0.7, "mscale_all_dim": 1.1},
-    "yarn, not truncated": YARN
-    | {"truncate": False, "original_max_position_embeddings": 64, "factor": 4.0},
+    "yarn, not truncated": YARN_NOT_TRUNCATED,
 }
 
 

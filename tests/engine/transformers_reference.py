@@ -70,10 +70,10 @@ def make_reference(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         built = getattr(transformers, model or f"{family}ForCausalLM")(config).eval()
-        for parameter in built.parameters():
-            if (
-                parameter.dim() == 1
-            ):  # norms start as ones and biases as zeros, which would hide errors
-                torch.nn.init.normal_(parameter, mean=float(parameter.mean()), std=0.2)
+        for name, tensor in (*built.named_parameters(), *built.named_buffers()):
+            # norms start as ones and biases as zeros, which would hide errors
+            is_hiding = tensor.dim() == 1 or name.endswith("_bias")
+            if is_hiding and not name.endswith("inv_freq"):
+                torch.nn.init.normal_(tensor, mean=float(tensor.mean()), std=0.2)
         built.to(dtype).save_pretrained(path, max_shard_size=shard)
     return Reference(path, built)

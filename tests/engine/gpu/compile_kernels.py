@@ -242,7 +242,7 @@ def report_row_kernels() -> None:
         }
         types = {"rows": "i32", "eps": "fp32"}
         report(f"norm {size}", elementwise._norm, constants, types, num_warps=warps)
-    for activation in ("silu", "gelu_tanh"):
+    for activation in ("silu", "gelu_tanh", "clamped_swiglu"):
         constants = {"ACTIVATION": activation, "TILE": elementwise.GATE_TILE_OUTPUTS}
         report(
             f"gated activation {activation}", elementwise._gated_activation, constants, num_warps=4

@@ -89,6 +89,10 @@ def _reject_unsupported(config: CheckpointConfig, family: ModelFamily) -> None:
         )
     if family.qk_norm and config.get("attn_logit_softcapping") is not None:
         raise config.error("attn_logit_softcapping", "null for this architecture")
+    if family.activation == "clamped_swiglu":
+        for key, value in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
+            if config.optional_number(key) not in (None, value):
+                raise config.error(key, f"{value}, or absent")
 
 
 def _build_architecture(
@@ -130,6 +134,7 @@ def _build_architecture(
         qkv_bias=has_attention_bias or family.attention_bias == "qkv",
         o_bias=has_attention_bias,
         mlp_bias=config.flag("mlp_bias"),
+        has_sinks=family.has_sinks,
         attention_scale=float(scale) ** -0.5,
         attention_softcap=config.optional_number("attn_logit_softcapping")
         if family.is_gemma
@@ -146,6 +151,8 @@ def _build_architecture(
 
 
 def _activation(family: ModelFamily, config: CheckpointConfig) -> Activation:
+    if family.activation is not None:
+        return family.activation
     name = (
         config.string("hidden_activation")
         if family.is_gemma
@@ -161,7 +168,7 @@ def _activation(family: ModelFamily, config: CheckpointConfig) -> Activation:
 def _build_moe(family: ModelFamily, config: CheckpointConfig) -> MoeArchitecture | None:
     if family.moe_style is None:
         return None
-    is_qwen = family.moe_style == "qwen"
+    is_qwen, is_gpt_oss = family.moe_style == "qwen", family.moe_style == "gpt_oss"
     num_experts = config.optional_integer(
         "num_local_experts", maximum=MAX_EXPERTS
     ) or config.integer("num_experts", maximum=MAX_EXPERTS)
@@ -173,6 +180,8 @@ def _build_moe(family: ModelFamily, config: CheckpointConfig) -> MoeArchitecture
         ),
         normalize_weights=config.flag("norm_topk_prob") if is_qwen else True,
         round_weights=is_qwen,
+        has_biases=is_gpt_oss,
+        is_interleaved=is_gpt_oss,
     )
 
 

@@ -20,7 +20,7 @@ MAX_LISTED_TENSORS = 8
 """Maximum number of tensors that an error lists."""
 _UNUSED_BUFFERS = r"(.*\.)?rotary_emb\.(original_)?inv_freq$"
 """Frequencies of the rotary embedding, which older checkpoints store and config.json determines."""
-_EXPERT_ENTRY = re.compile(r"(?P<name>.+)\[(?P<index>\d+)\]")
+_EXPERT_ENTRY = re.compile(r"(?P<name>.+)\[(?P<index>\d+)\](?P<transposed>\.T)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +29,15 @@ class StoredPart:
 
     name: str
     entry: int | None = None
+    is_transposed: bool = False
 
     @classmethod
     def parse(cls, text: str) -> StoredPart:
-        """Parse `name` or `name[entry]`."""
+        """Parse `name`, `name[entry]` or `name[entry].T`."""
         match = _EXPERT_ENTRY.fullmatch(text)
-        return cls(text) if match is None else cls(match["name"], int(match["index"]))
+        if match is None:
+            return cls(text)
+        return cls(match["name"], int(match["index"]), match["transposed"] is not None)
 
 
 @dataclass(frozen=True, slots=True)

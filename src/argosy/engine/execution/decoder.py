@@ -12,6 +12,7 @@ from argosy.engine.execution.batch import KvCacheShape
 from argosy.engine.execution.layers import DecoderLayer, LoadableModule, Mlp, Projection, RmsNorm
 from argosy.engine.execution.moe import MixtureOfExperts
 from argosy.engine.execution.rope import build_rope_table, gather_rope_rotation
+from argosy.engine.execution.self_attention import SelfAttention
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,7 +60,12 @@ class Decoder(nn.Module):
         with torch.device("meta"):
             self.embed = Embedding(architecture)
             self.layers = nn.ModuleList(
-                DecoderLayer(architecture, layer, index, _build_mlp(architecture, layer))
+                DecoderLayer(
+                    architecture,
+                    layer.rope_index,
+                    SelfAttention(architecture, layer, index),
+                    _build_mlp(architecture, layer),
+                )
                 for index, layer in enumerate(architecture.layer_architectures)
             )
             self.norm = RmsNorm(

@@ -50,7 +50,7 @@ class ElementwiseOps(Protocol):
         ...
 
     def create_gated_activation(self, activation: Activation) -> Callable[[Tensor], Tensor]:
-        """Create a function that maps [T, 2 * size] to activation(first half) * second half, [T, size]."""
+        """Create a function that maps [T, 2 * size] to activation(first half, second half), [T, size]."""
         ...
 
 
@@ -149,7 +149,7 @@ class TorchElementwiseOps:
             parts = []
             for rows in x.split(GATE_CHUNK_ROWS):
                 gate, up = rows.chunk(2, -1)
-                parts.append(activate(gate.float()).mul_(up).to(up.dtype))
+                parts.append(activate(gate.float(), up.float()).to(up.dtype))
             return parts[0] if len(parts) == 1 else torch.cat(parts)
 
         return compute
@@ -173,18 +173,27 @@ class TorchNorm:
         return self(x.add_(delta))
 
 
-def _silu(x: Tensor) -> Tensor:
-    """Compute SiLU, x * sigmoid(x) (Elfwing et al. 2017), in float32."""
-    return x.div(x.neg().exp_().add_(1.0))
+def _silu(x: Tensor, up: Tensor) -> Tensor:
+    """Compute SiLU, x * sigmoid(x) (Elfwing et al. 2017), times up."""
+    return x.div(x.neg().exp_().add_(1.0)).mul_(up)
 
 
-def _gelu_tanh(x: Tensor) -> Tensor:
-    """Compute the tanh approximation of GELU (Hendrycks & Gimpel 2016), in float32."""
+def _gelu_tanh(x: Tensor, up: Tensor) -> Tensor:
+    """Compute the tanh approximation of GELU (Hendrycks & Gimpel 2016), times up."""
     inner = (x * x).mul_(0.044715).add_(1.0).mul_(x).mul_(math.sqrt(2 / math.pi))
-    return inner.tanh_().add_(1.0).mul_(x).mul_(0.5)
+    return inner.tanh_().add_(1.0).mul_(x).mul_(0.5).mul_(up)
 
 
-_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+def _clamped_swiglu(x: Tensor, up: Tensor) -> Tensor:
+    """Compute the activation of gpt-oss."""
+    gate = x.clamp(max=7.0)
+    scaled = gate.mul(-1.702).exp_().add_(1.0)
+    return gate.div_(scaled).mul_(up.clamp(-7.0, 7.0).add_(1.0))
+
+
+_ACTIVATIONS: dict[Activation, Callable[[Tensor, Tensor], Tensor]] = {
     "silu": _silu,
     "gelu_tanh": _gelu_tanh,
+    "clamped_swiglu": _clamped_swiglu,
 }
+"""Functions of float32 gate and up."""

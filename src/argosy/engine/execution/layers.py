@@ -1,4 +1,4 @@
-"""Modules of a decoder layer over flat tokens, which are projections, norms, gated MLP and attention.
+"""Modules of a decoder layer over flat tokens, which are projections, norms and gated MLP.
 
 Every result depends only on its own token's row, bit for bit, whatever else is in the batch.
 """
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from argosy.engine.execution.batch import AttentionParams
 from argosy.engine.execution.pack_cache import pack_in_memory
 
 if TYPE_CHECKING:
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from argosy.engine.execution.elementwise_cpu import Norm
     from argosy.engine.execution.model_architecture import (
         Activation,
-        LayerArchitecture,
         ModelArchitecture,
         NormKind,
         NormPosition,
@@ -44,10 +42,20 @@ class LoadableModule(nn.Module):
 
 
 class Projection(LoadableModule):
-    """Linear layer x @ weight.T + bias, packed by the device, with the weight rounded to `weight_format`."""
+    """Linear layer x @ weight.T + bias, packed by the device, with the weight rounded to `weight_format`.
 
-    def __init__(self, cols: int, rows: int, bias: bool) -> None:  # noqa: FBT001 - data of a spec
+    `row_order` maps each output to its row in the checkpoint. None is the same order.
+    """
+
+    def __init__(
+        self,
+        cols: int,
+        rows: int,
+        bias: bool,  # noqa: FBT001 - data of a spec
+        row_order: tuple[int, ...] | None = None,
+    ) -> None:
         super().__init__()
+        self._row_order = row_order
         self.weight: nn.Parameter | None = nn.Parameter(torch.empty(rows, cols))
         self.bias = nn.Parameter(torch.empty(rows)) if bias else None
         self.weight_format: WeightFormat | None = None
@@ -59,7 +67,9 @@ class Projection(LoadableModule):
         """Pack the weight, or get its packed form from `get_packed`, and release the unpacked weight."""
         if self.weight is None:
             raise RuntimeError("process_weights_after_loading was called twice")
-        self._linear = device.create_linear(self.weight, self.bias, self.weight_format, get_packed)
+        weight = _reorder(self.weight, self._row_order)
+        bias = None if self.bias is None else _reorder(self.bias, self._row_order)
+        self._linear = device.create_linear(weight, bias, self.weight_format, get_packed)
         self.weight = self.bias = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -94,7 +104,7 @@ class RmsNorm(LoadableModule):
 
 
 class GatedActivation(LoadableModule):
-    """Gated activation, which maps each row to activation(first half) * second half."""
+    """Gated activation, which maps each row to activation(first half, second half)."""
 
     def __init__(self, activation: Activation) -> None:
         super().__init__()
@@ -111,7 +121,10 @@ class GatedActivation(LoadableModule):
 
 
 class Mlp(nn.Module):
-    """Gated MLP, down(activation(gate(x)) * up(x)) (Shazeer 2020), with gate and up as one matrix."""
+    """Gated MLP, down(activation(gate(x)) * up(x)) (Shazeer 2020), with gate and up as one matrix.
+
+    The rows of gate and up alternate in the checkpoint if they are `interleaved`.
+    """
 
     def __init__(
         self,
@@ -119,69 +132,18 @@ class Mlp(nn.Module):
         intermediate: int,
         bias: bool,  # noqa: FBT001 - data of a spec
         activation: Activation,
+        interleaved: bool = False,  # noqa: FBT001, FBT002 - data of a spec
     ) -> None:
         super().__init__()
-        self.gate_up = Projection(hidden, 2 * intermediate, bias)
+        size = 2 * intermediate
+        order = (*range(0, size, 2), *range(1, size, 2)) if interleaved else None
+        self.gate_up = Projection(hidden, size, bias, order)
         self.down = Projection(intermediate, hidden, bias)
         self.gate = GatedActivation(activation)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x [T, hidden] to [T, hidden]."""
         return self.down.forward(self.gate.forward(self.gate_up.forward(x)))
-
-
-class NoQkNorm(nn.Module):
-    """Identity, for families without a norm of queries and keys."""
-
-    def __init__(self, architecture: ModelArchitecture) -> None:
-        super().__init__()
-        del architecture
-
-    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Map queries [T, heads, head_dim] and keys [T, kv_heads, head_dim] to the same shapes."""
-        return q, k
-
-
-class PerHeadQkNorm(nn.Module):
-    """Norm of queries and keys over each head."""
-
-    def __init__(self, architecture: ModelArchitecture) -> None:
-        super().__init__()
-        self.q_norm = RmsNorm(architecture.head_dim, architecture.norm_kind, architecture.norm_eps)
-        self.k_norm = RmsNorm(architecture.head_dim, architecture.norm_kind, architecture.norm_eps)
-
-    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Map queries [T, heads, head_dim] and keys [T, kv_heads, head_dim] to the same shapes."""
-        return self.q_norm.forward(q), self.k_norm.forward(k)
-
-
-class FullQkNorm(nn.Module):
-    """Norm of queries over all query heads together, and of keys over all KV heads together."""
-
-    def __init__(self, architecture: ModelArchitecture) -> None:
-        super().__init__()
-        self.q_norm = RmsNorm(
-            architecture.num_heads * architecture.head_dim,
-            architecture.norm_kind,
-            architecture.norm_eps,
-        )
-        self.k_norm = RmsNorm(
-            architecture.num_kv_heads * architecture.head_dim,
-            architecture.norm_kind,
-            architecture.norm_eps,
-        )
-
-    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Map queries [T, heads, head_dim] and keys [T, kv_heads, head_dim] to the same shapes."""
-        flat_q, flat_k = self.q_norm.forward(q.flatten(1)), self.k_norm.forward(k.flatten(1))
-        return flat_q.view(q.shape), flat_k.view(k.shape)
-
-
-QK_NORMS: dict[str | None, type[NoQkNorm | PerHeadQkNorm | FullQkNorm]] = {
-    None: NoQkNorm,
-    "head": PerHeadQkNorm,
-    "full": FullQkNorm,
-}
 
 
 class IdentityNorm(LoadableModule):
@@ -200,52 +162,31 @@ class DecoderLayer(nn.Module):
     """Decoder layer of attention and MLP, with norms at the family's positions before and after each."""
 
     def __init__(
-        self, architecture: ModelArchitecture, layer: LayerArchitecture, index: int, mlp: nn.Module
+        self, architecture: ModelArchitecture, rope_index: int, attention: nn.Module, mlp: nn.Module
     ) -> None:
         super().__init__()
-        self.qkv = Projection(
-            architecture.hidden_size,
-            (architecture.num_heads + 2 * architecture.num_kv_heads) * architecture.head_dim,
-            architecture.qkv_bias,
-        )
-        self.qk = QK_NORMS[architecture.qk_norm](architecture)
-        self.o = Projection(
-            architecture.num_heads * architecture.head_dim,
-            architecture.hidden_size,
-            architecture.o_bias,
-        )
+        self.attention = attention
         self.mlp = mlp
         self.attention_in = _build_norm(architecture, "attention_in")
         self.attention_out = _build_norm(architecture, "attention_out")
         self.mlp_in = _build_norm(architecture, "mlp_in")
         self.mlp_out = _build_norm(architecture, "mlp_out")
-        self.rope_index = layer.rope_index
-        self._head_counts = (
-            architecture.num_heads,
-            architecture.num_kv_heads,
-            architecture.num_kv_heads,
-        )
-        self._head_dim = architecture.head_dim
-        self._attention_params = AttentionParams(
-            layer=index,
-            scale=architecture.attention_scale,
-            sliding_window=layer.sliding_window,
-            softcap=architecture.attention_softcap,
-        )
+        self.rope_index = rope_index
 
     def forward(self, x: Tensor, rope: RopeRotation, batch: Batch, attention: Attention) -> Tensor:
         """Add the layer's output to the residual stream x [T, hidden] in place, and return x."""
-        output = self._attend(self.attention_in.forward(x), rope, batch, attention)
+        normed = self.attention_in.forward(x)
+        output = self.attention.forward(normed, rope, batch, attention)
         normed = self.mlp_in.add_and_norm(x, self.attention_out.forward(output))
         output = self.mlp.forward(normed)
         return x.add_(self.mlp_out.forward(output))
 
-    def _attend(self, x: Tensor, rope: RopeRotation, batch: Batch, attention: Attention) -> Tensor:
-        heads = self.qkv.forward(x).view(len(x), -1, self._head_dim)
-        q, k, v = heads.split_with_sizes(self._head_counts, 1)
-        q, k = self.qk.forward(q, k)
-        output = attention(q, k, v, batch, self._attention_params, rope)
-        return self.o.forward(output.flatten(1))
+
+def _reorder(rows: Tensor, order: tuple[int, ...] | None) -> Tensor:
+    """Return the rows in another order. Rows on `meta` have no content, and so no order."""
+    if order is None or rows.is_meta:
+        return rows
+    return rows[torch.tensor(order, device=rows.device)]
 
 
 def _build_norm(architecture: ModelArchitecture, position: NormPosition) -> RmsNorm | IdentityNorm:

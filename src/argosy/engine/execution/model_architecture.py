@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Activation = Literal["silu", "gelu_tanh"]
-"""Activation of the MLP's gate, x * sigmoid(x) or the tanh approximation of GELU."""
+Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
+"""Activation of the MLP's gate, x * sigmoid(x), the tanh approximation of GELU, or that of gpt-oss.
+
+"clamped_swiglu" is x * sigmoid(1.702 x) * (up + 1), with x at most 7 and up from -7 to 7."""
 NormKind = Literal["narrow", "wide", "offset"]
 """Kind of RMS norm, which is computed in float32.
 
@@ -78,6 +80,10 @@ class MoeArchitecture:
     """Whether the selected experts' weights are scaled to sum to 1."""
     round_weights: bool
     """Whether those weights are rounded to the model's dtype."""
+    has_biases: bool = False
+    """Whether router and experts have biases."""
+    is_interleaved: bool = False
+    """Whether the rows of the experts' gate and up matrices alternate in the checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +119,8 @@ class ModelArchitecture:
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
+    has_sinks: bool
+    """Whether each query head has an attention sink."""
     attention_scale: float
     attention_softcap: float | None
     logit_softcap: float | None
@@ -141,10 +149,8 @@ class ModelArchitecture:
             return self.num_parameters
         num_idle_experts = self.moe.num_experts - self.moe.num_experts_per_token
         num_moe_layers = sum(layer.is_moe for layer in self.layer_architectures)
-        return (
-            self.num_parameters
-            - num_moe_layers * num_idle_experts * 3 * self.hidden_size * self.moe.intermediate_size
-        )
+        expert = self._num_expert_parameters(self.moe)
+        return self.num_parameters - num_moe_layers * num_idle_experts * expert
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
         """Return the bytes of keys and values of one token, all layers together."""
@@ -154,14 +160,20 @@ class ModelArchitecture:
         query, key = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         attention = self.hidden_size * (2 * query + 2 * key)
         attention += self.qkv_bias * (query + 2 * key) + self.o_bias * self.hidden_size
+        attention += self.has_sinks * self.num_heads
         if self.qk_norm is not None:
             attention += query + key if self.qk_norm == "full" else 2 * self.head_dim
         norms = len(self.norm_positions) * self.hidden_size
         if layer.is_moe and self.moe is not None:
-            expert = 3 * self.hidden_size * self.moe.intermediate_size
-            return attention + norms + self.moe.num_experts * (expert + self.hidden_size)
+            expert = self._num_expert_parameters(self.moe)
+            router = self.hidden_size + self.moe.has_biases
+            return attention + norms + self.moe.num_experts * (expert + router)
         biases = self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
         return attention + norms + 3 * self.hidden_size * self.intermediate_size + biases
+
+    def _num_expert_parameters(self, moe: MoeArchitecture) -> int:
+        biases = moe.has_biases * (2 * moe.intermediate_size + self.hidden_size)
+        return 3 * self.hidden_size * moe.intermediate_size + biases
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from argosy.engine.execution.model_architecture import (
+        Activation,
         ModelArchitecture,
         NormKind,
         NormPosition,
@@ -19,13 +20,14 @@ WeightNames = dict[str, tuple[tuple[str, ...], ...]]
 """Parameter name in the decoder -> alternatives in which checkpoints store it.
 
 Each alternative names the parts whose rows are concatenated. `[{e}]` selects entry e of a tensor that holds all
-experts."""
+experts, and `.T` transposes it."""
 
 _ATTENTION: WeightNames = {
-    "qkv": (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),),
-    "o": (("self_attn.o_proj",),),
-    "qk.q_norm": (("self_attn.q_norm",),),
-    "qk.k_norm": (("self_attn.k_norm",),),
+    "attention": (("self_attn",),),
+    "attention.qkv": (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),),
+    "attention.o": (("self_attn.o_proj",),),
+    "attention.qk.q_norm": (("self_attn.q_norm",),),
+    "attention.qk.k_norm": (("self_attn.k_norm",),),
     "attention_in": (("input_layernorm",),),
     "mlp_in": (("post_attention_layernorm",),),
 }
@@ -36,7 +38,7 @@ _DENSE: WeightNames = {
 }
 _FUSED: WeightNames = {
     **_DENSE,
-    "qkv": (("self_attn.qkv_proj",),),
+    "attention.qkv": (("self_attn.qkv_proj",),),
     "mlp.gate_up": (("mlp.gate_up_proj",),),
 }
 _MOE: WeightNames = {
@@ -52,6 +54,12 @@ _MOE: WeightNames = {
         ("block_sparse_moe.experts.{e}.w2",),
         ("mlp.experts.down_proj[{e}]",),
     ),
+}
+_GPT_OSS: WeightNames = {
+    **_ATTENTION,
+    "mlp.router": (("mlp.router",),),
+    "mlp.experts.gate_up": (("mlp.experts.gate_up_proj[{e}].T",),),
+    "mlp.experts.down": (("mlp.experts.down_proj[{e}].T",),),
 }
 _POST_NORM: WeightNames = {
     **_DENSE,
@@ -89,7 +97,10 @@ class ModelFamily:
     qk_norm: QkNorm | None = None
     is_gemma: bool = False
     """Whether the family has an embedding scale of sqrt(hidden), softcaps and `query_pre_attn_scalar`."""
-    moe_style: Literal["mixtral", "qwen"] | None = None
+    activation: Activation | None = None
+    """Activation of the MLP, if config.json does not state it."""
+    has_sinks: bool = False
+    moe_style: Literal["mixtral", "qwen", "gpt_oss"] | None = None
 
 
 _COMMON: dict[str, object] = {"rope_theta": 10_000.0, "rms_norm_eps": 1e-6}
@@ -172,6 +183,23 @@ FAMILIES: dict[str, ModelFamily] = {
         qk_norm="full",
         defaults={**_COMMON, "rms_norm_eps": 1e-5},
     ),
+    "GptOssForCausalLM": ModelFamily(
+        weight_names=_GPT_OSS,
+        sliding_windows="pattern",
+        norm_kind="wide",
+        activation="clamped_swiglu",
+        has_sinks=True,
+        moe_style="gpt_oss",
+        defaults={
+            "attention_bias": True,
+            "head_dim": 64,
+            "rope_theta": 150_000.0,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": 128,
+            "sliding_window_pattern": 2,
+            "num_experts_per_tok": 4,
+        },
+    ),
     "Gemma2ForCausalLM": _GEMMA_2,
     "Gemma3ForCausalLM": _GEMMA_3,
     "Gemma3ForConditionalGeneration": _GEMMA_3,
@@ -210,5 +238,8 @@ def checkpoint_tensor_names(
 
 def _tensor_name(part: str, expert: str, kind: str) -> str:
     """Return a part's full tensor name. A tensor that holds all experts has no `.weight` suffix."""
-    name = part.replace("{e}", expert)
-    return name if name.endswith("]") else f"{name}.{kind}"
+    if "[{e}]" not in part:
+        return f"{part.replace('{e}', expert)}.{kind}"
+    if kind == "bias":
+        part = part.removesuffix(".T").replace("[", "_bias[")
+    return part.replace("{e}", expert)

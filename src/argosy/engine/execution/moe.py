@@ -23,9 +23,15 @@ class MixtureOfExperts(nn.Module):
 
     def __init__(self, hidden: int, architecture: MoeArchitecture, activation: Activation) -> None:
         super().__init__()
-        self.router = Projection(hidden, architecture.num_experts, bias=False)
+        self.router = Projection(hidden, architecture.num_experts, architecture.has_biases)
         self.experts = nn.ModuleList(
-            Mlp(hidden, architecture.intermediate_size, bias=False, activation=activation)
+            Mlp(
+                hidden,
+                architecture.intermediate_size,
+                architecture.has_biases,
+                activation,
+                architecture.is_interleaved,
+            )
             for _ in range(architecture.num_experts)
         )
         self._architecture = architecture

@@ -6,18 +6,17 @@ import contextlib
 import ctypes
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import structlog
 import torch
 
 from argosy.engine.execution.isa import TORCH_ISA_NAME, Isa, candidate_isas
+from argosy.engine.execution.model_architecture import Activation
 from argosy.native import LOAD_FAILURE_REMEDY, CompilerError, NativeUnavailableError, build_library
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from argosy.engine.execution.model_architecture import Activation
 
 KERNEL_SOURCES = Path(__file__).parent / "csrc"
 NO_THREAD_LIMIT = 2**31 - 1
@@ -54,8 +53,7 @@ class Kernels:
         self.sample = _by_dtype(library, "sample")
         self.logprobs = _by_dtype(library, "logprobs")
         self.gated_activation: dict[Activation, dict[torch.dtype, Callable[..., int]]] = {
-            "silu": _by_dtype(library, "silu"),
-            "gelu_tanh": _by_dtype(library, "gelu_tanh"),
+            activation: _by_dtype(library, activation) for activation in get_args(Activation)
         }
         self.linear_packed_bytes = _function(
             library, "argosy_linear_packed_bytes", size, size, size

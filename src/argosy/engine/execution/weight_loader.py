@@ -229,7 +229,7 @@ class CheckpointReader:
                 f"{file}: {name} is stored as {tensor.dtype}; "
                 "use a checkpoint in float16, bfloat16 or float32"
             )
-        return tensor
+        return tensor.T if part.is_transposed and tensor.dim() == 2 else tensor
 
 
 def _is_finite(tensor: Tensor) -> bool:

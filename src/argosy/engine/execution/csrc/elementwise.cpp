@@ -23,7 +23,7 @@ struct ArgosyNorm {
     float eps;
 };
 
-// Arguments of out = activation(x[:, :size]) * x[:, size:].
+// Arguments of out = activation(x[:, :size], x[:, size:]).
 struct ArgosyGatedActivation {
     const void *x;  // [rows, 2 * size], contiguous
     void *out;      // [rows, size], contiguous
@@ -79,13 +79,23 @@ f32x16 sigmoid_gate(f32x16 x, f32x16 t) {
 }
 
 struct Silu {
-    static f32x16 apply(f32x16 x) { return sigmoid_gate(x, x * LOG2E); }
+    static f32x16 apply(f32x16 x, f32x16 up) { return sigmoid_gate(x, x * LOG2E) * up; }
 };
 
 struct GeluTanh {
-    static f32x16 apply(f32x16 x) {
+    static f32x16 apply(f32x16 x, f32x16 up) {
         const float factor = 1.5957691216057308f * LOG2E;  // 2 sqrt(2 / pi): (1 + tanh y) / 2 = 1 / (1 + e^-2y)
-        return sigmoid_gate(x, x * (1.0f + 0.044715f * x * x) * factor);
+        return sigmoid_gate(x, x * (1.0f + 0.044715f * x * x) * factor) * up;
+    }
+};
+
+// Activation of gpt-oss. NaN passes through both clamps.
+struct ClampedSwiglu {
+    static f32x16 apply(f32x16 x, f32x16 up) {
+        const f32x16 limit = broadcast(7.0f);
+        const f32x16 gate = x > limit ? limit : x;
+        const f32x16 bounded = up > limit ? limit : up < -limit ? -limit : up;
+        return sigmoid_gate(gate, gate * (1.702f * LOG2E)) * (bounded + 1.0f);
     }
 };
 
@@ -98,7 +108,7 @@ template <class Row, class Activation> void run_gated_activation(const ArgosyGat
         Scalar *out = (Scalar *)a.out + row * a.size;
         for (int64_t i = 0; i < a.size; i += LANES) {
             const f32x16 up = Row::load_lanes(x + a.size + i, a.size - i);
-            Row::store_lanes(out + i, Activation::apply(Row::load_lanes(x + i, a.size - i)) * up, a.size - i);
+            Row::store_lanes(out + i, Activation::apply(Row::load_lanes(x + i, a.size - i), up), a.size - i);
         }
     }
 }
@@ -114,5 +124,11 @@ void argosy_silu_bfloat16(const ArgosyGatedActivation *call) { run_gated_activat
 void argosy_gelu_tanh_float32(const ArgosyGatedActivation *call) { run_gated_activation<FloatRow, GeluTanh>(*call); }
 void argosy_gelu_tanh_bfloat16(const ArgosyGatedActivation *call) {
     run_gated_activation<Bfloat16Row, GeluTanh>(*call);
+}
+void argosy_clamped_swiglu_float32(const ArgosyGatedActivation *call) {
+    run_gated_activation<FloatRow, ClampedSwiglu>(*call);
+}
+void argosy_clamped_swiglu_bfloat16(const ArgosyGatedActivation *call) {
+    run_gated_activation<Bfloat16Row, ClampedSwiglu>(*call);
 }
 }

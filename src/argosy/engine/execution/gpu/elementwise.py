@@ -132,7 +132,7 @@ def _norm(
 
 @triton.jit
 def _gated_activation(x, out, size, ACTIVATION: tl.constexpr, TILE: tl.constexpr):
-    """Compute one tile of activation(first half) * second half of a row."""
+    """Compute one tile of activation(first half, second half) of a row."""
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * TILE + tl.arange(0, TILE)
     mask = col < size
@@ -141,6 +141,10 @@ def _gated_activation(x, out, size, ACTIVATION: tl.constexpr, TILE: tl.constexpr
     up = tl.load(gate_pointer + size, mask=mask, other=0.0).to(tl.float32)
     if ACTIVATION == "silu":
         active = gate / (1.0 + tl.exp(-gate))
+    elif ACTIVATION == "clamped_swiglu":
+        gate = tl.where(gate > 7.0, 7.0, gate)  # NaN passes through
+        active = gate / (1.0 + tl.exp(-1.702 * gate))
+        up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up)) + 1.0
     else:  # gelu_tanh, where tanh(u) is 1 - 2 / (exp(2 u) + 1)
         doubled = 1.5957691216057308 * gate * (1.0 + 0.044715 * gate * gate)  # 2 sqrt(2 / pi)
         active = gate * (1.0 - 1.0 / (tl.exp(doubled) + 1.0))

@@ -1,0 +1,117 @@
+"""Self-attention of a decoder layer: projections, norms of queries and keys, and the call of the attention kernel."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from argosy.engine.execution.batch import AttentionParams
+from argosy.engine.execution.layers import LoadableModule, Projection, RmsNorm
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from argosy.engine.execution.batch import Attention, Batch
+    from argosy.engine.execution.device import Device
+    from argosy.engine.execution.model_architecture import LayerArchitecture, ModelArchitecture
+    from argosy.engine.execution.rope import RopeRotation
+
+
+class NoQkNorm(nn.Module):
+    """Identity, for families without a norm of queries and keys."""
+
+    def __init__(self, architecture: ModelArchitecture) -> None:
+        super().__init__()
+        del architecture
+
+    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Map queries [T, heads, head_dim] and keys [T, kv_heads, head_dim] to the same shapes."""
+        return q, k
+
+
+class PerHeadQkNorm(nn.Module):
+    """Norm of queries and keys over each head."""
+
+    def __init__(self, architecture: ModelArchitecture) -> None:
+        super().__init__()
+        self.q_norm = RmsNorm(architecture.head_dim, architecture.norm_kind, architecture.norm_eps)
+        self.k_norm = RmsNorm(architecture.head_dim, architecture.norm_kind, architecture.norm_eps)
+
+    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Map queries [T, heads, head_dim] and keys [T, kv_heads, head_dim] to the same shapes."""
+        return self.q_norm.forward(q), self.k_norm.forward(k)
+
+
+class FullQkNorm(nn.Module):
+    """Norm of queries over all query heads together, and of keys over all KV heads together."""
+
+    def __init__(self, architecture: ModelArchitecture) -> None:
+        super().__init__()
+        self.q_norm = RmsNorm(
+            architecture.num_heads * architecture.head_dim,
+            architecture.norm_kind,
+            architecture.norm_eps,
+        )
+        self.k_norm = RmsNorm(
+            architecture.num_kv_heads * architecture.head_dim,
+            architecture.norm_kind,
+            architecture.norm_eps,
+        )
+
+    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Map queries [T, heads, head_dim] and keys [T, kv_heads, head_dim] to the same shapes."""
+        flat_q, flat_k = self.q_norm.forward(q.flatten(1)), self.k_norm.forward(k.flatten(1))
+        return flat_q.view(q.shape), flat_k.view(k.shape)
+
+
+QK_NORMS: dict[str | None, type[NoQkNorm | PerHeadQkNorm | FullQkNorm]] = {
+    None: NoQkNorm,
+    "head": PerHeadQkNorm,
+    "full": FullQkNorm,
+}
+
+
+class SelfAttention(LoadableModule):
+    """Self-attention with grouped queries (Ainslie et al. 2023), and in some families with attention sinks."""
+
+    def __init__(
+        self, architecture: ModelArchitecture, layer: LayerArchitecture, index: int
+    ) -> None:
+        super().__init__()
+        heads, kv_heads = architecture.num_heads, architecture.num_kv_heads
+        self.qkv = Projection(
+            architecture.hidden_size,
+            (heads + 2 * kv_heads) * architecture.head_dim,
+            architecture.qkv_bias,
+        )
+        self.qk = QK_NORMS[architecture.qk_norm](architecture)
+        self.o = Projection(
+            heads * architecture.head_dim, architecture.hidden_size, architecture.o_bias
+        )
+        self.sinks = nn.Parameter(torch.empty(heads)) if architecture.has_sinks else None
+        self._head_counts = (heads, kv_heads, kv_heads)
+        self._head_dim = architecture.head_dim
+        self._params = AttentionParams(
+            layer=index,
+            scale=architecture.attention_scale,
+            sliding_window=layer.sliding_window,
+            softcap=architecture.attention_softcap,
+        )
+
+    def process_weights_after_loading(self, device: Device) -> None:
+        """Convert the sinks to float32."""
+        del device
+        if self.sinks is not None:
+            self._params = replace(self._params, sinks=self.sinks.detach().float())
+            self.sinks = None
+
+    def forward(self, x: Tensor, rope: RopeRotation, batch: Batch, attention: Attention) -> Tensor:
+        """Map x [T, hidden] to [T, hidden]."""
+        heads = self.qkv.forward(x).view(len(x), -1, self._head_dim)
+        q, k, v = heads.split_with_sizes(self._head_counts, 1)
+        q, k = self.qk.forward(q, k)
+        output = attention(q, k, v, batch, self._params, rope)
+        return self.o.forward(output.flatten(1))
