@@ -40,6 +40,8 @@ class AttentionCase:
     window: int | None = None
     softcap: float | None = None
     has_sinks: bool = False
+    value_dim: int | None = None
+    """Number of the last elements of a key that are its value, which then is not passed."""
     rotary_dim: int = 0
     layers: int = 2
     qkv: list[tuple[Tensor, Tensor, Tensor]] = field(init=False)
@@ -62,6 +64,8 @@ class AttentionCase:
             )
             for length in self.lengths
         ]
+        if self.value_dim is not None:
+            self.qkv = [(q, k, k[..., -self.value_dim :]) for q, k, _ in self.qkv]
 
     @property
     def num_blocks(self) -> int:
@@ -95,6 +99,7 @@ class AttentionCase:
             num_blocks=self.num_blocks,
             block_size=self.block_size,
             dtype=dtype,
+            value_dim=self.value_dim,
         )
 
     def fill_cache_with_nan(self, attention: Attention) -> None:
@@ -123,7 +128,9 @@ class AttentionCase:
     def run(self, backend: BackendName, steps: list[list[Chunk]], threads: int = 2) -> list[Tensor]:
         """Compute every sequence in the given steps. Outputs before the first chunk of a sequence are NaN."""
         attention = self.create_attention(backend, threads)
-        outputs = [torch.full_like(q, torch.nan) for q, _, _ in self.qkv]
+        outputs = [
+            torch.full((*q.shape[:2], v.shape[2]), torch.nan, dtype=q.dtype) for q, _, v in self.qkv
+        ]
         prefixes = [(sequence, 0, start) for sequence, start, _ in steps[0] if start]
         if prefixes:
             # Only the stored keys and values matter here, and a small window makes the step cheap.
@@ -144,7 +151,8 @@ class AttentionCase:
         ]
         q, k, v = (torch.cat(column) for column in zip(*parts, strict=True))
         batch = self.batch(chunks)
-        out: Tensor = attention(q, k, v, batch, params, self.rope(batch.positions))
+        values = v if self.value_dim is None else None
+        out: Tensor = attention(q, k, values, batch, params, self.rope(batch.positions))
         assert out.dtype == q.dtype
         assert out.is_contiguous()
         outputs: Sequence[Tensor] = out.split([count for _, _, count in chunks])
@@ -194,10 +202,10 @@ def assert_same_bits(left: list[Tensor], right: list[Tensor]) -> None:
 
 def assert_blocks_can_be_moved(case: AttentionCase, backend: BackendName) -> None:
     """Check that copies of a sequence's blocks, in the same and in another cache, continue it unchanged."""
+    case.qkv[1] = case.qkv[0]
     expected = case.run(backend, case.one_step())[0]
     attention, other_attention = case.create_attention(backend), case.create_attention(backend)
-    q, k, v = case.qkv[0]
-    attention(q[:39], k[:39], v[:39], case.batch([(0, 0, 39)]), case.params, None)
+    case.attend(attention, [(0, 0, 39)], case.params)
     source, target = case.block_table[0].tolist(), case.block_table[1].tolist()
 
     attention.copy_blocks(list(zip(source, target, strict=True)))
@@ -208,5 +216,5 @@ def assert_blocks_can_be_moved(case: AttentionCase, backend: BackendName) -> Non
         attention.write_block(block, zeros)
 
     for copy in (attention, other_attention):
-        out = copy(q[39:], k[39:], v[39:], case.batch([(1, 39, 1)]), case.params, None)
-        assert_same_bits([out], [expected[39:]])
+        outputs = case.attend(copy, [(1, 39, 1)], case.params)
+        assert_same_bits([*outputs], [expected[39:]])

@@ -63,6 +63,15 @@ SHAPES = [
         {"lengths": [150], "window": 17, "head_dim": 64, "heads": 16, "has_sinks": True},
         id="window-sinks",
     ),
+    pytest.param(
+        {"lengths": [150, 3, 65], "head_dim": 40, "value_dim": 32, "kv_heads": 1, "rotary_dim": 8},
+        id="latent-32",
+    ),
+    pytest.param({"lengths": [90], "head_dim": 30, "value_dim": 20}, id="latent-20"),
+    pytest.param(
+        {"lengths": [70], "head_dim": 576, "value_dim": 512, "heads": 40, "kv_heads": 1},
+        id="latent-512",
+    ),
     pytest.param({"lengths": [90, 10], "rotary_dim": 32}, id="rotated"),
     pytest.param({"lengths": [70], "head_dim": 80, "rotary_dim": 20}, id="rotated-in-part"),
     pytest.param({"lengths": [70], "head_dim": 6, "rotary_dim": 6}, id="rotated-6"),
@@ -86,12 +95,13 @@ def test_attention_matches_dense_reference(
 @pairwise(
     backend=["native", "torch"],
     window=[None, 40],
+    value_dim=[None, 20],
     block_size=[8, 16],
     dtype=["float32", "bfloat16"],
     indirect=["backend"],
 )
 def test_chunking_does_not_change_bits(
-    backend: BackendName, window: int | None, block_size: int, dtype: str
+    backend: BackendName, window: int | None, value_dim: int | None, block_size: int, dtype: str
 ) -> None:
     case = AttentionCase(
         [150, 33, 7],
@@ -100,7 +110,8 @@ def test_chunking_does_not_change_bits(
         dtype=dtype,
         softcap=20.0,
         has_sinks=True,
-        rotary_dim=32,
+        rotary_dim=12,
+        value_dim=value_dim,
     )
     expected = case.run(backend, case.one_step())
     unbatched = [[(i, 0, n)] for i, n in enumerate(case.lengths)]
@@ -223,8 +234,11 @@ def test_rotation_rounds_once_to_dtype(backend: BackendName, dtype: str) -> None
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_copied_blocks_continue_sequence(backend: BackendName, dtype: str) -> None:
-    case = AttentionCase([40, 40], dtype=dtype)
+@pytest.mark.parametrize("value_dim", [None, 20])
+def test_copied_blocks_continue_sequence(
+    backend: BackendName, dtype: str, value_dim: int | None
+) -> None:
+    case = AttentionCase([40, 40], dtype=dtype, value_dim=value_dim)
     assert_blocks_can_be_moved(case, backend)
 
 

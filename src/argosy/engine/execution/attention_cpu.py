@@ -80,18 +80,24 @@ class NativeAttention(KvCacheTensor):
             self._run = kernels.attention_float32
         else:
             raise NativeUnavailableError(f"no kernel for {dtype}; choose bfloat16 or float32")
+        value_dim = shape.value_dim or shape.head_dim
+        if (shape.head_dim - value_dim) % 2:
+            raise NativeUnavailableError("the values start in the middle of a pair of elements")
         lanes = self.ROW_ALIGNMENT_BYTES // dtype.itemsize
         width = -(-shape.head_dim // lanes) * lanes
         sizes = (shape.num_layers, shape.num_blocks, shape.num_kv_heads, block_size, width)
-        super().__init__(huge_zeros(sizes, dtype), huge_zeros(sizes, dtype))
+        keys = huge_zeros(sizes, dtype)
+        values = huge_zeros(sizes, dtype) if shape.value_dim is None else None
+        super().__init__(keys, values)
         self._layer_pointers = [
-            (keys.data_ptr(), values.data_ptr())
-            for keys, values in zip(self.keys, self.values, strict=True)
+            (keys[layer].data_ptr(), None if values is None else values[layer].data_ptr())
+            for layer in range(shape.num_layers)
         ]
         self._dtype = dtype
         self._call = AttentionCall(
             kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
+            value_dim=value_dim,
             block_size=block_size,
             threads=threads,
         )
@@ -107,7 +113,7 @@ class NativeAttention(KvCacheTensor):
         self,
         q: Tensor,
         k: Tensor,
-        v: Tensor,
+        v: Tensor | None,
         batch: Batch,
         params: AttentionParams,
         rope: RopeRotation | None,
@@ -115,15 +121,13 @@ class NativeAttention(KvCacheTensor):
         call, dtype = self._call, self._dtype
         if batch is not self._batch:
             self._bind_batch(batch)
-        queries, keys, values = (
-            _contiguous_heads(q, dtype),
-            _contiguous_heads(k, dtype),
-            _contiguous_heads(v, dtype),
-        )
-        out = torch.empty_like(queries, memory_format=torch.contiguous_format)
+        queries, keys = _contiguous_heads(q, dtype), _contiguous_heads(k, dtype)
+        out = torch.empty(*q.shape[:2], call.value_dim, dtype=dtype)
         call.q, call.q_stride = queries.data_ptr(), queries.stride(0)
         call.k, call.k_stride = keys.data_ptr(), keys.stride(0)
-        call.v, call.v_stride = values.data_ptr(), values.stride(0)
+        if v is not None:
+            values = _contiguous_heads(v, dtype)
+            call.v, call.v_stride = values.data_ptr(), values.stride(0)
         call.out, call.heads = out.data_ptr(), q.shape[1]
         call.keys, call.values = self._layer_pointers[params.layer]
         call.scale, call.softcap, call.window = (

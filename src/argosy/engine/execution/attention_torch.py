@@ -34,7 +34,13 @@ class TorchAttention(KvCacheTensor):
     def __init__(self, shape: KvCacheShape) -> None:
         block_size, kv_heads, head_dim = shape.block_size, shape.num_kv_heads, shape.head_dim
         sizes = (shape.num_layers, shape.num_blocks, block_size, kv_heads, head_dim)
-        super().__init__(huge_zeros(sizes, shape.dtype), huge_zeros(sizes, shape.dtype))
+        self._keys = huge_zeros(sizes, shape.dtype)
+        if shape.value_dim is None:
+            self._values = huge_zeros(sizes, shape.dtype)
+            super().__init__(self._keys, self._values)
+        else:
+            self._values = self._keys[..., head_dim - shape.value_dim :]
+            super().__init__(self._keys, None)
         self._block_size = block_size
         self._tile_blocks = max(1, self.KEY_TILE // block_size)
         self._tile = self._tile_blocks * block_size
@@ -50,16 +56,18 @@ class TorchAttention(KvCacheTensor):
         self,
         q: Tensor,
         k: Tensor,
-        v: Tensor,
+        v: Tensor | None,
         batch: Batch,
         params: AttentionParams,
         rope: RopeRotation | None,
     ) -> Tensor:
         if rope is not None:
             q, k = apply_rope(q, rope), apply_rope(k, rope)
-        keys, values = self.keys[params.layer], self.values[params.layer]
+        keys = self._keys[params.layer]
         keys.flatten(0, 1).index_copy_(0, batch.slot_mapping, k.to(keys.dtype))
-        values.flatten(0, 1).index_copy_(0, batch.slot_mapping, v.to(values.dtype))
+        if v is not None:
+            values = self._values[params.layer]
+            values.flatten(0, 1).index_copy_(0, batch.slot_mapping, v.to(values.dtype))
 
         _, heads, head_dim = q.shape
         query_lens = batch.query_start_loc.long().diff()
@@ -99,7 +107,7 @@ class TorchAttention(KvCacheTensor):
         last = torch.minimum(positions[:, -1], length - 1) // self._tile
         row_max = torch.full(q.shape[:3], -torch.inf)
         total = torch.zeros(q.shape[:3])
-        out = torch.zeros_like(q)
+        out = torch.zeros(*q.shape[:3], self._values.shape[-1])
         for index in range(int(first.min()), int(last.max()) + 1):
             active = ((first <= index) & (index <= last)).nonzero().flatten()
             if active.numel() == 0:
@@ -109,7 +117,7 @@ class TorchAttention(KvCacheTensor):
             )
             key_positions = index * self._tile + torch.arange(self._tile)
             valid = key_positions < length[active, None]
-            scores = torch.matmul(q[active], self._gather(self.keys, params, blocks, valid).mT)
+            scores = torch.matmul(q[active], self._gather(self._keys, params, blocks, valid).mT)
             if params.softcap:
                 scores = params.softcap * torch.tanh(scores / params.softcap)
             visible = (
@@ -125,7 +133,7 @@ class TorchAttention(KvCacheTensor):
             rescale = torch.exp(old_max - base)
             row_max[active] = new_max
             total[active] = total[active] * rescale + weights.sum(-1)
-            values = self._gather(self.values, params, blocks, valid)
+            values = self._gather(self._values, params, blocks, valid)
             out[active] = out[active] * rescale[..., None] + torch.matmul(weights, values)
         if params.sinks is not None:  # a row (token of the tile, query head of the group)
             sinks = params.sinks.view(q.shape[1], -1).repeat(1, self.QUERY_TILE)

@@ -52,6 +52,10 @@ class KvCacheShape:
     """Tokens per block."""
     dtype: torch.dtype
     """Dtype of the cached keys and values."""
+    value_dim: int | None = None
+    """Number of the last elements of a key that are the value, as in multi-head latent attention.
+
+    None stores values beside the keys, with the same size."""
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -87,7 +91,7 @@ class Attention(Protocol):
         self,
         q: Tensor,
         k: Tensor,
-        v: Tensor,
+        v: Tensor | None,
         batch: Batch,
         params: AttentionParams,
         rope: RopeRotation | None,
@@ -101,13 +105,13 @@ class Attention(Protocol):
         Args:
             q: Queries [T, heads, head_dim].
             k: Keys [T, kv_heads, head_dim].
-            v: Values, shaped like k.
+            v: Values, shaped like k, or None if they are part of the keys.
             batch: The batch.
             params: Parameters of the layer.
             rope: Rotation, see `rope.apply_rope`. None rotates nothing.
 
         Returns:
-            Tensor [T, heads, head_dim], contiguous, in q's dtype.
+            Tensor [T, heads, size of a value], contiguous, in q's dtype.
         """
         ...
 

@@ -15,11 +15,14 @@ if TYPE_CHECKING:
 class KvCacheTensor:
     """KV memory of all layers, divided into blocks whose internal layout the attention kernel defines."""
 
-    def __init__(self, keys: Tensor, values: Tensor) -> None:
-        """Wrap keys and values, each [layers, num_blocks, ...], contiguous, of one dtype and shape."""
-        self.keys = keys
-        self.values = values
-        self._prefaulter = PagePrefaulter([*keys, *values] if keys.device.type == "cpu" else [])
+    def __init__(self, keys: Tensor, values: Tensor | None) -> None:
+        """Wrap keys and values, each [layers, num_blocks, ...], contiguous, of one dtype and shape.
+
+        `values` is None if they are part of the keys.
+        """
+        self._parts = [keys] if values is None else [keys, values]
+        layers = [layer for part in self._parts for layer in part]
+        self._prefaulter = PagePrefaulter(layers if keys.device.type == "cpu" else [])
         self.ensure_block(0)
 
     def ensure_block(self, block: int) -> None:
@@ -29,13 +32,12 @@ class KvCacheTensor:
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         """Copy whole blocks of all layers in order, given as (source, destination) pairs."""
         for source, destination in pairs:
-            self.keys[:, destination].copy_(self.keys[:, source])
-            self.values[:, destination].copy_(self.values[:, source])
+            for part in self._parts:
+                part[:, destination].copy_(part[:, source])
 
     def read_block(self, block: int) -> Tensor:
         """Return a copy of a block's keys and then values of all layers, as one flat uint8 tensor."""
-        parts = torch.stack((self.keys[:, block], self.values[:, block]))
-        return parts.flatten().view(torch.uint8)
+        return torch.stack([part[:, block] for part in self._parts]).flatten().view(torch.uint8)
 
     def write_block(self, block: int, data: Tensor) -> None:
         """Write the data that `read_block` returned into a block.
@@ -43,13 +45,13 @@ class KvCacheTensor:
         Raises:
             ValueError: The data has another size or dtype.
         """
-        part = self.keys[:, block]
-        expected = 2 * part.numel() * part.element_size()
+        blocks = [part[:, block] for part in self._parts]
+        expected = sum(part.numel() * part.element_size() for part in blocks)
         if data.numel() != expected or data.dtype != torch.uint8:
             raise ValueError(
                 f"a block is {expected} uint8 bytes, got {data.numel()} of {data.dtype}; "
                 "write only data from read_block of the same model and settings"
             )
-        keys, values = data.clone().view(part.dtype).view(2, *part.shape)
-        part.copy_(keys)
-        self.values[:, block].copy_(values)
+        stored = data.clone().view(blocks[0].dtype).view(len(blocks), *blocks[0].shape)
+        for part, content in zip(blocks, stored, strict=True):
+            part.copy_(content)

@@ -17,8 +17,8 @@ class AttentionCall(ctypes.Structure):
         ),
         *((name, ctypes.c_int64) for name in ("tokens", "sequences", "block_table_stride")),
         *((name, ctypes.c_int64) for name in ("q_stride", "k_stride", "v_stride")),
-        *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "head_dim", "block_size")),
-        *((name, ctypes.c_int64) for name in ("rotary_dim", "window", "threads")),
+        *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "head_dim", "value_dim")),
+        *((name, ctypes.c_int64) for name in ("block_size", "rotary_dim", "window", "threads")),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
     )
 

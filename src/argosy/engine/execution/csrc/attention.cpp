@@ -28,18 +28,21 @@ struct WorkItem {
 
 // Working memory of one thread. A row is one head of one token.
 struct ThreadWorkspace {
-    uint32_t *q, *row, *weights, *panel;
+    uint32_t *q, *row, *weights, *panel, *values;
     float *scores, *rescale;
     SoftmaxSums sums, next;
 
-    ThreadWorkspace(Scratch &memory, int64_t rows, int64_t words, int64_t width) {
+    // `values` is room for a tile of values that are extracted from keys.
+    ThreadWorkspace(Scratch &memory, int64_t rows, int64_t words, int64_t width, size_t value_words) {
         memory.reset(Scratch::lines_for<uint32_t>(rows * words) + 2 * Scratch::lines_for<uint32_t>(rows * TILE) +
                      Scratch::lines_for<uint32_t>(words) + Scratch::lines_for<uint32_t>(LANES * width) +
-                     Scratch::lines_for<float>(rows) + 2 * SoftmaxSums::scratch_lines(rows, width));
+                     Scratch::lines_for<uint32_t>(value_words) + Scratch::lines_for<float>(rows) +
+                     2 * SoftmaxSums::scratch_lines(rows, width));
         q = memory.allocate<uint32_t>(rows * words);
         row = memory.allocate<uint32_t>(words);
         weights = memory.allocate<uint32_t>(rows * TILE);
         panel = memory.allocate<uint32_t>(LANES * width);
+        values = memory.allocate<uint32_t>(value_words);
         scores = memory.allocate<float>(rows * TILE);
         rescale = memory.allocate<float>(rows);
         sums = SoftmaxSums::allocate(memory, rows, width);
@@ -55,7 +58,7 @@ template <class Unit> class AttentionKernel {
     const ArgosyAttention &a;
     const KvCache<Unit> cache{a};
     const Softmax softmax{a.scale, a.softcap, a.window};
-    const int64_t words = cache.words, width = cache.width;
+    const int64_t words = cache.words, width = cache.value_width;
     const int64_t group = a.heads / a.kv_heads;
     const int64_t tile_tokens = std::max<int64_t>(1, MAX_ITEM_ROWS / group);
 
@@ -70,13 +73,13 @@ template <class Unit> class AttentionKernel {
     void store_rows(const SoftmaxSums &sums, const WorkItem &item, int64_t head) const {
         for (int64_t row = 0; row < rows_of(item); row++) {
             const int64_t t = item.first + row / group, h = head * group + row % group;
-            Scalar *out = (Scalar *)a.out + (t * a.heads + h) * a.head_dim;
+            Scalar *out = (Scalar *)a.out + (t * a.heads + h) * a.value_dim;
             float total = reduce_sum(load<f32x16>(sums.total + row * LANES));
             if (a.sinks) total += softmax.sink_weight(a.sinks[h], sums.peak[row]);
-            for (int64_t d = 0; d < a.head_dim; d += LANES) {
+            for (int64_t d = 0; d < a.value_dim; d += LANES) {
                 // Adding zero turns -0 into 0. Which of them a sum has depends on the number of masked keys.
                 const f32x16 x = load<f32x16>(sums.out + row * width + d) / total + 0.0f;
-                KvCache<Unit>::Row::store_lanes(out + d, x, a.head_dim - d);
+                KvCache<Unit>::Row::store_lanes(out + d, x, a.value_dim - d);
             }
         }
     }
@@ -109,7 +112,10 @@ template <class Unit> class AttentionKernel {
                 workspace.rescale[row] = softmax.scores_to_weights<T>(
                     workspace.scores + row * TILE, a.positions[item.first + row / group], start,
                     workspace.weights + row * Unit::WEIGHT_WORDS, sums.peak[row], sums.total + row * LANES);
-            Unit::accumulate_values(workspace.weights, padded, tile, next, workspace.rescale, sums.out, width);
+            const Tile summed =
+                a.values ? tile
+                         : cache.extract_values(tile, a.seq_lens[item.sequence] - start, workspace.values);
+            Unit::accumulate_values(workspace.weights, padded, summed, next, workspace.rescale, sums.out, width);
         }
     }
 
@@ -215,7 +221,8 @@ template <class Unit> class AttentionKernel {
         {
             static thread_local Scratch memory;
             [[maybe_unused]] const Unit unit{};
-            ThreadWorkspace workspace(memory, rows, words, width);
+            const size_t value_words = a.values ? 0 : TILE / T::PER_WORD * width;
+            ThreadWorkspace workspace(memory, rows, words, width, value_words);
 #pragma omp for schedule(static)
             for (int64_t t = 0; t < a.tokens; t++) cache.store_token(t, workspace.row);
             if (max_ranges) {

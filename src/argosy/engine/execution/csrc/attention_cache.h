@@ -44,11 +44,14 @@ template <class Unit> class KvCache {
 
   public:
     using Row = std::conditional_t<N == 2, Bfloat16Row, FloatRow>;
-    const int64_t words = (a.head_dim + LANES * N - 1) / (LANES * N) * LANES;
-    const int64_t width = words * N;                  // padded head dimension
+    const int64_t words = padded_words(a.head_dim);
+    const int64_t width = words * N;                        // padded head dimension
+    const int64_t value_width = padded_words(a.value_dim) * N;  // padded size of a value
     const int64_t head_words = a.block_size * words;  // words of one block and head, keys or values
 
     explicit KvCache(const ArgosyAttention &call) : a(call) {}
+
+    static int64_t padded_words(int64_t size) { return (size + LANES * N - 1) / (LANES * N) * LANES; }
 
     // Load a head of token t to `to`, padded with zeros and rotated.
     void load_row(uint32_t *to, const void *rows, int64_t stride, int64_t t, int64_t head) const {
@@ -67,6 +70,7 @@ template <class Unit> class KvCache {
             uint32_t *key = (uint32_t *)a.keys + base + offset / W * W * words + offset % W;
             load_row(row, a.k, a.k_stride, t, head);
             for (int64_t word = 0; word < words; word++) key[word * W] = row[word];
+            if (!a.values) continue;
             const Scalar *v = (const Scalar *)a.v + t * a.v_stride + head * a.head_dim;
             store_value(base + offset / N * width, offset % N, v);
         }
@@ -85,10 +89,37 @@ template <class Unit> class KvCache {
             const int64_t base = (blocks[position / a.block_size] * a.kv_heads + head) * head_words;
             const int64_t panel = base + position % a.block_size / W * W * words;
             tile.keys[i] = (const uint32_t *)a.keys + panel;
-            tile.values[i] = (const uint32_t *)a.values + panel;
-            if (copy && i * W < tile.used_keys && valid < W) tile.values[i] = zero_tail(tile.values[i], valid, copy);
+            tile.values[i] = a.values ? (const uint32_t *)a.values + panel : tile.keys[i];
+            if (copy && a.values && i * W < tile.used_keys && valid < W) tile.values[i] = zero_tail(tile.values[i], valid, copy);
         }
         return tile;
+    }
+
+    // Return the tile with its values extracted from its keys to `copy`, scratch memory for a tile of values. Keys
+    // after the first `valid` have zeros, because the rest of a cache block may hold values of another sequence.
+    Tile extract_values(const Tile &tile, int64_t valid, uint32_t *copy) const {
+        Tile extracted = tile;
+        const int64_t first_word = (a.head_dim - a.value_dim) / N, value_words = (a.value_dim + N - 1) / N;
+        for (int panel = 0; panel < tile.used_keys / W; panel++) {
+            uint32_t *to = copy + panel * (W / N) * value_width;
+            extracted.values[panel] = to;
+            std::fill_n(to, W / N * value_width, 0u);
+            const int64_t count = std::min<int64_t>(W, valid - panel * W);
+            for (int64_t word = 0; word < value_words; word++) {
+                const uint32_t *from = tile.keys[panel] + (first_word + word) * W;
+                if constexpr (N == 1) {
+                    for (int64_t key = 0; key < count; key++) to[key * value_width + word] = from[key];
+                } else {
+                    for (int64_t key = 0; key < count; key += 2) {  // two elements of two keys
+                        const uint32_t first = from[key], second = key + 1 < count ? from[key + 1] : 0u;
+                        uint32_t *pair = to + key / 2 * value_width + 2 * word;
+                        pair[0] = (first & 0xffffu) | second << 16;
+                        pair[1] = first >> 16 | (second & 0xffff0000u);
+                    }
+                }
+            }
+        }
+        return extracted;
     }
 };
 

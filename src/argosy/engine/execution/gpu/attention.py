@@ -66,10 +66,9 @@ class TritonAttention(KvCacheTensor):
                 f"a head of {head_dim} in {dtype} does not fit into a GPU's shared memory; serve it in bfloat16"
             )
         sizes = (shape.num_layers, shape.num_blocks, shape.num_kv_heads, shape.block_size, head_dim)
-        super().__init__(
-            torch.zeros(sizes, dtype=dtype, device=device),
-            torch.zeros(sizes, dtype=dtype, device=device),
-        )
+        self._keys = torch.zeros(sizes, dtype=dtype, device=device)
+        self._values = torch.zeros(sizes, dtype=dtype, device=device)
+        super().__init__(self._keys, self._values)
         if scales is None:
             scales = torch.ones(shape.num_layers, 2, shape.num_kv_heads)
         self._scales = scales.to(device, torch.float32).contiguous()
@@ -108,8 +107,8 @@ class TritonAttention(KvCacheTensor):
         store_kv[(triton.cdiv(tokens * kv_heads, STORE_TILE_ROWS),)](
             k,
             v,
-            self.keys[params.layer],
-            self.values[params.layer],
+            self._keys[params.layer],
+            self._values[params.layer],
             batch.slot_mapping,
             *(rope or (k, k)),
             self._scales[params.layer],
@@ -136,7 +135,7 @@ class TritonAttention(KvCacheTensor):
         rope: RopeRotation | None,
     ) -> None:
         tokens, heads, head_dim = q.shape
-        sequences, kv_heads = len(batch.seq_lens), self.keys.shape[2]
+        sequences, kv_heads = len(batch.seq_lens), self._keys.shape[2]
         single = tokens == sequences
         tile = _tile(
             heads // kv_heads, _padded_head_dim(head_dim) * q.element_size(), single=single
@@ -158,8 +157,8 @@ class TritonAttention(KvCacheTensor):
         sinks = self._scales if params.sinks is None else params.sinks
         attend[(units, kv_heads, splits)](
             q,
-            self.keys[params.layer],
-            self.values[params.layer],
+            self._keys[params.layer],
+            self._values[params.layer],
             out,
             *scratch,
             batch.query_start_loc,
