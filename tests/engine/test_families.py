@@ -54,6 +54,19 @@ GPT_OSS = {
     "num_experts_per_tok": 2,
     "rope_parameters": YARN_NOT_TRUNCATED,
 }
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 40,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.1},
+}
 GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 8}
 MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
 
@@ -85,6 +98,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "GptOss",
         GPT_OSS | {"head_dim": 24, "intermediate_size": 40, "initializer_range": 0.3},
     ),
+    "deepseek 2": (
+        "DeepseekV2",
+        LATENT | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
+    ),
+    "deepseek 2 lite": (
+        "DeepseekV2",
+        LATENT | {"q_lora_rank": None, "routed_scaling_factor": 1.5, "n_shared_experts": 2},
+    ),
+    "deepseek 3": ("DeepseekV3", LATENT | {"n_group": 4, "topk_group": 2}),
+    "deepseek 3 with sizes of its head": (
+        "DeepseekV3",
+        LATENT
+        | {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+        | {"n_group": 1, "topk_group": 1, "attention_bias": True, "rope_interleave": False},
+    ),
+    "glm 4 moe lite": ("Glm4MoeLite", LATENT | {"norm_topk_prob": False}),
 }
 MODELS = {"Gemma3Text": "Gemma3ForCausalLM"}
 
@@ -350,6 +379,11 @@ def test_model_summary_matches_checkpoint(
 ) -> None:
     reference = create_reference(*FAMILIES[name])
     num_parameters = sum(parameter.numel() for parameter in reference.model.parameters())
+    num_parameters += sum(
+        buffer.numel()
+        for key, buffer in reference.model.named_buffers()
+        if key.endswith("e_score_correction_bias")
+    )
     architecture = read_architecture(reference.path)
     summary = summarize_model(architecture, dtype_bytes=2)
     assert summary.num_parameters == num_parameters
@@ -361,10 +395,9 @@ def test_model_summary_matches_checkpoint(
         else 1.0
     )
     assert summary.num_active_parameters == num_parameters - experts * (1 - share)
-    assert (
-        summary.kv_bytes_per_token
-        == 2 * architecture.num_layers * architecture.num_kv_heads * architecture.head_dim * 2
-    )
+    cached = architecture.num_kv_heads * architecture.head_dim
+    parts = 1 if architecture.latent else 2
+    assert summary.kv_bytes_per_token == parts * architecture.num_layers * cached * 2
 
 
 def test_empty_logit_index_gives_no_logits(create_reference: Callable[..., Reference]) -> None:

@@ -8,12 +8,13 @@ from argosy.engine.execution.checkpoint_config import CheckpointConfig, read_jso
 from argosy.engine.execution.generation_config import AUTO_CONFIG, read_generation_config
 from argosy.engine.execution.model_architecture import (
     Activation,
+    LatentArchitecture,
     LayerArchitecture,
     ModelArchitecture,
-    MoeArchitecture,
     RopeParams,
 )
 from argosy.engine.execution.model_families import FAMILIES, ModelFamily
+from argosy.engine.execution.moe_config import moe_layers, parse_moe
 from argosy.engine.execution.rope_config import max_supported_len, parse_ropes
 
 if TYPE_CHECKING:
@@ -36,8 +37,6 @@ _TOP_LEVEL_KEYS = (
 """Keys that a multimodal model may have next to its `text_config`."""
 MAX_LAYERS = 1024
 """Largest accepted number of layers. Larger numbers are mistakes, and would take hours to build."""
-MAX_EXPERTS = 8192
-"""Largest accepted number of experts of a layer."""
 _DTYPES = {"float32", "float16", "bfloat16"}
 
 
@@ -102,15 +101,21 @@ def _build_architecture(
     kv_heads = config.optional_integer("num_key_value_heads") or heads
     if heads % kv_heads:
         raise config.error("num_key_value_heads", f"a divisor of the {heads} attention heads")
-    head_dim = config.optional_integer("head_dim")
-    if head_dim is None and hidden % heads:
-        raise config.error("hidden_size", f"a multiple of the {heads} attention heads")
-    head_dim = head_dim or hidden // heads
-    ropes = parse_ropes(config, head_dim)
-    moe = _build_moe(family, config)
-    layer_architectures = _build_layers(family, config, ropes, moe)
+    latent = _parse_latent(family, config)
+    if latent is None:
+        head_dim = config.optional_integer("head_dim")
+        if head_dim is None and hidden % heads:
+            raise config.error("hidden_size", f"a multiple of the {heads} attention heads")
+        head_dim = head_dim or hidden // heads
+        ropes = parse_ropes(config, head_dim)
+        scale = (config.number("query_pre_attn_scalar") if family.is_gemma else head_dim) ** -0.5
+    else:
+        kv_heads, head_dim = 1, latent.rope_dim + latent.kv_rank
+        ropes = parse_ropes(config, latent.rope_dim)
+        scale = latent.query_dim**-0.5 * ropes[0].score_factor
+    moe = parse_moe(family, config)
+    layer_architectures = _build_layers(family, config, ropes, has_moe=moe is not None)
     has_attention_bias = family.attention_bias == "stated" and config.flag("attention_bias")
-    scale = config.number("query_pre_attn_scalar") if family.is_gemma else head_dim
     dtype = config.string("dtype") or config.string("torch_dtype") or "float32"
     return ModelArchitecture(
         family=architecture.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration"),
@@ -135,7 +140,7 @@ def _build_architecture(
         o_bias=has_attention_bias,
         mlp_bias=config.flag("mlp_bias"),
         has_sinks=family.has_sinks,
-        attention_scale=float(scale) ** -0.5,
+        attention_scale=scale,
         attention_softcap=config.optional_number("attn_logit_softcapping")
         if family.is_gemma
         else None,
@@ -147,6 +152,7 @@ def _build_architecture(
         ropes=ropes,
         layer_architectures=layer_architectures,
         moe=moe,
+        latent=latent,
     )
 
 
@@ -165,23 +171,16 @@ def _activation(family: ModelFamily, config: CheckpointConfig) -> Activation:
     return _ACTIVATIONS[name]
 
 
-def _build_moe(family: ModelFamily, config: CheckpointConfig) -> MoeArchitecture | None:
-    if family.moe_style is None:
+def _parse_latent(family: ModelFamily, config: CheckpointConfig) -> LatentArchitecture | None:
+    if not family.has_latent_attention:
         return None
-    is_qwen, is_gpt_oss = family.moe_style == "qwen", family.moe_style == "gpt_oss"
-    num_experts = config.optional_integer(
-        "num_local_experts", maximum=MAX_EXPERTS
-    ) or config.integer("num_experts", maximum=MAX_EXPERTS)
-    return MoeArchitecture(
-        num_experts=num_experts,
-        num_experts_per_token=config.integer("num_experts_per_tok", maximum=num_experts),
-        intermediate_size=config.integer(
-            "moe_intermediate_size" if is_qwen else "intermediate_size"
-        ),
-        normalize_weights=config.flag("norm_topk_prob") if is_qwen else True,
-        round_weights=is_qwen,
-        has_biases=is_gpt_oss,
-        is_interleaved=is_gpt_oss,
+    return LatentArchitecture(
+        q_rank=config.optional_integer("q_lora_rank"),
+        kv_rank=config.integer("kv_lora_rank"),
+        nope_dim=config.integer("qk_nope_head_dim"),
+        rope_dim=config.integer("qk_rope_head_dim"),
+        value_dim=config.integer("v_head_dim"),
+        has_rope_pairs=config.flag("rope_interleave"),
     )
 
 
@@ -189,7 +188,8 @@ def _build_layers(
     family: ModelFamily,
     config: CheckpointConfig,
     ropes: tuple[RopeParams, ...],
-    moe: MoeArchitecture | None,
+    *,
+    has_moe: bool,
 ) -> tuple[LayerArchitecture, ...]:
     count = config.integer("num_hidden_layers", maximum=MAX_LAYERS)
     window = _sliding_window(family, config)
@@ -201,13 +201,12 @@ def _build_layers(
         raise config.error(
             "sliding_window", "a number of tokens, as layer_types has sliding layers"
         )
-    sparse_step = config.optional_integer("decoder_sparse_step") or 1
-    dense_layers = {int(index) for index in config.numbers("mlp_only_layers")}
+    sparse_layers = moe_layers(config, count) if has_moe else frozenset()
     return tuple(
         LayerArchitecture(
             sliding_window=window if kind == "sliding_attention" else None,
             rope_index=len(ropes) - 1 if kind == "sliding_attention" else 0,
-            is_moe=moe is not None and index not in dense_layers and (index + 1) % sparse_step == 0,
+            is_moe=index in sparse_layers,
         )
         for index, kind in enumerate(types)
     )

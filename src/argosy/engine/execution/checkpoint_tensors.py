@@ -71,7 +71,10 @@ def assign_tensors(
         for name in parameters
     }
     unread = set(files).difference(part.name for found in parts.values() for part in found)
-    patterns = [_UNUSED_BUFFERS, *FAMILIES[architecture.architecture].unused_tensors]
+    patterns = [
+        pattern.replace("{num_layers}", str(architecture.num_layers))
+        for pattern in (_UNUSED_BUFFERS, *FAMILIES[architecture.architecture].unused_tensors)
+    ]
     unused = {name for name in unread if any(re.match(pattern, name) for pattern in patterns)}
     if architecture.tied_embeddings:  # a head that differs from the embedding is not tied
         unused |= unread.intersection(

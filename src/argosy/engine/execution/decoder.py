@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from argosy.engine.execution.batch import KvCacheShape
+from argosy.engine.execution.latent_attention import LatentAttention
 from argosy.engine.execution.layers import DecoderLayer, LoadableModule, Mlp, Projection, RmsNorm
 from argosy.engine.execution.moe import MixtureOfExperts
 from argosy.engine.execution.rope import build_rope_table, gather_rope_rotation
@@ -57,13 +58,14 @@ class Decoder(nn.Module):
         self.architecture = architecture
         self._device = device
         self._dtype = dtype
+        attention_type = SelfAttention if architecture.latent is None else LatentAttention
         with torch.device("meta"):
             self.embed = Embedding(architecture)
             self.layers = nn.ModuleList(
                 DecoderLayer(
                     architecture,
                     layer.rope_index,
-                    SelfAttention(architecture, layer, index),
+                    attention_type(architecture, layer, index),
                     _build_mlp(architecture, layer),
                 )
                 for index, layer in enumerate(architecture.layer_architectures)
@@ -95,6 +97,9 @@ class Decoder(nn.Module):
             num_blocks=num_blocks,
             block_size=block_size,
             dtype=dtype or self._dtype,
+            value_dim=None
+            if self.architecture.latent is None
+            else self.architecture.latent.kv_rank,
         )
         return self._device.create_attention(shape)
 

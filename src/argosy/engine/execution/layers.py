@@ -37,6 +37,9 @@ class LoadableModule(nn.Module):
     Callers call `forward` directly, which saves the lookup of hooks, since no module has hooks.
     """
 
+    dtype: torch.dtype | None = None
+    """Dtype of the parameters. None is the model's."""
+
     def process_weights_after_loading(self, device: Device) -> None:
         """Convert the assigned parameters to the form that `forward` needs. Called once."""
 

@@ -33,6 +33,8 @@ class RopeParams:
     factor: float = 1.0
     attention_factor: float = 1.0
     """Factor of cosines and sines."""
+    score_factor: float = 1.0
+    """yarn: factor of the scores of latent attention."""
     low_freq_factor: float = 1.0
     high_freq_factor: float = 1.0
     """llama3: wavelengths from original_max_len / high_freq_factor to / low_freq_factor are blended."""
@@ -69,6 +71,38 @@ class LayerArchitecture:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentArchitecture:
+    """Sizes of multi-head latent attention (DeepSeek-V2, 2024). A token caches `rope_dim + kv_rank` elements."""
+
+    q_rank: int | None
+    """Size of the latent of queries. None computes queries directly."""
+    kv_rank: int
+    """Size of the latent of keys and values."""
+    nope_dim: int
+    """Elements of a head's query and key that are not rotated."""
+    rope_dim: int
+    """Elements of a head's query, and of the key of all heads, that are rotated."""
+    value_dim: int
+    has_rope_pairs: bool
+    """Whether neighbouring elements are rotated together in the checkpoint, instead of two halves."""
+
+    @property
+    def query_dim(self) -> int:
+        """Elements of a head's query."""
+        return self.rope_dim + self.nope_dim
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingGroups:
+    """Groups of experts (DeepSeek-V2, 2024). A token's experts are in the groups with the highest scores."""
+
+    num_groups: int
+    num_active_groups: int
+    scored_experts: int
+    """Number of a group's best experts whose scores are added to its score."""
+
+
+@dataclass(frozen=True, slots=True)
 class MoeArchitecture:
     """Architecture of a mixture of experts (Shazeer et al. 2017) in place of the MLP."""
 
@@ -84,6 +118,15 @@ class MoeArchitecture:
     """Whether router and experts have biases."""
     is_interleaved: bool = False
     """Whether the rows of the experts' gate and up matrices alternate in the checkpoint."""
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    has_score_correction: bool = False
+    """Whether a learned correction is added to the scores that select experts, but not to their weights."""
+    routes_in_float32: bool = False
+    groups: RoutingGroups | None = None
+    weight_factor: float = 1.0
+    """Factor of the selected experts' weights."""
+    shared_intermediate_size: int = 0
+    """Hidden width of the expert that computes every token. 0 is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +173,8 @@ class ModelArchitecture:
     ropes: tuple[RopeParams, ...]
     layer_architectures: tuple[LayerArchitecture, ...]
     moe: MoeArchitecture | None
+    latent: LatentArchitecture | None = None
+    """Sizes of latent attention, whose cache has one KV head of `head_dim` elements and no separate values."""
 
     @property
     def num_parameters(self) -> int:
@@ -154,22 +199,42 @@ class ModelArchitecture:
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
         """Return the bytes of keys and values of one token, all layers together."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype_bytes
+        parts = 2 if self.latent is None else 1
+        return parts * self.num_layers * self.num_kv_heads * self.head_dim * dtype_bytes
 
     def _num_layer_parameters(self, layer: LayerArchitecture) -> int:
-        query, key = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        attention = self.hidden_size * (2 * query + 2 * key)
-        attention += self.qkv_bias * (query + 2 * key) + self.o_bias * self.hidden_size
-        attention += self.has_sinks * self.num_heads
-        if self.qk_norm is not None:
-            attention += query + key if self.qk_norm == "full" else 2 * self.head_dim
+        attention = (
+            self._num_attention_parameters()
+            if self.latent is None
+            else self._num_latent_parameters(self.latent)
+        )
         norms = len(self.norm_positions) * self.hidden_size
         if layer.is_moe and self.moe is not None:
             expert = self._num_expert_parameters(self.moe)
-            router = self.hidden_size + self.moe.has_biases
-            return attention + norms + self.moe.num_experts * (expert + router)
+            router = self.hidden_size + self.moe.has_biases + self.moe.has_score_correction
+            shared = 3 * self.hidden_size * self.moe.shared_intermediate_size
+            return attention + norms + self.moe.num_experts * (expert + router) + shared
         biases = self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
         return attention + norms + 3 * self.hidden_size * self.intermediate_size + biases
+
+    def _num_attention_parameters(self) -> int:
+        query, key = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        biases = self.qkv_bias * (query + 2 * key) + self.o_bias * self.hidden_size
+        norms = {None: 0, "head": 2 * self.head_dim, "full": query + key}[self.qk_norm]
+        sinks = self.has_sinks * self.num_heads
+        return self.hidden_size * (2 * query + 2 * key) + biases + norms + sinks
+
+    def _num_latent_parameters(self, latent: LatentArchitecture) -> int:
+        query = self.num_heads * latent.query_dim
+        key = latent.kv_rank + latent.rope_dim
+        expansion = self.num_heads * (latent.nope_dim + latent.value_dim) * latent.kv_rank
+        output = self.num_heads * latent.value_dim * self.hidden_size
+        first = query if latent.q_rank is None else latent.q_rank
+        queries = 0 if latent.q_rank is None else latent.q_rank * (query + 1)
+        biases = self.o_bias * (first + key + self.hidden_size)
+        return (
+            self.hidden_size * (first + key) + queries + latent.kv_rank + expansion + output + biases
+        )
 
     def _num_expert_parameters(self, moe: MoeArchitecture) -> int:
         biases = moe.has_biases * (2 * moe.intermediate_size + self.hidden_size)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from argosy.engine.execution.model_architecture import (
         Activation,
         ModelArchitecture,
@@ -61,6 +59,19 @@ _GPT_OSS: WeightNames = {
     "mlp.experts.gate_up": (("mlp.experts.gate_up_proj[{e}].T",),),
     "mlp.experts.down": (("mlp.experts.down_proj[{e}].T",),),
 }
+_DEEPSEEK: WeightNames = {
+    **_MOE,
+    "attention.first": (
+        ("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"),
+        ("self_attn.q_proj", "self_attn.kv_a_proj_with_mqa"),
+    ),
+    "attention.q_norm": (("self_attn.q_a_layernorm",),),
+    "attention.q": (("self_attn.q_b_proj",),),
+    "attention.kv_norm": (("self_attn.kv_a_layernorm",),),
+    "attention.expansion": (("self_attn.kv_b_proj",),),
+    "mlp.shared.gate_up": (("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),),
+    "mlp.shared.down": (("mlp.shared_experts.down_proj",),),
+}
 _POST_NORM: WeightNames = {
     **_DENSE,
     "attention_out": (("post_attention_layernorm",),),
@@ -83,8 +94,10 @@ class ModelFamily:
     prefixes: tuple[str, ...] = ("model.",)
     """Prefixes of the decoder's tensor names. The first one found in the checkpoint is used."""
     unused_tensors: tuple[str, ...] = ()
-    """Patterns of stored tensors that text generation does not need, such as those of a vision tower."""
-    defaults: Mapping[str, object] = field(default_factory=dict)
+    """Patterns of stored tensors that text generation does not need, such as those of a vision tower.
+
+    `{num_layers}` stands for the number of decoder layers."""
+    defaults: dict[str, object] = field(default_factory=dict)
     """Default values of absent keys in config.json."""
     attention_bias: Literal["stated", "qkv", "none"] = "stated"
     """Attention biases, on all four matrices if config.json's `attention_bias` is set, on q, k and v, or none."""
@@ -100,7 +113,8 @@ class ModelFamily:
     activation: Activation | None = None
     """Activation of the MLP, if config.json does not state it."""
     has_sinks: bool = False
-    moe_style: Literal["mixtral", "qwen", "gpt_oss"] | None = None
+    moe_style: Literal["mixtral", "qwen", "gpt_oss", "deepseek_v2", "deepseek_v3"] | None = None
+    has_latent_attention: bool = False
 
 
 _COMMON: dict[str, object] = {"rope_theta": 10_000.0, "rms_norm_eps": 1e-6}
@@ -141,6 +155,39 @@ _GEMMA_3 = ModelFamily(
         "max_position_embeddings": 131_072,
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
+    },
+)
+_DEEPSEEK_DEFAULTS: dict[str, object] = {
+    **_COMMON,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "first_k_dense_replace": 0,
+    "moe_layer_freq": 1,
+    "rope_interleave": True,
+}
+_DEEPSEEK_V3 = ModelFamily(
+    weight_names=_DEEPSEEK,
+    moe_style="deepseek_v3",
+    has_latent_attention=True,
+    prefixes=("model.", "language_model.model.", "model.language_model."),
+    unused_tensors=(
+        r"model\.layers\.{num_layers}\.",  # predicts a second token, for speculation
+        r"(model\.)?(vision_tower|mm_projector)\.",
+    ),
+    defaults=_DEEPSEEK_DEFAULTS
+    | {
+        "first_k_dense_replace": 3,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "n_group": 8,
+        "topk_group": 4,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "moe_intermediate_size": 2048,
     },
 )
 _SLIDING: dict[str, object] = {**_COMMON, "sliding_window": 4096}
@@ -198,6 +245,39 @@ FAMILIES: dict[str, ModelFamily] = {
             "sliding_window": 128,
             "sliding_window_pattern": 2,
             "num_experts_per_tok": 4,
+        },
+    ),
+    "DeepseekV2ForCausalLM": ModelFamily(
+        weight_names=_DEEPSEEK,
+        moe_style="deepseek_v2",
+        has_latent_attention=True,
+        defaults=_DEEPSEEK_DEFAULTS
+        | {
+            "n_routed_experts": 64,
+            "n_shared_experts": 2,
+            "num_experts_per_tok": 6,
+            "routed_scaling_factor": 1.0,
+            "moe_intermediate_size": 1407,
+            "topk_method": "greedy",
+        },
+    ),
+    "DeepseekV3ForCausalLM": _DEEPSEEK_V3,
+    "KimiK25ForConditionalGeneration": _DEEPSEEK_V3,
+    "Glm4MoeLiteForCausalLM": replace(
+        _DEEPSEEK_V3,
+        defaults=_DEEPSEEK_V3.defaults
+        | {
+            "q_lora_rank": 768,
+            "qk_nope_head_dim": 192,
+            "v_head_dim": 256,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 64,
+            "num_experts_per_tok": 4,
+            "n_group": 1,
+            "topk_group": 1,
+            "routed_scaling_factor": 1.8,
+            "moe_intermediate_size": 1536,
+            "rms_norm_eps": 1e-5,
         },
     ),
     "Gemma2ForCausalLM": _GEMMA_2,

@@ -66,6 +66,7 @@ def _parse_rope(config: CheckpointConfig, section: dict[str, object], head_dim: 
         original_max_len=original_max_len,
         factor=factor,
         attention_factor=_attention_factor(rope, kind, factor, original_max_len),
+        score_factor=_score_factor(rope, kind, factor),
         low_freq_factor=low_freq_factor,
         high_freq_factor=rope.optional_number("high_freq_factor", low_freq_factor) or 4.0,
         beta_fast=rope.optional_number("beta_fast") or 32.0,
@@ -122,5 +123,15 @@ def _attention_factor(
     mscale = rope.optional_number("mscale", exclusive=False)
     mscale_all = rope.optional_number("mscale_all_dim", exclusive=False)
     if mscale and mscale_all:
-        return (0.1 * mscale * math.log(factor) + 1) / (0.1 * mscale_all * math.log(factor) + 1)
-    return 0.1 * math.log(factor) + 1
+        return _yarn_scale(factor, mscale) / _yarn_scale(factor, mscale_all)
+    return _yarn_scale(factor, 1.0)
+
+
+def _score_factor(rope: CheckpointConfig, kind: RopeKind, factor: float) -> float:
+    """Return the factor of latent attention's scores, as in DeepSeek's code."""
+    mscale_all = rope.optional_number("mscale_all_dim", exclusive=False)
+    return _yarn_scale(factor, mscale_all) ** 2 if mscale_all and kind != "default" else 1.0
+
+
+def _yarn_scale(factor: float, mscale: float) -> float:
+    return 0.1 * mscale * math.log(factor) + 1 if factor > 1.0 else 1.0

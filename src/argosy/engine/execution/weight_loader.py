@@ -85,11 +85,15 @@ def load_decoder(
             parameter = f"{module_name}.{name}"
             num_done += declared.numel()
             if _pack_key(parameter, head_differs=head_differs) in pack_cache:
-                tensor = declared.to(dtype)
+                tensor = declared.to(module.dtype or dtype)
             else:
                 parts = assignment.parts[parameter]
                 stored = checkpoint.read_tensor(parts, tuple(declared.shape))
-                tensor = stored.to(device=device.torch_device, dtype=dtype, copy=stored.dim() == 1)
+                tensor = stored.to(
+                    device=device.torch_device,
+                    dtype=module.dtype or dtype,
+                    copy=stored.dim() == 1,
+                )
                 if not pack_cache.is_stored:
                     checkpoint.check_finite(parts, tensor)
             setattr(module, name, nn.Parameter(tensor, requires_grad=False))

@@ -61,6 +61,10 @@ class TritonAttention(KvCacheTensor):
             ValueError: The heads are too large for the kernels.
         """
         head_dim, dtype = shape.head_dim, shape.dtype
+        if shape.value_dim is not None:
+            raise ValueError(
+                "there are no GPU kernels for multi-head latent attention (DeepSeek, Kimi); set device to cpu"
+            )
         if _padded_head_dim(head_dim) * dtype.itemsize > MAX_HEAD_BYTES:
             raise ValueError(
                 f"a head of {head_dim} in {dtype} does not fit into a GPU's shared memory; serve it in bfloat16"
@@ -88,11 +92,13 @@ class TritonAttention(KvCacheTensor):
         self,
         q: Tensor,
         k: Tensor,
-        v: Tensor,
+        v: Tensor | None,
         batch: Batch,
         params: AttentionParams,
         rope: RopeRotation | None,
     ) -> Tensor:
+        if v is None:
+            raise TypeError("values are missing")
         q, k, v = _contiguous_heads(q), _contiguous_heads(k), _contiguous_heads(v)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if len(q):
