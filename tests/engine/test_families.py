@@ -356,7 +356,9 @@ def test_sharded_checkpoint_is_loaded_with_progress(
     assert (progress[0], progress[-1]) == (0.0, 1.0)
 
 
-@pytest.mark.parametrize("name", ["llama 3", "gemma 3", "olmo 2", "mixtral"])
+@pytest.mark.parametrize(
+    "name", ["llama 3", "gemma 3", "olmo 2", "mixtral", "gpt-oss", "deepseek 3"]
+)
 def test_bfloat16_logits_are_close_to_float32(
     create_reference: Callable[..., Reference], name: str
 ) -> None:

@@ -233,7 +233,12 @@ class ModelArchitecture:
         queries = 0 if latent.q_rank is None else latent.q_rank * (query + 1)
         biases = self.o_bias * (first + key + self.hidden_size)
         return (
-            self.hidden_size * (first + key) + queries + latent.kv_rank + expansion + output + biases
+            self.hidden_size * (first + key)
+            + queries
+            + latent.kv_rank
+            + expansion
+            + output
+            + biases
         )
 
     def _num_expert_parameters(self, moe: MoeArchitecture) -> int:

@@ -36,7 +36,9 @@ class Router(Projection):
         """Return float32 weights and ids of each token's experts, [T, num_experts_per_token], likeliest first."""
         architecture = self._architecture
         logits = self.forward(x if self.dtype is None else x.to(self.dtype)).float()
-        if architecture.scoring == "sigmoid":  # torch.sigmoid would treat the last elements differently
+        if (
+            architecture.scoring == "sigmoid"
+        ):  # torch.sigmoid would treat the last elements differently
             scores = logits.neg_().exp_().add_(1.0).reciprocal_()
         else:
             scores = logits.softmax(-1)

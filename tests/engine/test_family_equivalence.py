@@ -1,0 +1,104 @@
+"""Bit-identical results of families with their own attention, on the full engine: batched, chunked, cached, resumed."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+
+from argosy.engine.serving.core_messages import EngineRequest
+from argosy.protocol import SamplingParams
+from tests.engine.core_driver import RequestOutput, create_core, run_requests
+from tests.engine.test_families import FAMILIES
+from tests.engine.transformers_reference import VOCAB, make_reference
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from argosy.engine.serving.engine_core.core import EngineCore
+
+OUTPUT_TOKENS = 24
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((name, dtype), id=f"{name}-{dtype}", marks=marks)
+        for name, dtype, marks in (
+            ("gpt-oss", "bfloat16", ()),
+            ("gpt-oss", "int8", pytest.mark.exhaustive),
+            ("deepseek 3", "bfloat16", ()),
+            ("deepseek 3", "float32", pytest.mark.exhaustive),
+            ("deepseek 2 lite", "int4", ()),
+        )
+    ],
+)
+def model(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, str]:
+    name, dtype = request.param
+    return make_reference(tmp_path_factory.mktemp("model"), *FAMILIES[name]).path, dtype
+
+
+@cache
+def requests() -> list[EngineRequest]:
+    """Return requests with prompts of many lengths, some with a shared prefix."""
+    rng = random.Random(5)
+    shared = [rng.randint(3, VOCAB - 1) for _ in range(40)]
+    return [
+        EngineRequest(
+            id=str(number),
+            prompt=shared[: rng.choice([0, 33, 40])]
+            + [rng.randint(3, VOCAB - 1) for _ in range(rng.randint(1, 60))],
+            params=SamplingParams(
+                temperature=0.0 if number % 2 else 0.9,
+                seed=number,
+                max_tokens=OUTPUT_TOKENS,
+                ignore_eos=True,
+                logprobs=1,
+            ),
+        )
+        for number in range(8)
+    ]
+
+
+def run(
+    model: tuple[Path, str], *, twice: bool = False, **options: object
+) -> tuple[dict[str, RequestOutput], EngineCore]:
+    path, dtype = model
+    weights = {"quantize": dtype} if dtype.startswith("int") else {}
+    core = create_core(
+        path, **{"dtype": "bfloat16" if weights else dtype} | weights | {"max_seqs": 8} | options
+    )
+    if "num_blocks" in options:
+        core.scheduler.output_estimator.fraction = 0.0  # so that sequences are preempted
+    outputs = run_requests(core, requests())
+    return run_requests(core, requests()) if twice else outputs, core
+
+
+def test_outputs_do_not_depend_on_scheduling(model: tuple[Path, str]) -> None:
+    single, _ = run(model, max_seqs=1, prefix_cache=False)
+    expected = {key: (output.tokens, output.logprobs) for key, output in single.items()}
+    assert len({token for tokens, _ in expected.values() for token in tokens}) > 20
+
+    def check(outputs: dict[str, RequestOutput], skipped: int = 0) -> None:
+        for key, output in outputs.items():
+            tokens, logprobs = expected[key]
+            assert (output.tokens, output.logprobs) == (tokens[skipped:], logprobs[skipped:])
+
+    check(run(model, prefix_cache=False)[0])
+    check(run(model, max_step_tokens=17, max_steps_in_flight=1)[0])
+    cached, _ = run(model, twice=True)
+    assert sum(output.cached_tokens or 0 for output in cached.values()) > 100
+    check(cached)
+    preempted, core = run(model, num_blocks=12)
+    assert core.scheduler.preemptions > 0
+    check(preempted)
+    resumed = [
+        msgspec.structs.replace(request, resumed_tokens=expected[request.id][0][:9])
+        for request in requests()
+    ]
+    check(run_requests(core, resumed), skipped=9)
