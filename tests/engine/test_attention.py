@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from argosy.engine.execution.attention_cpu import create_cpu_attention
 from argosy.engine.execution.batch import KvCacheShape
+from argosy.engine.execution.isa import TORCH_ISA_NAME
 from argosy.engine.execution.native_kernels import Kernels, load_kernels
 from argosy.engine.execution.rope import apply_rope
 from argosy.native import NativeUnavailableError
@@ -124,6 +125,17 @@ def test_chunking_does_not_change_bits(
     chunked = [[(0, 0, 61), (2, 0, 3)], [(1, 0, 33), (0, 61, 1)], [(2, 3, 4), (0, 62, 88)]]
     for steps in (unbatched, token_by_token, chunked):
         assert_same_bits(case.run(backend, steps), expected)
+
+
+def test_latent_attention_matches_dense_reference_on_every_isa(isa: str) -> None:
+    """Kernels extract values from keys with different instructions."""
+    backend: BackendName = "torch" if isa == TORCH_ISA_NAME else "native"
+    case = AttentionCase(
+        [150, 33], head_dim=72, value_dim=64, heads=6, kv_heads=1, dtype="bfloat16", rotary_dim=8
+    )
+    expected = case.run(backend, case.one_step())
+    assert_matches_reference(case, expected)
+    assert_same_bits(case.run(backend, [[(1, 0, 33), (0, 0, 61)], [(0, 61, 89)]]), expected)
 
 
 def test_thread_count_does_not_change_bits(backend: BackendName) -> None:

@@ -19,6 +19,7 @@ namespace {
 using namespace argosy;
 
 constexpr int MAX_ITEM_ROWS = 32;             // maximum rows of a work item, unless one token has more heads
+constexpr int MAX_EXTRACTING_ROWS = 128;      // the same if values are extracted from keys, once per item and tile
 constexpr int64_t RANGE_KEYS = 32 * TILE;     // keys that are summed before the sums are merged
 constexpr int64_t MIN_THREAD_WORK = 1 << 17;  // key elements that 16 rows process while a thread wakes up
 
@@ -60,7 +61,7 @@ template <class Unit> class AttentionKernel {
     const Softmax softmax{a.scale, a.softcap, a.window};
     const int64_t words = cache.words, width = cache.value_width;
     const int64_t group = a.heads / a.kv_heads;
-    const int64_t tile_tokens = std::max<int64_t>(1, MAX_ITEM_ROWS / group);
+    const int64_t tile_tokens = std::max<int64_t>(1, (a.values ? MAX_ITEM_ROWS : MAX_EXTRACTING_ROWS) / group);
 
     int64_t rows_of(const WorkItem &item) const { return (item.last - item.first) * group; }
 

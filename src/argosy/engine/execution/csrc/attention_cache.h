@@ -9,6 +9,33 @@
 
 namespace argosy {
 
+#ifdef __AVX512BW__
+// Transpose up to eight words [word][16 keys] of two elements to eight rows [two keys][16 elements], `stride` apart.
+inline void transpose_pairs(const uint32_t *from, int64_t words, int64_t keys, uint32_t *to, int64_t stride) {
+    const __m512i swap_middle = _mm512_set4_epi32(0x0f0e0b0a, 0x0d0c0908, 0x07060302, 0x05040100);
+    const __mmask16 valid = (__mmask16)((1u << keys) - 1);
+    __m512i row[8], pair[8], quad[8];
+    for (int i = 0; i < 8; i++)
+        row[i] = i < words
+                     ? _mm512_shuffle_epi8(_mm512_maskz_loadu_epi32(valid, from + i * LANES), swap_middle)
+                     : _mm512_setzero_si512();
+    for (int i = 0; i < 8; i += 2) {  // columns 0, 2, 4, 6 and 1, 3, 5, 7 of two rows
+        pair[i] = _mm512_unpacklo_epi64(row[i], row[i + 1]);
+        pair[i + 1] = _mm512_unpackhi_epi64(row[i], row[i + 1]);
+    }
+    for (int i = 0; i < 8; i += 4)  // columns 0 and 4, 2 and 6, 1 and 5, 3 and 7 of four rows
+        for (int odd = 0; odd < 2; odd++) {
+            quad[i + 2 * odd] = _mm512_shuffle_i64x2(pair[i + odd], pair[i + 2 + odd], 0x88);
+            quad[i + 2 * odd + 1] = _mm512_shuffle_i64x2(pair[i + odd], pair[i + 2 + odd], 0xdd);
+        }
+    for (int i = 0; i < 4; i++) {
+        const int column = (i & 1) * 2 + i / 2;
+        _mm512_storeu_si512(to + column * stride, _mm512_shuffle_i64x2(quad[i], quad[i + 4], 0x88));
+        _mm512_storeu_si512(to + (column + 4) * stride, _mm512_shuffle_i64x2(quad[i], quad[i + 4], 0xdd));
+    }
+}
+#endif
+
 template <class Unit> class KvCache {
     using T = typename Unit::T;
     using Scalar = typename T::Scalar;
@@ -40,6 +67,30 @@ template <class Unit> class KvCache {
             }
 #endif
         for (; d < a.head_dim; d++) to[d * N] = from[d];
+    }
+
+    // Transpose `value_words` words of a panel's first `count` keys to the layout of values.
+    void extract_panel(const uint32_t *from, int64_t value_words, int64_t count, uint32_t *to) const {
+#ifdef __AVX512BW__
+        if constexpr (N == 2 && W == LANES) {
+            for (int64_t word = 0; word < value_words; word += 8)
+                transpose_pairs(from + word * W, std::min<int64_t>(8, value_words - word), count, to + 2 * word,
+                                value_width);
+            return;
+        }
+#endif
+        for (int64_t word = 0; word < value_words; word++, from += W)
+            for (int64_t key = 0; key < W; key += N) {
+                const uint32_t first = key < count ? from[key] : 0u;
+                if constexpr (N == 1) {
+                    to[key * value_width + word] = first;
+                } else {  // two elements of two keys
+                    const uint32_t second = key + 1 < count ? from[key + 1] : 0u;
+                    uint32_t *pair = to + key / 2 * value_width + 2 * word;
+                    pair[0] = (first & 0xffffu) | second << 16;
+                    pair[1] = first >> 16 | (second & 0xffff0000u);
+                }
+            }
     }
 
   public:
@@ -97,27 +148,15 @@ template <class Unit> class KvCache {
 
     // Return the tile with its values extracted from its keys to `copy`, scratch memory for a tile of values. Keys
     // after the first `valid` have zeros, because the rest of a cache block may hold values of another sequence.
+    // Padding columns of the values are undefined. They affect no other column.
     Tile extract_values(const Tile &tile, int64_t valid, uint32_t *copy) const {
         Tile extracted = tile;
         const int64_t first_word = (a.head_dim - a.value_dim) / N, value_words = (a.value_dim + N - 1) / N;
         for (int panel = 0; panel < tile.used_keys / W; panel++) {
             uint32_t *to = copy + panel * (W / N) * value_width;
-            extracted.values[panel] = to;
-            std::fill_n(to, W / N * value_width, 0u);
             const int64_t count = std::min<int64_t>(W, valid - panel * W);
-            for (int64_t word = 0; word < value_words; word++) {
-                const uint32_t *from = tile.keys[panel] + (first_word + word) * W;
-                if constexpr (N == 1) {
-                    for (int64_t key = 0; key < count; key++) to[key * value_width + word] = from[key];
-                } else {
-                    for (int64_t key = 0; key < count; key += 2) {  // two elements of two keys
-                        const uint32_t first = from[key], second = key + 1 < count ? from[key + 1] : 0u;
-                        uint32_t *pair = to + key / 2 * value_width + 2 * word;
-                        pair[0] = (first & 0xffffu) | second << 16;
-                        pair[1] = first >> 16 | (second & 0xffff0000u);
-                    }
-                }
-            }
+            extract_panel(tile.keys[panel] + first_word * W, value_words, count, to);
+            extracted.values[panel] = to;
         }
         return extracted;
     }
