@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from argosy.engine.execution.architecture_config import read_architecture
 from argosy.engine.execution.checkpoint import checkpoint_digest, resolve_model_path, tensor_files
 from argosy.engine.execution.device import create_cpu_device
-from argosy.engine.execution.model_architecture import RopeParams
+from argosy.engine.execution.model_architecture import RopeParams, summarize_model
 from argosy.engine.execution.model_families import FAMILIES, checkpoint_tensor_names
 from argosy.engine.execution.weight_loader import load_decoder
 
@@ -436,6 +436,138 @@ def test_every_family_reads_valid_configs(
         )
     alternatives = checkpoint_tensor_names(parsed, "layers.0.attention.o.weight")
     assert all(name.endswith(".weight") for names in alternatives for name in names)
+
+
+DEEPSEEK_V3 = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "num_attention_heads": 128,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "vocab_size": 129280,
+    "max_position_embeddings": 163840,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+}
+PUBLISHED: dict[str, tuple[dict[str, object], float, float, int]] = {
+    # config.json without the values that equal the family's, billions of weights, of these active, KV bytes per token
+    "gpt-oss-20b": (
+        {
+            "architectures": ["GptOssForCausalLM"],
+            "hidden_size": 2880,
+            "intermediate_size": 2880,
+            "num_attention_heads": 64,
+            "num_hidden_layers": 24,
+            "num_key_value_heads": 8,
+            "num_local_experts": 32,
+            "vocab_size": 201088,
+            "max_position_embeddings": 131072,
+            "swiglu_limit": 7.0,
+        },
+        20.91,
+        4.19,
+        49152,
+    ),
+    "DeepSeek-V2-Lite": (
+        {
+            "architectures": ["DeepseekV2ForCausalLM"],
+            "first_k_dense_replace": 1,
+            "hidden_size": 2048,
+            "intermediate_size": 10944,
+            "moe_intermediate_size": 1408,
+            "num_attention_heads": 16,
+            "num_hidden_layers": 27,
+            "num_key_value_heads": 16,
+            "q_lora_rank": None,
+            "vocab_size": 102400,
+            "max_position_embeddings": 163840,
+        },
+        15.71,
+        2.66,
+        31104,
+    ),
+    "DeepSeek-V3": (DEEPSEEK_V3, 671.03, 37.55, 70272),
+    "Kimi-K2": (
+        DEEPSEEK_V3
+        | {
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "n_routed_experts": 384,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 64,
+            "vocab_size": 163840,
+        },
+        1026.41,
+        32.86,
+        70272,
+    ),
+    "GLM-4.7-Flash": (
+        {
+            "architectures": ["Glm4MoeLiteForCausalLM"],
+            "hidden_size": 2048,
+            "intermediate_size": 10240,
+            "num_attention_heads": 20,
+            "num_hidden_layers": 47,
+            "num_key_value_heads": 20,
+            "vocab_size": 154880,
+            "max_position_embeddings": 202752,
+        },
+        29.94,
+        3.90,
+        54144,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models_have_their_sizes(tmp_path: Path, name: str) -> None:
+    config, total, active, kv_bytes = PUBLISHED[name]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    summary = summarize_model(read_architecture(tmp_path), dtype_bytes=2)
+    assert round(summary.num_parameters / 1e9, 2) == total
+    assert round(summary.num_active_parameters / 1e9, 2) == active
+    assert summary.kv_bytes_per_token == kv_bytes
+
+
+@pytest.mark.parametrize(
+    ("architecture", "change", "message"),
+    [
+        ("GptOss", {"swiglu_limit": 5.0}, "swiglu_limit is 5.0; it must be 7.0"),
+        ("DeepseekV3", {"scoring_func": "softmax"}, "scoring_func .* must be sigmoid"),
+        ("DeepseekV3", {"topk_method": "greedy"}, "topk_method .* must be noaux_tc"),
+        ("DeepseekV2", {"norm_topk_prob": True}, "norm_topk_prob .* must be false"),
+        ("DeepseekV3", {"n_group": 5, "topk_group": 2}, "n_group .* divisor of the 8 experts"),
+        ("DeepseekV3", {"n_group": 4, "topk_group": 1}, "topk_group .* enough groups for 3"),
+        ("DeepseekV3", {"kv_lora_rank": None}, "kv_lora_rank is missing"),
+        (
+            "DeepseekV3",
+            {"n_group": 1, "topk_group": 1, "mlp_layer_types": ["dense"]},
+            "mlp_layer_types .* times dense or sparse",
+        ),
+    ],
+)
+def test_unsupported_experts_are_rejected_by_key(
+    tmp_path: Path, architecture: str, change: dict[str, object], message: str
+) -> None:
+    write_config(
+        tmp_path,
+        architectures=[f"{architecture}ForCausalLM"],
+        **({"n_routed_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 3} | change),
+    )
+    with pytest.raises(ValueError, match=message):
+        read_architecture(tmp_path)
 
 
 def test_configs_are_read_without_torch() -> None:

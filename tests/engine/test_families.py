@@ -312,14 +312,45 @@ def test_stored_head_of_tied_model_is_read_as_in_transformers(
     assert_logits_match(Reference(path, model.eval()), DecoderDriver(decoder), (1, 33))
 
 
-def test_tensors_of_the_vision_tower_are_not_needed(
+@pytest.mark.parametrize(
+    ("family", "options", "names"),
+    [
+        (
+            "Gemma3Text",
+            GEMMA,
+            ["vision_tower.embeddings.weight", "model.multi_modal_projector.norm.weight"],
+        ),
+        (
+            *FAMILIES["deepseek 3"],
+            ["model.layers.3.embed_tokens.weight", "vision_tower.norm.weight"],
+        ),
+    ],
+    ids=["vision tower", "second-token prediction"],
+)
+def test_tensors_that_generation_does_not_need_are_skipped(
     create_reference: Callable[..., Reference],
+    family: str,
+    options: dict[str, Any],
+    names: list[str],
 ) -> None:
-    path = create_reference("Gemma3Text", GEMMA).path
+    path = create_reference(family, options).path
     file = path / "model.safetensors"
-    for name in ("vision_tower.embeddings.weight", "model.multi_modal_projector.norm.weight"):
-        save_file(load_file(file) | {name: torch.ones(3)}, file)
+    save_file(load_file(file) | {name: torch.ones(3) for name in names}, file)
     load_reference(path)
+
+
+def test_text_model_of_kimi_is_read(create_reference: Callable[..., Reference]) -> None:
+    reference = create_reference(*FAMILIES["deepseek 3"])
+    file = reference.path / "model.safetensors"
+    save_file({f"language_model.{k}": v for k, v in load_file(file).items()}, file)
+
+    def wrap(config: dict[str, Any]) -> None:
+        text = dict(config)
+        config.clear()
+        config |= {"architectures": ["KimiK25ForConditionalGeneration"], "text_config": text}
+
+    rewrite_config(reference.path, wrap)
+    assert_logits_match(reference, DecoderDriver(load_reference(reference.path)), (1, 33))
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen 3 moe"])

@@ -32,7 +32,7 @@ OUTPUT_TOKENS = 24
             ("gpt-oss", "int8", pytest.mark.exhaustive),
             ("deepseek 3", "bfloat16", ()),
             ("deepseek 3", "float32", pytest.mark.exhaustive),
-            ("deepseek 2 lite", "int4", ()),
+            ("deepseek 2 lite", "int4", pytest.mark.exhaustive),
         )
     ],
 )
