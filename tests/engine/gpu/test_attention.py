@@ -35,12 +35,12 @@ class HostTensorAttention(TritonAttention):
         self,
         q: Tensor,
         k: Tensor,
-        v: Tensor,
+        v: Tensor | None,
         batch: Batch,
         params: AttentionParams,
         rope: RopeRotation | None,
     ) -> Tensor:
-        q, k, v = (x.to(DEVICE) for x in (q, k, v))
+        q, k, v = q.to(DEVICE), k.to(DEVICE), None if v is None else v.to(DEVICE)
         on_device: Any = {each.name: getattr(batch, each.name).to(DEVICE) for each in fields(batch)}
         if rope is not None:
             rope = rope[0].to(DEVICE), rope[1].to(DEVICE)

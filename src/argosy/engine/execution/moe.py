@@ -117,4 +117,5 @@ def _mask_groups(scores: Tensor, groups: RoutingGroups) -> Tensor:
         group_scores = group_scores + best[..., index]
     active = group_scores.topk(groups.num_active_groups, dim=-1).indices
     is_idle = torch.ones_like(group_scores, dtype=torch.bool).scatter_(1, active, value=False)
-    return by_group.masked_fill(is_idle.unsqueeze(-1), -torch.inf).flatten(1)
+    masked: Tensor = by_group.masked_fill(is_idle.unsqueeze(-1), -torch.inf)
+    return masked.flatten(1)
