@@ -145,11 +145,14 @@ def test_thread_count_does_not_change_bits(backend: BackendName) -> None:
         assert_same_bits(case.run(backend, case.one_step(), threads), one)
 
 
+@pytest.mark.parametrize("value_dim", [None, 20])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_long_context_matches_dense_reference(dtype: str) -> None:
+def test_long_context_matches_dense_reference(dtype: str, value_dim: int | None) -> None:
     """The context is longer than the range of keys after which the native kernel merges sums."""
     native_or_skip()
-    case = AttentionCase([2300], heads=2, kv_heads=1, dtype=dtype)
+    case = AttentionCase(
+        [2300], heads=2, kv_heads=1, dtype=dtype, has_sinks=True, value_dim=value_dim
+    )
     expected = case.run("native", case.one_step(), threads=1)
     assert_matches_reference(case, expected)
     for threads in (2, 5):
