@@ -145,12 +145,12 @@ clean:
 
 .venv/.serve: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing Argosy with its engine into .venv (about 1.5 minutes, 1.2 GB with the CPU build of torch) ..."
-	$(PIP_INSTALL) -e '.[engine]' $(PIP_SHOW)
+	$(PIP_INSTALL) -e '.[engine,transformers]' $(PIP_SHOW)
 	@touch $@
 
 .venv/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing Argosy with its development tools into .venv (about 2 minutes) ..."
-	$(PIP_INSTALL) -e '.[engine,postgres,redis,dev]' $(PIP_SHOW)
+	$(PIP_INSTALL) -e '.[engine,transformers,postgres,redis,dev]' $(PIP_SHOW)
 	@touch .venv/.serve $@
 
 .venv/.docs: .venv/.dev

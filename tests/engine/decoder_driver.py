@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from argosy.engine.execution.decoder import Decoder
+    from argosy.engine.execution.generic_decoder import GenericDecoder
 
 BLOCK_SIZE = 16
 
@@ -22,7 +23,7 @@ BLOCK_SIZE = 16
 class DecoderDriver:
     """Runs chunks of named sequences through a decoder and its KV cache, with blocks in random order."""
 
-    def __init__(self, decoder: Decoder, num_blocks: int = 128) -> None:
+    def __init__(self, decoder: Decoder | GenericDecoder, num_blocks: int = 128) -> None:
         self._decoder = decoder
         self._attention = decoder.create_attention(num_blocks, BLOCK_SIZE)
         self._free = list(range(num_blocks))

@@ -13,7 +13,7 @@ from argosy.cli.failure import fail
 from argosy.cli.sizes import format_count, format_size, parse_size
 
 if TYPE_CHECKING:
-    from argosy.engine import ModelArchitecture
+    from argosy.engine import AnyArchitecture
 
 DTypeName = Literal["auto", "bfloat16", "float32", "float16"]
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -76,13 +76,13 @@ def inspect_model(
     ] = None,
     output: Annotated[OutputFormat, typer.Option(help="Output format.")] = "table",
 ) -> None:
-    """Show a model's properties and what fits in memory. Needs no torch."""
-    from argosy.engine import read_architecture, resolve_model_path
+    """Show a model's properties and what fits in memory. Families of Argosy's own decoder need no torch."""
+    from argosy.engine import read_any_architecture, resolve_model_path
     from argosy.models import BUNDLED_MODEL
 
     try:
         path = resolve_model_path(model or str(BUNDLED_MODEL), revision)
-        fit = compute_model_fit(path, read_architecture(path), dtype, memory)
+        fit = compute_model_fit(path, read_any_architecture(path), dtype, memory)
     except ValueError as error:
         fail(str(error))
     if output == "json":
@@ -92,7 +92,7 @@ def inspect_model(
 
 
 def compute_model_fit(
-    path: Path, spec: ModelArchitecture, dtype: DTypeName, memory_bytes: int | None
+    path: Path, spec: AnyArchitecture, dtype: DTypeName, memory_bytes: int | None
 ) -> ModelFit:
     """Compute the memory that the model takes.
 

@@ -88,6 +88,22 @@ Quantize = Annotated[
         rich_help_panel=MODEL_PANEL,
     ),
 ]
+ModelImplName = Annotated[
+    Literal["auto", "argosy", "transformers"],
+    Option(
+        help="Implementation of the model: Argosy's own decoder, that of transformers, or auto: the own one for the"
+        " families that it knows.",
+        rich_help_panel=MODEL_PANEL,
+    ),
+]
+TrustRemoteCode = Annotated[
+    bool,
+    Option(
+        "--trust-remote-code",
+        help="Run Python code in the model's directory, if transformers does not know it. It may do anything.",
+        rich_help_panel=MODEL_PANEL,
+    ),
+]
 ChatTemplatePath = Annotated[
     str | None,
     Option(help="Jinja file to use instead of the model's template.", rich_help_panel=MODEL_PANEL),

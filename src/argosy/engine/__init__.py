@@ -20,13 +20,9 @@ if TYPE_CHECKING:
         DEFAULT_PACK_CACHE_BYTES,
         EngineConfig,
     )
-    from argosy.engine.execution.architecture_config import read_architecture
     from argosy.engine.execution.checkpoint import resolve_model_path
-    from argosy.engine.execution.model_architecture import (
-        ModelArchitecture,
-        ModelSummary,
-        summarize_model,
-    )
+    from argosy.engine.execution.model_architecture import ModelSummary, summarize_model
+    from argosy.engine.execution.model_selection import AnyArchitecture, read_any_architecture
     from argosy.engine.llm import LLM
     from argosy.engine.offline_sampling_params import SamplingParams
     from argosy.engine.outputs import CompletionOutput, RequestOutput
@@ -40,17 +36,17 @@ __all__ = [
     "DEFAULT_KV_MEMORY_FRACTION",
     "DEFAULT_PACK_CACHE_BYTES",
     "LLM",
+    "AnyArchitecture",
     "AsyncLLM",
     "CompletionOutput",
     "EngineConfig",
     "EngineFailedError",
-    "ModelArchitecture",
     "ModelSummary",
     "PrestartedCore",
     "ReplicaServerConfig",
     "RequestOutput",
     "SamplingParams",
-    "read_architecture",
+    "read_any_architecture",
     "resolve_model_path",
     "serve_replica",
     "summarize_model",
@@ -61,19 +57,19 @@ _MODULE_BY_NAME = {
     "DEFAULT_KV_MEMORY_FRACTION": "engine_config",
     "LLM": "llm",
     "DEFAULT_PACK_CACHE_BYTES": "engine_config",
+    "AnyArchitecture": "execution.model_selection",
     "AsyncLLM": "async_llm",
     "CompletionOutput": "outputs",
     "ModelSummary": "execution.model_architecture",
     "PrestartedCore": "serving.engine_core.core_start",
     "EngineConfig": "engine_config",
     "EngineFailedError": "serving.engine_core.engine_client",
-    "ModelArchitecture": "execution.model_architecture",
     "RequestOutput": "outputs",
     "SamplingParams": "offline_sampling_params",
     "ReplicaServerConfig": "serving.api_server.replica_server_config",
     "summarize_model": "execution.model_architecture",
     "resolve_model_path": "execution.checkpoint",
-    "read_architecture": "execution.architecture_config",
+    "read_any_architecture": "execution.model_selection",
     "serve_replica": "serving.api_server.replica_server",
     "tool_format_names": "serving.preprocessing.text_processing",
 }

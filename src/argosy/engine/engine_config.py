@@ -9,6 +9,9 @@ import msgspec
 BatchingMode = Literal["continuous", "dynamic", "static"]
 DType = Literal["auto", "bfloat16", "float32", "float16"]
 IntFormat = Literal["int8", "int4"]
+ModelImpl = Literal["auto", "argosy", "transformers"]
+"""Implementation of the model: Argosy's own decoder, that of transformers, or the first that serves the family."""
+SelectedImpl = Literal["argosy", "transformers"]
 WeightFormat = Literal["int8", "int4", "fp8"]
 """Format of quantized weight matrices. fp8 requires a CUDA device."""
 
@@ -40,6 +43,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     `vllm`) only its end-of-sequence ids, and anything else a folder with such a file."""
     override_generation_config: dict[str, float | None] = {}
     """Sampling defaults that replace those of the generation config; null removes one."""
+    model_impl: ModelImpl = "auto"
+    """Implementation of the model. "auto" prefers Argosy's own decoder."""
+    trust_remote_code: bool = False
+    """Whether Python code in the checkpoint may be run, for models that transformers does not know."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: DType = "auto"
     quantize: WeightFormat | None = None

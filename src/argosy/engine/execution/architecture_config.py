@@ -60,10 +60,9 @@ def read_architecture(path: Path, generation_config: str = AUTO_CONFIG) -> Model
         values = {key: values[key] for key in _TOP_LEVEL_KEYS if key in values} | text
     config = CheckpointConfig(file, values, family.defaults)
     _reject_unsupported(config, family)
-    vocab_size = config.integer("vocab_size")
-    eos_token_ids = read_generation_config(path, generation_config).token_ids(
-        "eos_token_id", vocab_size
-    ) or config.token_ids("eos_token_id", vocab_size)
+    eos_token_ids = read_eos_token_ids(
+        path, config, config.integer("vocab_size"), generation_config
+    )
     return _build_architecture(architecture, family, config, eos_token_ids)
 
 
@@ -92,6 +91,15 @@ def _reject_unsupported(config: CheckpointConfig, family: ModelFamily) -> None:
         for key, value in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
             if config.optional_number(key) not in (None, value):
                 raise config.error(key, f"{value}, or absent")
+
+
+def read_eos_token_ids(
+    path: Path, config: CheckpointConfig, vocab_size: int, generation_config: str = "auto"
+) -> tuple[int, ...]:
+    """Return the end-of-sequence token ids of the generation config, or else of config.json."""
+    return read_generation_config(path, generation_config).token_ids(
+        "eos_token_id", vocab_size
+    ) or config.token_ids("eos_token_id", vocab_size)
 
 
 def _build_architecture(

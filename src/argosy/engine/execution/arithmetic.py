@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import hashlib
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from argosy.engine.execution.checkpoint import checkpoint_digest
+from argosy.engine.execution.model_architecture import ModelArchitecture
 from argosy.engine.execution.rope import rope_frequencies
 from argosy.protocol import ArithmeticIdentity
 
 if TYPE_CHECKING:
     from argosy.engine.engine_config import WeightFormat
     from argosy.engine.execution.device import Device
-    from argosy.engine.execution.model_architecture import ModelArchitecture
+    from argosy.engine.execution.model_selection import AnyArchitecture
 
 SOURCE_FOLDER = Path(__file__).parent
 """Folder with all code that computes: kernels, layers and samplers."""
@@ -27,7 +29,7 @@ DIGEST_CHARS = 12
 
 def describe_arithmetic(
     path: Path,
-    architecture: ModelArchitecture,
+    architecture: AnyArchitecture,
     device: Device,
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
@@ -35,6 +37,11 @@ def describe_arithmetic(
 ) -> ArithmeticIdentity:
     """Return the arithmetic identity of a checkpoint that is loaded with these formats on this device."""
     versions = f"torch {torch.__version__} {device.kernel_compiler}".rstrip()
+    rope = "transformers"
+    if isinstance(architecture, ModelArchitecture):
+        rope = _describe_ropes(architecture)
+    else:
+        versions += f" transformers {version('transformers')}"
     return ArithmeticIdentity(
         weights=checkpoint_digest(path),
         dtype=_dtype_name(dtype),
@@ -42,7 +49,7 @@ def describe_arithmetic(
         kv_dtype=_dtype_name(kv_dtype),
         kernels=f"{source_digest()} {versions}",
         instruction_set=device.instruction_set(dtype, quantize),
-        rope=_describe_ropes(architecture),
+        rope=rope,
     )
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING
 
+import structlog
 import torch
 
 from argosy.engine.engine_config import (
@@ -25,17 +27,31 @@ from argosy.engine.execution.compute_threads import ComputeThreads
 from argosy.engine.execution.decoder import Decoder
 from argosy.engine.execution.device import Device, create_cpu_device
 from argosy.engine.execution.executor import Executor, TorchExecutor
+from argosy.engine.execution.generic_architecture import GenericArchitecture
 from argosy.engine.execution.memory_estimate import MemoryNeeds, check_memory
-from argosy.engine.execution.model_architecture import ModelArchitecture
+from argosy.engine.execution.model_selection import (
+    AnyArchitecture,
+    build_transformers_model,
+    select_implementation,
+)
 from argosy.engine.execution.pack_cache import PackCache, open_pack_cache
 from argosy.engine.execution.weight_loader import load_decoder
 from argosy.engine.grammar import CompiledGrammar
 from argosy.engine.scheduling import AdmittedSequence, StepPlan
 from argosy.protocol import ArithmeticIdentity, SamplingParams
 
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from argosy.engine.execution.generic_decoder import GenericDecoder
+
+    AnyDecoder = Decoder | GenericDecoder
+
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 WARMUP_PARAMS = SamplingParams(max_tokens=1, temperature=0.0)
 COSTLIEST_PARAMS = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9, logprobs=1)
+
+log: structlog.typing.FilteringBoundLogger = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +59,7 @@ class LoadedExecutor:
     """Loaded executor, with the properties of its model and device."""
 
     executor: Executor
-    architecture: ModelArchitecture
+    architecture: AnyArchitecture
     limits: EngineLimits
     kv_bytes_per_token: int
     load_s: float
@@ -80,42 +96,40 @@ def load_executor(
     started_at = time.monotonic()
     path = resolve_model_path(config.model, config.revision)
     checkpoint_state = checkpoint_fingerprint(path)
-    architecture = _limit_context(read_architecture(path, config.generation_config), config)
+    selection = select_implementation(path, config.model_impl)
+    log.info("model_implementation_selected", **asdict(selection))
     progress("preparing the kernels", 0.0)  # compiled at the first start
     device = choose_device(config)
     dtype = device.default_dtype if config.dtype == "auto" else DTYPES[config.dtype]
     kv_dtype = torch.float8_e4m3fn if config.kv_dtype == "fp8" else dtype
+    plan = (
+        _plan_own(path, config)
+        if selection.implementation == "argosy"
+        else _plan_generic(path, config, dtype)
+    )
     check_memory(
-        MemoryNeeds(architecture, config, dtype.itemsize, kv_dtype.itemsize),
+        MemoryNeeds(plan.architecture, config, dtype.itemsize, kv_dtype.itemsize),
         device.free_bytes(),
         ("int8", "int4") if device.torch_device.type == "cpu" else ("fp8",),
     )
     format_name = " ".join([_dtype_name(dtype), *([config.quantize] if config.quantize else [])])
-    with _open_pack_cache(
-        config, architecture, (checkpoint_state, format_name, device.weight_layout_id(dtype))
-    ) as pack_cache:
-        decoder = load_decoder(
-            path,
-            architecture,
-            device,
-            dtype,
-            lambda done: progress(LOADING_WEIGHTS, done),
-            quantize=config.quantize,
-            pack_cache=pack_cache,
-        )
+    layout = (checkpoint_state, format_name, device.weight_layout_id(dtype))
+    decoder, mapped_bytes = plan.load(
+        device, dtype, layout, lambda done: progress(LOADING_WEIGHTS, done)
+    )
     factory = _ExecutorFactory(decoder, kv_dtype, device)
     if kv_dtype != dtype:
         format_name += f", KV {_dtype_name(kv_dtype)}"
-    limits = _resolve_limits(
-        config, factory, f"{checkpoint_state} {format_name}", pack_cache.mapped_bytes
+    limits = _resolve_limits(config, factory, f"{checkpoint_state} {format_name}", mapped_bytes)
+    arithmetic = describe_arithmetic(
+        path, decoder.architecture, device, dtype, kv_dtype, config.quantize
     )
-    arithmetic = describe_arithmetic(path, architecture, device, dtype, kv_dtype, config.quantize)
     executor = factory.create_executor(limits, find_grammar)
     if config.warmup:
         _warm_up(executor, limits, device.warmup_sizes, progress)
     return LoadedExecutor(
         executor=executor,
-        architecture=architecture,
+        architecture=decoder.architecture,
         limits=limits,
         kv_bytes_per_token=factory.kv_bytes_per_token,
         load_s=time.monotonic() - started_at,
@@ -135,7 +149,7 @@ def load_executor(
 class _ExecutorFactory:
     """Factory of executors for one loaded model."""
 
-    decoder: Decoder
+    decoder: AnyDecoder
     kv_dtype: torch.dtype
     device: Device
 
@@ -159,7 +173,7 @@ class _ExecutorFactory:
             eos_token_ids=list(architecture.eos_token_ids),
             device=self.device,
             # A mixture of experts counts tokens per expert on the host, which a graph cannot include.
-            graph_capturer=None if architecture.moe else self.device.graph_capturer,
+            graph_capturer=self.device.graph_capturer if _is_capturable(architecture) else None,
             find_grammar=find_grammar,
         )
 
@@ -209,12 +223,84 @@ def _warm_up(
     executor.reset()
 
 
-def _limit_context(architecture: ModelArchitecture, config: EngineConfig) -> ModelArchitecture:
-    """Limit the model's context to `config.max_model_len`, for which the rope tables are built."""
+@dataclass(frozen=True, slots=True)
+class _LoadPlan:
+    """Model whose architecture is known and whose weights are not loaded yet."""
+
+    architecture: AnyArchitecture
+    load: Callable[
+        [Device, torch.dtype, tuple[str, str, str], Callable[[float], None]],
+        tuple[AnyDecoder, int],
+    ]
+    """Loads the weights. Returns the decoder with the bytes of its weights that are mapped from the pack cache.
+
+    Takes the device, the dtype, the identity of packed weights and a callback for the finished fraction."""
+
+
+def _plan_own(path: Path, config: EngineConfig) -> _LoadPlan:
+    """Plan to load Argosy's own decoder."""
+    architecture = read_architecture(path, config.generation_config)
     max_model_len = config.max_model_len
-    if max_model_len is None or max_model_len >= architecture.max_model_len:
-        return architecture
-    return replace(architecture, max_model_len=max_model_len)
+    if max_model_len is not None and max_model_len < architecture.max_model_len:
+        # the rope tables are built for this length
+        architecture = replace(architecture, max_model_len=max_model_len)
+
+    def load(
+        device: Device,
+        dtype: torch.dtype,
+        layout: tuple[str, str, str],
+        progress: Callable[[float], None],
+    ) -> tuple[AnyDecoder, int]:
+        with _open_pack_cache(config, architecture.num_parameters, layout) as pack_cache:
+            decoder = load_decoder(
+                path,
+                architecture,
+                device,
+                dtype,
+                progress,
+                quantize=config.quantize,
+                pack_cache=pack_cache,
+            )
+        return decoder, pack_cache.mapped_bytes
+
+    return _LoadPlan(architecture, load)
+
+
+def _plan_generic(path: Path, config: EngineConfig, dtype: torch.dtype) -> _LoadPlan:
+    """Plan to load the model of transformers."""
+    from argosy.engine.execution.generic_loader import load_generic_decoder
+
+    model = build_transformers_model(
+        path,
+        dtype,
+        max_model_len=config.max_model_len,
+        trust_remote_code=config.trust_remote_code,
+        generation_config=config.generation_config,
+    )
+
+    def load(
+        device: Device,
+        dtype: torch.dtype,
+        layout: tuple[str, str, str],
+        progress: Callable[[float], None],
+    ) -> tuple[AnyDecoder, int]:
+        checkpoint, format_name, layout_id = layout
+        layout = (checkpoint, f"transformers {format_name}", layout_id)
+        with _open_pack_cache(config, model.architecture.num_parameters, layout) as pack_cache:
+            decoder = load_generic_decoder(
+                model, device, dtype, progress, quantize=config.quantize, pack_cache=pack_cache
+            )
+        return decoder, pack_cache.mapped_bytes
+
+    return _LoadPlan(model.architecture, load)
+
+
+def _is_capturable(architecture: AnyArchitecture) -> bool:
+    """Return whether a graph can include the model.
+
+    Experts count their tokens on the host, which a graph cannot include. The code of transformers may do so too.
+    """
+    return not isinstance(architecture, GenericArchitecture) and architecture.moe is None
 
 
 def choose_device(config: EngineConfig) -> Device:
@@ -227,14 +313,14 @@ def choose_device(config: EngineConfig) -> Device:
 
 
 def _open_pack_cache(
-    config: EngineConfig, architecture: ModelArchitecture, identity: tuple[str, str, str]
+    config: EngineConfig, num_parameters: int, identity: tuple[str, str, str]
 ) -> PackCache:
     """Open the pack cache for this checkpoint, format and packed layout."""
     if not identity[-1]:
         return PackCache()
     return open_pack_cache(
         identity,
-        required_bytes=architecture.num_parameters * 2,
+        required_bytes=num_parameters * 2,
         limit_bytes=config.pack_cache_bytes,
     )
 

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from argosy.engine.execution.model_architecture import ModelArchitecture
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from argosy.engine.engine_config import EngineConfig, WeightFormat
-    from argosy.engine.execution.model_architecture import ModelArchitecture
+    from argosy.engine.execution.model_selection import AnyArchitecture
 
 MIN_KV_TOKENS = 1024
 """Tokens for which the KV cache must have room, unless the settings state its size."""
@@ -49,7 +51,7 @@ class MemoryEstimate:
 class MemoryNeeds:
     """All that the need for memory depends on."""
 
-    architecture: ModelArchitecture
+    architecture: AnyArchitecture
     config: EngineConfig
     dtype_bytes: int
     kv_dtype_bytes: int
@@ -96,7 +98,10 @@ class MemoryNeeds:
 
     def _working_bytes(self) -> int:
         architecture, config = self.architecture, self.config
-        moe_size = 0 if architecture.moe is None else architecture.moe.intermediate_size
+        moe_size, rotary_dims = 0, 0
+        if isinstance(architecture, ModelArchitecture):
+            moe_size = 0 if architecture.moe is None else architecture.moe.intermediate_size
+            rotary_dims = sum(rope.rotary_dim for rope in architecture.ropes)
         heads = architecture.num_heads + 2 * architecture.num_kv_heads
         width = (
             4 * architecture.hidden_size
@@ -106,9 +111,7 @@ class MemoryNeeds:
         rows = max(config.max_step_tokens, config.max_seqs)
         activations = rows * width * _ACTIVATION_BYTES
         logits = config.max_seqs * architecture.vocab_size * _ACTIVATION_BYTES * _LOGIT_COPIES
-        tables = sum(
-            architecture.max_model_len * rope.rotary_dim * 4 for rope in architecture.ropes
-        )
+        tables = architecture.max_model_len * rotary_dims * 4
         return activations + logits + tables
 
 

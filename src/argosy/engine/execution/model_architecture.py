@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from argosy.engine.execution.generic_architecture import GenericArchitecture
 
 Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
 """Activation of the MLP's gate, x * sigmoid(x), the tanh approximation of GELU, or that of gpt-oss.
@@ -258,7 +261,9 @@ class ModelSummary:
     max_model_len: int
 
 
-def summarize_model(architecture: ModelArchitecture, dtype_bytes: int) -> ModelSummary:
+def summarize_model(
+    architecture: ModelArchitecture | GenericArchitecture, dtype_bytes: int
+) -> ModelSummary:
     """Compute a model's sizes with `dtype_bytes` bytes per element of weights and KV cache."""
     return ModelSummary(
         architecture=architecture.architecture,

@@ -16,10 +16,10 @@ from typing import NoReturn
 import structlog
 
 from argosy.engine.engine_config import EngineConfig
-from argosy.engine.execution.architecture_config import read_architecture
 from argosy.engine.execution.checkpoint import resolve_model_path
 from argosy.engine.execution.executor import StepHandle
 from argosy.engine.execution.executor_loader import load_executor
+from argosy.engine.execution.model_selection import read_any_architecture
 from argosy.engine.grammar import (
     CompiledGrammar,
     GrammarCompiler,
@@ -426,7 +426,10 @@ def _load_grammar_tokenizer(config: EngineConfig) -> GrammarTokenizer:
         ValueError: The checkpoint has no tokenizer.
     """
     path = resolve_model_path(config.model, config.revision)
-    return build_grammar_tokenizer(Tokenizer.load(path), read_architecture(path).vocab_size)
+    architecture = read_any_architecture(
+        path, config.model_impl, trust_remote_code=config.trust_remote_code
+    )
+    return build_grammar_tokenizer(Tokenizer.load(path), architecture.vocab_size)
 
 
 def _pack_block_names(keys: list[bytes]) -> bytes:
