@@ -349,8 +349,13 @@ def test_killed_server_leaves_no_process() -> None:
         assert not alive
 
 
-def test_streams_survive_killed_replica_of_two() -> None:
-    with run_serve("--replicas", "2", "--served-model-name", "mini") as server:
+@pytest.mark.parametrize(
+    "model_impl", ["argosy", pytest.param("transformers", marks=pytest.mark.exhaustive)]
+)
+def test_streams_survive_killed_replica_of_two(model_impl: str) -> None:
+    with run_serve(
+        "--replicas", "2", "--served-model-name", "mini", "--model-impl", model_impl
+    ) as server:
         while len(server.replicas()) < 2:
             pass
         with server.client() as client:

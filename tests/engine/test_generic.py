@@ -2,23 +2,39 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import transformers
+from safetensors.torch import load_file, save_file
 
 from argosy.engine.execution.device import create_cpu_device
 from argosy.engine.execution.generic_loader import load_generic_decoder
 from argosy.engine.execution.model_architecture import summarize_model
 from argosy.engine.execution.model_selection import build_transformers_model
+from argosy.engine.execution.self_test import (
+    MAX_MEDIAN_DIFFERENCE,
+    SelfTestResult,
+    find_or_run,
+    run_self_test,
+)
+from argosy.engine.serving.core_messages import EngineRequest
+from argosy.models import BUNDLED_MODEL
+from argosy.protocol import SamplingParams
+from tests.engine.core_driver import create_core, run_requests
 from tests.engine.decoder_driver import DecoderDriver
 from tests.engine.generic_cases import EVERY_CHANGE, GENERIC_FAMILIES, GENERIC_MODELS
-from tests.engine.transformers_reference import VOCAB, Reference, make_reference
+from tests.engine.transformers_reference import SIZES, VOCAB, Reference, make_reference
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from torch import Tensor
+
+    from argosy.engine.execution.batch import Attention, Batch
     from argosy.engine.execution.generic_decoder import GenericDecoder
 
 LENGTHS = (1, 7, 17, 40)
@@ -84,3 +100,156 @@ def test_bfloat16_results_do_not_depend_on_the_batch(
 ) -> None:
     reference = create_reference(name, dtype=torch.bfloat16)
     assert_batch_independent(DecoderDriver(load(reference.path, torch.bfloat16)))
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_engine_resumes_exactly_in_any_batch(quantize: str | None) -> None:
+    def request(name: str, resumed: list[int], seed: int) -> EngineRequest:
+        params = SamplingParams(seed=seed, max_tokens=12, ignore_eos=True, logprobs=1)
+        prompt = [40 + seed, *range(60, 90)]
+        return EngineRequest(id=name, prompt=prompt, resumed_tokens=resumed, params=params)
+
+    options = {"model_impl": "transformers", "dtype": "bfloat16", "quantize": quantize}
+    core = create_core(BUNDLED_MODEL, **options)
+    (alone,) = run_requests(core, [request("alone", [], 3)]).values()
+    others = [request(f"other {seed}", [], seed) for seed in range(4, 9)]
+    resumed = [request(str(cut), alone.tokens[:cut], 3) for cut in range(1, 12, 3)]
+    core = create_core(BUNDLED_MODEL, max_step_tokens=20, **options)
+    outputs = run_requests(core, [request("batched", [], 3), *others, *resumed])
+    assert outputs["batched"].tokens == alone.tokens
+    assert outputs["batched"].logprobs == alone.logprobs
+    for cut in range(1, 12, 3):
+        assert outputs[str(cut)].tokens == alone.tokens[cut:]
+        assert outputs[str(cut)].logprobs == alone.logprobs[cut:]
+
+
+REFUSALS: dict[str, tuple[str, str, dict[str, Any], str]] = {
+    "sinks": ("GptOss", "ForCausalLM", {"head_dim": 16, "num_local_experts": 4}, "attention sinks"),
+    "latent": (
+        "DeepseekV2",
+        "ForCausalLM",
+        {"kv_lora_rank": 32, "q_lora_rank": None, "first_k_dense_replace": 3}
+        | {"qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16},
+        "latent attention",
+    ),
+    "state": ("Mamba", "ForCausalLM", {}, "keeps a state between calls"),
+    "alibi": ("Bloom", "ForCausalLM", {"n_layer": 2, "n_head": 4}, "as models with ALiBi do"),
+    "attention class": ("GPTJ", "ForCausalLM", {"rotary_dim": 8}, "in its own way"),
+    "chunks": ("Llama4Text", "ForCausalLM", {"head_dim": 16}, "attends within chunks"),
+    "bidirectional": ("Bert", "LMHeadModel", {}, "neither to all earlier tokens nor"),
+    "encoder and decoder": ("T5", "ForConditionalGeneration", {}, "use a causal language model"),
+    "image classifier": ("ViT", "ForImageClassification", {}, "use a causal language model"),
+    "quantized": (
+        "Granite",
+        "ForCausalLM",
+        {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+        "the checkpoint is quantized",
+    ),
+    "code in the checkpoint": (
+        "Granite",
+        "ForCausalLM",
+        {"model_type": "other", "auto_map": {"AutoConfig": "code.Config"}},
+        "--trust-remote-code",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_unsupported_model_is_refused_by_name(tmp_path: Path, case: str) -> None:
+    family, suffix, options, reason = REFUSALS[case]
+    config = getattr(transformers, f"{family}Config")(**SIZES)
+    values = config.to_dict() | {"architectures": [family.removesuffix("Text") + suffix]} | options
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    (tmp_path / "code.py").write_text("raise SystemExit('code of the checkpoint was run')")
+    with pytest.raises(ValueError, match=reason):
+        build_transformers_model(tmp_path, torch.float32, max_model_len=64)
+
+
+def test_text_of_multimodal_model_is_served(tmp_path: Path) -> None:
+    """The vision tower is not loaded, and its tensors are not missed."""
+    vision = {
+        "model_type": "pixtral",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "head_dim": 16,
+        "image_size": 32,
+        "patch_size": 8,
+    }
+    text = transformers.MistralConfig(**SIZES).to_dict()
+    options = {"text_config": text, "vision_config": vision, "image_token_index": 3}
+    model = "Mistral3ForConditionalGeneration"
+    reference = make_reference(tmp_path, "Mistral3", options, model=model)
+    decoder = load(tmp_path)
+    driver = DecoderDriver(decoder)
+    tokens = [token for token in prompts()[2] if token != 3]
+    torch.testing.assert_close(
+        driver.logits_in_one_chunk(tokens), reference.logits(tokens), rtol=1e-4, atol=2e-4
+    )
+    assert decoder.architecture.num_parameters < sum(
+        p.numel() for p in reference.model.parameters()
+    )
+    assert_batch_independent(driver)
+
+
+def test_missing_and_unread_tensors_are_refused(create_reference: Callable[..., Reference]) -> None:
+    path = create_reference("granite").path
+    file = path / "model.safetensors"
+    tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}
+    name = "model.layers.1.mlp.up_proj.weight"
+    for changed, message in (
+        ({key: value for key, value in tensors.items() if key != name}, "lacks tensors of model"),
+        (tensors | {"model.layers.7.mlp.up_proj.weight": torch.ones(2)}, "would not be read"),
+        (tensors | {name: tensors[name][:-1].contiguous()}, "should have"),
+        (tensors | {name: tensors[name] * torch.nan}, "not finite"),
+    ):
+        save_file(changed, file, {"format": "pt"})
+        with pytest.raises(ValueError, match=message):
+            load(path)
+
+
+class LeakyDecoder:
+    """Decoder whose logits change with the number of sequences in a batch."""
+
+    def __init__(self, decoder: GenericDecoder, leak: float) -> None:
+        self.create_attention = decoder.create_attention
+        self._decoder = decoder
+        self._leak = leak
+
+    def __call__(self, batch: Batch, attention: Attention) -> Tensor:
+        logits = self._decoder(batch, attention)
+        return logits + torch.arange(logits.shape[1]) * self._leak * (len(batch.rows) - 1)
+
+
+def test_self_test_finds_dependence_on_the_batch(
+    create_reference: Callable[..., Reference],
+) -> None:
+    decoder = load(create_reference("granite").path)
+
+    def test(leak: float) -> SelfTestResult:
+        tested = LeakyDecoder(decoder, leak)
+        return run_self_test(
+            tested, create_cpu_device(1), vocab_size=VOCAB, max_model_len=64, kv_dtype=None
+        )
+
+    assert test(0.0) == SelfTestResult(is_exact=True, failed_cases=[], median_difference=0.0)
+    inexact, wrong = test(1e-6), test(1.0)
+    assert inexact.failed_cases == ["batched", "chunked", "prefix hit"]
+    assert 0 < inexact.median_difference < MAX_MEDIAN_DIFFERENCE < wrong.median_difference
+
+
+def test_self_test_runs_once_for_each_arithmetic(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    result = SelfTestResult(is_exact=False, failed_cases=["chunked"], median_difference=0.25)
+    calls: list[str] = []
+    for identity in ("a", "b", "a", "b", "a"):
+
+        def run(name: str = identity) -> SelfTestResult:
+            calls.append(name)
+            return result
+
+        assert find_or_run((identity,), run) == result
+    assert calls == ["a", "b"]

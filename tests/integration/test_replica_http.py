@@ -463,6 +463,7 @@ async def test_load_reports_engine_capacity(
     assert body["state"] == "ready"
     assert body["max_seqs"] == 8
     assert body["kv_blocks_total"] == 1024
+    assert body["exact"] is True
 
 
 async def test_load_reports_what_the_replica_is(engine: FakeEngine) -> None:

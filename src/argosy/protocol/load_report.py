@@ -74,3 +74,5 @@ class LoadResponse(msgspec.Struct, frozen=True, kw_only=True):
     """Failure domain of the replica, as given at its start."""
     labels: dict[str, str] = {}
     """Labels of the replica, as given at its start."""
+    exact: bool = True
+    """Whether results do not depend on other requests, bit for bit. Streams of other replicas are not resumed."""

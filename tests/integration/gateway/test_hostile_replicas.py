@@ -216,6 +216,14 @@ async def test_impossible_native_load_report_is_ignored(values: tuple[bytes, ...
         assert (await running.client.post(CHAT, json=BODY)).status_code == 502
 
 
+async def test_replica_that_reports_inexact_results_is_not_resumed() -> None:
+    load = (NATIVE_LOAD % (b"0", b"0", b"1", b"9"))[:-1] + b', "exact": false}'
+    async with raw_upstream(only_at("/load", build_response(load)), "argosy") as running:
+        replica = running.replicas[0]
+        assert replica.load.reported_at > 0
+        assert not replica.adapter.token_id_paths
+
+
 @pytest.mark.parametrize(
     ("kind", "path", "report"),
     [

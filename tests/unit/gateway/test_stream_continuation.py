@@ -75,6 +75,19 @@ def test_cache_salt_separates_domains_where_engine_supports_it() -> None:
 
 
 @pytest.mark.parametrize(
+    ("resume_mode", "is_exact", "resumes"),
+    [("exact", True, True), ("exact", False, False), ("prefill", True, False)],
+)
+def test_native_stream_is_resumed_only_exactly(
+    resume_mode: ResumeMode, is_exact: bool, resumes: bool
+) -> None:
+    delivered = DeliveredOutput(token_id_pieces={0: [b"7,8"]}, is_exact=is_exact)
+    continuation = StreamContinuation(make_fields(CHAT), CHAT.encode(), delivered)
+    plan = continuation.plan_upstream(get_adapter("argosy", resume_mode), "m")
+    assert (plan is not None) is resumes
+
+
+@pytest.mark.parametrize(
     ("name", "value"),
     [
         *((name, b"1e400") for name in ("stop", "cache_salt", "response_format", "min_tokens")),

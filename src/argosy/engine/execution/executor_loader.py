@@ -35,6 +35,7 @@ from argosy.engine.execution.model_selection import (
     select_implementation,
 )
 from argosy.engine.execution.pack_cache import PackCache, open_pack_cache
+from argosy.engine.execution.self_test import MAX_MEDIAN_DIFFERENCE, find_or_run, run_self_test
 from argosy.engine.execution.weight_loader import load_decoder
 from argosy.engine.grammar import CompiledGrammar
 from argosy.engine.scheduling import AdmittedSequence, StepPlan
@@ -69,6 +70,8 @@ class LoadedExecutor:
     """Identity of everything that decides the bytes of outputs."""
     accelerator: str
     """Description of the hardware in use."""
+    is_exact: bool
+    """Whether the self-test found that results depend only on their own sequence, bit for bit."""
     max_steps_in_flight: int
     """Number of steps in flight while the next one is planned."""
     ridge_tokens: int
@@ -125,8 +128,12 @@ def load_executor(
         path, decoder.architecture, device, dtype, kv_dtype, config.quantize
     )
     executor = factory.create_executor(limits, find_grammar)
+    backend = f"{device.name} {format_name} {executor.attention_name}"
+    is_exact = True
     if config.warmup:
         _warm_up(executor, limits, device.warmup_sizes, progress)
+        identity = (arithmetic.id, backend, selection.implementation, str(limits.max_model_len))
+        is_exact = _test_exactness(path, factory, limits.max_model_len, identity)
     return LoadedExecutor(
         executor=executor,
         architecture=decoder.architecture,
@@ -141,7 +148,8 @@ def load_executor(
         else config.max_steps_in_flight,
         ridge_tokens=device.ridge_tokens,
         compute_threads=device.compute_threads,
-        backend=f"{device.name} {format_name} {executor.attention_name}",
+        backend=backend,
+        is_exact=is_exact,
     )
 
 
@@ -176,6 +184,38 @@ class _ExecutorFactory:
             graph_capturer=self.device.graph_capturer if _is_capturable(architecture) else None,
             find_grammar=find_grammar,
         )
+
+
+def _test_exactness(
+    path: Path, factory: _ExecutorFactory, max_model_len: int, identity: tuple[str, ...]
+) -> bool:
+    """Run the self-test unless its result for `identity` is stored, and return whether the model is exact.
+
+    Raises:
+        ValueError: The results of a sequence depend on other sequences, so that the model cannot be served.
+    """
+    decoder, started_at = factory.decoder, time.monotonic()
+    result = find_or_run(
+        identity,
+        lambda: run_self_test(
+            decoder,
+            factory.device,
+            vocab_size=decoder.architecture.vocab_size,
+            max_model_len=max_model_len,
+            kv_dtype=factory.kv_dtype,
+        ),
+    )
+    if result.median_difference > MAX_MEDIAN_DIFFERENCE:
+        raise ValueError(
+            f"{path}: the results of a sequence change with the other sequences of a batch "
+            f"({', '.join(result.failed_cases)}), so the model cannot be served; use another model"
+        )
+    fields = {"seconds": time.monotonic() - started_at, "failed_cases": result.failed_cases}
+    if result.is_exact:
+        log.info("self_test_passed", seconds=fields["seconds"])
+    else:
+        log.warning("self_test_failed", median_difference=result.median_difference, **fields)
+    return result.is_exact
 
 
 def _resolve_limits(

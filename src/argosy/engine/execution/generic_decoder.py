@@ -22,6 +22,7 @@ from argosy.engine.execution.batch import KvCacheShape
 from argosy.engine.execution.generic_architecture import GenericArchitecture
 from argosy.engine.execution.generic_modules import compute_experts
 from argosy.engine.execution.generic_trace import (
+    OWN_ATTENTION,
     AttentionTracer,
     ModelTrace,
     UnsupportedModelError,
@@ -391,6 +392,8 @@ def _build_module(path: Path, config: Any, dtype: torch.dtype, *, trust_remote_c
                     experts_implementation=TRACE_IMPLEMENTATION,
                 )
     except Exception as error:
+        if isinstance(error, KeyError) and error.args == (TRACE_IMPLEMENTATION,):
+            raise _refusal(path, str(names[0]), OWN_ATTENTION) from error
         raise ValueError(
             f"{path / 'config.json'}: transformers cannot build the model ({first_line(error)}); correct config.json"
         ) from error

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 NUM_TOKENS = 3
 """Number of tokens of the run."""
+OWN_ATTENTION = "computes attention in its own way (as models with ALiBi do)"
 _FAR = 4096
 """Distance over which a mask without a window is checked."""
 _HARMLESS_ARGUMENTS = {
@@ -181,7 +182,7 @@ def trace_model(
         raise UnsupportedModelError(message) from error
     layers = tracer.layers
     if not layers:
-        raise UnsupportedModelError("computes its attention in its own way")
+        raise UnsupportedModelError(OWN_ATTENTION)
     if len({(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in layers}) > 1:
         raise UnsupportedModelError("has layers with different numbers or sizes of heads")
     names = {part: name for name, part in module.named_modules()}

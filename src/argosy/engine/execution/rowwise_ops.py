@@ -40,7 +40,8 @@ class RowwiseOps(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401 - the result of any torch function
         del types
-        return ROWWISE_FUNCTIONS.get(func, func)(*args, **(kwargs or {}))
+        function: Callable[..., Any] = ROWWISE_FUNCTIONS.get(func, func)
+        return function(*args, **(kwargs or {}))
 
 
 def use_rowwise_ops(module: nn.Module) -> None:

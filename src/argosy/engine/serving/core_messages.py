@@ -164,6 +164,8 @@ class CoreReady(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=
     """Description of the hardware in use."""
     arithmetic: ArithmeticIdentity | None = None
     """Identity of everything that decides the bytes of outputs, the same on any machine. None if unknown."""
+    is_exact: bool = True
+    """Whether results depend only on their own sequence, bit for bit. Streams of other models cannot be resumed."""
 
 
 class KvChange(msgspec.Struct, frozen=True, array_like=True):

@@ -48,7 +48,9 @@ LLAMA_CPP_CLIENT_ERROR_MARKERS = (
 
 _ADAPTERS = (
     BackendAdapter("auto", health_path=b"/v1/models"),
-    BackendAdapter("argosy", is_native=True, unsupported_fields=frozenset()),
+    BackendAdapter(
+        "argosy", is_native=True, unsupported_fields=frozenset(), token_id_paths=BOTH_PATHS
+    ),
     BackendAdapter(
         "vllm",
         constraint_support=CONSTRAINT_SUPPORT["vllm"],

@@ -34,12 +34,15 @@ class DeliveredOutput(msgspec.Struct, eq=False):
     """Report of the last native replica about the request."""
     arithmetic_id: str = ""
     """Id of the arithmetic identity that generated the output; empty if it is unknown."""
+    is_exact: bool = True
+    """Whether a replica that generated the output reports exact results, which another one continues exactly."""
 
     def reset(self) -> None:
         """Forget the output of an attempt that never reached the client."""
         self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
         self.reasoning_tokens = self.report = None
         self.arithmetic_id = ""
+        self.is_exact = True
         self.token_id_pieces.clear()
         self.finish_reasons.clear()
         self.early_stops.clear()

@@ -99,11 +99,11 @@ class StreamContinuation:
             The plan; None if this server cannot resume where the last one stopped.
         """
         if adapter.is_native:
-            return (
-                self._plan_native(model)
-                if self._emitted.first_chunk is None and not self._is_passthrough_committed
-                else None
-            )
+            if self._emitted.first_chunk is not None or self._is_passthrough_committed:
+                return None
+            is_resume = bool(self._delivered.token_id_pieces)
+            can_resume = self._delivered.is_exact and self._path in adapter.token_id_paths
+            return None if is_resume and not can_resume else self._plan_native(model)
         if self._is_passthrough_committed or self._delivered.token_id_pieces:
             return None
         self._max_output_tokens = max_output_tokens(self._fields, self._path, adapter)

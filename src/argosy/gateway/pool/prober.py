@@ -250,6 +250,9 @@ class Prober:
         replica.on_load_report(report)
         replica.on_reported_state(report.state, time.monotonic())
         replica.max_model_len = report.max_model_len or None
+        if replica.is_exact and not report.exact:
+            log.warning("replica_not_exact", replica=replica.name)
+        replica.is_exact = report.exact
         replica.has_reported_speed = report.prefill_tokens_per_s > 0
         if report.step < self._engine_step:
             replica.prefix_index.clear()  # the engine was restarted

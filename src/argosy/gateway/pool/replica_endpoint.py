@@ -110,6 +110,8 @@ class ReplicaEndpoint:
     """Latest load report of a native replica."""
     has_reported_speed: bool = False
     """Whether the replica reports its own rates, which are more exact than the gateway's measurements."""
+    is_exact: bool = True
+    """Whether the replica reports that its results do not depend on other requests, bit for bit."""
     gateway_header: tuple[bytes, bytes] = field(default_factory=_new_gateway_header, init=False)
     """Header by which a native replica distinguishes the requests of this gateway's pool from all others."""
     slot_shares: tuple[int, ...] | None = None
@@ -163,7 +165,7 @@ class ReplicaEndpoint:
         """Adapter of the replica's backend, restricted by its configuration."""
         return get_adapter(
             self.kind,
-            self.resume_mode,
+            self.resume_mode if self.is_exact else "none",
             stream_usage=self.stream_usage,
             priority_scheduling=self.priority_scheduling,
         )

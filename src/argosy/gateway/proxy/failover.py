@@ -168,7 +168,7 @@ class FailoverProxy:
             self._record_failure(hedged_request.attempt, failure)
             if not continuation.can_resume:
                 raise (
-                    _interrupted_error()
+                    _interrupted_error(context)
                     if is_replica_lost
                     else _upstream_failed_error(context, self._config.clock())
                 )
@@ -216,6 +216,7 @@ class FailoverProxy:
                 if attempt.replica.adapter.is_native
                 else attempt.replica.arithmetic_id
             )
+            context.delivered.is_exact = attempt.replica.is_exact
         relay.attach_upstream(attempt.response, attempt.replica, plan.parser)
         try:
             await attempt.response.end_of_body
@@ -338,7 +339,7 @@ class FailoverProxy:
             is_too_late = now + context.pool.retry_after_s(now) > give_up_at
             if is_too_late or not (_has_reached_replica(context) or context.pool.may_recover(now)):
                 if context.delivered.output_tokens and context.incompatible_replicas:
-                    raise _interrupted_error()
+                    raise _interrupted_error(context)
                 raise _upstream_failed_error(context, now)
             context.failed_replicas.clear()
 
@@ -376,7 +377,7 @@ class FailoverProxy:
             and other.name not in context.incompatible_replicas
             for other in context.pool.replicas.values()
         ):
-            raise _interrupted_error()
+            raise _interrupted_error(context)
 
     @property
     def _has_started(self) -> bool:
@@ -505,11 +506,13 @@ def _encode_refusal(body: bytes, error: ApiError, exchange: HttpExchange) -> byt
     return error.encode_body(exchange.request_id)
 
 
-def _interrupted_error() -> ApiError:
-    message = (
-        "The replica failed during the response, and no other replica with the same arithmetic can resume it. "
-        "Send the request again."
+def _interrupted_error(context: RequestContext) -> ApiError:
+    reason = (
+        "no other replica with the same arithmetic can resume it"
+        if context.delivered.is_exact
+        else "its results are not exact, so that no other replica can resume it"
     )
+    message = f"The replica failed during the response, and {reason}. Send the request again."
     return ApiError(502, "upstream_failed", message)
 
 

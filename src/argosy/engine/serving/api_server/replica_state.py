@@ -312,6 +312,7 @@ class ReplicaState:
             accelerator=ready.accelerator if ready else "",
             zone=self.config.zone,
             labels=self.config.labels,
+            exact=ready.is_exact if ready else True,
         )
 
     def _other_gateways(self, gateway: str) -> list[dict[int, int]]:

@@ -130,6 +130,7 @@ class EngineCore:
             fingerprint=loaded.fingerprint,
             accelerator=loaded.accelerator,
             arithmetic=loaded.arithmetic,
+            is_exact=loaded.is_exact,
         )
         self._eos_token_ids = loaded.architecture.eos_token_ids
         self._held = HeldRequests()
