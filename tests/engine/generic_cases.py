@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.engine.transformers_reference import SIZES
+
 MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
 ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 SLIDING_LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
@@ -61,12 +63,49 @@ EVERY_CHANGE = {
     "cohere 2",
     "glm 4 moe",
     "gpt 2",
-    "gpt neox",
     "llama with longrope",
-    "nemotron",
     "qwen 2 moe",
-    "smollm 3",
 }
 """Families that every test run covers. Each has something that the others lack."""
+TEXT: dict[str, Any] = dict(SIZES)
+MROPE = {"rope_parameters": ROPE | {"mrope_section": [2, 3, 3]}}
+VISION = {
+    "depth": 1,
+    "deepstack_visual_indexes": [0],
+    "head_dim": 16,
+    "hidden_size": 32,
+    "image_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 2,
+    "num_heads": 2,
+    "num_hidden_layers": 1,
+    "out_hidden_size": 64,
+    "patch_size": 8,
+}
+MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
+    "mistral 3": (
+        "Mistral3",
+        {
+            "text_config": TEXT | {"model_type": "mistral"},
+            "vision_config": VISION | {"model_type": "pixtral"},
+            "image_token_index": 1,  # no prompt contains it
+        },
+    ),
+    "qwen 2 vl": (
+        "Qwen2VL",
+        {
+            "text_config": TEXT | MROPE,
+            "vision_config": {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2},
+        },
+    ),
+    "qwen 3 vl moe": (
+        "Qwen3VLMoe",
+        {
+            "text_config": TEXT | MROPE | MOE | {"head_dim": 16, "num_experts": 4},
+            "vision_config": VISION,
+        },
+    ),
+}
+"""Multimodal models, whose text is served."""
 GENERIC_MODELS = {"GPT2": "GPT2LMHeadModel"}
 """Config class -> model class, if it does not end in ForCausalLM."""

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from argosy.engine.execution.architecture_config import MAX_LAYERS
 from argosy.engine.execution.batch import KvCacheShape
 from argosy.engine.execution.generic_architecture import GenericArchitecture
 from argosy.engine.execution.generic_modules import compute_experts
@@ -43,6 +44,7 @@ TRACE_IMPLEMENTATION = "argosy-trace"
 """Name under which the run on `meta` registers what it records with."""
 _SERVED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 _ACTIVE_EXPERTS_KEYS = ("num_experts_per_tok", "moe_topk", "moe_k")
+_LAYER_COUNT_KEYS = {"depth", "n_layer", "n_layers", "num_hidden_layers", "num_layers"}
 _STATE_REASON = "keeps a state between calls (such as a recurrence or linear attention)"
 _LAYER_TYPE_REASONS = {
     "chunked_attention": "attends within chunks (chunked attention)",
@@ -303,6 +305,14 @@ def map_stored_tensors(module: Any, stored_names: list[str]) -> tuple[list[Tenso
     ]
 
 
+def merges_experts(converter: Any) -> bool:  # noqa: ANN401 - of transformers
+    """Return whether a conversion stacks the matrices of experts, so that it can convert those of one expert alone."""
+    from transformers.core_model_loading import MergeModulelist
+
+    first = converter.operations[0]
+    return isinstance(first, MergeModulelist) and first.dim == 0
+
+
 def fp32_patterns(module: Any, dtype: torch.dtype) -> list[str]:  # noqa: ANN401 - of transformers
     """Return patterns of the parameters that the model keeps in float32 although it computes in `dtype`."""
     patterns = set(module._keep_in_fp32_modules_strict or ())  # noqa: SLF001 - part of each model's class
@@ -440,6 +450,7 @@ def _reject_by_config(path: Path, config: Any, text_config: Any) -> str:  # noqa
         raise ValueError(
             f"{file}: {name} does not generate text from left to right; use a causal language model"
         )
+    _reject_huge(file, config.to_dict())
     kinds = set(getattr(text_config, "layer_types", None) or ()) - _SERVED_LAYER_TYPES
     if kinds:
         raise _refusal(
@@ -448,6 +459,15 @@ def _reject_by_config(path: Path, config: Any, text_config: Any) -> str:  # noqa
     if getattr(text_config, "use_bidirectional_attention", None):
         raise _refusal(path, name, "attends to later tokens and cannot generate")
     return name
+
+
+def _reject_huge(file: Path, values: dict[str, Any]) -> None:
+    """Raise ValueError for numbers of layers that would take hours to build, in any part of the configuration."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            _reject_huge(file, value)
+        elif key in _LAYER_COUNT_KEYS and isinstance(value, int) and value > MAX_LAYERS:
+            raise ValueError(f"{file}: {key} is {value}; it must be at most {MAX_LAYERS}")
 
 
 def _refusal(path: Path, name: str, reason: str) -> ValueError:

@@ -21,6 +21,7 @@ from argosy.engine.execution.generic_decoder import (
     is_transposed_linear,
     map_stored_tensors,
     materialize_buffers,
+    merges_experts,
 )
 from argosy.engine.execution.generic_modules import (
     create_packed_linear,
@@ -121,6 +122,8 @@ class _Loader:
         }
         self._received: dict[str, dict[str, Tensor]] = {}
         self._expert_entries: dict[str, dict[str, TensorEntry]] = {}
+        self._whole_experts: dict[str, Tensor] = {}
+        """3-D parameters of the module that is being packed, if they cannot be read by expert."""
         self._head = model.module.get_output_embeddings()
 
     def load(self, progress: Callable[[float], None]) -> None:
@@ -149,6 +152,7 @@ class _Loader:
                             self._deliver(alias, tensor, entry)
             progress((number + 1) / len(used))
         self._reject_missing()
+        self._drop_unused()
 
     # --- reading -----------------------------------------------------------------------------------
 
@@ -196,6 +200,10 @@ class _Loader:
         if entry.converter is None:
             (source,) = next(iter(entry.sources.values()))
             return self._checkpoint.read_parts((StoredPart(source, expert),))
+        if not merges_experts(entry.converter):
+            if entry.target not in self._whole_experts:
+                (self._whole_experts[entry.target],) = self._read_entry(entry).values()
+            return self._whole_experts[entry.target][expert]
         parts = {}
         for pattern, names in entry.sources.items():
             if expert >= len(names):
@@ -286,6 +294,17 @@ class _Loader:
         for name in list(module._parameters):  # noqa: SLF001 - releases the declarations
             del module._parameters[name]  # noqa: SLF001
         del self._expert_entries[module_name]
+        self._whole_experts.clear()
+
+    def _drop_unused(self) -> None:
+        """Drop the declarations of modules that are not loaded. Models take the device of their first parameter."""
+        for name, module in self._model.module.named_modules():
+            if name not in self.modules:
+                for tensors in (module._parameters, module._buffers):  # noqa: SLF001
+                    unloaded = [
+                        key for key, value in tensors.items() if value is not None and value.is_meta
+                    ]
+                    tensors.update(dict.fromkeys(unloaded))
 
     def _own_names(self, module_name: str) -> list[str]:
         """Return the full names of a module's own parameters and stored buffers."""

@@ -117,4 +117,7 @@ def _eos_token_ids(path: Path, generation_config: str, vocab_size: int) -> tuple
 
 
 def _has_transformers() -> bool:
-    return importlib.util.find_spec("transformers") is not None
+    try:
+        return importlib.util.find_spec("transformers") is not None
+    except ValueError:  # hidden by `sys.modules["transformers"] = None`
+        return False

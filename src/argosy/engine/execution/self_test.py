@@ -79,7 +79,7 @@ def run_self_test(
     probe = _Probe(decoder, device, vocab_size, max_model_len, kv_dtype)
     names = list(probe.tokens)
     expected = {name: probe.compute_alone(name) for name in names}
-    cases = {
+    cases: dict[str, Callable[[], dict[str, Tensor]]] = {
         "batched": lambda: probe.compute_together(names),
         "chunked": lambda: probe.compute_in_chunks(names),
         "prefix hit": lambda: probe.compute_after_prefix(names),

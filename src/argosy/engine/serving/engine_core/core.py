@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from math import inf
 from typing import NoReturn
 
@@ -19,7 +18,6 @@ from argosy.engine.engine_config import EngineConfig
 from argosy.engine.execution.checkpoint import resolve_model_path
 from argosy.engine.execution.executor import StepHandle
 from argosy.engine.execution.executor_loader import load_executor
-from argosy.engine.execution.model_selection import read_any_architecture
 from argosy.engine.grammar import (
     CompiledGrammar,
     GrammarCompiler,
@@ -93,7 +91,9 @@ class EngineCore:
         clock: Callable[[], float],
         progress: Callable[[str, float], None],
     ) -> None:
-        self._grammars = GrammarCompiler(partial(_load_grammar_tokenizer, config))
+        self._grammars = GrammarCompiler(
+            lambda: _load_grammar_tokenizer(config, self.info.vocab_size)
+        )
         loaded = load_executor(config, progress, self._grammars.find)
         self._clock = clock
         self._request_timeout_s = (
@@ -420,17 +420,14 @@ class EngineCore:
         )
 
 
-def _load_grammar_tokenizer(config: EngineConfig) -> GrammarTokenizer:
+def _load_grammar_tokenizer(config: EngineConfig, vocab_size: int) -> GrammarTokenizer:
     """Load the checkpoint's tokenizer for the compiler.
 
     Raises:
         ValueError: The checkpoint has no tokenizer.
     """
     path = resolve_model_path(config.model, config.revision)
-    architecture = read_any_architecture(
-        path, config.model_impl, trust_remote_code=config.trust_remote_code
-    )
-    return build_grammar_tokenizer(Tokenizer.load(path), architecture.vocab_size)
+    return build_grammar_tokenizer(Tokenizer.load(path), vocab_size)
 
 
 def _pack_block_names(keys: list[bytes]) -> bytes:
