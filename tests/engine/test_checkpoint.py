@@ -276,9 +276,11 @@ def test_truncated_file_is_reported(model: Path, keep: int) -> None:
         load_model(model)
 
 
-def test_other_format_is_rejected_with_remedy(model: Path) -> None:
+def test_archive_that_is_not_one_is_rejected_with_remedy(model: Path) -> None:
     (model / "model.safetensors").rename(model / "pytorch_model.bin")
-    with pytest.raises(ValueError, match="save_pretrained"):
+    with pytest.raises(
+        ValueError, match=r"pytorch_model\.bin: it is not a zip archive.*safetensors"
+    ):
         load_model(model)
 
 
@@ -287,7 +289,11 @@ def test_other_format_is_rejected_with_remedy(model: Path) -> None:
     [
         ({"architectures": ["BertModel"]}, "LlamaForCausalLM.*Qwen3MoeForCausalLM"),
         ({"architectures": ...}, "LlamaForCausalLM"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantized"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "bits is missing"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 3}}, "3 bits.*use a .*AWQ"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "HQQ is not supported; use a .*GPTQ"),
+        ({"quantization_config": {"quant_method": "x" * 200}}, "'xxx.* is not supported"),
+        ({"quantization_config": {}}, "without quant_method"),
         ({"hidden_act": "relu"}, "'relu' is unknown"),
         ({"rope_scaling": {"type": "spiral", "factor": 2.0}}, "'spiral'"),
         ({"rope_scaling": {"type": "linear"}}, "factor is missing"),

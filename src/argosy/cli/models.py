@@ -104,7 +104,7 @@ def compute_model_fit(
     """
     import psutil
 
-    from argosy.engine import DEFAULT_KV_MEMORY_FRACTION, summarize_model
+    from argosy.engine import DEFAULT_KV_MEMORY_FRACTION, summarize_model, weight_files
 
     planned_dtype = dtype if dtype != "auto" else "bfloat16"
     sizes = summarize_model(spec, DTYPE_BYTES[planned_dtype])
@@ -121,7 +121,7 @@ def compute_model_fit(
         max_model_len=sizes.max_model_len,
         dtype=planned_dtype,
         weight_bytes=sizes.weight_bytes,
-        checkpoint_bytes=sum(file.stat().st_size for file in path.glob("*.safetensors")),
+        checkpoint_bytes=sum(file.stat().st_size for file in weight_files(path)),
         kv_bytes_per_token=sizes.kv_bytes_per_token,
         free_bytes=free,
         kv_cache_bytes=cache,

@@ -82,9 +82,10 @@ Device = Annotated[
     ),
 ]
 Quantize = Annotated[
-    Literal["int8", "int4", "fp8"] | None,
+    Literal["int8", "int4", "fp8", "none"] | None,
     Option(
-        help="Quantize weights while they are loaded; fp8 needs a CUDA device.",
+        help="Quantize weights while they are loaded; fp8 needs a CUDA device. By default, a quantized checkpoint "
+        "computes with its own integers, and `none` dequantizes it.",
         rich_help_panel=MODEL_PANEL,
     ),
 ]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
         DEFAULT_PACK_CACHE_BYTES,
         EngineConfig,
     )
-    from argosy.engine.execution.checkpoint import resolve_model_path
+    from argosy.engine.execution.checkpoint import resolve_model_path, weight_files
     from argosy.engine.execution.model_architecture import ModelSummary, summarize_model
     from argosy.engine.execution.model_selection import AnyArchitecture, read_any_architecture
     from argosy.engine.llm import LLM
@@ -51,6 +51,7 @@ __all__ = [
     "serve_replica",
     "summarize_model",
     "tool_format_names",
+    "weight_files",
 ]
 
 _MODULE_BY_NAME = {
@@ -70,6 +71,7 @@ _MODULE_BY_NAME = {
     "summarize_model": "execution.model_architecture",
     "resolve_model_path": "execution.checkpoint",
     "read_any_architecture": "execution.model_selection",
+    "weight_files": "execution.checkpoint",
     "serve_replica": "serving.api_server.replica_server",
     "tool_format_names": "serving.preprocessing.text_processing",
 }

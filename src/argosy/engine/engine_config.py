@@ -14,6 +14,8 @@ ModelImpl = Literal["auto", "argosy", "transformers"]
 SelectedImpl = Literal["argosy", "transformers"]
 WeightFormat = Literal["int8", "int4", "fp8"]
 """Format of quantized weight matrices. fp8 requires a CUDA device."""
+QuantizeSetting = Literal["int8", "int4", "fp8", "none"]
+"""Weight format, or none for the dtype of the activations."""
 
 
 COMPUTE_ENVIRONMENT = {"GOMP_SPINCOUNT": "10000"}
@@ -36,7 +38,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Settings of one engine. The loader replaces None and "auto" by values for the model and the device."""
 
     model: str
-    """Directory in Hugging Face layout, or repository name on the hub."""
+    """Directory in Hugging Face layout, GGUF file, or repository name on the hub."""
     revision: str | None = None
     generation_config: str = "auto"
     """Source of sampling defaults and end-of-sequence ids: `auto` is the model's generation_config.json, `none` (or
@@ -49,8 +51,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Whether Python code in the checkpoint may be run, for models that transformers does not know."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: DType = "auto"
-    quantize: WeightFormat | None = None
-    """Format to which weights are rounded while they are loaded. None keeps them in `dtype`."""
+    quantize: QuantizeSetting | None = None
+    """Format to which weights are rounded while they are loaded. "none" is `dtype`.
+
+    None computes with the integers of a quantized checkpoint as they are stored, and keeps other weights in `dtype`."""
     threads: int | None = None
     colocated_replicas: int = 0
     """Number of other replicas on the same CPUs or GPU. By default the replicas share CPUs and free memory equally."""

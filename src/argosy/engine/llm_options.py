@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypedDict
 import structlog
 
 from argosy.engine.argument_errors import unknown_argument_error
-from argosy.engine.engine_config import EngineConfig
+from argosy.engine.engine_config import EngineConfig, QuantizeSetting
 from argosy.engine.offline_sampling_params import to_plain
 from argosy.models import BUNDLED_MODEL
 
@@ -24,8 +24,8 @@ class EngineOptions(TypedDict, total=False):
     """`auto`, `cpu` or `cuda`."""
     dtype: Any
     """Data type of weights and activations: `auto`, `bfloat16`, `float16` (`half`), `float32` or a dtype of torch."""
-    quantize: str | None
-    """Format of quantized weights: `int8`, `int4` or `fp8`."""
+    quantize: QuantizeSetting | None
+    """Format of quantized weights: `int8`, `int4` or `fp8`. `none` dequantizes a quantized checkpoint."""
     threads: int | None
     """CPU threads. None takes OMP_NUM_THREADS, or else the CPUs that other processes leave free."""
     max_model_len: int | None
@@ -130,7 +130,7 @@ _REFUSED_OPTIONS = {
     "tokenizer_mode": _OtherOption((), "The tokenizer of the checkpoint is used."),
     "tokenizer_revision": _OtherOption((), "Set revision."),
     "skip_tokenizer_init": _OtherOption((), "The tokenizer is always loaded."),
-    "load_format": _OtherOption(("safetensors",), "Weights are read from safetensors files."),
+    "load_format": _OtherOption(("safetensors",), "The format is that of the checkpoint's files."),
     "enable_lora": _OtherOption((), "Merge the adapter into the model."),
     "speculative_config": _OtherOption((), "Remove it. Outputs are the same without it."),
     "hf_overrides": _OtherOption(({},), "Change the config.json of the model."),
@@ -153,7 +153,7 @@ _DTYPE_NAMES = {
 }
 _QUANTIZATION_REMEDIES = dict.fromkeys(
     ("awq", "gptq", "awq_marlin", "gptq_marlin", "bitsandbytes", "gguf", "compressed-tensors"),
-    "its checkpoints are not supported; load the unquantized model with quantize='int4' or 'int8'",
+    "remove it, because the format of a quantized checkpoint is read from its files",
 )
 
 

@@ -23,7 +23,8 @@ from tests.support.vocabularies import (
 )
 from tokenizers import decoders, models
 
-from argosy.engine.serving.text.tokenizer import Tokenizer, read_special_tokens
+from argosy.engine.serving.text.special_tokens import read_special_tokens
+from argosy.engine.serving.text.tokenizer import Tokenizer
 
 TOKENIZERS = {"byte_level": byte_level(), "sentencepiece": sentencepiece()}
 BACKENDS = {"byte_level": byte_level_backend(), "sentencepiece": sentencepiece_backend()}
@@ -287,7 +288,7 @@ def test_invalid_tokenizer_file_is_a_value_error(tmp_path: Path, content: str) -
 
 @pytest.mark.parametrize(
     "decoder",
-    [decoders.WordPiece(), decoders.CTC(), decoders.Sequence([decoders.Strip(" ", 1, 1)])],
+    [decoders.BPEDecoder(), decoders.CTC(), decoders.Sequence([decoders.Strip(" ", 1, 1)])],
 )
 def test_decoder_without_concatenation_is_rejected(decoder: decoders.Decoder) -> None:
     backend = tokenizers.Tokenizer(models.WordLevel({"a": 0}, "a"))

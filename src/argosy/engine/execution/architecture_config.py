@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from argosy.engine.execution.checkpoint_config import CheckpointConfig, read_json
+from argosy.engine.execution.checkpoint import read_config_values
+from argosy.engine.execution.checkpoint_config import (
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_WIDTH,
+    CheckpointConfig,
+)
+from argosy.engine.execution.checkpoint_formats import parse_quantization
 from argosy.engine.execution.generation_config import AUTO_CONFIG, read_generation_config
 from argosy.engine.execution.model_architecture import (
     Activation,
@@ -35,8 +42,6 @@ _TOP_LEVEL_KEYS = (
     "tie_word_embeddings",
 )
 """Keys that a multimodal model may have next to its `text_config`."""
-MAX_LAYERS = 1024
-"""Largest accepted number of layers. Larger numbers are mistakes, and would take hours to build."""
 _DTYPES = {"float32", "float16", "bfloat16"}
 
 
@@ -50,10 +55,7 @@ def read_architecture(path: Path, generation_config: str = AUTO_CONFIG) -> Model
     Raises:
         ValueError: Argosy cannot compute the model exactly as intended. The message says what to do.
     """
-    file = path / "config.json"
-    if not file.is_file():
-        raise ValueError(f"{path} has no config.json; give a directory in Hugging Face layout")
-    values = read_json(file)
+    file, values = read_config_values(path)
     architecture, family = _find_family(file, values)
     text = values.get("text_config")
     if isinstance(text, dict):
@@ -76,11 +78,7 @@ def _find_family(file: Path, values: dict[str, object]) -> tuple[str, ModelFamil
 
 def _reject_unsupported(config: CheckpointConfig, family: ModelFamily) -> None:
     """Raise ValueError for settings that change the results in an unsupported way."""
-    if config.get("quantization_config") is not None:
-        raise ValueError(
-            f"{config.path}: the checkpoint is quantized; "
-            "use the float16, bfloat16 or float32 checkpoint of the same model"
-        )
+    parse_quantization(config)
     if config.flag("use_bidirectional_attention"):
         raise ValueError(
             f"{config.path}: the model attends to later tokens and cannot generate; use a causal model"
@@ -105,16 +103,22 @@ def read_eos_token_ids(
 def _build_architecture(
     architecture: str, family: ModelFamily, config: CheckpointConfig, eos_token_ids: tuple[int, ...]
 ) -> ModelArchitecture:
-    hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
-    kv_heads = config.optional_integer("num_key_value_heads") or heads
+    hidden = config.integer("hidden_size", maximum=MAX_WIDTH)
+    heads = config.integer("num_attention_heads", maximum=MAX_HEADS)
+    kv_heads = config.optional_integer("num_key_value_heads", maximum=MAX_HEADS) or heads
     if heads % kv_heads:
         raise config.error("num_key_value_heads", f"a divisor of the {heads} attention heads")
     latent = _parse_latent(family, config)
     if latent is None:
-        head_dim = config.optional_integer("head_dim")
+        head_dim = config.optional_integer("head_dim", maximum=MAX_HEADS)
         if head_dim is None and hidden % heads:
             raise config.error("hidden_size", f"a multiple of the {heads} attention heads")
         head_dim = head_dim or hidden // heads
+        if head_dim > MAX_HEADS:
+            raise config.error(
+                "num_attention_heads",
+                f"at least {hidden // MAX_HEADS} for a hidden_size of {hidden}",
+            )
         ropes = parse_ropes(config, head_dim)
         scale = (config.number("query_pre_attn_scalar") if family.is_gemma else head_dim) ** -0.5
     else:
@@ -130,7 +134,7 @@ def _build_architecture(
         architecture=architecture,
         num_layers=len(layer_architectures),
         hidden_size=hidden,
-        intermediate_size=config.integer("intermediate_size"),
+        intermediate_size=config.integer("intermediate_size", maximum=MAX_WIDTH),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
@@ -183,11 +187,11 @@ def _parse_latent(family: ModelFamily, config: CheckpointConfig) -> LatentArchit
     if not family.has_latent_attention:
         return None
     return LatentArchitecture(
-        q_rank=config.optional_integer("q_lora_rank"),
-        kv_rank=config.integer("kv_lora_rank"),
-        nope_dim=config.integer("qk_nope_head_dim"),
-        rope_dim=config.integer("qk_rope_head_dim"),
-        value_dim=config.integer("v_head_dim"),
+        q_rank=config.optional_integer("q_lora_rank", maximum=MAX_WIDTH),
+        kv_rank=config.integer("kv_lora_rank", maximum=MAX_WIDTH),
+        nope_dim=config.integer("qk_nope_head_dim", maximum=MAX_HEADS),
+        rope_dim=config.integer("qk_rope_head_dim", maximum=MAX_HEADS),
+        value_dim=config.integer("v_head_dim", maximum=MAX_HEADS),
         has_rope_pairs=config.flag("rope_interleave"),
     )
 

@@ -34,8 +34,13 @@ def describe_arithmetic(
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
     quantize: WeightFormat | None,
+    *,
+    stored_format: str | None = None,
 ) -> ArithmeticIdentity:
-    """Return the arithmetic identity of a checkpoint that is loaded with these formats on this device."""
+    """Return the arithmetic identity of a checkpoint that is loaded with these formats on this device.
+
+    `stored_format` describes the checkpoint's own integers if the kernels compute with them.
+    """
     versions = f"torch {torch.__version__} {device.kernel_compiler}".rstrip()
     rope = "transformers"
     if isinstance(architecture, ModelArchitecture):
@@ -45,7 +50,7 @@ def describe_arithmetic(
     return ArithmeticIdentity(
         weights=checkpoint_digest(path),
         dtype=_dtype_name(dtype),
-        quantization=quantize or "none",
+        quantization=quantize or stored_format or "none",
         kv_dtype=_dtype_name(kv_dtype),
         kernels=f"{source_digest()} {versions}",
         instruction_set=device.instruction_set(dtype, quantize),

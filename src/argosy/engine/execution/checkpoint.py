@@ -8,20 +8,31 @@ import os
 from pathlib import Path
 
 from argosy.engine.execution.checkpoint_config import read_json
+from argosy.engine.execution.checkpoint_formats.gguf_config import read_gguf_config
+from argosy.engine.execution.checkpoint_formats.gguf_file import gguf_parts, is_gguf
 
+CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+TORCH_INDEX_FILE = "pytorch_model.bin.index.json"
+TORCH_SINGLE_FILE = "pytorch_model.bin"
+ADAPTER_FILE = "adapter_config.json"
 DOWNLOAD_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 """Patterns of files to download, which are configuration, weights, templates and tokenizer files."""
+TORCH_PATTERNS = ("pytorch_model*.bin",)
+"""Patterns of weights that are downloaded if the repository has no safetensors files."""
 IGNORED_PATTERNS = (
     "consolidated*",
     *(f"*/{pattern}" for pattern in DOWNLOAD_PATTERNS if pattern != "*.jinja"),
+    *("*/*.bin", "*/*.gguf"),
 )
 """Patterns of files not to download: weights in other layouts, and folders except those of chat templates."""
 DIGEST_PATTERNS = (*DOWNLOAD_PATTERNS, "additional_chat_templates/*.jinja")
 """Patterns of the files that identify a checkpoint."""
 _SNAPSHOT_FOLDER = "snapshots"
 """Folder of huggingface_hub's cache with one directory per commit."""
+MAX_LISTED_FILES = 8
+"""Maximum number of files that an error lists."""
 _MAX_HEADER_BYTES = 100 << 20
 _DIGEST_SAMPLE_BYTES = 16 * 1024
 _MAX_DIGEST_SAMPLES = 1024
@@ -29,23 +40,28 @@ _MAX_DIGEST_SAMPLES = 1024
 
 
 def resolve_model_path(model: str, revision: str | None) -> Path:
-    """Return the directory of `model`, downloading a snapshot if `model` is a hub name.
+    """Return the directory of `model`, or its GGUF file, downloading a snapshot if `model` is a hub name.
 
-    Downloads use huggingface_hub, which honours HF_HOME, HF_TOKEN and HF_HUB_OFFLINE.
+    A GGUF file in a hub repository is named by its quantization, as in `owner/name:Q4_K_M`. Downloads use
+    huggingface_hub, which honours HF_HOME, HF_TOKEN and HF_HUB_OFFLINE.
 
     Raises:
-        ValueError: The model does not exist or cannot be downloaded. The message says what to do.
+        ValueError: The model does not exist, is not a model, or cannot be downloaded. The message says what to do.
     """
     path = Path(model).expanduser()
     if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ValueError(f"{path} has no config.json; give a directory in Hugging Face layout")
-        return path
+        return _find_checkpoint(path)
+    if is_gguf(path):
+        return gguf_parts(path)[0]
     if path.exists():
-        raise ValueError(f"{path} is a file; give the directory that contains it")
+        raise ValueError(f"{path} is a file; give the directory that contains it, or a GGUF file")
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
         raise ValueError(f"there is no directory {path}; check the path")
-    return _download(model, revision)
+    name, _, quantization = model.partition(":")
+    if quantization:
+        folder = _download(name, revision, (f"*{quantization}*.gguf",))
+        return _find_gguf(folder, quantization)
+    return _find_checkpoint(_download(model, revision, DOWNLOAD_PATTERNS))
 
 
 def model_revision(path: Path, revision: str | None) -> str:
@@ -53,7 +69,67 @@ def model_revision(path: Path, revision: str | None) -> str:
     return path.name if path.parent.name == _SNAPSHOT_FOLDER else revision or ""
 
 
-def _download(model: str, revision: str | None) -> Path:
+def _find_checkpoint(folder: Path) -> Path:
+    """Return the directory, or the GGUF file in it.
+
+    Raises:
+        ValueError: The directory holds no model that can be served.
+    """
+    if (folder / CONFIG_FILE).is_file() and not _holds_only_gguf(folder):
+        return folder
+    if (folder / ADAPTER_FILE).is_file():
+        base = read_json(folder / ADAPTER_FILE).get("base_model_name_or_path")
+        raise ValueError(
+            f"{folder} holds an adapter of {str(base)[:200]!r} ({ADAPTER_FILE}), not a model; merge the two with PEFT "
+            "(merge_and_unload, then save_pretrained) and give the directory of the result"
+        )
+    if any(folder.glob("*.gguf")):
+        return _find_gguf(folder, "")
+    raise ValueError(
+        f"{folder} has no config.json; give a directory in Hugging Face layout, or a GGUF file"
+    )
+
+
+def _holds_only_gguf(folder: Path) -> bool:
+    """Return whether a directory has GGUF files, and no weights in the form to which config.json belongs."""
+    weights = (pattern for pattern in ("*.safetensors", "*.safetensors.index.json", "*.bin"))
+    return any(folder.glob("*.gguf")) and not any(any(folder.glob(each)) for each in weights)
+
+
+def _find_gguf(folder: Path, quantization: str) -> Path:
+    """Return the only GGUF model in a directory whose name contains `quantization`, in any case.
+
+    Raises:
+        ValueError: There are none or several.
+    """
+    files = sorted(
+        file for file in folder.glob("*.gguf") if quantization.lower() in file.name.lower()
+    )
+    models = sorted({gguf_parts(file)[0] for file in files if not file.name.startswith("mmproj")})
+    if len(models) != 1:
+        names = ", ".join(file.name for file in models[:MAX_LISTED_FILES]) or "none"
+        raise ValueError(
+            f"{folder} holds {len(models)} GGUF models{quantization and f' with {quantization}'} ({names}); "
+            "give the file, or owner/name:QUANTIZATION for one on the hub"
+        )
+    return models[0]
+
+
+def read_config_values(path: Path) -> tuple[Path, dict[str, object]]:
+    """Return the values of config.json of a checkpoint, and the file that has them, which may be a GGUF file.
+
+    Raises:
+        ValueError: The file is missing or damaged.
+    """
+    if path.is_file():
+        return path, read_gguf_config(path)
+    file = path / CONFIG_FILE
+    if not file.is_file():
+        raise ValueError(f"{path} has no config.json; give a directory in Hugging Face layout")
+    return file, read_json(file)
+
+
+def _download(model: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -67,9 +143,16 @@ def _download(model: str, revision: str | None) -> Path:
         folder = snapshot_download(
             model,
             revision=revision,
-            allow_patterns=list(DOWNLOAD_PATTERNS),
+            allow_patterns=list(patterns),
             ignore_patterns=list(IGNORED_PATTERNS),
         )
+        if patterns is DOWNLOAD_PATTERNS and not _has_weights(Path(folder)):
+            folder = snapshot_download(
+                model,
+                revision=revision,
+                allow_patterns=[*patterns, *TORCH_PATTERNS],
+                ignore_patterns=list(IGNORED_PATTERNS),
+            )
     except GatedRepoError as error:
         remedy = "accept its terms on the hub and set HF_TOKEN to your token"
         raise ValueError(f"the hub denies access to {model}: {remedy}") from error
@@ -88,13 +171,24 @@ def _download(model: str, revision: str | None) -> Path:
     return Path(folder)
 
 
+def _has_weights(folder: Path) -> bool:
+    return any(folder.glob("*.safetensors"))
+
+
+def weight_files(path: Path) -> list[Path]:
+    """Return the files with a checkpoint's weights, sorted by name."""
+    if path.is_file():
+        return gguf_parts(path)
+    return sorted(file for pattern in ("*.safetensors", "*.bin") for file in path.glob(pattern))
+
+
 def checkpoint_fingerprint(path: Path) -> str:
     """Return a hash that identifies the current state of a checkpoint's files on this machine.
 
     The hash covers inodes and change times. Names, sizes and modification times alone are not enough, because files
     unpacked from archives may agree in all of them.
     """
-    files = sorted(file for pattern in ("*.json", "*.safetensors") for file in path.glob(pattern))
+    files = [*([] if path.is_file() else sorted(path.glob("*.json"))), *weight_files(path)]
     states = [(file.name, file.stat()) for file in files]
     lines = [
         f"{name} {s.st_dev} {s.st_ino} {s.st_size} {s.st_mtime_ns} {s.st_ctime_ns}"
@@ -110,7 +204,8 @@ def checkpoint_digest(path: Path) -> str:
     changes all elements of the matrices that it updates.
     """
     digest = hashlib.sha256()
-    for file in sorted({file for pattern in DIGEST_PATTERNS for file in path.glob(pattern)}):
+    files = {file for pattern in DIGEST_PATTERNS for file in path.glob(pattern)}
+    for file in sorted(files.union(weight_files(path))):
         with file.open("rb") as stream:
             size = stream.seek(0, os.SEEK_END)
             digest.update(f"{file.name} {size}\n".encode())
@@ -128,31 +223,62 @@ def tensor_files(path: Path) -> dict[str, Path]:
     Raises:
         ValueError: The checkpoint has no safetensors files, its index is unreadable, or a shard is missing.
     """
-    single, index = path / SINGLE_FILE, path / INDEX_FILE
+    single = path / SINGLE_FILE
     if single.is_file():
         return dict.fromkeys(_read_tensor_names(single), single)
-    if not index.is_file():
+    if not (path / INDEX_FILE).is_file():
         raise _no_weights_error(path)
+    return _read_index(path / INDEX_FILE)
+
+
+def torch_archives(path: Path) -> dict[str, Path] | Path | None:
+    """Return the archive of torch.save in a checkpoint, the file of each tensor if there are several, or None.
+
+    None means that the checkpoint has safetensors files, or no weights.
+
+    Raises:
+        ValueError: The index is unreadable, or a shard is missing.
+    """
+    if any((path / name).is_file() for name in (SINGLE_FILE, INDEX_FILE)):
+        return None
+    if (path / TORCH_SINGLE_FILE).is_file():
+        return path / TORCH_SINGLE_FILE
+    return _read_index(path / TORCH_INDEX_FILE) if (path / TORCH_INDEX_FILE).is_file() else None
+
+
+def _read_index(index: Path) -> dict[str, Path]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise ValueError(f"{index} has no weight_map; fetch the model again")  # noqa: TRY004
-    files = {str(name): path / str(file) for name, file in weight_map.items()}
+    files = {
+        str(name): index.with_name(_file_name(index, file)) for name, file in weight_map.items()
+    }
     missing = sorted({file.name for file in files.values() if not file.is_file()})
     if missing:
         raise ValueError(
-            f"{path} lacks {', '.join(missing)} named by {INDEX_FILE}; fetch the model again"
+            f"{index.parent} lacks {', '.join(missing[:MAX_LISTED_FILES])} named by {index.name}; fetch the model again"
         )
     return files
 
 
-def _no_weights_error(path: Path) -> ValueError:
-    bin_files = sorted(file.name for file in path.glob("*.bin"))
-    if bin_files:
-        return ValueError(
-            f"{path} holds {bin_files[0]} but no {SINGLE_FILE}; convert it with transformers' save_pretrained"
+def _file_name(index: Path, name: object) -> str:
+    """Return the name of a shard, which must be a file next to the index."""
+    if (
+        not isinstance(name, str)
+        or Path(name).name != name
+        or name in ("", ".", "..")
+        or "\0" in name
+    ):
+        raise ValueError(
+            f"{index}: weight_map names {str(name)[:80]!r}, which is not the name of a file next to it; "
+            "do not trust this checkpoint, fetch the model again"
         )
+    return name
+
+
+def _no_weights_error(path: Path) -> ValueError:
     return ValueError(
-        f"{path} has neither {SINGLE_FILE} nor {INDEX_FILE}; fetch the model's weights"
+        f"{path} has neither {SINGLE_FILE} nor {INDEX_FILE} nor {TORCH_SINGLE_FILE}; fetch the model's weights"
     )
 
 
@@ -167,7 +293,9 @@ def _read_tensor_names(file: Path) -> list[str]:
             if not 0 < length <= _MAX_HEADER_BYTES:
                 raise ValueError(f"its header length is {length} bytes")  # noqa: TRY301
             names = json.loads(stream.read(length))
-    except (OSError, ValueError) as error:
+            if not isinstance(names, dict):
+                raise ValueError("its header is not an object")  # noqa: TRY004, TRY301
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(
             f"cannot read {file}: {error}; the file is damaged, fetch it again"
         ) from error

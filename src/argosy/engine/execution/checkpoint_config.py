@@ -14,6 +14,12 @@ if TYPE_CHECKING:
 
 MAX_INTEGER = 2**31 - 1
 """Largest accepted integer. No size of a model comes near it."""
+MAX_LAYERS = 1024
+"""Largest accepted number of layers. Larger numbers are mistakes, and would take hours to build."""
+MAX_WIDTH = 1 << 24
+"""Largest accepted width of a layer."""
+MAX_HEADS = 1 << 16
+"""Largest accepted number of heads of a layer, and of elements of a head."""
 MAX_QUOTED_CHARS = 80
 """Maximum number of characters of a value that an error message quotes."""
 
@@ -26,7 +32,7 @@ def read_json(path: Path) -> dict[str, object]:
     """
     try:
         value = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"cannot read {path}: {error}; fetch the model again") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path} does not hold a JSON object; fetch the model again")  # noqa: TRY004

@@ -16,6 +16,7 @@ from argosy.engine.execution.compute_threads import ComputeThreads, create_compu
 from argosy.engine.execution.elementwise_cpu import ElementwiseOps, create_cpu_elementwise_ops
 from argosy.engine.execution.isa import TORCH_ISA_NAME, available_isas, cpu_features
 from argosy.engine.execution.linear_cpu import create_cpu_linear
+from argosy.engine.execution.linear_group_cpu import create_group_linear
 from argosy.engine.execution.linear_int_cpu import create_int_linear
 from argosy.engine.execution.native_kernels import active_kernels_name, load_kernels
 from argosy.engine.execution.pack_cache import pack_in_memory
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
     from argosy.engine.engine_config import WeightFormat
     from argosy.engine.execution.batch import Attention, KvCacheShape
+    from argosy.engine.execution.grouped_weight import GroupedWeight, GroupFormat
     from argosy.engine.execution.pack_cache import PackedWeightProvider
 
 WARMUP_SIZES = (1, 16)
@@ -171,6 +173,28 @@ class Device(Protocol):
         ...
 
     @property
+    def has_group_linear(self) -> bool:
+        """Whether the device computes with grouped weights."""
+        ...
+
+    def create_group_linear(
+        self,
+        group_format: GroupFormat,
+        shape: tuple[int, int],
+        read_weight: Callable[[], GroupedWeight],
+        bias: Tensor | None,
+        get_packed: PackedWeightProvider = pack_in_memory,
+    ) -> Callable[[Tensor], Tensor]:
+        """Pack a grouped weight [N, K] of `shape`, and return a function that maps [T, K] to [T, N].
+
+        `read_weight` is not called if `get_packed` has the packed form already.
+
+        Raises:
+            ValueError: The device does not compute with grouped weights.
+        """
+        ...
+
+    @property
     def elementwise_ops(self) -> ElementwiseOps:
         """Norms and gated activations."""
         ...
@@ -290,6 +314,22 @@ class _CpuDevice:
                 "the CPU has no fp8 weights; set quantize to int8 or int4, or use a CUDA device"
             )
         return create_int_linear(weight, bias, weight_format, self._max_threads, get_packed)
+
+    @property
+    def has_group_linear(self) -> bool:
+        return True
+
+    def create_group_linear(
+        self,
+        group_format: GroupFormat,
+        shape: tuple[int, int],
+        read_weight: Callable[[], GroupedWeight],
+        bias: Tensor | None,
+        get_packed: PackedWeightProvider = pack_in_memory,
+    ) -> Callable[[Tensor], Tensor]:
+        return create_group_linear(
+            group_format, shape, read_weight, bias, threads=self._max_threads, get_packed=get_packed
+        )
 
     def create_attention(self, shape: KvCacheShape) -> Attention:
         if shape.dtype.itemsize == 1:

@@ -23,6 +23,7 @@ from argosy.engine.execution.checkpoint import (
     checkpoint_fingerprint,
     resolve_model_path,
 )
+from argosy.engine.execution.checkpoint_reader import find_stored_integers
 from argosy.engine.execution.compute_threads import ComputeThreads
 from argosy.engine.execution.decoder import Decoder
 from argosy.engine.execution.device import Device, create_cpu_device
@@ -110,12 +111,17 @@ def load_executor(
         if selection.implementation == "argosy"
         else _plan_generic(path, config, dtype)
     )
+    quantize = None if config.quantize == "none" else config.quantize
+    stored = None
+    if config.quantize is None and selection.implementation == "argosy" and device.has_group_linear:
+        stored = find_stored_integers(path)
     check_memory(
-        MemoryNeeds(plan.architecture, config, dtype.itemsize, kv_dtype.itemsize),
+        MemoryNeeds(plan.architecture, config, dtype.itemsize, kv_dtype.itemsize, stored),
         device.free_bytes(),
         ("int8", "int4") if device.torch_device.type == "cpu" else ("fp8",),
     )
-    format_name = " ".join([_dtype_name(dtype), *([config.quantize] if config.quantize else [])])
+    stored_format = None if stored is None else stored.description
+    format_name = " ".join([_dtype_name(dtype), *filter(None, (quantize, stored_format))])
     layout = (checkpoint_state, format_name, device.weight_layout_id(dtype))
     decoder, mapped_bytes = plan.load(
         device, dtype, layout, lambda done: progress(LOADING_WEIGHTS, done)
@@ -125,7 +131,7 @@ def load_executor(
         format_name += f", KV {_dtype_name(kv_dtype)}"
     limits = _resolve_limits(config, factory, f"{checkpoint_state} {format_name}", mapped_bytes)
     arithmetic = describe_arithmetic(
-        path, decoder.architecture, device, dtype, kv_dtype, config.quantize
+        path, decoder.architecture, device, dtype, kv_dtype, quantize, stored_format=stored_format
     )
     executor = factory.create_executor(limits, find_grammar)
     backend = f"{device.name} {format_name} {executor.attention_name}"
@@ -328,7 +334,12 @@ def _plan_generic(path: Path, config: EngineConfig, dtype: torch.dtype) -> _Load
         layout = (checkpoint, f"transformers {format_name}", layout_id)
         with _open_pack_cache(config, model.architecture.num_parameters, layout) as pack_cache:
             decoder = load_generic_decoder(
-                model, device, dtype, progress, quantize=config.quantize, pack_cache=pack_cache
+                model,
+                device,
+                dtype,
+                progress,
+                quantize=None if config.quantize == "none" else config.quantize,
+                pack_cache=pack_cache,
             )
         return decoder, pack_cache.mapped_bytes
 

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from argosy.engine.execution.architecture_config import MAX_LAYERS
 from argosy.engine.execution.batch import KvCacheShape
+from argosy.engine.execution.checkpoint_config import MAX_LAYERS
 from argosy.engine.execution.generic_architecture import GenericArchitecture
 from argosy.engine.execution.generic_modules import compute_experts
 from argosy.engine.execution.generic_trace import (
@@ -439,11 +439,6 @@ def _reject_by_config(path: Path, config: Any, text_config: Any) -> str:  # noqa
         modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
     )
     name = str(names[0]) if names else str(mappings[0].get(config.model_type, config.model_type))
-    if getattr(config, "quantization_config", None) is not None:
-        raise ValueError(
-            f"{file}: the checkpoint is quantized; "
-            "use the float16, bfloat16 or float32 checkpoint of the same model"
-        )
     known = {str(value) for mapping in mappings for value in mapping.values()}
     remote = getattr(config, "auto_map", None) or {}
     if config.is_encoder_decoder or not (name in known or "AutoModelForCausalLM" in remote):

@@ -1,4 +1,4 @@
-"""Loader of safetensors weights into a model of transformers, whose matrix products it packs while it reads."""
+"""Loader of weights into a model of transformers, whose matrix products it packs while it reads."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import structlog
 import torch
 from torch import nn
 
+from argosy.engine.execution.checkpoint_reader import CheckpointReader
 from argosy.engine.execution.checkpoint_tensors import MAX_LISTED_TENSORS, StoredPart
 from argosy.engine.execution.generic_decoder import (
     GenericDecoder,
@@ -30,7 +31,6 @@ from argosy.engine.execution.generic_modules import (
 )
 from argosy.engine.execution.pack_cache import PackCache
 from argosy.engine.execution.rowwise_ops import use_rowwise_ops
-from argosy.engine.execution.weight_loader import CheckpointReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -60,7 +60,7 @@ def load_generic_decoder(
     """Read the weights of a model that was built in `dtype`. The model must not be loaded twice.
 
     Weights that the pack cache has are not read. Peak memory is the packed weights plus one matrix. The embedding stays
-    mapped from the file if it is stored in `dtype`.
+    mapped from the file if it is stored in `dtype`. Quantized matrices are dequantized before they are packed.
 
     Raises:
         ValueError: A tensor is missing, damaged, not finite or of the wrong shape, or would not be read. The message
@@ -78,6 +78,7 @@ def load_generic_decoder(
         architecture=architecture.architecture,
         parameters=architecture.num_parameters,
         head="tied" if loader.is_head_tied else "separate",
+        stored_format=loader.stored_format,
         unused_tensors=loader.num_unused,
         rowwise_modules=sorted({type(module).__name__ for module in model.trace.inexact_modules}),
         unchecked_functions=model.trace.unreplaced_functions,
@@ -105,6 +106,7 @@ class _Loader:
         self._quantize = quantize
         self._pack_cache = pack_cache
         self._checkpoint = CheckpointReader(model.path)
+        self.stored_format = self._checkpoint.stored_format
         self._declared: dict[str, Tensor] = {}
         """Parameters and stored buffers of the used modules, which are on `meta`."""
         self._fp32_names = re.compile("|".join(fp32_patterns(model.module, dtype)) or "(?!)")

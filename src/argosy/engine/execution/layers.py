@@ -58,7 +58,7 @@ class Projection(LoadableModule):
         row_order: tuple[int, ...] | None = None,
     ) -> None:
         super().__init__()
-        self._row_order = row_order
+        self.row_order = row_order
         self.weight: nn.Parameter | None = nn.Parameter(torch.empty(rows, cols))
         self.bias = nn.Parameter(torch.empty(rows)) if bias else None
         self.weight_format: WeightFormat | None = None
@@ -70,9 +70,14 @@ class Projection(LoadableModule):
         """Pack the weight, or get its packed form from `get_packed`, and release the unpacked weight."""
         if self.weight is None:
             raise RuntimeError("process_weights_after_loading was called twice")
-        weight = _reorder(self.weight, self._row_order)
-        bias = None if self.bias is None else _reorder(self.bias, self._row_order)
+        weight = _reorder(self.weight, self.row_order)
+        bias = None if self.bias is None else _reorder(self.bias, self.row_order)
         self._linear = device.create_linear(weight, bias, self.weight_format, get_packed)
+        self.weight = self.bias = None
+
+    def set_linear(self, linear: Callable[[Tensor], Tensor]) -> None:
+        """Compute with a linear layer that is already packed."""
+        self._linear = linear
         self.weight = self.bias = None
 
     def forward(self, x: Tensor) -> Tensor:

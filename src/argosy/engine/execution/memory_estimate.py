@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from argosy.engine.engine_config import EngineConfig, WeightFormat
+    from argosy.engine.execution.checkpoint_reader import StoredIntegers
     from argosy.engine.execution.model_selection import AnyArchitecture
 
 MIN_KV_TOKENS = 1024
@@ -55,6 +56,8 @@ class MemoryNeeds:
     config: EngineConfig
     dtype_bytes: int
     kv_dtype_bytes: int
+    stored: StoredIntegers | None = None
+    """Stored integers that are computed with unless the settings quantize."""
 
     def estimate(self) -> MemoryEstimate:
         """Estimate the memory."""
@@ -73,16 +76,21 @@ class MemoryNeeds:
         return replace(self, config=msgspec.structs.replace(self.config, **settings))
 
     def _weight_bytes(self) -> int:
-        architecture, quantize = self.architecture, self.config.quantize
+        architecture = self.architecture
+        quantize = None if self.config.quantize == "none" else self.config.quantize
         matrix = architecture.vocab_size * architecture.hidden_size
         layers = architecture.num_parameters - matrix * (1 if architecture.tied_embeddings else 2)
         head_format = "int8" if quantize == "int4" else quantize
         # A tied head is packed beside the embedding.
-        return int(
+        weight_bytes = int(
             matrix * self.dtype_bytes
             + matrix * self._bytes_per_weight(head_format)
             + layers * self._bytes_per_weight(quantize)
         )
+        if self.stored is None or self.config.quantize is not None:
+            return weight_bytes
+        saved_bytes = self.stored.num_weights * self.dtype_bytes - self.stored.num_bytes
+        return max(weight_bytes - saved_bytes, self.stored.num_bytes)
 
     def _bytes_per_weight(self, weight_format: WeightFormat | None) -> float:
         return self.dtype_bytes if weight_format is None else _BYTES_PER_WEIGHT[weight_format]

@@ -8,7 +8,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from argosy.engine.execution.architecture_config import read_architecture, read_eos_token_ids
-from argosy.engine.execution.checkpoint_config import CheckpointConfig, read_json
+from argosy.engine.execution.checkpoint import read_config_values
+from argosy.engine.execution.checkpoint_config import CheckpointConfig
 from argosy.engine.execution.generation_config import AUTO_CONFIG
 from argosy.engine.execution.generic_architecture import GenericArchitecture
 from argosy.engine.execution.model_architecture import ModelArchitecture
@@ -41,10 +42,8 @@ def select_implementation(path: Path, model_impl: ModelImpl) -> ModelSelection:
     Raises:
         ValueError: Neither implementation serves the model. The message says what to do.
     """
-    file = path / "config.json"
-    if not file.is_file():
-        raise ValueError(f"{path} has no config.json; give a directory in Hugging Face layout")
-    names = read_json(file).get("architectures")
+    file, values = read_config_values(path)
+    names = values.get("architectures")
     own = [name for name in names if name in FAMILIES] if isinstance(names, list) else []
     if model_impl == "argosy" or (model_impl == "auto" and own):
         if not own:
@@ -53,6 +52,11 @@ def select_implementation(path: Path, model_impl: ModelImpl) -> ModelSelection:
                 "use --model-impl auto for other models"
             )
         return ModelSelection("argosy", f"{own[0]} is a family of Argosy's own decoder")
+    if path.is_file():
+        raise ValueError(
+            f"{file}: transformers does not serve GGUF files; use --model-impl auto, "
+            "or the safetensors checkpoint of the same model"
+        )
     if not _has_transformers():
         raise ValueError(
             f"{file}: architectures is {names}; Argosy itself serves {', '.join(FAMILIES)}, "
@@ -109,8 +113,7 @@ def read_any_architecture(
 
 
 def _eos_token_ids(path: Path, generation_config: str, vocab_size: int) -> tuple[int, ...]:
-    file = path / "config.json"
-    values = read_json(file)
+    file, values = read_config_values(path)
     text = values.get("text_config")
     config = CheckpointConfig(file, values | text if isinstance(text, dict) else values, {})
     return read_eos_token_ids(path, config, vocab_size, generation_config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from argosy.engine.execution.checkpoint_config import MAX_LAYERS, MAX_WIDTH
 from argosy.engine.execution.model_architecture import MoeArchitecture, RoutingGroups
 
 if TYPE_CHECKING:
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
 
 MAX_EXPERTS = 8192
 """Largest accepted number of experts of a layer."""
+MAX_EXPERT_MODULES = 1 << 17
+"""Largest accepted number of experts of all layers together."""
 
 
 def parse_moe(family: ModelFamily, config: CheckpointConfig) -> MoeArchitecture | None:
@@ -32,11 +35,12 @@ def parse_moe(family: ModelFamily, config: CheckpointConfig) -> MoeArchitecture 
     num_experts = config.optional_integer(
         "num_local_experts", maximum=MAX_EXPERTS
     ) or config.integer("num_experts", maximum=MAX_EXPERTS)
+    _check_expert_modules(config, num_experts)
     return MoeArchitecture(
         num_experts=num_experts,
         num_experts_per_token=config.integer("num_experts_per_tok", maximum=num_experts),
         intermediate_size=config.integer(
-            "moe_intermediate_size" if is_qwen else "intermediate_size"
+            "moe_intermediate_size" if is_qwen else "intermediate_size", maximum=MAX_WIDTH
         ),
         normalize_weights=config.flag("norm_topk_prob") if is_qwen else True,
         round_weights=is_qwen,
@@ -63,8 +67,19 @@ def moe_layers(config: CheckpointConfig, count: int) -> frozenset[int]:
     )
 
 
+def _check_expert_modules(config: CheckpointConfig, num_experts: int) -> None:
+    """Raise ValueError if all layers together have more than `MAX_EXPERT_MODULES` experts."""
+    num_layers = config.integer("num_hidden_layers", maximum=MAX_LAYERS)
+    if num_experts * num_layers > MAX_EXPERT_MODULES:
+        raise config.error(
+            "num_hidden_layers",
+            f"at most {MAX_EXPERT_MODULES // num_experts} with {num_experts} experts",
+        )
+
+
 def _parse_deepseek(config: CheckpointConfig, *, is_v3: bool) -> MoeArchitecture:
     num_experts = config.integer("n_routed_experts", maximum=MAX_EXPERTS)
+    _check_expert_modules(config, num_experts)
     num_active = config.integer("num_experts_per_tok", maximum=num_experts)
     scoring = "sigmoid" if is_v3 else "softmax"
     if config.string("scoring_func") not in (None, scoring):
@@ -76,8 +91,10 @@ def _parse_deepseek(config: CheckpointConfig, *, is_v3: bool) -> MoeArchitecture
     is_normalized = config.flag("norm_topk_prob")
     if is_normalized and not is_v3:
         raise config.error("norm_topk_prob", "false for this architecture")
-    intermediate_size = config.integer("moe_intermediate_size")
-    shared_experts = config.optional_integer("n_shared_experts", minimum=0) or 0
+    intermediate_size = config.integer("moe_intermediate_size", maximum=MAX_WIDTH)
+    shared_experts = (
+        config.optional_integer("n_shared_experts", minimum=0, maximum=MAX_EXPERTS) or 0
+    )
     return MoeArchitecture(
         num_experts=num_experts,
         num_experts_per_token=num_active,

@@ -32,6 +32,16 @@ class LinearCall(ctypes.Structure):
     )
 
 
+class LinearGroupCall(ctypes.Structure):
+    """Arguments of a linear call with a grouped weight (`ArgosyLinearGroup` in linear_group.cpp)."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "packed", "bias", "out", "table")),
+        *((name, ctypes.c_int64) for name in ("rows", "cols", "outs", "x_stride", "threads")),
+        *((name, ctypes.c_int64) for name in ("group", "has_offsets")),
+    )
+
+
 class NormCall(ctypes.Structure):
     """Arguments of a norm call (`ArgosyNorm` in elementwise.cpp)."""
 

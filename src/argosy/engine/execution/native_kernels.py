@@ -39,6 +39,7 @@ class Kernels:
     - `linear_pack`: takes (address of the weight, outs, cols, address of the packed weight, threads).
     - `limit_threads`: sets the number of threads that no kernel of this process exceeds.
     - `linear_int`: kernels of quantized weights by format.
+    - `linear_group`: kernels of weights in groups by bits, 4 or 8.
     """
 
     def __init__(self, path: Path, isa: str) -> None:
@@ -63,6 +64,7 @@ class Kernels:
         )
         self.limit_threads = _function(library, "argosy_limit_threads", None, size)
         self.linear_int = {name: IntKernels(library, name) for name in ("int8", "int4")}
+        self.linear_group = {bits: GroupKernels(library, bits) for bits in (4, 8)}
 
 
 class IntKernels:
@@ -89,6 +91,29 @@ class IntKernels:
             for dtype, suffix in _DTYPE_SUFFIXES
         }
         self.linear_by_dtype = _by_dtype(library, f"linear_{name}")
+
+
+class GroupKernels:
+    """Functions of linear_group.cpp for weights of some bits.
+
+    - `packed_bytes`: maps (outs, cols, group, whether there are offsets) to the bytes of a packed weight.
+    - `pack`: takes (addresses of bytes, scales and offsets, outs, cols, group, address of the packed weight, threads).
+    - `linear_by_dtype`: take the address of a `LinearGroupCall`.
+    """
+
+    def __init__(self, library: ctypes.CDLL, bits: int) -> None:
+        pointer, size = ctypes.c_void_p, ctypes.c_int64
+        name = f"argosy_linear_group{bits}"
+        self.packed_bytes = _function(
+            library, f"{name}_packed_bytes", size, *(size, size, size, size)
+        )
+        self.pack = _function(
+            library,
+            f"{name}_pack",
+            None,
+            *(pointer, pointer, pointer, size, size, size, pointer, size),
+        )
+        self.linear_by_dtype = _by_dtype(library, f"linear_group{bits}")
 
 
 def _function(

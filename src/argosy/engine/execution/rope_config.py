@@ -10,6 +10,10 @@ from argosy.engine.execution.model_architecture import RopeKind, RopeParams
 if TYPE_CHECKING:
     from argosy.engine.execution.checkpoint_config import CheckpointConfig
 
+MAX_POSITIONS = 1 << 24
+"""Largest accepted context, for which the tables of rotations are built."""
+MAX_TABLE_ELEMENTS = 1 << 32
+"""Largest accepted number of elements of such a table."""
 _KINDS: dict[str, RopeKind] = {kind: kind for kind in get_args(RopeKind)}
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -37,9 +41,15 @@ def parse_ropes(config: CheckpointConfig, head_dim: int) -> tuple[RopeParams, ..
 
 def max_supported_len(config: CheckpointConfig, ropes: tuple[RopeParams, ...]) -> int:
     """Return the maximum context length in tokens. yarn extends the stated length."""
-    stated = config.integer("max_position_embeddings")
+    stated = config.integer("max_position_embeddings", maximum=MAX_POSITIONS)
     extended = [int(rope.original_max_len * rope.factor) for rope in ropes if rope.kind == "yarn"]
-    return max([stated, *extended])
+    longest = max([stated, *extended])
+    limit = min(MAX_POSITIONS, MAX_TABLE_ELEMENTS // max(rope.rotary_dim for rope in ropes))
+    if longest > limit:
+        raise ValueError(
+            f"{config.path}: the context has {longest} tokens; it must be at most {limit} for its heads"
+        )
+    return longest
 
 
 def _parse_rope(config: CheckpointConfig, section: dict[str, object], head_dim: int) -> RopeParams:

@@ -1,25 +1,25 @@
-"""Loader of safetensors weights into a decoder, which maps, fuses, checks and packs them."""
+"""Loader of a checkpoint's weights into a decoder, which maps, fuses, checks and packs them."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import structlog
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from argosy.engine.execution.checkpoint import tensor_files
+from argosy.engine.execution.checkpoint_reader import CheckpointReader
 from argosy.engine.execution.checkpoint_tensors import (
     EMBEDDING,
     HEAD,
-    StoredPart,
     assign_tensors,
     find_parts,
 )
 from argosy.engine.execution.decoder import Decoder
+from argosy.engine.execution.encoded_linear import create_encoded_linear
 from argosy.engine.execution.layers import LoadableModule, Projection
 from argosy.engine.execution.pack_cache import PackCache
 
@@ -27,13 +27,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from torch import Tensor
-
-    from argosy.engine.engine_config import WeightFormat
+    from argosy.engine.engine_config import QuantizeSetting
     from argosy.engine.execution.device import Device
     from argosy.engine.execution.model_architecture import ModelArchitecture
-
-_FLOAT_DTYPES = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger(__name__)
 
@@ -45,7 +41,7 @@ def load_decoder(
     dtype: torch.dtype,
     progress: Callable[[float], None],
     *,
-    quantize: WeightFormat | None = None,
+    quantize: QuantizeSetting | None = None,
     pack_cache: PackCache | None = None,
 ) -> Decoder:
     """Build the decoder of `architecture` with the weights in the directory `path`.
@@ -59,7 +55,8 @@ def load_decoder(
         device: Compute device.
         dtype: Dtype of weights and activations.
         progress: Called with the finished fraction, 0 to 1.
-        quantize: Weight format. None keeps `dtype`.
+        quantize: Weight format. None computes with quantized weights as they are stored, and keeps others in `dtype`.
+            "none" dequantizes them to `dtype`.
         pack_cache: Cache of packed weights. None packs in memory.
 
     Raises:
@@ -71,19 +68,26 @@ def load_decoder(
     is_tied = _is_head_tied(checkpoint, architecture)
     head_differs = architecture.tied_embeddings and not is_tied
     architecture = replace(architecture, tied_embeddings=is_tied)
-    decoder = Decoder(architecture, device, dtype, quantize)
+    decoder = Decoder(architecture, device, dtype, None if quantize == "none" else quantize)
     assignment = assign_tensors(
         path, checkpoint.files, architecture, [name for name, _ in decoder.named_parameters()]
     )
     num_total = sum(parameter.numel() for parameter in decoder.parameters())
     num_done = 0
     progress(0.0)
+    formats: Counter[str] = Counter()
     for module_name, module in decoder.named_modules():
         if not isinstance(module, LoadableModule):
             continue
+        is_projection = isinstance(module, Projection)
         for name, declared in list(module.named_parameters(recurse=False)):
             parameter = f"{module_name}.{name}"
             num_done += declared.numel()
+            if is_projection and name == "weight" and quantize is None:
+                parts = assignment.parts[parameter]
+                checkpoint.check_shape(parts, tuple(declared.shape))
+                if device.has_group_linear and any(map(checkpoint.find_encoded, parts)):
+                    continue  # stays on `meta`
             if _pack_key(parameter, head_differs=head_differs) in pack_cache:
                 tensor = declared.to(module.dtype or dtype)
             else:
@@ -99,7 +103,26 @@ def load_decoder(
             setattr(module, name, nn.Parameter(tensor, requires_grad=False))
         if isinstance(module, Projection):
             key = _pack_key(f"{module_name}.weight", head_differs=head_differs)
-            module.process_weights_after_loading(device, partial(pack_cache.get, key))
+            linear = (
+                create_encoded_linear(
+                    checkpoint,
+                    assignment.parts[f"{module_name}.weight"],
+                    module.bias,
+                    device,
+                    dtype=module.dtype or dtype,
+                    pack_cache=pack_cache,
+                    pack_key=key,
+                    row_order=module.row_order,
+                )
+                if quantize is None
+                else None
+            )
+            if linear is None:
+                formats[module.weight_format or str(dtype).removeprefix("torch.")] += 1
+                module.process_weights_after_loading(device, partial(pack_cache.get, key))
+            else:
+                formats.update(linear.formats)
+                module.set_linear(linear.compute)
         else:
             module.process_weights_after_loading(device)
         progress(num_done / num_total)
@@ -110,7 +133,9 @@ def load_decoder(
         architecture=architecture.architecture,
         parameters=architecture.num_parameters,
         head=head,
-        unused_tensors=list(assignment.unused),
+        stored_format=checkpoint.stored_format,
+        matrices=dict(formats),
+        unused_tensors=[*assignment.unused, *checkpoint.ignored],
         ropes=[rope.describe(architecture.max_model_len) for rope in architecture.ropes],
         eos_token_ids=list(architecture.eos_token_ids),
     )
@@ -142,101 +167,3 @@ def _is_head_tied(checkpoint: CheckpointReader, architecture: ModelArchitecture)
 def _pack_key(parameter: str, *, head_differs: bool) -> str:
     """Return the key of a parameter in the pack cache. Earlier versions packed the embedding as `head.weight`."""
     return "head.stored_weight" if head_differs and parameter == HEAD else parameter
-
-
-class CheckpointReader:
-    """Reader of a directory's safetensors files, which are memory-mapped and read on use."""
-
-    def __init__(self, path: Path) -> None:
-        """Find the tensor files.
-
-        Raises:
-            ValueError: The directory has no safetensors files, or lacks files that its index names.
-        """
-        self._path = path
-        self.files = tensor_files(path)
-        """File of each stored tensor."""
-        self._open_files: dict[Path, safe_open] = {}
-
-    def read_tensor(self, parts: tuple[StoredPart, ...], shape: tuple[int, ...]) -> Tensor:
-        """Read a tensor of `shape`, whose rows are those of the parts.
-
-        Raises:
-            ValueError: A part is damaged or of the wrong shape. The message names it.
-        """
-        tensors = [self._read_part(part) for part in parts]
-        rows = sum(tensor.shape[0] for tensor in tensors if tensor.dim())
-        fits = all(
-            tensor.dim() == len(shape) and tensor.shape[1:] == shape[1:] for tensor in tensors
-        )
-        if not fits or rows != shape[0]:
-            stored = " + ".join(
-                f"{part.name} {list(tensor.shape)}"
-                for part, tensor in zip(parts, tensors, strict=True)
-            )
-            raise ValueError(
-                f"{self._path}: {stored} in {self._file_names(parts)} should have shape {list(shape)}; "
-                "config.json and the weights belong to different models"
-            )
-        return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
-
-    def read_parts(self, parts: tuple[StoredPart, ...]) -> Tensor:
-        """Read a tensor of any shape.
-
-        Raises:
-            ValueError: A part is damaged. The message names it.
-        """
-        tensors = [self._read_part(part) for part in parts]
-        return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
-
-    def check_finite(self, parts: tuple[StoredPart, ...], converted: Tensor) -> None:
-        """Check that a tensor, converted to the model's dtype, has neither NaN nor infinity.
-
-        Raises:
-            ValueError: A value is not finite. The message names the tensor.
-        """
-        if _is_finite(converted):
-            return
-        damaged = [part for part in parts if not _is_finite(self._read_part(part))]
-        names = " + ".join(part.name for part in damaged or parts)
-        location = f"{self._path / self._file_names(tuple(damaged) or parts)}: {names}"
-        if damaged:
-            raise ValueError(
-                f"{location} has values that are not finite (NaN or infinity); "
-                "the checkpoint is damaged, fetch it again"
-            )
-        raise ValueError(
-            f"{location} has values beyond the range of {str(converted.dtype).removeprefix('torch.')}; "
-            "use --dtype bfloat16"
-        )
-
-    def _file_names(self, parts: tuple[StoredPart, ...]) -> str:
-        return ", ".join(sorted({self.files[part.name].name for part in parts}))
-
-    def _read_part(self, part: StoredPart) -> Tensor:
-        name, file = part.name, self.files[part.name]
-        try:
-            if file not in self._open_files:
-                self._open_files[file] = safe_open(file, framework="pt")
-            handle = self._open_files[file]
-            tensor: Tensor = (
-                handle.get_tensor(name)  # type: ignore[no-untyped-call]
-                if part.entry is None
-                else handle.get_slice(name)[part.entry]  # type: ignore[no-untyped-call]
-            )
-        except (SafetensorError, OSError, IndexError) as error:
-            raise ValueError(
-                f"cannot read {name} from {file}: {error}; the file is damaged, fetch it again"
-            ) from error
-        if tensor.dtype not in _FLOAT_DTYPES:
-            raise ValueError(
-                f"{file}: {name} is stored as {tensor.dtype}; "
-                "use a checkpoint in float16, bfloat16 or float32"
-            )
-        return tensor.T if part.is_transposed and tensor.dim() == 2 else tensor
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    """Return whether all values are finite, at the speed of memory. NaN propagates to both extremes."""
-    low, high = torch.aminmax(tensor.detach())
-    return bool(low.isfinite()) and bool(high.isfinite())

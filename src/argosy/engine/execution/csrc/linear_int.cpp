@@ -107,19 +107,8 @@ template <class E> struct CallLayout {
         store(total + 16, load<f32x16>(total + 16) + r);
     }
 
-    // Add the bias to the sums of 32 outputs and store them.
-    void store_outputs(const float *sums, int64_t row, int64_t block) const {
-        const int64_t first = block * BLOCK_OUTPUTS, count = std::min(BLOCK_OUTPUTS, a.outs - first);
-        f32x16 low = load<f32x16>(sums), high = load<f32x16>(sums + 16);
-        if (a.bias) {
-            low += load<f32x16>(a.bias + first);
-            high += load<f32x16>(a.bias + first + 16);
-        }
-        auto *out = (typename E::Scalar *)a.out + row * a.outs + first;
-        if (count == BLOCK_OUTPUTS) return E::write(out, low, high);
-        typename E::Scalar line[BLOCK_OUTPUTS];
-        E::write(line, low, high);
-        std::memcpy(out, line, count * sizeof *out);
+    void store_row(const float *sums, int64_t row, int64_t block) const {
+        store_outputs<E>(sums, a.bias, a.out, a.outs, row, block);
     }
 };
 
@@ -162,7 +151,8 @@ struct VectorUnit {
                                   total + r * BLOCK_OUTPUTS);
             chunk = from;
         }
-        for (int r = 0; r < R; r++) layout.store_outputs(total + r * BLOCK_OUTPUTS, row + r, block);
+        for (int r = 0; r < R; r++)
+            layout.store_row(total + r * BLOCK_OUTPUTS, row + r, block);
     }
 
     template <class Weight, class Layout>
@@ -243,7 +233,7 @@ struct MatrixUnit {
                 chunk = w + words * Int8::WORD_BYTES;
             }
             for (int64_t r = 0; r < item.rows; r++)
-                layout.store_outputs(totals + r * BLOCK_OUTPUTS, item.row + r, block);
+                layout.store_row(totals + r * BLOCK_OUTPUTS, item.row + r, block);
         }
     }
 };

@@ -34,6 +34,22 @@ inline int64_t chunk_words(int64_t cols, int64_t chunk) {
     return std::min(CHUNK_WORDS, count_steps(cols) * (STEP_ELEMENTS / 4) - chunk * CHUNK_WORDS);
 }
 
+// Add the bias, if any, to the sums of a block's 32 outputs, and store them in a row of `out` [.., outs].
+template <class E>
+inline void store_outputs(const float *sums, const float *bias, void *out, int64_t outs, int64_t row, int64_t block) {
+    const int64_t first = block * BLOCK_OUTPUTS, count = std::min(BLOCK_OUTPUTS, outs - first);
+    f32x16 low = load<f32x16>(sums), high = load<f32x16>(sums + 16);
+    if (bias) {
+        low += load<f32x16>(bias + first);
+        high += load<f32x16>(bias + first + 16);
+    }
+    auto *to = (typename E::Scalar *)out + row * outs + first;
+    if (count == BLOCK_OUTPUTS) return E::write(to, low, high);
+    typename E::Scalar line[BLOCK_OUTPUTS];
+    E::write(line, low, high);
+    std::memcpy(to, line, count * sizeof *to);
+}
+
 struct OutputPair {
     u32x16 left, right;  // one word of each of outputs 0-15 and of outputs 16-31
 };

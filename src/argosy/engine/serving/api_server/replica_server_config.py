@@ -51,7 +51,9 @@ class ReplicaServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     """Name of this replica in the log, if several processes share one log."""
 
     def model_names_for(self, model: str) -> tuple[str, ...]:
-        """Return the configured names, or the model's own name (directory or hub repository name)."""
+        """Return the configured names, or the model's own name (directory, file or hub repository name)."""
         path = Path(model)
-        own_name = path.resolve().name if path.is_dir() else model
+        own_name = model
+        if path.exists():
+            own_name = path.resolve().name.removesuffix(".gguf")
         return self.served_model_names or (own_name,)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from argosy.engine.serving.text.chat_template_files import read_template_sources
+from argosy.engine.serving.text.special_tokens import read_special_tokens
 from argosy.engine.serving.text.template_renderer import (
     RenderersBusyError,
     TemplateFailedError,
@@ -18,7 +19,6 @@ from argosy.engine.serving.text.template_renderer import (
     TemplateSyntaxError,
     default_renderer,
 )
-from argosy.engine.serving.text.tokenizer import read_special_tokens
 from argosy.protocol import ApiError, invalid_request
 
 TEMPLATE_ERROR = "chat_template_error"

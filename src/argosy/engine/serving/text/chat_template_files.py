@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from argosy.engine.serving.text.checkpoint_files import read_json_object
+from argosy.engine.serving.text.gguf_text import read_gguf_chat_template
 
 TEMPLATE_FILE = "chat_template.jinja"
 NAMED_TEMPLATES_FOLDER = "additional_chat_templates"
@@ -37,13 +38,13 @@ def read_template_sources(path: Path, override: str | None = None) -> TemplateSo
     tokenizer_config.json, then the `chat_template.json` of a processor.
 
     Args:
-        path: Directory of the checkpoint.
+        path: Directory of the checkpoint, or GGUF file.
         override: Jinja file that replaces the templates, or the name of one of them for all conversations.
 
     Raises:
         ValueError: A template cannot be read or selected. The message includes the remedy.
     """
-    origin, templates = _find_templates(path)
+    origin, templates = _read_gguf_templates(path) if path.is_file() else _find_templates(path)
     if override is not None:
         if override in templates:
             return TemplateSources(f"{origin} ({override})", templates[override])
@@ -70,6 +71,13 @@ def _find_templates(path: Path) -> tuple[str, Mapping[str, str]]:
         if templates:
             return str(json_file), templates
     return "none", {}
+
+
+def _read_gguf_templates(path: Path) -> tuple[str, Mapping[str, str]]:
+    """Return the GGUF file and its templates by name."""
+    named = zip((DEFAULT_NAME, TOOL_NAME), read_gguf_chat_template(path), strict=True)
+    templates = {name: source for name, source in named if source is not None}
+    return (str(path), templates) if templates else ("none", {})
 
 
 def _parse_templates(file: Path) -> dict[str, str]:

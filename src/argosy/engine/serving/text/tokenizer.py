@@ -13,8 +13,9 @@ import tokenizers
 
 from argosy.engine.serving.text.checkpoint_files import read_json_object
 from argosy.engine.serving.text.declared_tokens import add_declared_tokens
-
-SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
+from argosy.engine.serving.text.gguf_text import load_gguf_tokenizer
+from argosy.engine.serving.text.special_tokens import read_special_tokens
+from argosy.engine.serving.text.tokenizer_files import load_backend
 
 
 class Tokenizer:
@@ -52,24 +53,17 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Load the tokenizer of the checkpoint directory `path`, with the tokens that other files declare.
+        """Load the tokenizer of the checkpoint directory or GGUF file `path`, with the tokens that other files declare.
 
         Raises:
-            ValueError: The directory has no `tokenizer.json`, its format is not supported, or it does not fit the
-                model or the other files.
+            ValueError: There is no tokenizer, its format is not supported, or it does not fit the model or the other
+                files.
         """
-        file = path / "tokenizer.json"
-        if not file.is_file():
-            raise ValueError(
-                f"{path} has no tokenizer.json; write one with "
-                "transformers.AutoTokenizer.from_pretrained(...).save_pretrained(...)"
-            )
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:
-            raise ValueError(f"{file} cannot be read ({error}); download it again") from error
+        if path.is_file():
+            return cls(*load_gguf_tokenizer(path))
+        backend = load_backend(path)
         embedded_tokens = _read_vocab_size(path)
-        _check_vocabulary(file, backend, embedded_tokens)
+        _check_vocabulary(path, backend, embedded_tokens)
         add_declared_tokens(path, backend, embedded_tokens)
         return cls(backend, _read_eos_token_ids(path, backend))
 
@@ -140,19 +134,6 @@ class Tokenizer:
         return _decode_utf8(self.token_bytes(token_id))
 
 
-def read_special_tokens(path: Path) -> dict[str, str]:
-    """Read the named special tokens (`bos_token`, `eos_token`, ...) of a checkpoint directory."""
-    config = read_json_object(path / "special_tokens_map.json") | read_json_object(
-        path / "tokenizer_config.json"
-    )
-    special_tokens = {}
-    for name in SPECIAL_TOKEN_NAMES:
-        match config.get(name):
-            case str(text) | {"content": str(text)}:
-                special_tokens[name] = text
-    return special_tokens
-
-
 def _read_vocab_size(path: Path) -> int | None:
     """Return the rows of the model's embedding, or None if config.json leaves them to its family's default."""
     config = read_json_object(path / "config.json")
@@ -163,7 +144,7 @@ def _read_vocab_size(path: Path) -> int | None:
 
 
 def _check_vocabulary(
-    file: Path, backend: tokenizers.Tokenizer, embedded_tokens: int | None
+    path: Path, backend: tokenizers.Tokenizer, embedded_tokens: int | None
 ) -> None:
     """Raise ValueError if ordinary text may give ids that the model does not have.
 
@@ -172,7 +153,7 @@ def _check_vocabulary(
     count = backend.get_vocab_size(with_added_tokens=False)
     if embedded_tokens is not None and count > embedded_tokens:
         raise ValueError(
-            f"{file} has {count} tokens, but vocab_size of config.json is {embedded_tokens}; "
+            f"the tokenizer of {path} has {count} tokens, but vocab_size of config.json is {embedded_tokens}; "
             "the tokenizer belongs to another model"
         )
 
@@ -233,10 +214,13 @@ def _build_decoder(decoder: dict[str, Any] | None) -> tuple[Callable[[str], byte
                 leading_spaces = 0 if step.get("prepend_scheme") == "never" else 1
             case {"type": "Strip", "content": " ", "start": int(start), "stop": 0} if fused:
                 leading_spaces = start
+            case {"type": "WordPiece", "prefix": str(prefix), "cleanup": bool(cleanup)}:
+                steps.append(_word_piece_step(prefix, cleanup=cleanup))
+                leading_spaces = 1
             case _:
                 raise ValueError(
                     f"the decoder {step} of tokenizer.json is not supported; supported are ByteLevel, "
-                    "Metaspace, ByteFallback, Fuse, Replace of a string and Strip of leading spaces"
+                    "Metaspace, WordPiece, ByteFallback, Fuse, Replace of a string and Strip of leading spaces"
                 )
 
     def to_bytes(token: str) -> bytes:
@@ -260,6 +244,27 @@ def _flatten_steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 def _replace_step(old: str, new: str) -> _DecodeStep:
     return lambda piece: piece.replace(old, new) if isinstance(piece, str) else piece
+
+
+_WORD_PIECE_CLEANUP = (
+    *((f" {mark}", mark) for mark in (".", "?", "!", ",")),
+    *((" ' ", "'"), (" n't", "n't"), (" 'm", "'m"), (" do not", " don't")),
+    *((" 's", "'s"), (" 've", "'ve"), (" 're", "'re")),
+)
+
+
+def _word_piece_step(prefix: str, *, cleanup: bool) -> _DecodeStep:
+    """Put a space before each token, but for continuations of a word, which have the prefix, and punctuation."""
+
+    def decode(piece: str | bytes) -> str | bytes:
+        if not isinstance(piece, str):
+            return piece
+        text = piece.removeprefix(prefix) if piece.startswith(prefix) else f" {piece}"
+        for old, new in _WORD_PIECE_CLEANUP if cleanup else ():
+            text = text.replace(old, new)
+        return text
+
+    return decode
 
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")

@@ -1,0 +1,141 @@
+"""Matrices that a checkpoint stores in another form than numbers of one dtype, each of several stored tensors."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from argosy.engine.execution.grouped_weight import GroupedWeight
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from argosy.engine.execution.grouped_weight import GroupFormat
+
+
+class TensorSource(Protocol):
+    """Tensors in the files of a checkpoint."""
+
+    @property
+    def files(self) -> Mapping[str, Path]:
+        """File of each stored tensor."""
+        ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor, without reading its data.
+
+        Raises:
+            ValueError: The file is damaged. The message names it.
+        """
+        ...
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of a tensor, without reading its data."""
+        ...
+
+    def read(self, name: str, entry: int | None = None) -> Tensor:
+        """Read a tensor, or one entry of its first dimension. The data stays mapped from the file where possible.
+
+        Raises:
+            ValueError: The file is damaged. The message names it.
+        """
+        ...
+
+
+class EncodedTensor(ABC):
+    """Matrix [N, K], or 3-D tensor [E, N, K] of matrices, that several stored tensors encode together."""
+
+    def __init__(self, name: str, source: TensorSource, shape: tuple[int, ...]) -> None:
+        self.name = name
+        self.shape = shape
+        self._source = source
+
+    is_transposed = False
+    """Whether checkpoints in full precision store each matrix as [K, N]. Then `shape` is [E, K, N]."""
+
+    @property
+    def file(self) -> Path:
+        """File with the values."""
+        return self._source.files[self.stored_names[0]]
+
+    @property
+    @abstractmethod
+    def stored_names(self) -> tuple[str, ...]:
+        """Names of the stored tensors, that of the values first."""
+
+    @property
+    def group_format(self) -> GroupFormat | None:
+        """Format in which the kernels compute with the stored values, or None if they have to be dequantized."""
+        return None
+
+    def column_order(self) -> Tensor | None:
+        """Return the input column of each column of the values of `read_grouped`, or None for the same order."""
+        return None
+
+    def read_grouped(self, entry: int | None = None) -> GroupedWeight:
+        """Read the stored values of a matrix in `group_format`.
+
+        Raises:
+            ValueError: A stored tensor is damaged. The message names it.
+        """
+        raise NotImplementedError(self.name)
+
+    def dequantize(self, entry: int | None = None) -> Tensor:
+        """Read a matrix, [N, K] float32, or [K, N] if it `is_transposed`.
+
+        Raises:
+            ValueError: A stored tensor is damaged. The message names it.
+        """
+        if entry is None and len(self.shape) == 3:
+            return torch.stack([self.dequantize(index) for index in range(self.shape[0])])
+        weight = self.read_grouped(entry).dequantize()
+        order = self.column_order()
+        if order is not None:
+            weight = torch.empty_like(weight).index_copy_(1, order, weight)
+        return weight.mT.contiguous() if self.is_transposed else weight
+
+    def error(self, stored_name: str, problem: str) -> ValueError:
+        """Build the error for a stored tensor that does not fit."""
+        return ValueError(
+            f"{self._source.files[stored_name]}: {stored_name} {problem}; "
+            "config.json and the weights belong to different models, or the checkpoint is damaged"
+        )
+
+    def check_shape(self, stored_name: str, *expected: tuple[int, ...]) -> None:
+        """Check the shape of a stored tensor.
+
+        Raises:
+            ValueError: It is not among the expected ones.
+        """
+        shape = self._source.shape(stored_name)
+        if shape not in expected:
+            listed = " or ".join(str(list(each)) for each in expected)
+            raise self.error(stored_name, f"has shape {list(shape)} and should have {listed}")
+
+    def read_scales(self, stored_name: str, entry: int | None = None) -> Tensor:
+        """Read scales as float32.
+
+        Raises:
+            ValueError: A scale is not finite.
+        """
+        scales = self._source.read(stored_name, entry).float()
+        if not bool(scales.isfinite().all()):
+            raise ValueError(
+                f"{self._source.files[stored_name]}: {stored_name} has values that are not finite (NaN or infinity); "
+                "the checkpoint is damaged, fetch it again"
+            )
+        return scales
+
+
+def unpack_integers(packed: Tensor, bits: int) -> Tensor:
+    """Unpack int32 words [R, W] to unsigned integers [R, W * (32 / bits)] uint8, lowest bits first."""
+    data = packed.contiguous().view(torch.uint8)
+    if bits == 8:
+        return data
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
+    return (data.unsqueeze(-1) >> shifts & ((1 << bits) - 1)).flatten(1)

@@ -1,0 +1,191 @@
+// out = x . weight^T + bias with a weight as in weights_group.h and rows of x rounded to 8 bits, behind a C ABI.
+//
+// Rows are rounded in chunks of 256 along K. The sums of a group are integers that float32 represents exactly, so every
+// order of summation gives the same bits. Groups are scaled and added in float32, in order, without fused
+// multiply-adds.
+
+#ifdef __clang__  // torch rounds a product before the addition, and results must be equal
+#pragma clang fp contract(off)
+#else
+#pragma GCC optimize("fp-contract=off")
+#endif
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "bytes.h"
+#include "scratch.h"
+#include "simd.h"
+#include "threads.h"
+#include "weights_group.h"
+#include "weights_int.h"
+
+extern "C" {
+
+// Arguments of a call. Sizes are in elements. native_calls.py has the same fields.
+struct ArgosyLinearGroup {
+    const void *x;         // [rows, cols], rows of `x_stride`
+    const void *packed;    // the weight as argosy_linear_groupN_pack laid it out
+    const float *bias;     // [outs, padded to a multiple of 32], or null
+    void *out;             // [rows, outs] in the dtype of x, contiguous
+    const uint8_t *table;  // [16] value + 128 of each code
+    int64_t rows, cols, outs, x_stride, threads, group, has_offsets;
+};
+}
+
+namespace {
+
+using namespace argosy;
+
+#ifdef __AVX512F__
+constexpr int64_t MAX_UNIT_ROWS = 4;  // rows whose sums stay in registers
+#else
+constexpr int64_t MAX_UNIT_ROWS = 2;
+#endif
+constexpr int64_t MAX_DIRECT_ROWS = 8;               // up to this, codes are looked up again for every few rows
+constexpr int64_t MAX_ITEM_ROWS = 256;               // maximum rows of a work item
+constexpr int64_t MAX_ITEM_BLOCKS = 8;               // maximum blocks of a work item
+constexpr int64_t MAX_SMALL_BATCH_ROWS = 64;         // up to this, work items are small
+constexpr int64_t MAX_SINGLE_THREAD_ROUND_ROWS = 32; // up to this, the caller rounds x: a barrier costs more
+constexpr int64_t MIN_THREAD_WEIGHTS = 1 << 18;      // weights that up to 100 rows process while a thread wakes up
+constexpr int64_t PREFETCH_BYTES = 4096;             // prefetch distance in the weight
+
+// Memory layout of one call: rows of x as signed bytes, padded with zeros, their scales, and the sums of their groups.
+template <class E> struct CallLayout {
+    const ArgosyLinearGroup &a;
+    const GroupLayout weight{a.cols, a.group, a.has_offsets != 0};
+    const ByteTable table{a.table};
+    const int64_t chunks = count_chunks(a.cols), groups = weight.groups();
+    const int64_t row_bytes = count_steps(a.cols) * STEP_ELEMENTS;
+    uint8_t *const inputs = thread_buffer<3>(a.rows * (row_bytes + chunks * sizeof(float) + groups * sizeof(int32_t)));
+    float *const scales = (float *)(inputs + a.rows * row_bytes);      // [rows][chunks]
+    int32_t *const sums = (int32_t *)(scales + a.rows * chunks);       // [rows][groups]
+
+    void round_row(int64_t row) const {
+        for (int64_t c = 0; c < chunks; c++) {
+            alignas(64) float values[CHUNK] = {};
+            alignas(64) uint8_t bytes[CHUNK];
+            const int64_t first = c * CHUNK, size = chunk_words(a.cols, c) * 4;
+            E::read((const typename E::Scalar *)a.x + row * a.x_stride + first, std::min(CHUNK, a.cols - first), values);
+            scales[row * chunks + c] = round_to_bytes<CHUNK>(values, bytes).scale;
+            std::memcpy(inputs + row * row_bytes + first, bytes, size);
+            for (int64_t g = 0; g < weight.chunk_groups(c); g++) {
+                int32_t sum = 0;
+                for (int64_t i = g * a.group; i < (g + 1) * a.group; i++) sum += (int8_t)bytes[i];
+                sums[row * groups + c * (CHUNK / a.group) + g] = sum;
+            }
+        }
+    }
+
+    // Compute R rows of one block.
+    template <class Weight, int R> void compute_rows(const uint8_t *chunk, int64_t row, int64_t block) const {
+        const uint8_t *x = inputs + row * row_bytes;
+        const float *x_scales = scales + row * chunks;
+        const int32_t *x_sums = sums + row * groups;
+        alignas(64) float total[R * BLOCK_OUTPUTS] = {};
+        for (int64_t c = 0; c < chunks; c++) {
+            const int64_t count = weight.chunk_groups(c), words = chunk_words(a.cols, c);
+            const uint8_t *header = chunk, *from = chunk + weight.header_bytes(c);
+            for (int64_t g = 0; g < count; g++, header += BLOCK_OUTPUTS * 4, x_sums++) {
+                u32x16 sum[R][2];
+                for (int r = 0; r < R; r++)
+                    sum[r][0] = sum[r][1] = (uint32_t)x_sums[r * groups] * -128u - u32x16{};
+                const int64_t last = std::min(words, (g + 1) * a.group / 4);
+                for (int64_t w = g * a.group / 4; w < last; w++, x += 4, from += Weight::WORD_BYTES) {
+                    const OutputPair pair = Weight::word(from, table);
+                    for (int64_t line = 0; R < MAX_UNIT_ROWS && line < Weight::WORD_BYTES; line += 64)
+                        __builtin_prefetch(from + PREFETCH_BYTES + line, 0, 2);
+#pragma GCC unroll 4
+                    for (int r = 0; r < R; r++) {
+                        const auto word = load<uint32_t>(x + r * row_bytes);
+                        sum[r][0] = dot_bytes(sum[r][0], pair.left, word);
+                        sum[r][1] = dot_bytes(sum[r][1], pair.right, word);
+                    }
+                }
+                for (int r = 0; r < R; r++) {
+                    for (int half = 0; half < 2; half++) {
+                        f32x16 scaled = to_float(sum[r][half]) * load<f32x16>(header + half * 64);
+                        if (weight.has_offsets)
+                            scaled += (float)x_sums[r * groups] *
+                                      load<f32x16>(header + count * BLOCK_OUTPUTS * 4 + half * 64);
+                        float *const to = total + r * BLOCK_OUTPUTS + half * LANES;
+                        store(to, load<f32x16>(to) + scaled * x_scales[r * chunks + c]);
+                    }
+                }
+            }
+            chunk = from;
+        }
+        for (int r = 0; r < R; r++)
+            store_outputs<E>(total + r * BLOCK_OUTPUTS, a.bias, a.out, a.outs, row + r, block);
+    }
+
+    template <class Weight> void compute_block(const uint8_t *from, int64_t block, int64_t row, int64_t end) const {
+        for (int64_t left = end - row; left > 0; left = end - row) {
+            if (left >= MAX_UNIT_ROWS) compute_rows<Weight, MAX_UNIT_ROWS>(from, row, block), row += MAX_UNIT_ROWS;
+            else if (left >= 2) compute_rows<Weight, 2>(from, row, block), row += 2;
+            else compute_rows<Weight, 1>(from, row, block), row += 1;
+        }
+    }
+
+    // Compute rows `row` to `end` of some blocks.
+    template <class Weight> void compute(int64_t row, int64_t end, int64_t first_block, int64_t blocks) const {
+        for (int64_t block = first_block; block < first_block + blocks; block++) {
+            const uint8_t *from = (const uint8_t *)a.packed + block * weight.template block_bytes<Weight>();
+            if (std::is_same_v<Weight, Group8> || end - row <= MAX_DIRECT_ROWS) {
+                compute_block<Weight>(from, block, row, end);
+                continue;
+            }
+            uint8_t *const expanded = thread_buffer<4>(weight.template block_bytes<Group8>());
+            expand_group_block<Weight>(from, weight, table, expanded);
+            compute_block<Group8>(expanded, block, row, end);
+        }
+    }
+};
+
+// Distribute the rows and groups of blocks over the threads.
+template <class Weight, class E> void run(const ArgosyLinearGroup &a) {
+    if (a.rows == 0) return;
+    const CallLayout<E> layout{a};
+    const int64_t blocks = count_blocks(a.outs), parts = (a.rows + MAX_ITEM_ROWS - 1) / MAX_ITEM_ROWS;
+    const int64_t threads =
+        std::clamp<int64_t>(a.outs * a.cols / MIN_THREAD_WEIGHTS * (100 + a.rows) / 100, 1, limit_threads(a.threads));
+    const int64_t shares = threads * (a.rows <= MAX_SMALL_BATCH_ROWS ? 8 : 2);
+    const int64_t item_blocks = std::clamp<int64_t>(blocks * parts / shares, 1, MAX_ITEM_BLOCKS);
+    const int64_t items = (blocks + item_blocks - 1) / item_blocks;
+    const bool rounds_alone = a.rows <= MAX_SINGLE_THREAD_ROUND_ROWS;
+    for (int64_t row = 0; rounds_alone && row < a.rows; row++) layout.round_row(row);
+#pragma omp parallel num_threads((int)threads)
+    {
+        if (!rounds_alone) {
+#pragma omp for schedule(static)
+            for (int64_t row = 0; row < a.rows; row++) layout.round_row(row);
+        }
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t i = 0; i < parts * items; i++) {
+            const int64_t row = i % parts * MAX_ITEM_ROWS, block = i / parts * item_blocks;
+            layout.template compute<Weight>(row, std::min(a.rows, row + MAX_ITEM_ROWS), block,
+                                            std::min(item_blocks, blocks - block));
+        }
+    }
+}
+
+}  // namespace
+
+// Functions of each format: the bytes of a packed weight, its packing, and the linear layer for each dtype.
+#define ARGOSY_LINEAR_GROUP(name, Weight)                                                                             \
+    int64_t argosy_linear_##name##_packed_bytes(int64_t outs, int64_t cols, int64_t group, int64_t has_offsets) {     \
+        return count_blocks(outs) * GroupLayout{cols, group, has_offsets != 0}.block_bytes<Weight>();                 \
+    }                                                                                                                 \
+    void argosy_linear_##name##_pack(const uint8_t *bytes, const float *scales, const float *offsets, int64_t outs,   \
+                                     int64_t cols, int64_t group, uint8_t *packed, int64_t threads) {                 \
+        pack_groups<Weight>({bytes, scales, offsets, outs, {cols, group, offsets != nullptr}}, packed, threads);      \
+    }                                                                                                                 \
+    void argosy_linear_##name##_bfloat16(const ArgosyLinearGroup *call) { run<Weight, Bfloat16Io>(*call); }           \
+    void argosy_linear_##name##_float32(const ArgosyLinearGroup *call) { run<Weight, Float32Io>(*call); }
+
+extern "C" {
+ARGOSY_LINEAR_GROUP(group8, Group8)
+ARGOSY_LINEAR_GROUP(group4, Group4)
+}

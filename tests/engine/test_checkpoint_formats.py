@@ -1,0 +1,243 @@
+"""Quantized checkpoints: values equal to independent dequantizers, whole models, and equal bits in every batch."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import structlog
+import torch
+from safetensors.torch import load_file, save_file
+
+from argosy.engine.engine_config import EngineConfig
+from argosy.engine.execution.architecture_config import read_architecture
+from argosy.engine.execution.checkpoint_formats.compressed import CompressedTensor
+from argosy.engine.execution.checkpoint_formats.integer_formats import GptqTensor
+from argosy.engine.execution.checkpoint_reader import CheckpointReader
+from argosy.engine.execution.checkpoint_tensors import StoredPart
+from argosy.engine.execution.device import create_cpu_device
+from argosy.engine.execution.encoded_linear import create_encoded_linear
+from argosy.engine.execution.executor_loader import load_executor
+from argosy.engine.execution.pack_cache import PackCache, open_pack_cache
+from argosy.engine.execution.weight_loader import load_decoder
+from tests.engine.decoder_driver import DecoderDriver
+from tests.engine.stored_formats import (
+    FORMATS,
+    StoredFormat,
+    dequantize_mxfp4,
+    mxfp4_experts,
+)
+from tests.engine.transformers_reference import VOCAB, make_reference
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from argosy.engine.engine_config import QuantizeSetting
+    from argosy.engine.execution.decoder import Decoder
+
+SHAPE = (24, 192)
+PROMPTS = [[(7 * i + 3) % VOCAB for i in range(length)] for length in (3, 18, 40)]
+MODEL_FORMATS = [
+    "gptq act-order",
+    "gptq 8 bits",
+    "awq",
+    "compressed int4",
+    "compressed int8",
+    "fp8 block",
+    "nf4 nested",
+]
+
+
+def write_checkpoint(
+    path: Path, config: dict[str, Any], tensors: dict[str, Tensor], **values: object
+) -> None:
+    (path / "config.json").write_text(json.dumps({"quantization_config": config} | values))
+    save_file(
+        {name: each.clone().contiguous() for name, each in tensors.items()},
+        path / "model.safetensors",
+    )
+
+
+def dequantize_columns(reader: CheckpointReader, name: str) -> Tensor:
+    """Dequantize the native form, with the columns in the order of the input."""
+    matrix = reader.find_encoded(StoredPart(name))
+    assert matrix is not None
+    weight = matrix.read().dequantize()
+    order = matrix.column_order()
+    return weight if order is None else torch.empty_like(weight).index_copy_(1, order, weight)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_matrix_equals_numpy_dequantizer(tmp_path: Path, name: str) -> None:
+    stored_format = FORMATS[name]
+    weight = np.random.default_rng(3).normal(size=SHAPE).astype(np.float32)
+    tensors = stored_format.encode("layer", weight)
+    expected = stored_format.decode("layer", tensors)
+    assert np.abs(expected - weight).max() < (2.0 if "2 bits" in name else 0.8)
+    write_checkpoint(tmp_path, stored_format.config, tensors | stored_format.extra)
+    reader = CheckpointReader(tmp_path)
+    part = StoredPart("layer.weight")
+    assert list(reader.files) == ["layer.weight"]
+    assert set(reader.ignored) == set(stored_format.extra)
+    peak = np.abs(expected).max()
+    values = reader.read_tensor((part,), SHAPE).numpy()
+    assert np.abs(values - expected).max() <= 1e-6 * peak
+    assert (reader.find_encoded(part) is not None) is stored_format.is_native
+    if stored_format.is_native:
+        native = dequantize_columns(reader, "layer.weight").numpy()
+        assert np.abs(native - expected).max() <= stored_format.tolerance * peak
+
+
+def test_mxfp4_experts_equal_numpy_dequantizer(tmp_path: Path) -> None:
+    """gpt-oss stores experts [E, N, K] in MXFP4, and [E, K, N] in full precision."""
+    blocks, scales = mxfp4_experts((2, 6, 64), 5)
+    expected = dequantize_mxfp4(blocks, scales)
+    tensors = {"experts.down_proj_blocks": blocks, "experts.down_proj_scales": scales}
+    write_checkpoint(tmp_path, {"quant_method": "mxfp4"}, tensors)
+    reader = CheckpointReader(tmp_path)
+    assert list(reader.files) == ["experts.down_proj"]
+    for expert in range(2):
+        part = StoredPart("experts.down_proj", expert, is_transposed=True)
+        assert np.array_equal(reader.read_tensor((part,), (6, 64)).numpy(), expected[expert])
+        matrix = reader.find_encoded(part)
+        assert matrix is not None
+        assert np.array_equal(matrix.read().dequantize().numpy(), expected[expert])
+    whole = reader.read_parts((StoredPart("experts.down_proj"),)).numpy()
+    assert np.array_equal(whole, expected.transpose(0, 2, 1))
+
+
+def load_model(path: Path, quantize: QuantizeSetting | None = None) -> Decoder:
+    return load_decoder(
+        path,
+        read_architecture(path),
+        create_cpu_device(1),
+        torch.float32,
+        lambda _: None,
+        quantize=quantize,
+    )
+
+
+def quantize_model(path: Path, stored_format: StoredFormat, model: Any) -> None:  # noqa: ANN401
+    """Store the projections of a checkpoint in a format, and give the model the dequantized weights."""
+    state, stored = load_file(path / "model.safetensors"), dict(stored_format.extra)
+    for name, tensor in state.items():
+        if "_proj" not in name or tensor.dim() < 2:
+            stored[name] = tensor
+            continue
+        prefix = name.removesuffix(".weight")
+        encoded = stored_format.encode(prefix, tensor.numpy())
+        stored |= encoded
+        state[name] = torch.from_numpy(stored_format.decode(prefix, encoded)).float()
+    config = json.loads((path / "config.json").read_text())
+    write_checkpoint(path, stored_format.config, stored, **config)
+    model.load_state_dict(state, strict=False)
+
+
+@pytest.mark.parametrize("name", MODEL_FORMATS)
+def test_model_matches_transformers_on_dequantized_weights(tmp_path: Path, name: str) -> None:
+    """Dequantized, the tokens are equal. Natively, the error is small, and no batch or chunk changes a bit."""
+    sizes = {"intermediate_size": 128, "num_hidden_layers": 2}
+    reference = make_reference(tmp_path, "Qwen2", sizes | {"attention_bias": True})
+    quantize_model(tmp_path, FORMATS[name], reference.model)
+    exact = DecoderDriver(load_model(tmp_path, "none"))
+    expected = [reference.greedy(prompt, 12) for prompt in PROMPTS]
+    assert exact.greedy(PROMPTS, 12) == expected
+    exact_logits = [exact.logits_in_one_chunk(prompt) for prompt in PROMPTS]
+    for prompt, logits in zip(PROMPTS, exact_logits, strict=True):
+        torch.testing.assert_close(logits, reference.logits(prompt), rtol=1e-4, atol=2e-4)
+
+    with structlog.testing.capture_logs() as logs:
+        native = DecoderDriver(load_model(tmp_path))
+    (event,) = [entry for entry in logs if entry["event"] == "checkpoint_loaded"]
+    assert event["stored_format"].startswith(FORMATS[name].config["quant_method"])
+    assert any(key.startswith("int") for key in event["matrices"]) is FORMATS[name].is_native
+    alone = [native.logits_in_one_chunk(prompt) for prompt in PROMPTS]
+    for logits, others in zip(alone, exact_logits, strict=True):
+        assert (logits - others).square().mean().sqrt() < 0.1 * others.std()
+    together = native.forward([(f"t{i}", prompt) for i, prompt in enumerate(PROMPTS)])
+    assert all(map(torch.equal, together, alone))
+    native.forward([("a", PROMPTS[2][:9])])
+    chunks = native.forward([("b", PROMPTS[1]), ("a", PROMPTS[2][9:])])
+    assert torch.equal(chunks[1], alone[2][9:])
+
+
+@pytest.mark.parametrize("name", ["gptq act-order", "compressed int4", "mixed"])
+def test_packed_form_is_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A second start maps the packed integers, and does not read the checkpoint's values."""
+    reference = make_reference(tmp_path, "Llama", {"intermediate_size": 128})
+    quantize_model(tmp_path, FORMATS["gptq" if name == "mixed" else name], reference.model)
+    if name == "mixed":  # the rows of q, k and v are in different forms, and so are neighbours
+        tensors = load_file(tmp_path / "model.safetensors")
+        prefix = "model.layers.0.self_attn.k_proj"
+        for part in ("qweight", "qzeros", "scales", "g_idx"):
+            del tensors[f"{prefix}.{part}"]
+        tensors[f"{prefix}.weight"] = reference.model.state_dict()[f"{prefix}.weight"]
+        save_file(tensors, tmp_path / "model.safetensors")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    logits = []
+    for _ in range(2):
+        with open_pack_cache(("a", name), required_bytes=1 << 20, limit_bytes=1 << 30) as cache:
+            decoder = load_decoder(
+                tmp_path,
+                read_architecture(tmp_path),
+                create_cpu_device(1),
+                torch.bfloat16,
+                lambda _: None,
+                pack_cache=cache,
+            )
+            is_stored = cache.is_stored
+        logits.append(DecoderDriver(decoder).logits_in_one_chunk(PROMPTS[1]))
+        monkeypatch.setattr(GptqTensor, "read_codes", None)
+        monkeypatch.setattr(CompressedTensor, "read_codes", None)
+    assert is_stored
+    assert torch.equal(*logits)
+
+
+def test_quantized_checkpoint_is_part_of_the_identity(tmp_path: Path) -> None:
+    reference = make_reference(tmp_path, "Llama", {"intermediate_size": 128})
+    quantize_model(tmp_path, FORMATS["gptq"], reference.model)
+    backends = [
+        load_executor(
+            EngineConfig(
+                model=str(tmp_path), quantize=quantize, num_blocks=8, warmup=False, threads=1
+            ),
+            lambda *_: None,
+        ).backend
+        for quantize in (None, "none", "int8")
+    ]
+    assert "gptq, 4 bits" in backends[0]
+    assert len(set(backends)) == 3
+
+
+@pytest.mark.parametrize("is_mixed", [False, True])
+def test_rows_are_reordered(tmp_path: Path, is_mixed: bool) -> None:
+    """Outputs in another order than the checkpoint's rows, as of the experts of gpt-oss, with one format or two."""
+    weights = np.random.default_rng(4).normal(size=(2, *SHAPE)).astype(np.float32)
+    formats = [FORMATS["gptq"], FORMATS["gptq v2"] if is_mixed else FORMATS["gptq"]]
+    tensors = dict[str, Any]()
+    for name, weight, stored_format in zip("ab", weights, formats, strict=True):
+        tensors |= stored_format.encode(name, weight)
+    write_checkpoint(tmp_path, FORMATS["gptq"].config, tensors)
+    reader, parts = CheckpointReader(tmp_path), [StoredPart("a.weight"), StoredPart("b.weight")]
+    bias, x = torch.randn(2 * SHAPE[0]), torch.randn(5, SHAPE[1])
+    order = torch.randperm(2 * SHAPE[0])
+    outputs = []
+    for row_order in (None, order):
+        linear = create_encoded_linear(
+            reader,
+            parts,
+            bias,
+            create_cpu_device(1),
+            dtype=torch.float32,
+            pack_cache=PackCache(),
+            pack_key="a",
+            row_order=None if row_order is None else row_order.tolist(),
+        )
+        assert linear is not None
+        assert len(linear.formats) == 1 + is_mixed
+        outputs.append(linear.compute(x))
+    assert torch.equal(outputs[0][:, order], outputs[1])
