@@ -200,17 +200,19 @@ def test_packed_form_is_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 def test_quantized_checkpoint_is_part_of_the_identity(tmp_path: Path) -> None:
     reference = make_reference(tmp_path, "Llama", {"intermediate_size": 128})
     quantize_model(tmp_path, FORMATS["gptq"], reference.model)
-    backends = [
+    loaded = [
         load_executor(
             EngineConfig(
                 model=str(tmp_path), quantize=quantize, num_blocks=8, warmup=False, threads=1
             ),
             lambda *_: None,
-        ).backend
+        )
         for quantize in (None, "none", "int8")
     ]
-    assert "gptq, 4 bits" in backends[0]
-    assert len(set(backends)) == 3
+    assert "gptq, 4 bits" in loaded[0].backend
+    identities = [executor.arithmetic for executor in loaded]
+    assert [each.quantization for each in identities] == ["gptq, 4 bits", "none", "int8"]
+    assert len({each.id for each in identities}) == 3
 
 
 @pytest.mark.parametrize("is_mixed", [False, True])

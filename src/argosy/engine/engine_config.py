@@ -127,7 +127,7 @@ MINIMUM_SETTINGS = {
 SETTING_CHOICES: dict[str, tuple[str | None, ...]] = {
     "device": ("auto", "cpu", "cuda"),
     "dtype": get_args(DType),
-    "quantize": (None, *get_args(WeightFormat)),
+    "quantize": (None, *get_args(QuantizeSetting)),
     "batching": get_args(BatchingMode),
     "kv_dtype": ("auto", "fp8"),
 }
