@@ -20,6 +20,8 @@ from argosy.engine.execution.checkpoint_tensors import StoredPart
 from argosy.engine.execution.device import create_cpu_device
 from argosy.engine.execution.encoded_linear import create_encoded_linear
 from argosy.engine.execution.executor_loader import load_executor
+from argosy.engine.execution.generic_loader import load_generic_decoder
+from argosy.engine.execution.model_selection import build_transformers_model
 from argosy.engine.execution.pack_cache import PackCache, open_pack_cache
 from argosy.engine.execution.weight_loader import load_decoder
 from tests.engine.decoder_driver import DecoderDriver
@@ -163,6 +165,16 @@ def test_model_matches_transformers_on_dequantized_weights(tmp_path: Path, name:
     native.forward([("a", PROMPTS[2][:9])])
     chunks = native.forward([("b", PROMPTS[1]), ("a", PROMPTS[2][9:])])
     assert torch.equal(chunks[1], alone[2][9:])
+
+
+@pytest.mark.parametrize("name", ["gptq act-order", "fp8 block"])
+def test_model_of_transformers_is_dequantized(tmp_path: Path, name: str) -> None:
+    reference = make_reference(tmp_path, "Granite", {"intermediate_size": 128})
+    quantize_model(tmp_path, FORMATS[name], reference.model)
+    model = build_transformers_model(tmp_path, torch.float32)
+    decoder = load_generic_decoder(model, create_cpu_device(1), torch.float32, lambda _: None)
+    logits = DecoderDriver(decoder).logits_in_one_chunk(PROMPTS[1])
+    torch.testing.assert_close(logits, reference.logits(PROMPTS[1]), rtol=1e-4, atol=2e-4)
 
 
 @pytest.mark.parametrize("name", ["gptq act-order", "compressed int4", "mixed"])

@@ -150,8 +150,8 @@ REFUSALS: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "quantized": (
         "Granite",
         "ForCausalLM",
-        {"quantization_config": {"quant_method": "gptq", "bits": 4}},
-        "the checkpoint is quantized",
+        {"quantization_config": {"quant_method": "hqq"}},
+        "HQQ is not supported; use a checkpoint of the model in GPTQ",
     ),
     "endless": ("Granite", "ForCausalLM", {"num_hidden_layers": 2**31}, "must be at most 1024"),
     "code in the checkpoint": (

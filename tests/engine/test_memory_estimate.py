@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from argosy.engine.engine_config import EngineConfig
 from argosy.engine.execution import cgroup
 from argosy.engine.execution.architecture_config import read_architecture
+from argosy.engine.execution.checkpoint_reader import StoredIntegers
 from argosy.engine.execution.executor_loader import load_executor
 from argosy.engine.execution.memory_estimate import MemoryNeeds, check_memory
 from argosy.models import BUNDLED_MODEL
@@ -55,6 +56,12 @@ def test_estimate_counts_weights_and_kv_cache(large: ModelArchitecture) -> None:
     assert needs(large, kv_memory_bytes=GIB).estimate().kv_bytes == GIB
     assert needs(large, quantize="int8").estimate().weight_bytes == pytest.approx(8.7e9, rel=0.02)
     assert needs(large, quantize="int4").estimate().weight_bytes == pytest.approx(5.3e9, rel=0.05)
+    layers = large.num_parameters - 2 * large.vocab_size * large.hidden_size
+    stored = StoredIntegers("awq, 4 bits", num_weights=layers, num_bytes=layers * 9 // 16)
+    quantized = replace(needs(large), stored=stored)
+    assert quantized.estimate().weight_bytes == pytest.approx(6.0e9, rel=0.02)
+    dequantized = replace(needs(large, quantize="none"), stored=stored).estimate()
+    assert dequantized.weight_bytes == estimate.weight_bytes
 
 
 def test_weights_of_the_bundled_model_are_counted() -> None:

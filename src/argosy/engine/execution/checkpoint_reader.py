@@ -104,7 +104,7 @@ class CheckpointReader:
             self.stored_format = f"gguf, {' and '.join(source.types)}"
             return source
         plain = open_tensor_source(path)
-        quantization = _read_quantization(path)
+        quantization = read_quantization(path)
         if quantization is not None:
             found = find_encoded_tensors(plain, quantization)
             self._encoded, self.ignored = found.by_name, found.ignored
@@ -241,7 +241,7 @@ def find_stored_integers(path: Path) -> StoredIntegers | None:
     return StoredIntegers(checkpoint.stored_format, num_weights, int(num_bytes))
 
 
-def _read_quantization(path: Path) -> QuantizationConfig | None:
+def read_quantization(path: Path) -> QuantizationConfig | None:
     """Read the quantization of a model, which wrappers of several models state next to its config or in it."""
     file, values = read_config_values(path)
     text = values.get("text_config")

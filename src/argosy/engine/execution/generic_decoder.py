@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from argosy.engine.execution.batch import KvCacheShape
 from argosy.engine.execution.checkpoint_config import MAX_LAYERS
+from argosy.engine.execution.checkpoint_reader import read_quantization
 from argosy.engine.execution.generic_architecture import GenericArchitecture
 from argosy.engine.execution.generic_modules import compute_experts
 from argosy.engine.execution.generic_trace import (
@@ -439,6 +440,7 @@ def _reject_by_config(path: Path, config: Any, text_config: Any) -> str:  # noqa
         modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
     )
     name = str(names[0]) if names else str(mappings[0].get(config.model_type, config.model_type))
+    read_quantization(path)  # raises an error if it is not supported
     known = {str(value) for mapping in mappings for value in mapping.values()}
     remote = getattr(config, "auto_map", None) or {}
     if config.is_encoder_decoder or not (name in known or "AutoModelForCausalLM" in remote):
