@@ -167,6 +167,26 @@ def test_model_matches_transformers_on_dequantized_weights(tmp_path: Path, name:
     assert torch.equal(chunks[1], alone[2][9:])
 
 
+def test_experts_of_gpt_oss_compute_with_stored_codes(tmp_path: Path) -> None:
+    """The rows of gate and up alternate in the checkpoint, and so do their biases."""
+    sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
+    reference = make_reference(tmp_path, "GptOss", sizes | {"intermediate_size": 64})
+    tensors, state = load_file(tmp_path / "model.safetensors"), reference.model.state_dict()
+    for seed, name in enumerate([name for name in tensors if name.endswith("_up_proj")]):
+        num_experts, cols, outs = tensors.pop(name).shape
+        blocks, scales = mxfp4_experts((num_experts, outs, cols), seed)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        weight = torch.from_numpy(dequantize_mxfp4(blocks, scales)).float()
+        state[name].copy_(weight.transpose(1, 2))
+    config = json.loads((tmp_path / "config.json").read_text())
+    write_checkpoint(tmp_path, {"quant_method": "mxfp4"}, tensors, **config)
+    for quantize, tolerance in (("none", 1e-4), (None, 0.1)):
+        driver = DecoderDriver(load_model(tmp_path, quantize))
+        for prompt in PROMPTS:
+            actual, expected = driver.logits_in_one_chunk(prompt), reference.logits(prompt)
+            assert (actual - expected).square().mean().sqrt() < tolerance * expected.std()
+
+
 @pytest.mark.parametrize("name", ["gptq act-order", "fp8 block"])
 def test_model_of_transformers_is_dequantized(tmp_path: Path, name: str) -> None:
     reference = make_reference(tmp_path, "Granite", {"intermediate_size": 128})

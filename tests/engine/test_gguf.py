@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from argosy.engine.execution.architecture_config import read_architecture
-from argosy.engine.execution.checkpoint import resolve_model_path
+from argosy.engine.execution.checkpoint import model_revision, resolve_model_path
 from argosy.engine.execution.checkpoint_formats.gguf_file import GGUF_TYPES, GgufTensor
 from argosy.engine.execution.checkpoint_formats.gguf_tensors import BlockTensor
 from argosy.engine.execution.device import create_cpu_device
+from argosy.engine.execution.model_selection import select_implementation
 from argosy.engine.execution.weight_loader import load_decoder
 from tests.engine.decoder_driver import DecoderDriver
 from tests.engine.gguf_reference import dequantize, random_blocks, write_gguf
@@ -159,6 +160,8 @@ def test_parts_of_a_file_are_one_model(tmp_path: Path) -> None:
     path = resolve_model_path(str(folder), None)
     assert path.name == names[0]
     assert resolve_model_path(str(folder / names[-1]), None) == path
+    with pytest.raises(ValueError, match=r"does not serve GGUF files"):
+        select_implementation(path, "transformers")
     decoder = load_decoder(
         path,
         read_architecture(path),
@@ -190,5 +193,6 @@ def test_file_of_a_cached_hub_repository_is_selected_by_its_quantization(
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     assert resolve_model_path("owner/model:q8_0", None) == snapshot / "model-Q8_0.gguf"
+    assert model_revision(snapshot / "model-Q8_0.gguf", None) == "0" * 40
     with pytest.raises(ValueError, match=r"holds 0 GGUF models with Q2_K"):
         resolve_model_path("owner/model:Q2_K", None)

@@ -66,7 +66,8 @@ def resolve_model_path(model: str, revision: str | None) -> Path:
 
 def model_revision(path: Path, revision: str | None) -> str:
     """Return the commit of a downloaded snapshot, or the requested revision; empty for a directory without either."""
-    return path.name if path.parent.name == _SNAPSHOT_FOLDER else revision or ""
+    folder = path.parent if path.is_file() else path
+    return folder.name if folder.parent.name == _SNAPSHOT_FOLDER else revision or ""
 
 
 def _find_checkpoint(folder: Path) -> Path:
