@@ -180,7 +180,8 @@ def test_experts_of_gpt_oss_compute_with_stored_codes(tmp_path: Path) -> None:
         state[name].copy_(weight.transpose(1, 2))
     config = json.loads((tmp_path / "config.json").read_text())
     write_checkpoint(tmp_path, {"quant_method": "mxfp4"}, tensors, **config)
-    for quantize, tolerance in (("none", 1e-4), (None, 0.1)):
+    tolerances: dict[QuantizeSetting | None, float] = {"none": 1e-4, None: 0.1}
+    for quantize, tolerance in tolerances.items():
         driver = DecoderDriver(load_model(tmp_path, quantize))
         for prompt in PROMPTS:
             actual, expected = driver.logits_in_one_chunk(prompt), reference.logits(prompt)
