@@ -67,7 +67,7 @@ def list_replicas(
             view["since"] and _format_time(view["since"]),
             f"{view['weight']:g}",
             *(view["running"], view["waiting"]),
-            view["arithmetic_id"][:8],
+            view["arithmetic_id"][:8] + ("" if view["exact"] else " (not exact)"),
             *(view["build"], view["zone"], view["reason"]),
         ),
         "No replicas match.",

@@ -42,10 +42,10 @@ def describe_arithmetic(
     `stored_format` describes the checkpoint's own integers if the kernels compute with them.
     """
     versions = f"torch {torch.__version__} {device.kernel_compiler}".rstrip()
-    rope = "transformers"
     if isinstance(architecture, ModelArchitecture):
         rope = _describe_ropes(architecture)
     else:
+        rope = architecture.rope
         versions += f" transformers {version('transformers')}"
     return ArithmeticIdentity(
         weights=checkpoint_digest(path),

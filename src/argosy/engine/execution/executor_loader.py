@@ -138,8 +138,7 @@ def load_executor(
     is_exact = True
     if config.warmup:
         _warm_up(executor, limits, device.warmup_sizes, progress)
-        identity = (arithmetic.id, backend, selection.implementation, str(limits.max_model_len))
-        is_exact = _test_exactness(path, factory, limits.max_model_len, identity)
+        is_exact = _test_exactness(path, factory, limits.max_model_len, arithmetic.id)
     return LoadedExecutor(
         executor=executor,
         architecture=decoder.architecture,
@@ -193,16 +192,16 @@ class _ExecutorFactory:
 
 
 def _test_exactness(
-    path: Path, factory: _ExecutorFactory, max_model_len: int, identity: tuple[str, ...]
+    path: Path, factory: _ExecutorFactory, max_model_len: int, arithmetic_id: str
 ) -> bool:
-    """Run the self-test unless its result for `identity` is stored, and return whether the model is exact.
+    """Run the self-test unless its result for `arithmetic_id` is stored, and return whether the model is exact.
 
     Raises:
         ValueError: The results of a sequence depend on other sequences, so that the model cannot be served.
     """
     decoder, started_at = factory.decoder, time.monotonic()
     result = find_or_run(
-        identity,
+        arithmetic_id,
         lambda: run_self_test(
             decoder,
             factory.device,

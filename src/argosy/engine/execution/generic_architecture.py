@@ -20,6 +20,8 @@ class GenericArchitecture:
     intermediate_size: int
     """Width of the widest inner activations of a layer."""
     tied_embeddings: bool
+    rope: str
+    """Kinds of the rotary embedding, with the choice between longrope's factors."""
     num_heads: int
     num_kv_heads: int
     head_dim: int

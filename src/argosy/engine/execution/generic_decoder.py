@@ -237,7 +237,8 @@ def build_generic_model(
         hidden_size=text_config.hidden_size,
         intermediate_size=getattr(text_config, "intermediate_size", None)
         or 4 * text_config.hidden_size,
-        tied_embeddings=bool(getattr(text_config, "tie_word_embeddings", False)),
+        tied_embeddings=_is_head_tied(module),
+        rope=_describe_ropes(text_config, context),
         num_heads=layer.num_heads,
         num_kv_heads=layer.num_kv_heads,
         head_dim=layer.head_dim,
@@ -483,11 +484,9 @@ def _max_model_len(path: Path, text_config: Any, limit: int | None) -> int:  # n
                 f"{path / 'config.json'}: max_position_embeddings is missing; set --max-model-len"
             )
         return limit
-    ropes = getattr(text_config, "rope_parameters", None) or {}
-    sections = [ropes, *(section for section in ropes.values() if isinstance(section, dict))]
     extended = [
         int(section.get("original_max_position_embeddings", stated) * section.get("factor", 1.0))
-        for section in sections
+        for section in _rope_sections(text_config)
         if section.get("rope_type") == "yarn"
     ]
     longest = max([stated, *extended])
@@ -517,6 +516,28 @@ def _count_parameters(text_config: Any, trace: ModelTrace) -> tuple[int, int]:  
     )
     num_experts = trace.experts[0].get_parameter("down_proj").shape[0]
     return total, total - in_experts + round(in_experts * num_active / num_experts)
+
+
+def _is_head_tied(module: Any) -> bool:  # noqa: ANN401 - of transformers
+    head, embedding = module.get_output_embeddings(), module.get_input_embeddings()
+    return head is not None and head.weight is getattr(embedding, "weight", None)
+
+
+def _describe_ropes(text_config: Any, max_model_len: int) -> str:  # noqa: ANN401 - of transformers
+    """Return the kinds of the ropes, with the choice between longrope's factors."""
+    kinds = []
+    for section in _rope_sections(text_config):
+        kind = section.get("rope_type")
+        if kind == "longrope":
+            kind += f" {'long' if max_model_len > section['original_max_position_embeddings'] else 'short'}"
+        kinds += [kind] if kind else []
+    return "+".join(kinds) or "none"
+
+
+def _rope_sections(text_config: Any) -> list[dict[str, Any]]:  # noqa: ANN401 - of transformers
+    """Return the settings of each rope, of which some models have one for each type of layers."""
+    ropes = getattr(text_config, "rope_parameters", None) or {}
+    return [ropes, *(section for section in ropes.values() if isinstance(section, dict))]
 
 
 @contextmanager

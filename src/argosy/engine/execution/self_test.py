@@ -7,9 +7,7 @@ must give the same logits. A model that fails is served, but marked, because its
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -20,6 +18,7 @@ from argosy.folders import cache_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from pathlib import Path
 
     from torch import Tensor
 
@@ -223,16 +222,9 @@ class _Probe:
 # --- stored results ---------------------------------------------------------------------------------
 
 
-def find_or_run(identity: tuple[str, ...], run: Callable[[], SelfTestResult]) -> SelfTestResult:
-    """Return the stored result for `identity`, or run the test and store its result.
-
-    Args:
-        identity: Strings that identify the arithmetic: checkpoint, formats, device and implementation. The versions of
-            torch and of this package's files are added.
-        run: Runs the test.
-    """
-    key = "\0".join((*identity, torch.__version__, _sources_state()))
-    name = f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+def find_or_run(arithmetic_id: str, run: Callable[[], SelfTestResult]) -> SelfTestResult:
+    """Return the stored result for an arithmetic identity, or run the test and store its result."""
+    name = f"{arithmetic_id}.json"
     with contextlib.suppress(OSError, msgspec.DecodeError):
         stored = (cache_folder() / "self-test" / name).read_bytes()
         return msgspec.json.decode(stored, type=SelfTestResult)
@@ -252,14 +244,3 @@ def _store(file: Path, result: SelfTestResult) -> None:
     stored = sorted(file.parent.glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
     for old in stored[:-MAX_STORED_RESULTS]:
         old.unlink(missing_ok=True)
-
-
-def _sources_state() -> str:
-    """Return a hash that changes if a file of this package changes."""
-    folder = Path(__file__).parent
-    states = [
-        f"{file.relative_to(folder)} {file.stat().st_size} {file.stat().st_mtime_ns}"
-        for file in sorted(folder.rglob("*"))
-        if file.suffix in {".py", ".cpp", ".h"}
-    ]
-    return hashlib.sha256("\n".join(states).encode()).hexdigest()

@@ -78,6 +78,8 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True, tag_field="object",
     max_model_len: int | None
     arithmetic_id: str
     arithmetic: ArithmeticIdentity | None
+    exact: bool
+    """Whether the replica's results do not depend on other requests. Streams of other replicas are not resumed."""
     build: str
     model_revision: str
     accelerator: str
@@ -151,6 +153,7 @@ def to_replica_view(pool: Pool, replica: ReplicaEndpoint) -> ReplicaView:
         max_model_len=replica.max_model_len,
         arithmetic_id=replica.arithmetic_id,
         arithmetic=report.arithmetic if report else None,
+        exact=replica.is_exact,
         build=report.build if report else "",
         model_revision=report.model_revision if report else "",
         accelerator=report.accelerator if report else "",

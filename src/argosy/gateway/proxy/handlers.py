@@ -142,6 +142,7 @@ class CompletionHandlers:
                 id(replica): replica
                 for replica in pool.replicas.values()
                 if replica.arithmetic_id
+                and replica.is_exact
                 and replica.kind == "argosy"
                 and replica.must_move_streams(now)
             }
