@@ -1,7 +1,8 @@
 """Which client connections are open, and which of them has to close for a new one.
 
 Only connections without a running request are closed, the one that became idle first before the others. A client that
-keeps thousands of idle connections loses some of them, and a new client always gets in.
+keeps thousands of idle connections loses some of them, and a new client always gets in. A connection that has just been
+opened is not closed, because its request is on the way.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ EvictionReason = Literal["address_limit", "connection_limit"]
 DEFAULT_ADDRESS_SHARE = 0.75
 """Share of all connections that one address may have if no number is set. One client may be a busy application server,
 and its idle connections close for others anyway."""
+MIN_IDLE_S = 1.0
+"""Time without a request before a connection may be closed for another one."""
 _IPV6_CLIENT_PREFIX_BITS = 64
 """A client with IPv6 usually has a whole network of this size."""
 
@@ -54,8 +57,8 @@ class _Source:
 
     def __init__(self) -> None:
         self.count = 0
-        self.idle = OrderedDict[ConnectionSlot, None]()
-        """Connections without a request, the idlest first."""
+        self.idle = OrderedDict[ConnectionSlot, float]()
+        """Connections without a request and since when, the idlest first."""
 
 
 class ConnectionLimiter:
@@ -67,6 +70,7 @@ class ConnectionLimiter:
             `max_connections`, and no maximum for addresses of this machine.
         is_exempt: Returns whether an address has no maximum of its own, such as that of a trusted proxy.
         on_evicted: Called after an idle connection was closed for a new one.
+        clock: Returns the time in seconds.
     """
 
     def __init__(
@@ -75,6 +79,7 @@ class ConnectionLimiter:
         max_per_address: int | None,
         is_exempt: Callable[[IpAddress], bool],
         on_evicted: Callable[[EvictionReason], object],
+        clock: Callable[[], float],
     ) -> None:
         self._max_connections = max_connections
         self._limits_loopback = max_per_address is not None
@@ -83,9 +88,10 @@ class ConnectionLimiter:
         )
         self._is_exempt = is_exempt
         self._on_evicted = on_evicted
+        self._clock = clock
         self._slots: set[ConnectionSlot] = set()
-        self._idle = OrderedDict[ConnectionSlot, None]()
-        """Connections without a request, the idlest first."""
+        self._idle = OrderedDict[ConnectionSlot, float]()
+        """Connections without a request and since when, the idlest first."""
         self._sources: dict[str, _Source] = {}
 
     def __len__(self) -> int:
@@ -95,7 +101,7 @@ class ConnectionLimiter:
     @property
     def can_admit(self) -> bool:
         """Whether a new connection fits, possibly after an idle one is closed."""
-        return len(self._slots) < self._max_connections or bool(self._idle)
+        return len(self._slots) < self._max_connections or self._find_idlest(self._idle) is not None
 
     def admit(self, peer: str | None) -> ConnectionSlot | None:
         """Register a new connection as idle, and close another idle one if a limit is reached. Needs `can_admit`.
@@ -104,15 +110,16 @@ class ConnectionLimiter:
             peer: Address of the client. None over a Unix socket.
 
         Returns:
-            The slot of the connection, or None if its address has too many connections that run requests.
+            The slot of the connection, or None if its address has too many connections that are in use.
         """
         source_name = None if peer is None else self._source_name(peer)
         if source_name is not None:
             source = self._sources.get(source_name)
             if source is not None and source.count >= self._max_per_address:
-                if not source.idle:
+                idlest = self._find_idlest(source.idle)
+                if idlest is None:
                     return None
-                self._evict(next(iter(source.idle)), "address_limit")
+                self._evict(idlest, "address_limit")
         if len(self._slots) >= self._max_connections:
             self.evict_idlest()
         slot = ConnectionSlot(self, source_name)
@@ -124,9 +131,10 @@ class ConnectionLimiter:
 
     def evict_idlest(self) -> bool:
         """Close the connection that has been without a request for the longest time. Returns whether there was one."""
-        if not self._idle:
+        idlest = self._find_idlest(self._idle)
+        if idlest is None:
             return False
-        self._evict(next(iter(self._idle)), "connection_limit")
+        self._evict(idlest, "connection_limit")
         return True
 
     def mark_busy(self, slot: ConnectionSlot) -> None:
@@ -139,9 +147,10 @@ class ConnectionLimiter:
         """Record that a connection runs no request any more."""
         if slot not in self._slots:
             return
-        self._idle[slot] = None
+        now = self._clock()
+        self._idle[slot] = now
         if slot.source is not None:
-            self._sources[slot.source].idle[slot] = None
+            self._sources[slot.source].idle[slot] = now
 
     def release(self, slot: ConnectionSlot) -> None:
         """Record that a connection is closed."""
@@ -155,6 +164,12 @@ class ConnectionLimiter:
             source.count -= 1
             if not source.count:
                 del self._sources[slot.source]
+
+    def _find_idlest(self, idle: OrderedDict[ConnectionSlot, float]) -> ConnectionSlot | None:
+        """Return the connection that has been idle for the longest time, if it may be closed."""
+        for slot, since in idle.items():
+            return slot if self._clock() - since >= MIN_IDLE_S else None
+        return None
 
     def _evict(self, slot: ConnectionSlot, reason: EvictionReason) -> None:
         close_connection = slot.close_connection

@@ -7,6 +7,7 @@ import contextlib
 import errno
 import math
 import socket
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -86,6 +87,7 @@ class HttpServer(uvicorn.Server):
             max_connections_per_address,
             is_trusted_proxy,
             on_connection_evicted,
+            time.monotonic,
         )
         self._on_connection_refused = on_connection_refused
         self._idle_timeout_s = idle_timeout_s

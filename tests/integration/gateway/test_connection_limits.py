@@ -24,6 +24,7 @@ from argosy.http_server import (
     Send,
     TlsConfig,
     bind_tcp,
+    connection_limiter,
 )
 from argosy.http_server import server as server_module
 
@@ -130,6 +131,7 @@ async def read_end(connection: Connection) -> bytes:
 @pytest.fixture(autouse=True)
 def few_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "max_clients", lambda _: 4)
+    monkeypatch.setattr(connection_limiter, "MIN_IDLE_S", 0.0)
 
 
 @pytest.mark.parametrize("start", STARTS)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from argosy.http_server.connection_limiter import ConnectionLimiter, ConnectionSlot
+from argosy.http_server.connection_limiter import MIN_IDLE_S, ConnectionLimiter, ConnectionSlot
 
 PROXY = ip_address("10.0.0.1")
 
@@ -19,9 +19,20 @@ class Connections:
     def __init__(self, max_connections: int, max_per_address: int | None = None) -> None:
         self.evictions: list[str] = []
         self.limiter = ConnectionLimiter(
-            max_connections, max_per_address, PROXY.__eq__, self.evictions.append
+            max_connections,
+            max_per_address,
+            PROXY.__eq__,
+            self.evictions.append,
+            self._clock,
         )
+        self.now = 0.0
+        self.step_s = MIN_IDLE_S
+        """Time that passes between two readings of the clock."""
         self.closed: list[str] = []
+
+    def _clock(self) -> float:
+        self.now += self.step_s
+        return self.now
 
     def open(self, name: str, peer: str | None = "192.0.2.1") -> ConnectionSlot | None:
         assert self.limiter.can_admit
@@ -61,6 +72,19 @@ def test_no_connection_is_admitted_while_all_run_requests() -> None:
     busy[0].release()
     assert connections.open("new", "192.0.2.9") is not None
     assert not connections.closed
+
+
+def test_connection_that_has_just_been_opened_is_kept() -> None:
+    connections = Connections(2, 1)
+    connections.step_s = 0.0
+    connections.open("first")
+    assert connections.open("refused") is None
+    connections.open("second", "192.0.2.2")
+    assert not connections.limiter.can_admit
+    assert not connections.limiter.evict_idlest()
+    connections.now += MIN_IDLE_S
+    assert connections.open("third", "192.0.2.3") is not None
+    assert connections.closed == ["first"]
 
 
 def test_address_at_its_limit_replaces_only_its_own_connections() -> None:
