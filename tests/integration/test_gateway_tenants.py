@@ -263,7 +263,7 @@ async def test_request_is_explained_to_its_tenant_and_to_operators_only(
         assert ledger_line.endswith("per million tokens"), "a pipe receives unwrapped lines"
         exit_code, output = await explain("other")
         assert exit_code == 2
-        assert "has no record of the request" in output
+        assert "is no record of the request" in output
 
 
 async def test_explanation_expires_without_further_requests(

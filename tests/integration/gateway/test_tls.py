@@ -149,7 +149,7 @@ async def test_clients_connect_over_tls(authority: Authority, server_pair: Pair)
     ("command", "expected"),
     [
         (("chat", "Tell me"), ANSWER_TEXT),
-        (("explain", "some-id"), "has no record of the request"),
+        (("explain", "some-id"), "is no record of the request"),
         (("bench", "--requests", "1"), "Serving Benchmark Result"),
     ],
 )
