@@ -64,7 +64,13 @@ async def gateway_after_crash(
     async with AsyncExitStack() as stack:
         async with fake_upstream() as server:
             gateway = await stack.enter_async_context(
-                run_gateway([], config_at(server.port), timeouts=timeouts, queue=queue)
+                run_gateway(
+                    [],
+                    config_at(server.port),
+                    timeouts=timeouts,
+                    queue=queue,
+                    early_stream_start_s=60.0,  # a started stream has no status code for its failure
+                )
             )
         open_breaker(gateway.replicas[0])
         yield gateway, server.port
