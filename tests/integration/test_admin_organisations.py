@@ -54,6 +54,11 @@ def organisation_field(ids: ResourceIds) -> Json:
     return {"organisation": ids.organisation}
 
 
+def replica_fields(ids: ResourceIds) -> Json:
+    del ids
+    return {"replica": "a", "reason": unique_name()}
+
+
 def name_field(ids: ResourceIds) -> Json:
     del ids
     return {"name": unique_name()}
@@ -106,6 +111,15 @@ CASES: dict[str, EndpointCase] = {
     "explain_request": EndpointCase("viewer", id_kind="request", forbidden_status=404),
     "list_audit_entries": EndpointCase("viewer", query=lambda ids: {"subject": ids.project}),
     "verify_audit_log": EndpointCase("viewer", "gateway", is_organisation_independent=True),
+    "list_pools": EndpointCase("viewer", "gateway", is_organisation_independent=True),
+    "list_replicas": EndpointCase("viewer", "gateway", is_organisation_independent=True),
+    "list_replica_events": EndpointCase("viewer", "gateway", is_organisation_independent=True),
+    "cordon_replica": EndpointCase("operator", "gateway", body=replica_fields),
+    "drain_replica": EndpointCase("operator", "gateway", body=replica_fields),
+    "undrain_replica": EndpointCase("operator", "gateway", body=replica_fields),
+    "weight_replica": EndpointCase(
+        "operator", "gateway", body=lambda ids: replica_fields(ids) | {"weight": 2.0}
+    ),
     "get_openapi_document": EndpointCase("user", is_organisation_independent=True),
 }
 

@@ -129,11 +129,14 @@ async def run_admin_gateway(store_url: str) -> AsyncIterator[AdminGateway]:
     _, root_key = store.accounts.create_key(
         home_project, "root", role="admin", scope="gateway", actor="test"
     )
-    async with fake_upstream() as upstream:
-        replica = ReplicaConfig(url=upstream.url, kind="openai", model="rough")
+    async with fake_upstream() as first, fake_upstream() as second:
+        replicas = [
+            ReplicaConfig(url=upstream.url, name=name, kind="openai", model="rough")
+            for name, upstream in (("a", first), ("b", second))
+        ]
         config = GatewayConfig(
             port=0,
-            models=[ModelConfig(name="big", replicas=[replica])],
+            models=[ModelConfig(name="big", replicas=replicas)],
             store=StoreConfig(url=store_url),
         )
         ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()

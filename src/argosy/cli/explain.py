@@ -136,7 +136,7 @@ def _headline(explanation: dict[str, Any]) -> str:
     )
     lines = [
         f"[bold]{escape(explanation['id'])}[/]  [{colour}]{explanation['status']}[/]{error}",
-        _format_path(explanation) + f"[bold]{escape(explanation['model'])}[/]{asked}",
+        _format_target(explanation, f"[bold]{escape(explanation['model'])}[/]{asked}"),
         f"{tokens['prompt']} prompt tokens ({tokens['cached']} cached), {tokens['output']} output"
         + (f" ({tokens['reasoning']} reasoning)" if "reasoning" in tokens else "")
         + (f", finished by {escape(finish)}" if finish else "")
@@ -149,12 +149,12 @@ def _headline(explanation: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _format_path(explanation: dict[str, Any]) -> str:
-    """Return the path and how the response was sent. The ledger knows neither."""
+def _format_target(explanation: dict[str, Any], model: str) -> str:
+    """Return path, model and how the response was sent. The ledger knows only the model."""
     if explanation["path"] is None:
-        return ""
+        return model
     sent = "streamed" if explanation["stream"] else "sent whole"
-    return f"{explanation['path']}, {sent}, to "
+    return f"{explanation['path']} to {model}, {sent}"
 
 
 def _ledger_table(explanation: dict[str, Any]) -> Table:

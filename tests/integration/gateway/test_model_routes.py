@@ -254,7 +254,7 @@ async def test_trace_has_requested_model_and_route(tmp_path: Path) -> None:
             arguments = ["explain", name, "--url", routed.base, "--key", routed.keys["web"]]
             result = await asyncio.to_thread(CliRunner().invoke, app, arguments)
             route_text = f" (for default{', by beta' if route else ''})"
-            assert f"streamed, to {model}{route_text}" in " ".join(result.output.split())
+            assert f"to {model}{route_text}, streamed" in " ".join(result.output.split())
 
 
 async def test_tokenize_requests_are_routed_and_limited(tmp_path: Path) -> None:
