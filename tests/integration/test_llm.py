@@ -379,8 +379,10 @@ def test_run_of_hours_has_no_deadline_unless_asked_for(
     llm = LLM(CONFIG, progress="off")
     params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
     outputs = llm.generate(["The sun is"] * 3, params, timeout_s=timeout_s)
-    expected = "length" if timeout_s is None else "timeout"
-    assert [output.outputs[0].finish_reason for output in outputs] == [expected] * 3
+    choices = [output.outputs[0] for output in outputs]
+    assert [choice.finish_reason for choice in choices] == ["length"] * 3
+    expected = None if timeout_s is None else "deadline"
+    assert [choice.stop_reason for choice in choices] == [expected] * 3
 
 
 def test_missing_model_raises_value_error() -> None:

@@ -101,7 +101,7 @@ async def test_gateway_conforms_to_its_openapi_document(
     async with run_gateway_server(config) as (_, client):
         url = str(client.base_url).rstrip("/")
         for path, method in GATEWAY_OPERATIONS:
-            await explore(url, path, method, 4)
+            await explore(url, path, method, 12)
     assert not engine.live
 
 
@@ -116,7 +116,7 @@ async def test_documents_list_the_endpoints_of_their_server(replica_server: Runn
         head = await client.head("/openapi.json", timeout=5)
     assert (head.status_code, head.content) == (200, b"")
     paths = set(document["paths"])
-    own = {"/load", "/kv_events", "/drain"}
+    own = {"/load", "/kv_events", "/drain", "/undrain"}
     assert own <= replica_paths
     assert paths == (replica_paths - own) | {"/replicas/{name}/metrics"} | set(admin["paths"])
     assert "Argosy gateway" in document["info"]["title"]
