@@ -8,8 +8,13 @@ from typing import Any
 import msgspec
 
 from argosy.constraints import CUSTOM_INPUT
-from argosy.engine.serving.preprocessing.parameter_rules import unsupported_parameter
-from argosy.protocol import ChatMessageParam, ContentPart, JsonObject, invalid_request
+from argosy.protocol import (
+    ChatMessageParam,
+    ContentPart,
+    JsonObject,
+    invalid_request,
+    unsupported_parameter,
+)
 
 CallIdMapper = Callable[[str, str, int], str]
 """Maps (id, function name, number of the call in the conversation) to an id that the model's family accepts."""

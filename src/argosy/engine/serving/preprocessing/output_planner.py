@@ -15,12 +15,11 @@ from argosy.engine.serving.output_parsing import (
     prompt_opens_reasoning,
 )
 from argosy.engine.serving.preprocessing.chat_messages import CallIdMapper, keep_call_id
-from argosy.engine.serving.preprocessing.parameter_rules import unsupported_parameter
 from argosy.engine.serving.preprocessing.reasoning_options import SWITCHES, ReasoningOptions
 from argosy.engine.serving.text.chat_template import ChatTemplate
 from argosy.engine.serving.text.parsed_choice import OutputPlan
 from argosy.engine.serving.text.tokenizer import Tokenizer
-from argosy.protocol import ApiError, ReasoningBlock, ResponseWarning
+from argosy.protocol import ApiError, ReasoningBlock, ResponseWarning, unsupported_parameter
 
 GrammarCheck = Callable[[str, str], float]
 """Compiles a grammar for the model's tokenizer and returns the seconds, 0 if it was compiled before.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from argosy.engine.serving.core_messages import CoreReady
-from argosy.engine.serving.preprocessing import chat_messages, parameter_rules
+from argosy.engine.serving.preprocessing import chat_messages, token_id_rules
 from argosy.engine.serving.preprocessing.chat_messages import CallIdMapper, keep_call_id
 from argosy.engine.serving.text.chat_template import ChatTemplate
 from argosy.engine.serving.text.tokenizer import Tokenizer
@@ -168,7 +168,7 @@ class PromptTokenizer:
         if body.truncate_prompt_tokens is None and len(prompt) > self.max_context_tokens:
             raise self._context_length_error("prompt", len(prompt))
         tokenized = self._truncate(prompt, "", body)
-        parameter_rules.check_token_ids("prompt", tokenized.token_ids, self._vocab_size)
+        token_id_rules.check_token_ids("prompt", tokenized.token_ids, self._vocab_size)
         return (
             TokenizedPrompt(tokenized.token_ids, self._tokenizer.decode(tokenized.token_ids))
             if body.echo
@@ -217,7 +217,7 @@ class PromptTokenizer:
             raise invalid_request(
                 f"'{param}' cannot be encoded: {error}. Correct the text.", param
             ) from error
-        parameter_rules.check_token_ids(param, ids, self._vocab_size)
+        token_id_rules.check_token_ids(param, ids, self._vocab_size)
         return ids
 
     def _context_length_error(

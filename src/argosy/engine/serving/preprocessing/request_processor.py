@@ -13,7 +13,7 @@ from argosy.constraints import read_constraint, read_tools
 from argosy.engine.engine_config import EngineConfig
 from argosy.engine.serving.core_messages import CoreReady, EngineRequest
 from argosy.engine.serving.output_parsing import OutputFormat
-from argosy.engine.serving.preprocessing import parameter_rules, sampling_params
+from argosy.engine.serving.preprocessing import sampling_params, token_id_rules
 from argosy.engine.serving.preprocessing.output_planner import GrammarCheck, OutputPlanner
 from argosy.engine.serving.preprocessing.prompt_tokenizer import PromptTokenizer, TokenizedPrompt
 from argosy.engine.serving.preprocessing.reasoning_options import ReasoningOptions
@@ -31,10 +31,14 @@ from argosy.protocol import (
     CompletionRequest,
     DetokenizeRequest,
     GenerationRequest,
+    NumericRange,
     ResponseWarning,
     SamplingParams,
     TokenizeRequest,
+    check_parameters,
+    check_range,
     invalid_request,
+    unsupported_parameter,
 )
 
 
@@ -162,9 +166,7 @@ class RequestProcessor:
         self._check_parameters(body)
         body = self.sampling_defaults.apply(body)
         if body.echo:
-            raise parameter_rules.unsupported_parameter(
-                "echo", "Chats cannot be echoed. Use /v1/completions."
-            )
+            raise unsupported_parameter("echo", "Chats cannot be echoed. Use /v1/completions.")
         logprobs = sampling_params.chat_logprobs(body)
         fields = _set_fields(body)
         tools, answer = read_tools(fields), read_constraint(fields)
@@ -216,7 +218,7 @@ class RequestProcessor:
         body = self.sampling_defaults.apply(body)
         n = body.n or 1
         if body.best_of not in {None, n}:
-            raise parameter_rules.unsupported_parameter(
+            raise unsupported_parameter(
                 "best_of", f"All choices are returned. Set it to {n}, as 'n'."
             )
         logprobs = sampling_params.completion_logprobs(body)
@@ -246,23 +248,23 @@ class RequestProcessor:
 
     def tokenize(self, body: TokenizeRequest) -> list[int]:
         """Return the token ids that a completion or a chat would have for the prompt or the messages."""
-        parameter_rules.check_parameters(msgspec.structs.asdict(body))
+        check_parameters(msgspec.structs.asdict(body))
         tools = read_tools({"tools": body.tools})
         return self._prompt_tokenizer.tokenize(body, self._output_planner.template_tools(tools))
 
     def detokenize(self, body: DetokenizeRequest) -> str:
         """Return the text of token ids, special tokens included."""
-        parameter_rules.check_token_ids("tokens", body.tokens, self._vocab_size)
+        token_id_rules.check_token_ids("tokens", body.tokens, self._vocab_size)
         return self._tokenizer.decode(body.tokens, skip_special_tokens=False)
 
     def _check_parameters(self, body: GenerationRequest) -> None:
-        parameter_rules.check_parameters(msgspec.structs.asdict(body))
+        check_parameters(msgspec.structs.asdict(body))
         if body.timeout_s is not None:
             maximum = math.inf if self._timeout_s is None else self._timeout_s
-            allowed_range = parameter_rules.NumericRange(0, maximum, exclusive_minimum=True)
-            parameter_rules.check_range("timeout_s", body.timeout_s, allowed_range)
+            allowed_range = NumericRange(0, maximum, exclusive_minimum=True)
+            check_range("timeout_s", body.timeout_s, allowed_range)
         if body.stream and body.prompt_logprobs is not None:
-            raise parameter_rules.unsupported_parameter(
+            raise unsupported_parameter(
                 "prompt_logprobs", "Streams do not include them. Set stream to false."
             )
         if body.truncation_side is not None and body.truncate_prompt_tokens is None:
@@ -359,7 +361,7 @@ class RequestProcessor:
                 "resume.token_ids",
             )
         for ids in id_lists:
-            parameter_rules.check_token_ids("resume.token_ids", ids, self._vocab_size)
+            token_id_rules.check_token_ids("resume.token_ids", ids, self._vocab_size)
         return id_lists
 
     def _completed_choices(

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import secrets
 
-from argosy.engine.serving.preprocessing import parameter_rules
+from argosy.engine.serving.preprocessing import token_id_rules
 from argosy.protocol import (
+    MAX_LOGPROBS,
     ChatCompletionRequest,
     CompletionRequest,
     GenerationRequest,
+    NumericRange,
     SamplingParams,
+    check_range,
     invalid_request,
+    normalize_stop_strings,
 )
 
 _MIN_TEMPERATURE = 1e-4
@@ -48,7 +52,7 @@ def build_sampling_params(
     vocab_size: int,
     eos_token_ids: frozenset[int],
 ) -> SamplingParams:
-    """Build the sampling parameters, except the seed, of a body that `parameter_rules.check_parameters` accepted.
+    """Build the sampling parameters, except the seed, of a body that `check_parameters` accepted.
 
     Raises:
         ApiError: 400 for token ids outside the vocabulary, and if no token may be sampled.
@@ -71,10 +75,10 @@ def build_sampling_params(
         repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
-        logit_bias=parameter_rules.check_logit_bias(body.logit_bias or {}, vocab_size),
+        logit_bias=token_id_rules.check_logit_bias(body.logit_bias or {}, vocab_size),
         allowed_token_ids=_allowed_token_ids(body, vocab_size),
-        stop=parameter_rules.normalize_stop_strings(body.stop),
-        stop_token_ids=parameter_rules.normalize_token_ids(
+        stop=normalize_stop_strings(body.stop),
+        stop_token_ids=token_id_rules.normalize_token_ids(
             "stop_token_ids", body.stop_token_ids or [], vocab_size
         ),
         include_stop_str_in_output=bool(body.include_stop_str_in_output),
@@ -102,7 +106,7 @@ def _allowed_token_ids(body: GenerationRequest, vocab_size: int) -> tuple[int, .
             "'allowed_token_ids' is empty, so no token can be sampled. Remove the parameter or add ids.",
             "allowed_token_ids",
         )
-    return parameter_rules.normalize_token_ids(
+    return token_id_rules.normalize_token_ids(
         "allowed_token_ids", body.allowed_token_ids, vocab_size
     )
 
@@ -121,9 +125,7 @@ def chat_logprobs(body: ChatCompletionRequest) -> int | None:
 def completion_logprobs(body: CompletionRequest) -> int | None:
     """Return the same as `chat_logprobs` for a completion, where `logprobs` is the number itself."""
     if body.logprobs is not None:
-        parameter_rules.check_range(
-            "logprobs", body.logprobs, parameter_rules.NumericRange(0, parameter_rules.MAX_LOGPROBS)
-        )
+        check_range("logprobs", body.logprobs, NumericRange(0, MAX_LOGPROBS))
     return body.logprobs
 
 

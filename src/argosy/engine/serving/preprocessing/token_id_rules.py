@@ -1,29 +1,8 @@
-"""Rules for parameters with token ids, beside the rules of `argosy.protocol`, which hold for every model."""
+"""Rules for parameters with token ids. The rules that hold for every model are in `argosy.protocol`."""
 
 from __future__ import annotations
 
-from argosy.protocol import (
-    MAX_LOGPROBS,
-    NumericRange,
-    check_parameters,
-    check_range,
-    format_number,
-    invalid_request,
-    normalize_stop_strings,
-    unsupported_parameter,
-)
-
-__all__ = [
-    "MAX_LOGPROBS",
-    "NumericRange",
-    "check_logit_bias",
-    "check_parameters",
-    "check_range",
-    "check_token_ids",
-    "normalize_stop_strings",
-    "normalize_token_ids",
-    "unsupported_parameter",
-]
+from argosy.protocol import NumericRange, check_range, format_number, invalid_request
 
 MAX_LISTED_IDS = 1024
 LOGIT_BIAS_RANGE = NumericRange(-100, 100)
