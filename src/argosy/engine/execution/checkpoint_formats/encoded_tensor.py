@@ -78,7 +78,7 @@ class EncodedTensor(ABC):
         return None
 
     def read_grouped(self, entry: int | None = None) -> GroupedWeight:
-        """Read the stored values of a matrix in `group_format`.
+        """Read the stored values of a matrix in `group_format`. Formats without one have no such values.
 
         Raises:
             ValueError: A stored tensor is damaged. The message names it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -44,17 +45,17 @@ class ZeroPointTensor(EncodedTensor):
         self._bits = bits
         self._stored_group_size = stored_group_size
 
+    @abstractmethod
     def read_codes(self) -> Tensor:
         """Read the codes, [N, K] uint8."""
-        raise NotImplementedError
 
+    @abstractmethod
     def read_group_scales(self) -> Tensor:
         """Read the scales, [N, groups] float32."""
-        raise NotImplementedError
 
+    @abstractmethod
     def read_zeros(self) -> Tensor:
         """Read the zero points, [N or 1, groups or 1] int32."""
-        raise NotImplementedError
 
     def group_index(self) -> Tensor:
         """Return the group of each column, [K]."""
