@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,6 +11,7 @@ from typer import Argument, Option
 from argosy.cli.failure import EXIT_FAILURE, fail
 from argosy.cli.output import JsonOutput, print_json, print_records
 from argosy.cli.server_client import error_message, explain_connect_error, open_client
+from argosy.cli.timestamps import format_timestamp
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -64,7 +64,7 @@ def list_replicas(
         (*columns, "arithmetic", "build", "zone", "reason"),
         lambda view: (
             *(view["model"], view["replica"], view["status"]),
-            view["since"] and _format_time(view["since"]),
+            format_timestamp(view["since"], "seconds"),
             f"{view['weight']:g}",
             *(view["running"], view["waiting"]),
             view["arithmetic_id"][:8] + ("" if view["exact"] else " (not exact)"),
@@ -177,18 +177,13 @@ def events(
         found,
         ("at", "model", "replica", "event", "by", "reason"),
         lambda event: (
-            _format_time(event["at"]),
+            format_timestamp(event["at"], "seconds"),
             *(event["model"], event["replica"], _describe_event(event)),
             *(event["actor"], event["reason"]),
         ),
         "No events.",
         json=json,
     )
-
-
-def _format_time(timestamp_s: float) -> str:
-    """Format seconds since the epoch in UTC, to the second."""
-    return datetime.fromtimestamp(timestamp_s, UTC).strftime("%Y-%m-%d %H:%M:%S")
 
 
 def _describe_event(event: dict[str, Any]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from datetime import UTC, datetime
+from typing import Literal
 
 import typer
 
@@ -56,11 +57,13 @@ def _parse_timestamp(text: str, direction: int) -> float:
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 
-def format_timestamp(timestamp_s: float | None) -> str:
-    """Format seconds since the epoch as ISO 8601 local time with its offset, to the minute.
+def format_timestamp(
+    timestamp_s: float | None, timespec: Literal["minutes", "seconds"] = "minutes"
+) -> str:
+    """Format seconds since the epoch as ISO 8601 local time with its offset, to the minute or second.
 
     Returns an empty string for None. The options that take a time accept this format.
     """
     if timestamp_s is None:
         return ""
-    return datetime.fromtimestamp(timestamp_s, UTC).astimezone().isoformat(" ", "minutes")
+    return datetime.fromtimestamp(timestamp_s, UTC).astimezone().isoformat(" ", timespec)
