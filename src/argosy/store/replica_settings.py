@@ -10,11 +10,7 @@ from argosy.store.records import ReplicaSetting, ReplicaState
 
 
 class ReplicaSettings(RecordTables):
-    """Reads and changes replica settings. `actor` names who makes a change, for the audit log."""
-
-    def list_settings(self) -> list[ReplicaSetting]:
-        """List all settings by model and replica."""
-        return self._find_records(ReplicaSetting)
+    """Changes replica settings. `actor` names who makes a change, for the audit log."""
 
     def change_setting(
         self,

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 GROUP_SIZES = (256, 128, 64, 32, 16)
 """Group sizes of the kernels. Larger groups are split."""
-MIN_GROUP_SIZE = GROUP_SIZES[-1]
 LINEAR_TABLE = tuple(range(16))
 """Values of 4-bit codes that are unsigned integers."""
 
