@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -41,6 +41,19 @@ def _test_authorities(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
     """Trust a test authority only, because each client would read the system's authorities in 40 ms."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("SSL_CERT_FILE", Authority(tmp_path_factory.mktemp("trust")).ca)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _uncached_loggers() -> Iterator[None]:
+    """Keep loggers from caching one test's configuration, which `capture_logs` of a later test cannot change."""
+    configure: Callable[..., None] = structlog.configure
+
+    def configure_uncached(**options: object) -> None:
+        configure(**{**options, "cache_logger_on_first_use": False})
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(structlog, "configure", configure_uncached)
         yield
 
 
