@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from argosy.policy import Rates
+from argosy.protocol import TokenUsage
 from argosy.store import UsageLog, UsageRecord
 from argosy.store.usage_log import MAX_MEMORY_TABLES, SLOTS_PER_TABLE
 
@@ -71,7 +72,7 @@ def test_killed_processes_leave_one_record_for_each_request(tmp_path: Path, kill
     for record in records:
         assert records_by_request.setdefault(record.request, record) == record
         assert record.nano_dollars == RATES.cost_nano_dollars(
-            record.input_tokens, record.cached_tokens, record.output_tokens
+            TokenUsage(record.input_tokens, record.cached_tokens, record.output_tokens)
         )
     assert set(records_by_request) <= set(outcomes)
     for request, expected in outcomes.items():

@@ -20,15 +20,15 @@ from argosy.gateway.principal import Principal
 from argosy.gateway.request_explainer import explain_record
 from argosy.gateway.request_trace import (
     AttemptTrace,
+    CostTrace,
     ExplainConfig,
     IdempotencyTrace,
     LimitTrace,
     RequestTrace,
     TraceStore,
-    UsageTrace,
 )
 from argosy.policy import Rates, RoutingCost
-from argosy.protocol import ApiError
+from argosy.protocol import ApiError, TokenUsage
 from argosy.store import UsageRecord
 
 BODY = {"model": "big", "prompt": "Say something", "max_tokens": 3}
@@ -193,7 +193,8 @@ def test_completed_trace_keeps_all_fields() -> None:
         attempts=[AttemptTrace("http://a", 1.2, 0, costs, 1.2, 1.3, 1.5, "success")],
         finish_reasons={0: "stop"},
         limits=[LimitTrace("key", "tokens", "minute", None, 100, 0, 5, None)],
-        usage=UsageTrace(5, 0, 0, 15, Rates(3, 1, 5)),
+        tokens=TokenUsage(5),
+        cost=CostTrace(15, Rates(3, 1, 5)),
     )
     encoded = msgspec.json.encode(trace.to_dict())
     assert msgspec.json.decode(encoded)["limits"][0]["asked"] == 5
@@ -306,7 +307,8 @@ def test_terminal_shows_limits_and_cost() -> None:
             LimitTrace("key", "tokens", "day", None, 5, 0, 9, None, fits=False),
             LimitTrace("user", "concurrency", "", None, 2, 2, 1, 0.0, fits=False),
         ],
-        usage=UsageTrace(1_105, 5, 70, 3_702, Rates(3, 1, 5)),
+        tokens=TokenUsage(1_105, 5, 70),
+        cost=CostTrace(3_702, Rates(3, 1, 5)),
     )
     lines = [" ".join(line.split()) for line in render(trace, 100).splitlines()]
     for line in (

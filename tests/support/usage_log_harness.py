@@ -9,6 +9,7 @@ from types import FrameType
 from typing import Any
 
 from argosy.policy import Rates
+from argosy.protocol import TokenUsage
 from argosy.store import UsageLog, UsageRecord
 
 RATES = Rates(3, 1, 5)
@@ -35,7 +36,7 @@ def new_record(request: str, **fields: Any) -> UsageRecord:  # noqa: ANN401 - an
 def outcome(record: UsageRecord) -> Outcome:
     """Return status and counts of a record, whose price must match them."""
     counts = record.input_tokens, record.cached_tokens, record.output_tokens
-    assert record.nano_dollars == RATES.cost_nano_dollars(*counts)
+    assert record.nano_dollars == RATES.cost_nano_dollars(TokenUsage(*counts))
     return record.status, counts
 
 

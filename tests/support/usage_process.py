@@ -17,6 +17,7 @@ import msgspec
 import structlog
 
 from argosy.policy import Rates
+from argosy.protocol import TokenUsage
 from argosy.store import UsageLog, UsageLogFullError, UsageRecord, UsageSlot, usage_log
 
 RATES = Rates(3, 1, 5)
@@ -63,7 +64,7 @@ def count_until_killed(folder: Path, store: Path) -> None:
             continue
         tokens += random.randrange(1, 9)
         announce("count", name, tokens)
-        slot.set_counts(tokens, tokens // 2, tokens)
+        slot.set_counts(TokenUsage(tokens, tokens // 2, tokens))
         running[name] = slot, tokens
 
 
@@ -81,7 +82,7 @@ def fill_disk(folder: Path) -> None:
     records: list[UsageRecord] = []
     log = UsageLog(folder)
     slot = log.allocate_slot(record("first"))
-    slot.set_counts(4, 0, 2)
+    slot.set_counts(TokenUsage(4, 0, 2))
     slot.finish("completed", "here", 1.0)
     full = {"in_memory": log.unpersisted_records, "files": count_files(folder)}
     log.drain(records.extend)

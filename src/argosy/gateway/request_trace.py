@@ -17,7 +17,7 @@ from msgspec.structs import asdict
 
 from argosy.gateway.principal import ANONYMOUS, TIERS, Principal
 from argosy.policy import Rates, RoutingCost
-from argosy.protocol import ReplicaReport
+from argosy.protocol import NO_TOKENS, ReplicaReport, TokenUsage
 
 MAX_CANDIDATES = 16
 """Maximum candidates kept per attempt, cheapest first."""
@@ -71,12 +71,9 @@ class LimitTrace(msgspec.Struct, frozen=True, gc=False, array_like=True):
     fits: bool = True
 
 
-class UsageTrace(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """Usage and cost of a request."""
+class CostTrace(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """Cost of a request."""
 
-    input_tokens: int
-    cached_tokens: int
-    output_tokens: int
     nano_dollars: int
     rates: Rates
 
@@ -124,11 +121,7 @@ class RequestTrace(msgspec.Struct, gc=False, array_like=True):
     attempts: list[AttemptTrace] = msgspec.field(default_factory=list)
     routing_policy: str = ""
     """Routing policy of the pool."""
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    output_tokens: int = 0
-    reasoning_tokens: int | None = None
-    """Output tokens inside reasoning blocks. None if the server reports none."""
+    tokens: TokenUsage = NO_TOKENS
     finish_reasons: dict[int, str] = msgspec.field(default_factory=dict)
     """Finish reason by choice index."""
     stop_reasons: dict[int, str] = msgspec.field(default_factory=dict)
@@ -137,7 +130,7 @@ class RequestTrace(msgspec.Struct, gc=False, array_like=True):
     error_code: str = ""
     limits: list[LimitTrace] = []
     """The limits that were checked. For a rejected request: the limits that it exceeds."""
-    usage: UsageTrace | None = None
+    cost: CostTrace | None = None
     idempotency: IdempotencyTrace | None = None
     report: ReplicaReport | None = None
     """Report of the native replica that completed the response."""
@@ -164,6 +157,7 @@ class RequestTrace(msgspec.Struct, gc=False, array_like=True):
 
     def to_dict(self) -> dict[str, Any]:
         """Format the explanation as a JSON object."""
+        tokens = self.tokens
         explanation: dict[str, Any] = {
             "object": "request.explanation",
             "id": self.response_id,
@@ -195,9 +189,9 @@ class RequestTrace(msgspec.Struct, gc=False, array_like=True):
             "rule": self.routing_policy,
             "attempts": [self._attempt_to_dict(attempt) for attempt in self.attempts],
             "tokens": {
-                "prompt": self.prompt_tokens,
-                "cached": self.cached_tokens,
-                "output": self.output_tokens,
+                "prompt": tokens.prompt_tokens,
+                "cached": tokens.cached_tokens,
+                "output": tokens.output_tokens,
             },
             "finish_reasons": {
                 str(choice): reason for choice, reason in self.finish_reasons.items()
@@ -207,16 +201,21 @@ class RequestTrace(msgspec.Struct, gc=False, array_like=True):
             explanation["stop_reasons"] = {
                 str(choice): reason for choice, reason in self.stop_reasons.items()
             }
-        if self.reasoning_tokens is not None:
-            explanation["tokens"]["reasoning"] = self.reasoning_tokens
+        if tokens.reasoning_tokens is not None:
+            explanation["tokens"]["reasoning"] = tokens.reasoning_tokens
         if self.report is not None:
             explanation["replica_report"] = msgspec.to_builtins(self.report)
         if self.idempotency is not None:
             explanation["idempotency"] = asdict(self.idempotency)
         if self.limits:
             explanation["limits"] = [asdict(limit) for limit in self.limits]
-        if self.usage is not None:
-            explanation["ledger"] = msgspec.to_builtins(asdict(self.usage))
+        if self.cost is not None:
+            explanation["ledger"] = {
+                "input_tokens": tokens.prompt_tokens,
+                "cached_tokens": tokens.cached_tokens,
+                "output_tokens": tokens.output_tokens,
+                **msgspec.to_builtins(asdict(self.cost)),
+            }
         return explanation
 
     def _attempt_to_dict(self, attempt: AttemptTrace) -> dict[str, Any]:

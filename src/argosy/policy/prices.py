@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+from argosy.protocol import TokenUsage
+
 
 class PriceEntry(Protocol):
     """Stored price of a model's tokens, valid from a point in time."""
@@ -44,11 +46,13 @@ class Rates:
     cached_input: int
     output: int
 
-    def cost_nano_dollars(self, input_tokens: int, cached_tokens: int, output_tokens: int) -> int:
-        """Return the cost in nano-dollars; `cached_tokens` is a part of `input_tokens`."""
-        cached = min(cached_tokens, input_tokens)
-        uncached = input_tokens - cached
-        return uncached * self.input + cached * self.cached_input + output_tokens * self.output
+    def cost_nano_dollars(self, usage: TokenUsage) -> int:
+        """Return the cost in nano-dollars."""
+        uncached = usage.uncached_tokens
+        cached = usage.prompt_tokens - uncached
+        return (
+            uncached * self.input + cached * self.cached_input + usage.output_tokens * self.output
+        )
 
 
 NO_CHARGE = Rates(0, 0, 0)

@@ -14,6 +14,7 @@ import msgspec
 
 from argosy.policy.prices import Rates
 from argosy.policy.quota_meters import QuotaMeter, is_exceeded
+from argosy.protocol import TokenUsage
 
 MAX_RELEASABLE_SLOTS = 8
 """Slots of a hold that can be released; older ones are not needed, because a request holds little in advance."""
@@ -31,19 +32,17 @@ class QuotaUsage(msgspec.Struct, frozen=True, gc=False):
     concurrency: int = 0
 
 
-def running_usage(
-    rates: Rates, input_tokens: int, cached_tokens: int, output_tokens: int
-) -> QuotaUsage:
+def running_usage(rates: Rates, usage: TokenUsage) -> QuotaUsage:
     """Return the usage of a running request with its tokens so far; it occupies one concurrency unit."""
-    tokens = input_tokens + output_tokens
-    nano_dollars = rates.cost_nano_dollars(input_tokens, cached_tokens, output_tokens)
-    return QuotaUsage(1, tokens, input_tokens, output_tokens, nano_dollars, 1)
+    return msgspec.structs.replace(
+        final_usage(usage, rates.cost_nano_dollars(usage)), concurrency=1
+    )
 
 
-def final_usage(input_tokens: int, output_tokens: int, nano_dollars: int) -> QuotaUsage:
+def final_usage(usage: TokenUsage, nano_dollars: int) -> QuotaUsage:
     """Return the usage of an ended request, which occupies no concurrency unit."""
-    tokens = input_tokens + output_tokens
-    return QuotaUsage(1, tokens, input_tokens, output_tokens, nano_dollars, 0)
+    prompt, output = usage.prompt_tokens, usage.output_tokens
+    return QuotaUsage(1, prompt + output, prompt, output, nano_dollars, 0)
 
 
 @dataclass(frozen=True, slots=True)

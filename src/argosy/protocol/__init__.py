@@ -48,7 +48,6 @@ from argosy.protocol.openai_responses import (
     Completion,
     CompletionChoice,
     CompletionLogprobs,
-    CompletionTokenUsageInfo,
     DetokenizeResponse,
     EarlyStopReason,
     ErrorBody,
@@ -58,7 +57,6 @@ from argosy.protocol.openai_responses import (
     ModelList,
     PromptLogprob,
     PromptLogprobs,
-    PromptTokenUsageInfo,
     ResponseWarning,
     StatusResponse,
     TokenizeResponse,
@@ -99,6 +97,7 @@ from argosy.protocol.sampling import ReasoningBlock, SamplingParams
 from argosy.protocol.sse import SSE_CONTENT_TYPE as SSE_CONTENT_TYPE
 from argosy.protocol.sse import SSE_DONE as SSE_DONE
 from argosy.protocol.sse import EventParser, LineBuffer, format_comment, format_event
+from argosy.protocol.token_usage import NO_TOKENS, TokenUsage
 from argosy.protocol.unknown_fields import (
     IGNORED_FIELDS_HEADER,
     RELAXED_SCHEMA_HEADER,
@@ -114,6 +113,7 @@ __all__ = [
     "MAX_COUNT",
     "MAX_LOGPROBS",
     "MAX_REPORTED_CHARS",
+    "NO_TOKENS",
     "PARAMETER_RANGES",
     "RELAXED_SCHEMA_HEADER",
     "REPORT_CONTENT",
@@ -133,7 +133,6 @@ __all__ = [
     "CompletionChoice",
     "CompletionLogprobs",
     "CompletionRequest",
-    "CompletionTokenUsageInfo",
     "ContentPart",
     "DetokenizeRequest",
     "DetokenizeResponse",
@@ -157,7 +156,6 @@ __all__ = [
     "OpenApiBuilder",
     "PromptLogprob",
     "PromptLogprobs",
-    "PromptTokenUsageInfo",
     "ReasoningBlock",
     "ReplicaReport",
     "ResponseWarning",
@@ -167,6 +165,7 @@ __all__ = [
     "StartupProgress",
     "StatusResponse",
     "StreamOptions",
+    "TokenUsage",
     "TokenizationKey",
     "TokenizeRequest",
     "TokenizeResponse",

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import get_args
 
 from argosy.policy import Rates
+from argosy.protocol import NO_TOKENS, TokenUsage
 from argosy.store.records import UsageRecord, UsageStatus
 
 USAGE_STATUSES: tuple[UsageStatus, ...] = get_args(UsageStatus)
@@ -69,15 +70,15 @@ class UsageSlot:
         words[base + CACHED_RATE_WORD] = rates.cached_input
         words[base + OUTPUT_RATE_WORD] = rates.output
         self.table.times[base + STARTED_AT_WORD] = record.started_at
-        self.set_counts(0, 0, 0)
+        self.set_counts(NO_TOKENS)
         words[base + STATE_WORD] = RUNNING
 
-    def set_counts(self, input_tokens: int, cached_tokens: int, output_tokens: int) -> None:
-        """Set the token counts so far: prompt, cached prompt and delivered output tokens."""
+    def set_counts(self, usage: TokenUsage) -> None:
+        """Set the delivered tokens so far."""
         words, base = self._words, self._first_word
-        words[base + INPUT_WORD] = input_tokens
-        words[base + CACHED_WORD] = cached_tokens
-        words[base + OUTPUT_WORD] = output_tokens
+        words[base + INPUT_WORD] = usage.prompt_tokens
+        words[base + CACHED_WORD] = usage.cached_tokens
+        words[base + OUTPUT_WORD] = usage.output_tokens
 
     @property
     def output_counter_address(self) -> int:
@@ -131,7 +132,9 @@ class UsageSlot:
         texts = self._read_text(TEXT_OFFSET, TEXT_SIZE_WORD).decode("utf-8", "replace").split("\0")
         request, organisation, project, key, user, model, *model_names = texts
         asked, route = model_names or ("", "")  # the previous version wrote neither
-        counts = words[base + INPUT_WORD], words[base + CACHED_WORD], words[base + OUTPUT_WORD]
+        usage = TokenUsage(
+            words[base + INPUT_WORD], words[base + CACHED_WORD], words[base + OUTPUT_WORD]
+        )
         rates = Rates(
             words[base + INPUT_RATE_WORD],
             words[base + CACHED_RATE_WORD],
@@ -150,10 +153,10 @@ class UsageSlot:
             started_at=times[base + STARTED_AT_WORD],
             ended_at=times[base + ENDED_AT_WORD],
             status=USAGE_STATUSES[words[base + STATE_WORD] - ENDED],
-            input_tokens=counts[0],
-            cached_tokens=counts[1],
-            output_tokens=counts[2],
-            nano_dollars=min(rates.cost_nano_dollars(*counts), MAX_NANO_DOLLARS),
+            input_tokens=usage.prompt_tokens,
+            cached_tokens=usage.cached_tokens,
+            output_tokens=usage.output_tokens,
+            nano_dollars=min(rates.cost_nano_dollars(usage), MAX_NANO_DOLLARS),
         )
 
     def _write_text(self, offset: int, text: bytes) -> None:

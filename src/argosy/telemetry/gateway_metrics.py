@@ -15,6 +15,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from argosy.policy import ReplicaStatus
+from argosy.protocol import TokenUsage
 from argosy.telemetry.gateway_gauges import (
     GatewayGauges,
     QuotaBackendGauges,
@@ -204,24 +205,18 @@ class GatewayMetrics(Collector):
         tenant: str,
         status: str,
         duration_s: float,
-        *,
-        input_tokens: int,
-        cached_tokens: int,
-        output_tokens: int,
+        usage: TokenUsage,
         nano_dollars: int,
     ) -> None:
-        """Record the end of a request.
-
-        The label `status` has a few values. Cached prompt tokens are not part of `input_tokens`.
-        """
+        """Record the end of a request. The label `status` has a few values."""
         counters = self._usage_counters.get((model, tenant)) or self._bind_usage_counters(
             model, self._tenant_label(tenant)
         )
         self._requests.add((model, counters.tenant, status))
         self._e2e.observe((model,), duration_s)
-        counters.input_tokens.value += input_tokens
-        counters.cached_tokens.value += cached_tokens
-        counters.output_tokens.value += output_tokens
+        counters.input_tokens.value += usage.uncached_tokens
+        counters.cached_tokens.value += usage.cached_tokens
+        counters.output_tokens.value += usage.output_tokens
         counters.cost.value += nano_dollars
 
     def _bind_usage_counters(self, model: str, tenant: str) -> _UsageCounters:

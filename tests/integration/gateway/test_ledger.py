@@ -115,8 +115,8 @@ async def test_request_is_recorded_once_at_price_of_its_tier_at_start(
         output_tokens=7,
         nano_dollars=cost,
     )
-    assert context.trace.usage is not None
-    assert context.trace.usage.nano_dollars == cost
+    assert context.trace.cost is not None
+    assert context.trace.cost.nano_dollars == cost
 
 
 async def test_budget_and_record_have_same_cost_although_price_changes(

@@ -24,6 +24,7 @@ from tests.support.waiting import until
 from argosy.gateway import ReplicaConfig
 from argosy.gateway.accounting import AccountingService
 from argosy.gateway.utility_handlers import MAX_CONCURRENT_PER_TENANT
+from argosy.protocol import TokenUsage
 from argosy.store import (
     LocalQuotaBackend,
     StoreConfig,
@@ -92,7 +93,7 @@ async def test_restarted_gateway_seeds_limits_from_usage_table(tmp_path: Path) -
 async def test_unsettled_usage_of_killed_gateway_counts_after_restart(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/argosy.db"
     usage_log = UsageLog(usage_log_folder(url))
-    usage_log.allocate_slot(make_record(1, time.time())).set_counts(100, 0, 23)
+    usage_log.allocate_slot(make_record(1, time.time())).set_counts(TokenUsage(100, 0, 23))
     usage_log.close()
     accounting = await AccountingService.open(StoreConfig(url=url))
     limits = TrackedLimitFilter(LocalQuotaBackend())

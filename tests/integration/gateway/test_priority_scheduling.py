@@ -163,7 +163,7 @@ async def test_request_without_tokens_at_deadline_is_504(
             )
             trace = gateway.traces.find(recorder.completed[0].response_id)
     assert trace is not None
-    assert (trace.status, trace.error_code, trace.output_tokens) == (
+    assert (trace.status, trace.error_code, trace.tokens.output_tokens) == (
         "stopped",
         "deadline_exceeded",
         0,

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from argosy.policy import NO_CHARGE, PriceList, Rates
+from argosy.protocol import TokenUsage
 
 
 @dataclass(frozen=True)
@@ -53,14 +54,16 @@ def test_newest_valid_price_applies_and_tier_price_goes_first(
 def test_every_token_is_charged_once(
     rates: Rates, uncached: int, cached: int, output: int, extra: int
 ) -> None:
-    cost = rates.cost_nano_dollars(uncached + cached, cached, output)
+    cost = rates.cost_nano_dollars(TokenUsage(uncached + cached, cached, output))
     assert cost == uncached * rates.input + cached * rates.cached_input + output * rates.output
     assert (
-        rates.cost_nano_dollars(uncached + cached, cached, output + extra)
+        rates.cost_nano_dollars(TokenUsage(uncached + cached, cached, output + extra))
         == cost + extra * rates.output
     )
-    assert rates.cost_nano_dollars(uncached, uncached + extra, 0) == uncached * rates.cached_input
+    all_cached = TokenUsage(uncached, uncached + extra)
+    assert rates.cost_nano_dollars(all_cached) == uncached * rates.cached_input
 
 
 def test_model_without_a_price_is_free() -> None:
-    assert PriceList().rates_at("any", "standard", 1.0).cost_nano_dollars(10, 2, 10) == 0
+    rates = PriceList().rates_at("any", "standard", 1.0)
+    assert rates.cost_nano_dollars(TokenUsage(10, 2, 10)) == 0

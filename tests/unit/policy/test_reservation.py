@@ -24,17 +24,18 @@ from argosy.policy import (
     reserve,
     running_usage,
 )
+from argosy.protocol import TokenUsage
 
 UNITS = QuotaUsage.__struct_fields__
 RATES = Rates(5, 2, 7)
 
 
 def token_usage(count: int) -> QuotaUsage:
-    return running_usage(NO_CHARGE, 0, 0, count)
+    return running_usage(NO_CHARGE, TokenUsage(output_tokens=count))
 
 
 def settled_usage(count: int) -> QuotaUsage:
-    return final_usage(0, count, 0)
+    return final_usage(TokenUsage(output_tokens=count), 0)
 
 
 def key_limits(max_tokens: int, requests: int = 10, max_concurrency: int = 10) -> list[QuotaLimit]:
@@ -152,7 +153,7 @@ def test_settled_usage_equals_real_usage(
     now, totals = 0.0, [0] * len(UNITS)
     for number, (estimate, chunks, pause) in enumerate(requests):
         reservation = reserve(
-            limits, running_usage(RATES, prompt, 0, estimate), token_usage(1), now
+            limits, running_usage(RATES, TokenUsage(prompt, 0, estimate)), token_usage(1), now
         )
         assert isinstance(reservation, Reservation)
         delivered = 0
@@ -160,12 +161,14 @@ def test_settled_usage_equals_real_usage(
             now += pause
             delivered += chunk
             assert (
-                reservation.extend(running_usage(RATES, prompt, 0, delivered + ahead), now) is None
+                reservation.extend(
+                    running_usage(RATES, TokenUsage(prompt, 0, delivered + ahead)), now
+                )
+                is None
             )
         last = number % 3  # not reserved
-        usage = final_usage(
-            prompt, delivered + last, RATES.cost_nano_dollars(prompt, 0, delivered + last)
-        )
+        tokens = TokenUsage(prompt, 0, delivered + last)
+        usage = final_usage(tokens, RATES.cost_nano_dollars(tokens))
         if number % 10 == failed_remainder:
             usage = QuotaUsage()
         reservation.settle(usage, now)
@@ -215,7 +218,8 @@ def test_request_without_need_of_an_exceeded_limit_is_admitted(
     assert isinstance(
         reserve([token_limit, cost_limit], request_usage, request_usage, 1.0), Reservation
     )
-    unpriced, min_usage = running_usage(NO_CHARGE, 10, 0, free), running_usage(NO_CHARGE, 10, 0, 1)
+    unpriced = running_usage(NO_CHARGE, TokenUsage(10, 0, free))
+    min_usage = running_usage(NO_CHARGE, TokenUsage(10, 0, 1))
     assert isinstance(reserve([cost_limit], unpriced, min_usage, 1.0), Reservation)
     assert isinstance(reserve([token_limit], unpriced, min_usage, 1.0), list)
 

@@ -29,6 +29,7 @@ from tests.support.usage_log_harness import (
     outcome,
 )
 
+from argosy.protocol import TokenUsage
 from argosy.store import UsageLog, UsageLogError, UsageRecord, UsageSlot, open_store, usage_log
 from argosy.store.usage_slots import SLOT_BYTES
 
@@ -90,7 +91,7 @@ class UsageLogCrashes(RuleBasedStateMachine):
     def count(self, index: int, counts: TokenCounts) -> None:
         request = self.select_running(index)
         slot, _ = self.running[request]
-        slot.set_counts(*counts)
+        slot.set_counts(TokenUsage(*counts))
         self.running[request] = slot, counts
 
     @rule(index=st.integers(0, 50))
@@ -193,7 +194,7 @@ def log(tmp_path: Path) -> Iterator[UsageLog]:
 
 def test_finished_record_has_all_fields(log: UsageLog) -> None:
     slot = log.allocate_slot(new_record("r", asked="next", route="canary", **OWNERS), RATES)
-    slot.set_counts(100, 40, 7)
+    slot.set_counts(TokenUsage(100, 40, 7))
     slot.finish("stopped", "unix:/a.sock", NOW + 2)
     assert drain(log) == [
         UsageRecord(
@@ -278,7 +279,7 @@ def test_unpersisted_records_are_logged_as_lost_on_close(tmp_path: Path) -> None
 
 def test_shared_folder_records_are_recovered_after_their_owner_died(tmp_path: Path) -> None:
     first, second = (UsageLog(tmp_path, clock=lambda: NOW) for _ in range(2))
-    first.allocate_slot(new_record("a")).set_counts(5, 0, 1)
+    first.allocate_slot(new_record("a")).set_counts(TokenUsage(5, 0, 1))
     first.allocate_slot(new_record("b")).finish("completed", "", NOW)
     assert second.recover() == []
     assert second.pending_records == 0
@@ -340,7 +341,7 @@ def test_files_of_the_previous_version_are_read_and_reused(tmp_path: Path) -> No
     log = UsageLog(tmp_path, clock=lambda: NOW)
     counts = {"input_tokens": 100, "cached_tokens": 40, "output_tokens": 7}
     record = new_record(
-        "running", **OWNERS, **counts, nano_dollars=RATES.cost_nano_dollars(100, 40, 7)
+        "running", **OWNERS, **counts, nano_dollars=RATES.cost_nano_dollars(TokenUsage(100, 40, 7))
     )
     replace = msgspec.structs.replace
     running = replace(record, ended_at=NOW + 60)
@@ -374,7 +375,7 @@ def build_previous_slot(state: int, request: str, replica: bytes, ended_at: floa
 def test_torn_record_affects_no_other(tmp_path: Path) -> None:
     first = UsageLog(tmp_path)
     for name in ("torn by the power failure", "intact"):
-        first.allocate_slot(new_record(name)).set_counts(1, 0, 1)
+        first.allocate_slot(new_record(name)).set_counts(TokenUsage(1, 0, 1))
     first.close()
     (file,) = tmp_path.glob("*.usage")
     file.write_bytes(file.read_bytes().replace(b"torn by", b"\0\0\0\0\0\0\0"))
@@ -406,7 +407,7 @@ def test_record_with_a_damaged_word_does_not_prevent_others(
     first = UsageLog(tmp_path)
     slots = [first.allocate_slot(new_record(name), RATES) for name in ("damaged", "intact")]
     for slot in slots:
-        slot.set_counts(4, 2, 2)
+        slot.set_counts(TokenUsage(4, 2, 2))
         slot.finish("completed", "here", NOW)
     first.close()
     (file,) = tmp_path.glob("*.usage")

@@ -10,13 +10,14 @@ import pytest
 from tests.support.usage_log_harness import NOW, RATES, drain, new_record, outcome
 
 from argosy.policy import Rates
+from argosy.protocol import TokenUsage
 from argosy.store import UsageLog
 
 
 def test_reused_slot_has_no_data_of_the_previous_request(tmp_path: Path) -> None:
     first = UsageLog(tmp_path)
     slot = first.allocate_slot(new_record("before"), RATES)
-    slot.set_counts(100, 40, 7)
+    slot.set_counts(TokenUsage(100, 40, 7))
     slot.finish("completed", "", NOW)
     first.drain(lambda _: None)
     first.allocate_slot(new_record("again"), RATES)
@@ -30,7 +31,7 @@ def test_reused_slot_has_no_data_of_the_previous_request(tmp_path: Path) -> None
 def test_native_counter_is_included_and_the_price_is_capped(tmp_path: Path) -> None:
     log = UsageLog(tmp_path)
     slot = log.allocate_slot(new_record("r"), Rates(1 << 40, 1 << 40, 1 << 40))
-    slot.set_counts(1 << 40, 0, 0)
+    slot.set_counts(TokenUsage(1 << 40))
     ctypes.c_int64.from_address(slot.output_counter_address).value += 9
     slot.finish("completed", "", NOW)
     (record,) = drain(log)

@@ -8,6 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.support.services import find_program
 
 from argosy.policy import ReplicaStatus
+from argosy.protocol import TokenUsage
 from argosy.telemetry import GatewayGauges, GatewayMetrics, QuotaBackendGauges, ReplicaGauges
 from argosy.telemetry.gateway_metrics import MAX_TENANT_LABELS
 
@@ -30,8 +31,7 @@ def exported_values(metrics: GatewayMetrics, gauges: GatewayGauges = GAUGES) -> 
 
 
 def end_request(metrics: GatewayMetrics, tenant: str) -> None:
-    usage = {"input_tokens": 5, "cached_tokens": 2, "output_tokens": 3, "nano_dollars": 10**9}
-    metrics.record_request_end("m", tenant, "completed", 1.5, **usage)
+    metrics.record_request_end("m", tenant, "completed", 1.5, TokenUsage(7, 2, 3), 10**9)
 
 
 def record_everything(metrics: GatewayMetrics) -> None:

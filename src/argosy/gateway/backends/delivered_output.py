@@ -6,7 +6,7 @@ from array import array
 
 import msgspec
 
-from argosy.protocol import EarlyStopReason, ReplicaReport, find_early_stop
+from argosy.protocol import EarlyStopReason, ReplicaReport, TokenUsage, find_early_stop
 
 
 class DeliveredOutput(msgspec.Struct, eq=False):
@@ -36,6 +36,13 @@ class DeliveredOutput(msgspec.Struct, eq=False):
     """Id of the arithmetic identity that generated the output; empty if it is unknown."""
     is_exact: bool = True
     """Whether a replica that generated the output reports exact results, which another one continues exactly."""
+
+    @property
+    def usage(self) -> TokenUsage:
+        """The token counts."""
+        return TokenUsage(
+            self.prompt_tokens, self.cached_tokens, self.output_tokens, self.reasoning_tokens
+        )
 
     def reset(self) -> None:
         """Forget the output of an attempt that never reached the client."""

@@ -40,6 +40,7 @@ from argosy.policy import (
     running_usage,
 )
 from argosy.process import run_in_daemon_thread
+from argosy.protocol import TokenUsage
 from argosy.store import (
     AccountSnapshot,
     Clock,
@@ -225,13 +226,13 @@ class LimitFilter:
             limit_set.caller_key, fields.max_output_tokens, DEFAULT_OUTPUT_TOKENS
         )
         output_tokens = expected_tokens * fields.choice_count
-        expected_usage = running_usage(rates, prompt_tokens, 0, output_tokens)
+        expected_usage = running_usage(rates, TokenUsage(prompt_tokens, 0, output_tokens))
         outcome, backend_answered = (
             reserve(limit_set.meters, expected_usage, expected_usage, now),
             True,
         )
         if isinstance(outcome, list):
-            minimum_usage = running_usage(rates, prompt_tokens, 0, 1)
+            minimum_usage = running_usage(rates, TokenUsage(prompt_tokens, 0, 1))
             outcome, backend_answered = await self._acquire(
                 limit_set, expected_usage, minimum_usage, now
             )

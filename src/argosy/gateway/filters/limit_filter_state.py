@@ -20,7 +20,7 @@ from argosy.policy import (
     final_usage,
     running_usage,
 )
-from argosy.protocol import EarlyStopReason
+from argosy.protocol import EarlyStopReason, TokenUsage
 from argosy.store import Clock, QuotaBackend, QuotaDemand
 
 RESERVATION_STEP_TOKENS = 32
@@ -99,17 +99,16 @@ class LimitFilterState(msgspec.Struct, eq=False):
         if context.reclaim_stream is not None:
             context.reclaim_stream()  # so that all tokens are counted and the budget is read again
         delivered, now = context.delivered, self.clock()
-        prompt, cached = delivered.prompt_tokens, delivered.cached_tokens
-        usage = running_usage(self.rates, prompt, cached, delivered.output_tokens)
+        usage = running_usage(self.rates, delivered.usage)
         self.limit_set = limit_set
         self.reservation.change_limits(limit_set.meters, usage, now)
         # The concurrency slot of a new limit is in use already.
         self.backend.overdraw(quota_demand(self.reservation.shortfall(usage)), now)
         self.reservation.force_extend(usage, now)
         output = max(delivered.output_tokens, self.expected_output_tokens)
-        prompt = prompt or self.reserved_prompt_tokens
-        expected_usage = running_usage(self.rates, prompt, cached, output)
-        is_reserved = self.reservation.extend(expected_usage, now) is None
+        prompt = delivered.prompt_tokens or self.reserved_prompt_tokens
+        expected = TokenUsage(prompt, delivered.cached_tokens, output)
+        is_reserved = self.reservation.extend(running_usage(self.rates, expected), now) is None
         self.reserved_output_tokens = output if is_reserved else delivered.output_tokens
 
     def fast_path_budget(self) -> FastPathBudget:
@@ -146,11 +145,11 @@ class LimitFilterState(msgspec.Struct, eq=False):
             self.reservation.settle(QuotaUsage(requests=int(context.is_client_error)), now)
             return
         prompt, output = delivered.prompt_tokens, delivered.output_tokens
-        cost = self.rates.cost_nano_dollars(prompt, delivered.cached_tokens, output)
+        cost = self.rates.cost_nano_dollars(delivered.usage)
         if not prompt and context.status in {"cancelled", "stopped"}:
             # The prompt was being processed. Disconnects and short deadlines must not make processing free.
             prompt, output = self.reserved_prompt_tokens, self.generated_tokens
-        self.reservation.settle(final_usage(prompt, output, cost), now)
+        self.reservation.settle(final_usage(TokenUsage(prompt, 0, output), cost), now)
         if context.status == "completed":
             output_length = delivered.output_tokens // context.fields.choice_count
             self.estimates.observe(self.limit_set.caller_key, output_length, DEFAULT_OUTPUT_TOKENS)
@@ -168,7 +167,8 @@ class LimitFilterState(msgspec.Struct, eq=False):
             else output + RESERVATION_STEP_TOKENS
         )
         for reserved_output in (ahead_tokens, output):
-            usage = running_usage(self.rates, prompt, delivered.cached_tokens, reserved_output)
+            tokens = TokenUsage(prompt, delivered.cached_tokens, reserved_output)
+            usage = running_usage(self.rates, tokens)
             if self.reservation.extend(usage, now) is None:
                 self.reserved_prompt_tokens, self.reserved_output_tokens = prompt, reserved_output
                 return None

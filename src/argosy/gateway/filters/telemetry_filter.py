@@ -90,10 +90,7 @@ class TelemetryFilterState(msgspec.Struct, eq=False):
         trace.status = "replayed" if context.replayed_request_id else context.status
         if context.error is not None:
             trace.error_code = context.error.code
-        trace.prompt_tokens = delivered.prompt_tokens
-        trace.cached_tokens = delivered.cached_tokens
-        trace.output_tokens = delivered.output_tokens
-        trace.reasoning_tokens = delivered.reasoning_tokens
+        trace.tokens = delivered.usage
         trace.report = delivered.report
         for choice, reason in itertools.islice(
             delivered.finish_reasons.items(), MAX_RECORDED_CHOICES
@@ -114,16 +111,14 @@ class TelemetryFilterState(msgspec.Struct, eq=False):
 
     def _record_metrics(self, now: float) -> None:
         metrics, context, trace = self.telemetry.metrics, self.context, self.context.trace
-        delivered, model = context.delivered, trace.model
+        model = trace.model
         metrics.record_request_end(
             model,
             trace.principal.tenant,
             trace.status,
             now - trace.arrived_at,
-            input_tokens=delivered.prompt_tokens - delivered.cached_tokens,
-            cached_tokens=delivered.cached_tokens,
-            output_tokens=delivered.output_tokens,
-            nano_dollars=context.cost_nano_dollars,
+            trace.tokens,
+            context.cost_nano_dollars,
         )
         if trace.error_code:
             metrics.record_error(model, trace.error_code)

@@ -12,7 +12,7 @@ import structlog
 
 from argosy.gateway.principal import TIERS
 from argosy.gateway.request_context import FastPathBudget, RequestContext
-from argosy.gateway.request_trace import UsageTrace
+from argosy.gateway.request_trace import CostTrace
 from argosy.policy import PriceList, Rates
 from argosy.process import run_in_daemon_thread
 from argosy.protocol import ApiError
@@ -103,24 +103,20 @@ class UsageFilterState(msgspec.Struct, eq=False):
     def on_tokens(self, chunk_times: Sequence[float]) -> None:  # noqa: ARG002 - see `FilterState`
         """Store the delivered counts of a stream. A non-streaming response counts as undelivered until it ends."""
         if self.context.fields.stream:
-            delivered = self.context.delivered
-            self.slot.set_counts(
-                delivered.prompt_tokens, delivered.cached_tokens, delivered.output_tokens
-            )
+            self.slot.set_counts(self.context.delivered.usage)
 
     def on_complete(self) -> None:
         """Complete the row and set the request's cost."""
-        context, slot, rates, delivered = (
+        context, slot, rates, usage = (
             self.context,
             self.slot,
             self.rates,
-            self.context.delivered,
+            self.context.delivered.usage,
         )
-        counts = delivered.prompt_tokens, delivered.cached_tokens, delivered.output_tokens
-        slot.set_counts(*counts)
+        slot.set_counts(usage)
         slot.finish(context.status, context.replica_name, self.clock())
-        context.cost_nano_dollars = rates.cost_nano_dollars(*counts)
-        context.trace.usage = UsageTrace(*counts, context.cost_nano_dollars, rates)
+        context.cost_nano_dollars = rates.cost_nano_dollars(usage)
+        context.trace.cost = CostTrace(context.cost_nano_dollars, rates)
 
 
 async def flush_usage_forever(

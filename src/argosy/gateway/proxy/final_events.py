@@ -7,7 +7,6 @@ from typing import Any
 import msgspec
 
 from argosy.gateway.backends import ResponseIdentity, is_token_ids_requested
-from argosy.gateway.proxy.response_writers import build_usage
 from argosy.gateway.request_context import CHAT, RequestContext
 from argosy.protocol import SSE_DONE, EarlyStopReason, format_event
 
@@ -41,7 +40,7 @@ def build_final_events(
     ]
     if fields.include_usage:
         chunks = [chunk | {"usage": None} for chunk in chunks]
-        chunks.append({"choices": [], "usage": build_usage(delivered)})
+        chunks.append({"choices": [], "usage": delivered.usage.to_wire()})
     envelope = {
         "id": stream_identity.id,
         "object": context.api.chunk_object_type,

@@ -9,18 +9,14 @@ from collections import defaultdict
 from typing import Any, Protocol
 
 import msgspec
-from msgspec import UNSET
 
-from argosy.gateway.backends import MALFORMED_EVENT_ERRORS, DeliveredOutput, check_container_count
+from argosy.gateway.backends import MALFORMED_EVENT_ERRORS, check_container_count
 from argosy.gateway.proxy.aggregated_choice import AggregatedChoice
 from argosy.gateway.request_context import CHAT, RequestContext
 from argosy.http_server import HttpExchange
 from argosy.protocol import (
     ApiError,
-    CompletionTokenUsageInfo,
     EventParser,
-    PromptTokenUsageInfo,
-    Usage,
     format_comment,
 )
 
@@ -30,23 +26,6 @@ MAX_AGGREGATED_BYTES = 64 * 1024 * 1024
 _DONE = b"[DONE]"
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
-
-
-def build_usage(delivered: DeliveredOutput) -> Usage:
-    """Build the `usage` object of the delivered output."""
-    return Usage(
-        prompt_tokens=delivered.prompt_tokens,
-        completion_tokens=delivered.output_tokens,
-        total_tokens=delivered.prompt_tokens + delivered.output_tokens,
-        prompt_tokens_details=PromptTokenUsageInfo(cached_tokens=delivered.cached_tokens),
-        completion_tokens_details=(
-            UNSET
-            if delivered.reasoning_tokens is None
-            else CompletionTokenUsageInfo(
-                reasoning_tokens=min(delivered.reasoning_tokens, delivered.output_tokens)
-            )
-        ),
-    )
 
 
 class ResponseWriter(Protocol):
@@ -220,7 +199,7 @@ class AggregatingWriter:
             "choices": [
                 build_choice(self._choices[index], index) for index in sorted(self._choices)
             ],
-            "usage": build_usage(self._context.delivered),
+            "usage": self._context.delivered.usage.to_wire(),
         }
         if self._warnings:
             response["warnings"] = self._warnings

@@ -7,19 +7,16 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from msgspec import UNSET
-
 from argosy.engine.serving.api_server.logprob_formatter import LogprobFormatter
 from argosy.engine.serving.preprocessing.request_processor import GatewayHeaders, PreparedRequest
 from argosy.engine.serving.text.choice import Choice, PromptState
 from argosy.engine.serving.text.parsed_choice import ParsedChoice
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.protocol import (
-    CompletionTokenUsageInfo,
     GenerationRequest,
-    PromptTokenUsageInfo,
     ResponseWarning,
     StreamOptions,
+    TokenUsage,
     Usage,
 )
 
@@ -107,18 +104,12 @@ class ResponseSpec:
 
     def usage(self) -> Usage:
         """Return the token usage so far."""
-        prompt_tokens = sum(len(prompt.token_ids) for prompt in self.prompts)
-        completion_tokens = sum(choice.output_tokens for choice in self.choices)
-        reasoning_tokens = self.reasoning_tokens
-        return Usage(
-            prompt_tokens=prompt_tokens,
-            completion_tokens=completion_tokens,
-            total_tokens=prompt_tokens + completion_tokens,
-            prompt_tokens_details=PromptTokenUsageInfo(cached_tokens=self.cached_tokens),
-            completion_tokens_details=UNSET
-            if reasoning_tokens is None
-            else CompletionTokenUsageInfo(reasoning_tokens=reasoning_tokens),
-        )
+        return TokenUsage(
+            sum(len(prompt.token_ids) for prompt in self.prompts),
+            self.cached_tokens,
+            sum(choice.output_tokens for choice in self.choices),
+            self.reasoning_tokens,
+        ).to_wire()
 
     @property
     def reasoning_tokens(self) -> int | None:
