@@ -10,9 +10,10 @@ from argosy.gateway.filters.limit_filter import LimitFilter
 from argosy.gateway.filters.limit_filter_state import LimitFilterState
 from argosy.gateway.pool.pool import Pool
 from argosy.gateway.principal import Principal
-from argosy.gateway.request_context import CHAT, FilterState, RequestContext, RequestStatus
+from argosy.gateway.request_context import CHAT, FilterState, RequestContext
 from argosy.gateway.request_fields import parse_request_fields
 from argosy.http_server import HttpExchange
+from argosy.policy import RequestStatus
 from argosy.protocol import ApiError
 from argosy.store import (
     AccountSnapshot,
@@ -111,9 +112,12 @@ def complete(
     context: RequestContext,
     status: RequestStatus = "completed",
     replica: str = "replica",
+    *,
+    is_response_started: bool = True,
 ) -> None:
     """End an admitted request that was sent to `replica`."""
     context.status, context.replica_name = status, replica
+    context.close_bill(is_response_started=is_response_started, is_output_sent=is_response_started)
     limits.states.pop(id(context)).on_complete()
 
 

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 import structlog
@@ -18,26 +18,24 @@ from argosy.gateway.principal import Principal
 from argosy.gateway.request_fields import RequestFields
 from argosy.gateway.request_trace import AttemptTrace, RequestTrace
 from argosy.http_server import HttpExchange
-from argosy.policy import Rates, start_deadline
+from argosy.policy import (
+    NO_CHARGE,
+    Bill,
+    Rates,
+    RequestEnd,
+    RequestStatus,
+    compute_bill,
+    start_deadline,
+)
 from argosy.protocol import ApiError, EarlyStopReason
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
-RequestStatus = Literal["completed", "cancelled", "failed", "stopped", "refused"]
-"""How a request ended.
-
-- `completed`: the client received the whole response.
-- `cancelled`: the client disconnected.
-- `failed`: an error of the fleet.
-- `stopped`: a limit or the deadline ended the response early.
-- `refused`: the request was rejected, because of its content or for now.
-"""
 REFUSED_BY_REPLICA = "refused_by_replica"
 REQUEST_TOO_LARGE = "request_too_large"
 CLIENT_ERROR_STATUSES = frozenset({400, 413, 422})
 """Statuses with which a replica blames the request itself. Other 4xx may concern the gateway's access to the
 replica."""
-UNANSWERED_STATUSES = frozenset[RequestStatus]({"failed", "refused"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +105,8 @@ class RequestContext(msgspec.Struct, eq=False):
     """The error with which the request was refused or failed."""
     rates: Rates | None = None
     """Prices per token, set by the first filter that needs them, so that all filters charge the same."""
-    cost_nano_dollars: int = 0
-    """Cost of the request, set when its usage is recorded."""
+    bill: Bill = Bill()
+    """Bill of the request, empty until it ends."""
     reclaim_stream: Callable[[], object] | None = None
     """Takes the stream back from the fast path, so that its budget can change. None unless the request runs."""
     replayed_request_id: str = ""
@@ -169,6 +167,26 @@ class RequestContext(msgspec.Struct, eq=False):
         self.error = error
         if error.status < 500 and self.status == "failed":
             self.status = "refused"
+
+    def close_bill(self, *, is_response_started: bool, is_output_sent: bool) -> None:
+        """Compute the bill of the ended request, and forget output that did not reach the client.
+
+        Args:
+            is_response_started: Whether the client was sent the head of a response, or all of one.
+            is_output_sent: Whether events of a stream were sent to the client.
+        """
+        end = RequestEnd(
+            status=self.status,
+            generated=self.delivered.usage,
+            estimated_prompt_tokens=self.fields.estimated_prompt_tokens,
+            is_response_started=is_response_started,
+            is_output_sent=is_output_sent,
+            is_dispatched=bool(self.replica_name),
+            is_client_error=self.is_client_error,
+        )
+        self.bill = compute_bill(end, self.rates or NO_CHARGE)
+        if not end.has_reached_client:
+            self.delivered.reset()
 
     def record_progress(self, tokens: int) -> None:
         """Record that at least one more token was delivered, which resets the failure counters.

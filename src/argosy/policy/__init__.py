@@ -5,11 +5,13 @@ A request first reserves its quotas (`reserve`), counted by a `QuotaMeter` or, f
 tenants by tier and fair share. When a slot is free, the breakers, slot shares and tier reservations determine the
 eligible replicas. A `RoutingPolicy` selects one of them with the help of a `PrefixCacheIndex`. The result of each
 attempt updates the replica's `Breaker`, `Backpressure` and `OutageTracker`, and further attempts are limited by
-`RetryBudget`, `Hedging` and `PoisonRequestTracker`. The supervisor of local replicas follows `SupervisionPolicy`, and
-the engine's scheduler uses `VirtualTokenCounters`. `ThreadCountPolicy` adapts the threads of an engine on the CPU.
+`RetryBudget`, `Hedging` and `PoisonRequestTracker`. At the end of a request `compute_bill` decides what it costs. The
+supervisor of local replicas follows `SupervisionPolicy`, and the engine's scheduler uses `VirtualTokenCounters`.
+`ThreadCountPolicy` adapts the threads of an engine on the CPU.
 """
 
 from argosy.policy.backpressure import Backpressure
+from argosy.policy.billing import Bill, RequestEnd, RequestStatus, compute_bill
 from argosy.policy.breaker import (
     AttemptOutcome,
     Breaker,
@@ -67,7 +69,6 @@ from argosy.policy.reservation import (
     QuotaRejection,
     QuotaUsage,
     Reservation,
-    final_usage,
     is_permanent,
     longest_rejection,
     reserve,
@@ -123,6 +124,7 @@ __all__ = [
     "AdminState",
     "AttemptOutcome",
     "Backpressure",
+    "Bill",
     "BoundedHash",
     "Breaker",
     "BreakerLimits",
@@ -163,6 +165,8 @@ __all__ = [
     "RecentPlacements",
     "ReplicaLoad",
     "ReplicaStatus",
+    "RequestEnd",
+    "RequestStatus",
     "Reservation",
     "ResolvedAddresses",
     "RestartLimits",
@@ -184,11 +188,11 @@ __all__ = [
     "backoff_s",
     "calendar_bounds",
     "classify_status",
+    "compute_bill",
     "compute_block_names",
     "compute_prefix_keys",
     "eligible_replicas",
     "estimate_cost",
-    "final_usage",
     "is_exceeded",
     "is_permanent",
     "is_tenant_within_share",

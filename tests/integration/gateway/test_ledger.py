@@ -28,12 +28,12 @@ from argosy.gateway.request_context import (
     CHAT,
     FilterState,
     RequestContext,
-    RequestStatus,
     complete_filters,
     run_filters,
 )
 from argosy.gateway.request_fields import parse_request_fields
 from argosy.http_server import HttpExchange
+from argosy.policy import RequestStatus
 from argosy.protocol import ApiError
 from argosy.store import (
     AccountSnapshot,
@@ -95,6 +95,7 @@ async def test_request_is_recorded_once_at_price_of_its_tier_at_start(
         context.delivered.output_tokens = count
         state.on_tokens((0.0,))
     context.status, context.replica_name = status, "there"
+    context.close_bill(is_response_started=True, is_output_sent=True)
     state.on_complete()
     (record,) = drain(usage_log)
     assert record == UsageRecord(
@@ -141,6 +142,7 @@ async def test_budget_and_record_have_same_cost_although_price_changes(
     assert await run_filters([recorder], states, first)
     first.delivered.prompt_tokens, first.delivered.output_tokens = 100, 7
     first.status, first.replica_name = "completed", "there"
+    first.close_bill(is_response_started=True, is_output_sent=True)
     complete_filters(states, first)
     await limits.on_request(second)
     (record,) = drain(usage_log)
@@ -243,6 +245,8 @@ async def test_postgres_gets_every_record_once_after_outage(
             context = make_context(number=number)
             state = await recorder.on_request(context)
             context.delivered.prompt_tokens, context.delivered.output_tokens = 10, number
+            context.status = "completed"
+            context.close_bill(is_response_started=True, is_output_sent=True)
             state.on_complete()
 
     await send_requests(range(100))

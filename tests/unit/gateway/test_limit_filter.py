@@ -29,7 +29,8 @@ from tests.support.limit_harness import (
 
 from argosy.gateway.filters.limit_filter import LimitsConfig, open_quota_backend
 from argosy.gateway.filters.limit_responses import format_duration
-from argosy.gateway.request_context import RequestContext, RequestStatus
+from argosy.gateway.request_context import RequestContext
+from argosy.policy import RequestStatus
 from argosy.protocol import ApiError
 from argosy.store import Limit, LocalQuotaBackend, Price, UsageReportRow
 from argosy.store.clock import SteadyClock
@@ -288,8 +289,7 @@ async def test_disconnect_before_complete_response_charges_generated_tokens(
     )
     await limits.on_request(context := make_context(max_tokens=20))
     assert deliver(limits, context, 19) is None
-    context.delivered.reset()
-    complete(limits, context, "cancelled")
+    complete(limits, context, "cancelled", is_response_started=False)
     error = await expect_rejection(limits, make_context(max_tokens=20))
     assert "Used: 19 output tokens." in error.message
 

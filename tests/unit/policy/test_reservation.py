@@ -18,12 +18,12 @@ from argosy.policy import (
     Rates,
     Reservation,
     SlidingWindow,
-    final_usage,
     is_permanent,
     longest_rejection,
     reserve,
     running_usage,
 )
+from argosy.policy.reservation import final_usage
 from argosy.protocol import TokenUsage
 
 UNITS = QuotaUsage.__struct_fields__

@@ -8,16 +8,14 @@ from dataclasses import dataclass
 import msgspec
 
 from argosy.gateway.filters.limit_responses import RateLimitHeaders, explain_rejected
-from argosy.gateway.request_context import UNANSWERED_STATUSES, FastPathBudget, RequestContext
+from argosy.gateway.request_context import FastPathBudget, RequestContext
 from argosy.gateway.request_fields import DEFAULT_OUTPUT_TOKENS
 from argosy.policy import (
     OutputLengthEstimator,
     QuotaLimit,
     QuotaRejection,
-    QuotaUsage,
     Rates,
     Reservation,
-    final_usage,
     running_usage,
 )
 from argosy.protocol import EarlyStopReason, TokenUsage
@@ -82,8 +80,6 @@ class LimitFilterState(msgspec.Struct, eq=False):
     """Output tokens that the request rarely exceeds."""
     on_ended: Callable[[LimitFilterState], None]
     """Called when the request has ended."""
-    generated_tokens: int = 0
-    """Output tokens generated so far, also if the client disconnects before it receives them all."""
     continued_degraded: bool = False
     """Whether the stream was allowed to continue while current usage was unknown."""
     exceeded_limit: QuotaRejection | None = None
@@ -121,7 +117,6 @@ class LimitFilterState(msgspec.Struct, eq=False):
     def on_tokens(self, chunk_times: Sequence[float]) -> EarlyStopReason | None:  # noqa: ARG002 - limits use the wall clock
         """Extend the reservation if the delivered tokens exceed it, and return the reason to stop if that fails."""
         delivered = self.context.delivered
-        self.generated_tokens = delivered.output_tokens
         if not self.reservation.holds or (
             delivered.output_tokens <= self.reserved_output_tokens
             and delivered.prompt_tokens <= self.reserved_prompt_tokens
@@ -130,28 +125,14 @@ class LimitFilterState(msgspec.Struct, eq=False):
         return self._extend_reservation()
 
     def on_complete(self) -> None:
-        """Settle the reservation with the actual usage.
-
-        A request that was never dispatched, or failed without output through no fault of its own, uses nothing. A
-        request that a replica rejected as invalid counts as one request.
-        """
+        """Settle the reservation with the usage that the request's bill counts."""
         self.on_ended(self)
-        delivered, context, now = self.context.delivered, self.context, self.clock()
+        context, bill = self.context, self.context.bill
         if self.exceeded_limit is not None and context.status == "stopped":
             context.trace.limits += explain_rejected([self.exceeded_limit])
-        if not delivered.output_tokens and (
-            context.status in UNANSWERED_STATUSES or not context.replica_name
-        ):
-            self.reservation.settle(QuotaUsage(requests=int(context.is_client_error)), now)
-            return
-        prompt, output = delivered.prompt_tokens, delivered.output_tokens
-        cost = self.rates.cost_nano_dollars(delivered.usage)
-        if not prompt and context.status in {"cancelled", "stopped"}:
-            # The prompt was being processed. Disconnects and short deadlines must not make processing free.
-            prompt, output = self.reserved_prompt_tokens, self.generated_tokens
-        self.reservation.settle(final_usage(TokenUsage(prompt, 0, output), cost), now)
-        if context.status == "completed":
-            output_length = delivered.output_tokens // context.fields.choice_count
+        self.reservation.settle(bill.quota, self.clock())
+        if context.status == "completed" and bill.quota.requests:
+            output_length = bill.usage.output_tokens // context.fields.choice_count
             self.estimates.observe(self.limit_set.caller_key, output_length, DEFAULT_OUTPUT_TOKENS)
 
     def _extend_reservation(self) -> EarlyStopReason | None:

@@ -90,7 +90,7 @@ class TelemetryFilterState(msgspec.Struct, eq=False):
         trace.status = "replayed" if context.replayed_request_id else context.status
         if context.error is not None:
             trace.error_code = context.error.code
-        trace.tokens = delivered.usage
+        trace.tokens = context.bill.usage
         trace.report = delivered.report
         for choice, reason in itertools.islice(
             delivered.finish_reasons.items(), MAX_RECORDED_CHOICES
@@ -118,7 +118,7 @@ class TelemetryFilterState(msgspec.Struct, eq=False):
             trace.status,
             now - trace.arrived_at,
             trace.tokens,
-            context.cost_nano_dollars,
+            context.bill.nano_dollars,
         )
         if trace.error_code:
             metrics.record_error(model, trace.error_code)

@@ -62,9 +62,9 @@ class UsageRecorder:
             ApiError: 503 if the usage log is full.
         """
         principal, model = context.principal, context.pool.model
-        rates = context.rates
-        if rates is None:
-            rates = self._prices.rates_at(model, TIERS[principal.tier], self._clock())
+        rates = context.rates = context.rates or self._prices.rates_at(
+            model, TIERS[principal.tier], self._clock()
+        )
         row = UsageRecord(
             request=context.response_id,
             organisation=principal.organisation,
@@ -106,17 +106,11 @@ class UsageFilterState(msgspec.Struct, eq=False):
             self.slot.set_counts(self.context.delivered.usage)
 
     def on_complete(self) -> None:
-        """Complete the row and set the request's cost."""
-        context, slot, rates, usage = (
-            self.context,
-            self.slot,
-            self.rates,
-            self.context.delivered.usage,
-        )
-        slot.set_counts(usage)
-        slot.finish(context.status, context.replica_name, self.clock())
-        context.cost_nano_dollars = rates.cost_nano_dollars(usage)
-        context.trace.cost = CostTrace(context.cost_nano_dollars, rates)
+        """Complete the row with the billed tokens."""
+        context, bill = self.context, self.context.bill
+        self.slot.set_counts(bill.usage)
+        self.slot.finish(context.status, context.replica_name, self.clock())
+        context.trace.cost = CostTrace(bill.nano_dollars, self.rates)
 
 
 async def flush_usage_forever(

@@ -27,7 +27,6 @@ from argosy.gateway.proxy.upstream_headers import build_native_headers
 from argosy.gateway.request_context import (
     CHAT,
     COMPLETION,
-    UNANSWERED_STATUSES,
     ApiShape,
     FilterState,
     RequestContext,
@@ -191,12 +190,9 @@ class CompletionHandlers:
             await _end_stream_with_error(exchange, unexpected)
             raise
         finally:
-            delivered = context.delivered
-            unsent = context.status in UNANSWERED_STATUSES and writer.discard()
-            if unsent or exchange.status is None:
-                delivered.reset()  # nothing reached the client, so nothing is billed
-            elif context.status != "completed" and not delivered.output_tokens:
-                delivered.prompt_tokens = delivered.cached_tokens = 0  # nor is a prompt alone
+            context.close_bill(
+                is_response_started=exchange.status is not None, is_output_sent=writer.has_output
+            )
             complete_filters(filter_states, context)
             # Break a cycle, since the error's traceback refers to this frame and the whole response.
             context.error = None
