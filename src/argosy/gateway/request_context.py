@@ -117,7 +117,9 @@ class RequestContext(msgspec.Struct, eq=False):
         """Digest of tenant and prompt. For a long prompt only its length and its end are hashed."""
         prompt = self.fields.raw_prompt
         prefix = f"{self.principal.tenant}\0{self.api.prompt_field} {len(prompt)}\0".encode()
-        return hashlib.blake2b(prefix + prompt[-MAX_DIGESTED_BYTES:], digest_size=16).digest()
+        digest = hashlib.blake2b(prefix, digest_size=16)
+        digest.update(prompt[-MAX_DIGESTED_BYTES:])
+        return digest.digest()
 
     def compute_priority(self, adapter: BackendAdapter) -> int:
         """Compute the `priority` field for a server of this kind. All attempts use the same target start time."""

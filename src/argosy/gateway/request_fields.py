@@ -5,12 +5,16 @@ from __future__ import annotations
 import math
 import random
 import re
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, TypeVar
 
 import msgspec
 from msgspec import Meta, Raw
 
 from argosy.protocol import ApiError, invalid_request, parse_body
+
+T = TypeVar("T", bound=msgspec.Struct)
+_encode = msgspec.json.Encoder().encode
 
 BYTES_PER_TOKEN = 4
 """Used to estimate token counts of text prompts without a tokenizer."""
@@ -43,10 +47,6 @@ class _KnownFields(msgspec.Struct, gc=False):
     """The typed fields. All other fields may have any value."""
 
     model: str | None = None
-    messages: Raw = Raw()
-    prompt: Raw = Raw()
-    tools: Raw = Raw()
-    functions: Raw = Raw()
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     n: int | None = None
@@ -58,7 +58,14 @@ class _KnownFields(msgspec.Struct, gc=False):
     timeout_s: Annotated[float, Meta(gt=0, le=86_400)] | None = None
     priority: Annotated[int, Meta(ge=0, le=8)] | None = None
     request_id: str | None = None
-    resume: Raw = Raw()
+
+
+class _LargeFields(msgspec.Struct, gc=False):
+    """The fields that may be large."""
+
+    prompt: Raw = Raw()
+    messages: Raw = Raw()
+    tokens: Raw = Raw()
 
 
 class _ContentPart(msgspec.Struct, gc=False):
@@ -87,8 +94,8 @@ class RequestFields(msgspec.Struct, frozen=True, eq=False):
     """Number of choices: `n` for each prompt."""
     max_output_tokens: int | None
     """None if the request sets no limit or a negative one, which llama.cpp treats as no limit."""
-    raw_prompt: bytes
-    """The prompt or the messages as raw JSON."""
+    prompt_field: str
+    """Name of the field with the prompt or the messages."""
     estimated_prompt_tokens: int
     """Estimated prompt tokens, including the tokens of tools and of `resume`."""
     session_id: str
@@ -112,16 +119,21 @@ class RequestFields(msgspec.Struct, frozen=True, eq=False):
     body_bytes: int = 0
     """Size of the request body, which is kept in memory."""
 
+    @property
+    def raw_prompt(self) -> memoryview:
+        """The prompt or the messages as raw JSON. It may be large, so it is not copied."""
+        return memoryview(self.raw[self.prompt_field])
+
     def exceeds_token_limit(self, max_tokens: int) -> bool:
         """Return whether one of the prompts has more than `max_tokens` tokens with any tokenizer.
 
         For messages only the text counts that every chat template includes. Malformed prompts return False and are left
         to the replica to reject. So are requests with `truncate_prompt_tokens`.
         """
-        if "truncate_prompt_tokens" in self.raw:
+        if len(self.raw_prompt) <= max_tokens or "truncate_prompt_tokens" in self.raw:
             return False
         try:
-            return _exceeds_token_limit(self.raw_prompt, max_tokens)
+            return _exceeds_token_limit(bytes(self.raw_prompt), max_tokens)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return False
 
@@ -145,14 +157,14 @@ def parse_request_fields(
     Raises:
         ApiError: 400 for a missing or ill-typed field, 413 for too large a body.
     """
-    known = parse_body(_KnownFields, body)
-    prompt = bytes(known.messages if prompt_field == "messages" else known.prompt)
-    if known.model is None or not prompt:
+    raw = parse_raw_fields(body)
+    known = decode_fields(_KnownFields, raw)
+    if known.model is None or prompt_field not in raw:
         name = "model" if known.model is None else prompt_field
         raise ApiError(
             400, "missing_required_parameter", f"Missing parameter '{name}'. Add it.", param=name
         )
-    fields = parse_raw_fields(body, len(prompt))
+    prompt = bytes(raw[prompt_field])
     prompt_count = _count_prompts(prompt)
     choice_count = max(1, known.n or 1) * prompt_count
     if choice_count > MAX_CHOICES:
@@ -161,24 +173,25 @@ def parse_request_fields(
     has_generated_seed = known.seed is None
     if has_generated_seed:
         # Generated here, so that a replica that resumes the response samples the same tokens.
-        fields["seed"] = Raw(b"%d" % random.getrandbits(62))
+        raw["seed"] = Raw(b"%d" % random.getrandbits(62))
     limit = known.max_completion_tokens
     limit = known.max_tokens if limit is None else limit
     options = known.stream_options
-    tool_bytes = len(bytes(known.tools)) + len(bytes(known.functions))
-    tool_tokens = tool_bytes // BYTES_PER_TOKEN if prompt_field == "messages" else 0
+    tool_tokens = 0
+    if prompt_field == "messages":
+        tool_bytes = sum(len(bytes(raw[name])) for name in ("tools", "functions") if name in raw)
+        tool_tokens = tool_bytes // BYTES_PER_TOKEN
+    resume_tokens = bytes(raw["resume"]).count(b",") if "resume" in raw else 0
     return RequestFields(
-        raw=fields,
+        raw=raw,
         model=known.model,
         stream=bool(known.stream),
         choice_count=choice_count,
         max_output_tokens=None
         if limit is None or limit < 0
         else min(limit, MAX_ESTIMATED_OUTPUT_TOKENS),
-        raw_prompt=prompt,
-        estimated_prompt_tokens=_estimate_tokens(prompt)
-        + tool_tokens
-        + bytes(known.resume).count(b","),
+        prompt_field=prompt_field,
+        estimated_prompt_tokens=_estimate_tokens(prompt) + tool_tokens + resume_tokens,
         estimated_tool_tokens=tool_tokens,
         session_id=known.session_id or session_id or known.prompt_cache_key or "",
         prompt_count=prompt_count,
@@ -217,26 +230,39 @@ def _exceeds_token_limit(prompt: bytes, max_tokens: int) -> bool:
     )
 
 
-def parse_raw_fields(body: bytes, prompt_bytes: int) -> dict[str, Raw]:
+def parse_raw_fields(body: bytes) -> dict[str, Raw]:
     """Parse the top level of a body into raw JSON fields.
 
     The whole body is checked to be UTF-8, because some fields are decoded only later, for some backends.
 
-    Args:
-        body: The JSON body.
-        prompt_bytes: Size of the prompt, which may be large.
-
     Raises:
         ApiError: 400 if the body is not a UTF-8 JSON object, 413 if it is too large besides its prompt.
     """
+    if len(body) > MAX_NON_PROMPT_BYTES:
+        _check_non_prompt_bytes(body)
+    if not body.isascii():
+        _check_utf8(body)
+    return parse_body(dict[str, Raw], body)
+
+
+def decode_fields(fields_type: type[T], raw: Mapping[str, Raw]) -> T:
+    """Decode those fields of a parsed body that `fields_type` has.
+
+    Raises:
+        ApiError: 400 if a value has a wrong type.
+    """
+    names = fields_type.__struct_fields__
+    return parse_body(fields_type, _encode({name: raw[name] for name in names if name in raw}))
+
+
+def _check_non_prompt_bytes(body: bytes) -> None:
+    large = parse_body(_LargeFields, body)
+    prompt_bytes = sum(len(bytes(value)) for value in (large.prompt, large.messages, large.tokens))
     if len(body) - prompt_bytes > MAX_NON_PROMPT_BYTES:
         message = (
             f"The body has more than {MAX_NON_PROMPT_BYTES} bytes besides its prompt. Send less."
         )
         raise ApiError(413, "request_too_large", message)
-    if not body.isascii():
-        _check_utf8(body)
-    return parse_body(dict[str, Raw], body)
 
 
 def _check_utf8(body: bytes) -> None:
@@ -249,7 +275,9 @@ def _check_utf8(body: bytes) -> None:
 
 def _estimate_tokens(prompt: bytes) -> int:
     """Estimate the tokens of a prompt or chat."""
-    if b";base64," not in prompt and b'"input_audio"' not in prompt:
+    # The search for one byte is fifty times as fast, and most texts have no semicolon.
+    has_data_url = b";" in prompt and b";base64," in prompt
+    if not has_data_url and b'"input_audio"' not in prompt:
         return max(1, len(prompt) // BYTES_PER_TOKEN)
     media = _BASE64_MEDIA.findall(prompt)
     text = (len(prompt) - sum(map(len, media))) // BYTES_PER_TOKEN

@@ -21,11 +21,11 @@ from argosy.gateway.proxy import (
     forward_notes,
     no_replica_error,
 )
-from argosy.gateway.request_fields import parse_raw_fields
+from argosy.gateway.request_fields import decode_fields, parse_raw_fields
 from argosy.gateway.upstream import UpstreamError, UpstreamResponse
 from argosy.http_server import JSON_CONTENT_TYPE, DisconnectedError, HttpExchange
 from argosy.policy import AttemptOutcome, classify_status
-from argosy.protocol import ApiError, parse_body
+from argosy.protocol import ApiError
 
 REQUEST_TIMEOUT_S = 30.0
 RETRY_INTERVAL_S = 0.5
@@ -38,12 +38,9 @@ METRICS_PATH = "/metrics"
 
 
 class _UtilityFields(msgspec.Struct, gc=False):
-    """The model and the fields that may be large. All other fields may have any value."""
+    """The typed fields. All other fields may have any value."""
 
     model: str | None = None
-    prompt: Raw = Raw()
-    messages: Raw = Raw()
-    tokens: Raw = Raw()
 
 
 class UtilityHandlers:
@@ -68,11 +65,9 @@ class UtilityHandlers:
             await self._tokenize(exchange, principal)
 
     async def _tokenize(self, exchange: HttpExchange, principal: Principal) -> None:
-        body = await exchange.read_body()
-        known = parse_body(_UtilityFields, body)
-        texts = (known.prompt, known.messages, known.tokens)
-        fields = parse_raw_fields(body, sum(len(bytes(text)) for text in texts))
-        models, name, headers = self._models, known.model, exchange.headers
+        fields = parse_raw_fields(await exchange.read_body())
+        name = decode_fields(_UtilityFields, fields).model
+        models, headers = self._models, exchange.headers
         target = (
             models.resolve_only_model(principal, headers)
             if name is None

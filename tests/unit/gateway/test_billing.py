@@ -15,7 +15,12 @@ from unittest.mock import AsyncMock, Mock
 import pytest
 
 from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig
-from argosy.gateway.backends import BackendKind, StreamContinuation, get_adapter
+from argosy.gateway.backends import (
+    BackendKind,
+    StreamContinuation,
+    UpstreamTarget,
+    get_adapter,
+)
 from argosy.gateway.filters.usage_recorder import UsageRecorder
 from argosy.gateway.model_registry.model_entries import build_model_entries, build_model_router
 from argosy.gateway.pool.pool import Pool
@@ -103,7 +108,7 @@ def counts(context: RequestContext) -> Counts:
 def count_stream(body: Json, *chunks: Json, kind: BackendKind, is_complete: bool) -> Counts:
     """Relay a stream of these chunks, and return its counts."""
     context, relay, continuation = make_relay(body | {"stream": True})
-    plan = continuation.plan_upstream(get_adapter(kind), "m")
+    plan = continuation.plan_upstream(UpstreamTarget(get_adapter(kind), "m"))
     assert plan is not None
     upstream = Upstream(parse_endpoint("http://localhost:1"))
     replica = ReplicaEndpoint("r", kind, "m", upstream)

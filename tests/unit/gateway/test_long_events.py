@@ -11,7 +11,12 @@ from typing import Any
 import pytest
 from tests.unit.gateway.test_passthrough_parser import make_parser
 
-from argosy.gateway.backends import CHAT_PATH, StreamContinuation, get_adapter
+from argosy.gateway.backends import (
+    CHAT_PATH,
+    StreamContinuation,
+    UpstreamTarget,
+    get_adapter,
+)
 from argosy.gateway.backends.delivered_output import DeliveredOutput
 from argosy.gateway.backends.native_stream_parser import NativeStreamParser
 from argosy.gateway.request_fields import parse_request_fields
@@ -25,7 +30,7 @@ def make_resumable_feed() -> Callable[[bytes], object]:
     body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "stream": True}
     fields = parse_request_fields(json.dumps(body).encode(), "messages")
     plan = StreamContinuation(fields, CHAT_PATH, DeliveredOutput()).plan_upstream(
-        get_adapter("vllm"), "m"
+        UpstreamTarget(get_adapter("vllm"), "m")
     )
     assert plan is not None
     return plan.parser.feed

@@ -7,7 +7,12 @@ import json
 import msgspec
 import pytest
 
-from argosy.gateway.backends import CHAT_PATH, StreamContinuation, get_adapter
+from argosy.gateway.backends import (
+    CHAT_PATH,
+    StreamContinuation,
+    UpstreamTarget,
+    get_adapter,
+)
 from argosy.gateway.backends.delivered_output import DeliveredOutput
 from argosy.gateway.backends.stream_parser import StreamParser
 from argosy.gateway.request_fields import parse_request_fields
@@ -19,7 +24,7 @@ def make_parser(delivered: DeliveredOutput) -> StreamParser:
     """Return the parser for the stream of a hosted API."""
     fields = parse_request_fields(json.dumps(BODY).encode(), "messages")
     plan = StreamContinuation(fields, CHAT_PATH, delivered).plan_upstream(
-        get_adapter("openai"), "m"
+        UpstreamTarget(get_adapter("openai"), "m")
     )
     assert plan is not None
     return plan.parser
@@ -87,7 +92,7 @@ def test_chunk_with_invalid_utf8_sets_no_response_identity() -> None:
     delivered = DeliveredOutput()
     fields = parse_request_fields(json.dumps(BODY).encode(), "messages")
     continuation = StreamContinuation(fields, CHAT_PATH, delivered)
-    plan = continuation.plan_upstream(get_adapter("openai"), "m")
+    plan = continuation.plan_upstream(UpstreamTarget(get_adapter("openai"), "m"))
     assert plan is not None
     chunk = format_chunk(id="?", choices=[{"index": 0, "delta": {"content": "a"}}])
     plan.parser.feed(chunk.replace(b"?", b"\xff"))

@@ -28,6 +28,7 @@ from argosy.gateway.backends import (
     ResumeMode,
     StreamContinuation,
     UpstreamPlan,
+    UpstreamTarget,
     get_adapter,
 )
 from argosy.gateway.backends.delivered_output import DeliveredOutput
@@ -59,7 +60,7 @@ def test_cache_salt_separates_domains_where_engine_supports_it() -> None:
     def salt(kind: BackendKind, domain: str, **own: object) -> str | None:
         fields = msgspec.structs.replace(make_fields(CHAT, **own), cache_domain=domain)
         plan = StreamContinuation(fields, CHAT.encode(), DeliveredOutput()).plan_upstream(
-            get_adapter(kind), "m"
+            UpstreamTarget(get_adapter(kind), "m")
         )
         assert plan is not None
         salt_sent: str | None = json.loads(plan.request.body).get("cache_salt")
@@ -83,7 +84,7 @@ def test_native_stream_is_resumed_only_exactly(
 ) -> None:
     delivered = DeliveredOutput(token_id_pieces={0: [b"7,8"]}, is_exact=is_exact)
     continuation = StreamContinuation(make_fields(CHAT), CHAT.encode(), delivered)
-    plan = continuation.plan_upstream(get_adapter("argosy", resume_mode), "m")
+    plan = continuation.plan_upstream(UpstreamTarget(get_adapter("argosy", resume_mode), "m"))
     assert (plan is not None) is resumes
 
 
@@ -101,7 +102,7 @@ def test_invalid_field_is_rejected_by_name(name: str, value: bytes) -> None:
     fields = parse_request_fields(body[:-1] + b',"%b":%b}' % (name.encode(), value), "messages")
     with pytest.raises(ApiError) as caught:
         StreamContinuation(fields, CHAT.encode(), DeliveredOutput()).plan_upstream(
-            get_adapter("vllm"), "m"
+            UpstreamTarget(get_adapter("vllm"), "m")
         )
     assert (caught.value.status, caught.value.param) == (400, name)
 
@@ -142,7 +143,7 @@ def run_continuation(
     fields, delivered, passed = make_fields(path, **changes), DeliveredOutput(), b""
     continuation = StreamContinuation(fields, path.encode(), delivered)
     for failure in (*failures, None):
-        plan = continuation.plan_upstream(adapter, "cat", 64)
+        plan = continuation.plan_upstream(UpstreamTarget(adapter, "cat", 64))
         assert plan is not None
         stream = stream_from_backend(backend_class(), plan)
         delivered_part = stream if failure is None else stream[: failure % len(stream)]
@@ -282,11 +283,11 @@ json_values: st.SearchStrategy[Any] = st.recursive(
 )
 def test_parser_survives_any_stream(events: list[bytes], n: int) -> None:
     continuation = StreamContinuation(make_fields(CHAT, n=n), CHAT.encode(), DeliveredOutput())
-    plan = continuation.plan_upstream(get_adapter("vllm"), "cat")
+    plan = continuation.plan_upstream(UpstreamTarget(get_adapter("vllm"), "cat"))
     assert plan is not None
     plan.parser.feed(b"".join(event + b"\n\n" for event in events))
     continuation.build_missing_tail()
-    continuation.plan_upstream(get_adapter("vllm"), "cat")
+    continuation.plan_upstream(UpstreamTarget(get_adapter("vllm"), "cat"))
 
 
 @pytest.mark.parametrize(
@@ -309,7 +310,7 @@ def test_token_ids_are_requested_for_plain_text_only(
 ) -> None:
     plan = StreamContinuation(
         make_fields(CHAT, **changes), CHAT.encode(), DeliveredOutput()
-    ).plan_upstream(get_adapter("vllm"), "cat")
+    ).plan_upstream(UpstreamTarget(get_adapter("vllm"), "cat"))
     assert plan is not None
     assert ("return_token_ids" in json.loads(plan.request.body)) == plain
 
@@ -319,14 +320,14 @@ def test_final_assistant_message_is_extended() -> None:
     fields = make_fields(CHAT, messages=messages, continue_final_message=True)
     continuation = StreamContinuation(fields, CHAT.encode(), DeliveredOutput())
     adapter: BackendAdapter = get_adapter("sglang")
-    first = continuation.plan_upstream(adapter, "cat")
+    first = continuation.plan_upstream(UpstreamTarget(adapter, "cat"))
     assert first is not None
     chunk = {
         "id": "1",
         "choices": [{"index": 0, "delta": {"content": " then"}, "finish_reason": None}],
     }
     first.parser.feed(b"data: " + msgspec.json.encode(chunk) + b"\n\n")
-    second = continuation.plan_upstream(adapter, "cat")
+    second = continuation.plan_upstream(UpstreamTarget(adapter, "cat"))
     assert second is not None
     assert json.loads(second.request.body)["messages"][-1]["content"] == "Well, then"
 
@@ -345,12 +346,12 @@ def test_multimodal_chat_is_resumed_with_its_media(part: dict[str, object]) -> N
     content = [{"type": "text", "text": "What is this?"}, part]
     fields = make_fields(CHAT, messages=[{"role": "user", "content": content}])
     continuation = StreamContinuation(fields, CHAT.encode(), DeliveredOutput())
-    first = continuation.plan_upstream(get_adapter("vllm"), "cat", 64)
+    first = continuation.plan_upstream(UpstreamTarget(get_adapter("vllm"), "cat", 64))
     assert first is not None
     chunk = {"id": "1", "prompt_token_ids": [1, 2, 2, 2], "choices": []}
     delta = {"index": 0, "delta": {"content": "A cat"}, "token_ids": [7, 8]}
     first.parser.feed(b"data: " + msgspec.json.encode(chunk | {"choices": [delta]}) + b"\n\n")
-    second = continuation.plan_upstream(get_adapter("vllm"), "cat", 64)
+    second = continuation.plan_upstream(UpstreamTarget(get_adapter("vllm"), "cat", 64))
     assert second is not None
     assert second.request.path == CHAT.encode()
     messages = json.loads(second.request.body)["messages"]
@@ -370,12 +371,12 @@ def format_chunk(chunk: dict[str, Any], **more: object) -> bytes:
 def test_event_with_several_tokens_counts_all(kind: BackendKind) -> None:
     delivered = DeliveredOutput()
     continuation = StreamContinuation(make_fields(COMPLETION), COMPLETION.encode(), delivered)
-    first = continuation.plan_upstream(get_adapter(kind, "prefill"), "cat")
+    first = continuation.plan_upstream(UpstreamTarget(get_adapter(kind, "prefill"), "cat"))
     assert first is not None
     assert json.loads(first.request.body)["stream_options"]["continuous_usage_stats"]
     usage = {"prompt_tokens": 4, "completion_tokens": 3, "total_tokens": 7}
     assert b'"usage":null' in first.parser.feed(format_chunk({"text": "Once upon a"}, usage=usage))
-    second = continuation.plan_upstream(get_adapter(kind, "prefill"), "cat")
+    second = continuation.plan_upstream(UpstreamTarget(get_adapter(kind, "prefill"), "cat"))
     assert second is not None
     assert json.loads(second.request.body)["max_tokens"] == BODIES[COMPLETION]["max_tokens"] - 3
     assert delivered.output_tokens == 3
@@ -386,10 +387,10 @@ def test_white_space_is_not_enough_to_resume_from() -> None:
         StreamContinuation(make_fields(COMPLETION), COMPLETION.encode(), DeliveredOutput()),
         "tgi",
     )
-    first = continuation.plan_upstream(get_adapter(adapter), "cat")
+    first = continuation.plan_upstream(UpstreamTarget(get_adapter(adapter), "cat"))
     assert first is not None
     assert b'" "' in first.parser.feed(format_chunk({"text": " "}))
-    second = continuation.plan_upstream(get_adapter(adapter), "cat")
+    second = continuation.plan_upstream(UpstreamTarget(get_adapter(adapter), "cat"))
     assert second is not None
     assert json.loads(second.request.body)["prompt"] == "Tell me"
     assert parse_stream(second.parser.feed(format_chunk({"text": " Once"}))).text == "Once"
@@ -401,7 +402,7 @@ def test_aborted_stream_is_failure(reason: str, n: int) -> None:
     continuation = StreamContinuation(
         make_fields(COMPLETION, n=n), COMPLETION.encode(), DeliveredOutput()
     )
-    plan = continuation.plan_upstream(get_adapter("tensorrt-llm"), "cat")
+    plan = continuation.plan_upstream(UpstreamTarget(get_adapter("tensorrt-llm"), "cat"))
     assert plan is not None
     assert not plan.parser.feed(
         format_chunk({"text": "", "finish_reason": reason}) + b"data: [DONE]\n\n"
@@ -414,12 +415,12 @@ def test_cached_tokens_after_resume_match_count() -> None:
     fields = make_fields(COMPLETION, stream_options={"include_usage": True})
     delivered = DeliveredOutput()
     continuation = StreamContinuation(fields, COMPLETION.encode(), delivered)
-    first = continuation.plan_upstream(get_adapter("vllm"), "cat")
+    first = continuation.plan_upstream(UpstreamTarget(get_adapter("vllm"), "cat"))
     assert first is not None
     first.parser.feed(
         format_chunk({"text": "Once", "token_ids": [100], "prompt_token_ids": [1, 2, 3]})
     )
-    second = continuation.plan_upstream(get_adapter("vllm"), "cat")
+    second = continuation.plan_upstream(UpstreamTarget(get_adapter("vllm"), "cat"))
     assert second is not None
     second.parser.feed(format_chunk({"text": ".", "token_ids": [101], "finish_reason": "stop"}))
     usage = {"prompt_tokens": 4, "completion_tokens": 1, "total_tokens": 5}
@@ -439,7 +440,7 @@ def test_generated_tail_repeats_no_token_ids() -> None:
         COMPLETION.encode(),
         DeliveredOutput(),
     )
-    plan = continuation.plan_upstream(get_adapter("vllm"), "cat")
+    plan = continuation.plan_upstream(UpstreamTarget(get_adapter("vllm"), "cat"))
     assert plan is not None
     plan.parser.feed(
         format_chunk({"text": "Once", "token_ids": [100], "prompt_token_ids": [1, 2, 3]})
@@ -455,7 +456,7 @@ def test_text_held_for_stop_string_is_flushed_once() -> None:
     continuation = StreamContinuation(
         make_fields(COMPLETION, stop=["never"]), COMPLETION.encode(), DeliveredOutput()
     )
-    plan = continuation.plan_upstream(get_adapter("vllm"), "cat")
+    plan = continuation.plan_upstream(UpstreamTarget(get_adapter("vllm"), "cat"))
     assert plan is not None
     passed = plan.parser.feed(format_chunk({"text": "Once up", "token_ids": [100, 101]}))
     assert parse_stream(passed).text == "Onc"
@@ -470,6 +471,6 @@ def test_engine_keeps_stop_strings_if_stop_tokens_are_visible(more: dict[str, ob
     continuation = StreamContinuation(
         make_fields(COMPLETION, stop=["\n"], **more), COMPLETION.encode(), DeliveredOutput()
     )
-    plan = continuation.plan_upstream(get_adapter("vllm"), "cat")
+    plan = continuation.plan_upstream(UpstreamTarget(get_adapter("vllm"), "cat"))
     assert plan is not None
     assert "include_stop_str_in_output" not in json.loads(plan.request.body)

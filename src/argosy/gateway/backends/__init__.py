@@ -25,6 +25,7 @@ from argosy.gateway.backends.first_content import FirstContentDetector
 from argosy.gateway.backends.kv_event_sources import KvEventAddress, KvEventSource
 from argosy.gateway.backends.passthrough import ResponseIdentity
 from argosy.gateway.backends.request_builder import (
+    UpstreamTarget,
     count_resume_tokens,
     derive_cache_salt,
     is_token_ids_requested,
@@ -71,6 +72,7 @@ __all__ = [
     "StreamContinuation",
     "StreamParser",
     "UpstreamPlan",
+    "UpstreamTarget",
     "build_nonstreaming_request",
     "check_container_count",
     "count_resume_tokens",

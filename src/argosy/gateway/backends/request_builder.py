@@ -61,6 +61,18 @@ _NON_TEXT_FIELDS = frozenset(
 _UNSET_VALUES = frozenset({b"null", b"false", b"[]", b"{}", b'""'})
 
 
+class UpstreamTarget(msgspec.Struct, frozen=True, gc=False):
+    """A server, as far as the bodies of its requests depend on it."""
+
+    adapter: BackendAdapter
+    model: str
+    """Name of the model at the server."""
+    max_model_len: int = 0
+    """Context length of the model in tokens; 0 if unknown."""
+    priority: int | None = None
+    """The `priority` for the server's scheduler. None if it does not schedule by priority."""
+
+
 def has_plain_text_output(fields: RequestFields, path: bytes) -> bool:
     """Whether the response is one plain text, which any server can resume where another stopped.
 
@@ -208,20 +220,19 @@ def _resume_token_ids(fields: RequestFields) -> list[list[int]]:
 
 
 def build_body(
-    fields: RequestFields, path: bytes, adapter: BackendAdapter, model: str, *, resumable: bool
+    fields: RequestFields, path: bytes, target: UpstreamTarget, *, resumable: bool
 ) -> bytes:
     """Build the body for a server of another backend than Argosy.
 
-    `resumable` requests the token ids and counts that a later resume needs. `model` is the name at the server.
+    `resumable` requests the token ids and counts that a later resume needs.
     """
-    return _encode(_build_raw_fields(fields, path, adapter, model, resumable=resumable))
+    return _encode(_build_raw_fields(fields, path, target, resumable=resumable))
 
 
 def build_resume_from_text(
     fields: RequestFields,
     path: bytes,
-    adapter: BackendAdapter,
-    model: str,
+    target: UpstreamTarget,
     text: str,
     delivered_tokens: int,
 ) -> bytes | None:
@@ -232,8 +243,8 @@ def build_resume_from_text(
     Returns:
         The body; None if text cannot be appended to this prompt.
     """
-    raw = _build_raw_fields(fields, path, adapter, model, resumable=True)
-    changes: dict[str, Any] = _remaining_limits(fields, path, adapter, delivered_tokens)
+    raw = _build_raw_fields(fields, path, target, resumable=True)
+    changes: dict[str, Any] = _remaining_limits(fields, path, target.adapter, delivered_tokens)
     if path == COMPLETION_PATH:
         prompt = _decode_field(fields, "prompt")
         if isinstance(prompt, list) and len(prompt) == 1:
@@ -250,35 +261,32 @@ def build_resume_from_text(
         last["content"] += text
     else:
         return None
-    return _encode_with(raw, changes | {"messages": messages} | adapter.prefill_flags)
+    return _encode_with(raw, changes | {"messages": messages} | target.adapter.prefill_flags)
 
 
 def build_resume_from_ids(
     fields: RequestFields,
     path: bytes,
-    adapter: BackendAdapter,
-    model: str,
+    target: UpstreamTarget,
     token_ids: list[int],
-    *,
     delivered_tokens: int,
-    max_model_len: int,
 ) -> bytes | None:
     """Build the body of the completion that continues after `token_ids`.
 
     A chat continues as a completion too, because the ids cover its rendered prompt. The last `delivered_tokens` ids
-    are output, the others are the prompt. `max_model_len` is the context length in tokens, 0 if unknown.
+    are output, the others are the prompt.
 
     Returns:
         The body; None if the chat has no token limit and the context length does not give one.
     """
-    raw = _build_raw_fields(fields, COMPLETION_PATH, adapter, model, resumable=True)
-    changes: dict[str, Any] = _remaining_limits(fields, path, adapter, delivered_tokens)
+    raw = _build_raw_fields(fields, COMPLETION_PATH, target, resumable=True)
+    changes: dict[str, Any] = _remaining_limits(fields, path, target.adapter, delivered_tokens)
     if path == CHAT_PATH:
         raw = {name: value for name, value in raw.items() if name not in _CHAT_ONLY_FIELDS}
         limit = changes.pop("max_completion_tokens", None) or changes.get("max_tokens")
-        if limit is None and max_model_len <= len(token_ids):
+        if limit is None and target.max_model_len <= len(token_ids):
             return None
-        changes["max_tokens"] = limit or max_model_len - len(token_ids)
+        changes["max_tokens"] = limit or target.max_model_len - len(token_ids)
     return _encode_with(raw, changes | {"prompt": token_ids})
 
 
@@ -304,14 +312,10 @@ def max_output_tokens(fields: RequestFields, path: bytes, adapter: BackendAdapte
 
 
 def _build_raw_fields(
-    fields: RequestFields,
-    path: bytes,
-    adapter: BackendAdapter,
-    model: str,
-    *,
-    resumable: bool,
+    fields: RequestFields, path: bytes, target: UpstreamTarget, *, resumable: bool
 ) -> dict[str, Raw]:
     """Build the encoded fields of a request body, as `build_body` documents it."""
+    adapter = target.adapter
     dropped = adapter.unsupported_fields | PRIVILEGED_FIELDS
     raw = {
         name: value
@@ -326,7 +330,9 @@ def _build_raw_fields(
     raw = translate_constraint(raw, path, adapter)
     if fields.has_generated_seed:
         del raw["seed"]  # only native replicas need it, and others are slower with a seed
-    raw["model"] = Raw(_encode(model))
+    raw["model"] = Raw(_encode(target.model))
+    if target.priority is not None:
+        raw["priority"] = Raw(b"%d" % target.priority)
     salt = derive_cache_salt(fields, adapter)
     if salt:
         raw["cache_salt"] = Raw(_encode(salt))

@@ -16,6 +16,7 @@ from argosy.gateway.backends.emitted_choice import RESUMED_FINGERPRINT, EmittedC
 from argosy.gateway.backends.native_stream_parser import NativeStreamParser
 from argosy.gateway.backends.passthrough import PassthroughParser, ResponseIdentity
 from argosy.gateway.backends.request_builder import (
+    UpstreamTarget,
     build_body,
     build_native_body,
     build_resume_from_ids,
@@ -53,10 +54,6 @@ class UpstreamRequest(msgspec.Struct, frozen=True):
     path: bytes
     body: bytes
 
-    def with_priority(self, priority: int) -> UpstreamRequest:
-        """Return the request with a `priority` field. The body never contains the client's own `priority`."""
-        return UpstreamRequest(self.path, b'{"priority":%d,%b' % (priority, self.body[1:]))
-
 
 class UpstreamPlan(msgspec.Struct, frozen=True):
     """Request to one server for its part of a streamed response, and the parser of that part."""
@@ -66,12 +63,12 @@ class UpstreamPlan(msgspec.Struct, frozen=True):
 
 
 def build_nonstreaming_request(
-    fields: RequestFields, path: bytes, adapter: BackendAdapter, model: str
+    fields: RequestFields, path: bytes, target: UpstreamTarget
 ) -> UpstreamRequest:
     """Build the request to a server for a response that the client receives as a whole."""
-    if adapter.is_native:
-        return UpstreamRequest(path, build_native_body(fields, model))
-    return UpstreamRequest(path, build_body(fields, path, adapter, model, resumable=False))
+    if target.adapter.is_native:
+        return UpstreamRequest(path, build_native_body(fields, target.model))
+    return UpstreamRequest(path, build_body(fields, path, target, resumable=False))
 
 
 class StreamContinuation:
@@ -85,31 +82,25 @@ class StreamContinuation:
         self._passthrough: PassthroughParser | None = None
         self._max_output_tokens: int | None = None
 
-    def plan_upstream(
-        self, adapter: BackendAdapter, model: str, max_model_len: int = 0
-    ) -> UpstreamPlan | None:
+    def plan_upstream(self, target: UpstreamTarget) -> UpstreamPlan | None:
         """Plan the part of the next server. The other methods refer to the last planned part.
-
-        Args:
-            adapter: Adapter of the server.
-            model: Name of the model at the server.
-            max_model_len: Context length of the model in tokens; 0 if unknown.
 
         Returns:
             The plan; None if this server cannot resume where the last one stopped.
         """
+        adapter = target.adapter
         if adapter.is_native:
             if self._emitted.first_chunk is not None or self._is_passthrough_committed:
                 return None
             is_resume = bool(self._delivered.token_id_pieces)
             can_resume = self._delivered.is_exact and self._path in adapter.token_id_paths
-            return None if is_resume and not can_resume else self._plan_native(model)
+            return None if is_resume and not can_resume else self._plan_native(target.model)
         if self._is_passthrough_committed or self._delivered.token_id_pieces:
             return None
         self._max_output_tokens = max_output_tokens(self._fields, self._path, adapter)
         if self._emitted.first_chunk is None:
-            return self._plan_first(adapter, model)
-        return self._plan_resume(adapter, model, max_model_len)
+            return self._plan_first(target)
+        return self._plan_resume(target)
 
     @property
     def response_identity(self) -> ResponseIdentity | None:
@@ -177,15 +168,15 @@ class StreamContinuation:
             NativeStreamParser(delivered, count_resume_tokens(fields)),
         )
 
-    def _plan_first(self, adapter: BackendAdapter, model: str) -> UpstreamPlan:
+    def _plan_first(self, target: UpstreamTarget) -> UpstreamPlan:
         """Plan the part of the first server of another backend than Argosy."""
-        fields, path = self._fields, self._path
+        fields, path, adapter = self._fields, self._path, target.adapter
         self._passthrough = None
         is_resumable = (
             path in adapter.token_id_paths | adapter.prefill_paths
             and has_plain_text_output(fields, path)
         )
-        body = build_body(fields, path, adapter, model, resumable=is_resumable)
+        body = build_body(fields, path, target, resumable=is_resumable)
         request = UpstreamRequest(path, body)
         self._emitted.stop_filter = None
         if is_resumable:
@@ -199,21 +190,19 @@ class StreamContinuation:
         )
         return UpstreamPlan(request, self._passthrough)
 
-    def _plan_resume(
-        self, adapter: BackendAdapter, model: str, max_model_len: int
-    ) -> UpstreamPlan | None:
+    def _plan_resume(self, target: UpstreamTarget) -> UpstreamPlan | None:
         """Plan to resume after the delivered text.
 
         The server starts over if no text was delivered. Otherwise it resumes from the token ids if they are known
         and exact, else from the text.
         """
-        fields, path, emitted = self._fields, self._path, self._emitted
+        fields, path, emitted, adapter = self._fields, self._path, self._emitted, target.adapter
         if not emitted.is_text_only or emitted.is_finished:
             return None
         delivered_text = "".join(emitted.text_pieces)
         if not delivered_text.strip():
             emitted.restart()
-            body = build_body(fields, path, adapter, model, resumable=True)
+            body = build_body(fields, path, target, resumable=True)
             return UpstreamPlan(
                 UpstreamRequest(path, body),
                 self._build_parser(adapter, trailing_whitespace=delivered_text),
@@ -234,16 +223,7 @@ class StreamContinuation:
             and is_exact
         ):
             ids = [*emitted.prompt_token_ids, *emitted.token_ids]
-            count = len(emitted.token_ids)
-            body_from_ids = build_resume_from_ids(
-                fields,
-                path,
-                adapter,
-                model,
-                ids,
-                delivered_tokens=count,
-                max_model_len=max_model_len,
-            )
+            body_from_ids = build_resume_from_ids(fields, path, target, ids, len(emitted.token_ids))
             if body_from_ids is not None:
                 parser = self._build_parser(
                     adapter, from_completion=path != COMPLETION_PATH, repeated_text=repeated_text
@@ -254,9 +234,7 @@ class StreamContinuation:
         # Models resume badly after trailing white space, and some chat templates drop it anyway.
         text = emitted.full_text()
         stem = text.rstrip()
-        body_from_text = build_resume_from_text(
-            fields, path, adapter, model, stem, emitted.output_tokens
-        )
+        body_from_text = build_resume_from_text(fields, path, target, stem, emitted.output_tokens)
         if body_from_text is None:
             return None
         emitted.has_token_ids = False  # the new server tokenizes the text in its own way

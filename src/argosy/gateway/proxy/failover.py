@@ -15,7 +15,7 @@ from argosy.gateway.backends import (
     MALFORMED_EVENT_ERRORS,
     BackendAdapter,
     StreamContinuation,
-    UpstreamPlan,
+    UpstreamTarget,
     build_nonstreaming_request,
     infer_status,
     is_json_object,
@@ -209,7 +209,7 @@ class FailoverProxy:
         await self._writer.start()
         plan = start
         if hedged_request.is_hedged:  # the continuation only supports its latest plan
-            plan = _plan_upstream(continuation, attempt.replica) or start
+            plan = continuation.plan_upstream(_target(context, attempt.replica)) or start
         if not context.delivered.output_tokens:
             context.delivered.arithmetic_id = (
                 parse_arithmetic_id(attempt.response.headers)
@@ -239,20 +239,16 @@ class FailoverProxy:
             context.delivered.arithmetic_id
         ):
             raise CannotResumeError
-        uses_stream = _uses_stream(fields, adapter)
-        plan = _plan_upstream(self._continuation, replica) if uses_stream else None
+        uses_stream, target = _uses_stream(fields, adapter), _target(context, replica)
+        plan = self._continuation.plan_upstream(target) if uses_stream else None
         if uses_stream and plan is None:
             raise CannotResumeError
         if context.delivered.output_tokens and plan is None:
             self._relay.restart()  # a buffered response starts from the beginning
             attempt.trace.delivered_tokens = 0
         upstream_request = (
-            plan.request
-            if plan
-            else build_nonstreaming_request(fields, path, adapter, replica.upstream_model)
+            plan.request if plan else build_nonstreaming_request(fields, path, target)
         )
-        if adapter.priority_sign:
-            upstream_request = upstream_request.with_priority(context.compute_priority(adapter))
         headers = build_request_headers(
             context,
             replica,
@@ -487,12 +483,11 @@ def _uses_stream(fields: RequestFields, adapter: BackendAdapter) -> bool:
     return fields.stream or (adapter.is_native and fields.can_aggregate_stream)
 
 
-def _plan_upstream(
-    continuation: StreamContinuation, replica: ReplicaEndpoint
-) -> UpstreamPlan | None:
-    return continuation.plan_upstream(
-        replica.adapter, replica.upstream_model, replica.max_model_len or 0
-    )
+def _target(context: RequestContext, replica: ReplicaEndpoint) -> UpstreamTarget:
+    """Describe a replica for the body of its request. All attempts of the request have the same priority."""
+    adapter = replica.adapter
+    priority = context.compute_priority(adapter) if adapter.priority_sign else None
+    return UpstreamTarget(adapter, replica.upstream_model, replica.max_model_len or 0, priority)
 
 
 def _encode_refusal(body: bytes, error: ApiError, exchange: HttpExchange) -> bytes:
