@@ -94,9 +94,16 @@ from argosy.protocol.replica_report import (
     parse_replica_report,
 )
 from argosy.protocol.sampling import ReasoningBlock, SamplingParams
+from argosy.protocol.sse import (
+    EVENT_END,
+    EventParser,
+    EventSplitter,
+    event_data,
+    format_comment,
+    format_event,
+)
 from argosy.protocol.sse import SSE_CONTENT_TYPE as SSE_CONTENT_TYPE
 from argosy.protocol.sse import SSE_DONE as SSE_DONE
-from argosy.protocol.sse import EventParser, LineBuffer, format_comment, format_event
 from argosy.protocol.token_usage import NO_TOKENS, TokenUsage
 from argosy.protocol.unknown_fields import (
     IGNORED_FIELDS_HEADER,
@@ -107,6 +114,7 @@ from argosy.protocol.unknown_fields import (
 __all__ = [
     "BLOCK_NAME_BYTES",
     "ERROR_CODES",
+    "EVENT_END",
     "IGNORED_FIELDS_HEADER",
     "JSON_MEDIA_TYPE",
     "LOAD_SCHEMA_VERSION",
@@ -143,11 +151,11 @@ __all__ = [
     "ErrorCode",
     "ErrorDetail",
     "EventParser",
+    "EventSplitter",
     "FinishReason",
     "GenerationRequest",
     "JsonObject",
     "KvEvent",
-    "LineBuffer",
     "LoadPhase",
     "LoadResponse",
     "ModelCard",
@@ -178,6 +186,7 @@ __all__ = [
     "check_parameters",
     "check_range",
     "differing_parts",
+    "event_data",
     "find_early_stop",
     "format_comment",
     "format_event",

@@ -21,41 +21,59 @@ def format_comment(text: bytes) -> bytes:
     return b": " + text + b"\n\n"
 
 
+EVENT_END = b"\n\n"
+"""End of an event, after line breaks were normalized."""
 MAX_EVENT_BYTES = 64 * 1024 * 1024
 
 
-class LineBuffer:
-    """Buffer for the incomplete last line of a stream, which joins the chunks of a long line only once."""
+def event_data(event: bytes) -> bytes | None:
+    """Return the data of an event; None for a comment or an event without data."""
+    if event.startswith(b"data: ") and b"\n" not in event:
+        return event[6:]
+    lines = (line for line in event.split(b"\n") if line.startswith(b"data:"))
+    data = [line[5:].removeprefix(b" ") for line in lines]
+    return b"\n".join(data) if data else None
+
+
+class EventSplitter:
+    """Splits a byte stream into events. It scans each byte once, however many chunks an event has.
+
+    The length is the number of bytes of the incomplete event. It has no limit: the caller checks it.
+    """
 
     def __init__(self) -> None:
         self._chunks: list[bytes] = []
+        """Chunks of the incomplete event, none of them empty."""
         self._size = 0
+        self._carriage_return = b""
+        """A carriage return at the end of the last chunk, which may be half of a line break."""
 
     def __len__(self) -> int:
-        return self._size
+        return self._size + len(self._carriage_return)
 
-    def feed(self, chunk: bytes) -> bytes:
-        """Add a chunk and return the buffered bytes if the chunk ends a line, else `b""`.
-
-        After a non-empty result the caller passes the bytes after the last line to `set_remainder`.
-        """
-        self._chunks.append(chunk)
-        self._size += len(chunk)
-        return b"".join(self._chunks) if b"\n" in chunk else b""
-
-    def set_remainder(self, remainder: bytes) -> None:
-        """Set the bytes of the incomplete last line."""
-        self._chunks, self._size = [remainder], len(remainder)
+    def feed(self, chunk: bytes) -> list[bytes]:
+        """Return the events that `chunk` completes, in order, without their ends. Comments are events too."""
+        if self._carriage_return or b"\r" in chunk:
+            chunk = self._carriage_return + chunk
+            self._carriage_return = chunk[-1:] if chunk.endswith(b"\r") else b""
+            chunk = chunk.removesuffix(b"\r").replace(b"\r\n", b"\n")
+        if self._chunks:
+            ends_event = chunk.startswith(b"\n") and self._chunks[-1].endswith(b"\n")
+            if chunk and not ends_event and EVENT_END not in chunk:
+                self._chunks.append(chunk)
+                self._size += len(chunk)
+                return []
+            chunk = b"".join([*self._chunks, chunk])
+        *events, incomplete = chunk.split(EVENT_END)
+        self._chunks, self._size = [incomplete] if incomplete else [], len(incomplete)
+        return events
 
 
 class EventParser:
     """Incremental parser that collects the `data` of events from a byte stream."""
 
     def __init__(self) -> None:
-        self._line_buffer = LineBuffer()
-        self._data: list[bytes] = []
-        self._size = 0
-        """Size of `_data` in bytes."""
+        self._splitter = EventSplitter()
 
     def feed(self, chunk: bytes) -> list[bytes]:
         """Return the data of the events that `chunk` completes, in order. Comments and other fields are dropped.
@@ -63,18 +81,7 @@ class EventParser:
         Raises:
             ValueError: An event is longer than `MAX_EVENT_BYTES`.
         """
-        *lines, remainder = self._line_buffer.feed(chunk).split(b"\n")
-        if lines:
-            self._line_buffer.set_remainder(remainder)
-        events = []
-        for line in lines:
-            text = line.removesuffix(b"\r")
-            if text.startswith(b"data:"):
-                self._data.append(text[5:].removeprefix(b" "))
-                self._size += len(line) + 1
-            elif not text and self._data:
-                events.append(b"\n".join(self._data))
-                self._data, self._size = [], 0
-        if len(self._line_buffer) + self._size > MAX_EVENT_BYTES:
+        events = self._splitter.feed(chunk)
+        if len(self._splitter) > MAX_EVENT_BYTES:
             raise ValueError(f"an event is longer than {MAX_EVENT_BYTES} bytes")
-        return events
+        return [data for event in events if (data := event_data(event)) is not None]

@@ -14,12 +14,18 @@ from argosy.protocol.sse import MAX_EVENT_BYTES
 data = st.binary(min_size=1, max_size=20).map(lambda raw: raw.hex().encode())
 
 
-@given(st.lists(data, max_size=5), st.lists(st.integers(0, 400), max_size=6))
-def test_any_split_gives_the_same_events(payloads: list[bytes], cuts: list[int]) -> None:
+@given(
+    st.lists(data, max_size=5),
+    st.lists(st.integers(0, 400), max_size=6),
+    st.sampled_from([b"\n", b"\r\n"]),
+)
+def test_any_split_gives_the_same_events(
+    payloads: list[bytes], cuts: list[int], line_break: bytes
+) -> None:
     stream = (
         b"".join(format_event(payload) + format_comment(b"keep-alive") for payload in payloads)
         + SSE_DONE
-    )
+    ).replace(b"\n", line_break)
     parser = EventParser()
     boundaries = [0, *sorted(min(cut, len(stream)) for cut in cuts), len(stream)]
     events = []

@@ -9,15 +9,14 @@ import re
 
 from argosy.gateway.backends.delivered_output import DeliveredOutput
 from argosy.gateway.backends.stream_parser import StreamParser
-from argosy.protocol import LineBuffer, parse_replica_report
+from argosy.protocol import EVENT_END, EventSplitter, parse_replica_report
 
-_EVENT_END = b"\n\n"
 _METADATA_PREFIX = b": argosy "
-_METADATA_START = _EVENT_END + _METADATA_PREFIX
+_METADATA_START = EVENT_END + _METADATA_PREFIX
 _METADATA_START_BYTES = len(_METADATA_START)
 _COMMENT_START = b"\n:"
 _REPORT_PREFIX = _METADATA_PREFIX + b"report "
-_REPORT_START = _EVENT_END + _REPORT_PREFIX
+_REPORT_START = EVENT_END + _REPORT_PREFIX
 _DATA_PREFIX = b"data:"
 _DONE_EVENT = b"data: [DONE]"
 _TOKEN_IDS_PATTERN = re.compile(rb"[0-9]{0,10}(?:,[0-9]{0,10})*")
@@ -44,7 +43,7 @@ class NativeStreamParser(StreamParser):
         self._resume_tokens = resume_tokens
         self._completed_choices = delivered.finish_reasons.keys() - delivered.token_id_pieces.keys()
         """Choices that finished without a token. No token id shows the next replica that they were delivered."""
-        self._buffer = LineBuffer()
+        self._splitter = EventSplitter()
         self._held_events: list[bytes] = []
         self._held_bytes = 0
 
@@ -53,10 +52,10 @@ class NativeStreamParser(StreamParser):
         if self.failure:
             return b""
         if (
-            not self._buffer
+            not self._splitter
             and not self._held_events
             and body.startswith(_DATA_PREFIX)
-            and body.endswith(_EVENT_END)
+            and body.endswith(EVENT_END)
         ):
             # The usual case is one whole token: its events, then their metadata comment.
             end = body.rfind(_METADATA_START)
@@ -68,11 +67,8 @@ class NativeStreamParser(StreamParser):
                 and not body.startswith(_REPORT_START, end)
             ):
                 return body[: end + 2] if self._accept_metadata(body[entry:-2]) else b""
-        whole, mark, rest = self._buffer.feed(body).rpartition(_EVENT_END)
-        if mark:
-            self._buffer.set_remainder(rest)
         forwarded: list[bytes] = []
-        for block in whole.split(b"\n\n") if mark else ():
+        for block in self._splitter.feed(body):
             if block.startswith(_REPORT_PREFIX):
                 self._record_report(block[len(_REPORT_PREFIX) :])
             elif block.startswith(_METADATA_PREFIX):
@@ -84,16 +80,16 @@ class NativeStreamParser(StreamParser):
                     break
             elif not block.startswith(b":"):
                 self.is_done = self.is_done or block == _DONE_EVENT
-                self._held_events += (block, mark)
-                self._held_bytes += len(block) + len(mark)
-        if len(self._buffer) + self._held_bytes > MAX_HELD_BYTES:
+                self._held_events += (block, EVENT_END)
+                self._held_bytes += len(block) + len(EVENT_END)
+        if len(self._splitter) + self._held_bytes > MAX_HELD_BYTES:
             self.failure = f"more than {MAX_HELD_BYTES} bytes of events wait for resume metadata"
         return b"".join(forwarded)
 
     @property
     def can_use_fast_path(self) -> bool:
         """Whether no event is held or incomplete, so that native code may forward the next tokens."""
-        return not (self._buffer or self._held_events or self.is_done or self.failure)
+        return not (self._splitter or self._held_events or self.is_done or self.failure)
 
     def flush(self) -> bytes:
         """Return the events that no metadata follows: the usage and `[DONE]`, or an error."""

@@ -10,11 +10,9 @@ from argosy.gateway.backends.backend_adapter import INCOMPLETE_FINISH_REASONS
 from argosy.gateway.backends.delivered_output import DeliveredOutput
 from argosy.gateway.backends.stream_events import (
     DONE_DATA,
-    EVENT_END,
     MALFORMED_EVENT_ERRORS,
     describe_error_chunk,
     error_chunk_status,
-    event_data,
     split_events,
 )
 from argosy.gateway.backends.stream_parser import StreamParser
@@ -25,7 +23,7 @@ from argosy.gateway.backends.usage import (
     estimate_tokens,
 )
 from argosy.gateway.request_fields import MAX_CHOICES
-from argosy.protocol import SSE_DONE, LineBuffer
+from argosy.protocol import EVENT_END, SSE_DONE, EventSplitter, event_data
 
 
 class ResponseIdentity(msgspec.Struct):
@@ -85,7 +83,7 @@ class PassthroughParser(StreamParser):
         self._started_choices: set[int] = set()
         """Choices that have content."""
         self._decode = msgspec.json.Decoder(_StreamChunk).decode
-        self._buffer = LineBuffer()
+        self._splitter = EventSplitter()
         self._first_data = b""
         self.is_committed = False
         """Whether the client received an event with data, so that no other replica can give the response."""
@@ -104,13 +102,12 @@ class PassthroughParser(StreamParser):
         """Count the events that `body` completes and return those that the client receives."""
         if self.is_done or self.failure:
             return b""
-        whole = split_events(self._buffer, body)
-        events = whole.split(EVENT_END)[:-1]
+        events = split_events(self._splitter, body)
         kept = [event for event in events if self._process_event(event)]
         self.is_committed = self.is_committed or any(
             event_data(event) is not None for event in kept
         )
-        return whole if len(kept) == len(events) else b"".join(event + EVENT_END for event in kept)
+        return b"".join([event + EVENT_END for event in kept])
 
     def flush(self) -> bytes:
         """Return the `[DONE]` event."""

@@ -18,17 +18,15 @@ from argosy.gateway.backends.delivered_output import DeliveredOutput
 from argosy.gateway.backends.emitted_choice import EmittedChoice, encode_event
 from argosy.gateway.backends.stream_events import (
     DONE_DATA,
-    EVENT_END,
     MALFORMED_EVENT_ERRORS,
     describe_error_chunk,
     error_chunk_status,
-    event_data,
     is_error_chunk,
     split_events,
 )
 from argosy.gateway.backends.stream_parser import StreamParser
 from argosy.gateway.backends.usage import ReportedUsage, TokenCount, estimate_tokens
-from argosy.protocol import SSE_DONE, LineBuffer
+from argosy.protocol import EVENT_END, SSE_DONE, EventSplitter, event_data
 
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
 _PLAIN_DELTA_FIELDS = frozenset({"role", "content"})
@@ -70,14 +68,13 @@ class ResumableStreamParser(StreamParser):
         self._is_resuming = emitted.first_chunk is not None
         self._tokens_before = emitted.output_tokens
         self._common_fields = emitted.common_fields()
-        self._buffer = LineBuffer()
+        self._splitter = EventSplitter()
 
     def feed(self, body: bytes) -> bytes:
         """Record the events that `body` completes and return what the client receives of them."""
         if self.is_done or self.failure:
             return b""
-        whole = split_events(self._buffer, body)
-        forwarded = b"".join(self._process_event(event) for event in whole.split(EVENT_END)[:-1])
+        forwarded = b"".join(map(self._process_event, split_events(self._splitter, body)))
         emitted, delivered = self._emitted, self._delivered
         delivered.output_tokens = emitted.output_tokens
         delivered.prompt_tokens = emitted.prompt_tokens or delivered.prompt_tokens

@@ -10,12 +10,11 @@ from typing import Any
 
 import msgspec
 
-from argosy.protocol import LineBuffer
+from argosy.protocol import EventSplitter
 
 MAX_EVENT_BYTES = 16 * 1024 * 1024
 MAX_JSON_CONTAINERS = 1 << 19
 """Maximum number of JSON objects and arrays parsed at once. The log-probabilities of a full event have fewer."""
-EVENT_END = b"\n\n"
 DONE_DATA = b"[DONE]"
 MALFORMED_EVENT_ERRORS = (
     AttributeError,
@@ -53,22 +52,18 @@ _MODEL_MISSING_PATTERN = re.compile(
 """Error messages of servers without such a code: vLLM, Ollama, Gemini."""
 
 
-def split_events(buffer: LineBuffer, body: bytes) -> bytes:
-    """Return the events that `body` completes, with their separators. `buffer` keeps the incomplete rest.
+def split_events(splitter: EventSplitter, body: bytes) -> list[bytes]:
+    """Return the events that `body` completes, without their ends. `splitter` keeps the incomplete rest.
 
     Raises:
         ValueError: An event is longer than `MAX_EVENT_BYTES` or too expensive to parse.
     """
-    stream = buffer.feed(body)
-    if b"\r" in stream:
-        stream = stream.replace(b"\r\n", b"\n")
-    whole, mark, incomplete = stream.rpartition(EVENT_END)
-    if stream:
-        buffer.set_remainder(incomplete)
-    if len(buffer) > MAX_EVENT_BYTES:
+    events = splitter.feed(body)
+    if len(splitter) > MAX_EVENT_BYTES:
         raise ValueError(f"an event is longer than {MAX_EVENT_BYTES} bytes")
-    check_container_count(whole)
-    return whole + mark
+    for event in events:
+        check_container_count(event)
+    return events
 
 
 def check_container_count(events: bytes) -> None:
@@ -78,15 +73,6 @@ def check_container_count(events: bytes) -> None:
         and events.count(b"{") + events.count(b"[") > MAX_JSON_CONTAINERS
     ):
         raise ValueError(f"an event has more than {MAX_JSON_CONTAINERS} JSON objects and arrays")
-
-
-def event_data(event: bytes) -> bytes | None:
-    """Return the data of an event; None for a comment or an event without data."""
-    if event.startswith(b"data: ") and b"\n" not in event:
-        return event[6:]
-    lines = (line for line in event.split(b"\n") if line.startswith(b"data:"))
-    data = [line[5:].removeprefix(b" ") for line in lines]
-    return b"\n".join(data) if data else None
 
 
 def is_error_chunk(chunk: dict[str, Any]) -> bool:

@@ -15,8 +15,9 @@ from argosy.gateway.proxy.aggregated_choice import AggregatedChoice
 from argosy.gateway.request_context import CHAT, RequestContext
 from argosy.http_server import HttpExchange
 from argosy.protocol import (
+    EVENT_END,
     ApiError,
-    EventParser,
+    event_data,
     format_comment,
 )
 
@@ -113,7 +114,6 @@ class AggregatingWriter:
 
     def __init__(self, context: RequestContext) -> None:
         self._context = context
-        self._event_parser = EventParser()
         self._choices: defaultdict[int, AggregatedChoice] = defaultdict(AggregatedChoice)
         self._warnings: list[dict[str, Any]] = []
         self._envelope: dict[str, Any] = {}
@@ -135,11 +135,12 @@ class AggregatingWriter:
         """
         self._buffered_bytes += len(events)
         check_container_count(events)
-        for event in self._event_parser.feed(events):
-            if event == _DONE:
+        for event in events.split(EVENT_END):
+            data = event_data(event)
+            if data is None or data == _DONE:
                 continue
             try:
-                self._add_chunk(_decode(event))
+                self._add_chunk(_decode(data))
             except MALFORMED_EVENT_ERRORS as error:
                 raise ValueError(f"an event is malformed ({error})") from error
 
