@@ -87,7 +87,7 @@ def create_core(model: Path, **settings: object) -> EngineCore:
 
 def serve(core: EngineCore, work: list[Request]) -> Trace:
     """Serve the requests in real time. `work` is sorted by arrival."""
-    from argosy.engine.serving.core_messages import EngineRequest
+    from argosy.engine.engine_request import EngineRequest
     from argosy.protocol import SamplingParams
 
     begin, next_index = time.perf_counter(), 0

@@ -62,7 +62,7 @@ def busy_neighbours(fractions: tuple[float, ...]) -> Iterator[None]:
 
 def decode(model: str, threads: int | None, sequences: int, seconds: float) -> tuple[float, int]:
     """Return the tokens per second of a batch that never gets smaller, and the threads at the end."""
-    from argosy.engine.serving.core_messages import EngineRequest
+    from argosy.engine.engine_request import EngineRequest
     from argosy.engine.serving.engine_core.core import EngineCore
     from argosy.protocol import SamplingParams
 

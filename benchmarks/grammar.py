@@ -19,13 +19,13 @@ from typing import Any
 import numpy as np
 
 from argosy.engine.engine_config import EngineConfig
+from argosy.engine.engine_request import EngineRequest
 from argosy.engine.grammar import (
     GrammarCompiler,
     GrammarTokenizer,
     TokenConstraint,
     build_grammar_tokenizer,
 )
-from argosy.engine.serving.core_messages import EngineRequest
 from argosy.engine.serving.engine_core.core import EngineCore
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.models import BUNDLED_MODEL

@@ -6,6 +6,7 @@ import json
 import statistics
 import time
 
+from argosy.engine.engine_request import EngineRequest
 from argosy.engine.scheduling import Scheduler, SchedulerLimits, StepResult
 from argosy.protocol.sampling import SamplingParams
 
@@ -30,9 +31,8 @@ def step_times_us(sequences: int) -> list[float]:
     params = SamplingParams(max_tokens=STEPS + 100)
     for number in range(sequences):
         prompt = [number % 97 + 1] * (20 + number % 16)
-        scheduler.add(
-            id=str(number), prompt=prompt, params=params, now=0.0, stop_token_ids=frozenset([2])
-        )
+        request = EngineRequest(id=str(number), prompt=prompt, params=params)
+        scheduler.add(request, now=0.0, stop_token_ids=frozenset([2]))
     times = []
     for step in range(STEPS):
         begin = time.perf_counter()

@@ -28,7 +28,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from argosy.engine.engine_config import COMPUTE_ENVIRONMENT, EngineConfig
-from argosy.engine.serving.core_messages import EngineRequest
+from argosy.engine.engine_request import EngineRequest
 from argosy.models import BUNDLED_MODEL
 from argosy.protocol import SamplingParams
 from benchmarks.checkpoints import SHAPES, make_checkpoint

@@ -19,8 +19,8 @@ import time
 from dataclasses import dataclass, field, replace
 
 from argosy.engine.engine_config import COMPUTE_ENVIRONMENT, EngineConfig
+from argosy.engine.engine_request import EngineRequest
 from argosy.engine.scheduling import Scheduler
-from argosy.engine.serving.core_messages import EngineRequest
 from argosy.models import BUNDLED_MODEL
 from argosy.protocol import SamplingParams
 

@@ -39,7 +39,7 @@ class Argosy:
 
     def run(self, requests: list[Request]) -> Stamps:
         """Add all requests, then step until all are finished."""
-        from argosy.engine.serving.core_messages import EngineRequest
+        from argosy.engine.engine_request import EngineRequest
         from argosy.protocol import SamplingParams
 
         begin = time.perf_counter()

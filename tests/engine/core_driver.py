@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from argosy.engine.engine_config import EngineConfig
-from argosy.engine.serving.core_messages import Delta, EngineRequest, TokenLogprob
+from argosy.engine.engine_request import EngineRequest
+from argosy.engine.scheduling import Logprob
+from argosy.engine.serving.core_messages import Delta
 from argosy.engine.serving.engine_core.core import EngineCore
 
 if TYPE_CHECKING:
@@ -18,8 +20,8 @@ class RequestOutput:
     """Accumulated deltas of one request."""
 
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    logprobs: list[Logprob] = field(default_factory=list)
+    prompt_logprobs: list[Logprob] = field(default_factory=list)
     finish: str | None = None
     error: str | None = None
     error_code: str | None = None

@@ -11,11 +11,11 @@ import msgspec
 import pytest
 import torch
 
+from argosy.engine.engine_request import EngineRequest
 from argosy.engine.execution import cgroup, compute_threads
 from argosy.engine.execution.cpu_times import CpuTimes
 from argosy.engine.execution.executor import StepHandle
 from argosy.engine.scheduling import StepPlan, StepResult
-from argosy.engine.serving.core_messages import EngineRequest
 from argosy.engine.serving.engine_core.core import MAX_CONSECUTIVE_FAILED_STEPS, EngineCore
 from argosy.models import BUNDLED_MODEL
 from argosy.protocol import SamplingParams, unpack_block_names

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from argosy.engine.serving.core_messages import EngineRequest
+from argosy.engine.engine_request import EngineRequest
 from argosy.protocol import SamplingParams
 from tests.engine.core_driver import RequestOutput, create_core, run_requests
 from tests.engine.test_families import FAMILIES

@@ -12,6 +12,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from argosy.engine.engine_request import EngineRequest
 from argosy.engine.execution.device import create_cpu_device
 from argosy.engine.execution.generic_loader import load_generic_decoder
 from argosy.engine.execution.model_architecture import summarize_model
@@ -22,7 +23,6 @@ from argosy.engine.execution.self_test import (
     find_or_run,
     run_self_test,
 )
-from argosy.engine.serving.core_messages import EngineRequest
 from argosy.models import BUNDLED_MODEL
 from argosy.protocol import SamplingParams
 from tests.engine.core_driver import create_core, run_requests

@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from argosy.engine.engine_request import EngineRequest
 from argosy.engine.execution.token_masks import TokenMasks
 from argosy.engine.grammar import (
     GrammarCompiler,
@@ -25,7 +26,6 @@ from argosy.engine.grammar import (
     build_grammar_tokenizer,
 )
 from argosy.engine.grammar.token_mask import build_mask
-from argosy.engine.serving.core_messages import EngineRequest
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.models import BUNDLED_MODEL
 from argosy.protocol import ReasoningBlock, SamplingParams

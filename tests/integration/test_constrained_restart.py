@@ -12,7 +12,8 @@ import pytest
 from tests.support.request_deltas import all_deltas, next_delta
 
 from argosy.engine.engine_config import EngineConfig
-from argosy.engine.serving.core_messages import Delta, EngineRequest
+from argosy.engine.engine_request import EngineRequest
+from argosy.engine.serving.core_messages import Delta
 from argosy.engine.serving.engine_core.engine_client import EngineClient
 from argosy.models import BUNDLED_MODEL
 from argosy.protocol import ReasoningBlock, SamplingParams

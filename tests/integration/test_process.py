@@ -16,7 +16,8 @@ from tests.support.scripted_core import CORE, Command, expected_tokens, prompt
 from tests.support.waiting import until
 
 from argosy.engine.engine_config import EngineConfig
-from argosy.engine.serving.core_messages import Delta, EngineRequest
+from argosy.engine.engine_request import EngineRequest
+from argosy.engine.serving.core_messages import Delta
 from argosy.engine.serving.engine_core.core_start import PrestartedCore
 from argosy.engine.serving.engine_core.engine_client import EngineClient, EngineFailedError
 from argosy.protocol import ApiError, SamplingParams

@@ -26,8 +26,8 @@ from tests.support.replica_servers import (
     serve,
 )
 
+from argosy.engine.engine_request import EngineRequest
 from argosy.engine.serving.api_server.generation import Generation
-from argosy.engine.serving.core_messages import EngineRequest
 from argosy.engine.serving.preprocessing.text_processing import TextProcessing
 from argosy.engine.serving.text.chat_template import ChatTemplate
 from argosy.engine.serving.text.tokenizer import Tokenizer

@@ -7,14 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from argosy.engine.engine_request import EngineRequest
+from argosy.engine.scheduling import Logprob
 from argosy.engine.serving.core_messages import (
     CoreReady,
     CoreStats,
     Delta,
     EngineFinishReason,
-    EngineRequest,
     LoadProgress,
-    TokenLogprob,
 )
 from argosy.engine.serving.engine_core.delta_stream import DeltaStream
 from argosy.engine.serving.engine_core.engine_client import EngineFailedError
@@ -226,11 +226,11 @@ class FakeDeltaStream:
         async with self._engine.changed:
             self._engine.changed.notify_all()
 
-    def _logprobs(self, tokens: list[int], most: int | None) -> list[TokenLogprob]:
+    def _logprobs(self, tokens: list[int], most: int | None) -> list[Logprob]:
         if most is None:
             return []
         return [
-            TokenLogprob(
+            Logprob(
                 token,
                 -0.5,
                 1,

@@ -14,9 +14,9 @@ import msgspec
 import uvloop
 
 from argosy.engine.engine_config import EngineConfig
+from argosy.engine.engine_request import EngineRequest
 from argosy.engine.serving.api_server.replica_server import ReplicaServer
 from argosy.engine.serving.api_server.replica_server_config import ReplicaServerConfig
-from argosy.engine.serving.core_messages import EngineRequest
 from argosy.models import BUNDLED_MODEL
 from argosy.telemetry import configure_logging
 from tests.support.fake_engine import FakeEngine, Script, reply_script

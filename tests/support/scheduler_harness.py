@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 
+from argosy.engine.engine_request import EngineRequest
 from argosy.engine.scheduling import Scheduler, SchedulerLimits, Sequence
 from argosy.protocol.sampling import SamplingParams
 from tests.support.fake_executor import FakeExecutor, reference_output
@@ -33,15 +34,22 @@ class SchedulerHarness:
             self.limits.num_blocks, self.limits.block_size, self.limits.max_step_tokens
         )
 
-    def add(self, name: str, prompt: list[int], max_tokens: int, **options: object) -> Sequence:
+    def add(
+        self,
+        name: str,
+        prompt: list[int],
+        max_tokens: int,
+        *,
+        timeout_s: float = float("inf"),
+        stop_token_ids: frozenset[int] = frozenset(),
+        **fields: Any,  # noqa: ANN401 - fields of `EngineRequest`
+    ) -> Sequence:
         """Queue a request."""
-        self.outputs[name] = list(options.get("output", []))  # type: ignore[call-overload]
+        params = SamplingParams(max_tokens=max_tokens)
+        request = EngineRequest(id=name, prompt=prompt, params=params, **fields)
+        self.outputs[name] = list(request.resumed_tokens)
         return self.scheduler.add(
-            id=name,
-            prompt=prompt,
-            params=SamplingParams(max_tokens=max_tokens),
-            now=self.now,
-            **options,  # type: ignore[arg-type]
+            request, now=self.now, timeout_s=timeout_s, stop_token_ids=stop_token_ids
         )
 
     def step(self) -> None:
@@ -154,7 +162,7 @@ def workloads(draw: st.DrawFn) -> Workload:
             "name": str(number),
             "prompt": prompt,
             "max_tokens": max_tokens,
-            "output": resumed_output,
+            "resumed_tokens": resumed_output,
             "tenant": draw(st.sampled_from("ab")),
             "tier": draw(st.integers(0, 2)),
             "cache_domain": draw(st.sampled_from(["x", "x", "y"])),

@@ -17,14 +17,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from argosy.engine.engine_config import EngineConfig
+from argosy.engine.engine_request import EngineRequest
+from argosy.engine.scheduling import Logprob
 from argosy.engine.serving.core_messages import (
     CoreReady,
     CoreStats,
     Delta,
     EngineFinishReason,
-    EngineRequest,
     StepOutputs,
-    TokenLogprob,
 )
 
 CORE = "tests.support.scripted_core:ScriptedCore"
@@ -158,7 +158,7 @@ class ScriptedCore:
         if job.prompt_logprobs < wanted:
             job.prompt_logprobs += 1
             token = request.prompt[job.prompt_logprobs]
-            yield self._delta(job, prompt_logprobs=[TokenLogprob(token, -1.0, 1)])
+            yield self._delta(job, prompt_logprobs=[Logprob(token, -1.0, 1, [])])
             return
         if not self._inject_fault(request, len(job.output)):
             time.sleep(0.001)
@@ -176,7 +176,7 @@ class ScriptedCore:
         job: ScriptedRequest,
         *,
         tokens: list[int] | None = None,
-        prompt_logprobs: list[TokenLogprob] | None = None,
+        prompt_logprobs: list[Logprob] | None = None,
         finish: EngineFinishReason | None = None,
     ) -> Delta:
         first = not job.has_delta

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 
 from msgspec import UNSET
 
+from argosy.engine.engine_request import EngineRequest
+from argosy.engine.scheduling import Logprob
 from argosy.engine.serving.api_server.chat_output import build_message
-from argosy.engine.serving.core_messages import Delta, EngineRequest, TokenLogprob
+from argosy.engine.serving.core_messages import Delta
 from argosy.engine.serving.output_parsing.events import OutputEvent
 from argosy.engine.serving.preprocessing.request_processor import PreparedRequest
 from argosy.engine.serving.text.choice import Choice, PromptState
@@ -29,7 +31,7 @@ class CompletionOutput:
     """Reason for the end. None while the continuation runs, or if it failed with `error`."""
     stop_reason: int | str | None
     """Stop string or stop token that ended the text, "deadline" for the request's deadline, else None."""
-    logprobs: list[TokenLogprob] | None
+    logprobs: list[Logprob] | None
     """Log-probabilities, one entry per token of `token_ids`. None unless `SamplingParams.logprobs` is set."""
     error: str | None = None
     reasoning: str = ""
@@ -57,7 +59,7 @@ class RequestOutput:
     prompt: str
     """Prompt text. If the caller gave token ids or messages, their decoded text."""
     prompt_token_ids: list[int]
-    prompt_logprobs: list[TokenLogprob] | None
+    prompt_logprobs: list[Logprob] | None
     """Log-probabilities of every prompt token but the first. None unless `SamplingParams.prompt_logprobs` is set."""
     cached_tokens: int
     """Prompt tokens whose KV came from the prefix cache."""
@@ -96,7 +98,7 @@ class _CompletionState:
     choice: Choice
     text: str = ""
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
+    logprobs: list[Logprob] = field(default_factory=list)
     events: list[OutputEvent] = field(default_factory=list)
     error: str | None = None
 

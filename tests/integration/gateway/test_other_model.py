@@ -19,7 +19,7 @@ from tests.support.fake_engine import FakeEngine, Script, arithmetic
 from tests.support.gateway_harness import GatewayHarness, RecordingFilter, run_gateway
 from tests.support.replica_servers import CONFIG, MODEL, events, serve
 
-from argosy.engine.serving.core_messages import EngineRequest
+from argosy.engine.engine_request import EngineRequest
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.gateway import ReplicaConfig
 from argosy.gateway.proxy.upstream_headers import parse_arithmetic_id

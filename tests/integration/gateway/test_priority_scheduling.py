@@ -14,7 +14,7 @@ from tests.support.gateway_harness import RecordingFilter, run_gateway
 from tests.support.replica_servers import MODEL, events, serve
 from tests.support.waiting import until
 
-from argosy.engine.serving.core_messages import EngineRequest
+from argosy.engine.engine_request import EngineRequest
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.gateway import ReplicaConfig
 from argosy.gateway.config import Timeouts

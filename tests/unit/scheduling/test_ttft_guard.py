@@ -10,6 +10,7 @@ from itertools import accumulate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from argosy.engine.engine_request import EngineRequest
 from argosy.engine.scheduling import Scheduler, SchedulerLimits, Sequence, StepPlan, StepResult
 from argosy.engine.scheduling.ttft_guard import MAX_BURST_YIELDS, YIELD_INTERVAL_STEPS
 from argosy.protocol.sampling import SamplingParams
@@ -48,14 +49,11 @@ class SimulatedEngine:
     def add(self, tier: int, prompt: int, output: int) -> Sequence:
         name = str(len(self.last_event_at))
         self.last_event_at[name] = self.now
-        return self.scheduler.add(
-            id=name,
-            prompt=[1] * prompt,
-            params=SamplingParams(max_tokens=output),
-            now=self.now,
-            tier=tier,
-            tenant=str(tier),
+        params = SamplingParams(max_tokens=output)
+        request = EngineRequest(
+            id=name, prompt=[1] * prompt, params=params, tier=tier, tenant=str(tier)
         )
+        return self.scheduler.add(request, now=self.now)
 
     def step(self) -> StepPlan:
         plan = self.scheduler.schedule(self.now)

@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from argosy.engine.serving.core_messages import Delta, EngineRequest, TokenLogprob
+from argosy.engine.engine_request import EngineRequest
+from argosy.engine.scheduling import Logprob
+from argosy.engine.serving.core_messages import Delta
 from argosy.engine.serving.text.choice import Choice, PromptState, ScoringChoice
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.models import BUNDLED_MODEL
@@ -32,7 +34,7 @@ def run(choice: Choice, tokens: list[int], cuts: list[int]) -> tuple[str, list[i
             Delta(
                 id="r",
                 tokens=group,
-                logprobs=[TokenLogprob(token, -1.0, 1) for token in group],
+                logprobs=[Logprob(token, -1.0, 1, []) for token in group],
                 finish_reason="length" if last else None,
             )
         )
@@ -93,7 +95,7 @@ def test_scoring_drops_the_sampled_token() -> None:
     request = EngineRequest(id="r", prompt=[1, 2], params=SamplingParams(max_tokens=1))
     prompt = PromptState(token_ids=[1, 2], echo_text="x")
     choice = ScoringChoice(0, request, prompt, TOKENIZER)
-    logprob = TokenLogprob(2, -1.0, 1)
+    logprob = Logprob(2, -1.0, 1, [])
     choice.push(Delta(id="r", tokens=[EOS], prompt_logprobs=[logprob], finish_reason="stop"))
     piece = choice.drain()
     assert (piece.text, piece.tokens, piece.finish_reason) == ("", [], "length")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from argosy.engine.serving.core_messages import Delta, EngineRequest
+from argosy.engine.engine_request import EngineRequest
+from argosy.engine.serving.core_messages import Delta
 from argosy.engine.serving.engine_core.delta_stream import DeltaStream
 from argosy.protocol import SamplingParams
 
@@ -31,7 +32,7 @@ def test_every_delta_is_delivered_once_at_any_pace(
     for index, (tokens, drains) in enumerate(added):
         finish = "length" if index == len(added) - 1 else None
         first = {"cached_tokens": 1, "queue_s": 0.5} if index == 0 else {}
-        delta_stream.add_delta(Delta(id="r~1", tokens=tokens, finish_reason=finish, **first))  # type: ignore[arg-type]
+        delta_stream.add_delta(Delta(id="r~1", tokens=[*tokens], finish_reason=finish, **first))  # type: ignore[arg-type]
         if drains and (delta := delta_stream.drain()) is not None:
             drained.append(delta)
     if (delta := delta_stream.drain()) is not None:

@@ -15,7 +15,8 @@ from tests.support.vocabularies import TEMPLATE, byte_level, byte_level_backend,
 
 from argosy.constraints import TOOL_FIELDS
 from argosy.engine.engine_config import EngineConfig
-from argosy.engine.serving.core_messages import CoreReady, EngineRequest
+from argosy.engine.engine_request import EngineRequest
+from argosy.engine.serving.core_messages import CoreReady
 from argosy.engine.serving.preprocessing.request_processor import (
     GatewayHeaders,
     PreparedRequest,

@@ -23,7 +23,7 @@ from argosy.engine.scheduling.waiting_queue import WaitingQueue
 from argosy.policy import VirtualTokenCounters
 
 if TYPE_CHECKING:
-    from argosy.protocol import SamplingParams
+    from argosy.engine.engine_request import EngineRequest
 
 SequenceFinishReason = Literal["stop", "length", "timeout", "cancelled", "error"]
 AGEING_TOKENS_PER_S = 256.0
@@ -101,38 +101,24 @@ class Scheduler:
 
     def add(
         self,
+        request: EngineRequest,
         *,
-        id: str,  # noqa: A002 - the field's name
-        prompt: list[int],
-        params: SamplingParams,
         now: float,
-        output: list[int] | None = None,
-        stop_token_ids: frozenset[int] = frozenset(),
-        cache_domain: str = "",
-        tenant: str = "",
-        tier: int = 1,
-        weight: float = 1.0,
         timeout_s: float = float("inf"),
-        parent_id: str | None = None,
+        stop_token_ids: frozenset[int] = frozenset(),
     ) -> Sequence:
         """Add a request and queue its sequence.
 
-        The sequence must fit into the block pool by itself. Its id must not be in use. `output` holds the tokens that a
-        resumed request has already. A sequence with a `parent_id` is a sibling of that lead, whose computed
-        prompt it shares.
+        The sequence must fit into the block pool by itself. Its id must not be in use. The request's own timeout and
+        stop tokens do not apply, because only the core knows their defaults.
         """
         seq = Sequence(
-            id=id,
-            prompt=prompt,
-            output=output or [],
-            params=params,
+            request,
             stop_token_ids=stop_token_ids,
-            cache_domain=cache_domain,
-            tier=tier,
-            tenant_counter=self.token_counters.add_request(tenant, weight),
+            tenant_counter=self.token_counters.add_request(request.tenant, request.weight),
             arrived_at=now,
             deadline=now + timeout_s,
-            parent=self.requests.get(parent_id),
+            parent=self.requests.get(request.parent_id),
         )
         if self.requests.add(seq):
             self.queue.push(seq)

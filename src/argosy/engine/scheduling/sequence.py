@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from argosy.policy import INPUT_TOKEN_WEIGHT, OUTPUT_TOKEN_WEIGHT
 
 if TYPE_CHECKING:
+    from argosy.engine.engine_request import EngineRequest
     from argosy.policy import TenantCounter
-    from argosy.protocol import SamplingParams
 
 NEVER = 1 << 62
 
@@ -56,31 +56,26 @@ class Sequence:
 
     def __init__(
         self,
+        request: EngineRequest,
         *,
-        id: str,  # noqa: A002 - the field's name
-        prompt: list[int],
-        output: list[int],
-        params: SamplingParams,
         stop_token_ids: frozenset[int],
-        cache_domain: str,
-        tier: int,
         tenant_counter: TenantCounter,
         arrived_at: float,
         deadline: float,
         parent: Sequence | None,
     ) -> None:
-        self.id = id
-        self.tokens = prompt + output
-        self.prompt_len = len(prompt)
-        self.params = params
+        self.id = request.id
+        self.tokens = request.prompt + request.resumed_tokens
+        self.prompt_len = len(request.prompt)
+        self.params = request.params
         self.stop_token_ids = stop_token_ids
-        self.cache_salt = hashlib.sha256(cache_domain.encode()).digest()
-        self.tier = tier
+        self.cache_salt = hashlib.sha256(request.cache_domain.encode()).digest()
+        self.tier = request.tier
         self.tenant_counter = tenant_counter
         self.arrived_at = arrived_at
         self.deadline = deadline
         self.parent = parent
-        self.max_length = len(prompt) + params.max_tokens
+        self.max_length = self.prompt_len + request.params.max_tokens
         self.prefill_cost = INPUT_TOKEN_WEIGHT / tenant_counter.weight
         self.decode_cost = OUTPUT_TOKEN_WEIGHT / tenant_counter.weight
         self.length = len(self.tokens)
@@ -95,7 +90,7 @@ class Sequence:
         """Number of computed tokens at which the next block is full and published."""
         self.row = -1
         """Row in the persistent batch while running, else -1."""
-        self.priority_order = (tier, NEVER)
+        self.priority_order = (request.tier, NEVER)
         """(tier, admission number), by which running sequences are sorted, most important first."""
         self.hit_tokens = 0
         self.scheduled_at: float | None = None

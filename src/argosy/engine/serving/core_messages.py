@@ -6,32 +6,11 @@ from typing import Literal
 
 import msgspec
 
-from argosy.protocol import ArithmeticIdentity, SamplingParams
+from argosy.engine.engine_request import EngineRequest
+from argosy.engine.scheduling import Logprob
+from argosy.protocol import ArithmeticIdentity
 
 EngineFinishReason = Literal["stop", "length", "timeout", "cancelled", "error"]
-
-
-class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="request"):
-    """Sequence to generate.
-
-    A request with `n` > 1 is sent as `n` messages. The first is the parent, and its siblings name it in `parent_id`.
-    """
-
-    id: str
-    prompt: list[int]
-    resumed_tokens: list[int] = []
-    """Output tokens that another replica generated already (resume). Generation continues exactly after them."""
-    params: SamplingParams
-    parent_id: str | None = None
-    """Id of the request that has the same prompt. This request forks from it once that prompt is prefilled."""
-    cache_domain: str = ""
-    """Cache domain. KV blocks are never shared between domains."""
-    tenant: str = ""
-    tier: int = 1
-    """Priority class. 0 is the most urgent."""
-    weight: float = 1.0
-    timeout_s: float | None = None
-    """Seconds after arrival at which the request ends with the tokens it has (finish reason `timeout`)."""
 
 
 class AbortRequests(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
@@ -44,16 +23,7 @@ class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag="shutdown"):
     """Stop the core loop and exit with status 0."""
 
 
-class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
-    """Natural-log probability of a token, its rank (1 is the most likely), and the most likely tokens."""
-
-    token: int
-    logprob: float
-    rank: int
-    top_logprobs: list[tuple[int, float]] = []
-
-
-class Delta(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+class Delta(msgspec.Struct, kw_only=True, array_like=True):
     """Output of one step for one request.
 
     The delta with `finish_reason` set is the last one of its request and is sent exactly once.
@@ -62,9 +32,9 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     id: str
     tokens: list[int] = []
     """New tokens. If an end-of-sequence or stop token ended the request, that token is included as the last one."""
-    logprobs: list[TokenLogprob] = []
+    logprobs: list[Logprob] = []
     """Log-probability of each of `tokens` if the request wants them, else empty."""
-    prompt_logprobs: list[TokenLogprob] = []
+    prompt_logprobs: list[Logprob] = []
     """Log-probabilities of prompt positions 1, 2, ..., in order, sent as their chunks are computed."""
     finish_reason: EngineFinishReason | None = None
     stop_token: int | None = None

@@ -6,9 +6,9 @@ from typing import Protocol
 
 import msgspec
 
+from argosy.engine.scheduling import Logprob
 from argosy.engine.serving.api_server.chat_output import has_visible_output, render_deltas
 from argosy.engine.serving.api_server.response_spec import ResponseSpec
-from argosy.engine.serving.core_messages import TokenLogprob
 from argosy.engine.serving.text.choice import Choice, ChoiceOutput
 from argosy.engine.serving.text.parsed_choice import ParsedChoice
 from argosy.protocol import ChatLogprobs, format_event
@@ -206,7 +206,7 @@ class CompletionEventWriter:
         return self._envelope.usage_event()
 
     def _encode_logprobs(
-        self, choice: Choice, tokens: list[int], token_logprobs: list[TokenLogprob]
+        self, choice: Choice, tokens: list[int], token_logprobs: list[Logprob]
     ) -> bytes:
         offset = self._text_offsets.setdefault(choice.index, 0)
         formatter = self._spec.logprob_formatter

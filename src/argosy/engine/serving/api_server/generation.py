@@ -10,7 +10,8 @@ from typing import Protocol, Self
 
 import structlog
 
-from argosy.engine.serving.core_messages import Delta, EngineRequest
+from argosy.engine.engine_request import EngineRequest
+from argosy.engine.serving.core_messages import Delta
 from argosy.engine.serving.text.choice import Choice
 from argosy.protocol import ApiError
 

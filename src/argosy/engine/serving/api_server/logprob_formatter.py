@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 
-from argosy.engine.serving.core_messages import TokenLogprob
+from argosy.engine.scheduling import Logprob
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.protocol import (
     ChatLogprob,
@@ -51,7 +51,7 @@ class LogprobFormatter:
         """Create a formatter that names tokens by their id (`return_tokens_as_token_ids`)."""
         return cls(tokenizer, hidden_token_ids, "token_id:{}".format)
 
-    def format_chat(self, logprobs: list[TokenLogprob]) -> ChatLogprobs:
+    def format_chat(self, logprobs: list[Logprob]) -> ChatLogprobs:
         """Format log-probabilities for the chat API."""
         return ChatLogprobs(
             content=[
@@ -76,14 +76,14 @@ class LogprobFormatter:
         )
 
     def format_completion(
-        self, token_ids: list[int], logprobs: list[TokenLogprob], text_offset: int
+        self, token_ids: list[int], logprobs: list[Logprob], text_offset: int
     ) -> CompletionLogprobs:
         """Format log-probabilities for the legacy completions API.
 
         Leading tokens without a log-probability (an echoed first token) get nulls. `text_offset` is the position of the
         first token's text in the choice's text.
         """
-        records: list[TokenLogprob | None] = [None] * (len(token_ids) - len(logprobs))
+        records: list[Logprob | None] = [None] * (len(token_ids) - len(logprobs))
         records += logprobs
         widths = map(self._token_width, token_ids)
         return CompletionLogprobs(
@@ -100,17 +100,17 @@ class LogprobFormatter:
     def _token_width(self, token: int) -> int:
         return 0 if token in self._hidden_token_ids else len(self._tokenizer.token_text(token))
 
-    def _logprobs_by_name(self, record: TokenLogprob) -> dict[str, float]:
+    def _logprobs_by_name(self, record: Logprob) -> dict[str, float]:
         by_name: dict[str, float] = {}
         for token, logprob in [*record.top_logprobs, (record.token, record.logprob)]:
             by_name.setdefault(self._token_name(token), clamp_logprob(logprob))
         return by_name
 
-    def format_prompt(self, logprobs: list[TokenLogprob]) -> PromptLogprobs:
+    def format_prompt(self, logprobs: list[Logprob]) -> PromptLogprobs:
         """Format vLLM's `prompt_logprobs`: candidates by id for each prompt token, null for the first."""
         return [None, *(self._format_candidates(record) for record in logprobs)]
 
-    def _format_candidates(self, record: TokenLogprob) -> dict[int, PromptLogprob]:
+    def _format_candidates(self, record: Logprob) -> dict[int, PromptLogprob]:
         candidates = {
             token: self._format_candidate(token, logprob, rank)
             for rank, (token, logprob) in enumerate(record.top_logprobs, 1)

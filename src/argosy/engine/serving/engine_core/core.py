@@ -15,6 +15,7 @@ from typing import NoReturn
 import structlog
 
 from argosy.engine.engine_config import EngineConfig
+from argosy.engine.engine_request import EngineRequest
 from argosy.engine.execution.checkpoint import resolve_model_path
 from argosy.engine.execution.executor import StepHandle
 from argosy.engine.execution.executor_loader import load_executor
@@ -42,7 +43,6 @@ from argosy.engine.serving.core_messages import (
     CoreReady,
     CoreStats,
     Delta,
-    EngineRequest,
     KvChange,
     StepOutputs,
 )
@@ -180,20 +180,11 @@ class EngineCore:
         self._queue_compiled_requests()
 
     def _queue_request(self, request: EngineRequest, arrived_at: float) -> None:
-        params = request.params
         seq = self.scheduler.add(
-            id=request.id,
-            prompt=request.prompt,
-            output=request.resumed_tokens,
-            params=params,
-            stop_token_ids=end_token_ids(params, self._eos_token_ids),
+            request,
             now=arrived_at,
-            cache_domain=request.cache_domain,
-            tenant=request.tenant,
-            tier=request.tier,
-            weight=request.weight,
             timeout_s=self._timeout_s(request),
-            parent_id=request.parent_id,
+            stop_token_ids=end_token_ids(request.params, self._eos_token_ids),
         )
         self._delta_builder.add_request(seq)
 

@@ -28,13 +28,13 @@ import structlog
 import zmq
 
 from argosy.engine.engine_config import EngineConfig
+from argosy.engine.engine_request import EngineRequest
 from argosy.engine.serving.core_messages import (
     AbortRequests,
     CoreFailed,
     CoreReady,
     CoreStats,
     Delta,
-    EngineRequest,
     FromCore,
     Heartbeat,
     LoadProgress,

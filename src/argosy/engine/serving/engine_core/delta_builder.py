@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from argosy.engine.scheduling import (
+    Logprob,
     Sequence,
     SequenceFailure,
     SequenceUpdate,
     StepPlan,
     StepResult,
 )
-from argosy.engine.scheduling.step_plan import Logprob
-from argosy.engine.serving.core_messages import Delta, EngineFinishReason, TokenLogprob
+from argosy.engine.serving.core_messages import Delta, EngineFinishReason
 from argosy.protocol import BLOCK_NAME_BYTES
 
 MAX_NAMED_BLOCKS = 1024
@@ -73,7 +73,7 @@ class DeltaBuilder:
         return Delta(
             id=seq.id,
             tokens=[token] if token >= 0 else [],
-            logprobs=[] if logprob is None else [_to_token_logprob(logprob)],
+            logprobs=[] if logprob is None else [logprob],
             prompt_logprobs=prompt_logprobs,
             cached_tokens=seq.hit_tokens if is_first else None,
             queue_s=_queue_s(seq) if is_first else None,
@@ -87,7 +87,7 @@ class DeltaBuilder:
         token: int = -1,
         logprob: Logprob | None = None,
         *,
-        prompt_logprobs: list[TokenLogprob] | None = None,
+        prompt_logprobs: list[Logprob] | None = None,
         failure: SequenceFailure | None = None,
     ) -> Delta:
         """Build the delta that ends a request."""
@@ -97,7 +97,7 @@ class DeltaBuilder:
         return Delta(
             id=seq.id,
             tokens=[token] if token >= 0 else [],
-            logprobs=[] if logprob is None or token < 0 else [_to_token_logprob(logprob)],
+            logprobs=[] if logprob is None or token < 0 else [logprob],
             prompt_logprobs=prompt_logprobs or [],
             finish_reason=finish_reason,
             stop_token=token if finish_reason == "stop" else None,
@@ -123,20 +123,15 @@ class DeltaBuilder:
 
     def _new_prompt_logprobs(
         self, plan: StepPlan, result: StepResult, seq: Sequence, chunk: int
-    ) -> list[TokenLogprob]:
+    ) -> list[Logprob]:
         """Return prompt log-probabilities that were not sent yet. A preempted request computes some of them again."""
         computed = result.prompt_logprobs.get(chunk)
         reported = self._reported_prompt_logprobs.get(seq.id)
         if not computed or reported is None:
             return []
-        new_logprobs = computed[max(0, reported - plan.starts[chunk]) :]
         self._reported_prompt_logprobs[seq.id] = max(reported, plan.starts[chunk] + len(computed))
-        return [_to_token_logprob(logprob) for logprob in new_logprobs]
+        return computed[max(0, reported - plan.starts[chunk]) :]
 
 
 def _queue_s(seq: Sequence) -> float | None:
     return None if seq.scheduled_at is None else seq.scheduled_at - seq.arrived_at
-
-
-def _to_token_logprob(logprob: Logprob) -> TokenLogprob:
-    return TokenLogprob(logprob.token, logprob.logprob, logprob.rank, logprob.top_logprobs)

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from argosy.engine.serving.core_messages import Delta, EngineFinishReason, EngineRequest
+from argosy.engine.engine_request import EngineRequest
+from argosy.engine.serving.core_messages import Delta, EngineFinishReason
 
 MAX_CRASHES_WITHOUT_TOKEN = 2
 """A request is blamed if it was running in this many crashes without a token between them."""
@@ -74,14 +75,17 @@ class DeltaStream:
         self._listener = _ignore_notification
 
     def add_delta(self, delta: Delta) -> None:
-        """Add a delta of the core. Prompt log-probabilities that a previous core delivered are dropped."""
+        """Add a delta of the core, which belongs to the stream from now on.
+
+        Prompt log-probabilities that a previous core delivered are dropped.
+        """
         if self._is_ended:
             return
-        new_logprobs = delta.prompt_logprobs
-        if new_logprobs:
+        delta.id = self.id
+        if delta.prompt_logprobs:
             duplicates = max(self._delivered_prompt_logprobs - self._replayed_prompt_logprobs, 0)
-            self._replayed_prompt_logprobs += len(new_logprobs)
-            new_logprobs = new_logprobs[duplicates:]
+            self._replayed_prompt_logprobs += len(delta.prompt_logprobs)
+            del delta.prompt_logprobs[:duplicates]
             self._delivered_prompt_logprobs = max(
                 self._delivered_prompt_logprobs, self._replayed_prompt_logprobs
             )
@@ -89,23 +93,14 @@ class DeltaStream:
             self._crashes_without_token = 0
             self._output += delta.tokens
         self._is_ended = delta.finish_reason is not None
-        had_delta = self._has_first_delta
+        if self._has_first_delta:  # another core starts the request again
+            delta.cached_tokens = delta.queue_s = None
+            delta.prompt_block_names = b""
         self._has_first_delta = True
-        delta = Delta(
-            id=self.id,
-            tokens=delta.tokens,
-            logprobs=delta.logprobs,
-            prompt_logprobs=new_logprobs,
-            finish_reason=delta.finish_reason,
-            stop_token=delta.stop_token,
-            error=delta.error,
-            cached_tokens=None if had_delta else delta.cached_tokens,
-            queue_s=None if had_delta else delta.queue_s,
-            prompt_block_names=b"" if had_delta else delta.prompt_block_names,
-            error_code=delta.error_code,
-        )
-        pending = self._pending
-        self._pending = delta if pending is None else _merge(pending, delta)
+        if self._pending is None:
+            self._pending = delta
+        else:
+            _append(self._pending, delta)
         self._listener()
 
     def end_with(self, finish_reason: EngineFinishReason, error: str | None = None) -> None:
@@ -144,17 +139,12 @@ class DeltaStream:
         )
 
 
-def _merge(before: Delta, after: Delta) -> Delta:
-    return msgspec.structs.replace(
-        before,
-        tokens=before.tokens + after.tokens,
-        logprobs=before.logprobs + after.logprobs,
-        prompt_logprobs=before.prompt_logprobs + after.prompt_logprobs,
-        finish_reason=after.finish_reason,
-        stop_token=after.stop_token,
-        error=after.error,
-        error_code=after.error_code,
-    )
+def _append(pending: Delta, later: Delta) -> None:
+    pending.tokens += later.tokens
+    pending.logprobs += later.logprobs
+    pending.prompt_logprobs += later.prompt_logprobs
+    pending.finish_reason, pending.stop_token = later.finish_reason, later.stop_token
+    pending.error, pending.error_code = later.error, later.error_code
 
 
 def _ignore_notification() -> None:

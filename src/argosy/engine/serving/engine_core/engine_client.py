@@ -17,11 +17,11 @@ from typing import Any, Literal
 import structlog
 
 from argosy.engine.engine_config import EngineConfig
+from argosy.engine.engine_request import EngineRequest
 from argosy.engine.serving.core_messages import (
     CoreFailed,
     CoreReady,
     CoreStats,
-    EngineRequest,
     FromCore,
     Heartbeat,
     LoadProgress,

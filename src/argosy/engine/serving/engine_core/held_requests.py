@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
+    from argosy.engine.engine_request import EngineRequest
     from argosy.engine.grammar import CompiledGrammar
-    from argosy.engine.serving.core_messages import EngineRequest
 
 
 @dataclass(frozen=True, slots=True)

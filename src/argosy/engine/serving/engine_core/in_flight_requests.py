@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 import structlog
 
-from argosy.engine.serving.core_messages import AbortRequests, Delta, EngineRequest, ToCore
+from argosy.engine.engine_request import EngineRequest
+from argosy.engine.serving.core_messages import AbortRequests, Delta, ToCore
 from argosy.engine.serving.engine_core.delta_stream import DeltaStream
 
 PROBATION_TIMEOUT_S = 2.0

@@ -11,7 +11,8 @@ import msgspec
 
 from argosy.constraints import read_constraint, read_tools
 from argosy.engine.engine_config import EngineConfig
-from argosy.engine.serving.core_messages import CoreReady, EngineRequest
+from argosy.engine.engine_request import EngineRequest
+from argosy.engine.serving.core_messages import CoreReady
 from argosy.engine.serving.output_parsing import OutputFormat
 from argosy.engine.serving.preprocessing import sampling_params, token_id_rules
 from argosy.engine.serving.preprocessing.output_planner import GrammarCheck, OutputPlanner

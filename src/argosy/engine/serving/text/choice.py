@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from argosy.engine.serving.core_messages import Delta, EngineRequest, TokenLogprob
+from argosy.engine.engine_request import EngineRequest
+from argosy.engine.scheduling import Logprob
+from argosy.engine.serving.core_messages import Delta
 from argosy.engine.serving.output_parsing import Piece
 from argosy.engine.serving.output_parsing.events import OutputEvent
 from argosy.engine.serving.text.detokenizer import Detokenizer
@@ -21,7 +23,7 @@ class PromptState:
     token_ids: list[int]
     echo_text: str | None
     """Text of the prompt if the response begins with it (`echo`), else None."""
-    logprobs: list[TokenLogprob] = field(default_factory=list)
+    logprobs: list[Logprob] = field(default_factory=list)
     """Log-probabilities of prompt positions 1, 2, ..., as far as they are known."""
     cached_tokens: int = 0
     """Prompt tokens found in the prefix cache. Stays 0 if the resumed stream already reported its own number."""
@@ -36,7 +38,7 @@ class ChoiceOutput(NamedTuple):
 
     text: str
     tokens: list[int]
-    logprobs: list[TokenLogprob]
+    logprobs: list[Logprob]
     """Log-probability of each of `tokens` if they are wanted."""
     finish_reason: FinishReason | None
     stop_reason: int | str | None
@@ -70,7 +72,7 @@ class Choice:
         self._detokenizer = self._create_detokenizer(tokenizer)
         self._text: list[str] = []
         self._tokens: list[int] = []
-        self._logprobs: list[TokenLogprob] = []
+        self._logprobs: list[Logprob] = []
 
     @property
     def output_tokens(self) -> int:

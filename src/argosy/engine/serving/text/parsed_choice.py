@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from argosy.constraints import OutputConstraint, validate_document
-from argosy.engine.serving.core_messages import Delta, EngineRequest
+from argosy.engine.engine_request import EngineRequest
+from argosy.engine.serving.core_messages import Delta
 from argosy.engine.serving.output_parsing import OutputFormat, OutputParser, Piece, Tool
 from argosy.engine.serving.output_parsing.events import (
     CallArguments,

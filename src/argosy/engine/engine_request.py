@@ -1,0 +1,30 @@
+"""Request for one sequence, as the replica server sends it to the engine core and the scheduler runs it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from argosy.protocol import SamplingParams
+
+
+class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="request"):
+    """Sequence to generate.
+
+    A request with `n` > 1 is sent as `n` messages. The first is the parent, and its siblings name it in `parent_id`.
+    """
+
+    id: str
+    prompt: list[int]
+    resumed_tokens: list[int] = []
+    """Output tokens that another replica generated already (resume). Generation continues exactly after them."""
+    params: SamplingParams
+    parent_id: str | None = None
+    """Id of the request that has the same prompt. This request forks from it once that prompt is prefilled."""
+    cache_domain: str = ""
+    """Cache domain. KV blocks are never shared between domains."""
+    tenant: str = ""
+    tier: int = 1
+    """Priority class. 0 is the most urgent."""
+    weight: float = 1.0
+    timeout_s: float | None = None
+    """Seconds after arrival at which the request ends with the tokens it has (finish reason `timeout`)."""
