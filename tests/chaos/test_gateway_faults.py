@@ -241,11 +241,11 @@ async def send_until_recovery(fleet: ReplicaFleet) -> int:
     """Send requests until the only replica has failed and recovered. Return how many began during the outage."""
     (replica,) = fleet.gateway.replicas
     requests, during_outage = [asyncio.create_task(read_stream(fleet, 0))], 0
-    while not during_outage or replica.outage.is_down:
+    while not during_outage or replica.health.is_down:
         await asyncio.sleep(0.1)
         if during_outage < MAX_WAITING:
             requests.append(asyncio.create_task(read_stream(fleet, 3 * len(requests))))
-            during_outage += replica.outage.is_down
+            during_outage += replica.health.is_down
     await asyncio.gather(*requests)
     return during_outage
 

@@ -173,7 +173,7 @@ async def test_unreadable_message_is_400_and_keeps_breaker_closed(
             body = {"model": "big", "stream": stream, "messages": [message]}
             for _ in range(4):
                 assert (await client.post(CHAT, json=body)).status_code == 400
-            assert running.replicas[0].breaker.is_closed
+            assert running.replicas[0].health.breaker.is_closed
 
 
 async def test_non_streamed_response_fails_over_after_kill(model: Path) -> None:

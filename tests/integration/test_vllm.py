@@ -226,7 +226,7 @@ async def test_rejection_in_stream_keeps_breaker_closed(
             received = await read_stream(client, path, extra)
             assert [error["code"] for error in received.errors] == ["refused_by_replica"]
             assert (received.text, received.done_count) == ("", 0)
-        assert all(replica.breaker.is_closed for replica in running.replicas)
+        assert all(replica.health.breaker.is_closed for replica in running.replicas)
 
 
 @paths
@@ -253,7 +253,7 @@ async def keep_busy(
         return sum(replica.load.in_flight for replica in replicas) + done == len(pending)
 
     while not all(replica.load.in_flight for replica in replicas):
-        await until(lambda: all(replica.breaker.is_closed for replica in replicas))
+        await until(lambda: all(replica.health.breaker.is_closed for replica in replicas))
         pending.append(asyncio.create_task(client.post(COMPLETION, json=body)))
         await until(all_dispatched)
     return pending

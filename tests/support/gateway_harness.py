@@ -28,7 +28,7 @@ from argosy.gateway.model_registry.model_entries import build_model_entries, bui
 from argosy.gateway.model_registry.model_router import ModelRouter
 from argosy.gateway.model_registry.replica_admin import ReplicaAdmin
 from argosy.gateway.operations import OperationsHandlers
-from argosy.gateway.pool.prober import PROBE_TIMEOUT_S, Prober
+from argosy.gateway.pool import Prober
 from argosy.gateway.pool.replica_endpoint import ReplicaEndpoint
 from argosy.gateway.proxy.fast_path import FastPath, load_fast_path
 from argosy.gateway.proxy.handlers import CompletionHandlers
@@ -41,7 +41,7 @@ from argosy.gateway.request_context import (
 )
 from argosy.gateway.request_trace import ExplainConfig, TraceStore
 from argosy.http_server import HttpServer, bind_tcp, listen_url
-from argosy.policy import AttemptOutcome
+from argosy.policy import PROBE_TIMEOUT_S, AttemptOutcome
 from argosy.protocol import ApiError, EarlyStopReason
 from argosy.store import AccountSnapshot
 from argosy.telemetry import GatewayGauges, GatewayMetrics
@@ -54,8 +54,8 @@ FAST_TIMEOUTS = Timeouts(
 
 def open_breaker(replica: ReplicaEndpoint) -> None:
     """Open the replica's circuit breaker, so that it is due for a probe."""
-    while replica.breaker.is_closed:
-        replica.breaker.record_outcome(AttemptOutcome.FAILURE, 0.0)
+    while replica.health.breaker.is_closed:
+        replica.health.breaker.record_outcome(AttemptOutcome.FAILURE, 0.0)
 
 
 @dataclass

@@ -116,5 +116,7 @@ async def run_resumable_gateway(folder: Path, url: str) -> AsyncIterator[Metered
     """Run a gateway in front of a server whose single-choice streams another replica can resume."""
     async with run_gateway_before(folder, ReplicaConfig(url=url, kind="llama.cpp")) as gateway:
         for replica in gateway.running.replicas:
-            replica.is_accepting = True  # the scripted server does not report readiness
+            replica.health.on_reported_state(
+                "ready", 0.0
+            )  # the scripted server does not report readiness
         yield gateway

@@ -72,7 +72,7 @@ def list_replica_readings(pools: list[Pool]) -> list[ReplicaGauges]:
     """Return the current status and load of all replicas."""
     now = time.monotonic()
     return [
-        ReplicaGauges(pool.model, replica.name, replica.status(now), replica.load.in_flight)
+        ReplicaGauges(pool.model, replica.name, replica.health.status(now), replica.load.in_flight)
         for pool in pools
         for replica in pool.replicas.values()
     ]

@@ -4,10 +4,11 @@ A request first reserves its quotas (`reserve`), counted by a `QuotaMeter` or, f
 `LeasedQuota`. The load-shedding functions then decide whether it may join the `DispatchQueue` of its pool, which orders
 tenants by tier and fair share. When a slot is free, the breakers, slot shares and tier reservations determine the
 eligible replicas. A `RoutingPolicy` selects one of them with the help of a `PrefixCacheIndex`. The result of each
-attempt updates the replica's `Breaker`, `Backpressure` and `OutageTracker`, and further attempts are limited by
-`RetryBudget`, `Hedging` and `PoisonRequestTracker`. At the end of a request `compute_bill` decides what it costs. The
-supervisor of local replicas follows `SupervisionPolicy`, and the engine's scheduler uses `VirtualTokenCounters`.
-`ThreadCountPolicy` adapts the threads of an engine on the CPU.
+attempt updates the `ReplicaHealth`, which combines a `Breaker`, `Backpressure` and an `OutageTracker` into one
+`ReplicaStatus`, as do the probes of a `HealthCheck`. Further attempts are limited by `RetryBudget`, `Hedging` and
+`PoisonRequestTracker`. At the end of a request `compute_bill` decides what it costs. The supervisor of local replicas
+follows `SupervisionPolicy`, and the engine's scheduler uses `VirtualTokenCounters`. `ThreadCountPolicy` adapts the
+threads of an engine on the CPU.
 """
 
 from argosy.policy.backpressure import Backpressure
@@ -37,6 +38,19 @@ from argosy.policy.fair_queue import (
     promote_after_s,
     start_deadline,
 )
+from argosy.policy.health_check import (
+    PROBE_TIMEOUT_S,
+    UNSUPPORTED_STATUSES,
+    FindingKind,
+    HealthCheck,
+    Probe,
+    ProbeAnswer,
+    ProbeEffect,
+    ProbeFinding,
+    ProbeKind,
+    ServerProfile,
+    WakeAt,
+)
 from argosy.policy.hedging import Hedging
 from argosy.policy.leased_quota import LeasedQuota, LeaseGrant, LeaseRequest
 from argosy.policy.load_shedding import is_tenant_within_share, is_tier_admitted, saturation
@@ -62,6 +76,7 @@ from argosy.policy.quota_meters import (
     calendar_bounds,
     is_exceeded,
 )
+from argosy.policy.replica_health import ReplicaHealth, StatusChange
 from argosy.policy.replica_status import AdminState, ReplicaStatus
 from argosy.policy.reservation import (
     LimitHold,
@@ -118,9 +133,11 @@ __all__ = [
     "MEASURE_INTERVAL_S",
     "NO_CHARGE",
     "OUTPUT_TOKEN_WEIGHT",
+    "PROBE_TIMEOUT_S",
     "PROMOTION_INTERVAL",
     "QUANTUM_TOKENS",
     "ROUTING_POLICIES",
+    "UNSUPPORTED_STATUSES",
     "AdminState",
     "AttemptOutcome",
     "Backpressure",
@@ -139,6 +156,8 @@ __all__ = [
     "EventPrefixIndex",
     "EwmaMean",
     "EwmaRate",
+    "FindingKind",
+    "HealthCheck",
     "Hedging",
     "LeaseGrant",
     "LeaseRequest",
@@ -154,6 +173,11 @@ __all__ = [
     "PrefixCacheIndex",
     "PriceEntry",
     "PriceList",
+    "Probe",
+    "ProbeAnswer",
+    "ProbeEffect",
+    "ProbeFinding",
+    "ProbeKind",
     "ProcessRun",
     "PromptTokensReport",
     "QueuedRequest",
@@ -163,6 +187,7 @@ __all__ = [
     "QuotaUsage",
     "Rates",
     "RecentPlacements",
+    "ReplicaHealth",
     "ReplicaLoad",
     "ReplicaStatus",
     "RequestEnd",
@@ -176,7 +201,9 @@ __all__ = [
     "RoutingCost",
     "RoutingPolicy",
     "RoutingPolicyName",
+    "ServerProfile",
     "SlidingWindow",
+    "StatusChange",
     "SupervisionAction",
     "SupervisionPolicy",
     "TenantBacklog",
@@ -184,6 +211,7 @@ __all__ = [
     "TextBlockMap",
     "ThreadCountPolicy",
     "VirtualTokenCounters",
+    "WakeAt",
     "WindowLease",
     "backoff_s",
     "calendar_bounds",

@@ -50,14 +50,13 @@ class BreakerLimits:
 
 
 class Breaker:
-    """Circuit breaker of one replica. States are closed, open, and half-open while one probe is in flight."""
+    """Circuit breaker of one replica. Once its open time has passed, the outcome of a probe closes it or reopens it."""
 
     __slots__ = (
         "_closed_at",
         "_consecutive_failures",
         "_consecutive_openings",
         "_limits",
-        "_probe_in_flight",
         "_recent_failures",
         "open_until",
     )
@@ -69,7 +68,6 @@ class Breaker:
         self._consecutive_openings = 0
         """Openings without `reset_after_s` closed seconds in between."""
         self._closed_at = float("-inf")
-        self._probe_in_flight = False
         self.open_until: float | None = None
         """Time until which the breaker is open; None while it is closed."""
 
@@ -79,12 +77,8 @@ class Breaker:
         return self.open_until is None
 
     def is_probe_due(self, now: float) -> bool:
-        """Return whether to probe the replica; the caller that sends the probe calls `on_probe_sent`."""
-        return self.open_until is not None and now >= self.open_until and not self._probe_in_flight
-
-    def on_probe_sent(self) -> None:
-        """Record that a probe was sent, so that no second one is due before its outcome."""
-        self._probe_in_flight = True
+        """Return whether the open time has passed, so that the outcome of a probe decides."""
+        return self.open_until is not None and now >= self.open_until
 
     def record_outcome(self, outcome: AttemptOutcome, now: float) -> None:
         """Record the outcome of an attempt; ignored while the breaker is open."""
@@ -105,7 +99,6 @@ class Breaker:
 
     def record_probe_outcome(self, outcome: AttemptOutcome, now: float) -> None:
         """Record the outcome of a probe, which alone can close an open breaker."""
-        self._probe_in_flight = False
         if outcome is AttemptOutcome.FAILURE:
             self._open(now)
             return

@@ -34,8 +34,7 @@ from tests.support.gateway_client import (
 from tests.support.waiting import until
 
 from argosy.gateway import GatewayConfig, GatewayServer, ModelConfig, ReplicaConfig
-from argosy.gateway.pool import prober
-from argosy.policy import BLOCK_TOKENS
+from argosy.policy import BLOCK_TOKENS, health_check
 
 DETECTED: dict[type[FakeBackend], tuple[str, int | None, float, int]] = {
     Vllm: ("vllm", 5, 0.25, 0),
@@ -52,7 +51,7 @@ each_backend = pytest.mark.parametrize("backend_class", SELF_HOSTED)
 @pytest.fixture
 def _frequent_probes(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("LOAD_PROBE_INTERVAL_S", "HEALTH_PROBE_INTERVAL_S"):
-        monkeypatch.setattr(prober, name, 0.05)
+        monkeypatch.setattr(health_check, name, 0.05)
 
 
 @each_backend
@@ -104,7 +103,7 @@ async def test_backend_without_load_report_is_served(backend_class: type[FakeBac
     async with gateway_to(backend) as (server, client):
         assert server.replicas[0].kind == DETECTED[backend_class][0]
         await until(lambda: "/health" in backend.fetched_paths)
-        assert server.replicas[0].breaker.is_closed
+        assert server.replicas[0].health.breaker.is_closed
         assert (await stream(client, COMPLETION)).text == ANSWER_TEXT
 
 
@@ -135,7 +134,9 @@ async def test_unhealthy_backend_gets_requests_after_test_generation(
     one, two = Sglang(), Sglang()
     async with gateway_to(one, two, priority_scheduling=priority_scheduling) as (server, client):
         one.is_healthy = False
-        breaker = next(replica.breaker for replica in server.replicas if replica.name == one.url)
+        breaker = next(
+            replica.health.breaker for replica in server.replicas if replica.name == one.url
+        )
         await until(lambda: not breaker.is_closed)
         for _ in range(4):
             assert (await stream(client, CHAT)).text == ANSWER_TEXT

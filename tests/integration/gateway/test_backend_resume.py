@@ -253,7 +253,7 @@ async def test_stop_string_across_replicas_ends_stream_at_once(path: str) -> Non
         assert result.token_counts == [(len(PROMPT_IDS), 4 if path == CHAT else 5)]
         assert result.is_complete
         assert all(replica.load.in_flight == 0 for replica in server.replicas)
-        assert all(replica.breaker.is_closed for replica in server.replicas)
+        assert all(replica.health.breaker.is_closed for replica in server.replicas)
         one.faults.clear()
         assert (await stream(client, path)).text == ANSWER_TEXT
 

@@ -132,7 +132,7 @@ async def test_waiting_request_fails_with_no_replica_after_all_replicas_leave() 
         waiting = post(gateway, "waiting")
         await gateway.wait_for_queued(1)
         (replica,) = gateway.replicas
-        replica.is_accepting = False
+        replica.health.on_report_required()
         response = await waiting
         assert (response.status_code, response.json()["error"]["code"]) == (503, "no_replica")
         script.gates["long"].set()

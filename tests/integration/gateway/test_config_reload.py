@@ -49,7 +49,7 @@ Json = dict[str, Any]
 
 @pytest.fixture(autouse=True)
 def _short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("argosy.gateway.pool.prober.HEALTH_PROBE_INTERVAL_S", 0.05)
+    monkeypatch.setattr("argosy.policy.health_check.HEALTH_PROBE_INTERVAL_S", 0.05)
     monkeypatch.setattr("argosy.gateway.model_registry.registry.RETIREMENT_POLL_INTERVAL_S", 0.01)
 
 
@@ -295,7 +295,7 @@ async def test_requests_wait_while_replica_moves_to_other_server(config_file: Co
                     )
                 )
                 await config_file.reload(running)
-                await until(lambda: running.server.replicas[0].is_accepting)
+                await until(lambda: running.server.replicas[0].health.is_schedulable)
             done.set()
             for task in tasks:
                 assert await task == {200}

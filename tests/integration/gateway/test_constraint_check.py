@@ -70,7 +70,9 @@ async def run_native(
         run_gateway([recorder], ReplicaConfig(url=upstream.url, kind="argosy")) as running,
     ):
         for replica in running.replicas:
-            replica.is_accepting = True  # the fake replica does not report readiness
+            replica.health.on_reported_state(
+                "ready", 0.0
+            )  # the fake replica does not report readiness
         yield running, upstream
 
 

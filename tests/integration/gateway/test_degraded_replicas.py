@@ -39,9 +39,8 @@ from tests.support.waiting import until
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.gateway import ReplicaConfig, Timeouts
 from argosy.gateway.backends import BackendKind
-from argosy.gateway.pool import prober
 from argosy.gateway.request_context import RequestFilter
-from argosy.policy import RetryBudget, poison_requests
+from argosy.policy import ReplicaStatus, RetryBudget, health_check, poison_requests
 
 PATH = "/v1/completions"
 
@@ -135,13 +134,13 @@ async def test_request_of_failing_replica_waits_for_retry_budget() -> None:
 
 async def test_failover_to_healthy_replica_needs_no_retry_budget() -> None:
     async def reset_when_other_accepts(request: UpstreamRequest) -> None:
-        gateway.replicas[1].is_accepting = True
+        gateway.replicas[1].health.on_detected(0.0)
         await reset_connection(request)
 
     async with gateway_with(reset_when_other_accepts, respond_with_tokens) as (gateway, upstreams):
         failing, healthy = gateway.replicas
         open_breaker(failing)
-        healthy.is_accepting = False
+        healthy.health.on_report_required()
         (pool,) = gateway.models.pools
         pool.retry_budget = RetryBudget(ratio=0.0, reserve=0.0)
         assert (await send(gateway))[0] == 200
@@ -308,8 +307,8 @@ async def test_retry_after_header_sets_backoff(
         before = time.monotonic()
         assert (await send(gateway))[0] == 429
         after, (replica,) = time.monotonic(), gateway.replicas
-        assert replica.backpressure.is_backing_off(before + min_s) or not min_s
-        assert not replica.backpressure.is_backing_off(after + max_s)
+        assert replica.health.status(before + min_s) is ReplicaStatus.BACKOFF or not min_s
+        assert replica.health.status(after + max_s) is ReplicaStatus.READY
 
 
 async def test_backoff_beyond_failover_timeout_rejects_at_once() -> None:
@@ -361,7 +360,7 @@ async def test_breaker_closes_only_after_a_generation(
 ) -> None:
     """A replica whose pages respond may still be unable to generate."""
     if not closes:
-        monkeypatch.setattr(prober, "TEST_GENERATION_TIMEOUT_S", 0.1)
+        monkeypatch.setattr(health_check, "TEST_GENERATION_TIMEOUT_S", 0.1)
     async with fake_upstream() as upstream:
         config = ReplicaConfig(url=upstream.url, kind="openai")
         async with run_gateway([], config) as gateway:
@@ -369,7 +368,7 @@ async def test_breaker_closes_only_after_a_generation(
             open_breaker(replica)
             upstream.probe_script = script
             await gateway.probe()
-            assert replica.breaker.is_closed == closes
+            assert replica.health.breaker.is_closed == closes
 
 
 class ReportingAfterRestart(LlamaCpp):
@@ -409,6 +408,6 @@ async def test_native_replica_is_probed_with_one_token(tokenizer: Tokenizer) -> 
         assert not engine.requests  # a replica without failures gets no test generation
         open_breaker(replica)
         await gateway.probe()
-        assert replica.breaker.is_closed
+        assert replica.health.breaker.is_closed
     (request,) = engine.requests
     assert request.params.max_tokens == 1

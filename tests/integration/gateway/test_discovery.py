@@ -40,7 +40,7 @@ NEVER_S = 1e9
 @pytest.fixture(autouse=True)
 def _short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("argosy.gateway.pool.dns_discovery.LOOKUP_INTERVAL_S", 0.01)
-    monkeypatch.setattr("argosy.gateway.pool.prober.HEALTH_PROBE_INTERVAL_S", 0.05)
+    monkeypatch.setattr("argosy.policy.health_check.HEALTH_PROBE_INTERVAL_S", 0.05)
     monkeypatch.setattr("argosy.policy.resolved_addresses.MISSING_GRACE_S", 0.05)
     monkeypatch.setattr("argosy.policy.resolved_addresses.EMPTY_ANSWER_GRACE_S", NEVER_S)
 

@@ -151,7 +151,7 @@ async def test_hedge_replaces_silent_replica(tokenizer: Tokenizer, path: str, st
         (True, "success"),
     ]
     assert count_hedges(pair_of_replicas.gateway) == {"true": 1}
-    assert all(replica.breaker.is_closed for replica in context.pool.replicas.values())
+    assert all(replica.health.breaker.is_closed for replica in context.pool.replicas.values())
 
 
 @pytest.mark.parametrize("stream", [True, False])

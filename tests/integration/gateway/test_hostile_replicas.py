@@ -164,7 +164,7 @@ async def test_native_stream_with_too_many_objects_is_named_in_trace() -> None:
     objects = b"{}," * stream_events.MAX_JSON_CONTAINERS
     stream = build_stream(event % objects + b": argosy prompt 1 0\n\n")
     async with raw_upstream(only_at(CHAT, stream), "argosy") as running:
-        running.replicas[0].on_reported_state("ready", 0.0)
+        running.replicas[0].health.on_reported_state("ready", 0.0)
         response = await running.client.post(CHAT, json=BODY)
         trace = running.traces.find(response.headers["x-argosy-request"])
     assert trace is not None
@@ -181,7 +181,7 @@ async def test_native_stream_with_gap_ends_with_error_before_gap() -> None:
         b"data: [DONE]\n\n",
     )
     async with raw_upstream(only_at(CHAT, stream), "argosy") as running:
-        running.replicas[0].on_reported_state("ready", 0.0)
+        running.replicas[0].health.on_reported_state("ready", 0.0)
         response = await running.client.post(CHAT, json=STREAM)
     assert b"upstream_failed" in response.content
     assert b'"a"' in response.content

@@ -433,9 +433,9 @@ async def test_replica_with_invalid_documents_is_used_once_they_are_valid() -> N
         await until(lambda: ready.is_set() or running.done())
         assert not running.done()
         (replica,) = gateway.replicas
-        assert not replica.is_accepting
+        assert not replica.health.is_schedulable
         documents["/v1/models"], documents["/info"] = b'{"data": [{"id": "big"}]}', b"{}"
-        await until(lambda: replica.is_accepting and replica.breaker.is_closed)
+        await until(lambda: replica.health.is_schedulable and not replica.health.is_ejected)
         gateway.stop()
         await running
         await until(lambda: not open_connections)

@@ -79,7 +79,7 @@ async def gateway_after_crash(
 async def detect_outage(gateway: GatewayHarness) -> asyncio.Task[httpx2.Response]:
     """Send the request that detects the outage."""
     request = send(gateway, "detects outage")
-    await until(lambda: gateway.replicas[0].outage.is_down)
+    await until(lambda: gateway.replicas[0].health.is_down)
     return request
 
 
@@ -227,7 +227,7 @@ async def test_request_ends_outage_while_another_still_runs_on_replica() -> None
             await until(lambda: server.requests)
             (replica,) = gateway.replicas
             open_breaker(replica)
-            replica.on_unreachable(time.monotonic())
+            replica.health.on_unreachable(time.monotonic())
             assert await ready_status(gateway) == 503
             assert (await send(gateway)).status_code == 200
             assert await ready_status(gateway) == 200
@@ -253,6 +253,6 @@ async def test_lack_of_file_descriptors_is_no_replica_failure() -> None:
                     await gateway.probe()
             finally:
                 resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-            assert replica.breaker.is_closed
+            assert replica.health.breaker.is_closed
             assert (await request).status_code == 200
         assert (await send(gateway)).status_code == 200

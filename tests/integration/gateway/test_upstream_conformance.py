@@ -517,7 +517,7 @@ async def run(
         async with run_gateway_before(folder, *configs, timeouts=timeouts) as gateway:
             for replica in gateway.running.replicas:
                 if replica.kind == "argosy":
-                    replica.on_reported_state("ready", 0.0)
+                    replica.health.on_reported_state("ready", 0.0)
             yield gateway
 
 
@@ -532,7 +532,7 @@ def usage_records(gateway: MeteredGateway) -> list[tuple[str, int, int]]:
 
 
 def statuses(gateway: MeteredGateway) -> list[ReplicaStatus]:
-    return [replica.status(time.monotonic()) for replica in gateway.running.replicas]
+    return [replica.health.status(time.monotonic()) for replica in gateway.running.replicas]
 
 
 def is_stream(response: httpx2.Response) -> bool:

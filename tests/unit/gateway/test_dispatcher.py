@@ -197,8 +197,8 @@ async def test_waiting_requests_fail_once_replicas_are_down_for_too_long() -> No
         for tier in range(3)
     ]
     for replica in harness.pool.replicas.values():
-        replica.outage.mark_up()
-        replica.outage.mark_down(now)
+        replica.health.on_reported_state("ready", now)
+        replica.health.on_reported_state("draining", now)
     await asyncio.sleep(0)
     now = 29.0
     queue.dispatch_waiting()

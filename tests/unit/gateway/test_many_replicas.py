@@ -87,8 +87,8 @@ def test_only_healthy_replica_is_found() -> None:
     replicas = make_pool()
     *others, last = replicas.replicas.values()
     for other in others:
-        while other.breaker.is_closed:
-            other.breaker.record_outcome(AttemptOutcome.FAILURE, 0.0)
+        while other.health.breaker.is_closed:
+            other.health.breaker.record_outcome(AttemptOutcome.FAILURE, 0.0)
     assert {select_name(replicas, f"Hello {number}") for number in range(20)} == {last.name}
 
 

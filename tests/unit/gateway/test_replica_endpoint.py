@@ -12,6 +12,7 @@ from argosy.policy import (
     BLOCK_BYTES,
     EstimatedPrefixIndex,
     ReplicaStatus,
+    StatusChange,
     compute_prefix_keys,
 )
 from argosy.protocol import parse_endpoint
@@ -50,7 +51,7 @@ def test_cache_estimate_and_rates_are_dropped_with_the_arithmetic() -> None:
     keys = compute_prefix_keys(b"", b"x" * BLOCK_BYTES * 2, BLOCK_BYTES)
     for arithmetic_id, cached in (("aa", 2), ("aa", 2), ("", 2), ("bb", 0)):
         replica.prefix_index.on_prompt_sent(keys)
-        replica.on_load_report(load_report(arithmetic_id=arithmetic_id))
+        replica.on_native_load(load_report(arithmetic_id=arithmetic_id), 0.0)
         assert len(replica.prefix_index.match_prefix(keys)) == cached
     assert replica.arithmetic_id == "bb"
 
@@ -89,19 +90,25 @@ def decision(state: ReplicaState, changed_at: float, grace_s: float = 0.0) -> Re
 
 def test_operator_decision_takes_replica_out_of_service_and_back() -> None:
     replica = ReplicaEndpoint("r", "argosy", "m", Upstream(parse_endpoint("http://localhost:1")))
-    replica.on_reported_state("ready", 10.0)
+    changes: list[StatusChange] = []
+    replica.health.on_status_change = changes.append
+    replica.health.on_reported_state("ready", 10.0)
     replica.apply_setting(decision("draining", 1000.0, grace_s=30.0), 20.0, 1010.0)
-    assert (replica.status(20.0), replica.is_schedulable) == (ReplicaStatus.DRAINING, False)
-    assert [replica.must_move_streams(now) for now in (39.9, 40.0)] == [False, True]
-    assert replica.grace_ends_at == 20.0 + replica.outage.grace_s
-    replica.on_reported_state("draining", 21.0)
+    assert (replica.health.status(20.0), replica.health.is_schedulable) == (
+        ReplicaStatus.DRAINING,
+        False,
+    )
+    assert [replica.health.must_move_streams(now) for now in (39.9, 40.0)] == [False, True]
+    assert replica.health.grace_ends_at == 50.0
+    replica.health.on_reported_state("draining", 21.0)
     replica.apply_setting(decision("active", 1020.0), 30.0, 1020.0)
-    assert replica.needs_undrain
-    replica.on_reported_state("ready", 31.0)
-    assert (replica.status(31.0), replica.is_schedulable) == (ReplicaStatus.READY, True)
-    assert [event.status.value for event in replica.status_events] == [
-        *("ready", "draining", "ready")
-    ]
+    assert replica.health.needs_undrain
+    replica.health.on_reported_state("ready", 31.0)
+    assert (replica.health.status(31.0), replica.health.is_schedulable) == (
+        ReplicaStatus.READY,
+        True,
+    )
+    assert [change.status.value for change in changes] == ["ready", "draining", "ready"]
 
 
 @pytest.mark.parametrize(("age_s", "expected"), [(1.0, True), (3600.0, False)])
@@ -111,4 +118,4 @@ def test_only_a_new_decision_ends_a_drain_that_the_gateway_did_not_see_begin(
     """A replica may drain for another reason when a gateway starts and reads an old decision."""
     replica = ReplicaEndpoint("r", "argosy", "m", Upstream(parse_endpoint("http://localhost:1")))
     replica.apply_setting(decision("active", 1000.0), 1.0, 1000.0 + age_s)
-    assert replica.needs_undrain == expected
+    assert replica.health.needs_undrain == expected

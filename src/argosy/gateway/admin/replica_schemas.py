@@ -121,12 +121,9 @@ class ReplicaEventView(
 def to_replica_view(pool: Pool, replica: ReplicaEndpoint) -> ReplicaView:
     """Build the view of a replica at this moment."""
     now, wall_now = time.monotonic(), time.time()
-    since, load, report, admin = (
-        replica.observe_status(now),
-        replica.load,
-        replica.report,
-        replica.admin,
-    )
+    health, load, report, admin = replica.health, replica.load, replica.report, replica.admin
+    health.observe(now)
+    since = health.status_since
     has_report = load.reported_at > 0
     is_idle = not load.in_flight and not (
         report.server_load if report is not None else load.running + load.waiting
@@ -135,8 +132,8 @@ def to_replica_view(pool: Pool, replica: ReplicaEndpoint) -> ReplicaView:
         model=pool.model,
         replica=replica.name,
         kind=replica.kind,
-        status=replica.status(now),
-        reason=replica.status_reason(now),
+        status=health.status(now),
+        reason=health.reason(now),
         since=wall_now - (now - since) if since else None,
         state=admin.state.value,
         weight=admin.weight,

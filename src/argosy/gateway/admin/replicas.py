@@ -76,15 +76,15 @@ async def list_replica_events(scope: AdminScope, request: AdminRequest) -> Page[
     wall_offset = time.time() - time.monotonic()
     events = [
         ReplicaEventView(
-            at=event.at + wall_offset,
+            at=change.at + wall_offset,
             model=pool.model,
-            replica=event.replica,
-            status=event.status,
-            previous=event.previous,
-            reason=event.reason,
+            replica=change.replica,
+            status=change.status,
+            previous=change.previous,
+            reason=change.reason,
         )
         for pool in scope.replicas.pools(query.model)
-        for event in pool.status_events
+        for change in pool.status_changes
     ]
     if scope.store is not None:
         entries = await run_in_daemon_thread(_read_decisions, scope.store, query.limit)
@@ -136,7 +136,9 @@ def _build_pool_view(pool: Pool) -> PoolView:
         routing=pool.routing_policy,
         active_requests=pool.active_requests,
         replicas=len(pool.replicas),
-        statuses=dict(Counter(replica.status(now).value for replica in pool.replicas.values())),
+        statuses=dict(
+            Counter(replica.health.status(now).value for replica in pool.replicas.values())
+        ),
         arithmetics=[
             ArithmeticGroupView(
                 id=arithmetic_id,

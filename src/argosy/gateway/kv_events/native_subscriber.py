@@ -20,9 +20,14 @@ from argosy.gateway.kv_events.text_block_maps import (
     TooManyBlocksError,
     get_text_block_map,
 )
-from argosy.gateway.pool import UNSUPPORTED_STATUSES, ReplicaEndpoint
+from argosy.gateway.pool import ReplicaEndpoint
 from argosy.gateway.upstream import UpstreamError, UpstreamResponse
-from argosy.policy import MAX_INDEXED_BLOCKS, EstimatedPrefixIndex, EventPrefixIndex
+from argosy.policy import (
+    MAX_INDEXED_BLOCKS,
+    UNSUPPORTED_STATUSES,
+    EstimatedPrefixIndex,
+    EventPrefixIndex,
+)
 from argosy.protocol import EventParser, KvEvent, TokenizationKey, unpack_block_names
 
 KV_EVENTS_PATH = b"/kv_events"

@@ -31,9 +31,15 @@ from argosy.gateway.kv_events.zmq_subscription import (
     SubscriptionLostError,
     ZmqSubscription,
 )
-from argosy.gateway.pool import PROBE_TIMEOUT_S, ReplicaEndpoint
+from argosy.gateway.pool import ReplicaEndpoint
 from argosy.gateway.upstream import UpstreamError, fetch_path
-from argosy.policy import MAX_NAMED_BLOCKS, EngineBlockNames, EstimatedPrefixIndex, EventPrefixIndex
+from argosy.policy import (
+    MAX_NAMED_BLOCKS,
+    PROBE_TIMEOUT_S,
+    EngineBlockNames,
+    EstimatedPrefixIndex,
+    EventPrefixIndex,
+)
 from argosy.protocol import TokenizationKey
 
 MIN_BLOCK_TOKENS = 8

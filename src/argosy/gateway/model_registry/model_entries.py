@@ -18,7 +18,7 @@ from argosy.gateway.model_registry.model_router import ModelRouter
 from argosy.gateway.model_routes import RouteConfig
 from argosy.gateway.pool import AdminSettings, Pool, ReplicaEndpoint
 from argosy.gateway.upstream import Upstream, create_client_ssl_context
-from argosy.policy import AdminState, Hedging, OutageTracker
+from argosy.policy import AdminState, Hedging
 from argosy.protocol import parse_endpoint
 
 
@@ -55,7 +55,7 @@ class ReplicaEntry:
             config.kind,
             self._upstream_model,
             upstream,
-            outage=OutageTracker(self._timeouts.failover_timeout_s),
+            grace_s=self._timeouts.failover_timeout_s,
             max_concurrency=config.max_requests,
             resume_mode=config.resume_mode,
             arithmetic_id=config.arithmetic or "",

@@ -7,6 +7,7 @@ import random
 import time
 from array import array
 from binascii import a2b_base64
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
@@ -15,7 +16,6 @@ from msgspec import Raw
 
 from argosy.gateway.backends import derive_cache_salt
 from argosy.gateway.pool.replica_endpoint import TIER_RANKS, ReplicaEndpoint, ignore_change
-from argosy.gateway.pool.status_events import new_status_events
 from argosy.gateway.request_fields import BYTES_PER_TOKEN, DEFAULT_OUTPUT_TOKENS, RequestFields
 from argosy.policy import (
     BLOCK_BYTES,
@@ -33,6 +33,7 @@ from argosy.policy import (
     RoutingCandidate,
     RoutingCost,
     RoutingPolicyName,
+    StatusChange,
     compute_prefix_keys,
     eligible_replicas,
     estimate_cost,
@@ -44,6 +45,8 @@ log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gatewa
 
 MAX_COMPARED_REPLICAS = 32
 """Maximum number of replicas compared per request. Larger pools are sampled, since each comparison takes 2 µs."""
+MAX_STATUS_CHANGES = 500
+"""Status changes that each pool keeps."""
 MAX_AFFINITY_BYTES = 64 * 1024
 OUTPUT_HALF_LIFE_SAMPLES = 32.0
 PREFIX_KEY_FIELDS = frozenset(
@@ -121,12 +124,12 @@ class Pool:
         self.model = model
         self.routing_policy = routing_policy
         self.replicas = {replica.name: replica for replica in replicas}
-        self.status_events = new_status_events()
+        self.status_changes = deque[StatusChange](maxlen=MAX_STATUS_CHANGES)
         """Recent status changes of the replicas."""
         self._settings: Mapping[str, ReplicaSetting] = {}
         """Operators' decisions by replica name, also for replicas that are not in the pool at the moment."""
         for replica in replicas:
-            replica.status_events = self.status_events
+            replica.health.on_status_change = self._on_status_change
             replica.on_arithmetic_change = self._log_mixed_arithmetic
         self._logged_arithmetics: set[str] = set()
         """Arithmetic identities that the last warning named."""
@@ -159,19 +162,19 @@ class Pool:
 
     def add(self, replica: ReplicaEndpoint) -> None:
         """Add a replica, in place of one with its name. The replica gets requests once a probe finds it ready."""
-        replica.is_accepting = False
+        replica.health.on_report_required()
         replica.on_capacity_change = self._on_capacity_change
         replica.on_arithmetic_change = self._log_mixed_arithmetic
-        replica.status_events = self.status_events
+        replica.health.on_status_change = self._on_status_change
         replica.apply_setting(self._settings.get(replica.name), time.monotonic(), time.time())
         self.replicas[replica.name] = replica
 
     def remove(self, name: str, now: float) -> ReplicaEndpoint:
         """Remove a replica and return it. Its running requests continue."""
         replica = self.replicas.pop(name)
-        replica.outage.mark_down(now)
+        replica.health.on_removed(now)
         self._removed_may_recover_until = max(
-            self._removed_may_recover_until, replica.outage.grace_ends_at
+            self._removed_may_recover_until, replica.health.grace_ends_at
         )
         return replica
 
@@ -193,8 +196,8 @@ class Pool:
             max(0, replica.slot_share(TIER_RANKS[-1], now) - replica.load.in_flight)
             for replica in self.eligible_replicas()
             if replica.arithmetic_id == arithmetic_id
-            and replica.breaker.is_closed
-            and not replica.outage.is_down
+            and not replica.health.is_ejected
+            and not replica.health.is_down
         )
 
     def set_routing_policy(
@@ -211,13 +214,11 @@ class Pool:
 
     def eligible_replicas(self) -> list[ReplicaEndpoint]:
         """Return the replicas that may get requests and are not ejected by their circuit breakers."""
-        accepting = [replica for replica in self.replicas.values() if replica.is_schedulable]
-        if [replica for replica in accepting if replica.breaker.open_until is not None]:
-            return [
-                self.replicas[name]
-                for name in eligible_replicas({r.name: r.breaker for r in accepting})
-            ]
-        return accepting
+        schedulable = [r for r in self.replicas.values() if r.health.is_schedulable]
+        if [replica for replica in schedulable if replica.health.is_ejected]:
+            breakers = {replica.name: replica.health.breaker for replica in schedulable}
+            return [self.replicas[name] for name in eligible_replicas(breakers)]
+        return schedulable
 
     def group_by_arithmetic(self) -> dict[str, list[ReplicaEndpoint]]:
         """Return the replicas by arithmetic identity. A stream is resumed only within its group.
@@ -232,7 +233,7 @@ class Pool:
 
     def is_available(self) -> bool:
         """Whether an eligible replica is not known to be down."""
-        return any(not replica.outage.is_down for replica in self.eligible_replicas())
+        return any(not replica.health.is_down for replica in self.eligible_replicas())
 
     @property
     def is_out_of_service(self) -> bool:
@@ -243,7 +244,7 @@ class Pool:
     def may_recover(self, now: float) -> bool:
         """Whether a replica is available or may be soon, so that requests wait instead of failing."""
         return (
-            any(now < replica.grace_ends_at for replica in self.replicas.values())
+            any(now < replica.health.grace_ends_at for replica in self.replicas.values())
             or now < self._removed_may_recover_until
             or self.has_pending_replicas()
         )
@@ -251,13 +252,13 @@ class Pool:
     def retry_after_s(self, now: float) -> float:
         """Return the time in seconds for which all eligible replicas report to be full; 0 if one does not."""
         return min(
-            (replica.backpressure.retry_after_s(now) for replica in self.eligible_replicas()),
+            (replica.health.retry_after_s(now) for replica in self.eligible_replicas()),
             default=0.0,
         )
 
     def reachable_loads(self) -> list[ReplicaLoad]:
         """Return the loads of the eligible replicas that are not down."""
-        return [replica.load for replica in self.eligible_replicas() if not replica.outage.is_down]
+        return [replica.load for replica in self.eligible_replicas() if not replica.health.is_down]
 
     def replicas_with_free_slots(self, tier: int, now: float) -> list[ReplicaEndpoint]:
         """Return the eligible replicas with a free slot for this tier, without those in backoff."""
@@ -266,7 +267,7 @@ class Pool:
     def has_healthy(self, tier: int, now: float) -> bool:
         """Whether a replica with a free slot has a closed circuit breaker. Others are used only if there is none."""
         return any(
-            replica.breaker.is_closed for replica in self.replicas_with_free_slots(tier, now)
+            not replica.health.is_ejected for replica in self.replicas_with_free_slots(tier, now)
         )
 
     def free_slots(self, now: float) -> tuple[list[int], int]:
@@ -334,7 +335,7 @@ class Pool:
         replica.prefix_index.on_prompt_sent(keys)
         if len(self.replicas) > MAX_COMPARED_REPLICAS:
             self._recent_placements.record_placement(keys, replica.name)
-        replica.outage.on_dispatched(now)
+        replica.health.on_dispatched(now)
         return RoutingDecision(
             replica,
             costs=tuple([candidate.cost for candidate in candidates]),
@@ -358,7 +359,7 @@ class Pool:
                 for replica in group
                 if replica.name not in excluded and replica.has_free_slot(tier, now)
             ]
-            healthy = [replica for replica in selectable if replica.breaker.is_closed]
+            healthy = [replica for replica in selectable if not replica.health.is_ejected]
             if healthy:
                 return healthy
         return selectable
@@ -380,6 +381,16 @@ class Pool:
         recent_name = self._recent_placements.find_replica(block_keys)
         sample += [replica for replica in eligible if replica.name == recent_name]
         return list({replica.name: replica for replica in sample}.values())
+
+    def _on_status_change(self, change: StatusChange) -> None:
+        self.status_changes.append(change)
+        log.info(
+            "replica_status_changed",
+            replica=change.replica,
+            status=change.status.value,
+            previous=change.previous.value,
+            reason=change.reason,
+        )
 
     def _log_mixed_arithmetic(self) -> None:
         """Warn if the replicas have several arithmetic identities, once for each set of identities."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 
 import structlog
 
@@ -13,24 +12,21 @@ from argosy.gateway.backends import (
     BackendAdapter,
     BackendKind,
     KvEventAddress,
+    LoadReport,
     ResumeMode,
     get_adapter,
 )
 from argosy.gateway.pool.admin_settings import DEFAULT_ADMIN, AdminSettings
-from argosy.gateway.pool.status_events import StatusEvent, new_status_events
 from argosy.gateway.principal import TIERS
 from argosy.gateway.upstream import Upstream
 from argosy.policy import (
-    AdminState,
+    BLOCK_TOKENS,
     AttemptOutcome,
-    Backpressure,
-    Breaker,
     EstimatedPrefixIndex,
     EwmaRate,
-    OutageTracker,
     PrefixCacheIndex,
+    ReplicaHealth,
     ReplicaLoad,
-    ReplicaStatus,
     slot_share,
 )
 from argosy.protocol import LoadResponse
@@ -46,8 +42,8 @@ PREFILL_HALF_LIFE_TOKENS = 8192.0
 DECODE_HALF_LIFE_TOKENS = 256.0
 SPEED_MAX_AGE_S = 60.0
 """Time without requests after which measured rates are reset. A slow replica gets no requests to correct them."""
-
-
+TOKENS_PER_WAITING_REQUEST = 512
+"""Assumed prompt tokens per queued request at servers of other backends, which do not report prompt lengths."""
 UNDRAIN_WINDOW_S = 60.0
 """Age up to which an operator's decision also ends a drain that began before this gateway knew of it."""
 
@@ -70,9 +66,9 @@ class ReplicaEndpoint:
     upstream_model: str
     """Name of the model at the replica."""
     upstream: Upstream
-    breaker: Breaker = field(default_factory=Breaker)
-    backpressure: Backpressure = field(default_factory=Backpressure)
-    outage: OutageTracker = field(default_factory=OutageTracker)
+    grace_s: InitVar[float] = 30.0
+    """How long requests wait for the replica after it went down."""
+    health: ReplicaHealth = field(init=False)
     load: ReplicaLoad = field(init=False)
     max_concurrency: int | None = None
     """Configured limit on concurrent requests; None for the limit that the replica reports."""
@@ -88,14 +84,6 @@ class ReplicaEndpoint:
     """State and weight in the settings file."""
     admin: AdminSettings = field(init=False)
     """State and weight, as the settings file or an operator decided."""
-    is_accepting: bool = field(init=False)
-    """Whether the replica accepts new requests. False while it drains and while its kind is unknown."""
-    last_failure: str = ""
-    """Reason of its last failed probe or request."""
-    needs_undrain: bool = False
-    """Whether the replica was asked to drain and has to be asked to accept requests again."""
-    status_events: deque[StatusEvent] = field(default_factory=new_status_events)
-    """Where changes of its status are recorded."""
     on_capacity_change: Callable[[], None] = ignore_change
     """Callback for an increase in free slots."""
     on_arithmetic_change: Callable[[], None] = ignore_change
@@ -118,14 +106,6 @@ class ReplicaEndpoint:
     """Slots that this gateway may use if its next request has tier 0, 1 or 2; None if it may use all."""
     _last_used_at: float = field(default=0.0, init=False)
     """Time at which `expire_speed` last saw a running request or reset the rates."""
-    _reported_status: ReplicaStatus = field(default=ReplicaStatus.STARTING, init=False)
-    _observed_status: ReplicaStatus = field(default=ReplicaStatus.STARTING, init=False)
-    """Status at the last call of `observe_status`."""
-    _status_since: float = field(default=0.0, init=False)
-    _taken_out_at: float = field(default=0.0, init=False)
-    """Time at which an operator took the replica out of service."""
-    _moves_at: float = field(default=0.0, init=False)
-    """Time from which the streams of a draining replica move."""
     _is_sole_request: bool = field(default=False, init=False)
     """Whether the last request was sent while no other request was running."""
     _prefill_rate: EwmaRate = field(
@@ -151,10 +131,7 @@ class ReplicaEndpoint:
         Backpressure and an outage reduce the number. During a backoff it is 0.
         """
         share = self.slots if self.slot_shares is None else self.slot_shares[tier]
-        limit = min(share, self.backpressure.concurrency_limit(now))
-        if self.outage.is_down:
-            limit = min(limit, self.load.in_flight + self.outage.probe_budget(now))
-        return int(limit)
+        return self.health.request_limit(share, self.load.in_flight, now)
 
     def has_free_slot(self, tier: int, now: float) -> bool:
         """Whether the replica has a free slot for this tier, so that a request starts there with little or no wait."""
@@ -170,23 +147,15 @@ class ReplicaEndpoint:
             priority_scheduling=self.priority_scheduling,
         )
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, grace_s: float) -> None:
         self.load = ReplicaLoad(self.name, weight=self.initial_admin.weight)
         self.admin = self.initial_admin
-        self.is_accepting = self.kind != "auto"
-
-    @property
-    def is_schedulable(self) -> bool:
-        """Whether the replica may get new requests, by its own report and by the operators' decision."""
-        return self.is_accepting and self.admin.state is AdminState.ACTIVE
-
-    @property
-    def grace_ends_at(self) -> float:
-        """Time until which requests wait for the replica; infinite while it is up and in service."""
-        outage = self.outage
-        if self.admin.state is AdminState.ACTIVE:
-            return outage.grace_ends_at
-        return min(outage.grace_ends_at, self._taken_out_at + outage.grace_s)
+        self.health = ReplicaHealth(
+            self.name,
+            assume_ready=self.kind != "auto",
+            grace_s=grace_s,
+            admin_state=self.admin.state,
+        )
 
     def apply_setting(self, setting: ReplicaSetting | None, now: float, wall_now: float) -> None:
         """Apply an operator's decision, or the settings file alone if there is none.
@@ -198,23 +167,16 @@ class ReplicaEndpoint:
         """
         if setting == self.admin.setting:
             return
-        previous, self.admin = self.admin, self.initial_admin.with_setting(setting)
+        self.admin = self.initial_admin.with_setting(setting)
         self.load.weight = self.admin.weight
-        if previous.state is AdminState.ACTIVE:
-            self._taken_out_at = now
-        is_new = setting is not None and wall_now - setting.changed_at < UNDRAIN_WINDOW_S
-        self.needs_undrain = self.admin.state is not AdminState.DRAINING and (
-            previous.state is AdminState.DRAINING or is_new or self.needs_undrain
+        self.health.on_admin_decision(
+            self.admin.state,
+            now,
+            reason=self.admin.description,
+            moves_at=now + self.admin.move_after_s(wall_now),
+            is_recent=setting is not None and wall_now - setting.changed_at < UNDRAIN_WINDOW_S,
         )
-        self._moves_at = now + self.admin.move_after_s(wall_now)
-        self.observe_status(now)
         self.on_capacity_change()
-
-    def must_move_streams(self, now: float) -> bool:
-        """Whether running streams should move to other replicas, because an operator or the replica itself drains."""
-        if self.admin.state is AdminState.DRAINING:
-            return now >= self._moves_at
-        return self._reported_status is ReplicaStatus.DRAINING
 
     def has_arithmetic(self, arithmetic_id: str) -> bool:
         """Whether the replica may continue output of this arithmetic identity.
@@ -227,103 +189,59 @@ class ReplicaEndpoint:
             or (not self.arithmetic_id and self.kind in {"argosy", "auto"})
         )
 
-    def on_load_report(self, report: LoadResponse) -> None:
-        """Store the load report of a native replica.
+    @property
+    def is_native(self) -> bool:
+        """Whether the server is an Argosy replica."""
+        return self.kind == "argosy"
 
-        With another arithmetic identity another process runs at the address, so its cache and its speed are unknown.
+    def on_native_load(self, report: LoadResponse, now: float) -> None:
+        """Apply the load report of a native replica.
+
+        With another arithmetic identity, or fewer steps than before, another process runs at the address, so its cache
+        is empty.
         """
-        previous, self.report = self.arithmetic_id, report
-        if not report.arithmetic_id or report.arithmetic_id == previous:
-            return
-        self.arithmetic_id = report.arithmetic_id
-        if previous:
+        previous, self.report = self.report, report
+        is_new_arithmetic = report.arithmetic_id not in {"", self.arithmetic_id}
+        is_other_arithmetic = is_new_arithmetic and bool(self.arithmetic_id)
+        if is_other_arithmetic or (previous is not None and report.step < previous.step):
             self.prefix_index.clear()
+        if is_other_arithmetic:
             self.reset_speed()
-        self.on_arithmetic_change()
+        if is_new_arithmetic:
+            self.arithmetic_id = report.arithmetic_id
+            self.on_arithmetic_change()
+        if self.is_exact and not report.exact:
+            log.warning("replica_not_exact", replica=self.name)
+        self.is_exact, self.max_model_len = report.exact, report.max_model_len or None
+        self.has_reported_speed = report.prefill_tokens_per_s > 0
+        self.prefix_index.resize(report.kv_blocks_total * report.block_size // BLOCK_TOKENS)
+        load = self.load
+        load.running, load.waiting = report.running, report.waiting
+        load.queued_tokens, load.max_seqs = report.queued_tokens, report.max_seqs
+        load.kv_usage_ratio = report.kv_blocks_used / max(1, report.kv_blocks_total)
+        load.prefill_tokens_per_s = report.prefill_tokens_per_s or load.prefill_tokens_per_s
+        load.inter_token_s = report.decode_s or load.inter_token_s
+        load.reported_at, load.sent_tokens = now, 0
+        self.update_slot_shares(report.other_gateways)
+        self.on_capacity_change()
 
-    def on_reported_state(self, state: str, now: float) -> None:
-        """Apply a state that the replica reported, with the values of `LoadResponse.state`."""
-        self._reported_status = ReplicaStatus.from_report(state)
-        self.is_accepting = self._reported_status is ReplicaStatus.READY
-        if self.is_accepting:
-            self.outage.mark_up()
-        elif self._reported_status is ReplicaStatus.STARTING:
-            self.outage.mark_starting(now)
-        else:
-            self.outage.mark_down(now)
-        self.observe_status(now)
-
-    def observe_status(self, now: float) -> float:
-        """Record a change of the status since the last call, and return since when the replica has its status.
-
-        Call it after whatever may have changed the status, and before showing it.
-        """
-        status = self.status(now)
-        if status is not self._observed_status:
-            previous, self._observed_status, self._status_since = self._observed_status, status, now
-            reason = self.status_reason(now)
-            self.status_events.append(StatusEvent(now, self.name, previous, status, reason))
-            log.info(
-                "replica_status_changed",
-                replica=self.name,
-                status=status.value,
-                previous=previous.value,
-                reason=reason,
-            )
-        return self._status_since
-
-    def status_reason(self, now: float) -> str:
-        """Return why the replica has its status; empty if it is ready."""
-        report = self.report
-        match self.status(now):
-            case ReplicaStatus.READY:
-                return ""
-            case ReplicaStatus.BACKOFF:
-                return self.last_failure or "it refused a request as full"
-            case ReplicaStatus.EJECTED:
-                return f"its requests or probes failed: {self.last_failure}"
-            case ReplicaStatus.CORDONED:
-                return f"cordoned {self.admin.description}"
-            case ReplicaStatus.DRAINING if self.admin.state is AdminState.DRAINING:
-                return f"drained {self.admin.description}"
-            case ReplicaStatus.DRAINING:
-                return "it reports that it drains"
-            case ReplicaStatus.STARTING if report is not None and report.startup is not None:
-                return f"{report.startup.activity}, {report.startup.fraction:.0%}"
-            case ReplicaStatus.STARTING:
-                return self.last_failure or "it has not reported that it is ready"
-            case _ if self.outage.is_down and self.last_failure:
-                return self.last_failure
-        return "its engine failed" if report is not None else "it does not serve the model"
-
-    def status(self, now: float) -> ReplicaStatus:
-        """Return the status of the replica for metrics and the API."""
-        if not self.breaker.is_closed:
-            return ReplicaStatus.EJECTED
-        if self.outage.is_down and self._reported_status is ReplicaStatus.READY:
-            return ReplicaStatus.UNREACHABLE
-        if not self.is_accepting:
-            return self._reported_status
-        if self.admin.state is not AdminState.ACTIVE:
-            return ReplicaStatus(self.admin.state)
-        is_full = self.backpressure.is_backing_off(now)
-        return ReplicaStatus.BACKOFF if is_full else ReplicaStatus.READY
+    def on_load_report(self, report: LoadReport, now: float) -> None:
+        """Apply the load report of another backend than Argosy. Values that it lacks stay unchanged."""
+        load = self.load
+        load.running = load.running if report.running is None else report.running
+        load.waiting = load.waiting if report.waiting is None else report.waiting
+        load.kv_usage_ratio = load.kv_usage_ratio if report.kv_used is None else report.kv_used
+        load.max_seqs = load.max_seqs if report.capacity is None else report.capacity
+        if report.kv_capacity_tokens is not None:
+            self.prefix_index.resize(report.kv_capacity_tokens // BLOCK_TOKENS)
+        load.queued_tokens = load.waiting * TOKENS_PER_WAITING_REQUEST
+        load.reported_at, load.sent_tokens = now, 0
+        self.on_capacity_change()
 
     def on_response_started(self, now: float) -> None:
         """Record that the replica started a response, which ends an outage."""
-        if self.outage.is_down and self.is_accepting:
-            self.outage.mark_up()
+        if self.health.on_response_started(now):
             self.on_capacity_change()
-            self.observe_status(now)
-
-    def on_unreachable(self, now: float) -> None:
-        """Record that the replica could not be reached or failed its health check.
-
-        While its circuit breaker is closed the failure is ignored, unless the replica has never been up.
-        """
-        if not (self.breaker.is_closed and self.outage.was_ever_up):
-            self.outage.mark_down(now)
-        self.observe_status(now)
 
     def on_request_sent(self, uncached_tokens: int) -> None:
         """Record a request sent to the replica, with the estimated number of its uncached prompt tokens."""
@@ -413,18 +331,12 @@ class ReplicaEndpoint:
             retry_after_s: The replica's Retry-After.
             reason: Why the request failed.
         """
-        if outcome in {AttemptOutcome.BACKPRESSURE, AttemptOutcome.FAILURE}:
-            self.last_failure = reason
         self.load.in_flight -= 1
         if not self.load.in_flight:
             self.load.sent_tokens = 0
-        if outcome is AttemptOutcome.BACKPRESSURE:
-            self.backpressure.on_rejected(self.load.in_flight, now, retry_after_s)
-        elif outcome is AttemptOutcome.SUCCESS:
-            self.backpressure.on_accepted()
-        if outcome is not None:
-            self.breaker.record_outcome(outcome, now)
-            if not self.breaker.is_closed:
-                self.prefix_index.clear()  # the replica may have restarted with an empty cache
-        self.observe_status(now)
+        self.health.on_attempt_ended(
+            outcome, self.load.in_flight, now, retry_after_s=retry_after_s, reason=reason
+        )
+        if outcome is not None and self.health.is_ejected:
+            self.prefix_index.clear()  # the replica may have restarted with an empty cache
         self.on_capacity_change()

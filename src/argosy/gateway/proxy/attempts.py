@@ -68,7 +68,7 @@ class ReplicaAttempt(msgspec.Struct, frozen=True):
         trace.ended_at, trace.reason = self.clock(), reason
         trace.outcome = "ended" if outcome is None else outcome.value
         if outcome is AttemptOutcome.FAILURE and not response.is_request_sent:
-            self.replica.on_unreachable(trace.ended_at)
+            self.replica.health.on_unreachable(trace.ended_at)
         if trace.first_token_at is None:
             self.replica.on_prefill_done(self.decision.uncached_tokens, trace.chosen_at)
         self.replica.on_request_ended(outcome, trace.ended_at, _parse_retry_after(response), reason)
@@ -150,7 +150,7 @@ class HedgedRequest:
             trace,
             UpstreamResponse(clock),
             clock,
-            is_breaker_closed=decision.replica.breaker.is_closed,
+            is_breaker_closed=not decision.replica.health.is_ejected,
         )
 
     def _set_attempt(self, attempt: ReplicaAttempt) -> None:

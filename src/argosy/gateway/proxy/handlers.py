@@ -143,7 +143,7 @@ class CompletionHandlers:
                 if replica.arithmetic_id
                 and replica.is_exact
                 and replica.kind == "argosy"
-                and replica.must_move_streams(now)
+                and replica.health.must_move_streams(now)
             }
             if not sources:
                 continue
