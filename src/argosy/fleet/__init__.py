@@ -1,7 +1,7 @@
 """Fleet controller: starts, watches and restarts the replicas of one machine.
 
 The function `assign_devices` distributes the replicas over the GPUs. A `Supervisor` compares the wanted replicas with
-the running processes. By the decisions of `policy.SupervisionPolicy` it calls a `Launcher` to start or kill processes.
+the running processes. By the decisions of `policy.FleetSupervision` it calls a `Launcher` to start or kill processes.
 The `LocalLauncher` runs each replica as a process (`replica_process`) behind a Unix socket in the folder of
 `runtime_folder`. Launcher and process exchange the JSON lines of `launch_messages` over standard input and output.
 """

@@ -7,7 +7,7 @@ eligible replicas. A `RoutingPolicy` selects one of them with the help of a `Pre
 attempt updates the `ReplicaHealth`, which combines a `Breaker`, `Backpressure` and an `OutageTracker` into one
 `ReplicaStatus`, as do the probes of a `HealthCheck`. Further attempts are limited by `RetryBudget`, `Hedging` and
 `PoisonRequestTracker`. At the end of a request `compute_bill` decides what it costs. The supervisor of local replicas
-follows `SupervisionPolicy`, and the engine's scheduler uses `VirtualTokenCounters`. `ThreadCountPolicy` adapts the
+follows `FleetSupervision`, and the engine's scheduler uses `VirtualTokenCounters`. `ThreadCountPolicy` adapts the
 threads of an engine on the CPU.
 """
 
@@ -38,6 +38,14 @@ from argosy.policy.fair_queue import (
     promote_after_s,
     start_deadline,
 )
+from argosy.policy.fleet_supervision import (
+    FailFleet,
+    FleetSupervision,
+    GiveUpReplica,
+    KillReplica,
+    StartReplica,
+    SupervisionEffect,
+)
 from argosy.policy.health_check import (
     PROBE_TIMEOUT_S,
     UNSUPPORTED_STATUSES,
@@ -49,7 +57,6 @@ from argosy.policy.health_check import (
     ProbeFinding,
     ProbeKind,
     ServerProfile,
-    WakeAt,
 )
 from argosy.policy.hedging import Hedging
 from argosy.policy.leased_quota import LeasedQuota, LeaseGrant, LeaseRequest
@@ -109,8 +116,6 @@ from argosy.policy.smoothing import EwmaMean, EwmaRate, OnlineLinearFit, PeakEwm
 from argosy.policy.supervision import (
     ProcessRun,
     RestartLimits,
-    SupervisionAction,
-    SupervisionPolicy,
 )
 from argosy.policy.thread_count_policy import MEASURE_INTERVAL_S, ThreadCountPolicy
 from argosy.policy.tier_reservation import lowest_admissible_tier, no_reservation_active
@@ -121,6 +126,7 @@ from argosy.policy.virtual_token_counters import (
     VirtualTokenCounters,
     weighted_tokens,
 )
+from argosy.policy.wake_at import WakeAt
 from argosy.policy.window_lease import WindowLease
 
 __all__ = [
@@ -156,9 +162,13 @@ __all__ = [
     "EventPrefixIndex",
     "EwmaMean",
     "EwmaRate",
+    "FailFleet",
     "FindingKind",
+    "FleetSupervision",
+    "GiveUpReplica",
     "HealthCheck",
     "Hedging",
+    "KillReplica",
     "LeaseGrant",
     "LeaseRequest",
     "LeasedQuota",
@@ -203,9 +213,9 @@ __all__ = [
     "RoutingPolicyName",
     "ServerProfile",
     "SlidingWindow",
+    "StartReplica",
     "StatusChange",
-    "SupervisionAction",
-    "SupervisionPolicy",
+    "SupervisionEffect",
     "TenantBacklog",
     "TenantCounter",
     "TextBlockMap",

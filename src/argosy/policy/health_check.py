@@ -19,6 +19,7 @@ from typing import NamedTuple
 from argosy.policy.breaker import AttemptOutcome, classify_status
 from argosy.policy.replica_health import ReplicaHealth
 from argosy.policy.routing import ReplicaLoad
+from argosy.policy.wake_at import WakeAt
 
 NATIVE_PROBE_INTERVAL_S = 0.5
 SHARED_PROBE_INTERVAL_S = 0.25
@@ -58,12 +59,6 @@ class Probe(NamedTuple):
     timeout_s: float
     path: bytes = b""
     """Path of the load report, for `LOAD`."""
-
-
-class WakeAt(NamedTuple):
-    """Effect: call `HealthCheck.on_tick` at this time."""
-
-    at: float
 
 
 class FindingKind(enum.Enum):

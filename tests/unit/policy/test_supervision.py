@@ -9,7 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from argosy.policy import ProcessRun, RestartLimits, SupervisionAction, SupervisionPolicy
+from argosy.policy import (
+    FailFleet,
+    FleetSupervision,
+    GiveUpReplica,
+    KillReplica,
+    ProcessRun,
+    RestartLimits,
+    StartReplica,
+    WakeAt,
+)
+from argosy.policy.supervision import SupervisionAction, SupervisionPolicy
 
 LIMITS = RestartLimits()
 NOTHING, START, KILL, GIVE_UP = (
@@ -177,3 +187,48 @@ def test_decision_fits_the_process_state_for_any_event_sequence(steps: list[Step
             assert policy.decide(run, now) is NOTHING
         elif action is not KILL:
             assert policy.decide(run, now) is NOTHING
+
+
+def test_fleet_gets_each_action_once_until_it_has_ended() -> None:
+    fleet = FleetSupervision(["a", "b"], RestartLimits(hang_timeout_s=5.0))
+    wake = WakeAt(0.5)
+    assert fleet.on_tick({}, 0.0) == [StartReplica("a"), StartReplica("b"), wake]
+    assert fleet.on_tick({}, 0.0) == [wake]
+    for name in ("a", "b"):
+        fleet.on_action_ended(name)
+    healthy = ProcessRun(0.0, last_response_at=0.0, ready_at=0.0)
+    crashed = replace(healthy, exited_at=1.0, exit_status=-11)
+    assert fleet.on_tick({"a": healthy, "b": crashed}, 1.0) == [
+        StartReplica("b", "it crashed with SIGSEGV"),
+        WakeAt(1.5),
+    ]
+    for now in (3.0, 5.0):
+        fleet.on_tick({"a": healthy, "b": crashed}, now)
+    kill = KillReplica("a", 5.0)
+    assert fleet.on_tick({"a": healthy, "b": crashed}, 5.1) == [kill, WakeAt(5.6)]
+    assert fleet.on_tick({"a": healthy, "b": crashed}, 5.2) == [WakeAt(5.7)]
+    fleet.on_action_ended("a")
+    killed = replace(healthy, exited_at=5.2, exit_status=-9)
+    assert fleet.on_tick({"a": killed, "b": crashed}, 5.3) == [
+        StartReplica("a", "it did not respond for 5 s and was killed"),
+        WakeAt(5.8),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("start_error", "reason"),
+    [
+        ("no GPU", "no GPU"),
+        ("", "every replica exited before it was ready; see the log"),
+    ],
+)
+def test_fleet_fails_once_all_replicas_are_given_up(start_error: str, reason: str) -> None:
+    fleet = FleetSupervision(["a"], RestartLimits(max_failed_starts=1))
+    fleet.on_tick({}, 0.0)
+    fleet.on_action_ended("a")
+    run = ProcessRun(0.0, exited_at=1.0, exit_status=3, start_error=start_error)
+    exits = "the process exits before it is ready: it exited with status 3"
+    given_up = GiveUpReplica("a", start_error or exits)
+    failed = FailFleet(reason)
+    assert fleet.on_tick({"a": run}, 1.0) == [given_up, failed, WakeAt(1.5)]
+    assert fleet.on_tick({"a": run}, 2.0) == [failed, WakeAt(2.5)]
