@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
+from collections.abc import Sequence
+
+from aiohappyeyeballs import AddrInfoType, start_connection
 
 from argosy.gateway.upstream.connection import UpstreamConnection, UpstreamError
 from argosy.gateway.upstream.name_resolution import resolve_addresses
@@ -93,13 +97,14 @@ class Upstream:
                 self._create_connection, endpoint.socket_path
             )
             return connection
-        if endpoint.address is not None:
-            return await self._connect_to(endpoint.address)
-        addresses = await self._lookup_addresses()
-        self._unresponsive_addresses.intersection_update(addresses)
-        return await self._connect_to_first(
-            sorted(addresses, key=self._unresponsive_addresses.__contains__)
+        addresses = [endpoint.address] if endpoint.address else await self._lookup_addresses()
+        _, connection = await loop.create_connection(
+            self._create_connection,
+            sock=await self._connect_socket(addresses),
+            ssl=self._tls,
+            server_hostname=self._server_name,
         )
+        return connection
 
     async def _lookup_addresses(self) -> tuple[str, ...]:
         """Resolve the replica's name. Concurrent callers share one lookup, which may take long. Raises OSError."""
@@ -113,46 +118,31 @@ class Upstream:
         if not lookup.cancelled():
             lookup.exception()  # marks the exception as retrieved, since all callers may be cancelled
 
-    async def _connect_to_first(self, addresses: list[str]) -> UpstreamConnection:
+    async def _connect_socket(self, addresses: Sequence[str]) -> socket.socket:
         """Connect to the first address that answers. Each is tried shortly after the one before. Raises OSError."""
-        running: dict[asyncio.Task[UpstreamConnection], str] = {}
-        first_error: OSError | None = None
-        try:
-            while addresses or running:
-                if addresses:
-                    address = addresses.pop(0)
-                    running[asyncio.create_task(self._connect_to(address))] = address
-                delay_s = CONNECTION_ATTEMPT_DELAY_S if addresses else None
-                done, _ = await asyncio.wait(
-                    running, timeout=delay_s, return_when=asyncio.FIRST_COMPLETED
-                )
-                for task in done:
-                    address = running.pop(task)
-                    try:
-                        connection = task.result()
-                    except OSError as error:
-                        first_error = first_error or error
-                        self._unresponsive_addresses.add(address)
-                    else:
-                        self._unresponsive_addresses.discard(address)
-                        self._unresponsive_addresses.update(running.values())
-                        return connection
-        finally:
-            for task in running:
-                task.add_done_callback(_abort_unused)
-                task.cancel()
-        raise first_error or OSError("the replica's name has no address")
+        if not addresses:
+            raise OSError("the replica's name has no address")
+        unresponsive, tried = self._unresponsive_addresses, dict[socket.socket, str]()
+        unresponsive.intersection_update(addresses)
 
-    async def _connect_to(self, address: str) -> UpstreamConnection:
-        """Connect to one address. Raises OSError."""
-        _, connection = await asyncio.get_running_loop().create_connection(
-            self._create_connection,
-            address,
-            self.endpoint.port,
-            ssl=self._tls,
-            server_hostname=self._server_name,
-        )
-        return connection
+        def create_socket(info: AddrInfoType) -> socket.socket:
+            created = socket.socket(info[0], info[1], info[2])
+            tried[created] = str(info[4][0])
+            return created
+
+        ordered = sorted(addresses, key=unresponsive.__contains__)
+        try:
+            connected = await start_connection(
+                [_build_address_info(address, self.endpoint.port) for address in ordered],
+                happy_eyeballs_delay=CONNECTION_ATTEMPT_DELAY_S,
+                interleave=0,  # keeps the order
+                socket_factory=create_socket,
+            )
+        except RuntimeError as error:  # uvloop raises it if a descriptor is still in use
+            raise OSError(str(error)) from error
+        unresponsive.discard(tried.pop(connected))
+        unresponsive.update(tried.values())
+        return connected
 
     def close(self) -> None:
         """Close idle connections now, and the others when their responses are complete."""
@@ -173,7 +163,8 @@ class Upstream:
         self._idle_connections.append(connection)
 
 
-def _abort_unused(task: asyncio.Task[UpstreamConnection]) -> None:
-    """Abort a connection that is not needed because another address answered first."""
-    if not task.cancelled() and task.exception() is None:
-        task.result().abort()
+def _build_address_info(address: str, port: int) -> AddrInfoType:
+    """Return the entry of `getaddrinfo` for a numeric address, which needs no lookup."""
+    return socket.getaddrinfo(
+        address, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
+    )[0]
