@@ -78,6 +78,8 @@ class QueuedRequest(Generic[T]):
     deadline: float = math.inf
     size_bytes: int = 0
     """Bytes of memory that the request holds while it waits."""
+    is_first: bool = False
+    """Whether it precedes the tenant's other requests, because it has run before."""
     sequence_number: int = field(default=0, init=False)
     """Unique number, assigned by `DispatchQueue.push`."""
     is_dequeued: bool = field(default=False, init=False)
@@ -104,6 +106,7 @@ class _TenantQueue(Generic[T]):
         "credit",
         "deadline_heap",
         "heap_entry",
+        "is_held",
         "name",
         "ring_position",
         "size_bytes",
@@ -123,6 +126,8 @@ class _TenantQueue(Generic[T]):
         """Position in the ring; the lowest is served first."""
         self.heap_entry: _HeapEntry[T] | None = None
         """Current entry in one of the tier's heaps; all other entries of this tenant are stale."""
+        self.is_held = False
+        """Whether the other tenants of the tier go first."""
 
     @property
     def break_even_level(self) -> float:
@@ -175,6 +180,8 @@ class _TierQueue(Generic[T]):
         """Waiting tenants without credit, by their break-even level."""
         self._debtor_heap: list[_HeapEntry[T]] = []
         """Idle tenants in debt, by their break-even level."""
+        self.held: set[str] = set()
+        """Tenants that are served only while no other tenant waits."""
 
     def push(self, request: QueuedRequest[T]) -> None:
         tenant = self.ring.get(request.tenant)
@@ -183,6 +190,7 @@ class _TierQueue(Generic[T]):
                 request.tenant, request.weight
             )
             self.ring[request.tenant] = tenant
+            tenant.is_held = request.tenant in self.held
             self._move_to_end(tenant)
         if tenant.weight != request.weight:
             tenant.set_weight(request.weight, self._round_level)
@@ -192,6 +200,8 @@ class _TierQueue(Generic[T]):
         tenant.size_bytes += request.size_bytes
         self.queued[request.sequence_number] = request
         deadline = min(request.deadline, request.arrived_at + self._max_overtake_s)
+        if request.is_first:
+            deadline = -math.inf
         heapq.heappush(tenant.deadline_heap, (deadline, request.sequence_number))
         heapq.heappush(self.arrival_heap, (request.arrived_at, request.sequence_number))
 
@@ -202,9 +212,21 @@ class _TierQueue(Generic[T]):
         if request.is_charged:
             tenant.credit -= request.cost_tokens
         self.remove(request)
-        if tenant.name in self.ring and tenant.break_even_level >= self._round_level:
+        if tenant.name in self.ring and (
+            tenant.is_held or tenant.break_even_level >= self._round_level
+        ):
             self._move_to_end(tenant)
         return request
+
+    def take(self, request: QueuedRequest[T]) -> None:
+        """Dequeue a request out of turn, and charge its tenant as `pop` does."""
+        tenant = self.ring[request.tenant]
+        request.is_charged = len(self.ring) + len(self.idle_debtors) > 1
+        if request.is_charged:
+            tenant.credit -= request.cost_tokens
+        self.remove(request)
+        if tenant.name in self.ring:
+            self._reindex(tenant)
 
     def remove(self, request: QueuedRequest[T]) -> None:
         request.is_dequeued = True
@@ -244,13 +266,31 @@ class _TierQueue(Generic[T]):
         tenant.credit = -self._round_level * weight
         return tenant
 
+    def hold(self, name: str, *, is_held: bool) -> None:
+        """Let the other waiting tenants of the tier go before a tenant, or end this."""
+        if is_held:
+            self.held.add(name)
+        else:
+            self.held.discard(name)
+        tenant = self.ring.get(name)
+        if tenant is None or tenant.is_held == is_held:
+            return
+        tenant.is_held = is_held
+        if not is_held:  # the time without turns gives no credit
+            tenant.credit = min(tenant.credit, -self._round_level * tenant.weight)
+        self._reindex(tenant)
+
     def _select_tenant(self) -> _TenantQueue[T]:
-        """Return the first tenant with credit, after as many rounds as it takes until a tenant has credit."""
+        """Return the first tenant with credit, after as many rounds as it takes until a tenant has credit.
+
+        If all tenants are held, they are served in the order of their positions in the ring.
+        """
         with_credit = _peek_current(self._credit_heap)
         if with_credit is not None:
             return with_credit[-1]
         entry = _peek_current(self._no_credit_heap)
-        assert entry is not None
+        if entry is None:
+            return min(self.ring.values(), key=lambda tenant: tenant.ring_position)
         quantum, break_even = QUANTUM_TOKENS / self._max_weight, entry[0]
         rounds = math.floor((break_even - self._round_level) / quantum) + 1
         self._round_level = max(
@@ -274,7 +314,10 @@ class _TierQueue(Generic[T]):
         self._reindex(tenant)
 
     def _reindex(self, tenant: _TenantQueue[T]) -> None:
-        """Put the tenant into the heap that matches its present credit."""
+        """Put the tenant into the heap that matches its present credit. A held one is in no heap while it waits."""
+        if tenant.is_held and tenant.name in self.ring:
+            tenant.heap_entry = None
+            return
         heap, sort_key = self._credit_heap, float(tenant.ring_position)
         if tenant.break_even_level >= self._round_level:
             heap, sort_key = self._no_credit_heap, tenant.break_even_level
@@ -377,6 +420,21 @@ class DispatchQueue(Generic[T]):
         self._count -= 1
         self.size_bytes -= request.size_bytes
         return request
+
+    def take(self, request: QueuedRequest[T]) -> None:
+        """Dequeue a waiting request out of turn, as if it were the next one."""
+        self._tiers[request.tier].take(request)
+        self._count -= 1
+        self.size_bytes -= request.size_bytes
+
+    def next_requests(self, tier: int) -> list[QueuedRequest[T]]:
+        """Return the next request of each tenant that waits in a tier."""
+        queue = self._tiers[tier]
+        return [tenant.peek(queue.queued) for tenant in queue.ring.values()]
+
+    def hold_tenant(self, tier: int, tenant: str, *, is_held: bool) -> None:
+        """Let the other waiting tenants of the tier go before a tenant, or end this."""
+        self._tiers[tier].hold(tenant, is_held=is_held)
 
     def charge_tenant(self, tier: int, tenant: str, weight: float, cost_tokens: float) -> None:
         """Charge the actual cost of a dispatched request minus the expected one; negative amounts are a refund."""

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-TARGET_QUANTILE = 0.9
 STEP_UP = 1.5
-STEP_DOWN = STEP_UP ** -((1 - TARGET_QUANTILE) / TARGET_QUANTILE)
-"""Factor that balances `STEP_UP` when one response in ten is longer than the estimate."""
+STEP_DOWN = 0.9559480784229751
+"""Factor that balances `STEP_UP` when one response in ten is longer than the estimate: `STEP_UP` ** (-1 / 9)."""
 MAX_CALLERS = 10_000
 """Callers with a remembered estimate; beyond that, the least recently observed one is dropped."""
 

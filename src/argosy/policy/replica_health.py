@@ -144,6 +144,11 @@ class ReplicaHealth:
         return self._own_state is ReplicaStatus.READY and self._admin_state is AdminState.ACTIVE
 
     @property
+    def is_out_of_service(self) -> bool:
+        """Whether an operator decided that the replica gets no requests."""
+        return self._admin_state is not AdminState.ACTIVE
+
+    @property
     def is_ejected(self) -> bool:
         """Whether the circuit breaker is open."""
         return self.breaker.open_until is not None

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
+from argosy.policy.decay import decay_factor
+
 BASE_BACKOFF_S = 0.1
 """Longest wait before the first retry."""
 
@@ -40,7 +44,7 @@ class RetryBudget:
 
     def _decay(self, now: float) -> None:
         if now > self._decayed_at:
-            decay = 0.5 ** ((now - self._decayed_at) / self._half_life_s)
+            decay = decay_factor((now - self._decayed_at) / self._half_life_s)
             self._requests *= decay
             self._retries *= decay
             self._decayed_at = now
@@ -52,4 +56,4 @@ def backoff_s(attempt: int, draw: float, *, max_s: float = 5.0) -> float:
     With full jitter (Brooker, "Exponential Backoff and Jitter", 2015) the wait is uniform between 0 and the exponential
     backoff.
     """
-    return draw * min(max_s, BASE_BACKOFF_S * 2.0 ** min(attempt - 1, 60))
+    return draw * min(max_s, math.ldexp(BASE_BACKOFF_S, min(attempt - 1, 60)))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-import math
+from argosy.policy.decay import decay_factor
+
+LN_2 = 0.6931471805599453
+"""Half-lives are this much shorter than time constants."""
 
 
 class EwmaRate:
@@ -18,7 +21,7 @@ class EwmaRate:
 
     def add(self, units: float, seconds: float) -> None:
         """Record that `units` took `seconds`."""
-        decay = 0.5 ** (units / self._half_life_units)
+        decay = decay_factor(units / self._half_life_units)
         self._units = self._units * decay + units
         self._seconds = self._seconds * decay + seconds
 
@@ -38,7 +41,7 @@ class EwmaMean:
 
         `initial` is the value before the first sample.
         """
-        self._decay = 0.5 ** (1.0 / half_life_samples)
+        self._decay = decay_factor(1.0 / half_life_samples)
         self._value = initial
 
     def add(self, sample: float) -> None:
@@ -58,10 +61,11 @@ class PeakEwma:
     was slow once is tried again.
     """
 
-    __slots__ = ("_at", "_tau_s", "_value")
+    __slots__ = ("_at", "_half_life_s", "_value")
 
     def __init__(self, tau_s: float = 10.0) -> None:
-        self._tau_s = tau_s
+        """Create an average that falls to `1 / e` of its value within `tau_s` seconds."""
+        self._half_life_s = tau_s * LN_2
         self._value = 0.0
         self._at = 0.0
 
@@ -76,7 +80,7 @@ class PeakEwma:
         return self._value * self._decay(now)
 
     def _decay(self, now: float) -> float:
-        return math.exp(-max(0.0, now - self._at) / self._tau_s)
+        return decay_factor(max(0.0, now - self._at) / self._half_life_s)
 
 
 class OnlineLinearFit:
@@ -86,7 +90,7 @@ class OnlineLinearFit:
 
     def __init__(self, half_life_points: float) -> None:
         """Create a fit in which a point counts half once `half_life_points` points have followed it."""
-        self._decay = 0.5 ** (1.0 / half_life_points)
+        self._decay = decay_factor(1.0 / half_life_points)
         self._n = self._x = self._y = self._xx = self._xy = 0.0
 
     def add(self, x: float, y: float) -> None:

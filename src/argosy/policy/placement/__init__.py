@@ -1,0 +1,80 @@
+"""Placement: which request runs where, and when, as a pure state machine.
+
+A `PlacementCore` receives events (`handle`) and returns effects. The driver creates a `PlacementRequest` for each
+admitted request and reports its arrival; the core keeps it in the `PoolQueue` of its `PlacementPool`, selects a
+`PlacementReplica`, and follows each `Attempt` there. What follows from a failed attempt is decided in `failures`, and
+which streams pause while others wait in `giving_way` and `pauses`.
+"""
+
+from argosy.policy.placement.attempt import (
+    Attempt,
+    AttemptEnding,
+    AttemptMode,
+    AttemptRecord,
+    RoutingDecision,
+)
+from argosy.policy.placement.core import PlacementCore, PlacementLimits
+from argosy.policy.placement.giving_way import GivingWay
+from argosy.policy.placement.messages import (
+    Arrived,
+    AttemptAnswered,
+    AttemptEnded,
+    AttemptSent,
+    Cancel,
+    CapacityChanged,
+    Effect,
+    Event,
+    FirstToken,
+    Pause,
+    PoolRemoved,
+    Progress,
+    RefusalReason,
+    Refuse,
+    RequestEnded,
+    ResponseCompleted,
+    Send,
+    SpeedMeasured,
+    Tick,
+)
+from argosy.policy.placement.pool import PlacementPool, RandomSource
+from argosy.policy.placement.pool_queue import PoolQueue, QueueLimits
+from argosy.policy.placement.replica import PlacementReplica
+from argosy.policy.placement.request import PlacementError, PlacementRequest, RequestState
+
+__all__ = [
+    "Arrived",
+    "Attempt",
+    "AttemptAnswered",
+    "AttemptEnded",
+    "AttemptEnding",
+    "AttemptMode",
+    "AttemptRecord",
+    "AttemptSent",
+    "Cancel",
+    "CapacityChanged",
+    "Effect",
+    "Event",
+    "FirstToken",
+    "GivingWay",
+    "Pause",
+    "PlacementCore",
+    "PlacementError",
+    "PlacementLimits",
+    "PlacementPool",
+    "PlacementReplica",
+    "PlacementRequest",
+    "PoolQueue",
+    "PoolRemoved",
+    "Progress",
+    "QueueLimits",
+    "RandomSource",
+    "RefusalReason",
+    "Refuse",
+    "RequestEnded",
+    "RequestState",
+    "ResponseCompleted",
+    "RoutingDecision",
+    "Send",
+    "SpeedMeasured",
+    "Tick",
+]

@@ -1,0 +1,110 @@
+"""Attempts of a request at replicas, and the record of each attempt that explanations show."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from heapq import nsmallest
+from operator import attrgetter
+from typing import NamedTuple
+
+import msgspec
+
+from argosy.policy.placement.replica import PlacementReplica
+from argosy.policy.routing import RoutingCost
+
+MAX_CANDIDATES = 16
+"""Maximum candidates kept per attempt, cheapest first."""
+
+
+class RoutingDecision(NamedTuple):
+    """Selected replica of a request, with the estimated costs of all candidates."""
+
+    replica: PlacementReplica
+    costs: tuple[RoutingCost, ...]
+    """Costs of each candidate."""
+    uncached_tokens: int
+    """Estimated number of prompt tokens that the replica has to compute."""
+    prompt_blocks: float
+    """Length of the prompt in blocks of `BLOCK_BYTES`."""
+    cached_blocks: list[int]
+    """Cached blocks of the prompt, as `PrefixCacheIndex.match_prefix` returns them."""
+    block_keys: list[bytes]
+    """Keys of the prompt's blocks."""
+
+
+class AttemptRecord(msgspec.Struct, gc=False, array_like=True):
+    """What happened in one attempt at one replica, in times of the core's clock."""
+
+    replica: str
+    chosen_at: float
+    """When the replica was selected."""
+    delivered_tokens: int = 0
+    """Output tokens that the client already had, so the position at which a stream was resumed."""
+    candidate_costs: tuple[RoutingCost, ...] = ()
+    """Estimated cost of each replica that could have been selected."""
+    sent_at: float | None = None
+    first_token_at: float | None = None
+    """When the attempt's first token was forwarded."""
+    ended_at: float | None = None
+    outcome: str = "running"
+    reason: str = ""
+    is_hedge: bool = False
+    """Whether the attempt was started while another was still silent."""
+
+
+def kept_costs(costs: tuple[RoutingCost, ...]) -> tuple[RoutingCost, ...]:
+    """Return the costs of the cheapest candidates, in their order, as many as a record keeps."""
+    if len(costs) <= MAX_CANDIDATES:
+        return costs
+    return tuple(nsmallest(MAX_CANDIDATES, costs, key=attrgetter("total_s")))
+
+
+class AttemptMode(enum.Enum):
+    """Why an attempt is made."""
+
+    FIRST = "first"
+    HEDGE = "hedge"
+    """Another attempt of the request is silent and still runs."""
+    RETRY = "retry"
+    """The earlier attempts ended without output."""
+    RESUME = "resume"
+    """The client has output of an earlier attempt."""
+
+
+class AttemptEnding(enum.Enum):
+    """How an attempt ended, as its driver saw it."""
+
+    COMPLETED = "completed"
+    """The response is complete, or is an error response that the client receives as it is."""
+    LOST = "lost"
+    """The replica could not be reached, broke off or stayed silent."""
+    REFUSED = "refused"
+    """The replica answered with something that is not a response to the request."""
+    UNSUITABLE = "unsuitable"
+    """The replica cannot resume the response at its position, or does not enforce the request's constraint."""
+    PAUSED = "paused"
+    """The driver stopped the stream at its last delivered token, because of a `Pause`."""
+
+
+@dataclass(slots=True, eq=False)
+class Attempt:
+    """One attempt while it runs."""
+
+    decision: RoutingDecision
+    mode: AttemptMode
+    record: AttemptRecord
+    was_breaker_closed: bool
+    """Whether the replica's circuit breaker was closed when the attempt started."""
+    is_stream: bool = False
+    """Whether tokens of the response arrive one after the other, so that it can be paused."""
+    is_pausing: bool = False
+    """Whether the driver was told to pause it."""
+    first_token_at: float | None = None
+    """When the attempt's first token arrived."""
+    is_ended: bool = False
+
+    @property
+    def replica(self) -> PlacementReplica:
+        """The replica of the attempt."""
+        return self.decision.replica

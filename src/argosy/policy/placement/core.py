@@ -1,0 +1,649 @@
+"""The placement core: the life of every request between its admission and the end of its response.
+
+    events  --->  PlacementCore  --->  effects
+
+A request waits in the queue of its pool, is sent to a replica, and streams. If its replica fails or drains, it is
+displaced to another one; if others have waited too long, it pauses and resumes later. The core decides all of this from
+the events that a driver feeds it, at the times that come with them. The same events give the same effects.
+
+The driver owns sockets, journals and timers. A simulator drives the same core with a virtual clock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from argosy.policy.breaker import AttemptOutcome
+from argosy.policy.load_shedding import saturation
+from argosy.policy.placement.attempt import (
+    Attempt,
+    AttemptEnding,
+    AttemptMode,
+    AttemptRecord,
+    RoutingDecision,
+    kept_costs,
+)
+from argosy.policy.placement.failures import record_failure, upstream_failed
+from argosy.policy.placement.messages import (
+    Arrived,
+    AttemptAnswered,
+    AttemptEnded,
+    AttemptSent,
+    Cancel,
+    CapacityChanged,
+    Effect,
+    Event,
+    FirstToken,
+    Pause,
+    PoolRemoved,
+    Progress,
+    RefusalReason,
+    Refuse,
+    RequestEnded,
+    ResponseCompleted,
+    Send,
+    SpeedMeasured,
+    Tick,
+)
+from argosy.policy.placement.pauses import choose_pauses
+from argosy.policy.placement.pool import PlacementPool, RandomSource
+from argosy.policy.placement.pool_queue import PoolQueue, QueueLimits
+from argosy.policy.placement.replica import PlacementReplica
+from argosy.policy.placement.request import PlacementRequest, RequestState
+from argosy.policy.placement.timers import Timers
+from argosy.policy.prefix_cache_index import CacheHitReport
+from argosy.policy.retry_budget import backoff_s
+from argosy.policy.wake_at import WakeAt
+
+POLL_INTERVAL_S = 1.0
+"""How often a pool with waiting requests or draining replicas is looked at, because some capacity returns with time
+alone (backoff, probes)."""
+GIVE_WAY_INTERVAL_S = 0.1
+"""How often streams are looked for that give way to waiting requests."""
+
+_Pool = PlacementPool[PlacementReplica]
+
+
+class PlacementLimits(msgspec.Struct, frozen=True):
+    """Limits that all pools share."""
+
+    queue: QueueLimits = QueueLimits()
+    failover_timeout_s: float = 30.0
+    """How long a request whose replica failed waits for another one."""
+    max_failed_attempts: int = 4
+    """Maximum error responses of live replicas, or replicas lost without progress, before the request fails."""
+
+
+class PlacementCore:
+    """Places the requests of all pools of one gateway."""
+
+    def __init__(self, limits: PlacementLimits, random_source: RandomSource) -> None:
+        """Create a core without requests.
+
+        Args:
+            limits: Limits that all pools share.
+            random_source: Source of all random numbers.
+        """
+        self._limits = limits
+        self._random = random_source
+        self._queues: dict[_Pool, PoolQueue] = {}
+        """Queues of the pools that have received requests."""
+        self._pools: dict[PlacementRequest, _Pool] = {}
+        """The pool of each request that has not ended."""
+        self._timers = Timers()
+        self._wake_at = math.inf
+        """The time of the last `WakeAt`, unless it has passed."""
+        self._effects: list[Effect] = []
+        self._handlers: Mapping[type[Event], Callable[[Any, float], None]] = {
+            Arrived: self._on_arrived,
+            AttemptSent: self._on_attempt_sent,
+            AttemptAnswered: self._on_attempt_answered,
+            FirstToken: self._on_first_token,
+            Progress: self._on_progress,
+            SpeedMeasured: self._on_speed_measured,
+            AttemptEnded: self._on_attempt_ended,
+            ResponseCompleted: self._on_response_completed,
+            RequestEnded: self._on_request_ended,
+            CapacityChanged: self._on_capacity_changed,
+            PoolRemoved: self._on_pool_removed,
+            Tick: self._on_tick,
+        }
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        """Apply an event, and return what the driver has to do, in this order.
+
+        Raises:
+            PlacementError: The event does not fit the state of its request.
+        """
+        self._handlers[type(event)](event, now)
+        next_at = self._timers.next_at
+        if next_at < self._wake_at:
+            self._wake_at = next_at
+            self._effects.append(WakeAt(next_at))
+        effects, self._effects = self._effects, []
+        return effects
+
+    @property
+    def queue_depths(self) -> dict[_Pool, int]:
+        """Number of queued requests of each pool that has received requests."""
+        return {pool: len(queue) for pool, queue in self._queues.items()}
+
+    @property
+    def queues(self) -> Mapping[_Pool, PoolQueue]:
+        """Queues of the pools that have received requests."""
+        return self._queues
+
+    @property
+    def requests(self) -> Mapping[PlacementRequest, _Pool]:
+        """The requests that have not ended, with their pools."""
+        return self._pools
+
+    # --- arrival and queue -----------------------------------------------------------------------
+
+    def _on_arrived(self, event: Arrived, now: float) -> None:
+        request, pool = event.request, event.pool
+        queue = self._queue_of(pool)
+        self._pools[request] = pool
+        if len(pool.poison_requests):
+            wait_s = pool.poison_requests.retry_after_s(request.compute_digest(), now)
+            if wait_s > 0:
+                self._refuse(Refuse(request, RefusalReason.QUARANTINED, wait_s))
+                return
+        if queue.may_skip_queue(request, now):
+            decision = pool.select_replica(request, frozenset(), now, self._random)
+            if decision is not None:
+                self._place(request, decision, queue, now)
+                return
+        refusal = queue.find_refusal(request, now)
+        if refusal is not None:
+            self._refuse(Refuse(request, refusal[0], refusal[1]))
+            return
+        request.move_to(RequestState.WAITING)
+        queue.push(request, now)
+        request.timer = self._timers.add(
+            now + self._limits.queue.timeout_s, partial(self._on_queue_timeout, request)
+        )
+        self._schedule_give_way(queue, now, request.tier)
+        self._dispatch(queue, now)
+
+    def _on_queue_timeout(self, request: PlacementRequest, now: float) -> None:
+        del now
+        pool = self._pools[request]
+        self._queue_of(pool).withdraw(request)
+        reason = RefusalReason.QUEUE_TIMEOUT if pool.is_available() else RefusalReason.NO_REPLICA
+        self._refuse(Refuse(request, reason))
+
+    def _dispatch(self, queue: PoolQueue, now: float) -> None:
+        """Assign free slots to displaced and queued requests."""
+        pool = queue.pool
+        if queue.displaced:
+            self._dispatch_displaced(queue, now)
+        while queue.queue:
+            request = queue.pop(now)
+            if request is None:
+                if not pool.may_recover(now):
+                    self._refuse_waiting(queue, now)
+                break
+            decision = pool.select_replica(request, self._excluded(request), now, self._random)
+            if decision is not None:
+                self._place(request, decision, queue, now)
+            else:  # a slot is free, but not where the stream can resume
+                queue.start(request)
+                request.move_to(RequestState.DISPLACED)
+                request.failing_since = (
+                    now if request.failing_since is None else request.failing_since
+                )
+                self._seek_replica(request, queue, now)
+        if not queue.is_idle:
+            self._schedule_poll(queue, now)
+
+    def _dispatch_displaced(self, queue: PoolQueue, now: float) -> None:
+        """Assign free slots to displaced requests, oldest failure first."""
+        for request, excluded in queue.displaced_in_order():
+            if not any(queue.pool.free_slots(now)[0]):
+                return
+            decision = queue.pool.select_replica(request, excluded, now, self._random)
+            if decision is not None:
+                queue.withdraw_displaced(request)
+                self._start_attempt(request, decision, queue, now, _next_mode(request))
+
+    def _refuse_waiting(self, queue: PoolQueue, now: float) -> None:
+        """Refuse all queued requests, because no replica is expected to recover."""
+        while (request := queue.pop_any(now)) is not None:
+            paused = request.state is RequestState.PAUSED
+            reason = RefusalReason.UPSTREAM_FAILED if paused else RefusalReason.NO_REPLICA
+            self._refuse(Refuse(request, reason))
+
+    def _excluded(self, request: PlacementRequest) -> set[str]:
+        """Return the replicas that cannot resume a paused request. A new request may go to any replica."""
+        if request.state is not RequestState.PAUSED:
+            return set()
+        replicas = self._pools[request].replicas.values()
+        return request.unsuitable | {
+            replica.name
+            for replica in replicas
+            if not replica.has_arithmetic(request.arithmetic_id)
+        }
+
+    # --- attempts --------------------------------------------------------------------------------
+
+    def _place(
+        self, request: PlacementRequest, decision: RoutingDecision, queue: PoolQueue, now: float
+    ) -> None:
+        """Start the first attempt of a request, or resume a paused one."""
+        self._timers.cancel(request.timer)
+        if request.state is not RequestState.PAUSED:
+            queue.pool.on_dispatched(now)
+        queue.start(request)
+        self._start_attempt(request, decision, queue, now, _next_mode(request))
+
+    def _start_attempt(
+        self,
+        request: PlacementRequest,
+        decision: RoutingDecision,
+        queue: PoolQueue,
+        now: float,
+        mode: AttemptMode,
+    ) -> None:
+        replica = decision.replica
+        replica.on_request_sent(decision.uncached_tokens)
+        is_hedge = mode is AttemptMode.HEDGE
+        attempt = Attempt(
+            decision,
+            mode,
+            AttemptRecord(
+                replica.name,
+                now,
+                request.output_tokens,
+                kept_costs(decision.costs),
+                is_hedge=is_hedge,
+            ),
+            not replica.health.is_ejected,
+        )
+        request.add_attempt(attempt)
+        if not is_hedge:
+            self._timers.cancel(request.timer)
+            request.last_attempt = attempt
+            request.move_to(RequestState.SENT)
+            if request.pauses and request.pauses[-1][1] is None:
+                request.pauses[-1] = (request.pauses[-1][0], now)
+            queue.occupy_slot(request, attempt)
+            hedging = queue.pool.hedging
+            if hedging is not None and not request.output_tokens and request.uses_stream(replica):
+                request.timer = self._timers.add(
+                    now + hedging.after_s, partial(self._on_silence, request, attempt)
+                )
+        self._effects.append(Send(request, attempt))
+
+    def _on_attempt_sent(self, event: AttemptSent, now: float) -> None:
+        record = event.attempt.record
+        record.sent_at = now
+        if event.is_restarted:
+            record.delivered_tokens = event.request.output_tokens = 0
+
+    def _on_silence(self, request: PlacementRequest, first: Attempt, now: float) -> None:
+        """Start a second attempt if the replica of the first one is silent and capacity can be spared."""
+        pool = self._pools[request]
+        queue, tier, hedging = self._queue_of(pool), request.tier, pool.hedging
+        if hedging is None or request.attempts != [first]:
+            return
+        excluded = {first.replica.name} | request.failed
+        for replica in pool.replicas.values():
+            # The output must not depend on which of them is faster.
+            if (
+                not request.uses_stream(replica)
+                or replica.arithmetic_id != first.replica.arithmetic_id
+            ):
+                excluded.add(replica.name)
+        free_slots, total_slots = pool.free_slots(now)
+        if tier > queue.lowest_admissible_tier(free_slots, total_slots, now) or all(
+            replica.name in excluded for replica in pool.replicas_with_free_slots(tier, now)
+        ):
+            return
+        if hedging.try_acquire(
+            now,
+            queued=len(queue),
+            free_slots=free_slots[tier],
+            total_slots=total_slots,
+            saturation=saturation(0.0, pool.reachable_loads()),
+        ):
+            decision = pool.select_replica(request, excluded, now, self._random)
+            if decision is not None:
+                self._start_attempt(request, decision, queue, now, AttemptMode.HEDGE)
+
+    def _on_attempt_answered(self, event: AttemptAnswered, now: float) -> None:
+        request, attempt = event.request, event.attempt
+        if attempt.is_ended:
+            return
+        queue = self._queue_of(self._pools[request])
+        is_room_new = attempt.replica.health.on_response_started(now)
+        if event.is_response:
+            self._timers.cancel(request.timer)
+            for other in tuple(request.attempts):
+                if other is not attempt:
+                    self._finish_attempt(request, other, None, "no longer needed", now)
+                    self._effects.append(Cancel(request, other))
+                    is_room_new = True
+            request.last_attempt, attempt.is_stream = attempt, event.is_stream
+            if not request.output_tokens:
+                request.arithmetic_id = event.arithmetic_id
+            request.move_to(RequestState.STREAMING)
+            if attempt.mode is AttemptMode.HEDGE:
+                queue.vacate_slot(request)
+                queue.occupy_slot(request, attempt)
+        if is_room_new:
+            self._dispatch(queue, now)
+
+    def _on_first_token(self, event: FirstToken, now: float) -> None:
+        del now
+        attempt, record = event.attempt, event.attempt.record
+        if attempt.is_ended:
+            return
+        replica, decision = attempt.replica, attempt.decision
+        record.first_token_at = attempt.first_token_at = event.received_at
+        replica.on_prefill_done(decision.uncached_tokens, record.chosen_at)
+        if record.sent_at is None or event.is_resumed:
+            return
+        uncached = event.uncached_tokens
+        replica.on_first_token(
+            event.received_at - record.sent_at,
+            decision.uncached_tokens if uncached is None else uncached,
+            event.received_at,
+        )
+        report = event.cache_report
+        if isinstance(report, CacheHitReport):
+            replica.prefix_index.on_cache_hit_report(report)
+        elif report is not None:
+            replica.prefix_index.on_prompt_tokens_report(report)
+
+    def _on_progress(self, event: Progress, now: float) -> None:
+        del now
+        request = event.request
+        request.output_tokens = event.output_tokens
+        self._queue_of(self._pools[request]).record_service(request, event.weighted_tokens)
+
+    def _on_speed_measured(self, event: SpeedMeasured, now: float) -> None:
+        del now
+        event.attempt.replica.on_tokens_streamed(event.tokens, event.duration_s)
+
+    def _finish_attempt(
+        self,
+        request: PlacementRequest,
+        attempt: Attempt,
+        outcome: AttemptOutcome | None,
+        reason: str,
+        now: float,
+        retry_after_s: float | None = None,
+        *,
+        is_sent: bool = True,
+    ) -> None:
+        """Record the end of an attempt at the replica and in the request."""
+        record, replica = attempt.record, attempt.replica
+        attempt.is_ended = True
+        request.attempts.remove(attempt)
+        record.ended_at, record.reason = now, reason
+        record.outcome = "ended" if outcome is None else outcome.value
+        if outcome is AttemptOutcome.FAILURE and not is_sent:
+            replica.health.on_unreachable(now)
+        if record.first_token_at is None:
+            replica.on_prefill_done(attempt.decision.uncached_tokens, record.chosen_at)
+        replica.on_request_ended(outcome, now, retry_after_s, reason)
+        if not request.attempts:
+            self._timers.cancel(request.timer)
+            self._queue_of(self._pools[request]).vacate_slot(request)
+
+    def _on_attempt_ended(self, event: AttemptEnded, now: float) -> None:
+        request, attempt = event.request, event.attempt
+        if attempt.is_ended:
+            return
+        pool = self._pools[request]
+        queue = self._queue_of(pool)
+        new_tokens = event.output_tokens - attempt.record.delivered_tokens
+        request.output_tokens = event.output_tokens
+        self._finish_attempt(
+            request,
+            attempt,
+            event.outcome,
+            event.reason,
+            now,
+            event.retry_after_s,
+            is_sent=event.is_sent,
+        )
+        if event.received_at is not None:
+            attempt.record.first_token_at = event.received_at
+        if request.attempts:
+            self._on_hedged_attempt_failed(event)
+        else:
+            if new_tokens > 0 and event.ending is not AttemptEnding.COMPLETED:
+                request.record_progress(new_tokens)
+            self._continue(event, queue, now)
+        self._dispatch(queue, now)
+
+    def _on_hedged_attempt_failed(self, event: AttemptEnded) -> None:
+        """Go on with the other attempt of a hedged request."""
+        request = event.request
+        request.failed.add(event.attempt.replica.name)
+        if event.ending is AttemptEnding.LOST:
+            request.replica_losses += event.is_sent
+        (request.last_attempt,) = request.attempts
+
+    def _continue(self, event: AttemptEnded, queue: PoolQueue, now: float) -> None:
+        """Decide how a request goes on whose last running attempt has ended."""
+        request, pool, replica = event.request, queue.pool, event.attempt.replica
+        if event.ending is AttemptEnding.COMPLETED or event.is_complete:
+            if len(pool.poison_requests):
+                pool.poison_requests.clear(request.compute_digest())
+            request.move_to(RequestState.FINISHED)
+            return
+        match event.ending:
+            case AttemptEnding.PAUSED if (
+                event.attempt.is_pausing and not replica.health.must_move_streams(now)
+            ):
+                self._requeue_paused(request, queue, now)
+                return
+            case AttemptEnding.PAUSED:
+                request.failed.add(replica.name)
+            case AttemptEnding.UNSUITABLE if event.is_restarted:
+                request.arithmetic_id = ""
+            case AttemptEnding.UNSUITABLE:
+                request.unsuitable.add(replica.name)
+                if not pool.can_resume(request, now):
+                    self._refuse(Refuse(request, RefusalReason.INTERRUPTED))
+                    return
+            case _:
+                refusal = record_failure(pool, event, self._limits.max_failed_attempts, now)
+                if refusal is not None:
+                    self._refuse(refusal)
+                    return
+        if request.failing_since is None:
+            request.failing_since = now
+        request.move_to(RequestState.DISPLACED)
+        self._seek_replica(request, queue, now)
+
+    def _seek_replica(self, request: PlacementRequest, queue: PoolQueue, now: float) -> None:
+        """Let a displaced request wait for another replica, for a short backoff time."""
+        timeout_s = backoff_s(request.failed_attempts, self._random.random())
+        pool = queue.pool
+        if not request.must_wait_for_budget or (
+            pool.has_healthy(request.tier, now) or pool.retry_budget.try_acquire(now)
+        ):
+            request.must_wait_for_budget = False
+            queue.add_displaced(request)
+        request.timer = self._timers.add(
+            now + timeout_s, partial(self._on_replica_not_found, request)
+        )
+
+    def _on_replica_not_found(self, request: PlacementRequest, now: float) -> None:
+        """Give a displaced request up, or let it wait for any replica, also those that failed it."""
+        pool = self._pools[request]
+        queue = self._queue_of(pool)
+        queue.withdraw_displaced(request)
+        give_up_at = (request.failing_since or now) + self._limits.failover_timeout_s
+        is_too_late = now + pool.retry_after_s(now) > give_up_at
+        if is_too_late or not (request.has_reached_replica or pool.may_recover(now)):
+            if request.output_tokens and request.unsuitable:
+                self._refuse(Refuse(request, RefusalReason.INTERRUPTED))
+            else:
+                self._refuse(upstream_failed(pool, request, now))
+            return
+        request.failed.clear()
+        self._seek_replica(request, queue, now)
+        self._dispatch(queue, now)
+
+    # --- ends ------------------------------------------------------------------------------------
+
+    def _on_response_completed(self, event: ResponseCompleted, now: float) -> None:
+        del now
+        event.pool.on_completed(event.output_tokens)
+
+    def _refuse(self, refusal: Refuse) -> None:
+        request = refusal.request
+        self._timers.cancel(request.timer)
+        request.move_to(RequestState.REFUSED)
+        self._effects.append(refusal)
+
+    def _on_request_ended(self, event: RequestEnded, now: float) -> None:
+        request = event.request
+        pool = self._pools[request]
+        queue = self._queue_of(pool)
+        self._timers.cancel(request.timer)
+        queue.withdraw(request)
+        for attempt in tuple(request.attempts):
+            self._finish_attempt(request, attempt, None, event.reason, now)
+        queue.stop(request)
+        request.move_to(RequestState.ENDED)
+        del self._pools[request]
+        self._dispatch(queue, now)
+
+    # --- capacity and time -----------------------------------------------------------------------
+
+    def _queue_of(self, pool: _Pool) -> PoolQueue:
+        queue = self._queues.get(pool)
+        if queue is None:
+            queue = self._queues[pool] = PoolQueue(pool, self._limits.queue)
+        return queue
+
+    def _on_capacity_changed(self, event: CapacityChanged, now: float) -> None:
+        queue = self._queues.get(event.pool)
+        if queue is not None:
+            self._dispatch(queue, now)
+            self._schedule_poll(queue, now)
+
+    def _on_pool_removed(self, event: PoolRemoved, now: float) -> None:
+        del now
+        self._queues.pop(event.pool, None)
+
+    def _on_tick(self, event: Tick, now: float) -> None:
+        del event
+        if now >= self._wake_at:
+            self._wake_at = math.inf
+        self._timers.fire(now)
+
+    def _schedule_poll(self, queue: PoolQueue, now: float) -> None:
+        if queue.poll_at == math.inf:
+            queue.poll_at = now + POLL_INTERVAL_S
+            self._timers.add(queue.poll_at, partial(self._poll, queue))
+
+    def _poll(self, queue: PoolQueue, now: float) -> None:
+        """Look for capacity that returned with time alone, and for streams to move off draining replicas."""
+        queue.poll_at = math.inf
+        self._dispatch(queue, now)
+        if self._move_streams(queue, now):
+            self._schedule_poll(queue, now)
+
+    # --- pauses ----------------------------------------------------------------------------------
+
+    def _move_streams(self, queue: PoolQueue, now: float) -> bool:
+        """Move streams off draining replicas, as far as other replicas of their arithmetic have room.
+
+        Streams that would not be resumed exactly stay.
+
+        Returns:
+            Whether such a replica is in service, or an operator has yet to let its streams move.
+        """
+        pool, room = queue.pool, dict[str, int]()
+        is_draining = False
+        for replica in pool.replicas.values():
+            if replica.health.is_schedulable or not replica.load.in_flight:
+                continue
+            is_draining = True
+            if replica.resumes_exactly and replica.health.must_move_streams(now):
+                room[replica.name] = 0
+        if not room:
+            return is_draining
+        sources = set(room)
+        by_arithmetic: dict[str, int] = {}
+        for tenants in queue.running:
+            for streams in tenants.values():
+                for request in streams.requests:
+                    attempt = request.attempts[0]
+                    replica = attempt.replica
+                    if (
+                        replica.name not in sources
+                        or pool.replicas.get(replica.name) is not replica
+                        or not _is_movable(request, attempt)
+                    ):
+                        continue
+                    arithmetic = replica.arithmetic_id
+                    if arithmetic not in by_arithmetic:
+                        by_arithmetic[arithmetic] = pool.count_room_for_moves(arithmetic, now)
+                    if by_arithmetic[arithmetic] > 0:
+                        by_arithmetic[arithmetic] -= 1
+                        self._pause(request, attempt, None)
+        return True
+
+    def _pause(
+        self, request: PlacementRequest, attempt: Attempt, waiting: PlacementRequest | None
+    ) -> None:
+        attempt.is_pausing = True
+        self._effects.append(Pause(request, attempt, waiting))
+
+    def _requeue_paused(self, request: PlacementRequest, queue: PoolQueue, now: float) -> None:
+        """Let a stream that gave way wait at the head of its tenant's queue."""
+        request.move_to(RequestState.PAUSED)
+        request.pauses.append((now, None))
+        queue.stop(request)
+        queue.push(request, now, is_paused=True)
+        self._schedule_give_way(queue, now, request.tier)
+
+    def _schedule_give_way(self, queue: PoolQueue, now: float, tier: int) -> None:
+        """Look for streams that give way once a request of this tier has waited long enough."""
+        settings = queue.pool.giving_way
+        if settings is None:
+            return
+        at = now + settings.after_s[tier]
+        if at < queue.give_way_at:
+            self._timers.cancel(queue.give_way_timer)
+            queue.give_way_at = at
+            queue.give_way_timer = self._timers.add(at, partial(self._give_way, queue))
+
+    def _give_way(self, queue: PoolQueue, now: float) -> None:
+        """Let streams pause for requests that have waited too long."""
+        queue.give_way_at = math.inf
+        settings = queue.pool.giving_way
+        if settings is None or not queue.queue:
+            return
+        max_pauses = queue.pause_budget.refill(settings.max_paused_share * queue.total_slots, now)
+        for pause in choose_pauses(queue, settings, max_pauses, now):
+            queue.pause_budget.spend()
+            queue.beneficiaries[pause.waiting] = None
+            self._pause(pause.request, pause.attempt, pause.waiting)
+        queue.give_way_at = now + GIVE_WAY_INTERVAL_S
+        queue.give_way_timer = self._timers.add(queue.give_way_at, partial(self._give_way, queue))
+
+
+def _next_mode(request: PlacementRequest) -> AttemptMode:
+    """Return why the next attempt of a request is made that has no running attempt."""
+    if request.output_tokens:
+        return AttemptMode.RESUME
+    return AttemptMode.RETRY if request.records else AttemptMode.FIRST
+
+
+def _is_movable(request: PlacementRequest, attempt: Attempt) -> bool:
+    """Whether the attempt is a stream that runs and was not told to pause."""
+    return request.state is RequestState.STREAMING and attempt.is_stream and not attempt.is_pausing

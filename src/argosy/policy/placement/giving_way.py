@@ -1,0 +1,77 @@
+"""Giving way: which running streams pause while others wait.
+
+A queue decides who is next, but not when. If one tenant's long streams hold every slot, everyone else waits until they
+end. Streams that can be resumed exactly therefore pause for a request that has waited for `after_s` of its tier, unless
+a slot is expected to become free within the same time by itself.
+
+**Who pauses.** A stream of a lower tier than the waiting request, of the lowest tier first; or a stream of the same
+tier whose tenant, with one stream less, still runs at least as many per weight as the waiting tenant with one more.
+Every pause within a tier thus brings the tenants closer to equal shares, and pausing ends at max-min fairness. Of the
+tenant with the most streams per weight, the stream pauses that has the fewest tokens to compute again. No tenant loses
+its last stream while that is not more than its share of the slots.
+
+**Bounds.** A stream runs for at least `min_slice_s` after its first token each time. In one second, at most
+`max_paused_share` of the slots are paused.
+
+Streams that cannot be resumed exactly never pause. A tenant that holds `max_share` of the slots with such streams gets
+no further slot while other tenants of its tier wait.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from argosy.policy.placement.replica import PlacementReplica
+from argosy.policy.placement.request import PlacementRequest
+
+
+class GivingWay(msgspec.Struct, frozen=True):
+    """When streams of one pool give way."""
+
+    after_s: tuple[float, ...] = (0.3, 1.0, 5.0)
+    """How long a request of each tier waits before streams pause for it."""
+    min_slice_s: float = 2.0
+    """How long a stream runs at least before it pauses, and between two pauses."""
+    max_paused_share: float = 0.25
+    """Part of the slots that may be paused within one second."""
+    max_share: float = 0.5
+    """Part of the slots beyond which streams that cannot pause let other tenants go first."""
+
+
+class PauseBudget:
+    """Limits the pauses per second to a part of the slots, and to one in a small pool."""
+
+    __slots__ = ("_available", "_refilled_at")
+
+    def __init__(self) -> None:
+        self._available = 1.0
+        self._refilled_at = 0.0
+
+    def refill(self, per_second: float, now: float) -> int:
+        """Add what the time since the last call grants, and return how many streams may pause now."""
+        rate = max(1.0, per_second)
+        self._available = min(rate, self._available + (now - self._refilled_at) * rate)
+        self._refilled_at = now
+        return int(self._available)
+
+    def spend(self) -> None:
+        """Count one pause."""
+        self._available -= 1.0
+
+
+class TenantStreams:
+    """Requests of one tenant and tier that occupy slots."""
+
+    __slots__ = ("num_fixed", "requests", "weight")
+
+    def __init__(self, weight: float) -> None:
+        self.weight = weight
+        self.requests: dict[PlacementRequest, bool] = {}
+        """Each request, with whether it cannot be paused."""
+        self.num_fixed = 0
+        """How many of them cannot be paused."""
+
+
+def is_pausable_at(request: PlacementRequest, replica: PlacementReplica) -> bool:
+    """Whether the request's stream from this replica can be resumed exactly."""
+    return replica.resumes_exactly and request.uses_stream(replica)

@@ -1,0 +1,191 @@
+"""Events that the placement core receives, and the effects that it asks its driver to perform."""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+from argosy.policy.breaker import AttemptOutcome
+from argosy.policy.placement.attempt import Attempt, AttemptEnding
+from argosy.policy.placement.pool import PlacementPool
+from argosy.policy.placement.replica import PlacementReplica
+from argosy.policy.placement.request import PlacementRequest
+from argosy.policy.prefix_cache_index import CacheHitReport, PromptTokensReport
+from argosy.policy.wake_at import WakeAt
+
+
+class Event(msgspec.Struct, frozen=True, gc=False):
+    """Something that happened. It is handled at the time that is given with it."""
+
+
+class Arrived(Event, frozen=True, gc=False):
+    """A request was admitted and needs a replica."""
+
+    request: PlacementRequest
+    pool: PlacementPool[PlacementReplica]
+
+
+class AttemptSent(Event, frozen=True, gc=False):
+    """The driver sends an attempt's request."""
+
+    request: PlacementRequest
+    attempt: Attempt
+    is_restarted: bool = False
+    """Whether the response starts from its beginning, although tokens were received before."""
+
+
+class AttemptAnswered(Event, frozen=True, gc=False):
+    """A replica began to answer."""
+
+    request: PlacementRequest
+    attempt: Attempt
+    is_response: bool = True
+    """Whether the attempt provides the response from now on. False if only the headers have arrived, and another
+    attempt may be faster."""
+    is_stream: bool = False
+    arithmetic_id: str = ""
+    """Arithmetic identity with which the response starts."""
+
+
+class FirstToken(Event, frozen=True, gc=False):
+    """The first token of an attempt's stream arrived."""
+
+    attempt: Attempt
+    received_at: float
+    uncached_tokens: int | None = None
+    """Tokens of the prompt that the replica computed, if it reports them."""
+    is_resumed: bool = False
+    """Whether the stream continues an earlier one, so that its delay says nothing about the prompt."""
+    cache_report: CacheHitReport | PromptTokensReport | None = None
+
+
+class Progress(Event, frozen=True, gc=False):
+    """Tokens were delivered since the last report of the request. Reported in batches, not for each token."""
+
+    request: PlacementRequest
+    output_tokens: int
+    """Output tokens of the whole response so far."""
+    weighted_tokens: float
+    """Service since the last report (see `weighted_tokens`); negative to correct an estimate."""
+
+
+class SpeedMeasured(Event, frozen=True, gc=False):
+    """A sequence got tokens while nothing but its replica limited its speed."""
+
+    attempt: Attempt
+    tokens: int
+    duration_s: float
+
+
+class AttemptEnded(Event, frozen=True, gc=False):
+    """An attempt ended by itself, or because of a `Pause`."""
+
+    request: PlacementRequest
+    attempt: Attempt
+    ending: AttemptEnding
+    outcome: AttemptOutcome | None = None
+    """What it says about the replica; None for nothing."""
+    reason: str = ""
+    status: int = 0
+    """HTTP status of a `REFUSED` attempt."""
+    retry_after_s: float | None = None
+    is_sent: bool = True
+    """Whether the replica may have seen the request."""
+    is_too_large: bool = False
+    """Whether a `LOST` attempt was given up because of the size of its response."""
+    output_tokens: int = 0
+    """Output tokens delivered so far, by all attempts."""
+    can_resume: bool = True
+    """Whether another replica may be able to continue."""
+    is_complete: bool = False
+    """Whether the response was complete but for its end, which the driver has written."""
+    is_restarted: bool = False
+    """Whether the response starts over because the client has received nothing."""
+    received_at: float | None = None
+    """When a response in one piece arrived."""
+
+
+class ResponseCompleted(Event, frozen=True, gc=False):
+    """A response is complete, with this mean number of output tokens per choice."""
+
+    pool: PlacementPool[PlacementReplica]
+    output_tokens: float
+
+
+class RequestEnded(Event, frozen=True, gc=False):
+    """A request is over, whatever its state: answered, refused, or its client left."""
+
+    request: PlacementRequest
+    reason: str = ""
+    """Why attempts that still run are cancelled."""
+
+
+class CapacityChanged(Event, frozen=True, gc=False):
+    """A replica of the pool may have more room than before, or a new state."""
+
+    pool: PlacementPool[PlacementReplica]
+
+
+class PoolRemoved(Event, frozen=True, gc=False):
+    """The pool gets no more requests and has none."""
+
+    pool: PlacementPool[PlacementReplica]
+
+
+class Tick(Event, frozen=True, gc=False):
+    """The time of the last `WakeAt` has come."""
+
+
+class RefusalReason(enum.Enum):
+    """Why a request is refused, or ends without a complete response."""
+
+    QUEUE_FULL = "the queue is full"
+    TENANT_SHARE_FULL = "the tenant's share of the queue is full"
+    RESERVED_FOR_HIGHER_TIERS = "the remaining capacity is for higher tiers"
+    QUEUE_TIMEOUT = "no free slot in time"
+    REPLICAS_FULL = "all replicas report that they are full"
+    NO_REPLICA = "no replica is available"
+    QUARANTINED = "replicas failed while they ran this request"
+    REFUSED_BY_REPLICA = "the replica refused the request"
+    TOO_LARGE = "the response is too large"
+    INTERRUPTED = "no other replica can resume the response"
+    UPSTREAM_FAILED = "no replica could answer"
+
+
+class Send(msgspec.Struct, frozen=True, gc=False):
+    """Send the request to the replica of the attempt."""
+
+    request: PlacementRequest
+    attempt: Attempt
+
+
+class Cancel(msgspec.Struct, frozen=True, gc=False):
+    """Cancel an attempt, which the core regards as ended."""
+
+    request: PlacementRequest
+    attempt: Attempt
+
+
+class Pause(msgspec.Struct, frozen=True, gc=False):
+    """Stop a stream at its last delivered token, and report `AttemptEnding.PAUSED`."""
+
+    request: PlacementRequest
+    attempt: Attempt
+    waiting: PlacementRequest | None
+    """The request to which it gives way. None if it moves because its replica drains."""
+
+
+class Refuse(msgspec.Struct, frozen=True, gc=False):
+    """Refuse the request, or end its response with an error."""
+
+    request: PlacementRequest
+    reason: RefusalReason
+    retry_after_s: float | None = None
+    status: int = 0
+    """Status with which the replica refused it."""
+    detail: str = ""
+
+
+Effect = Send | Cancel | Pause | Refuse | WakeAt
+"""What the driver does. For `WakeAt` it sends a `Tick` at the time, and forgets the earlier times."""

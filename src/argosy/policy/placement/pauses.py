@@ -1,0 +1,185 @@
+"""Choice of the streams that pause for requests that have waited too long (see `giving_way`)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from argosy.policy.fair_queue import LOWEST_TIER
+from argosy.policy.placement.attempt import Attempt
+from argosy.policy.placement.giving_way import GivingWay, is_pausable_at
+from argosy.policy.placement.pool_queue import PoolQueue
+from argosy.policy.placement.replica import TIER_RANKS
+from argosy.policy.placement.request import PlacementRequest, RequestState
+
+
+class PausedStream(NamedTuple):
+    """A stream that gives way to a waiting request."""
+
+    request: PlacementRequest
+    attempt: Attempt
+    waiting: PlacementRequest
+
+
+def expected_remaining_tokens(request: PlacementRequest, expected_tokens: int) -> float:
+    """Estimate how many more tokens a response will have of which `expected_tokens` were expected at first.
+
+    A response that is longer than expected is assumed to have half of its tokens.
+    """
+    done, limit = request.output_tokens, request.max_output_tokens
+    remaining = expected_tokens - done if done < expected_tokens else done
+    return (
+        remaining if limit is None else min(remaining, max(0, limit * request.choice_count - done))
+    )
+
+
+def choose_pauses(
+    queue: PoolQueue, settings: GivingWay, max_pauses: int, now: float
+) -> list[PausedStream]:
+    """Choose the streams of a pool that pause now.
+
+    Of each waiting tenant the next request counts. Higher tiers come first, then tenants with few streams per weight.
+    """
+    waiting = [
+        queued
+        for tier in TIER_RANKS
+        for queued in queue.queue.next_requests(tier)
+        if now - queued.arrived_at >= settings.after_s[tier]
+        and queued.item not in queue.beneficiaries
+    ]
+    if not (waiting and max_pauses):
+        return []
+    plan = PausePlan(queue, settings, now)
+    waiting.sort(key=lambda each: (each.tier, plan.load(each.tier, each.tenant), each.arrived_at))
+    ends = _expected_ends(queue, max(settings.after_s))
+    num_expected = len(queue.beneficiaries)  # other streams pause for these
+    pauses = []
+    for queued in waiting:
+        if num_expected < len(ends) and ends[num_expected] <= settings.after_s[queued.tier]:
+            num_expected += 1  # it gets a slot without a pause
+            continue
+        pause = plan.choose(queued.item)
+        if pause is not None:
+            pauses.append(pause)
+            if len(pauses) == max_pauses:
+                break
+    return pauses
+
+
+def _expected_ends(queue: PoolQueue, within_s: float) -> list[float]:
+    """Return in how many seconds streams are expected to end, for those that end within `within_s`, earliest first."""
+    ends = []
+    for tenants in queue.running:
+        for streams in tenants.values():
+            for request in streams.requests:
+                attempt = request.attempts[0]
+                if attempt.first_token_at is None or attempt.is_pausing:
+                    continue
+                expected = queue.pool.expected_output_tokens(request)
+                tokens = expected_remaining_tokens(request, expected) / request.choice_count
+                end_s = tokens * attempt.replica.load.inter_token_s
+                if end_s <= within_s:
+                    ends.append(end_s)
+    ends.sort()
+    return ends
+
+
+class PausePlan:
+    """The streams that are to pause at one moment, chosen one after the other.
+
+    Args:
+        queue: Requests that wait and run.
+        settings: The pool's settings.
+        now: Monotonic time.
+    """
+
+    def __init__(self, queue: PoolQueue, settings: GivingWay, now: float) -> None:
+        self._settings = settings
+        self._running = queue.running
+        self._now = now
+        weights = {
+            (tier, name): streams.weight
+            for tier, tenants in enumerate(queue.running)
+            for name, streams in tenants.items()
+        }
+        self._counts = {
+            (tier, name): len(queue.running[tier][name].requests) for tier, name in weights
+        }
+        """Requests of each tenant after the pauses chosen so far and the starts that these permit."""
+        for tier in TIER_RANKS:
+            for queued in queue.queue.next_requests(tier):
+                weights.setdefault((tier, queued.tenant), queued.weight)
+        self._slots_per_weight = queue.total_slots / sum(weights.values())
+        self._weights = weights
+        for request in queue.beneficiaries:
+            key = request.tier, request.tenant
+            self._counts[key] = self._counts.get(key, 0) + 1
+        self._chosen: set[PlacementRequest] = set()
+        self._freed: dict[str, int] = {}
+        """Pauses chosen so far at each replica."""
+
+    def load(self, tier: int, tenant: str) -> float:
+        """Return the streams that a tenant runs per weight, with those for which others pause already."""
+        return self._counts.get((tier, tenant), 0) / self._weights[tier, tenant]
+
+    def choose(self, waiting: PlacementRequest) -> PausedStream | None:
+        """Choose the stream that pauses for a waiting request, or none if no stream has to."""
+        for tier in range(LOWEST_TIER, waiting.tier - 1, -1):
+            tenants = self._running[tier]
+            for name in sorted(tenants, key=lambda name: self.load(tier, name), reverse=True):
+                if not self._may_lose(tier, name, waiting):
+                    continue
+                candidates = [
+                    request
+                    for request in tenants[name].requests
+                    if self._is_pausable(request, waiting)
+                ]
+                if candidates:
+                    victim = min(candidates, key=_recomputed_tokens)
+                    return self._pause(victim, tier, waiting)
+        return None
+
+    def _pause(
+        self, victim: PlacementRequest, tier: int, waiting: PlacementRequest
+    ) -> PausedStream:
+        (attempt,) = victim.attempts
+        self._chosen.add(victim)
+        self._counts[tier, victim.tenant] -= 1
+        key = waiting.tier, waiting.tenant
+        self._counts[key] = self._counts.get(key, 0) + 1
+        name = attempt.replica.name
+        self._freed[name] = self._freed.get(name, 0) + 1
+        return PausedStream(victim, attempt, waiting)
+
+    def _may_lose(self, tier: int, name: str, waiting: PlacementRequest) -> bool:
+        """Whether a tenant may lose one of its streams to the waiting request."""
+        count, weight = self._counts[tier, name], self._weights[tier, name]
+        if tier > waiting.tier:
+            return count > 1 or self._slots_per_weight * weight < 1.0
+        own = self._counts.get((tier, waiting.tenant), 0)
+        return name != waiting.tenant and (count - 1) * waiting.weight >= (own + 1) * weight
+
+    def _is_pausable(self, request: PlacementRequest, waiting: PlacementRequest) -> bool:
+        """Whether a stream can be resumed, has had its slice, and leaves a slot that the waiting request can use."""
+        if request.state is not RequestState.STREAMING or request in self._chosen:
+            return False
+        attempt = request.attempts[0]
+        replica, started_at = attempt.replica, attempt.first_token_at
+        if (
+            started_at is None
+            or attempt.is_pausing
+            or not attempt.is_stream
+            or self._now - started_at < self._settings.min_slice_s
+            or not is_pausable_at(request, replica)
+        ):
+            return False
+        return (
+            replica.health.is_schedulable
+            and replica.has_arithmetic(waiting.arithmetic_id)
+            and replica.name not in waiting.unsuitable
+            and replica.load.in_flight - self._freed.get(replica.name, 0)
+            <= replica.slot_share(waiting.tier, self._now)
+        )
+
+
+def _recomputed_tokens(request: PlacementRequest) -> int:
+    return request.prompt_tokens + request.output_tokens

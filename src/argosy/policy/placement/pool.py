@@ -1,0 +1,295 @@
+"""Replicas of one model as placement sees them: availability, capacity, and selection of a replica for a request."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Generic, Protocol, TypeVar
+
+from argosy.policy.breaker import eligible_replicas
+from argosy.policy.hedging import Hedging
+from argosy.policy.placement.attempt import RoutingDecision
+from argosy.policy.placement.giving_way import GivingWay
+from argosy.policy.placement.replica import TIER_RANKS, PlacementReplica
+from argosy.policy.placement.request import PlacementRequest
+from argosy.policy.poison_requests import PoisonRequestTracker
+from argosy.policy.prefix_cache_index import BLOCK_BYTES, BLOCK_TOKENS, RecentPlacements
+from argosy.policy.retry_budget import RetryBudget
+from argosy.policy.routing import (
+    FULL_SCAN_POLICIES,
+    ROUTING_POLICIES,
+    ReplicaLoad,
+    RoutingCandidate,
+    RoutingPolicyName,
+    estimate_cost,
+)
+from argosy.policy.smoothing import EwmaMean
+
+MAX_COMPARED_REPLICAS = 32
+"""Maximum number of replicas compared per request. Larger pools are sampled, since each comparison takes 2 µs."""
+OUTPUT_HALF_LIFE_SAMPLES = 32.0
+DEFAULT_OUTPUT_TOKENS = 256
+"""Expected output of a request that sets no limit, before any response has completed."""
+
+R = TypeVar("R", bound=PlacementReplica)
+
+
+class RandomSource(Protocol):
+    """Source of random numbers, so that a recorded run can be repeated."""
+
+    def random(self) -> float:
+        """Return the next number, uniform in [0, 1)."""
+        ...
+
+
+def _nothing_pending() -> bool:
+    """Default of `PlacementPool.has_pending_replicas`, for a pool whose replicas have all been probed."""
+    return False
+
+
+class PlacementPool(Generic[R]):
+    """Replicas of one public model name, and what limits attempts at them."""
+
+    def __init__(
+        self,
+        model: str,
+        replicas: Iterable[R],
+        routing_policy: RoutingPolicyName = "least-cost",
+        hedging: Hedging | None = None,
+        giving_way: GivingWay | None = None,
+    ) -> None:
+        self.model = model
+        self.routing_policy = routing_policy
+        self.replicas = {replica.name: replica for replica in replicas}
+        self.retry_budget = RetryBudget()
+        self.poison_requests = PoisonRequestTracker()
+        self.hedging = hedging
+        """Hedging policy; None if the pool sends no hedged requests."""
+        self.giving_way = giving_way
+        """When streams give way to waiting requests; None if they never do."""
+        self.has_pending_replicas: Callable[[], bool] = _nothing_pending
+        """Function that returns whether discovery or first probes may soon add usable replicas."""
+        self._removed_may_recover_until = -math.inf
+        """Time until which requests wait for replacements of removed replicas."""
+        self._policy = ROUTING_POLICIES[routing_policy]()
+        self._recent_placements = RecentPlacements()
+        self._mean_output_tokens = EwmaMean(OUTPUT_HALF_LIFE_SAMPLES, DEFAULT_OUTPUT_TOKENS)
+
+    def add(self, replica: R) -> None:
+        """Add a replica, in place of one with its name."""
+        self.replicas[replica.name] = replica
+
+    def remove(self, name: str, now: float) -> R:
+        """Remove a replica and return it. Its running requests continue."""
+        replica = self.replicas.pop(name)
+        replica.health.on_removed(now)
+        self._removed_may_recover_until = max(
+            self._removed_may_recover_until, replica.health.grace_ends_at
+        )
+        return replica
+
+    def set_routing_policy(
+        self, routing_policy: RoutingPolicyName, hedging: Hedging | None
+    ) -> None:
+        """Change the routing policy and the hedging policy. An unchanged policy keeps its state."""
+        if routing_policy != self.routing_policy:
+            self.routing_policy, self._policy = (
+                routing_policy,
+                ROUTING_POLICIES[routing_policy](),
+            )
+        if hedging is None or self.hedging is None or hedging.after_s != self.hedging.after_s:
+            self.hedging = hedging
+
+    # --- availability and capacity ---------------------------------------------------------------
+
+    def eligible_replicas(self) -> list[R]:
+        """Return the replicas that may get requests and are not ejected by their circuit breakers."""
+        schedulable = [r for r in self.replicas.values() if r.health.is_schedulable]
+        if [replica for replica in schedulable if replica.health.is_ejected]:
+            breakers = {replica.name: replica.health.breaker for replica in schedulable}
+            return [self.replicas[name] for name in eligible_replicas(breakers)]
+        return schedulable
+
+    def is_available(self) -> bool:
+        """Whether an eligible replica is not known to be down."""
+        return any(not replica.health.is_down for replica in self.eligible_replicas())
+
+    @property
+    def is_out_of_service(self) -> bool:
+        """Whether operators decided that no replica gets requests."""
+        replicas = self.replicas.values()
+        return bool(replicas) and all(replica.health.is_out_of_service for replica in replicas)
+
+    def may_recover(self, now: float) -> bool:
+        """Whether a replica is available or may be soon, so that requests wait instead of failing."""
+        return (
+            any(now < replica.health.grace_ends_at for replica in self.replicas.values())
+            or now < self._removed_may_recover_until
+            or self.has_pending_replicas()
+        )
+
+    def retry_after_s(self, now: float) -> float:
+        """Return the time in seconds for which all eligible replicas report to be full; 0 if one does not."""
+        return min(
+            (replica.health.retry_after_s(now) for replica in self.eligible_replicas()),
+            default=0.0,
+        )
+
+    def reachable_loads(self) -> list[ReplicaLoad]:
+        """Return the loads of the eligible replicas that are not down."""
+        return [replica.load for replica in self.eligible_replicas() if not replica.health.is_down]
+
+    def replicas_with_free_slots(self, tier: int, now: float) -> list[R]:
+        """Return the eligible replicas with a free slot for this tier, without those in backoff."""
+        return [replica for replica in self.eligible_replicas() if replica.has_free_slot(tier, now)]
+
+    def has_healthy(self, tier: int, now: float) -> bool:
+        """Whether a replica with a free slot has a closed circuit breaker. Others are used only if there is none."""
+        return any(
+            not replica.health.is_ejected for replica in self.replicas_with_free_slots(tier, now)
+        )
+
+    def free_slots(self, now: float) -> tuple[list[int], int]:
+        """Count the free slots and all slots of this gateway at the eligible replicas.
+
+        Returns:
+            The free slots for each tier, and the number of all slots. At replicas shared with other gateways, both
+            count only this gateway's share.
+        """
+        free_by_tier, free_for_all, total = [0 for _ in TIER_RANKS], 0, 0
+        for replica in self.eligible_replicas():
+            slots, in_flight = replica.slot_share(TIER_RANKS[-1], now), replica.load.in_flight
+            total += slots
+            if replica.slot_shares is None:
+                free_for_all += max(0, slots - in_flight)
+                continue
+            for tier in TIER_RANKS:
+                free_by_tier[tier] += max(0, replica.slot_share(tier, now) - in_flight)
+        return [free + free_for_all for free in free_by_tier], total
+
+    def count_room_for_moves(self, arithmetic_id: str, now: float) -> int:
+        """Count the free slots of healthy replicas to which streams of this arithmetic may move."""
+        return sum(
+            max(0, replica.slot_share(TIER_RANKS[-1], now) - replica.load.in_flight)
+            for replica in self.eligible_replicas()
+            if replica.arithmetic_id == arithmetic_id
+            and not replica.health.is_ejected
+            and not replica.health.is_down
+        )
+
+    def can_resume(self, request: PlacementRequest, now: float) -> bool:
+        """Whether a replica may continue the response of the request, now or within its grace period."""
+        return any(
+            now < replica.health.grace_ends_at
+            and replica.has_arithmetic(request.arithmetic_id)
+            and replica.name not in request.unsuitable
+            for replica in self.replicas.values()
+        )
+
+    # --- requests --------------------------------------------------------------------------------
+
+    def on_dispatched(self, now: float) -> None:
+        """Record a dispatched request. Retries and hedged requests are limited to a part of these."""
+        self.retry_budget.record_request(now)
+        if self.hedging is not None:
+            self.hedging.record_request(now)
+
+    def on_completed(self, output_tokens: float) -> None:
+        """Record a completed response with its mean number of output tokens per choice."""
+        self._mean_output_tokens.add(output_tokens)
+
+    def expected_output_tokens(self, request: PlacementRequest) -> int:
+        """Estimate the output tokens of a request from the mean of completed responses and its own limit."""
+        mean, limit = round(self._mean_output_tokens.value), request.max_output_tokens
+        return request.choice_count * (mean if limit is None else min(mean, limit))
+
+    def select_replica(
+        self,
+        request: PlacementRequest,
+        excluded: Collection[str],
+        now: float,
+        random_source: RandomSource,
+    ) -> RoutingDecision | None:
+        """Select the replica for a request with the pool's routing policy.
+
+        A replica whose circuit breaker is not closed is selected only if no other has a free slot. `excluded` are
+        the names of replicas that must not be selected.
+
+        Returns:
+            The decision; None if no replica has a free slot now.
+        """
+        keys = request.block_keys
+        selectable = self._selectable_replicas(keys, request.tier, excluded, now, random_source)
+        if not selectable:
+            return None
+        matches, candidates, output_tokens = {}, [], self.expected_output_tokens(request)
+        # Tokens that a resumed stream has to compute again, except where it ran, whose cache still has them.
+        output_so_far = request.output_tokens
+        last = request.last_attempt.replica.name if output_so_far and request.last_attempt else ""
+        for replica in selectable:
+            matches[replica.name] = match = replica.prefix_index.match_prefix(keys)
+            cached = len(match) * BLOCK_TOKENS
+            if match:  # the keys differ if the tools do
+                cached += request.tool_tokens
+            uncached = max(0, request.prompt_tokens - cached)
+            if output_so_far and replica.name != last:
+                uncached += output_so_far
+            cost = estimate_cost(replica.load, uncached, output_tokens, now)
+            candidates.append(RoutingCandidate(replica.load, uncached, cost))
+        affinity_key = request.session_id or (keys[0].hex() if keys else "")
+        chosen = self._policy.select(candidates, affinity_key, random_source.random(), now)
+        selected = self.replicas[chosen.load.name]
+        selected.prefix_index.on_prompt_sent(keys)
+        if len(self.replicas) > MAX_COMPARED_REPLICAS:
+            self._recent_placements.record_placement(keys, selected.name)
+        selected.health.on_dispatched(now)
+        return RoutingDecision(
+            selected,
+            costs=tuple([candidate.cost for candidate in candidates]),
+            uncached_tokens=chosen.uncached_tokens,
+            prompt_blocks=request.prompt_bytes / BLOCK_BYTES,
+            cached_blocks=matches[selected.name],
+            block_keys=keys,
+        )
+
+    def _selectable_replicas(
+        self,
+        block_keys: Sequence[bytes],
+        tier: int,
+        excluded: Collection[str],
+        now: float,
+        random_source: RandomSource,
+    ) -> list[R]:
+        """Return the replicas that may get a prompt, if possible only those with a closed circuit breaker.
+
+        In a large pool the result comes from a sample, unless no replica of the sample qualifies.
+        """
+        eligible, selectable = self.eligible_replicas(), list[R]()
+        for group in (self._sample_replicas(eligible, block_keys, random_source), eligible):
+            selectable = [
+                replica
+                for replica in group
+                if replica.name not in excluded and replica.has_free_slot(tier, now)
+            ]
+            healthy = [replica for replica in selectable if not replica.health.is_ejected]
+            if healthy:
+                return healthy
+        return selectable
+
+    def _sample_replicas(
+        self, eligible: Sequence[R], block_keys: Sequence[bytes], random_source: RandomSource
+    ) -> list[R]:
+        """Return a random sample of a large pool, and the replica that last got most of the prompt.
+
+        The list is empty if all replicas can be compared.
+        """
+        if len(eligible) <= MAX_COMPARED_REPLICAS or self.routing_policy in FULL_SCAN_POLICIES:
+            return []
+        start = int(random_source.random() * len(eligible))
+        sample = [
+            *eligible[start : start + MAX_COMPARED_REPLICAS],
+            *eligible[: max(0, start + MAX_COMPARED_REPLICAS - len(eligible))],
+        ]
+        recent_name = self._recent_placements.find_replica(block_keys)
+        sample += [replica for replica in eligible if replica.name == recent_name]
+        return list({replica.name: replica for replica in sample}.values())

@@ -1,0 +1,286 @@
+"""Requests of one pool in placement: who waits, who occupies slots, and who is next."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from argosy.policy.fair_queue import DispatchQueue, QueuedRequest
+from argosy.policy.load_shedding import is_tenant_within_share, is_tier_admitted, saturation
+from argosy.policy.placement.attempt import Attempt
+from argosy.policy.placement.giving_way import (
+    PauseBudget,
+    TenantStreams,
+    is_pausable_at,
+)
+from argosy.policy.placement.messages import RefusalReason
+from argosy.policy.placement.pool import PlacementPool
+from argosy.policy.placement.replica import TIER_RANKS, PlacementReplica
+from argosy.policy.placement.request import PlacementRequest
+from argosy.policy.tier_reservation import lowest_admissible_tier, no_reservation_active
+from argosy.policy.virtual_token_counters import weighted_tokens
+
+DisplacedKey = tuple[int, frozenset[str]]
+"""Tier and names of the replicas to exclude. Displaced requests with equal keys can use the same replicas."""
+
+
+class QueueLimits(msgspec.Struct, frozen=True):
+    """Limits of the queue in front of each pool."""
+
+    max_requests: int = 5000
+    max_bytes: int = 1 << 30
+    timeout_s: float = 60.0
+
+
+class PoolQueue:
+    """Queue and slots of one pool."""
+
+    def __init__(self, pool: PlacementPool[PlacementReplica], limits: QueueLimits) -> None:
+        self.pool = pool
+        self._limits = limits
+        self.queue: DispatchQueue[PlacementRequest] = DispatchQueue(limits.timeout_s)
+        self.running: tuple[dict[str, TenantStreams], ...] = tuple({} for _ in TIER_RANKS)
+        """Requests that occupy slots, by tier and tenant."""
+        self.running_by_tier = [0] * len(TIER_RANKS)
+        """Requests from their first attempt to their end, without paused ones."""
+        self._last_request_at = [-math.inf] * len(TIER_RANKS)
+        """Monotonic arrival time of each tier's latest request."""
+        self.displaced: dict[DisplacedKey, OrderedDict[PlacementRequest, None]] = {}
+        """Requests whose replica failed, in the order of the failures."""
+        self._displaced_numbers = itertools.count(1)
+        self.beneficiaries: dict[PlacementRequest, None] = {}
+        """Waiting requests for which streams pause. They get the next slots."""
+        self.pause_budget = PauseBudget()
+        self.give_way_at = math.inf
+        """When streams are looked for next that give way."""
+        self.give_way_timer = 0
+        self.total_slots = 0
+        """Slots of the pool when they were last counted."""
+        self.poll_at = math.inf
+        """When the pool is looked at again without an event."""
+
+    def __len__(self) -> int:
+        return len(self.queue)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request of the pool waits."""
+        return not (self.queue or self.displaced)
+
+    # --- admission -------------------------------------------------------------------------------
+
+    def may_skip_queue(self, request: PlacementRequest, now: float) -> bool:
+        """Record the arrival of a request, and return whether it may be placed without waiting."""
+        self._last_request_at[request.tier] = now
+        return not self.queue and (
+            no_reservation_active(request.tier, self._last_request_at, now)
+            or request.tier <= self.lowest_admissible_tier(*self.pool.free_slots(now), now)
+        )
+
+    def find_refusal(
+        self, request: PlacementRequest, now: float
+    ) -> tuple[RefusalReason, float | None] | None:
+        """Return why a request may not join the queue, with the time to wait; None if it may."""
+        limits, queue, tier, pool = self._limits, self.queue, request.tier, self.pool
+        if not pool.may_recover(now):
+            return RefusalReason.NO_REPLICA, None
+        retry_after_s = pool.retry_after_s(now)
+        if retry_after_s > limits.timeout_s:
+            return RefusalReason.REPLICAS_FULL, retry_after_s
+        backlog = queue.tenant_backlog(tier, request.tenant)
+        if queue.size_bytes + request.size_bytes > limits.max_bytes:
+            return RefusalReason.QUEUE_FULL, None
+        if not (
+            is_tenant_within_share(tier, backlog.count, len(queue), limits.max_requests)
+            and is_tenant_within_share(tier, backlog.size_bytes, queue.size_bytes, limits.max_bytes)
+        ):
+            return RefusalReason.TENANT_SHARE_FULL, None
+        waited_s = max(0.0, now - backlog.next_arrived_at)
+        if not is_tier_admitted(
+            tier, saturation(waited_s / limits.timeout_s, pool.reachable_loads())
+        ):
+            return RefusalReason.RESERVED_FOR_HIGHER_TIERS, None
+        return None
+
+    def lowest_admissible_tier(
+        self, free_slots: Sequence[int], total_slots: int, now: float
+    ) -> int:
+        """Return the rank of the lowest tier that may use a slot now, or -1 if none may."""
+        return lowest_admissible_tier(
+            free_slots, total_slots, self.running_by_tier, self._last_request_at, now
+        )
+
+    # --- waiting ---------------------------------------------------------------------------------
+
+    def push(self, request: PlacementRequest, now: float, *, is_paused: bool = False) -> None:
+        """Let a request wait. A paused one precedes the other requests of its tenant, and pays no prompt again."""
+        expected_tokens = self.pool.expected_output_tokens(request)
+        if is_paused:
+            cost = weighted_tokens(0, max(1, expected_tokens - request.output_tokens))
+        else:
+            cost = weighted_tokens(request.prompt_tokens, expected_tokens)
+        request.queued = QueuedRequest(
+            item=request,
+            tier=request.tier,
+            tenant=request.tenant,
+            weight=request.weight,
+            cost_tokens=cost,
+            arrived_at=now,
+            deadline=request.deadline,
+            size_bytes=request.size_bytes,
+            is_first=is_paused,
+        )
+        self.queue.push(request.queued)
+        if request.queued_at is None:
+            request.queued_at = now
+            request.queued_ahead = self.queue.count_ahead(request.queued)
+
+    def withdraw(self, request: PlacementRequest) -> None:
+        """Remove a request from where it waits, if it does."""
+        if request.queued is not None:
+            self.queue.remove(request.queued)
+            request.queued = None
+        self.beneficiaries.pop(request, None)
+        self.withdraw_displaced(request)
+
+    def pop(self, now: float) -> PlacementRequest | None:
+        """Dequeue the next request that may use a free slot; None if there is none.
+
+        Streams have paused for beneficiaries, so these come first, whatever is reserved.
+        """
+        free_slots = self._count_slots(now)
+        for request in self.beneficiaries:
+            if free_slots[request.tier] > 0 and request.queued is not None:
+                self.queue.take(request.queued)
+                del self.beneficiaries[request]
+                return request
+        lowest_tier = self.lowest_admissible_tier(free_slots, self.total_slots, now)
+        queued = self.queue.pop(now, lowest_tier, sum(map(bool, free_slots)) - 1)
+        if queued is None:
+            return None
+        self.beneficiaries.pop(queued.item, None)
+        return queued.item
+
+    def pop_any(self, now: float) -> PlacementRequest | None:
+        """Dequeue the next request, whether a slot is free or not; None if none waits."""
+        queued = self.queue.pop(now)
+        if queued is None:
+            return None
+        queued.item.queued = None
+        self.beneficiaries.pop(queued.item, None)
+        return queued.item
+
+    # --- displaced requests ----------------------------------------------------------------------
+
+    def add_displaced(self, request: PlacementRequest) -> None:
+        """Let a request wait for another replica than those that failed it or cannot resume it."""
+        request.displaced_number = request.displaced_number or next(self._displaced_numbers)
+        key = request.tier, frozenset(request.failed | request.unsuitable)
+        request.displaced_key = key
+        self.displaced.setdefault(key, OrderedDict())[request] = None
+
+    def withdraw_displaced(self, request: PlacementRequest) -> None:
+        """Remove a request from the displaced ones, if it is among them."""
+        key, request.displaced_key = request.displaced_key, None
+        if key is not None:
+            group = self.displaced[key]
+            del group[request]
+            if not group:
+                del self.displaced[key]
+
+    def displaced_in_order(self) -> Iterator[tuple[PlacementRequest, frozenset[str]]]:
+        """Yield displaced requests with the replicas to exclude, oldest failure first.
+
+        There may be thousands. If a request is still there when the next one is asked for, it found no replica, and the
+        others of its group are skipped.
+        """
+        heads = [(next(iter(group)).displaced_number, key) for key, group in self.displaced.items()]
+        heapq.heapify(heads)
+        while heads:
+            _, key = heapq.heappop(heads)
+            request = next(iter(self.displaced[key]))
+            yield request, key[1]
+            group = self.displaced.get(key)
+            if group and next(iter(group)) is not request:
+                heapq.heappush(heads, (next(iter(group)).displaced_number, key))
+
+    # --- slots and service -----------------------------------------------------------------------
+
+    def start(self, request: PlacementRequest) -> None:
+        """Count a request that was taken from the queue, or did not have to wait, and prepay its expected cost."""
+        queued, request.queued = request.queued, None
+        charged = queued.cost_tokens if queued is not None and queued.is_charged else 0.0
+        request.unspent_tokens = charged
+        request.unspent_prompt = (
+            0.0
+            if request.output_tokens
+            else min(charged, weighted_tokens(request.prompt_tokens, 0))
+        )
+        request.is_placed = True
+        self.running_by_tier[request.tier] += 1
+
+    def stop(self, request: PlacementRequest) -> None:
+        """Count a request no more, and refund what it did not consume."""
+        if request.is_placed:
+            request.is_placed = False
+            self.running_by_tier[request.tier] -= 1
+            self._charge(request, request.unspent_prompt - request.unspent_tokens)
+            request.unspent_tokens = request.unspent_prompt = 0.0
+
+    def record_service(self, request: PlacementRequest, service: float) -> None:
+        """Charge the tenant for delivered tokens: what the request has not prepaid."""
+        spent = min(request.unspent_tokens, service)
+        request.unspent_tokens -= spent
+        request.unspent_prompt = 0.0
+        self._charge(request, service - spent)
+
+    def occupy_slot(self, request: PlacementRequest, attempt: Attempt) -> None:
+        """Record that the first running attempt of a request occupies a slot."""
+        tenants = self.running[request.tier]
+        streams = tenants.get(request.tenant)
+        if streams is None:
+            streams = tenants[request.tenant] = TenantStreams(request.weight)
+        streams.weight = request.weight
+        is_fixed = not is_pausable_at(request, attempt.replica)
+        streams.requests[request] = is_fixed
+        if is_fixed:
+            streams.num_fixed += 1
+            self._update_hold(request.tier, request.tenant, streams)
+
+    def vacate_slot(self, request: PlacementRequest) -> None:
+        """Record that a request occupies no slot any more."""
+        tenants = self.running[request.tier]
+        streams = tenants[request.tenant]
+        if streams.requests.pop(request):
+            streams.num_fixed -= 1
+            self._update_hold(request.tier, request.tenant, streams)
+        if not streams.requests:
+            del tenants[request.tenant]
+
+    def _count_slots(self, now: float) -> list[int]:
+        """Return the free slots for each tier, and apply the shares of tenants if the number of slots has changed."""
+        free_slots, total_slots = self.pool.free_slots(now)
+        if total_slots != self.total_slots:
+            self.total_slots = total_slots
+            for tier, tenants in enumerate(self.running):
+                for name, streams in tenants.items():
+                    if streams.num_fixed:
+                        self._update_hold(tier, name, streams)
+        return free_slots
+
+    def _update_hold(self, tier: int, tenant: str, streams: TenantStreams) -> None:
+        """Let other tenants go first while a tenant holds too many slots with streams that cannot be paused."""
+        settings = self.pool.giving_way
+        is_held = settings is not None and streams.num_fixed >= max(
+            1.0, settings.max_share * self.total_slots
+        )
+        self.queue.hold_tenant(tier, tenant, is_held=is_held and self.total_slots > 0)
+
+    def _charge(self, request: PlacementRequest, cost: float) -> None:
+        if cost:
+            self.queue.charge_tenant(request.tier, request.tenant, request.weight, cost)

@@ -1,0 +1,51 @@
+"""Pending timers of the placement core, earliest first."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable
+
+Action = Callable[[float], None]
+"""What to do at the time, which is passed to it."""
+
+
+class Timers:
+    """Heap of timers. A cancelled timer stays in the heap until its time has come, and does nothing then."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int]] = []
+        self._actions: dict[int, Action] = {}
+        self._numbers = itertools.count(1)
+
+    def __len__(self) -> int:
+        return len(self._actions)
+
+    def add(self, at: float, action: Action) -> int:
+        """Start a timer, and return its number, by which `cancel` knows it."""
+        number = next(self._numbers)
+        heapq.heappush(self._heap, (at, number))
+        self._actions[number] = action
+        return number
+
+    def cancel(self, number: int) -> None:
+        """Cancel a timer, if it has not fired yet."""
+        self._actions.pop(number, None)
+        while self._heap and self._heap[0][1] not in self._actions:
+            heapq.heappop(self._heap)
+
+    @property
+    def next_at(self) -> float:
+        """Time of the next timer; infinite if there is none."""
+        return self._heap[0][0] if self._heap else math.inf
+
+    def fire(self, now: float) -> None:
+        """Run the actions of all timers whose time has come, in the order of their times."""
+        while self._heap and self._heap[0][0] <= now:
+            _, number = heapq.heappop(self._heap)
+            action = self._actions.pop(number, None)
+            if action is not None:
+                action(now)
+        while self._heap and self._heap[0][1] not in self._actions:
+            heapq.heappop(self._heap)

@@ -1,0 +1,291 @@
+"""The placement core under a virtual clock: thousands of requests with faults, and any order of single events."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from tests.support.virtual_placement import WAITING, PlacementSimulation, PlacementWorld
+
+from argosy.policy.placement import (
+    AttemptEnding,
+    GivingWay,
+    PlacementError,
+    PlacementLimits,
+    PlacementRequest,
+    PoolQueue,
+    QueueLimits,
+    RequestState,
+)
+from argosy.policy.placement import core as core_module
+from argosy.policy.placement.pauses import PausePlan
+
+SLOTS = 8
+DEFAULT = GivingWay()
+
+
+def test_ten_thousand_requests_keep_all_invariants_through_faults() -> None:
+    """Replicas crash, stall, drain, refuse; clients leave; streams pause, move, resume and are hedged."""
+    simulation = PlacementSimulation(10_000, num_replicas=20, slots=5, seed=7)
+    simulation.run()
+    counts = simulation.counts
+    assert len(simulation.ended) == 10_000
+    assert not simulation.core.requests
+    for kind in ("paused", "drained", "resume", "retry", "hedge", "left"):
+        assert counts[kind] > 0, kind
+    completed = [each for each in simulation.ended if each.end == "completed"]
+    assert len(completed) == counts["completed"] > 5000
+    assert all(each.delivered == each.target for each in completed)
+    assert not counts["refused: INTERRUPTED"]
+
+
+def test_same_seed_gives_same_effects() -> None:
+    first, second = (PlacementSimulation(400, 6, 5, seed=3) for _ in range(2))
+    first.run()
+    second.run()
+    assert first.log == second.log
+
+
+def forget_to_withdraw(queue: PoolQueue, request: PlacementRequest) -> None:
+    """Leave the request of a client that has gone in the queue."""
+    queue.beneficiaries.pop(request, None)
+    queue.withdraw_displaced(request)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "planted"),
+    [
+        pytest.param(PoolQueue, "withdraw", forget_to_withdraw, id="queue"),
+        pytest.param(core_module, "record_failure", lambda *_: None, id="retry"),
+        pytest.param(PausePlan, "_may_lose", lambda *_: True, id="giving-way"),
+    ],
+)
+def test_planted_bug_is_found(
+    monkeypatch: pytest.MonkeyPatch, owner: object, name: str, planted: Callable[..., object]
+) -> None:
+    monkeypatch.setattr(owner, name, planted)
+    with pytest.raises((AssertionError, PlacementError, KeyError)):
+        PlacementSimulation(2000, 20, 5, seed=7).run()
+
+
+class PlacementMachine(RuleBasedStateMachine):
+    """Any order of arrivals, answers, failures, drains, pauses and departures at three replicas with two slots."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = PlacementWorld(
+            3,
+            2,
+            0,
+            giving_way=GivingWay(max_paused_share=1.0),
+            hedge_after_s=1.0,
+            limits=PlacementLimits(QueueLimits(max_requests=10, timeout_s=20.0), 5.0, 3),
+        )
+
+    @rule(
+        tier=st.integers(0, 2),
+        tenant=st.integers(0, 2),
+        tokens=st.integers(1, 50),
+        stream=st.booleans(),
+    )
+    def arrive(self, tier: int, tenant: int, tokens: int, *, stream: bool) -> None:
+        self.world.arrive(f"t{tenant}", tier, tokens, is_stream=stream)
+
+    def calls(self, state: RequestState) -> list[Any]:
+        return [
+            (request, attempt)
+            for request, each in self.world.requests.items()
+            if request.state is state
+            for attempt in each.calls
+        ]
+
+    @precondition(lambda self: self.calls(RequestState.SENT))
+    @rule(index=st.integers(0, 20))
+    def answer(self, index: int) -> None:
+        calls = self.calls(RequestState.SENT)
+        self.world.answer(*calls[index % len(calls)])
+
+    @precondition(lambda self: self.calls(RequestState.STREAMING))
+    @rule(index=st.integers(0, 20), tokens=st.integers(1, 30))
+    def stream(self, index: int, tokens: int) -> None:
+        calls = self.calls(RequestState.STREAMING)
+        request, attempt = calls[index % len(calls)]
+        self.world.deliver(request, tokens)
+        if self.world.requests[request].delivered >= self.world.requests[request].target:
+            self.world.end(request, attempt, AttemptEnding.COMPLETED)
+        else:
+            self.world.report(request)
+
+    @precondition(lambda self: self.calls(RequestState.SENT) or self.calls(RequestState.STREAMING))
+    @rule(
+        index=st.integers(0, 20),
+        ending=st.sampled_from(
+            [AttemptEnding.LOST, AttemptEnding.REFUSED, AttemptEnding.UNSUITABLE]
+        ),
+        status=st.sampled_from([429, 500]),
+    )
+    def fail(self, index: int, ending: AttemptEnding, status: int) -> None:
+        calls = self.calls(RequestState.SENT) + self.calls(RequestState.STREAMING)
+        request, attempt = calls[index % len(calls)]
+        self.world.end(request, attempt, ending, status)
+
+    @precondition(lambda self: self.world.requests)
+    @rule(index=st.integers(0, 20))
+    def leave(self, index: int) -> None:
+        requests = list(self.world.requests)
+        self.world.finish(requests[index % len(requests)], "left")
+
+    @rule(index=st.integers(0, 2), state=st.sampled_from(["ready", "draining", "starting"]))
+    def report_state(self, index: int, state: str) -> None:
+        self.world.report_state(self.world.replicas[index], state)
+
+    @rule(seconds=st.sampled_from([0.01, 0.2, 1.0, 3.0, 10.0]))
+    def advance(self, seconds: float) -> None:
+        self.world.advance(seconds)
+
+    @invariant()
+    def ends(self) -> None:
+        assert len(self.world.core.requests) == len(self.world.requests)
+
+    def teardown(self) -> None:
+        """Every request ends, and every slot is free then."""
+        world = self.world
+        for replica in world.replicas:
+            if not replica.health.breaker.is_closed:
+                replica.health.breaker.record_probe_outcome(
+                    core_module.AttemptOutcome.SUCCESS, world.now
+                )
+            world.report_state(replica, "ready")
+        for _ in range(2000):
+            for request, attempt in self.calls(RequestState.SENT):
+                if attempt in request.attempts:
+                    world.answer(request, attempt)
+            for request, attempt in self.calls(RequestState.STREAMING):
+                if request in world.requests:
+                    each = world.requests[request]
+                    world.deliver(request, each.target)
+                    world.end(request, attempt, AttemptEnding.COMPLETED)
+            if not world.requests:
+                break
+            world.advance(1.0)
+        assert not world.requests
+        assert not any(replica.load.in_flight for replica in world.replicas)
+
+
+def test_any_order_of_events_keeps_the_invariants() -> None:
+    run_state_machine_as_test(
+        PlacementMachine, settings=settings(max_examples=60, stateful_step_count=40, deadline=None)
+    )
+
+
+def make_world(num_replicas: int = 2, giving_way: GivingWay | None = DEFAULT) -> PlacementWorld:
+    return PlacementWorld(num_replicas, SLOTS, 0, giving_way=giving_way)
+
+
+def fill(world: PlacementWorld, tenant: str, count: int, tier: int = 2) -> None:
+    """Start `count` long streams of a tenant."""
+    for _ in range(count):
+        request = world.arrive(tenant, tier, 10_000)
+        if request.attempts:
+            world.answer(request, request.attempts[0])
+
+
+def run_for(world: PlacementWorld, seconds: float) -> None:
+    """Let time pass in which every replica answers at once, and streams get 50 tokens per second."""
+    for _ in range(round(seconds / 0.1)):
+        world.advance(0.1)
+        for request, each in tuple(world.requests.items()):
+            for attempt in tuple(each.calls):
+                if request.state is RequestState.SENT:
+                    world.answer(request, attempt)
+                elif request.state is RequestState.STREAMING:
+                    world.deliver(request, 5)
+
+
+def count_streams(world: PlacementWorld) -> Counter[str]:
+    return Counter(each.request.tenant for each in world.requests.values() if each.calls)
+
+
+@pytest.mark.parametrize(("tier", "after_s"), [(0, 0.3), (1, 1.0), (2, 5.0)])
+def test_streams_give_way_to_a_waiting_tenant_within_its_time(tier: int, after_s: float) -> None:
+    world = make_world()
+    fill(world, "greedy", 40)
+    run_for(world, 3.0)
+    late = world.arrive("late", tier, 10)
+    run_for(world, after_s - 0.1)
+    assert late.state is RequestState.WAITING
+    run_for(world, 0.3)
+    assert late.attempts
+    assert world.counts["paused"] == 1
+    (paused,) = [each for each in world.requests if each.state is RequestState.PAUSED]
+    assert paused.tenant == "greedy"
+
+
+def test_pausing_ends_at_equal_shares() -> None:
+    world = make_world()
+    fill(world, "greedy", 40)
+    run_for(world, 3.0)
+    fill(world, "late", 40)
+    run_for(world, 30.0)
+    assert count_streams(world) == {"greedy": SLOTS, "late": SLOTS}
+    paused = world.counts["paused"]
+    run_for(world, 30.0)
+    assert world.counts["paused"] == paused
+
+
+def test_paused_stream_resumes_before_its_tenant_s_new_requests() -> None:
+    world = make_world()
+    fill(world, "greedy", 2 * SLOTS)
+    run_for(world, 3.0)
+    other = world.arrive("greedy", 2, 10)
+    late = world.arrive("late", 2, 10)
+    run_for(world, 5.5)
+    (paused,) = [each for each in world.requests if each.state is RequestState.PAUSED]
+    world.end(late, late.attempts[0], AttemptEnding.COMPLETED)
+    assert paused.attempts
+    assert other.state is RequestState.WAITING
+    assert [end is not None for _, end in paused.pauses] == [True]
+
+
+@pytest.mark.parametrize("reason", ["off", "inexact", "fresh", "last"])
+def test_stream_does_not_pause(reason: str) -> None:
+    """Giving way is off, streams cannot be resumed, have just started, or are the last of their tenants."""
+    world = make_world(giving_way=None if reason == "off" else DEFAULT)
+    if reason == "inexact":
+        for replica in world.replicas:
+            replica.is_exact = False
+    if reason == "last":
+        for number in range(2 * SLOTS):
+            fill(world, f"t{number}", 1)
+    else:
+        fill(world, "greedy", 2 * SLOTS)
+    run_for(world, 0.2 if reason == "fresh" else 3.0)
+    late = world.arrive("late", 1 if reason == "fresh" else 2 if reason == "last" else 0, 10)
+    run_for(world, 1.5 if reason == "fresh" else 6.0)
+    assert late.state is RequestState.WAITING
+    assert not world.counts["paused"]
+
+
+def test_tenant_with_streams_that_cannot_pause_lets_others_go_first() -> None:
+    world = make_world()
+    for replica in world.replicas:
+        replica.is_exact = False
+    fill(world, "greedy", 40)
+    fill(world, "late", 40)
+    greedy = [each for each in world.requests if each.tenant == "greedy" and each.attempts]
+    for request in greedy[:SLOTS]:
+        world.deliver(request, 10_000)
+        world.end(request, request.attempts[0], AttemptEnding.COMPLETED)
+    assert count_streams(world) == {"greedy": SLOTS, "late": SLOTS}
+    assert any(each.state in WAITING for each in world.requests)
