@@ -1,6 +1,6 @@
 """HTTP/1.1 server with ASGI applications, size and time limits per connection, TLS, and graceful shutdown.
 
-`HttpServer` extends uvicorn's server. Its `Acceptor` accepts clients on listening sockets and creates one
+The `Acceptor` of an `HttpServer` accepts clients on listening sockets and creates one
 `HttpConnection` per client, which parses requests with httptools. Each request gets an `Http1Transport`, which buffers
 the body, writes the response, and calls the ASGI application in a task. Handlers do not use ASGI messages directly.
 They read the body and write the response through an `HttpExchange`, which enforces the limits and adds the common

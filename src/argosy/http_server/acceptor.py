@@ -83,7 +83,7 @@ def _file_identity(path: Path) -> tuple[int, int] | None:
 
 
 class Acceptor:
-    """Accepts connections on one socket, in place of an asyncio server. uvicorn uses only `close` and `wait_closed`.
+    """Accepts connections on one socket, in place of an asyncio server.
 
     A busy loop has few turns per second. With one accepted connection per turn, clients would wait for seconds.
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import httptools
 import structlog
-from uvicorn.protocols.utils import get_local_addr, get_remote_addr, is_ssl
 
 from argosy.http_server.connection_limiter import ConnectionSlot
 from argosy.http_server.deadlines import Deadlines
@@ -28,7 +27,12 @@ from argosy.http_server.request_head import (
     build_head_template,
 )
 from argosy.http_server.server_state import HttpServerState
-from argosy.http_server.socket_state import has_unread_data, is_peer_closed
+from argosy.http_server.socket_state import (
+    get_local_address,
+    get_peer_address,
+    has_unread_data,
+    is_peer_closed,
+)
 from argosy.protocol import ApiError
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.http_server")
@@ -119,9 +123,9 @@ class HttpConnection(asyncio.Protocol):
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._server_state.add_connection(self)
         self._connection_scope = {
-            "server": get_local_addr(transport),
-            "client": get_remote_addr(transport),
-            "scheme": "https" if is_ssl(transport) else "http",
+            "server": get_local_address(transport),
+            "client": get_peer_address(transport),
+            "scheme": "https" if transport.get_extra_info("sslcontext") else "http",
         }
         # Jitter, or clients that connected at the same time would also reconnect at the same time.
         jitter = random.uniform(0.9, 1.1)  # noqa: S311 - spreads connections, guards nothing
@@ -301,7 +305,6 @@ class HttpConnection(asyncio.Protocol):
             self.transport.resume_reading()
 
     def on_response_complete(self, transport: Http1Transport) -> None:
-        self._server_state.total_requests += 1
         self._current = None
         if self.transport.is_closing():
             return

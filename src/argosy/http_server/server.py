@@ -1,4 +1,4 @@
-"""HTTP server on uvicorn without its signal handlers, and functions that create listening sockets."""
+"""HTTP server: accepts connections, drains and shuts down; and functions that create listening sockets."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ import errno
 import math
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from email.utils import formatdate
 from functools import partial
 from pathlib import Path
-
-import uvicorn
 
 from argosy.http_server.acceptor import Acceptor, UnixListenSocket, close_listen_socket
 from argosy.http_server.connection import HttpConnection
@@ -24,7 +23,7 @@ from argosy.http_server.connection_limiter import (
 )
 from argosy.http_server.deadlines import Deadlines
 from argosy.http_server.http_exchange import AsgiApp
-from argosy.http_server.server_state import HttpServerState
+from argosy.http_server.server_state import HttpServerState, ServerConnection
 from argosy.http_server.tls import CertificateWatcher
 from argosy.process import max_clients
 
@@ -56,10 +55,8 @@ _PORT_ERRNOS = frozenset({errno.EADDRINUSE, errno.EACCES})
 """Errors caused by the port: in use, or not permitted. Other errors are caused by the address."""
 
 
-class HttpServer(uvicorn.Server):
-    """uvicorn server with `HttpConnection` and without signal handlers, so that its owner handles signals.
-
-    `stop` ends the server as soon as all connections are closed; uvicorn polls every 0.1 s instead.
+class HttpServer:
+    """HTTP server with an ASGI application. It installs no signal handlers; its owner calls `stop`.
 
     `descriptors_per_client` is the number of file descriptors that one client needs, which bounds the number of
     clients. `max_connections_per_address` bounds those of one address, see `ConnectionLimiter`. A connection older than
@@ -92,30 +89,33 @@ class HttpServer(uvicorn.Server):
         self._on_connection_refused = on_connection_refused
         self._idle_timeout_s = idle_timeout_s
         self._dead_peer_timeout_s = dead_peer_timeout_s
+        self._app = app
+        self._ssl_context = None if certificates is None else certificates.context
+        self._acceptors: list[Acceptor] = []
         self._stop_requested = asyncio.Event()
-        ssl_context = None if certificates is None else certificates.context
-        super().__init__(
-            uvicorn.Config(
-                app,
-                http="httptools",  # the parser that HttpConnection uses
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                proxy_headers=False,  # the gateway has its own setting for trusted proxies
-                ssl_context_factory=None if ssl_context is None else lambda *_: ssl_context,
-            )
-        )
-        self.server_state = self._state = HttpServerState(max_connection_age_s)
+        self.state = HttpServerState(max_connection_age_s)
+        self.started = asyncio.Event()
+        """Set once the server accepts connections."""
+        self.force_exit = False
+        """Whether the shutdown does not wait for responses."""
 
     @property
     def connection_count(self) -> int:
         """Number of open client connections, including unfinished TLS handshakes."""
         return len(self._limiter)
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept connections on `sockets`."""
+    async def serve(self, sockets: Iterable[socket.socket]) -> None:
+        """Accept connections on `sockets` until `stop` is called, then shut down."""
+        self._start_accepting(sockets)
+        self.started.set()
+        await self._update_date_until_stopped()
+        await self._shut_down()
+
+    def stop(self) -> None:
+        """Stop the server. `serve` returns when all requests are answered, or shortly after if `force_exit` is set."""
+        self._stop_requested.set()
+
+    def _start_accepting(self, sockets: Iterable[socket.socket]) -> None:
         header_deadlines = Deadlines(HEADER_TIMEOUT_S, HttpConnection.on_header_timeout)
         idle_deadlines = Deadlines(self._idle_timeout_s, HttpConnection.on_idle_timeout)
         half_close_checks = Deadlines(HALF_CLOSE_CHECK_INTERVAL_S, HttpConnection.probe_half_closed)
@@ -124,57 +124,51 @@ class HttpServer(uvicorn.Server):
             header_deadlines,
             idle_deadlines,
             half_close_checks,
-            self.config.loaded_app,
-            self._state,
+            self._app,
+            self.state,
         )
-        self.servers = [
-            Acceptor(  # type: ignore[misc] # same interface as asyncio's servers
+        self._acceptors = [
+            Acceptor(
                 listen_socket,
                 create_connection,
-                self.config.ssl,
+                self._ssl_context,
                 self._limiter,
                 self._on_connection_refused,
                 self._dead_peer_timeout_s,
             )
-            for listen_socket in sockets or ()
+            for listen_socket in sockets
         ]
-        self.started = True
 
-    def stop(self) -> None:
-        """Stop the server. `serve` returns when all requests are answered, or shortly after if `force_exit` is set."""
-        self.should_exit = True
-        self._stop_requested.set()
-
-    async def main_loop(self) -> None:
+    async def _update_date_until_stopped(self) -> None:
         """Update the Date header every second until the server stops."""
-        while not await self.on_tick(0):
+        while not self._stop_requested.is_set():
+            self.state.default_headers = [(b"date", formatdate(time.time(), usegmt=True).encode())]
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(DATE_HEADER_INTERVAL_S):
                     await self._stop_requested.wait()
 
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+    async def _shut_down(self) -> None:
         """Stop accepting connections, wait for the requests, and cancel those that do not finish in time."""
-        del sockets  # closed by the acceptors
-        for server in self.servers:
-            server.close()
-        for connection in list(self._state.connections):
+        for acceptor in self._acceptors:
+            acceptor.close()
+        for connection in list(self.state.connections):
             connection.shutdown()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(
                 FORCED_SHUTDOWN_GRACE_S if self.force_exit else SHUTDOWN_GRACE_S
             ):
                 await self._wait_until_closed()
-        unfinished = list(self._state.tasks)
+        unfinished = list(self.state.tasks)
         for task in unfinished:
             task.cancel()
         await asyncio.gather(*unfinished, return_exceptions=True)
 
     async def _wait_until_closed(self) -> None:
-        for server in self.servers:
-            await server.wait_closed()
-        await self._state.all_closed.wait()
-        while self._state.tasks:
-            await asyncio.wait(self._state.tasks)
+        for acceptor in self._acceptors:
+            await acceptor.wait_closed()
+        await self.state.all_closed.wait()
+        while self.state.tasks:
+            await asyncio.wait(self.state.tasks)
 
     async def drain(self, idle_timeout_s: float) -> None:
         """Stop accepting connections and close each connection with its next response.
@@ -185,20 +179,15 @@ class HttpServer(uvicorn.Server):
             idle_timeout_s: Time after which connections without a request are closed. They are not closed at once,
                 since a request may be in flight.
         """
-        drain_deadlines = self._state.drain_deadlines = Deadlines(
-            idle_timeout_s, HttpConnection.shutdown
+        drain_deadlines = self.state.drain_deadlines = Deadlines[ServerConnection](
+            idle_timeout_s, lambda connection: connection.shutdown()
         )
-        for server in self.servers:
-            server.close()
-        for connection in self._state.connections:
-            connection.close_gracefully()  # type: ignore[union-attr] # always an HttpConnection
-        while drain_deadlines or self._state.tasks:  # noqa: ASYNC110 - uvicorn's set has no event
+        for acceptor in self._acceptors:
+            acceptor.close()
+        for connection in self.state.connections:
+            connection.close_gracefully()
+        while drain_deadlines or self.state.tasks:  # noqa: ASYNC110 - the deadlines have no event
             await asyncio.sleep(DRAIN_POLL_INTERVAL_S)
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Install no signal handlers."""
-        yield
 
 
 @contextlib.contextmanager

@@ -23,3 +23,18 @@ def _poll_event(transport: asyncio.Transport, event: int) -> bool:
     poll = select.poll()
     poll.register(transport.get_extra_info("socket").fileno(), event)
     return bool(poll.poll(0))
+
+
+def get_peer_address(transport: asyncio.Transport) -> tuple[str, int] | None:
+    """Return the host and port of the peer; None for a Unix socket or if the peer has disconnected."""
+    try:
+        address = transport.get_extra_info("socket").getpeername()
+    except OSError:
+        return None
+    return (str(address[0]), int(address[1])) if isinstance(address, tuple) else None
+
+
+def get_local_address(transport: asyncio.Transport) -> tuple[str, int | None]:
+    """Return the host and port at which the peer connected, or the path of a Unix socket."""
+    address = transport.get_extra_info("socket").getsockname()
+    return (str(address[0]), int(address[1])) if isinstance(address, tuple) else (address, None)

@@ -195,8 +195,7 @@ def configure_logging(log_format: LogFormat, level: str = "info", replica: str =
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(level.upper())
-    for verbose_library in ("alembic", "uvicorn"):
-        logging.getLogger(verbose_library).setLevel(logging.WARNING)
+    logging.getLogger("alembic").setLevel(logging.WARNING)  # it logs every step
 
 
 def _add_replica_name(replica: str) -> Processor:

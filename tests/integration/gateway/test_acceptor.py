@@ -56,7 +56,7 @@ def test_burst_of_connections_is_accepted_within_few_iterations() -> None:
                 )
             task = asyncio.create_task(server.serve(sockets=[listen_socket]))
             count = 0
-            while len(server.server_state.connections) < client_count and count < 10 * client_count:
+            while len(server.state.connections) < client_count and count < 10 * client_count:
                 count += 1
                 await asyncio.sleep(0)
         server.stop()
@@ -108,7 +108,7 @@ async def test_connection_is_closed_if_setup_fails(
     async with asyncio.timeout(10):
         assert await reader.read() == b""
     writer.close()
-    server.should_exit = True
+    server.stop()
     await task
 
 

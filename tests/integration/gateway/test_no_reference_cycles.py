@@ -84,7 +84,7 @@ async def test_closed_client_connections_are_freed(tmp_path: Path, protocol: str
         else:
             assert (await reader.readuntil(b"hello")).startswith(b"HTTP/1.1 200 OK")
         writer.transport.abort()
-    await until(lambda: not server.server_state.connections)
+    await until(lambda: not server.state.connections)
     server.stop()
     await task
     assert await stable_value(lambda: count_objects(http_connection.HttpConnection)) <= before

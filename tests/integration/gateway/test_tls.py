@@ -45,6 +45,7 @@ from argosy.http_server import (
     TlsConfig,
     bind_tcp,
 )
+from argosy.http_server.connection import HttpConnection
 from argosy.process import handle_signals
 
 
@@ -210,8 +211,7 @@ async def listen(
     listen_socket = bind_tcp("127.0.0.1", 0)
     server = HttpServer(app, certificates)
     task = asyncio.create_task(server.serve(sockets=[listen_socket]))
-    while not server.started:  # noqa: ASYNC110 - it has no event
-        await asyncio.sleep(0)
+    await server.started.wait()
     try:
         yield server, listen_socket.getsockname()[1]
     finally:
@@ -250,9 +250,10 @@ async def test_small_responses_are_sent_immediately(
     async with listen(echo_path, certificates) as (server, port):
         context = make_client_context(authority) if tls else None
         _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
-        while not server.server_state.connections:  # noqa: ASYNC110 - it has no event
+        while not server.state.connections:  # noqa: ASYNC110 - it has no event
             await asyncio.sleep(0)
-        (connection,) = server.server_state.connections
+        (connection,) = server.state.connections
+        assert isinstance(connection, HttpConnection)
         peer = connection.transport.get_extra_info("socket")
         assert peer.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
         writer.close()
