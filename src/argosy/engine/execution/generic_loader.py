@@ -13,9 +13,15 @@ from torch import nn
 
 from argosy.engine.execution.checkpoint_reader import CheckpointReader
 from argosy.engine.execution.checkpoint_tensors import MAX_LISTED_TENSORS, StoredPart
-from argosy.engine.execution.generic_decoder import (
-    GenericDecoder,
-    GenericModel,
+from argosy.engine.execution.generic_decoder import GenericDecoder, GenericModel
+from argosy.engine.execution.generic_modules import (
+    create_packed_linear,
+    pack_experts,
+    weight_format_of,
+)
+from argosy.engine.execution.pack_cache import PackCache
+from argosy.engine.execution.rowwise_ops import use_rowwise_ops
+from argosy.engine.execution.transformers_library import (
     TensorEntry,
     fp32_patterns,
     is_linear,
@@ -24,13 +30,6 @@ from argosy.engine.execution.generic_decoder import (
     materialize_buffers,
     merges_experts,
 )
-from argosy.engine.execution.generic_modules import (
-    create_packed_linear,
-    pack_experts,
-    weight_format_of,
-)
-from argosy.engine.execution.pack_cache import PackCache
-from argosy.engine.execution.rowwise_ops import use_rowwise_ops
 
 if TYPE_CHECKING:
     from collections.abc import Callable

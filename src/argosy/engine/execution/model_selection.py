@@ -84,7 +84,7 @@ def build_transformers_model(
     Raises:
         ValueError: The model cannot be served. The message gives the reason.
     """
-    from argosy.engine.execution.generic_decoder import build_generic_model
+    from argosy.engine.execution.generic_builder import build_generic_model
 
     return build_generic_model(
         path,
