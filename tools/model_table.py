@@ -25,6 +25,7 @@ from tests.engine.decoder_driver import DecoderDriver
 from tests.engine.transformers_reference import SIZES, VOCAB, Reference, make_reference
 
 from argosy.engine.execution.architecture_config import read_architecture
+from argosy.engine.execution.checkpoint_reader import CheckpointReader
 from argosy.engine.execution.device import create_cpu_device
 from argosy.engine.execution.generic_loader import load_generic_decoder
 from argosy.engine.execution.model_selection import build_transformers_model
@@ -154,7 +155,9 @@ def _compare_results(case: Case, reference: Reference, driver: DecoderDriver) ->
 def load_own(path: Path) -> Decoder:
     """Load a checkpoint into Argosy's own decoder, in float32."""
     device = create_cpu_device(1)
-    return load_decoder(path, read_architecture(path), device, torch.float32, lambda _: None)
+    return load_decoder(
+        CheckpointReader(path), read_architecture(path), device, torch.float32, lambda _: None
+    )
 
 
 def load_with_transformers(path: Path) -> GenericDecoder:

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from argosy.engine.execution.architecture_config import read_architecture
 from argosy.engine.execution.checkpoint import checkpoint_digest, resolve_model_path, tensor_files
+from argosy.engine.execution.checkpoint_reader import CheckpointReader
 from argosy.engine.execution.device import create_cpu_device
 from argosy.engine.execution.model_architecture import RopeParams, summarize_model
 from argosy.engine.execution.model_families import FAMILIES, checkpoint_tensor_names
@@ -83,7 +84,11 @@ def model(tmp_path: Path) -> Path:
 
 def load_model(path: Path) -> Decoder:
     return load_decoder(
-        path, read_architecture(path), create_cpu_device(1), torch.float32, lambda _: None
+        CheckpointReader(path),
+        read_architecture(path),
+        create_cpu_device(1),
+        torch.float32,
+        lambda _: None,
     )
 
 
@@ -250,7 +255,11 @@ def test_weight_beyond_float16_is_refused(model: Path) -> None:
     load_model(model)
     with pytest.raises(ValueError, match=r"lm_head\.weight .*float16.*bfloat16"):
         load_decoder(
-            model, read_architecture(model), create_cpu_device(1), torch.float16, lambda _: None
+            CheckpointReader(model),
+            read_architecture(model),
+            create_cpu_device(1),
+            torch.float16,
+            lambda _: None,
         )
 
 

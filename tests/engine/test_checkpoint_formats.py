@@ -114,7 +114,7 @@ def test_mxfp4_experts_equal_numpy_dequantizer(tmp_path: Path) -> None:
 
 def load_model(path: Path, quantize: QuantizeSetting | None = None) -> Decoder:
     return load_decoder(
-        path,
+        CheckpointReader(path),
         read_architecture(path),
         create_cpu_device(1),
         torch.float32,
@@ -215,7 +215,7 @@ def test_packed_form_is_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     for _ in range(2):
         with open_pack_cache(("a", name), required_bytes=1 << 20, limit_bytes=1 << 30) as cache:
             decoder = load_decoder(
-                tmp_path,
+                CheckpointReader(tmp_path),
                 read_architecture(tmp_path),
                 create_cpu_device(1),
                 torch.bfloat16,
@@ -272,7 +272,6 @@ def test_rows_are_reordered(tmp_path: Path, is_mixed: bool) -> None:
             pack_key="a",
             row_order=None if row_order is None else row_order.tolist(),
         )
-        assert linear is not None
         assert len(linear.formats) == 1 + is_mixed
         outputs.append(linear.compute(x))
     assert torch.equal(outputs[0][:, order], outputs[1])

@@ -13,6 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from argosy.engine.execution.architecture_config import read_architecture
+from argosy.engine.execution.checkpoint_reader import CheckpointReader
 from argosy.engine.execution.device import create_cpu_device
 from argosy.engine.execution.model_architecture import summarize_model
 from argosy.engine.execution.weight_loader import load_decoder
@@ -143,7 +144,11 @@ def load_reference(
     path: Path, architecture: ModelArchitecture | None = None, dtype: torch.dtype = torch.float32
 ) -> Decoder:
     return load_decoder(
-        path, architecture or read_architecture(path), create_cpu_device(1), dtype, lambda _: None
+        CheckpointReader(path),
+        architecture or read_architecture(path),
+        create_cpu_device(1),
+        dtype,
+        lambda _: None,
     )
 
 
@@ -376,7 +381,7 @@ def test_sharded_checkpoint_is_loaded_with_progress(
     assert len(list(reference.path.glob("*.safetensors"))) > 3
     progress: list[float] = []
     decoder = load_decoder(
-        reference.path,
+        CheckpointReader(reference.path),
         read_architecture(reference.path),
         create_cpu_device(1),
         torch.float32,

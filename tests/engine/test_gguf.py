@@ -13,6 +13,7 @@ from argosy.engine.execution.architecture_config import read_architecture
 from argosy.engine.execution.checkpoint import model_revision, resolve_model_path
 from argosy.engine.execution.checkpoint_formats.gguf_file import GGUF_TYPES, GgufTensor
 from argosy.engine.execution.checkpoint_formats.gguf_tensors import BlockTensor
+from argosy.engine.execution.checkpoint_reader import CheckpointReader
 from argosy.engine.execution.device import create_cpu_device
 from argosy.engine.execution.model_selection import select_implementation
 from argosy.engine.execution.weight_loader import load_decoder
@@ -76,7 +77,12 @@ def test_family_matches_transformers(tmp_path: Path, name: str) -> None:
     def load(quantize: Any) -> DecoderDriver:  # noqa: ANN401
         device = create_cpu_device(1)
         decoder = load_decoder(
-            path, architecture, device, torch.float32, lambda _: None, quantize=quantize
+            CheckpointReader(path),
+            architecture,
+            device,
+            torch.float32,
+            lambda _: None,
+            quantize=quantize,
         )
         return DecoderDriver(decoder)
 
@@ -141,7 +147,11 @@ def test_scaled_rope_is_read(tmp_path: Path, name: str) -> None:
     file = tmp_path / "model.gguf"
     write_gguf(file, reference, "F32", factors, **metadata)
     decoder = load_decoder(
-        file, read_architecture(file), create_cpu_device(1), torch.float32, lambda _: None
+        CheckpointReader(file),
+        read_architecture(file),
+        create_cpu_device(1),
+        torch.float32,
+        lambda _: None,
     )
     driver = DecoderDriver(decoder)
     for prompt in PROMPTS[2:]:  # longer than the original context
@@ -163,7 +173,7 @@ def test_parts_of_a_file_are_one_model(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"does not serve GGUF files"):
         select_implementation(path, "transformers")
     decoder = load_decoder(
-        path,
+        CheckpointReader(path),
         read_architecture(path),
         create_cpu_device(1),
         torch.float32,

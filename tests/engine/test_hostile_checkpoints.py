@@ -21,6 +21,7 @@ from safetensors.torch import save
 
 from argosy.engine.execution.architecture_config import read_architecture
 from argosy.engine.execution.checkpoint import resolve_model_path
+from argosy.engine.execution.checkpoint_reader import CheckpointReader
 from argosy.engine.execution.device import create_cpu_device
 from argosy.engine.execution.weight_loader import load_decoder
 from tests.engine.stored_formats import (
@@ -52,7 +53,11 @@ GGUF_KEYS = {"block_count": 2, "embedding_length": 32, "feed_forward_length": 64
 def load(path: Path) -> None:
     resolved = resolve_model_path(str(path), None)
     load_decoder(
-        resolved, read_architecture(resolved), create_cpu_device(1), torch.float32, lambda _: None
+        CheckpointReader(resolved),
+        read_architecture(resolved),
+        create_cpu_device(1),
+        torch.float32,
+        lambda _: None,
     )
 
 

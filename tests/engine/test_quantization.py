@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from argosy.engine.engine_config import EngineConfig, IntFormat
 from argosy.engine.execution.architecture_config import read_architecture
+from argosy.engine.execution.checkpoint_reader import CheckpointReader
 from argosy.engine.execution.device import create_cpu_device
 from argosy.engine.execution.executor_loader import load_executor
 from argosy.engine.execution.layers import Projection
@@ -233,7 +234,7 @@ def test_quantized_family_is_close_to_dense_model(family: str, tmp_path: Path) -
     logits = {}
     for weight_format in (None, *FORMATS):
         decoder = load_decoder(
-            path,
+            CheckpointReader(path),
             read_architecture(path),
             create_cpu_device(1),
             torch.float32,
@@ -258,7 +259,7 @@ def test_quantized_family_is_close_to_dense_model(family: str, tmp_path: Path) -
 def test_int4_keeps_head_at_int8_and_routers_dense(tmp_path: Path) -> None:
     path = make_reference(tmp_path, "Mixtral", {"num_local_experts": 4}).path
     decoder = load_decoder(
-        path,
+        CheckpointReader(path),
         read_architecture(path),
         create_cpu_device(1),
         torch.float32,

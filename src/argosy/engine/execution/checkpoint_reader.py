@@ -82,7 +82,7 @@ class CheckpointReader:
         Raises:
             ValueError: There are no weights, files are missing or damaged, or config.json does not describe them.
         """
-        self._path = path
+        self.path = path
         self._encoded: dict[str, EncodedTensor] = {}
         self.ignored: tuple[str, ...] = ()
         """Stored tensors that are not needed, such as scales of the KV cache."""
@@ -123,18 +123,24 @@ class CheckpointReader:
         outs, cols = tensor.shape[-2:] if not tensor.is_transposed else tensor.shape[:-3:-1]
         return EncodedMatrix(tensor, part.entry, tensor.group_format, (outs, cols))
 
-    def find_kept(self) -> list[tuple[tuple[int, ...], GroupFormat]]:
-        """Return shape and format of each matrix that the kernels use as stored.
+    def find_stored_integers(self) -> StoredIntegers | None:
+        """Return the stored integers that the kernels compute with, or None if there are none.
 
         The embedding counts if it is the head.
         """
         has_head = HEAD_NAME in self.files
-        return [
-            (tensor.shape, tensor.group_format)
-            for name, tensor in self._encoded.items()
-            if tensor.group_format is not None
-            and not (has_head and name.endswith(EMBEDDING_SUFFIX))
-        ]
+        num_weights, num_bytes = 0, 0.0
+        for name, tensor in self._encoded.items():
+            stored = tensor.group_format
+            if stored is None or (has_head and name.endswith(EMBEDDING_SUFFIX)):
+                continue
+            count = math.prod(tensor.shape)
+            scale_bytes = 8 if stored.has_offsets else 4
+            num_weights += count
+            num_bytes += count * (stored.bits / 8 + scale_bytes / stored.group_size)
+        return (
+            StoredIntegers(self.stored_format, num_weights, int(num_bytes)) if num_weights else None
+        )
 
     def part_shape(self, part: StoredPart) -> tuple[int, ...]:
         """Return the shape of a part, without reading its data.
@@ -170,7 +176,7 @@ class CheckpointReader:
                 f"{part.name} {list(stored)}" for part, stored in zip(parts, shapes, strict=True)
             )
             raise ValueError(
-                f"{self._path}: {listed} in {self._file_names(parts)} should have shape {list(shape)}; "
+                f"{self.path}: {listed} in {self._file_names(parts)} should have shape {list(shape)}; "
                 "config.json and the weights belong to different models"
             )
 
@@ -193,7 +199,7 @@ class CheckpointReader:
             return
         damaged = [part for part in parts if not _is_finite(self._read_part(part))]
         names = " + ".join(part.name for part in damaged or parts)
-        location = f"{self._path / self._file_names(tuple(damaged) or parts)}: {names}"
+        location = f"{self.path / self._file_names(tuple(damaged) or parts)}: {names}"
         if damaged:
             raise ValueError(
                 f"{location} has values that are not finite (NaN or infinity); "
@@ -220,25 +226,6 @@ class CheckpointReader:
                 )
             tensor = self._source.read(part.name, part.entry)
         return tensor.mT if part.is_transposed else tensor
-
-
-def find_stored_integers(path: Path) -> StoredIntegers | None:
-    """Return the stored integers that the kernels compute with, or None if there are none.
-
-    Raises:
-        ValueError: config.json or the weights are damaged, or the quantization is not supported.
-    """
-    checkpoint = CheckpointReader(path)
-    kept = checkpoint.find_kept()
-    if not kept:
-        return None
-    num_weights, num_bytes = 0, 0.0
-    for shape, group_format in kept:
-        count = math.prod(shape)
-        scale_bytes = 8 if group_format.has_offsets else 4
-        num_weights += count
-        num_bytes += count * (group_format.bits / 8 + scale_bytes / group_format.group_size)
-    return StoredIntegers(checkpoint.stored_format, num_weights, int(num_bytes))
 
 
 def read_quantization(path: Path) -> QuantizationConfig | None:

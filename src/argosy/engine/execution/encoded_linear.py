@@ -43,7 +43,7 @@ def create_encoded_linear(
     pack_cache: PackCache,
     pack_key: str,
     row_order: Sequence[int] | None = None,
-) -> EncodedLinear | None:
+) -> EncodedLinear:
     """Create a linear layer whose rows are those of the parts, with the integers that the checkpoint stores.
 
     Neighbouring parts of the same format are one matrix. Parts that the kernels cannot use as stored are dequantized.
@@ -52,21 +52,16 @@ def create_encoded_linear(
         checkpoint: The checkpoint.
         parts: Parts whose rows are the outputs.
         bias: Bias of all rows, in the order of the checkpoint.
-        device: Compute device.
+        device: Compute device, which computes with grouped weights.
         dtype: Dtype of matrices that are not quantized.
         pack_cache: Cache of packed weights.
         pack_key: Key of the layer in the cache.
         row_order: Row in the checkpoint of each output. None is the same order.
 
-    Returns:
-        The layer, or None if no part is stored as integers that the device's kernels use.
-
     Raises:
         ValueError: A part is damaged.
     """
     matrices = [checkpoint.find_encoded(part) for part in parts]
-    if not device.has_group_linear or all(matrix is None for matrix in matrices):
-        return None
     runs = _find_runs(matrices)
     order = None if row_order is None else torch.tensor(row_order)
     packed_order = order if len(runs) == 1 else None

@@ -23,7 +23,7 @@ from argosy.engine.execution.checkpoint import (
     checkpoint_fingerprint,
     resolve_model_path,
 )
-from argosy.engine.execution.checkpoint_reader import find_stored_integers
+from argosy.engine.execution.checkpoint_reader import CheckpointReader, StoredIntegers
 from argosy.engine.execution.compute_threads import ComputeThreads
 from argosy.engine.execution.decoder import Decoder
 from argosy.engine.execution.device import Device, create_cpu_device
@@ -112,9 +112,7 @@ def load_executor(
         else _plan_generic(path, config, dtype)
     )
     quantize = None if config.quantize == "none" else config.quantize
-    stored = None
-    if config.quantize is None and selection.implementation == "argosy" and device.has_group_linear:
-        stored = find_stored_integers(path)
+    stored = plan.stored if config.quantize is None and device.has_group_linear else None
     check_memory(
         MemoryNeeds(plan.architecture, config, dtype.itemsize, kv_dtype.itemsize, stored),
         device.free_bytes(),
@@ -280,6 +278,8 @@ class _LoadPlan:
     """Loads the weights. Returns the decoder with the bytes of its weights that are mapped from the pack cache.
 
     Takes the device, the dtype, the identity of packed weights and a callback for the finished fraction."""
+    stored: StoredIntegers | None = None
+    """Stored integers with which the decoder can compute."""
 
 
 def _plan_own(path: Path, config: EngineConfig) -> _LoadPlan:
@@ -289,6 +289,7 @@ def _plan_own(path: Path, config: EngineConfig) -> _LoadPlan:
     if max_model_len is not None and max_model_len < architecture.max_model_len:
         # the rope tables are built for this length
         architecture = replace(architecture, max_model_len=max_model_len)
+    checkpoint = CheckpointReader(path)
 
     def load(
         device: Device,
@@ -298,7 +299,7 @@ def _plan_own(path: Path, config: EngineConfig) -> _LoadPlan:
     ) -> tuple[AnyDecoder, int]:
         with _open_pack_cache(config, architecture.num_parameters, layout) as pack_cache:
             decoder = load_decoder(
-                path,
+                checkpoint,
                 architecture,
                 device,
                 dtype,
@@ -308,7 +309,7 @@ def _plan_own(path: Path, config: EngineConfig) -> _LoadPlan:
             )
         return decoder, pack_cache.mapped_bytes
 
-    return _LoadPlan(architecture, load)
+    return _LoadPlan(architecture, load, checkpoint.find_stored_integers())
 
 
 def _plan_generic(path: Path, config: EngineConfig, dtype: torch.dtype) -> _LoadPlan:

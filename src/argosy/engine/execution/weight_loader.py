@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,6 @@ import structlog
 import torch
 from torch import nn
 
-from argosy.engine.execution.checkpoint_reader import CheckpointReader
 from argosy.engine.execution.checkpoint_tensors import (
     EMBEDDING,
     HEAD,
@@ -24,10 +23,11 @@ from argosy.engine.execution.layers import LoadableModule, Projection
 from argosy.engine.execution.pack_cache import PackCache
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
+    from collections.abc import Callable, Mapping
 
     from argosy.engine.engine_config import QuantizeSetting
+    from argosy.engine.execution.checkpoint_reader import CheckpointReader
+    from argosy.engine.execution.checkpoint_tensors import StoredPart
     from argosy.engine.execution.device import Device
     from argosy.engine.execution.model_architecture import ModelArchitecture
 
@@ -35,7 +35,7 @@ log: structlog.typing.FilteringBoundLogger = structlog.get_logger(__name__)
 
 
 def load_decoder(
-    path: Path,
+    checkpoint: CheckpointReader,
     architecture: ModelArchitecture,
     device: Device,
     dtype: torch.dtype,
@@ -44,13 +44,13 @@ def load_decoder(
     quantize: QuantizeSetting | None = None,
     pack_cache: PackCache | None = None,
 ) -> Decoder:
-    """Build the decoder of `architecture` with the weights in the directory `path`.
+    """Build the decoder of `architecture` with the weights of a checkpoint.
 
     Weights that the pack cache has are not read. Peak memory is the packed weights plus one matrix. The embedding stays
     mapped from the file if it is stored in `dtype`.
 
     Args:
-        path: Directory of the checkpoint.
+        checkpoint: Reader of the checkpoint.
         architecture: Architecture of the model.
         device: Compute device.
         dtype: Dtype of weights and activations.
@@ -63,82 +63,124 @@ def load_decoder(
         ValueError: A tensor is missing, damaged, not finite or of the wrong shape, or would not be read. The message
             names file and tensor. Also raised if the device does not support the format `quantize`.
     """
-    pack_cache = pack_cache or PackCache()
-    checkpoint = CheckpointReader(path)
     is_tied = _is_head_tied(checkpoint, architecture)
     head_differs = architecture.tied_embeddings and not is_tied
     architecture = replace(architecture, tied_embeddings=is_tied)
     decoder = Decoder(architecture, device, dtype, None if quantize == "none" else quantize)
     assignment = assign_tensors(
-        path, checkpoint.files, architecture, [name for name, _ in decoder.named_parameters()]
+        checkpoint.path,
+        checkpoint.files,
+        architecture,
+        [name for name, _ in decoder.named_parameters()],
+    )
+    loader = _ModuleLoader(
+        checkpoint,
+        assignment.parts,
+        device,
+        dtype,
+        keeps_stored_format=quantize is None and device.has_group_linear,
+        head_differs=head_differs,
+        pack_cache=pack_cache or PackCache(),
     )
     num_total = sum(parameter.numel() for parameter in decoder.parameters())
     num_done = 0
     progress(0.0)
-    formats: Counter[str] = Counter()
-    for module_name, module in decoder.named_modules():
-        if not isinstance(module, LoadableModule):
-            continue
-        is_projection = isinstance(module, Projection)
-        for name, declared in list(module.named_parameters(recurse=False)):
-            parameter = f"{module_name}.{name}"
-            num_done += declared.numel()
-            if is_projection and name == "weight" and quantize is None:
-                parts = assignment.parts[parameter]
-                checkpoint.check_shape(parts, tuple(declared.shape))
-                if device.has_group_linear and any(map(checkpoint.find_encoded, parts)):
-                    continue  # stays on `meta`
-            if _pack_key(parameter, head_differs=head_differs) in pack_cache:
-                tensor = declared.to(module.dtype or dtype)
-            else:
-                parts = assignment.parts[parameter]
-                stored = checkpoint.read_tensor(parts, tuple(declared.shape))
-                tensor = stored.to(
-                    device=device.torch_device,
-                    dtype=module.dtype or dtype,
-                    copy=stored.dim() == 1,
-                )
-                if not pack_cache.is_stored:
-                    checkpoint.check_finite(parts, tensor)
-            setattr(module, name, nn.Parameter(tensor, requires_grad=False))
-        if isinstance(module, Projection):
-            key = _pack_key(f"{module_name}.weight", head_differs=head_differs)
-            linear = (
-                create_encoded_linear(
-                    checkpoint,
-                    assignment.parts[f"{module_name}.weight"],
-                    module.bias,
-                    device,
-                    dtype=module.dtype or dtype,
-                    pack_cache=pack_cache,
-                    pack_key=key,
-                    row_order=module.row_order,
-                )
-                if quantize is None
-                else None
-            )
-            if linear is None:
-                formats[module.weight_format or str(dtype).removeprefix("torch.")] += 1
-                module.process_weights_after_loading(device, partial(pack_cache.get, key))
-            else:
-                formats.update(linear.formats)
-                module.set_linear(linear.compute)
-        else:
-            module.process_weights_after_loading(device)
-        progress(num_done / num_total)
-    head = "differs from the tied embedding" if head_differs else "tied" if is_tied else "separate"
+    for name, module in decoder.named_modules():
+        if isinstance(module, LoadableModule):
+            num_done += sum(declared.numel() for declared in module.parameters(recurse=False))
+            loader.load(name, module)
+            progress(num_done / num_total)
     log.info(
         "checkpoint_loaded",
-        path=str(path),
+        path=str(checkpoint.path),
         architecture=architecture.architecture,
         parameters=architecture.num_parameters,
-        head=head,
+        head="differs from the tied embedding"
+        if head_differs
+        else "tied"
+        if is_tied
+        else "separate",
         stored_format=checkpoint.stored_format,
-        matrices=dict(formats),
+        matrices=dict(loader.formats),
         unused_tensors=[*assignment.unused, *checkpoint.ignored],
         ropes=[rope.describe(architecture.max_model_len) for rope in architecture.ropes],
         eos_token_ids=list(architecture.eos_token_ids),
     )
+    _warn_of_long_factors(architecture)
+    return decoder
+
+
+@dataclass(frozen=True, slots=True)
+class _ModuleLoader:
+    """Loader of one module after the other."""
+
+    checkpoint: CheckpointReader
+    parts: Mapping[str, tuple[StoredPart, ...]]
+    """Stored parts of each parameter."""
+    device: Device
+    dtype: torch.dtype
+    keeps_stored_format: bool
+    """Whether matrices are computed with as they are stored, if the kernels can."""
+    head_differs: bool
+    pack_cache: PackCache
+    formats: Counter[str] = field(default_factory=Counter)
+    """Number of matrices in each format."""
+
+    def load(self, name: str, module: LoadableModule) -> None:
+        """Assign the parameters of a module, and pack its matrix."""
+        weight = f"{name}.weight"
+        is_kept = isinstance(module, Projection) and self._is_kept(weight, module)
+        for own_name, declared in list(module.named_parameters(recurse=False)):
+            if not (is_kept and own_name == "weight"):
+                setattr(module, own_name, self._read(f"{name}.{own_name}", declared, module))
+        if not isinstance(module, Projection):
+            module.process_weights_after_loading(self.device)
+        elif is_kept:
+            self._set_stored_linear(weight, module)
+        else:
+            self.formats[module.weight_format or str(self.dtype).removeprefix("torch.")] += 1
+            get_packed = partial(self.pack_cache.get, self._pack_key(weight))
+            module.process_weights_after_loading(self.device, get_packed)
+
+    def _is_kept(self, weight: str, module: Projection) -> bool:
+        """Return whether the kernels compute with the stored integers of a matrix, at least of some of its rows."""
+        if not self.keeps_stored_format or module.weight is None:
+            return False
+        self.checkpoint.check_shape(self.parts[weight], tuple(module.weight.shape))
+        return any(map(self.checkpoint.find_encoded, self.parts[weight]))
+
+    def _set_stored_linear(self, weight: str, module: Projection) -> None:
+        linear = create_encoded_linear(
+            self.checkpoint,
+            self.parts[weight],
+            module.bias,
+            self.device,
+            dtype=module.dtype or self.dtype,
+            pack_cache=self.pack_cache,
+            pack_key=self._pack_key(weight),
+            row_order=module.row_order,
+        )
+        self.formats.update(linear.formats)
+        module.set_linear(linear.compute)
+
+    def _read(self, parameter: str, declared: nn.Parameter, module: LoadableModule) -> nn.Parameter:
+        """Read a parameter. It stays on `meta` if the pack cache has it."""
+        dtype = module.dtype or self.dtype
+        if self._pack_key(parameter) in self.pack_cache:
+            return nn.Parameter(declared.to(dtype), requires_grad=False)
+        parts = self.parts[parameter]
+        stored = self.checkpoint.read_tensor(parts, tuple(declared.shape))
+        tensor = stored.to(device=self.device.torch_device, dtype=dtype, copy=stored.dim() == 1)
+        if not self.pack_cache.is_stored:
+            self.checkpoint.check_finite(parts, tensor)
+        return nn.Parameter(tensor, requires_grad=False)
+
+    def _pack_key(self, parameter: str) -> str:
+        """Return the key in the pack cache. Earlier versions packed the embedding as `head.weight`."""
+        return "head.stored_weight" if self.head_differs and parameter == HEAD else parameter
+
+
+def _warn_of_long_factors(architecture: ModelArchitecture) -> None:
     for rope in architecture.ropes:
         if rope.uses_long_factors(architecture.max_model_len):
             log.warning(
@@ -147,7 +189,6 @@ def load_decoder(
                 short_factors_up_to=rope.original_max_len,
                 remedy=f"set --max-model-len {rope.original_max_len} if no prompt is longer",
             )
-    return decoder
 
 
 def _is_head_tied(checkpoint: CheckpointReader, architecture: ModelArchitecture) -> bool:
@@ -162,8 +203,3 @@ def _is_head_tied(checkpoint: CheckpointReader, architecture: ModelArchitecture)
     if embedding is None or head is None:
         return True
     return torch.equal(checkpoint.read_parts(embedding), checkpoint.read_parts(head))
-
-
-def _pack_key(parameter: str, *, head_differs: bool) -> str:
-    """Return the key of a parameter in the pack cache. Earlier versions packed the embedding as `head.weight`."""
-    return "head.stored_weight" if head_differs and parameter == HEAD else parameter
