@@ -320,6 +320,7 @@ INVALID_OPTIONS: dict[str, dict[str, Any]] = {
     "awq": {"quantization": "awq"},
     "max_modellen.*max_model_len": {"max_modellen": 5},
     "tokenizer": {"tokenizer": "other"},
+    "model_impl.*transformers": {"model_impl": "terratorch"},
 }
 
 
@@ -350,7 +351,8 @@ def test_vllm_constructor_arguments_are_mapped_or_named(
         "gpu_memory_utilization": 0.5,
         "tensor_parallel_size": 1,
         "enforce_eager": True,
-        "trust_remote_code": False,
+        "trust_remote_code": True,
+        "model_impl": "vllm",
         "seed": 0,
         "threads": 1,
         "warmup": False,

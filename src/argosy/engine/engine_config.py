@@ -125,6 +125,7 @@ MINIMUM_SETTINGS = {
 }
 """Smallest values of the numbers."""
 SETTING_CHOICES: dict[str, tuple[str | None, ...]] = {
+    "model_impl": get_args(ModelImpl),
     "device": ("auto", "cpu", "cuda"),
     "dtype": get_args(DType),
     "quantize": (None, *get_args(QuantizeSetting)),

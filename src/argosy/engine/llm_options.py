@@ -20,6 +20,10 @@ class EngineOptions(TypedDict, total=False):
 
     revision: str | None
     """Branch, tag or commit of a hub model."""
+    model_impl: str
+    """Implementation of the model: `auto`, `argosy` (as vLLM's `vllm`) or `transformers`."""
+    trust_remote_code: bool
+    """Whether Python code in the checkpoint may be run, for models that transformers does not know."""
     device: str
     """`auto`, `cpu` or `cuda`."""
     dtype: Any
@@ -91,7 +95,6 @@ _IGNORED_OPTIONS = {
     "swap_space": _OtherOption((4,), "Set host_kv_bytes to keep evicted KV blocks."),
     "enforce_eager": _OtherOption((), "Graphs are used where they are faster."),
     "cpu_offload_gb": _OtherOption((), "Set quantize if the weights do not fit."),
-    "trust_remote_code": _OtherOption((), "Code of checkpoints is never run."),
     "max_logprobs": _OtherOption((20,), "The limit is 20."),
     "disable_log_stats": _OtherOption((True,), "Call get_metrics."),
     "download_dir": _OtherOption((), "Set HF_HOME."),
@@ -184,6 +187,8 @@ def build_engine_config(
         return model
     if "dtype" in settings:
         settings["dtype"] = _normalize_dtype(settings["dtype"])
+    if settings.get("model_impl") == "vllm":  # the engine's own implementation
+        settings["model_impl"] = "argosy"
     quantize = settings.get("quantize")
     if quantize in _QUANTIZATION_REMEDIES:
         raise ValueError(f"quantization {quantize!r}: {_QUANTIZATION_REMEDIES[quantize]}")
