@@ -127,31 +127,6 @@ def test_invalid_model_path_is_rejected(tmp_path: Path, name: str, message: str)
         resolve_model_path(name.format(tmp_path), None)
 
 
-def test_hub_name_without_hub_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(ValueError, match="local directory"):
-        resolve_model_path("owner/unknown", None)
-
-
-def test_cached_hub_snapshot_is_used_offline(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from huggingface_hub import constants
-
-    hub = model.parent / "hub"
-    repository = hub / "models--owner--model"
-    snapshot = repository / "snapshots" / ("0" * 40)
-    snapshot.parent.mkdir(parents=True)
-    snapshot.symlink_to(model)
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text("0" * 40)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(hub))
-    assert resolve_model_path("owner/model", None) == snapshot
-
-
 def test_sharded_checkpoint_is_loaded(model: Path) -> None:
     index = split_into_shards(model)
     assert {name: file.name for name, file in tensor_files(model).items()} == index

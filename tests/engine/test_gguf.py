@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from argosy.engine.execution.architecture_config import read_architecture
-from argosy.engine.execution.checkpoint import model_revision, resolve_model_path
+from argosy.engine.execution.checkpoint import resolve_model_path
 from argosy.engine.execution.checkpoint_formats.gguf_file import GGUF_TYPES, GgufTensor
 from argosy.engine.execution.checkpoint_formats.gguf_tensors import BlockTensor
 from argosy.engine.execution.checkpoint_reader import CheckpointReader
@@ -186,23 +186,3 @@ def test_parts_of_a_file_are_one_model(tmp_path: Path) -> None:
         rtol=1e-4,
         atol=2e-4,
     )
-
-
-def test_file_of_a_cached_hub_repository_is_selected_by_its_quantization(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from huggingface_hub import constants
-
-    snapshot = tmp_path / "models--owner--model" / "snapshots" / ("0" * 40)
-    snapshot.mkdir(parents=True)
-    refs = tmp_path / "models--owner--model" / "refs"
-    refs.mkdir()
-    (refs / "main").write_text("0" * 40)
-    for kind in ("Q4_K_M", "Q8_0"):
-        (snapshot / f"model-{kind}.gguf").write_bytes(b"GGUF")
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    assert resolve_model_path("owner/model:q8_0", None) == snapshot / "model-Q8_0.gguf"
-    assert model_revision(snapshot / "model-Q8_0.gguf", None) == "0" * 40
-    with pytest.raises(ValueError, match=r"holds 0 GGUF models with Q2_K"):
-        resolve_model_path("owner/model:Q2_K", None)

@@ -5,11 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from pathlib import Path
 
 from argosy.engine.execution.checkpoint_config import read_json
 from argosy.engine.execution.checkpoint_formats.gguf_config import read_gguf_config
 from argosy.engine.execution.checkpoint_formats.gguf_file import gguf_parts, is_gguf
+from argosy.engine.execution.hub import (
+    DOWNLOAD_PATTERNS,
+    MAX_LISTED_FILES,
+    HubName,
+    download_model,
+    group_gguf_models,
+)
 
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
@@ -17,22 +25,11 @@ SINGLE_FILE = "model.safetensors"
 TORCH_INDEX_FILE = "pytorch_model.bin.index.json"
 TORCH_SINGLE_FILE = "pytorch_model.bin"
 ADAPTER_FILE = "adapter_config.json"
-DOWNLOAD_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken")
-"""Patterns of files to download, which are configuration, weights, templates and tokenizer files."""
-TORCH_PATTERNS = ("pytorch_model*.bin",)
-"""Patterns of weights that are downloaded if the repository has no safetensors files."""
-IGNORED_PATTERNS = (
-    "consolidated*",
-    *(f"*/{pattern}" for pattern in DOWNLOAD_PATTERNS if pattern != "*.jinja"),
-    *("*/*.bin", "*/*.gguf"),
-)
-"""Patterns of files not to download: weights in other layouts, and folders except those of chat templates."""
 DIGEST_PATTERNS = (*DOWNLOAD_PATTERNS, "additional_chat_templates/*.jinja")
 """Patterns of the files that identify a checkpoint."""
+_COMMIT = re.compile("[0-9a-f]{40}")
 _SNAPSHOT_FOLDER = "snapshots"
 """Folder of huggingface_hub's cache with one directory per commit."""
-MAX_LISTED_FILES = 8
-"""Maximum number of files that an error lists."""
 _MAX_HEADER_BYTES = 100 << 20
 _DIGEST_SAMPLE_BYTES = 16 * 1024
 _MAX_DIGEST_SAMPLES = 1024
@@ -40,10 +37,7 @@ _MAX_DIGEST_SAMPLES = 1024
 
 
 def resolve_model_path(model: str, revision: str | None) -> Path:
-    """Return the directory of `model`, or its GGUF file, downloading a snapshot if `model` is a hub name.
-
-    A GGUF file in a hub repository is named by its quantization, as in `owner/name:Q4_K_M`. Downloads use
-    huggingface_hub, which honours HF_HOME, HF_TOKEN and HF_HUB_OFFLINE.
+    """Return the directory of `model`, or its GGUF file, downloading it if `model` is a hub name (`HubName`).
 
     Raises:
         ValueError: The model does not exist, is not a model, or cannot be downloaded. The message says what to do.
@@ -55,19 +49,19 @@ def resolve_model_path(model: str, revision: str | None) -> Path:
         return gguf_parts(path)[0]
     if path.exists():
         raise ValueError(f"{path} is a file; give the directory that contains it, or a GGUF file")
-    if path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
+    name = HubName.parse(model)
+    if path.is_absolute() or model.startswith((".", "~")) or name is None:
         raise ValueError(f"there is no directory {path}; check the path")
-    name, _, quantization = model.partition(":")
-    if quantization:
-        folder = _download(name, revision, (f"*{quantization}*.gguf",))
-        return _find_gguf(folder, quantization)
-    return _find_checkpoint(_download(model, revision, DOWNLOAD_PATTERNS))
+    downloaded = download_model(name, revision)
+    return downloaded if downloaded.is_file() else _find_checkpoint(downloaded)
 
 
 def model_revision(path: Path, revision: str | None) -> str:
     """Return the commit of a downloaded snapshot, or the requested revision; empty for a directory without either."""
-    folder = path.parent if path.is_file() else path
-    return folder.name if folder.parent.name == _SNAPSHOT_FOLDER else revision or ""
+    for folder in (path, *path.parents):
+        if folder.parent.name == _SNAPSHOT_FOLDER and _COMMIT.fullmatch(folder.name):
+            return folder.name
+    return revision or ""
 
 
 def _find_checkpoint(folder: Path) -> Path:
@@ -85,7 +79,7 @@ def _find_checkpoint(folder: Path) -> Path:
             "(merge_and_unload, then save_pretrained) and give the directory of the result"
         )
     if any(folder.glob("*.gguf")):
-        return _find_gguf(folder, "")
+        return _find_gguf(folder)
     raise ValueError(
         f"{folder} has no config.json; give a directory in Hugging Face layout, or a GGUF file"
     )
@@ -97,23 +91,19 @@ def _holds_only_gguf(folder: Path) -> bool:
     return any(folder.glob("*.gguf")) and not any(any(folder.glob(each)) for each in weights)
 
 
-def _find_gguf(folder: Path, quantization: str) -> Path:
-    """Return the only GGUF model in a directory whose name contains `quantization`, in any case.
+def _find_gguf(folder: Path) -> Path:
+    """Return the first part of the only GGUF model in a directory.
 
     Raises:
-        ValueError: There are none or several.
+        ValueError: There are several, or a part is missing.
     """
-    files = sorted(
-        file for file in folder.glob("*.gguf") if quantization.lower() in file.name.lower()
-    )
-    models = sorted({gguf_parts(file)[0] for file in files if not file.name.startswith("mmproj")})
+    models = list(group_gguf_models(file.name for file in folder.glob("*.gguf")).values())
     if len(models) != 1:
-        names = ", ".join(file.name for file in models[:MAX_LISTED_FILES]) or "none"
+        names = ", ".join(parts[0] for parts in models[:MAX_LISTED_FILES]) or "none"
         raise ValueError(
-            f"{folder} holds {len(models)} GGUF models{quantization and f' with {quantization}'} ({names}); "
-            "give the file, or owner/name:QUANTIZATION for one on the hub"
+            f"{folder} holds {len(models)} GGUF models ({names}); give one of the files"
         )
-    return models[0]
+    return gguf_parts(folder / models[0][0])[0]
 
 
 def read_config_values(path: Path) -> tuple[Path, dict[str, object]]:
@@ -128,52 +118,6 @@ def read_config_values(path: Path) -> tuple[Path, dict[str, object]]:
     if not file.is_file():
         raise ValueError(f"{path} has no config.json; give a directory in Hugging Face layout")
     return file, read_json(file)
-
-
-def _download(model: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-
-    try:
-        folder = snapshot_download(
-            model,
-            revision=revision,
-            allow_patterns=list(patterns),
-            ignore_patterns=list(IGNORED_PATTERNS),
-        )
-        if patterns is DOWNLOAD_PATTERNS and not _has_weights(Path(folder)):
-            folder = snapshot_download(
-                model,
-                revision=revision,
-                allow_patterns=[*patterns, *TORCH_PATTERNS],
-                ignore_patterns=list(IGNORED_PATTERNS),
-            )
-    except GatedRepoError as error:
-        remedy = "accept its terms on the hub and set HF_TOKEN to your token"
-        raise ValueError(f"the hub denies access to {model}: {remedy}") from error
-    except RepositoryNotFoundError as error:
-        remedy = "check the name, or set HF_TOKEN if it is private"
-        raise ValueError(f"the hub has no model {model}: {remedy}") from error
-    except RevisionNotFoundError as error:
-        remedy = "name a branch, tag or commit of that repository"
-        raise ValueError(f"{model} has no revision {revision}: {remedy}") from error
-    except HFValidationError as error:
-        remedy = "give a directory, or a name like owner/model"
-        raise ValueError(f"{model!r} is neither a directory nor a hub name: {remedy}") from error
-    except (LocalEntryNotFoundError, OSError) as error:
-        remedy = "give a local directory, or allow access to the hub (HF_HUB_OFFLINE, network)"
-        raise ValueError(f"cannot fetch {model} ({error}): {remedy}") from error
-    return Path(folder)
-
-
-def _has_weights(folder: Path) -> bool:
-    return any(folder.glob("*.safetensors"))
 
 
 def weight_files(path: Path) -> list[Path]:
