@@ -8,8 +8,9 @@ W3: 32 requests at once with 1,024 shared and 64 own tokens, 32 out: seconds, wi
 W4: Poisson arrivals with W1's lengths for 60 s over HTTP, from `argosy bench`: TTFT and ITL.
 
 Prints JSON lines, then a table. Every engine has its own process, which is stopped while another engine computes.
-Engines with int8 and int4 weights (W1 and W2) and transformers' continuous batching run only if they are named:
---engines argosy-int8,openvino-int8,llama.cpp-int8,transformers-cb.
+Engines with quantized weights (W1 and W2), `argosy-generic`, which runs transformers' model, and transformers'
+continuous batching run only if they are named:
+--engines argosy-int8,openvino-int8,llama.cpp-int8,argosy-gptq,vllm-gptq,argosy-q4_k,llama.cpp-q4_k,transformers-cb.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from benchmarks.peers.catalog import DEFAULT, ENGINES, ROOT, interpreter
 from benchmarks.peers.worker import Settings
 from benchmarks.processes import Launch, PeerError, Session, exit_on_sigterm, serve_peer
 from benchmarks.report import Limits, Values, machine_rows, markdown, rows
+from benchmarks.stored_weights import KINDS, make_stored
 
 
 @dataclass
@@ -111,15 +113,19 @@ class Bench:
             interpreter(peer.environment, options.environments),
             peer,
             Settings(
-                model=str(self.model),
+                model=str(self._stored(peer.weights)),
                 weights=peer.weights,
                 threads=options.threads,
                 prefix_cache=prefix_cache,
                 batching=options.batching if peer.module == "argosy" else peer.batching,
+                model_impl=peer.model_impl,
             ),
             log=options.folder / f"{engine}.log",
             patience_s=options.patience,
         )
+
+    def _stored(self, weights: str) -> Path:
+        return make_stored(weights, self.model) if weights in KINDS else self.model
 
     def _add(self, engine: str, name: str, number: int, figures: dict[str, float]) -> None:
         for figure, value in figures.items():

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.peers.catalog import ENGINES
-from benchmarks.roofline import Demand
+from benchmarks.roofline import BYTES, Demand
 from benchmarks.workloads import SPECIAL, best_peer, more_is_better, ratio, requests
 
 Rounds = dict[int, float]
 Values = dict[tuple[str, str], dict[str, Rounds]]
 """Values by (workload, figure), engine and round."""
 OURS = "argosy"
+WEIGHTS = tuple(dict.fromkeys(peer.weights for peer in ENGINES.values()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class Limits:
             rate for name, rate in self.machine.items() if name.startswith("read")
         )
         peak = 1e12 * self.machine["matrix_tflop_s"]
-        if (workload, figure) == ("W2", "decode_tok_s"):
+        if (workload, figure) == ("W2", "decode_tok_s") and weights in BYTES:
             return value * demand.token_bytes(weights) / bandwidth
         work = requests(workload, 0, SPECIAL + 1)
         if (workload, figure) == ("W2", "ttft_ms"):
@@ -65,7 +66,7 @@ def rows(
                 figure: round(value, 2),
                 "rounds": [round(each, 2) for each in rounds.values()],
             } | ({} if share is None else {"of_limit": round(share, 3)})
-        for weights in ("bf16", "int8", "int4"):
+        for weights in WEIGHTS:
             best = comparison(engines, figure, weights)
             if best is not None:
                 peer, best_ratio = best
@@ -115,7 +116,7 @@ def markdown(
         if any(engine in values[column] for column in columns):
             cells = [_cell(engine, column, values, limits) for column in columns]
             lines.append(_line([engine, *cells]))
-    for weights in ("bf16", "int8", "int4"):
+    for weights in WEIGHTS:
         comparisons = [comparison(values[column], column[1], weights) for column in columns]
         if any(comparisons):
             cells = ["" if each is None else f"{each[1]:.2f} ({each[0]})" for each in comparisons]

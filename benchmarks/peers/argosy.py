@@ -14,6 +14,10 @@ for name, value in COMPUTE_ENVIRONMENT.items():
     os.environ.setdefault(name, value)
 
 
+QUANTIZE = ("int8", "int4")
+"""Formats that the engine converts to. Others are stored in the checkpoint."""
+
+
 class Argosy:
     """Engine core that gets requests directly, as in the offline use of the peers."""
 
@@ -21,7 +25,7 @@ class Argosy:
         from argosy.engine.serving.engine_core.core import EngineCore
 
         quantized: dict[str, Any] = (
-            {} if settings.weights == "bf16" else {"quantize": settings.weights}
+            {"quantize": settings.weights} if settings.weights in QUANTIZE else {}
         )
         config = EngineConfig(
             model=settings.model,
@@ -31,6 +35,7 @@ class Argosy:
             prefix_cache=settings.prefix_cache,
             kv_memory_bytes=KV_GIB << 30,
             max_seqs=MAX_SEQS,
+            model_impl=settings.model_impl,  # type: ignore[arg-type]
             **quantized,
         )
         self._core = EngineCore(config, time.perf_counter, lambda _what, _done: None)
@@ -61,12 +66,12 @@ class Argosy:
 
 def server(settings: Settings, port: int) -> list[str]:
     """Return the command of `argosy replica`."""
-    quantized = [] if settings.weights == "bf16" else ["--quantize", settings.weights]
+    quantized = ["--quantize", settings.weights] if settings.weights in QUANTIZE else []
     return [
         *(sys.executable, "-m", "argosy.cli", "replica", settings.model),
         *("--port", str(port), "--dtype", "bfloat16", "--threads", str(settings.threads)),
         *("--kv-memory", f"{KV_GIB}GiB", "--max-seqs", str(MAX_SEQS)),
-        *("--batching", settings.batching, *quantized),
+        *("--batching", settings.batching, "--model-impl", settings.model_impl, *quantized),
     ]
 
 

@@ -23,6 +23,9 @@ class Peer:
     environment: str | None = None
     """Environment below `.venv-peers`, or None for the one that runs the benchmark."""
     weights: str = "bf16"
+    """Format that the engine converts to (`bf16`, `int8`, `int4`), or one of `stored_weights.KINDS` that it reads."""
+    model_impl: str = "auto"
+    """Argosy's implementation of the model."""
     batching: str = "continuous"
     paced: bool = False
     """Whether the engine has no server. Its W4 runs in its process without HTTP, which favours it."""
@@ -55,4 +58,13 @@ ENGINES = {
     "argosy-int4": Peer("argosy", FEW, weights="int4"),
     "openvino-int4": Peer("openvino", FEW, "openvino", "int4"),
     "llama.cpp-int4": Peer("llama_cpp", FEW, "llama-cpp", "int4"),
+    "argosy-generic": Peer("argosy", FEW, model_impl="transformers"),
+    "argosy-gptq": Peer("argosy", FEW, weights="gptq"),
+    "vllm-gptq": Peer("vllm", FEW, "vllm", "gptq"),
+    "argosy-w8a8": Peer("argosy", FEW, weights="w8a8"),
+    "vllm-w8a8": Peer("vllm", FEW, "vllm", "w8a8"),
+    "argosy-q8_0": Peer("argosy", FEW, weights="gguf-q8_0"),
+    "llama.cpp-q8_0": Peer("llama_cpp", FEW, "llama-cpp", "gguf-q8_0"),
+    "argosy-q4_k": Peer("argosy", FEW, weights="gguf-q4_k"),
+    "llama.cpp-q4_k": Peer("llama_cpp", FEW, "llama-cpp", "gguf-q4_k"),
 }

@@ -41,6 +41,17 @@ def add_sizes(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
     writer.add_vocab_size(config["vocab_size"])
 
 
+def add_word_tokens(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
+    """Add a vocabulary of one token per word, for prompts of token ids."""
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([f" t{number}" for number in range(config["vocab_size"])])
+    writer.add_token_scores([0.0] * config["vocab_size"])
+    writer.add_token_types([gguf.TokenType.NORMAL] * config["vocab_size"])
+    writer.add_bos_token_id(config["bos_token_id"])
+    writer.add_eos_token_id(config["eos_token_id"])
+    writer.add_add_bos_token(value=False)
+
+
 def tensors(path: Path) -> Iterator[tuple[str, Values]]:
     """Yield the GGUF names and float32 values of the bfloat16 tensors in a safetensors file."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:

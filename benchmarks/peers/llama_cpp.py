@@ -13,7 +13,7 @@ from pathlib import Path
 
 import gguf
 
-from benchmarks.peers.gguf_model import add_sizes, tensors, write
+from benchmarks.peers.gguf_model import add_sizes, add_word_tokens, tensors, write
 from benchmarks.peers.worker import MAX_SEQS, Request, Settings, Stamps, main
 
 CACHE_TOKENS = 65536
@@ -23,6 +23,8 @@ TYPES = {"bf16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}
 
 def convert(settings: Settings) -> Path:
     """Return the model as GGUF, which is written unless it exists."""
+    if settings.model.endswith(".gguf"):
+        return Path(settings.model)
     path = settings.converted("gguf")
     if path.exists():
         return path
@@ -30,7 +32,7 @@ def convert(settings: Settings) -> Path:
     partial = path.with_suffix(".partial")
     writer = gguf.GGUFWriter(partial, config["model_type"])
     add_sizes(writer, config)
-    _add_tokens(writer, config)
+    add_word_tokens(writer, config)
     kind = gguf.GGMLQuantizationType[TYPES[settings.weights]]
     for name, values in tensors(Path(settings.model) / "model.safetensors"):
         if values.ndim == 1:
@@ -39,16 +41,6 @@ def convert(settings: Settings) -> Path:
             writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
     write(writer)
     return partial.rename(path)
-
-
-def _add_tokens(writer: gguf.GGUFWriter, config: dict[str, int]) -> None:
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list([f" t{number}" for number in range(config["vocab_size"])])
-    writer.add_token_scores([0.0] * config["vocab_size"])
-    writer.add_token_types([gguf.TokenType.NORMAL] * config["vocab_size"])
-    writer.add_bos_token_id(config["bos_token_id"])
-    writer.add_eos_token_id(config["eos_token_id"])
-    writer.add_add_bos_token(value=False)
 
 
 def server(settings: Settings, port: int) -> list[str]:
@@ -74,9 +66,8 @@ class LlamaCpp:
             if self._process.poll() is not None:
                 raise SystemExit(f"llama-server ended with status {self._process.returncode}")
             time.sleep(0.1)
-        self.version = (
-            f"{_version()}, {TYPES[settings.weights]} weights, float16 KV cache, over HTTP"
-        )
+        weights = TYPES.get(settings.weights, settings.weights)
+        self.version = f"{_version()}, {weights} weights, float16 KV cache, over HTTP"
 
     def run(self, requests: list[Request]) -> Stamps:
         """Send all requests at once, each on its own connection."""

@@ -39,12 +39,13 @@ class Settings:
     """Settings for every engine."""
 
     model: str
-    """Directory in Hugging Face layout, in bfloat16."""
+    """Directory in Hugging Face layout, or a GGUF file."""
     weights: str
-    """`bf16`, or the format to convert to: `int8`, `int4`."""
+    """`bf16`, the format to convert to (`int8`, `int4`), or the one that the model is stored in."""
     threads: int
     prefix_cache: bool
     batching: str = "continuous"
+    model_impl: str = "auto"
 
     def converted(self, form: str) -> Path:
         """Return the path of this model in another engine's format, beside the original."""
