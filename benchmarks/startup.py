@@ -1,6 +1,7 @@
 """Measure the time from `argosy replica` to ready, imports included, and the memory of several replicas of a model.
 
 python -m benchmarks.startup qwen2-0.5b --replicas 2
+python -m benchmarks.startup qwen2-0.5b --stored gptq w8a8 gguf-q8_0 gguf-q4_k
 
 Prints a row for each start: without the cache of packed weights, when it is created, and when it exists. Files are in
 the page cache. Memory is that of the engine cores. PSS divides shared pages among the processes that share them.
@@ -16,6 +17,7 @@ import sys
 import tempfile
 import time
 from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
 from typing import Self
 
@@ -25,6 +27,7 @@ import psutil
 from argosy.models import BUNDLED_MODEL
 from benchmarks.checkpoints import SHAPES, make_checkpoint
 from benchmarks.processes import exit_on_sigterm
+from benchmarks.stored_weights import KINDS, make_stored
 
 STARTS = 5
 PORT = 8907
@@ -108,6 +111,7 @@ def main() -> None:
     """Print one JSON line for each start."""
     parser = argparse.ArgumentParser()
     parser.add_argument("model", choices=["bundled", *SHAPES], nargs="?", default="bundled")
+    parser.add_argument("--stored", nargs="*", choices=KINDS, default=[], help="formats of copies")
     parser.add_argument("--starts", type=int, default=STARTS)
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "argosy-bench")
@@ -122,9 +126,10 @@ def main() -> None:
         os.environ["XDG_CACHE_HOME"] = folder
         packed = Path(folder) / "argosy" / "packed"
         start(model, "cold", packed)  # builds the kernels
-        for cache in CACHES:
+        copies = [make_stored(kind, model) for kind in options.stored]
+        for copy, cache in product([model, *copies], CACHES):
             for _ in range(options.starts):
-                print(json.dumps(start(model, cache, packed)), flush=True)
+                print(json.dumps(start(copy, cache, packed)), flush=True)
         for size in ("0", "32GiB"):
             print(json.dumps(together(model, options.replicas, size)), flush=True)
 

@@ -1,6 +1,7 @@
 """Measure the overhead of a decode step besides the model, with 1 to 256 sequences, in microseconds. Prints JSON lines.
 
     python -m benchmarks.steps [--shape qwen2-0.5b] [--threads 1] [--sequences 1 16 64 256] [--inflight 0] [--profile]
+                              [--model-impl argosy transformers]
 
 The model is the bundled one, or one of a shape with random weights. The phases are:
 
@@ -25,6 +26,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 from argosy.engine.engine_config import COMPUTE_ENVIRONMENT, EngineConfig
@@ -75,6 +77,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 16, 64, 256])
     parser.add_argument("--inflight", type=int, default=0)
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--model-impl", nargs="+", default=["auto"])
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
     for name, value in COMPUTE_ENVIRONMENT.items():
@@ -82,7 +85,7 @@ def main() -> None:
     model = (
         BUNDLED_MODEL if options.shape is None else make_checkpoint(options.shape, options.folder)
     )
-    for sequences in options.sequences:
+    for sequences, model_impl in product(options.sequences, options.model_impl):
         config = EngineConfig(
             model=str(model),
             threads=options.threads,
@@ -91,10 +94,11 @@ def main() -> None:
             num_blocks=sequences * 10,
             max_step_tokens=8192,
             max_steps_in_flight=options.inflight,
+            model_impl=model_impl,
         )
         profile = cProfile.Profile() if options.profile else None
         measured = list(steps(config, sequences, options.temperature, profile))
-        row = {"sequences": sequences}
+        row: dict[str, int | str] = {"sequences": sequences, "model_impl": model_impl}
         for name in measured[0]:
             quartile = statistics.quantiles((step[name] for step in measured), n=4)[0]
             row[f"{name}_us"] = round(quartile)
