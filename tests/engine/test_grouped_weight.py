@@ -10,11 +10,13 @@ import torch
 from argosy.engine.execution.device import create_cpu_device
 from argosy.engine.execution.grouped_weight import (
     GROUP_SIZES,
+    GroupedSource,
     GroupedWeight,
     GroupFormat,
     choose_group_size,
 )
 from argosy.engine.execution.linear_group_cpu import TorchGroupLinear
+from argosy.engine.execution.pack_cache import pack_in_memory
 from tests.engine.isas import ISAS
 from tests.engine.pairwise import pairwise
 
@@ -45,9 +47,9 @@ def create_linear(
     weight: GroupedWeight, bias: Tensor, threads: int = 1
 ) -> Callable[[Tensor], Tensor]:
     before = torch.get_num_threads()
-    linear = create_cpu_device(threads).create_group_linear(
-        weight.format, (weight.values.shape[0], weight.values.shape[1]), lambda: weight, bias
-    )
+    outs, cols = weight.values.shape
+    source = GroupedSource(weight.format, (outs, cols), lambda: weight)
+    linear = create_cpu_device(threads).create_group_linear(source, bias, pack_in_memory)
     torch.set_num_threads(before)
     return linear
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from argosy.engine.engine_config import WeightFormat
     from argosy.engine.execution.batch import Attention, KvCacheShape
-    from argosy.engine.execution.grouped_weight import GroupedWeight, GroupFormat
+    from argosy.engine.execution.grouped_weight import GroupedSource
     from argosy.engine.execution.pack_cache import PackedWeightProvider
 
 WARMUP_SIZES = (1, 16)
@@ -178,16 +178,9 @@ class Device(Protocol):
         ...
 
     def create_group_linear(
-        self,
-        group_format: GroupFormat,
-        shape: tuple[int, int],
-        read_weight: Callable[[], GroupedWeight],
-        bias: Tensor | None,
-        get_packed: PackedWeightProvider = pack_in_memory,
+        self, source: GroupedSource, bias: Tensor | None, get_packed: PackedWeightProvider
     ) -> Callable[[Tensor], Tensor]:
-        """Pack a grouped weight [N, K] of `shape`, and return a function that maps [T, K] to [T, N].
-
-        `read_weight` is not called if `get_packed` has the packed form already.
+        """Pack a grouped weight [N, K] with a bias [N], and return a function that maps [T, K] to [T, N].
 
         Raises:
             ValueError: The device does not compute with grouped weights.
@@ -320,16 +313,9 @@ class _CpuDevice:
         return True
 
     def create_group_linear(
-        self,
-        group_format: GroupFormat,
-        shape: tuple[int, int],
-        read_weight: Callable[[], GroupedWeight],
-        bias: Tensor | None,
-        get_packed: PackedWeightProvider = pack_in_memory,
+        self, source: GroupedSource, bias: Tensor | None, get_packed: PackedWeightProvider
     ) -> Callable[[Tensor], Tensor]:
-        return create_group_linear(
-            group_format, shape, read_weight, bias, threads=self._max_threads, get_packed=get_packed
-        )
+        return create_group_linear(source, bias, self._max_threads, get_packed)
 
     def create_attention(self, shape: KvCacheShape) -> Attention:
         if shape.dtype.itemsize == 1:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from argosy.engine.execution.grouped_weight import concatenate, select_rows
+from argosy.engine.execution.grouped_weight import GroupedSource, concatenate, select_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -84,13 +84,10 @@ def create_encoded_linear(
             formats.append(str(dtype).removeprefix("torch."))
             continue
         run = [each for each in matrices[first:last] if each is not None]
-        compute = device.create_group_linear(
-            matrix.format,
-            (rows, matrix.shape[1]),
-            partial(_read_run, run, packed_order),
-            run_bias,
-            get_packed,
+        source = GroupedSource(
+            matrix.format, (rows, matrix.shape[1]), partial(_read_run, run, packed_order)
         )
+        compute = device.create_group_linear(source, run_bias, get_packed)
         columns = matrix.column_order()
         computes.append(compute if columns is None else _ReorderedInput(compute, columns))
         formats.append(matrix.format.describe())

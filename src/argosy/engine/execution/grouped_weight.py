@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from argosy.engine.execution.quantization import CHUNK_SIZE, quantize_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -70,6 +70,15 @@ class GroupedWeight:
         if self.offsets is not None:
             weight += self.offsets.repeat_interleave(size, 1)[:, :cols]
         return weight
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedSource:
+    """Weight [N, K] that is read when it is packed, and not at all if its packed form is known."""
+
+    format: GroupFormat
+    shape: tuple[int, int]
+    read: Callable[[], GroupedWeight]
 
 
 def choose_group_size(stored_size: int, cols: int) -> int | None:

@@ -85,20 +85,29 @@ class NativeMatmul:
     OUTPUT_BLOCK = 32
     """Number of outputs that kernels compute together. The bias is padded to a multiple of it."""
 
-    def __init__(self, packed: Tensor, num_outputs: int, bias: Tensor | None, threads: int) -> None:
+    def __init__(
+        self,
+        packed: Tensor,
+        num_outputs: int,
+        bias: Tensor | None,
+        threads: int,
+        create_call: Callable[..., LinearCall] = LinearCall,
+    ) -> None:
+        """Create the product with a packed weight. `create_call` takes the values of `LinearCall`'s fields."""
         self._packed = packed
         self._num_outputs = num_outputs
         self._threads = threads
+        self._create_call = create_call
         padding = (0, -num_outputs % self.OUTPUT_BLOCK)
         self._bias = None if bias is None else F.pad(bias.detach().float(), padding)
 
     def __call__(self, compute: Callable[[int], int], x: Tensor) -> Tensor:
-        """Map x [T, K] to [T, N] in x's dtype with the kernel `compute`, which takes the address of a `LinearCall`."""
+        """Map x [T, K] to [T, N] in x's dtype with the kernel `compute`, which takes the address of the call."""
         if x.stride(1) != 1:
             x = x.contiguous()
         rows, cols = x.shape
         out = torch.empty(rows, self._num_outputs, dtype=x.dtype)
-        call = LinearCall(
+        call = self._create_call(
             x.data_ptr(),
             self._packed.data_ptr(),
             None if self._bias is None else self._bias.data_ptr(),

@@ -24,7 +24,7 @@ class AttentionCall(ctypes.Structure):
 
 
 class LinearCall(ctypes.Structure):
-    """Arguments of a linear call (`ArgosyLinear` in linear.cpp), with sizes in elements."""
+    """Arguments of a linear call (`ArgosyLinear` in linear_call.h), with sizes in elements."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "packed", "bias", "out")),
@@ -32,12 +32,11 @@ class LinearCall(ctypes.Structure):
     )
 
 
-class LinearGroupCall(ctypes.Structure):
-    """Arguments of a linear call with a grouped weight (`ArgosyLinearGroup` in linear_group.cpp)."""
+class LinearGroupCall(LinearCall):
+    """Arguments of a linear call with a grouped weight (`ArgosyLinearGroup` in linear_call.h)."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("x", "packed", "bias", "out", "table")),
-        *((name, ctypes.c_int64) for name in ("rows", "cols", "outs", "x_stride", "threads")),
+        ("table", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("group", "has_offsets")),
     )
 

@@ -16,21 +16,10 @@
 #include <cstring>
 #include <utility>
 
+#include "linear_call.h"
 #include "linear_units.h"
 #include "scratch.h"
 #include "threads.h"
-
-extern "C" {
-
-// Arguments of a call. Sizes are in elements. native_calls.py mirrors the struct field by field.
-struct ArgosyLinear {
-    const void *x;       // [rows, cols] bfloat16, rows of `x_stride`
-    const void *packed;  // the weight as argosy_linear_pack laid it out
-    const float *bias;   // [outs, padded to a multiple of 32], or null
-    void *out;           // [rows, outs] bfloat16, contiguous
-    int64_t rows, cols, outs, x_stride, threads;
-};
-}
 
 namespace {
 

@@ -4,11 +4,7 @@
 // order of summation gives the same bits. Groups are scaled and added in float32, in order, without fused
 // multiply-adds.
 
-#ifdef __clang__  // torch rounds a product before the addition, and results must be equal
-#pragma clang fp contract(off)
-#else
-#pragma GCC optimize("fp-contract=off")
-#endif
+#include "no_contraction.h"
 
 #include <algorithm>
 #include <cstdint>
@@ -16,24 +12,11 @@
 #include <type_traits>
 
 #include "bytes.h"
+#include "rounded_rows.h"
 #include "scratch.h"
 #include "simd.h"
-#include "threads.h"
 #include "weights_group.h"
 #include "weights_int.h"
-
-extern "C" {
-
-// Arguments of a call. Sizes are in elements. native_calls.py has the same fields.
-struct ArgosyLinearGroup {
-    const void *x;         // [rows, cols], rows of `x_stride`
-    const void *packed;    // the weight as argosy_linear_groupN_pack laid it out
-    const float *bias;     // [outs, padded to a multiple of 32], or null
-    void *out;             // [rows, outs] in the dtype of x, contiguous
-    const uint8_t *table;  // [16] value + 128 of each code
-    int64_t rows, cols, outs, x_stride, threads, group, has_offsets;
-};
-}
 
 namespace {
 
@@ -44,13 +27,7 @@ constexpr int64_t MAX_UNIT_ROWS = 4;  // rows whose sums stay in registers
 #else
 constexpr int64_t MAX_UNIT_ROWS = 2;
 #endif
-constexpr int64_t MAX_DIRECT_ROWS = 8;               // up to this, codes are looked up again for every few rows
-constexpr int64_t MAX_ITEM_ROWS = 256;               // maximum rows of a work item
-constexpr int64_t MAX_ITEM_BLOCKS = 8;               // maximum blocks of a work item
-constexpr int64_t MAX_SMALL_BATCH_ROWS = 64;         // up to this, work items are small
-constexpr int64_t MAX_SINGLE_THREAD_ROUND_ROWS = 32; // up to this, the caller rounds x: a barrier costs more
-constexpr int64_t MIN_THREAD_WEIGHTS = 1 << 18;      // weights that up to 100 rows process while a thread wakes up
-constexpr int64_t PREFETCH_BYTES = 4096;             // prefetch distance in the weight
+constexpr int64_t MAX_DIRECT_ROWS = 8;  // up to this, codes are looked up again for every few rows
 
 // Memory layout of one call: rows of x as signed bytes, padded with zeros, their scales, and the sums of their groups.
 template <class E> struct CallLayout {
@@ -129,46 +106,27 @@ template <class E> struct CallLayout {
         }
     }
 
-    // Compute rows `row` to `end` of some blocks.
-    template <class Weight> void compute(int64_t row, int64_t end, int64_t first_block, int64_t blocks) const {
-        for (int64_t block = first_block; block < first_block + blocks; block++) {
+    template <class Weight> void compute(const WorkItem &item) const {
+        const int64_t end = item.row + item.rows;
+        for (int64_t block = item.block; block < item.block + item.blocks; block++) {
             const uint8_t *from = (const uint8_t *)a.packed + block * weight.template block_bytes<Weight>();
-            if (std::is_same_v<Weight, Group8> || end - row <= MAX_DIRECT_ROWS) {
-                compute_block<Weight>(from, block, row, end);
+            if (std::is_same_v<Weight, Group8> || item.rows <= MAX_DIRECT_ROWS) {
+                compute_block<Weight>(from, block, item.row, end);
                 continue;
             }
             uint8_t *const expanded = thread_buffer<4>(weight.template block_bytes<Group8>());
             expand_group_block<Weight>(from, weight, table, expanded);
-            compute_block<Group8>(expanded, block, row, end);
+            compute_block<Group8>(expanded, block, item.row, end);
         }
     }
 };
 
-// Distribute the rows and groups of blocks over the threads.
 template <class Weight, class E> void run(const ArgosyLinearGroup &a) {
     if (a.rows == 0) return;
     const CallLayout<E> layout{a};
-    const int64_t blocks = count_blocks(a.outs), parts = (a.rows + MAX_ITEM_ROWS - 1) / MAX_ITEM_ROWS;
-    const int64_t threads =
-        std::clamp<int64_t>(a.outs * a.cols / MIN_THREAD_WEIGHTS * (100 + a.rows) / 100, 1, limit_threads(a.threads));
-    const int64_t shares = threads * (a.rows <= MAX_SMALL_BATCH_ROWS ? 8 : 2);
-    const int64_t item_blocks = std::clamp<int64_t>(blocks * parts / shares, 1, MAX_ITEM_BLOCKS);
-    const int64_t items = (blocks + item_blocks - 1) / item_blocks;
-    const bool rounds_alone = a.rows <= MAX_SINGLE_THREAD_ROUND_ROWS;
-    for (int64_t row = 0; rounds_alone && row < a.rows; row++) layout.round_row(row);
-#pragma omp parallel num_threads((int)threads)
-    {
-        if (!rounds_alone) {
-#pragma omp for schedule(static)
-            for (int64_t row = 0; row < a.rows; row++) layout.round_row(row);
-        }
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < parts * items; i++) {
-            const int64_t row = i % parts * MAX_ITEM_ROWS, block = i / parts * item_blocks;
-            layout.template compute<Weight>(row, std::min(a.rows, row + MAX_ITEM_ROWS), block,
-                                            std::min(item_blocks, blocks - block));
-        }
-    }
+    run_rounded(
+        a, a.rows, [] { return 0; }, [&](int64_t row) { layout.round_row(row); },
+        [&](const WorkItem &item) { layout.template compute<Weight>(item); });
 }
 
 }  // namespace

@@ -4,11 +4,7 @@
 // order of summation gives the same bits. Chunks are scaled and added in float32, in order, without fused
 // multiply-adds.
 
-#ifdef __clang__  // torch rounds a product before the addition, and results must be equal
-#pragma clang fp contract(off)
-#else
-#pragma GCC optimize("fp-contract=off")
-#endif
+#include "no_contraction.h"
 
 #include <algorithm>
 #include <cstdint>
@@ -17,35 +13,17 @@
 
 #include "amx.h"
 #include "bytes.h"
+#include "rounded_rows.h"
 #include "scratch.h"
 #include "simd.h"
-#include "threads.h"
 #include "weights_int.h"
-
-extern "C" {
-
-// Arguments of a call. Sizes are in elements. The fields are those of ArgosyLinear, and native_calls.py mirrors them.
-struct ArgosyLinearInt {
-    const void *x;       // [rows, cols], rows of `x_stride`
-    const void *packed;  // the weight as argosy_linear_intN_pack laid it out
-    const float *bias;   // [outs, padded to a multiple of 32], or null
-    void *out;           // [rows, outs] in the dtype of x, contiguous
-    int64_t rows, cols, outs, x_stride, threads;
-};
-}
 
 namespace {
 
 using namespace argosy;
 
 constexpr int64_t TILE_ROWS = 16;                        // rows of an operand
-constexpr int64_t MAX_ITEM_ROWS = 256;                   // maximum rows of a work item
-constexpr int64_t MAX_ITEM_BLOCKS = 8;                   // maximum blocks of a work item
-constexpr int64_t MAX_SMALL_BATCH_ROWS = 64;             // up to this, work items are small
-constexpr int64_t MAX_SINGLE_THREAD_ROUND_ROWS = 32;     // up to this, the caller rounds x: a barrier costs more
-constexpr int64_t MIN_THREAD_WEIGHTS = 1 << 18;          // weights that up to 100 rows process while a thread wakes up
 [[maybe_unused]] constexpr int64_t MAX_VECTOR_ROWS = 8;  // up to this, vector instructions keep up with memory
-constexpr int64_t PREFETCH_BYTES = 4096;                 // prefetch distance in the weight
 
 // Scale of a chunk of a row of x, and the negated sum of its products with 128, the offset of the weights.
 struct RowScale {
@@ -53,14 +31,9 @@ struct RowScale {
     uint32_t offset;
 };
 
-// Work item: some rows times some blocks.
-struct WorkItem {
-    int64_t row, rows, block, blocks;
-};
-
 // Memory layout of one call. Operands are [tile of 16 rows][step][row][64 signed bytes].
 template <class E> struct CallLayout {
-    const ArgosyLinearInt &a;
+    const ArgosyLinear &a;
     const int64_t steps = count_steps(a.cols), chunks = count_chunks(a.cols);
     const int64_t tile_rows = std::min(TILE_ROWS, a.rows);  // a single tile has no padding rows
     const int64_t tiles = (a.rows + TILE_ROWS - 1) / TILE_ROWS;
@@ -239,35 +212,15 @@ struct MatrixUnit {
 };
 #endif
 
-// Distribute the chunks of rows and groups of blocks over the threads.
-template <class Unit, class Weight, class E> void run(const ArgosyLinearInt &a) {
+template <class Unit, class Weight, class E> void run(const ArgosyLinear &a) {
     if (a.rows == 0) return;
     const CallLayout<E> layout{a};
-    const int64_t blocks = count_blocks(a.outs), parts = (a.rows + MAX_ITEM_ROWS - 1) / MAX_ITEM_ROWS;
-    const int64_t threads =
-        std::clamp<int64_t>(a.outs * a.cols / MIN_THREAD_WEIGHTS * (100 + a.rows) / 100, 1, limit_threads(a.threads));
-    const int64_t shares = threads * (a.rows <= MAX_SMALL_BATCH_ROWS ? 8 : 2);
-    const int64_t group = std::clamp<int64_t>(blocks * parts / shares, 1, MAX_ITEM_BLOCKS);
-    const int64_t groups = (blocks + group - 1) / group;
-    const bool rounds_alone = a.rows <= MAX_SINGLE_THREAD_ROUND_ROWS;
-    for (int64_t tile = 0; rounds_alone && tile < layout.tiles; tile++) layout.round_tile(tile);
-#pragma omp parallel num_threads((int)threads)
-    {
-        [[maybe_unused]] const Unit unit(layout);
-        if (!rounds_alone) {
-#pragma omp for schedule(static)
-            for (int64_t tile = 0; tile < layout.tiles; tile++) layout.round_tile(tile);
-        }
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < parts * groups; i++) {
-            const int64_t row = i % parts * MAX_ITEM_ROWS, block = i / parts * group;
-            Unit::template run<Weight>(
-                layout, {row, std::min(MAX_ITEM_ROWS, a.rows - row), block, std::min(group, blocks - block)});
-        }
-    }
+    run_rounded(
+        a, layout.tiles, [&] { return Unit(layout); }, [&](int64_t tile) { layout.round_tile(tile); },
+        [&](const WorkItem &item) { Unit::template run<Weight>(layout, item); });
 }
 
-template <class Weight, class E> void dispatch(const ArgosyLinearInt &a) {
+template <class Weight, class E> void dispatch(const ArgosyLinear &a) {
 #ifdef ARGOSY_AMX
     if (a.rows > MAX_VECTOR_ROWS && amx_allowed()) return run<MatrixUnit, Weight, E>(a);
 #endif
@@ -283,7 +236,7 @@ template <class Weight, class E> void dispatch(const ArgosyLinearInt &a) {
                                                 int64_t threads) {                                                    \
         return pack<Weight, E>({weight, outs, cols}, packed, threads);                                                \
     }                                                                                                                 \
-    void argosy_linear_##name##_##dtype(const ArgosyLinearInt *call) { dispatch<Weight, E>(*call); }
+    void argosy_linear_##name##_##dtype(const ArgosyLinear *call) { dispatch<Weight, E>(*call); }
 
 #define ARGOSY_LINEAR(name, Weight)                                                                                   \
     int64_t argosy_linear_##name##_packed_bytes(int64_t outs, int64_t cols) {                                         \

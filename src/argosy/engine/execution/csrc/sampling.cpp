@@ -16,11 +16,7 @@
 #include "simd.h"
 #include "threads.h"
 
-#ifdef __clang__
-#pragma clang fp contract(off)
-#else
-#pragma GCC optimize("fp-contract=off")
-#endif
+#include "no_contraction.h"
 
 extern "C" {
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from argosy.engine.execution.batch import Attention, KvCacheShape
     from argosy.engine.execution.device import CapturedGraph, DeviceEvent, GraphCapturer
     from argosy.engine.execution.elementwise_cpu import ElementwiseOps
-    from argosy.engine.execution.grouped_weight import GroupedWeight, GroupFormat
+    from argosy.engine.execution.grouped_weight import GroupedSource
     from argosy.engine.execution.pack_cache import PackedWeightProvider
 
 KV_SHARE = 0.95
@@ -185,16 +185,11 @@ class GpuDevice:
         return False
 
     def create_group_linear(
-        self,
-        group_format: GroupFormat,
-        shape: tuple[int, int],
-        read_weight: Callable[[], GroupedWeight],
-        bias: Tensor | None,
-        get_packed: PackedWeightProvider = pack_in_memory,
+        self, source: GroupedSource, bias: Tensor | None, get_packed: PackedWeightProvider
     ) -> Callable[[Tensor], Tensor]:
-        del shape, read_weight, bias, get_packed
+        del bias, get_packed
         raise ValueError(
-            f"GPUs do not support {group_format.describe()} weights; set quantize to none"
+            f"GPUs do not support {source.format.describe()} weights; set quantize to none"
         )
 
     def create_attention(self, shape: KvCacheShape) -> Attention:
