@@ -60,7 +60,7 @@ def inspect_model(
     model: Annotated[
         str | None,
         typer.Argument(
-            help="A directory, or a repository name on the hub; by default the bundled model."
+            help="A directory, a GGUF file, or a name on the hub; by default the bundled model."
         ),
     ] = None,
     *,

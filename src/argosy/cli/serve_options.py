@@ -58,7 +58,9 @@ def parse_overrides(text: str) -> dict[str, float | None]:
 
 Model = Annotated[
     str | None,
-    Argument(help="A directory in Hugging Face layout, or a repository name on the hub."),
+    Argument(
+        help="A directory in Hugging Face layout, a GGUF file, or a name on the hub (owner/name, owner/name:Q4_K_M)."
+    ),
 ]
 Host = Annotated[str, Option(help="Address to listen on.")]
 Port = Annotated[int, Option(min=0, max=65535, help="Port to listen on; 0 selects a free port.")]
