@@ -98,6 +98,22 @@ async def test_crash_of_resumed_request_resumes_exactly(start_client: StartClien
         assert before + after == expected_tokens(tokens, LENGTH)
 
 
+async def test_output_of_inexact_model_is_not_resumed(
+    start_client: StartClient, tmp_path: Path
+) -> None:
+    (tmp_path / "inexact").touch()
+    async with start_client() as client:
+        started, waiting = prompt(Command.EXIT, 20), prompt(Command.GATE, 0)
+        unstarted = client.generate(request(waiting, name="waiting"))
+        tokens, last = await read(client.generate(request(started)))
+        assert_prefix(tokens, expected_tokens(started, 20))
+        assert last.finish_reason == "error"
+        assert "not exact" in (last.error or "")
+        open_gate(tmp_path)
+        tokens, last = await read(unstarted)
+        assert tokens == expected_tokens(waiting, LENGTH)
+
+
 async def test_sigkill_resumes_all_running_requests(
     start_client: StartClient, tmp_path: Path
 ) -> None:

@@ -128,6 +128,7 @@ class ScriptedCore:
             load_s=0.0,
             backend=f"scripted {os.getpid()}",
             fingerprint=self._fingerprint,
+            is_exact=not (self._directory / "inexact").exists(),
         )
 
     @property

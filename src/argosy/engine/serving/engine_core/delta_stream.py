@@ -55,6 +55,11 @@ class DeltaStream:
         """Whether the last delta has arrived (read or not), or the stream was closed."""
         return self._is_ended
 
+    @property
+    def has_output(self) -> bool:
+        """Whether the request has generated tokens."""
+        return bool(self._output)
+
     def set_listener(self, listener: Callable[[], None]) -> None:
         """Call `listener` whenever a delta is available or the stream has ended."""
         self._listener = listener

@@ -280,9 +280,8 @@ class EngineClient:
         if wait_s is None:
             return None
         self._state = "restarting"
-        log.warning(
-            "core_restart_scheduled", wait_s=wait_s, resumed=self._in_flight.queue_replay(reason)
-        )
+        resumed = self._in_flight.queue_replay(reason, is_exact=self._info.is_exact)
+        log.warning("core_restart_scheduled", wait_s=wait_s, resumed=resumed)
         return wait_s
 
     def _fail_permanently(self, reason: str) -> None:

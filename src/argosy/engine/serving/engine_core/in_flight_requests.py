@@ -16,6 +16,10 @@ from argosy.engine.serving.engine_core.delta_stream import DeltaStream
 
 PROBATION_TIMEOUT_S = 2.0
 """Wait for a replayed request's first token before the next request is replayed."""
+NOT_RESUMED = (
+    "the results of this model are not exact, so that the response cannot be resumed; "
+    "send the request again"
+)
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.engine")
 
@@ -66,10 +70,11 @@ class InFlightRequests:
             self._end_probation(stream)
         return stream.is_ended
 
-    def queue_replay(self, reason: str) -> int:
+    def queue_replay(self, reason: str, *, is_exact: bool) -> int:
         """Queue the surviving requests for replay after a core exited for `reason`.
 
-        Requests that were running in too many crashes end with an error.
+        Requests that were running in too many crashes end with an error, and so do those that have output of a model
+        that is not exact.
 
         Returns:
             The number of queued requests.
@@ -77,14 +82,14 @@ class InFlightRequests:
         self._probation = None
         self._replay_queue.clear()
         for stream in list(self._streams.values()):
-            if stream.record_crash():
-                self._replay_queue.append(stream)
-            else:
+            if not stream.record_crash():
                 log.error("request_quarantined", request=stream.id, reason=reason)
-                self._remove(stream)
-                stream.end_with(
-                    "error", f"the engine failed each time it ran this request ({reason})"
-                )
+                self._fail(stream, f"the engine failed each time it ran this request ({reason})")
+            elif stream.has_output and not is_exact:
+                log.error("request_not_resumed", request=stream.id, reason=reason)
+                self._fail(stream, f"the engine failed ({reason}), and {NOT_RESUMED}")
+            else:
+                self._replay_queue.append(stream)
         return len(self._replay_queue)
 
     def replay_next(self) -> None:
@@ -101,8 +106,11 @@ class InFlightRequests:
     def fail_all(self, message: str) -> None:
         """End every request with an error."""
         for stream in list(self._streams.values()):
-            self._remove(stream)
-            stream.end_with("error", message)
+            self._fail(stream, message)
+
+    def _fail(self, stream: DeltaStream, message: str) -> None:
+        self._remove(stream)
+        stream.end_with("error", message)
 
     def _submit(self, stream: DeltaStream, parent: DeltaStream | None) -> bool:
         """Send a request with its tokens so far. Return False if it has timed out, which ends it."""

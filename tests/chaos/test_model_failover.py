@@ -1,0 +1,115 @@
+"""A replica of a tiny model is killed: streams resume with the same bytes, and end with an error if it is not exact."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import httpx2
+import pytest
+from tests.engine.generic_cases import GENERIC_FAMILIES
+from tests.engine.test_families import FAMILIES
+from tests.engine.transformers_reference import make_reference
+from tests.support.gateway_client import COMPLETION, StreamResult, gateway
+from tests.support.replica_process import ReplicaProcess
+
+from argosy.gateway import GatewayServer, ReplicaConfig
+from argosy.models import BUNDLED_MODEL
+
+STREAMS = 4
+MODELS = {
+    "model of transformers": GENERIC_FAMILIES["granite"],
+    "attention sinks and windows": FAMILIES["gpt-oss"],
+    "latent attention": FAMILIES["deepseek 3"],
+}
+
+
+@contextlib.asynccontextmanager
+async def run_pair(
+    model: Path,
+) -> AsyncIterator[tuple[list[ReplicaProcess], GatewayServer, httpx2.AsyncClient]]:
+    """Run two replicas of a model, and a gateway in front of them."""
+    with TemporaryDirectory() as folder:  # the path of pytest's folder may be too long for a socket
+        pair = [ReplicaProcess(Path(folder) / f"{n}.sock", (str(model),)) for n in range(2)]
+        try:
+            for replica in pair:
+                await replica.start()
+            await asyncio.gather(*(replica.wait_ready() for replica in pair))
+            configs = [
+                ReplicaConfig(url=f"unix:{replica.socket}", model="model") for replica in pair
+            ]
+            async with gateway(*configs) as (running, client):
+                yield pair, running, client
+        finally:
+            await asyncio.gather(*(replica.kill() for replica in pair))
+
+
+async def read_stream(
+    client: httpx2.AsyncClient, number: int, started: asyncio.Event | None = None
+) -> StreamResult:
+    """Read a sampled stream. Set the event after twenty chunks."""
+    sampling = {"temperature": 0.9, "seed": number, "max_tokens": 500, "ignore_eos": True}
+    body = {"model": "big", "stream": True, "prompt": f"Story {number}: once upon a time"}
+    received = StreamResult()
+    async with client.stream("POST", COMPLETION, json=body | sampling) as response:
+        assert response.status_code == 200
+        async for line in response.aiter_lines():
+            if line.startswith("data: "):
+                received.add_event(line[6:])
+            if started is not None and len(received.chunks) == 20:
+                started.set()
+    return received
+
+
+async def read_while_a_replica_is_killed(
+    pair: list[ReplicaProcess], running: GatewayServer, client: httpx2.AsyncClient
+) -> list[StreamResult]:
+    """Read streams of both replicas, and kill one when all have started."""
+    started = [asyncio.Event() for _ in range(STREAMS)]
+    streams = [
+        asyncio.create_task(read_stream(client, number, event))
+        for number, event in enumerate(started)
+    ]
+    await asyncio.gather(*(event.wait() for event in started))
+    assert all(replica.load.in_flight for replica in running.replicas)
+    await pair[0].kill()
+    return list(await asyncio.gather(*streams))
+
+
+@pytest.mark.parametrize("name", MODELS)
+async def test_streams_resume_only_if_the_model_is_exact(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    model = tmp_path / "model"
+    family, options = MODELS[name]
+    vocab_size = json.loads((BUNDLED_MODEL / "config.json").read_text())["vocab_size"]
+    sizes = {"vocab_size": vocab_size, "max_position_embeddings": 1024}
+    make_reference(model, family, options | sizes)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(BUNDLED_MODEL / file, model)
+    async with run_pair(model) as (pair, running, client):
+        expected = [await read_stream(client, number) for number in range(STREAMS)]
+        assert all(result.is_complete and len(result.text) > 500 for result in expected)
+        resumed = await read_while_a_replica_is_killed(pair, running, client)
+        assert [result.text for result in resumed] == [result.text for result in expected]
+        assert all(result.is_complete for result in resumed)
+    if name != "latent attention":
+        return
+    (stored,) = (tmp_path / "cache").rglob("self-test/*.json")  # as of a model that fails the test
+    stored.write_text(json.dumps(json.loads(stored.read_text()) | {"is_exact": False}))
+    async with run_pair(model) as (pair, running, client):
+        results = await read_while_a_replica_is_killed(pair, running, client)
+        complete = [result for result in results if result.is_complete]
+        broken = [result for result in results if not result.is_complete]
+        assert {result.text for result in complete} < {result.text for result in expected}
+        assert {error["code"] for result in broken for error in result.errors} == {
+            "upstream_failed"
+        }
+        assert all("not exact" in result.errors[0]["message"] for result in broken)
+        assert not any(result.done_count for result in broken)
