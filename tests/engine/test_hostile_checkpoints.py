@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
 import resource
 import struct
+import tempfile
+import warnings
 import zipfile
+from base64 import b64encode
+from collections import OrderedDict
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,7 +29,10 @@ from argosy.engine.execution.architecture_config import read_architecture
 from argosy.engine.execution.checkpoint import resolve_model_path
 from argosy.engine.execution.checkpoint_reader import CheckpointReader
 from argosy.engine.execution.device import create_cpu_device
+from argosy.engine.execution.generic_loader import load_generic_decoder
+from argosy.engine.execution.model_selection import build_transformers_model
 from argosy.engine.execution.weight_loader import load_decoder
+from argosy.engine.serving.text.tokenizer import Tokenizer
 from tests.engine.stored_formats import (
     FORMATS,
     StoredFormat,
@@ -45,14 +54,16 @@ if TYPE_CHECKING:
 
 HUGE = 1 << 60
 MAX_GROWTH_BYTES = 300 << 20
+MAX_MESSAGE_CHARS = 2000
 MARKER = "argosy_hostile_checkpoint_ran"
 NAME = "model.layers.0.mlp.down_proj"
 GGUF_KEYS = {"block_count": 2, "embedding_length": 32, "feed_forward_length": 64}
 
 
-def load(path: Path) -> None:
+def load(path: Path) -> object:
+    """Load the model with Argosy's own decoder."""
     resolved = resolve_model_path(str(path), None)
-    load_decoder(
+    return load_decoder(
         CheckpointReader(resolved),
         read_architecture(resolved),
         create_cpu_device(1),
@@ -111,11 +122,6 @@ def config_text(text: str) -> Change:
     return lambda path: (path / "config.json").write_text(text)
 
 
-def replace_by_link(path: Path) -> None:
-    (path / "model.safetensors").unlink()
-    (path / "model.safetensors").symlink_to("/dev/zero")
-
-
 def remote_code(path: Path) -> None:
     (path / "modeling_evil.py").write_text(f"import os; open({MARKER!r}, 'w')")
     config(architectures=["EvilForCausalLM"], auto_map={"AutoModel": "modeling_evil.Evil"})(path)
@@ -147,7 +153,6 @@ PLAIN: dict[str, tuple[Change, str]] = {
     "dtype unknown": (entry(dtype="F3"), r"model\.safetensors.*fetch"),
     "dtype shorter": (entry(dtype="F16"), r"model\.safetensors.*fetch"),
     "complex numbers": (entry(dtype="C64", shape=[16]), r"model\.norm\.weight.*model\.safetensors"),
-    "device as file": (replace_by_link, "fetch the model's weights"),
     "shard above folder": (index({"a": "../one.safetensors"}), "not the name of a file next"),
     "shard absolute": (index({"a": "/etc/passwd"}), "not the name of a file next"),
     "shard is folder": (index({"a": "."}), "not the name of a file next"),
@@ -175,6 +180,54 @@ PLAIN: dict[str, tuple[Change, str]] = {
         lambda path: (path / "config.json").rename(path / "adapter_config.json"),
         r"holds an adapter .*merge.*merge_and_unload",
     ),
+}
+
+
+# --- special files -------------------------------------------------------------------------------
+
+
+def linked(name: str, target: str) -> Change:
+    """Replace a file by a link."""
+
+    def apply(path: Path) -> None:
+        (path / name).unlink(missing_ok=True)
+        (path / name).symlink_to(target)
+
+    return apply
+
+
+def pipe(name: str, *, only: bool = False) -> Change:
+    """Replace a file by a pipe that nobody writes to, alone in the folder if `only`."""
+
+    def apply(path: Path) -> None:
+        for file in path.iterdir() if only else (path / name,):
+            file.unlink(missing_ok=True)
+        os.mkfifo(path / name)
+
+    return apply
+
+
+def sparse_file(path: Path) -> None:
+    os.truncate(path / "model.safetensors", 1 << 40)
+
+
+def shard_pipe(path: Path) -> None:
+    index({"a": "other.safetensors"})(path)
+    os.mkfifo(path / "other.safetensors")
+
+
+SPECIAL: dict[str, tuple[Change, str]] = {
+    "weights are a device": (linked("model.safetensors", "/dev/zero"), "fetch the model's weights"),
+    "weights link to themselves": (linked("model.safetensors", "model.safetensors"), "fetch the"),
+    "weights link to the folder": (linked("model.safetensors", "."), "fetch the model's weights"),
+    "weights are a pipe": (pipe("model.safetensors"), "fetch the model's weights"),
+    "index is a pipe": (pipe("model.safetensors.index.json", only=True), r"no config\.json"),
+    "shard is a pipe": (shard_pipe, "lacks other"),
+    "config is a device": (linked("config.json", "/dev/zero"), r"no config\.json"),
+    "config is a pipe": (pipe("config.json"), r"no config\.json"),
+    "config links in a circle": (linked("config.json", "../model/config.json"), r"no config\.json"),
+    "GGUF is a pipe": (pipe("model.gguf", only=True), "holds 0 GGUF models"),
+    "sparse file of 1 TB": (sparse_file, r"model\.safetensors.*fetch"),
 }
 
 
@@ -337,6 +390,74 @@ def expanded() -> dict[str, Tensor]:
     return create_tensors() | {"lm_head.weight": torch.zeros(1).expand(1 << 20, 1 << 20)}
 
 
+class Storage:
+    """Storage of a crafted tensor."""
+
+
+@dataclass
+class CraftedTensor:
+    """Tensor whose pickle states any sizes."""
+
+    numbers: int = 8
+    offset: int = 0
+    size: tuple[int, ...] = (8,)
+    stride: tuple[int, ...] = (1,)
+    key: str = "0"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        storage = Storage()
+        storage.__dict__ |= {"key": self.key, "numbers": self.numbers}
+        parts = (storage, self.offset, self.size, self.stride, False, OrderedDict())
+        return torch._utils._rebuild_tensor_v2, parts  # noqa: SLF001 - as torch.save writes it
+
+
+class CraftedPickler(pickle.Pickler):
+    """Pickler that writes storages as torch.save does."""
+
+    def persistent_id(self, value: object) -> tuple[object, ...] | None:
+        if not isinstance(value, Storage):
+            return None
+        return "storage", torch.FloatStorage, vars(value)["key"], "cpu", vars(value)["numbers"]
+
+
+def crafted(**sizes: Any) -> Change:  # noqa: ANN401
+    stream = io.BytesIO()
+    CraftedPickler(stream, 2).dump({"model.norm.weight": CraftedTensor(**sizes)})
+    return rewritten(lambda name, data: stream.getvalue() if name.endswith("data.pkl") else data)
+
+
+def members(change: Callable[[dict[str, bytes]], list[tuple[str, bytes]]]) -> Change:
+    """Change the list of an archive's members."""
+
+    def apply(path: Path) -> None:
+        archive(create_tensors)(path)
+        file = path / "pytorch_model.bin"
+        with zipfile.ZipFile(file) as source:
+            content = {name: source.read(name) for name in source.namelist()}
+        with warnings.catch_warnings(), zipfile.ZipFile(file, "w") as target:
+            warnings.simplefilter("ignore")  # names are there twice on purpose
+            for name, data in change(content):
+                target.writestr(name, data)
+
+    return apply
+
+
+def central_directory(offset: int, value: bytes) -> Change:
+    """Overwrite bytes of each entry of the archive's directory."""
+
+    def apply(path: Path) -> None:
+        archive(create_tensors)(path)
+        file = path / "pytorch_model.bin"
+        data = bytearray(file.read_bytes())
+        start = data.find(b"PK\x01\x02")
+        while start >= 0:
+            data[start + offset : start + offset + len(value)] = value
+            start = data.find(b"PK\x01\x02", start + 4)
+        file.write_bytes(data)
+
+    return apply
+
+
 def torch_index(path: Path) -> None:
     (path / "model.safetensors").unlink()
     weights = {"weight_map": {"a": "../../secret.bin"}}
@@ -352,7 +473,7 @@ ARCHIVES: dict[str, tuple[Change, str]] = {
         "not a zip archive of a current",
     ),
     "zip bomb": (
-        rewritten(lambda n, d: d if "pkl" in n else b"\0" * (8 << 20), zipfile.ZIP_DEFLATED),
+        rewritten(lambda n, d: d if "pkl" in n else b"\0" * (1 << 20), zipfile.ZIP_DEFLATED),
         "compressed, or its contents are larger",
     ),
     "storages short": (rewritten(lambda n, d: d if "pkl" in n else d[:8]), r"pytorch_model\.bin"),
@@ -365,6 +486,37 @@ ARCHIVES: dict[str, tuple[Change, str]] = {
     "cut": (cut_archive, "not a zip archive"),
     "empty": (raw_archive(b""), "not a zip archive"),
     "shard above folder": (torch_index, "not the name of a file next"),
+    "storage of 1 EB": (crafted(numbers=HUGE), r"pytorch_model\.bin|no tensor model"),
+    "shape of 1 EB": (crafted(size=(HUGE,)), r"pytorch_model\.bin"),
+    "offset of 1 EB": (crafted(offset=HUGE), r"pytorch_model\.bin"),
+    "offset negative": (crafted(offset=-64), r"pytorch_model\.bin"),
+    "stride negative": (crafted(stride=(-1,)), r"pytorch_model\.bin"),
+    "storage elsewhere": (crafted(key="../../../../etc/passwd"), r"pytorch_model\.bin"),
+    "pickle nested": (rewritten(pickled({"a": []})), "'a' is a list"),
+    "pickle of a function": (rewritten(pickled({"a": os.system})), "cannot be loaded as tensors"),
+    "pickle without end": (
+        rewritten(lambda n, d: d[:-1] if n.endswith("data.pkl") else d),
+        r"pytorch_model\.bin",
+    ),
+    "pickle of opcodes": (
+        rewritten(lambda n, d: b"\x80\x02" + b"(" * (1 << 17) if n.endswith("data.pkl") else d),
+        r"pytorch_model\.bin",
+    ),
+    "tensors twice": (
+        members(lambda content: [*content.items(), *content.items()]),
+        "two members with the same name",
+    ),
+    "member above folder": (
+        members(lambda content: [("../../evil", b"x" * 99), *content.items()]),
+        r"pytorch_model\.bin",
+    ),
+    "no pickle": (
+        members(lambda content: [each for each in content.items() if "pkl" not in each[0]]),
+        r"pytorch_model\.bin",
+    ),
+    "members of 4 GB": (central_directory(20, b"\xfe\xff\xff\xff" * 2), r"pytorch_model\.bin"),
+    "members encrypted": (central_directory(8, b"\x01"), r"pytorch_model\.bin"),
+    "members at 4 GB": (central_directory(42, b"\xfe\xff\xff\xff"), r"pytorch_model\.bin"),
 }
 
 
@@ -435,7 +587,41 @@ def lonely_part(path: Path) -> None:
     (path / "model.gguf").rename(path / "m-00001-of-00003.gguf")
 
 
+def gguf_named(name: str) -> Change:
+    def apply(path: Path) -> None:
+        gguf_model()(path)
+        (path / "model.gguf").rename(path / name)
+
+    return apply
+
+
+def gguf_value(key: str, kind: int, value: bytes) -> Change:
+    return gguf_header(values=1, rest=text(key) + struct.pack("<I", kind) + value)
+
+
 GGUF: dict[str, tuple[Change, str]] = {
+    "part 1 of 99999": (gguf_named("m-00001-of-99999.gguf"), "lacks m-00002-of-99999"),
+    "part 1 of 0": (gguf_named("m-00001-of-00000.gguf"), "no tensor model"),
+    "part 7 of 3": (gguf_named("m-00007-of-00003.gguf"), "lacks m-00001-of-00003"),
+    "alignment 0": (gguf_value("general.alignment", 4, b"\0" * 4), "alignment is 0"),
+    "alignment a text": (gguf_value("general.alignment", 8, text("32")), "alignment is 32"),
+    "alignment negative": (gguf_value("general.alignment", 5, b"\xff" * 4), "alignment is -1"),
+    "key not UTF-8": (
+        gguf_header(values=1, rest=struct.pack("<Q", 4) + b"\xff" * 8),
+        "cannot read",
+    ),
+    "arrays in arrays of 1 EB": (
+        gguf_header(values=1, rest=gguf_array(9, 2) + struct.pack("<IQ", 9, HUGE)),
+        "cannot hold",
+    ),
+    "array of an unknown type": (gguf_header(values=1, rest=gguf_array(77, 1)), "unknown type"),
+    "tensor name of 1 EB": (gguf_header(tensors=1, rest=struct.pack("<Q", HUGE)), "a name has"),
+    "dimensions 5": (gguf_header(tensors=1, rest=gguf_tensor(shape=(1,) * 5)), "5 dimensions"),
+    "size 0": (gguf_header(tensors=1, rest=gguf_tensor(shape=(0, 8))), "does not fit F32"),
+    "architecture a number": (gguf_value("general.architecture", 4, b"\1" * 4), "is '16843009'"),
+    "heads 0": (gguf_model(**{"attention.head_count": 0}), "head_count is '0'"),
+    "experts huge": (gguf_model(expert_count=1 << 30, expert_used_count=1), "num_local_experts is"),
+    "context a text": (gguf_model(context_length="long"), "max_position_embeddings is 'long'"),
     "empty": (gguf_bytes(lambda: b""), "cannot read"),
     "other magic": (gguf_bytes(lambda: b"GGML" + b"\0" * 64), "does not start with GGUF"),
     "old version": (gguf_header(version=1), "version 1"),
@@ -467,19 +653,149 @@ GGUF: dict[str, tuple[Change, str]] = {
     "architecture unknown": (gguf_model(architecture="rwkv7"), "is 'rwkv7'; Argosy reads llama"),
     "layers absent": (gguf_model(), r"no tensor model\.norm|no tensor model\.layers"),
     "layers huge": (gguf_model(block_count=1 << 30), "num_hidden_layers is"),
-    "heads a text": (gguf_model(**{"attention.head_count": "4"}), "num_attention_heads is '4'"),
+    "heads a text": (gguf_model(**{"attention.head_count": "4"}), "head_count is '4'; it must be"),
     "cut": (gguf_bytes(lambda: gguf_file()[:-64]), "download is incomplete"),
     "two models": (two_models, "holds 2 GGUF models"),
     "part absent": (lonely_part, "lacks m-00002-of-00003"),
 }
 
+# --- tokenizers ----------------------------------------------------------------------------------
+
+
+def tokenizer_file(name: str, content: bytes | str) -> Change:
+    def apply(path: Path) -> None:
+        (path / name).write_bytes(content.encode() if isinstance(content, str) else content)
+
+    return apply
+
+
+def tokenizer_json(**values: object) -> Change:
+    model = {"type": "BPE", "vocab": {"a": 0}, "merges": []}
+    definition = {"version": "1.0", "added_tokens": [], "model": model, "decoder": None}
+    return tokenizer_file("tokenizer.json", json.dumps(definition | values))
+
+
+def tekken(**config: object) -> Change:
+    config = {"pattern": "a", "default_num_special_tokens": 3, "default_vocab_size": 259} | config
+    vocabulary = [
+        {"rank": rank, "token_bytes": b64encode(bytes([rank])).decode()} for rank in range(256)
+    ]
+    return tokenizer_file("tekken.json", json.dumps({"config": config, "vocab": vocabulary}))
+
+
+def byte_ranks(*more: tuple[bytes, int]) -> str:
+    ranks = [*((bytes([byte]), byte) for byte in range(256)), *more]
+    return "\n".join(f"{b64encode(token).decode()} {rank}" for token, rank in ranks)
+
+
+def added_token(token_id: object) -> Change:
+    def apply(path: Path) -> None:
+        tokenizer_file("tokenizer.model", byte_ranks())(path)
+        (path / "added_tokens.json").write_text(json.dumps({"<x>": token_id}))
+
+    return apply
+
+
+TOKENIZERS: dict[str, tuple[Change, str]] = {
+    "absent": (tokenizer_file("other", ""), "has no tokenizer"),
+    "a device": (linked("tokenizer.json", "/dev/zero"), "has no tokenizer"),
+    "a pipe": (pipe("tokenizer.model"), "has no tokenizer"),
+    "empty": (tokenizer_file("tokenizer.json", ""), r"tokenizer\.json cannot be read"),
+    "nested": (tokenizer_file("tokenizer.json", '{"a":' * 100_000), "cannot be read"),
+    "id of 4 billion": (
+        tokenizer_json(model={"type": "BPE", "vocab": {"a": (1 << 32) - 2}, "merges": []}),
+        "has the id 4294967294",
+    ),
+    "id beyond 32 bits": (
+        tokenizer_json(model={"type": "BPE", "vocab": {"a": HUGE}, "merges": []}),
+        r"tokenizer\.json cannot be read",
+    ),
+    "pattern damaged": (
+        tokenizer_json(
+            pre_tokenizer={"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated"}
+        ),
+        r"tokenizer\.json cannot be read",
+    ),
+    "pieces of 1 EB": (
+        tokenizer_file("tokenizer.model", b"\x0a" + b"\xff" * 8 + b"\x7f"),
+        "damaged",
+    ),
+    "pieces not UTF-8": (
+        tokenizer_file("tokenizer.model", b"\x0a\x04\x0a\x02\xff\xff"),
+        "cannot be",
+    ),
+    "ranks huge": (tokenizer_file("x.tiktoken", byte_ranks((b"ab", HUGE))), "cannot be read"),
+    "ranks negative": (tokenizer_file("x.tiktoken", byte_ranks((b"ab", -1))), "cannot be read"),
+    "token of 1 MB": (
+        tokenizer_file("x.tiktoken", byte_ranks((b"a" * (1 << 20), 256))),
+        "a token has 1048576 bytes",
+    ),
+    "specials huge": (tekken(default_num_special_tokens=HUGE), "default_num_special_tokens is"),
+    "specials negative": (
+        tekken(default_num_special_tokens=-5),
+        "default_num_special_tokens is -5",
+    ),
+    "specials a list": (tekken(default_num_special_tokens=[1]), r"tekken\.json cannot be read"),
+    "added id huge": (added_token(HUGE), "cannot be read"),
+    "added id a text": (added_token("first"), "cannot be read"),
+}
+
+
+def load_tokenizer(path: Path) -> object:
+    return Tokenizer.load(path)
+
+
+# --- models of transformers ------------------------------------------------------------------------
+
+
+def granite(**values: object) -> Change:
+    """Write the configuration of a small Granite, which transformers computes, with changes."""
+    sizes = {"model_type": "granite", "architectures": ["GraniteForCausalLM"]}
+    return lambda path: (path / "config.json").write_text(json.dumps(CONFIG | sizes | values))
+
+
+TRANSFORMERS: dict[str, tuple[Change, str]] = {
+    "layers huge": (granite(num_hidden_layers=1 << 31), "num_hidden_layers is"),
+    "layers negative": (granite(num_hidden_layers=-1), r"GraniteForCausalLM|config\.json"),
+    "width of 1 EB": (granite(hidden_size=HUGE), r"config\.json|should have"),
+    "vocabulary of 1 EB": (granite(vocab_size=HUGE), r"config\.json|should have"),
+    "heads 0": (granite(num_attention_heads=0), r"config\.json"),
+    "heads a text": (granite(num_attention_heads="4"), r"config\.json"),
+    "rope a list": (granite(rope_parameters=[1]), r"config\.json"),
+    "context a text": (granite(max_position_embeddings="long"), r"config\.json"),
+    "no model class": (
+        granite(architectures=["pipeline"], auto_map={"AutoModelForCausalLM": "code.Model"}),
+        r"config\.json",
+    ),
+    "architecture a number": (granite(architectures=[7]), r"config\.json"),
+    "code of another repository": (
+        granite(model_type="x", auto_map={"AutoConfig": "evil/repository--code.Config"}),
+        "--trust-remote-code",
+    ),
+    "code above the folder": (
+        granite(model_type="x", auto_map={"AutoConfig": "../code.Config"}),
+        "--trust-remote-code",
+    ),
+    "weights of another model": (granite(intermediate_size=96), "should have"),
+}
+
+
+def load_with_transformers(path: Path) -> object:
+    model = build_transformers_model(path, torch.float32, max_model_len=64)
+    return load_generic_decoder(model, create_cpu_device(1), torch.float32, lambda _: None)
+
+
+LOADERS = {"tokenizer": load_tokenizer, "transformers": load_with_transformers}
 CASES = {
-    f"{kind}: {name}": case
+    f"{kind}: {name}": (LOADERS.get(kind, load), *case)
     for kind, cases in (
         ("plain", PLAIN),
+        ("special", SPECIAL),
         ("quantized", QUANTIZED),
         ("archive", ARCHIVES),
         ("gguf", GGUF),
+        ("tokenizer", TOKENIZERS),
+        ("transformers", TRANSFORMERS),
     )
     for name, case in cases.items()
 }
@@ -489,17 +805,20 @@ CASES = {
 def test_hostile_checkpoint_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    change, message = CASES[name]
+    load_model, change, message = CASES[name]
     folder = tmp_path / "model"
     folder.mkdir()
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     (folder / "config.json").write_text(json.dumps(CONFIG))
     (folder / "model.safetensors").write_bytes(plain_file())
     change(folder)
     files = sorted(tmp_path.rglob("*"))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(ValueError, match=message):
-        load(folder)
+    with pytest.raises(ValueError, match=message) as caught:
+        load_model(folder)
+    assert len(str(caught.value)) < MAX_MESSAGE_CHARS
     growth = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
     assert growth < MAX_GROWTH_BYTES
     assert sorted(tmp_path.rglob("*")) == files

@@ -97,7 +97,8 @@ def _find_gguf(folder: Path) -> Path:
     Raises:
         ValueError: There are several, or a part is missing.
     """
-    models = list(group_gguf_models(file.name for file in folder.glob("*.gguf")).values())
+    files = [file.name for file in folder.glob("*.gguf") if file.is_file()]
+    models = list(group_gguf_models(files).values())
     if len(models) != 1:
         names = ", ".join(parts[0] for parts in models[:MAX_LISTED_FILES]) or "none"
         raise ValueError(

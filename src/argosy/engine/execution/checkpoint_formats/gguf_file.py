@@ -136,9 +136,9 @@ def gguf_parts(path: Path) -> list[Path]:
         ValueError: A part is missing.
     """
     match = _SHARD.fullmatch(path.name)
-    if match is None:
+    count = 0 if match is None else int(match["count"])
+    if match is None or count == 0:
         return [path]
-    count = int(match["count"])
     parts = [
         path.with_name(f"{match['stem']}-{number:05}-of-{count:05}.gguf")
         for number in range(1, min(count, 10_000) + 1)

@@ -107,7 +107,7 @@ def _head_counts(file: GgufFile) -> dict[str, int]:
             value = counts["q_proj"]
         if not isinstance(value, int) or value <= 0:
             raise ValueError(
-                f"{file.path}: {architecture}.attention.{key} is {str(value)[:80]}; it must be a number above 0"
+                f"{file.path}: {architecture}.attention.{key} is {str(value)[:80]!r}; it must be a number above 0"
             )
         counts[part] = value
     return counts

@@ -197,6 +197,8 @@ def _check_archive(file: Path, remedy: str) -> None:
             f"cannot read {file}: it is not a zip archive of a current torch.save ({error}); {remedy}"
         ) from error
     size = file.stat().st_size
+    if len({entry.filename for entry in entries}) < len(entries):
+        raise ValueError(f"{file} has two members with the same name; {remedy}")
     if (
         len(entries) > _MAX_ARCHIVE_FILES
         or any(entry.compress_type != zipfile.ZIP_STORED for entry in entries)

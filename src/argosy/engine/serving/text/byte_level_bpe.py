@@ -35,6 +35,9 @@ KIMI_PATTERN = (
     + _OTHER_CHARACTERS.replace("/", "")
 )
 
+MAX_TOKEN_BYTES = 1024
+"""Length of a token up to which its merges are searched. The search takes the square of it."""
+
 
 @dataclass(frozen=True, slots=True)
 class SpecialToken:
@@ -79,8 +82,11 @@ def build_from_ranks(
         bos: Token that starts each text.
 
     Raises:
-        ValueError: A byte has no token, or two tokens have the same id.
+        ValueError: A byte has no token, two tokens have the same id, or a token is too long.
     """
+    longest = max(map(len, ranks), default=0)
+    if longest > MAX_TOKEN_BYTES:
+        raise ValueError(f"a token has {longest} bytes")
     missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
     if missing:
         raise ValueError(f"there is no token for the byte {missing[0]}")

@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE, Unigram
 
-from argosy.engine.serving.text.byte_level_bpe import SpecialToken, add_special_tokens, set_bos
+from argosy.engine.serving.text.byte_level_bpe import (
+    MAX_TOKEN_BYTES,
+    SpecialToken,
+    add_special_tokens,
+    set_bos,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -182,6 +187,9 @@ def _build_model(model: SentencePieceModel, vocabulary: dict[str, int]) -> BPE |
 def _find_merges(model: SentencePieceModel) -> list[tuple[str, str]]:
     """Return all pairs of pieces that make a piece, best score of the result first."""
     scores = {piece.text: piece.score for piece in model.pieces if piece.type == PieceType.NORMAL}
+    longest = max(map(len, scores), default=0)
+    if longest > MAX_TOKEN_BYTES:
+        raise ValueError(f"a token has {longest} characters")
     merges = []
     for text, score in scores.items():
         for middle in range(1, len(text)):

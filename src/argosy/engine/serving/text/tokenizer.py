@@ -17,6 +17,9 @@ from argosy.engine.serving.text.gguf_text import load_gguf_tokenizer
 from argosy.engine.serving.text.special_tokens import read_special_tokens
 from argosy.engine.serving.text.tokenizer_files import load_backend
 
+MAX_TOKEN_IDS = 1 << 24
+"""Size of a vocabulary above which its file is damaged. No model comes near it."""
+
 
 class Tokenizer:
     """A Hugging Face `tokenizer.json` whose decoding is plain concatenation of bytes.
@@ -28,6 +31,17 @@ class Tokenizer:
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, eos_token_ids: Iterable[int] = ()) -> None:
+        """Take over the backend.
+
+        Raises:
+            ValueError: Its format is not supported, or its vocabulary is too large.
+        """
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        num_ids = max(vocabulary.values(), default=-1) + 1
+        if num_ids > MAX_TOKEN_IDS:  # the library would allocate memory for all of them
+            raise ValueError(
+                f"a token of the tokenizer has the id {num_ids - 1}; its file is damaged, fetch the model again"
+            )
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
@@ -36,8 +50,7 @@ class Tokenizer:
         """SHA-256 of the tokenizer's definition. Equal for tokenizers that encode alike."""
         decoder = msgspec.json.decode(definition).get("decoder")
         to_bytes, self._leading_spaces = _build_decoder(decoder)
-        vocabulary = backend.get_vocab(with_added_tokens=True)
-        self._pieces = [b""] * (max(vocabulary.values(), default=-1) + 1)
+        self._pieces = [b""] * num_ids
         for token, token_id in vocabulary.items():
             self._pieces[token_id] = to_bytes(token)
         added = backend.get_added_tokens_decoder()

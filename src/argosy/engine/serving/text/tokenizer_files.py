@@ -62,7 +62,7 @@ def load_backend(path: Path) -> tokenizers.Tokenizer:
         ("merges.txt", _load_merges),
     )
     for pattern, load in loaders:
-        for file in sorted(path.glob(pattern)):
+        for file in filter(Path.is_file, sorted(path.glob(pattern))):  # no pipes or devices
             try:
                 return load(file)
             except Exception as error:  # the library raises its base class
