@@ -115,6 +115,11 @@ class HttpServer:
         """Stop the server. `serve` returns when all requests are answered, or shortly after if `force_exit` is set."""
         self._stop_requested.set()
 
+    def stop_accepting(self) -> None:
+        """Refuse new connections. Open ones continue."""
+        for acceptor in self._acceptors:
+            acceptor.close()
+
     def _start_accepting(self, sockets: Iterable[socket.socket]) -> None:
         header_deadlines = Deadlines(HEADER_TIMEOUT_S, HttpConnection.on_header_timeout)
         idle_deadlines = Deadlines(self._idle_timeout_s, HttpConnection.on_idle_timeout)
@@ -149,8 +154,7 @@ class HttpServer:
 
     async def _shut_down(self) -> None:
         """Stop accepting connections, wait for the requests, and cancel those that do not finish in time."""
-        for acceptor in self._acceptors:
-            acceptor.close()
+        self.stop_accepting()
         for connection in list(self.state.connections):
             connection.shutdown()
         with contextlib.suppress(TimeoutError):
@@ -182,8 +186,7 @@ class HttpServer:
         drain_deadlines = self.state.drain_deadlines = Deadlines[ServerConnection](
             idle_timeout_s, lambda connection: connection.shutdown()
         )
-        for acceptor in self._acceptors:
-            acceptor.close()
+        self.stop_accepting()
         for connection in self.state.connections:
             connection.close_gracefully()
         while drain_deadlines or self.state.tasks:  # noqa: ASYNC110 - the deadlines have no event

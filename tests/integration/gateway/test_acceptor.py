@@ -71,8 +71,7 @@ async def test_connection_after_close_is_refused_immediately() -> None:
     address = listen_socket.getsockname()
     task = asyncio.create_task(server.serve(sockets=[listen_socket]))
     _, writer = await asyncio.open_connection(*address)
-    for listener_server in server.servers:
-        listener_server.close()
+    server.stop_accepting()
     with pytest.raises(ConnectionRefusedError):
         await asyncio.open_connection(*address)
     writer.close()

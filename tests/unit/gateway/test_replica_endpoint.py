@@ -51,7 +51,8 @@ def test_cache_estimate_and_rates_are_dropped_with_the_arithmetic() -> None:
     keys = compute_prefix_keys(b"", b"x" * BLOCK_BYTES * 2, BLOCK_BYTES)
     for arithmetic_id, cached in (("aa", 2), ("aa", 2), ("", 2), ("bb", 0)):
         replica.prefix_index.on_prompt_sent(keys)
-        replica.on_native_load(load_report(arithmetic_id=arithmetic_id), 0.0)
+        report = load_report(arithmetic_id=arithmetic_id, block_size=16, kv_blocks_total=1000)
+        replica.on_native_load(report, 0.0)
         assert len(replica.prefix_index.match_prefix(keys)) == cached
     assert replica.arithmetic_id == "bb"
 

@@ -368,7 +368,7 @@ class FailoverProxy:
         context.incompatible_replicas.add(replica.name)
         context.failing_since = context.failing_since or now
         if not any(
-            now < other.grace_ends_at
+            now < other.health.grace_ends_at
             and other.has_arithmetic(context.delivered.arithmetic_id)
             and other.name not in context.incompatible_replicas
             for other in context.pool.replicas.values()
