@@ -191,8 +191,17 @@ class HealthCheck:
                 return self._end_healthy(classify_status(answer.status), now)
         return self._end(now, is_healthy=answer.status < 500)
 
-    def on_failure(self, reason: str, now: float) -> list[ProbeEffect]:
-        """Handle an error of a probe. The reason is empty after a timeout."""
+    def on_failure(
+        self, reason: str, now: float, outcome: AttemptOutcome = AttemptOutcome.FAILURE
+    ) -> list[ProbeEffect]:
+        """Handle an error of a probe.
+
+        Args:
+            reason: The error; empty after a timeout.
+            now: Monotonic time in seconds.
+            outcome: What the error says about the replica, for example `BACKPRESSURE` if the gateway has no free file
+                descriptor.
+        """
         is_test_generation = self._probe.kind is ProbeKind.TEST_GENERATION
         timeout_s = TEST_GENERATION_TIMEOUT_S if is_test_generation else PROBE_TIMEOUT_S
         reason = reason or f"no answer within {timeout_s:g} s"
@@ -200,7 +209,9 @@ class HealthCheck:
         is_news, self._known_unreachable = not self._known_unreachable, True
         return [
             *([ProbeFinding(FindingKind.UNREACHABLE, reason)] if is_news else []),
-            *self._finish(AttemptOutcome.FAILURE, now, is_up=is_test_generation),
+            *self._finish(
+                AttemptOutcome.FAILURE if self._is_test else outcome, now, is_up=is_test_generation
+            ),
         ]
 
     # --- Internal --------------------------------------------------------------------------------

@@ -124,7 +124,7 @@ class ReplicaHealth:
                 return f"its requests or probes failed: {self.last_failure}"
             case ReplicaStatus.CORDONED:
                 return f"cordoned {self._admin_reason}"
-            case ReplicaStatus.DRAINING if self._own_state is ReplicaStatus.READY:
+            case ReplicaStatus.DRAINING if self._admin_state is AdminState.DRAINING:
                 return f"drained {self._admin_reason}"
             case ReplicaStatus.DRAINING:
                 return "it reports that it drains"

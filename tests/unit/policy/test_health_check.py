@@ -161,6 +161,15 @@ def test_ejected_replica_waits_and_must_then_generate_a_token(
         assert replica.health.last_failure == "no answer within 10 s"
 
 
+def test_error_of_the_gateway_itself_does_not_eject_the_replica() -> None:
+    replica = Checked(VLLM)
+    replica.run(VLLM, OK)
+    for _ in range(5):
+        replica.check.on_tick(replica.now)
+        replica.check.on_failure("no descriptor", replica.now, AttemptOutcome.BACKPRESSURE)
+    assert replica.health.status(replica.now) is ReplicaStatus.READY
+
+
 def test_unreachable_ejected_replica_is_probed_without_waiting() -> None:
     replica = Checked(NATIVE)
     replica.run(NATIVE, state("ready"))

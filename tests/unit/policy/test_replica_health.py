@@ -70,6 +70,10 @@ EVENTS: list[Event] = [
         ([end_attempt(FULL)], BACKOFF, "it refused a request as full", 0),
         ([decide(AdminState.CORDONED)], CORDONED, "cordoned by ana: new disk", SLOTS),
         ([decide(AdminState.DRAINING)], DRAINING, "drained by ana: new disk", SLOTS),
+        (
+            [decide(AdminState.DRAINING), report("draining")],
+            *(DRAINING, "drained by ana: new disk", 1),
+        ),
         ([decide(AdminState.CORDONED), decide(AdminState.ACTIVE)], READY, "", SLOTS),
         ([decide(AdminState.CORDONED), *[FAIL] * 3], EJECTED, None, SLOTS),
     ],

@@ -13,6 +13,7 @@ from argosy.gateway.backends import CHAT_PATH, DetectedBackend, detect_backend
 from argosy.gateway.pool.replica_endpoint import ReplicaEndpoint
 from argosy.gateway.upstream import UpstreamError, fetch_path, fetch_response
 from argosy.policy import (
+    AttemptOutcome,
     FindingKind,
     HealthCheck,
     Probe,
@@ -106,7 +107,8 @@ class Prober:
                     return check.on_detected(await self._detect(), time.monotonic())
                 return check.on_answer(await self._senders[probe.kind](probe), time.monotonic())
         except PROBE_ERRORS as error:
-            return check.on_failure(str(error), time.monotonic())
+            outcome = getattr(error, "outcome", None) or AttemptOutcome.FAILURE
+            return check.on_failure(str(error), time.monotonic(), outcome)
 
     async def _detect(self) -> ServerProfile | None:
         """Detect the kind and the models of the server."""

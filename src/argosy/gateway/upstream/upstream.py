@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import ssl
 from collections.abc import Sequence
@@ -138,8 +139,9 @@ class Upstream:
                 interleave=0,  # keeps the order
                 socket_factory=create_socket,
             )
-        except RuntimeError as error:  # uvloop raises it if a descriptor is still in use
-            raise OSError(str(error)) from error
+        except (OSError, RuntimeError) as error:  # uvloop raises both; the texts repeat the address
+            code = getattr(error, "errno", None)
+            raise OSError(code, os.strerror(code) if code else str(error)) from error
         unresponsive.discard(tried.pop(connected))
         unresponsive.update(tried.values())
         return connected
