@@ -122,8 +122,10 @@ def _remove(shape: _Shape, value: object, path: str, removed: dict[str, None]) -
 
 @functools.cache
 def _shape(type_: Any) -> _Shape | None:  # noqa: ANN401 - any annotation
-    """Return where values of a type have structs; None if they have none."""
+    """Return where values of a type have structs that forbid unknown fields; None if they have none."""
     if isinstance(type_, type) and issubclass(type_, msgspec.Struct):
+        if not type_.__struct_config__.forbid_unknown_fields:
+            return None  # the decoder ignores them
         hints = get_type_hints(type_)
         names = zip(type_.__struct_fields__, type_.__struct_encode_fields__, strict=True)
         return _Shape({encoded: _shape(hints[name]) for name, encoded in names}, None)

@@ -1,0 +1,101 @@
+"""Dialects of other APIs as pure translations to and from the chat API: Responses, Anthropic Messages and Ollama.
+
+A `translate_*` function turns a request's body into a `TranslatedRequest`: the body of a chat, which is the only form
+that replicas see, and the builder of the response. The gateway runs the chat as any other one. A `DialectTranslator`
+reads its events or its whole response with a `ChatOutputReader`, which calls the builder (a `DialectOutput`). A stream
+and a whole response come from the same calls, so they say the same.
+"""
+
+from argosy.protocol.dialects.anthropic_output import AnthropicOutput, encode_anthropic_error
+from argosy.protocol.dialects.anthropic_requests import (
+    translate_count_tokens_request,
+    translate_messages_request,
+)
+from argosy.protocol.dialects.chat_request import TranslatedRequest
+from argosy.protocol.dialects.dialect_output import (
+    DialectOutput,
+    OutputEnd,
+    OutputError,
+    OutputIdentity,
+    OutputTokens,
+)
+from argosy.protocol.dialects.dialect_translator import (
+    DialectTranslator,
+    EndListener,
+    ErrorEncoder,
+    ObjectTranslator,
+    to_output_error,
+)
+from argosy.protocol.dialects.ollama_output import (
+    NDJSON_CONTENT_TYPE,
+    OllamaOutput,
+    encode_ollama_error,
+    format_timestamp,
+)
+from argosy.protocol.dialects.ollama_requests import (
+    OllamaModelRequest,
+    is_load_request,
+    strip_tag,
+    translate_ollama_chat,
+    translate_ollama_generate,
+)
+from argosy.protocol.dialects.responses_compaction import (
+    parse_compact_request,
+    translate_compact_request,
+)
+from argosy.protocol.dialects.responses_input import (
+    assign_item_ids,
+    list_references,
+    normalize_input,
+    resolve_references,
+)
+from argosy.protocol.dialects.responses_output import RESPONSE_ID_PREFIX, ResponsesOutput
+from argosy.protocol.dialects.responses_requests import (
+    Metadata,
+    ReasoningCipher,
+    ResponsesRequest,
+    parse_responses_request,
+    translate_responses_request,
+)
+from argosy.protocol.dialects.stored_response_events import render_stored_events
+
+__all__ = [
+    "NDJSON_CONTENT_TYPE",
+    "RESPONSE_ID_PREFIX",
+    "AnthropicOutput",
+    "DialectOutput",
+    "DialectTranslator",
+    "EndListener",
+    "ErrorEncoder",
+    "Metadata",
+    "ObjectTranslator",
+    "OllamaModelRequest",
+    "OllamaOutput",
+    "OutputEnd",
+    "OutputError",
+    "OutputIdentity",
+    "OutputTokens",
+    "ReasoningCipher",
+    "ResponsesOutput",
+    "ResponsesRequest",
+    "TranslatedRequest",
+    "assign_item_ids",
+    "encode_anthropic_error",
+    "encode_ollama_error",
+    "format_timestamp",
+    "is_load_request",
+    "list_references",
+    "normalize_input",
+    "parse_compact_request",
+    "parse_responses_request",
+    "render_stored_events",
+    "resolve_references",
+    "strip_tag",
+    "to_output_error",
+    "translate_compact_request",
+    "translate_count_tokens_request",
+    "translate_messages_request",
+    "translate_ollama_chat",
+    "translate_ollama_generate",
+    "translate_responses_request",
+]

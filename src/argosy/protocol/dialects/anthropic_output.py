@@ -1,0 +1,201 @@
+"""Responses and errors of Anthropic's Messages API, built from a chat's output."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from argosy.protocol.dialects.dialect_output import (
+    CallKind,
+    DialectOutput,
+    OutputEnd,
+    OutputError,
+    OutputIdentity,
+    OutputTokens,
+)
+
+_STOP_REASONS = {
+    "stop": "end_turn",
+    "length": "max_tokens",
+    "tool_calls": "tool_use",
+    "function_call": "tool_use",
+    "content_filter": "refusal",
+}
+_ERROR_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    422: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+_TOO_LONG_PREFIX = "prompt is too long: "
+"""Start of the message by which Claude Code recognises that it has to compact the conversation."""
+_encode = msgspec.json.Encoder().encode
+
+
+def encode_anthropic_error(error: OutputError, request_id: str) -> bytes:
+    """Encode the body of an error response, which is also the data of an error event."""
+    default_type = "api_error" if error.status >= 500 else "invalid_request_error"
+    message = error.message
+    if error.code == "context_length_exceeded":
+        message = _TOO_LONG_PREFIX + message
+    return _encode(
+        {
+            "type": "error",
+            "error": {"type": _ERROR_TYPES.get(error.status, default_type), "message": message},
+            "request_id": request_id or None,
+        }
+    )
+
+
+class AnthropicOutput(DialectOutput):
+    """Message of the Messages API, streamed or whole.
+
+    Args:
+        stop_sequences: Stop sequences of the request.
+        shows_thinking: Whether the request enabled thinking. If not, reasoning is left out, as clients that did not
+            enable it expect text in the first block.
+    """
+
+    def __init__(self, stop_sequences: Sequence[str] = (), *, shows_thinking: bool = True) -> None:
+        super().__init__()
+        self._stop_sequences = stop_sequences
+        self._shows_thinking = shows_thinking
+        self._message: dict[str, Any] = {}
+        self._blocks: list[dict[str, Any]] = []
+        self._texts: list[str] = []
+        """Text of the open block so far."""
+        self._is_open = False
+        """Whether the last block is open."""
+        self._call_blocks: dict[int, int] = {}
+        """Index of the block of each call."""
+
+    def start(self, identity: OutputIdentity) -> None:
+        self._message = {
+            "id": f"msg_{identity.id}",
+            "type": "message",
+            "role": "assistant",
+            "model": identity.model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": _usage(OutputTokens()),
+        }
+        self._send("message_start", message=self._message)
+
+    def add_reasoning(self, text: str) -> None:
+        if self._shows_thinking:
+            self._open("thinking", {"thinking": "", "signature": ""})
+            self._texts.append(text)
+            self._send_delta("thinking_delta", thinking=text)
+
+    def add_text(self, text: str, logprobs: Sequence[dict[str, Any]]) -> None:  # noqa: ARG002 - not in this API
+        if text:
+            self._open("text", {"text": ""})
+            self._texts.append(text)
+            self._send_delta("text_delta", text=text)
+
+    def start_call(self, index: int, call_id: str, name: str, kind: CallKind) -> None:  # noqa: ARG002 - all functions
+        self._close()
+        tool_id = "toolu_" + call_id.removeprefix("call_")
+        self._start_block({"type": "tool_use", "id": tool_id, "name": name, "input": {}})
+        self._call_blocks[index] = len(self._blocks) - 1
+
+    def add_call_text(self, index: int, text: str) -> None:
+        block = self._call_blocks[index]
+        if block == len(self._blocks) - 1 and self._is_open:
+            self._texts.append(text)
+            self._send_delta("input_json_delta", partial_json=text)
+
+    def finish(self, end: OutputEnd) -> None:
+        self._close()
+        message = self._message
+        message["content"] = self._blocks
+        message["stop_reason"] = _STOP_REASONS.get(end.finish_reason, "end_turn")
+        if end.finish_reason == "stop" and end.stop_reason in self._stop_sequences:
+            message["stop_reason"], message["stop_sequence"] = "stop_sequence", end.stop_reason
+        message["usage"] = usage = _usage(end.tokens)
+        delta = {name: message[name] for name in ("stop_reason", "stop_sequence")}
+        self._send("message_delta", delta=delta, usage=usage)
+        self._send("message_stop")
+
+    def fail(self, error: OutputError) -> None:
+        self._unsent.append(_frame("error", encode_anthropic_error(error, "")))
+
+    def build_response(self) -> dict[str, Any]:
+        return self._message
+
+    def _open(self, kind: str, fields: dict[str, Any]) -> None:
+        """Start a block of this type, unless the open block has the type."""
+        if not (self._is_open and self._blocks[-1]["type"] == kind):
+            self._close()
+            self._start_block({"type": kind, **fields})
+
+    def _start_block(self, block: dict[str, Any]) -> None:
+        self._send("content_block_start", index=len(self._blocks), content_block=block)
+        self._blocks.append(block)
+        self._is_open = True
+
+    def _close(self) -> None:
+        """End the open block, and give it its whole content."""
+        if not self._is_open:
+            return
+        block, text = self._blocks[-1], "".join(self._texts)
+        match block["type"]:
+            case "tool_use":
+                if not text:
+                    self._send_delta("input_json_delta", partial_json="")
+                block["input"] = _parse_input(text)
+            case "thinking":
+                block["thinking"] = text
+                block["signature"] = self._sign(text)
+                self._send_delta("signature_delta", signature=block["signature"])
+            case kind:
+                block[kind] = text
+        self._send("content_block_stop", index=len(self._blocks) - 1)
+        self._texts, self._is_open = [], False
+
+    def _sign(self, text: str) -> str:
+        """Return the signature of a thinking block. Clients only send it back."""
+        return hashlib.sha256(f"{self._message['id']}\0{text}".encode()).hexdigest()
+
+    def _send_delta(self, kind: str, **fields: str) -> None:
+        index = len(self._blocks) - 1
+        self._send("content_block_delta", index=index, delta={"type": kind, **fields})
+
+    def _send(self, kind: str, **fields: Any) -> None:  # noqa: ANN401 - any JSON
+        self._unsent.append(_frame(kind, _encode({"type": kind, **fields})))
+
+
+def _frame(kind: str, data: bytes) -> bytes:
+    return b"event: %s\ndata: %s\n\n" % (kind.encode(), data)
+
+
+def _parse_input(text: str) -> Any:  # noqa: ANN401 - any JSON
+    """Parse the arguments of a call. Text that was cut or is no JSON object stays under one name."""
+    try:
+        value = msgspec.json.decode(text or "{}")
+    except (msgspec.DecodeError, RecursionError):
+        value = None
+    return value if isinstance(value, dict) else {"arguments": text}
+
+
+def _usage(tokens: OutputTokens) -> dict[str, Any]:
+    """Return the counts in this API's sense, in which `input_tokens` excludes cached tokens."""
+    usage: dict[str, Any] = {
+        "input_tokens": tokens.prompt - tokens.cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": tokens.cached,
+        "output_tokens": tokens.output,
+    }
+    if tokens.reasoning:
+        usage["output_tokens_details"] = {"thinking_tokens": tokens.reasoning}
+    return usage

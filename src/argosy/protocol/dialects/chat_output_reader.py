@@ -1,0 +1,239 @@
+"""Reader of a chat's or completion's response, streamed or whole, that feeds a `DialectOutput`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from argosy.protocol.dialects.dialect_output import (
+    CallKind,
+    DialectOutput,
+    OutputEnd,
+    OutputError,
+    OutputIdentity,
+    OutputTokens,
+)
+from argosy.protocol.sse import EventParser
+
+_DONE = b"[DONE]"
+_STATUS_BY_ERROR_TYPE = {
+    "invalid_request_error": 400,
+    "authentication_error": 401,
+    "permission_error": 403,
+    "not_found_error": 404,
+    "rate_limit_error": 429,
+    "overloaded_error": 503,
+    "timeout_error": 504,
+}
+
+
+class _CallBody(msgspec.Struct, gc=False):
+    name: str | None = None
+    arguments: str | None = None
+    input: str | None = None
+
+
+class _Call(msgspec.Struct, gc=False):
+    index: int | None = None
+    id: str | None = None
+    type: str | None = None
+    function: _CallBody | None = None
+    custom: _CallBody | None = None
+
+
+class _Message(msgspec.Struct, gc=False):
+    """Message of a whole response, or the delta of a stream."""
+
+    content: str | None = None
+    refusal: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[_Call] | None = None
+
+
+class _Logprobs(msgspec.Struct, gc=False):
+    content: list[dict[str, Any]] | None = None
+
+
+class _Choice(msgspec.Struct, gc=False):
+    index: int = 0
+    delta: _Message | None = None
+    message: _Message | None = None
+    text: str | None = None
+    logprobs: _Logprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class _PromptDetails(msgspec.Struct, gc=False):
+    cached_tokens: int | None = None
+
+
+class _OutputDetails(msgspec.Struct, gc=False):
+    reasoning_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct, gc=False):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: _PromptDetails | None = None
+    completion_tokens_details: _OutputDetails | None = None
+
+    def to_tokens(self) -> OutputTokens:
+        prompt, output = self.prompt_tokens_details, self.completion_tokens_details
+        return OutputTokens(
+            prompt=self.prompt_tokens or 0,
+            cached=(prompt.cached_tokens or 0) if prompt else 0,
+            output=self.completion_tokens or 0,
+            reasoning=(output.reasoning_tokens or 0) if output else 0,
+        )
+
+
+class _Error(msgspec.Struct, gc=False):
+    message: str = ""
+    type: str | None = None
+    code: str | int | None = None
+
+
+class _Chunk(msgspec.Struct, gc=False):
+    """Whole response, or one event of a stream."""
+
+    model: str = ""
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: _Error | str | None = None
+
+
+_decode = msgspec.json.Decoder(_Chunk).decode
+
+
+class ChatOutputReader:
+    """Feeds a builder with the first choice of a response. Other choices are ignored.
+
+    Args:
+        output: The builder.
+        identity: Identity of the response. Its model applies to a response that names none.
+    """
+
+    def __init__(self, output: DialectOutput, identity: OutputIdentity) -> None:
+        self._output = output
+        self._identity = identity
+        self._events = EventParser()
+        self._has_started = False
+        self.has_ended = False
+        """Whether the response has ended or failed."""
+        self._num_calls = 0
+        self._finish_reason = ""
+        self._stop_reason: int | str | None = None
+        self._tokens = OutputTokens()
+
+    def read_events(self, data: bytes) -> None:
+        """Read a part of a stream of server-sent events.
+
+        Raises:
+            ValueError: An event is no chunk of a chat.
+        """
+        for event in self._events.feed(data):
+            if self.has_ended:
+                return
+            if event == _DONE:
+                self._end()
+            else:
+                self._read(_decode_chunk(event))
+
+    def read_response(self, body: bytes) -> None:
+        """Read a whole response.
+
+        Raises:
+            ValueError: The body is no response of a chat.
+        """
+        self._read(_decode_chunk(body))
+        if not self.has_ended:
+            self._end()
+
+    def _read(self, chunk: _Chunk) -> None:
+        if chunk.error is not None:
+            self._fail(chunk.error)
+            return
+        if not self._has_started:
+            self._start(chunk.model)
+        if chunk.usage is not None:
+            self._tokens = chunk.usage.to_tokens()
+        for choice in chunk.choices:
+            if choice.index == 0:
+                self._read_choice(choice)
+
+    def _start(self, model: str = "") -> None:
+        self._has_started = True
+        identity = self._identity
+        self._output.start(msgspec.structs.replace(identity, model=model or identity.model))
+
+    def _read_choice(self, choice: _Choice) -> None:
+        message = choice.delta or choice.message
+        text = choice.text or ""
+        if message is not None:
+            if reasoning := message.reasoning_content or message.reasoning:
+                self._output.add_reasoning(reasoning)
+            text = message.content or message.refusal or text
+        logprobs = (choice.logprobs.content or ()) if choice.logprobs else ()
+        if text or logprobs:
+            self._output.add_text(text, logprobs)
+        if message is not None:
+            for position, call in enumerate(message.tool_calls or ()):
+                self._read_call(call, position)
+        if choice.finish_reason is not None:
+            self._finish_reason, self._stop_reason = choice.finish_reason, choice.stop_reason
+
+    def _read_call(self, call: _Call, position: int) -> None:
+        index = position if call.index is None else call.index
+        body = call.custom or call.function or _CallBody()
+        if index >= self._num_calls:
+            self._num_calls = index + 1
+            kind: CallKind = "function" if call.custom is None else "custom"
+            self._output.start_call(index, call.id or f"call_{index}", body.name or "", kind)
+        if text := body.arguments or body.input:
+            self._output.add_call_text(index, text)
+
+    def _end(self) -> None:
+        self.has_ended = True
+        if not self._has_started:
+            self._start()
+        self._output.finish(
+            OutputEnd(
+                finish_reason=self._finish_reason or "stop",
+                stop_reason=self._stop_reason,
+                tokens=self._tokens,
+            )
+        )
+
+    def _fail(self, error: _Error | str) -> None:
+        self.has_ended = True
+        if not self._has_started:
+            self._start()
+        self._output.fail(_to_output_error(error))
+
+
+def parse_error_body(status: int, body: bytes) -> OutputError:
+    """Parse the body of an error response. An unknown shape gives an error without a useful message."""
+    try:
+        error = _decode(body).error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        error = None
+    known = _to_output_error(error or "")
+    message = known.message or f"The request failed with status {status}."
+    return msgspec.structs.replace(known, status=status, message=message)
+
+
+def _decode_chunk(data: bytes) -> _Chunk:
+    try:
+        return _decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"an event is malformed ({error})") from error
+
+
+def _to_output_error(error: _Error | str) -> OutputError:
+    if isinstance(error, str):
+        return OutputError(message=error)
+    status = _STATUS_BY_ERROR_TYPE.get(error.type or "", 500)
+    return OutputError(message=error.message, code=str(error.code or ""), status=status)

@@ -1,0 +1,105 @@
+"""Interface of the builders that turn a chat's output into a response of another dialect, streamed or whole."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from argosy.protocol.sse import SSE_CONTENT_TYPE
+
+CallKind = Literal["function", "custom"]
+
+
+class OutputIdentity(msgspec.Struct, frozen=True, kw_only=True):
+    """Identity of a response."""
+
+    id: str
+    """Random digits, from which the ids of the response and of its items are derived."""
+    created: int
+    """Creation time in seconds since the epoch."""
+    model: str
+
+
+class OutputTokens(msgspec.Struct, frozen=True, kw_only=True):
+    """Token counts of a response."""
+
+    prompt: int = 0
+    """Tokens of the prompt, including cached ones."""
+    cached: int = 0
+    output: int = 0
+    """Tokens of the output, including reasoning."""
+    reasoning: int = 0
+
+
+class OutputEnd(msgspec.Struct, frozen=True, kw_only=True):
+    """How a response ended, in the terms of the chat API."""
+
+    finish_reason: str
+    stop_reason: int | str | None = None
+    tokens: OutputTokens
+
+
+class OutputError(msgspec.Struct, frozen=True, kw_only=True):
+    """Error that ended a response."""
+
+    message: str
+    code: str = ""
+    status: int = 500
+    """HTTP status that the error has as a response of its own."""
+
+
+class DialectOutput(ABC):
+    """Builder of one response.
+
+    A stream and a whole response come from the same calls: a stream sends what `drain` returns after each call, and a
+    whole response is `build_response` after the last call.
+    """
+
+    stream_content_type: bytes = SSE_CONTENT_TYPE
+
+    def __init__(self) -> None:
+        self._unsent: list[bytes] = []
+
+    def drain(self) -> bytes:
+        """Return the encoded events since the last call."""
+        events, self._unsent = b"".join(self._unsent), []
+        return events
+
+    @abstractmethod
+    def start(self, identity: OutputIdentity) -> None:
+        """Start the response. Called once, before all other methods."""
+
+    @abstractmethod
+    def add_reasoning(self, text: str) -> None:
+        """Add text of the reasoning."""
+
+    @abstractmethod
+    def add_text(self, text: str, logprobs: Sequence[dict[str, Any]]) -> None:
+        """Add text of the answer, with the log-probabilities of its tokens in the chat API's shape."""
+
+    @abstractmethod
+    def start_call(self, index: int, call_id: str, name: str, kind: CallKind) -> None:
+        """Start the tool call with this index."""
+
+    @abstractmethod
+    def add_call_text(self, index: int, text: str) -> None:
+        """Add text of a call's arguments, or of a custom tool's input."""
+
+    @abstractmethod
+    def finish(self, end: OutputEnd) -> None:
+        """End the response."""
+
+    @abstractmethod
+    def fail(self, error: OutputError) -> None:
+        """End a stream that has started with an error."""
+
+    def keepalive(self, comment: bytes) -> bytes:
+        """Return what keeps an idle stream alive: the SSE comment, unless the dialect has something else."""
+        return comment
+
+    @abstractmethod
+    def build_response(self) -> dict[str, Any]:
+        """Build the whole response, after `finish`."""

@@ -1,0 +1,183 @@
+"""Responses and errors of Ollama's API, built from a chat's or completion's output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+import msgspec
+
+from argosy.protocol.dialects.dialect_output import (
+    CallKind,
+    DialectOutput,
+    OutputEnd,
+    OutputError,
+    OutputIdentity,
+)
+
+NDJSON_CONTENT_TYPE = b"application/x-ndjson"
+_DONE_REASONS = {"length": "length"}
+_NANOSECONDS = 1_000_000_000
+_ESCAPED_CHARACTERS = {
+    character.encode(): f"\\u{ord(character):04x}".encode() for character in "\x85\u2028\u2029"
+}
+"""Line breaks of Unicode, at which the client `ollama` splits a stream into lines as well."""
+_encode = msgspec.json.Encoder().encode
+
+
+def encode_ollama_error(error: OutputError, request_id: str) -> bytes:  # noqa: ARG001 - signature of all dialects
+    """Encode the body of an error response, which is also the last line of a stream that fails."""
+    return _encode_line({"error": error.message})
+
+
+def _encode_line(content: dict[str, Any]) -> bytes:
+    line: bytes = _encode(content)
+    if not line.isascii():
+        for character, escape in _ESCAPED_CHARACTERS.items():
+            line = line.replace(character, escape)
+    return line + b"\n"
+
+
+def format_timestamp(seconds: float) -> str:
+    """Format seconds since the epoch as Ollama does."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+
+
+class OllamaOutput(DialectOutput):
+    """Response of `/api/chat` or `/api/generate`, streamed as lines of JSON or whole.
+
+    Args:
+        model: Model as the request names it.
+        endpoint: The endpoint, which decides where text stands in a line.
+        clock: Returns seconds since the epoch.
+    """
+
+    stream_content_type = NDJSON_CONTENT_TYPE
+
+    def __init__(
+        self, model: str, endpoint: Literal["chat", "generate"], clock: Callable[[], float]
+    ) -> None:
+        super().__init__()
+        self._model = model
+        self._is_chat = endpoint == "chat"
+        self._clock = clock
+        self._requested_at = clock()
+        self._first_output_at: float | None = None
+        self._text: list[str] = []
+        self._thinking: list[str] = []
+        self._logprobs: list[dict[str, Any]] = []
+        self._calls: list[dict[str, Any]] = []
+        self._open_call: tuple[str, str, list[str]] | None = None
+        """Id, name and text of the call whose arguments are arriving."""
+        self._response: dict[str, Any] = {}
+
+    def start(self, identity: OutputIdentity) -> None:
+        """Do nothing, since the first line has text."""
+
+    def add_reasoning(self, text: str) -> None:
+        self._thinking.append(text)
+        self._send(thinking=text)
+
+    def add_text(self, text: str, logprobs: Sequence[dict[str, Any]]) -> None:
+        self._close_call()
+        self._text.append(text)
+        self._logprobs += logprobs
+        self._send(text, logprobs=logprobs)
+
+    def start_call(self, index: int, call_id: str, name: str, kind: CallKind) -> None:  # noqa: ARG002 - all functions
+        self._close_call()
+        self._open_call = call_id, name, []
+
+    def add_call_text(self, index: int, text: str) -> None:  # noqa: ARG002 - one call at a time
+        if self._open_call is not None:
+            self._open_call[2].append(text)
+
+    def finish(self, end: OutputEnd) -> None:
+        self._close_call()
+        now = self._clock()
+        first_output_at = now if self._first_output_at is None else self._first_output_at
+        counts = {
+            "done_reason": _DONE_REASONS.get(end.finish_reason, "stop"),
+            "total_duration": int((now - self._requested_at) * _NANOSECONDS),
+            "load_duration": 0,
+            "prompt_eval_count": end.tokens.prompt,
+            "prompt_eval_duration": int((first_output_at - self._requested_at) * _NANOSECONDS),
+            "eval_count": end.tokens.output,
+            "eval_duration": int((now - first_output_at) * _NANOSECONDS),
+        }
+        self._response = {
+            **self._line(
+                "".join(self._text), "".join(self._thinking), self._calls, self._logprobs, done=True
+            ),
+            **counts,
+        }
+        self._unsent.append(_encode_line({**self._line(done=True), **counts}))
+
+    def finish_load(self, reason: str) -> None:
+        """End the response to a request without a prompt."""
+        self._response = {**self._line(done=True), "done_reason": reason}
+        self._unsent.append(_encode_line(self._response))
+
+    def fail(self, error: OutputError) -> None:
+        self._unsent.append(encode_ollama_error(error, ""))
+
+    def keepalive(self, comment: bytes) -> bytes:  # noqa: ARG002 - these streams have no comments
+        """Return a line without text, because these streams have no comments."""
+        return _encode_line(self._line())
+
+    def build_response(self) -> dict[str, Any]:
+        return self._response
+
+    def _close_call(self) -> None:
+        if self._open_call is None:
+            return
+        call_id, name, pieces = self._open_call
+        function = {"name": name, "arguments": _parse_arguments("".join(pieces))}
+        call = {"id": call_id, "function": function}
+        self._open_call = None
+        self._calls.append(call)
+        self._send(calls=[call])
+
+    def _send(
+        self,
+        text: str = "",
+        thinking: str = "",
+        calls: Sequence[dict[str, Any]] = (),
+        logprobs: Sequence[dict[str, Any]] = (),
+    ) -> None:
+        if self._first_output_at is None:
+            self._first_output_at = self._clock()
+        self._unsent.append(_encode_line(self._line(text, thinking, calls, logprobs)))
+
+    def _line(
+        self,
+        text: str = "",
+        thinking: str = "",
+        calls: Sequence[dict[str, Any]] = (),
+        logprobs: Sequence[dict[str, Any]] = (),
+        *,
+        done: bool = False,
+    ) -> dict[str, Any]:
+        line = {"model": self._model, "created_at": format_timestamp(self._clock())}
+        optional: dict[str, Any] = {"thinking": thinking} if thinking else {}
+        if self._is_chat:
+            if calls:
+                optional["tool_calls"] = calls
+            content: dict[str, Any] = {
+                "message": {"role": "assistant", "content": text, **optional}
+            }
+        else:
+            content = {"response": text, **optional}
+        if logprobs:
+            content["logprobs"] = logprobs
+        return {**line, **content, "done": done}
+
+
+def _parse_arguments(text: str) -> dict[str, Any]:
+    """Parse the arguments of a call, which are an object in this API. Text that is none stays under one name."""
+    try:
+        value = msgspec.json.decode(text or "{}")
+    except (msgspec.DecodeError, RecursionError):
+        value = None
+    return value if isinstance(value, dict) else {"arguments": text}

@@ -1,0 +1,241 @@
+"""Responses and events of OpenAI's Responses API, built from a chat's output.
+
+The order of events is the one that the stream helpers of the SDK and Codex require.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from argosy.protocol.dialects.dialect_output import (
+    CallKind,
+    DialectOutput,
+    OutputEnd,
+    OutputError,
+    OutputIdentity,
+    OutputTokens,
+)
+from argosy.protocol.dialects.responses_tools import TranslatedTools
+from argosy.protocol.dialects.stored_response_events import format_response_event
+
+RESPONSE_ID_PREFIX = "resp_"
+_INCOMPLETE_REASONS = {"length": "max_output_tokens", "content_filter": "content_filter"}
+_ERROR_CODES = {429: "rate_limit_exceeded", 400: "invalid_prompt", 413: "invalid_prompt"}
+
+
+class ResponsesOutput(DialectOutput):
+    """Response of the Responses API, streamed or whole.
+
+    Args:
+        description: Fields of the response that repeat the request.
+        tools: The request's tools.
+        encrypt: Encrypts reasoning for the client; None if the client did not ask for it.
+    """
+
+    def __init__(
+        self,
+        description: dict[str, Any],
+        tools: TranslatedTools,
+        encrypt: Callable[[str], str] | None = None,
+    ) -> None:
+        super().__init__()
+        self._tools = tools
+        self._encrypt = encrypt
+        self.response: dict[str, Any] = description
+        """The response so far. Its output is complete after the end."""
+        self._digits = ""
+        self._sequence_number = 0
+        self._items: list[dict[str, Any]] = []
+        self._texts: list[str] = []
+        """Text of the open item so far."""
+        self._logprobs: list[dict[str, Any]] = []
+        self._is_open = False
+        """Whether the last item is open."""
+        self._call_items: dict[int, int] = {}
+        """Position of the item of each call."""
+
+    def start(self, identity: OutputIdentity) -> None:
+        self._digits = identity.id
+        self.response = {
+            "id": RESPONSE_ID_PREFIX + identity.id,
+            "object": "response",
+            "created_at": identity.created,
+            "status": "in_progress",
+            "error": None,
+            "incomplete_details": None,
+            "output": [],
+            "usage": None,
+            **self.response,
+            "model": identity.model,
+        }
+        self._send("response.created", response=self.response)
+        self._send("response.in_progress", response=self.response)
+
+    def add_reasoning(self, text: str) -> None:
+        if not self._is_open_item("reasoning"):
+            item = {"type": "reasoning", "summary": [], "content": [], "status": "in_progress"}
+            self._start_item("rs", item)
+            self._send_part("response.content_part.added", {"type": "reasoning_text", "text": ""})
+        self._texts.append(text)
+        self._send_part_event("response.reasoning_text.delta", delta=text)
+
+    def add_text(self, text: str, logprobs: Sequence[dict[str, Any]]) -> None:
+        if not self._is_open_item("message"):
+            self._start_message()
+        self._texts.append(text)
+        converted = list(_convert_logprobs(logprobs))
+        self._logprobs += converted
+        self._send_part_event("response.output_text.delta", delta=text, logprobs=converted)
+
+    def start_call(self, index: int, call_id: str, name: str, kind: CallKind) -> None:
+        self._close("completed")
+        tool = self._tools.get_tool(name)
+        call: dict[str, Any] = {"call_id": call_id, "name": tool.name}
+        if tool.namespace is not None:
+            call["namespace"] = tool.namespace
+        if kind == "custom":
+            self._start_item("ctc", {"type": "custom_tool_call", **call, "input": ""})
+        else:
+            item = {"type": "function_call", **call, "arguments": "", "status": "in_progress"}
+            self._start_item("fc", item)
+        self._call_items[index] = len(self._items) - 1
+
+    def add_call_text(self, index: int, text: str) -> None:
+        if self._is_open and self._call_items.get(index) == len(self._items) - 1:
+            self._texts.append(text)
+            self._send_item_event(f"{self._call_event()}.delta", delta=text)
+
+    def finish(self, end: OutputEnd) -> None:
+        reason = _INCOMPLETE_REASONS.get(end.finish_reason)
+        status = "completed" if reason is None else "incomplete"
+        if not self._items:
+            self._start_message()
+        self._close(status)
+        if reason is not None:
+            details = {"reason": reason}
+            if isinstance(end.stop_reason, str):  # a limit or the deadline of this server
+                details["stop_reason"] = end.stop_reason
+            self.response["incomplete_details"] = details
+        self.response["usage"] = render_usage(end.tokens)
+        self._end(status)
+
+    def fail(self, error: OutputError) -> None:
+        self._close("incomplete")
+        default_code = "server_error" if error.status >= 500 else "invalid_prompt"
+        code = _ERROR_CODES.get(error.status, default_code)
+        self.response["error"] = {"code": code, "message": error.message}
+        self._end("failed")
+
+    def build_response(self) -> dict[str, Any]:
+        return self.response
+
+    def _end(self, status: str) -> None:
+        self.response["status"] = status
+        self.response["output"] = self._items
+        self._send(f"response.{status}", response=self.response)
+
+    # --- items -----------------------------------------------------------------------------------
+
+    def _is_open_item(self, kind: str) -> bool:
+        if self._is_open and self._items[-1]["type"] == kind:
+            return True
+        self._close("completed")
+        return False
+
+    def _start_message(self) -> None:
+        item = {"type": "message", "role": "assistant", "status": "in_progress", "content": []}
+        self._start_item("msg", item)
+        self._send_part("response.content_part.added", _text_part("", []))
+
+    def _start_item(self, prefix: str, item: dict[str, Any]) -> None:
+        position = len(self._items)
+        self._items.append({"id": f"{prefix}_{self._digits}{position:02x}", **item})
+        self._is_open = True
+        self._send("response.output_item.added", output_index=position, item=self._items[-1])
+
+    def _close(self, status: str) -> None:
+        """End the open item, and give it its whole content."""
+        if not self._is_open:
+            return
+        item, text = self._items[-1], "".join(self._texts)
+        match item["type"]:
+            case "message":
+                self._send_part_event(
+                    "response.output_text.done", text=text, logprobs=self._logprobs
+                )
+                self._end_part(_text_part(text, self._logprobs))
+            case "reasoning":
+                self._send_part_event("response.reasoning_text.done", text=text)
+                self._end_part({"type": "reasoning_text", "text": text})
+                if self._encrypt is not None:
+                    item["encrypted_content"] = self._encrypt(text)
+            case "function_call":
+                if not text:  # clients parse the arguments, and an empty text is no JSON
+                    text = "{}"
+                    self._send_item_event(f"{self._call_event()}.delta", delta=text)
+                item["arguments"] = text
+                name = item["name"]
+                self._send_item_event(f"{self._call_event()}.done", arguments=text, name=name)
+            case "custom_tool_call":
+                item["input"] = text
+                self._send_item_event(f"{self._call_event()}.done", input=text)
+        if "status" in item:
+            item["status"] = status
+        self._send("response.output_item.done", output_index=len(self._items) - 1, item=item)
+        self._texts, self._logprobs, self._is_open = [], [], False
+
+    def _end_part(self, part: dict[str, Any]) -> None:
+        self._items[-1]["content"] = [part]
+        self._send_part("response.content_part.done", part)
+
+    def _call_event(self) -> str:
+        """Return the name of the open call's events, without their last word."""
+        if self._items[-1]["type"] == "custom_tool_call":
+            return "response.custom_tool_call_input"
+        return "response.function_call_arguments"
+
+    # --- events ----------------------------------------------------------------------------------
+
+    def _send_part(self, kind: str, part: dict[str, Any]) -> None:
+        self._send_part_event(kind, part=part)
+
+    def _send_part_event(self, kind: str, **fields: Any) -> None:  # noqa: ANN401 - any JSON
+        self._send_item_event(kind, content_index=0, **fields)
+
+    def _send_item_event(self, kind: str, **fields: Any) -> None:  # noqa: ANN401 - any JSON
+        position = len(self._items) - 1
+        self._send(kind, output_index=position, item_id=self._items[-1]["id"], **fields)
+
+    def _send(self, kind: str, **fields: Any) -> None:  # noqa: ANN401 - any JSON
+        self._unsent.append(format_response_event(self._sequence_number, kind, fields))
+        self._sequence_number += 1
+
+
+def _text_part(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+
+def _convert_logprobs(logprobs: Iterable[dict[str, Any]]) -> Iterable[dict[str, Any]]:
+    for entry in logprobs:
+        top = [
+            {name: other.get(name) for name in ("token", "bytes", "logprob")}
+            for other in entry.get("top_logprobs") or ()
+        ]
+        yield {
+            "token": entry.get("token"),
+            "bytes": entry.get("bytes"),
+            "logprob": entry.get("logprob"),
+            "top_logprobs": top,
+        }
+
+
+def render_usage(tokens: OutputTokens) -> dict[str, Any]:
+    """Return the counts in the shape of the Responses API."""
+    return {
+        "input_tokens": tokens.prompt,
+        "input_tokens_details": {"cached_tokens": tokens.cached, "cache_write_tokens": 0},
+        "output_tokens": tokens.output,
+        "output_tokens_details": {"reasoning_tokens": tokens.reasoning},
+        "total_tokens": tokens.prompt + tokens.output,
+    }

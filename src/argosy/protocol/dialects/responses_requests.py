@@ -1,0 +1,239 @@
+"""Translation of requests of OpenAI's Responses API to chats.
+
+Facts are from the types of the SDK `openai` 3.54 and from the requests of Codex. Tools that only OpenAI's servers run,
+and input items of unknown types, are ignored and named in a response header.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from argosy.protocol.dialects.chat_request import (
+    ExtensionFields,
+    TranslatedRequest,
+    drop_unset,
+    json_schema_format,
+)
+from argosy.protocol.dialects.responses_input import InputTranslator, normalize_input
+from argosy.protocol.dialects.responses_output import ResponsesOutput
+from argosy.protocol.dialects.responses_tools import translate_tool_choice, translate_tools
+from argosy.protocol.errors import invalid_request
+from argosy.protocol.openai_requests import JsonObject
+from argosy.protocol.parsing import parse_request_body
+
+INCLUDE_ENCRYPTED_REASONING = "reasoning.encrypted_content"
+INCLUDE_LOGPROBS = "message.output_text.logprobs"
+_FIELDS_WITHOUT_EFFECT = ("max_tool_calls", "context_management", "moderation", "access_programs")
+_METADATA_LIMIT = 16
+
+Metadata = Annotated[
+    dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]],
+    Meta(max_length=_METADATA_LIMIT),
+]
+"""Key-value pairs of a response or conversation."""
+
+
+class _TextConfig(msgspec.Struct, gc=False):
+    format: JsonObject | None = None
+    verbosity: str | None = None
+
+
+class _ReasoningConfig(msgspec.Struct, gc=False):
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
+class ResponsesRequest(ExtensionFields, frozen=True, kw_only=True):
+    """Body of `POST /v1/responses`."""
+
+    model: str
+    input: str | list[JsonObject] | None = None
+    instructions: str | None = None
+    stream: bool | None = None
+    stream_options: JsonObject | None = None
+    store: bool | None = None
+    background: bool | None = None
+    previous_response_id: str | None = None
+    conversation: str | JsonObject | None = None
+    include: list[str] | None = None
+    tools: list[JsonObject] | None = None
+    tool_choice: str | JsonObject | None = None
+    parallel_tool_calls: bool | None = None
+    max_tool_calls: int | None = None
+    text: _TextConfig | None = None
+    reasoning: _ReasoningConfig | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: int | None = None
+    truncation: str | None = None
+    prompt: JsonObject | None = None
+    metadata: Metadata | None = None
+    client_metadata: Any = None
+    """Accepted and not used, as are the next fields but for the last three."""
+    service_tier: str | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: JsonObject | None = None
+    context_management: Any = None
+    moderation: Any = None
+    access_programs: Any = None
+
+    @property
+    def conversation_id(self) -> str | None:
+        """Id of the conversation that the response belongs to."""
+        if isinstance(self.conversation, dict):
+            value = self.conversation.get("id")
+            return value if isinstance(value, str) else None
+        return self.conversation
+
+    def input_items(self) -> list[JsonObject]:
+        """Return the new input as items."""
+        return normalize_input(self.input)
+
+
+class ReasoningCipher(msgspec.Struct, frozen=True):
+    """Functions that encrypt reasoning for the client, and decrypt what it sends back."""
+
+    encrypt: Callable[[str], str]
+    decrypt: Callable[[str], str | None]
+    """Returns None for what this server has not encrypted."""
+
+
+def parse_responses_request(
+    body: bytes, *, refuse_unknown: bool = False
+) -> tuple[ResponsesRequest, tuple[str, ...]]:
+    """Parse the body of `POST /v1/responses`.
+
+    Returns:
+        The request, and the paths of its unknown fields.
+
+    Raises:
+        ApiError: 400 if the body is invalid, 413 if it has too many values.
+    """
+    request, ignored = parse_request_body(ResponsesRequest, body, refuse_unknown=refuse_unknown)
+    if request.previous_response_id is not None and request.conversation is not None:
+        message = "'previous_response_id' and 'conversation' exclude each other. Send one of them."
+        raise invalid_request(message, "conversation")
+    if request.prompt is not None:
+        message = "Stored prompts are not supported. Send the prompt's text in 'instructions'."
+        raise invalid_request(message, "prompt", "unsupported_parameter")
+    return request, ignored
+
+
+def translate_responses_request(
+    request: ResponsesRequest,
+    cipher: ReasoningCipher,
+    items: Sequence[JsonObject],
+    history: Sequence[JsonObject] = (),
+    *,
+    is_stored: bool = False,
+) -> TranslatedRequest[ResponsesOutput]:
+    """Translate a request to a chat.
+
+    Args:
+        request: The request.
+        cipher: Encrypts and decrypts reasoning.
+        items: The new input (see `ResponsesRequest.input_items`), without references.
+        history: Items of earlier turns, which precede it.
+        is_stored: Whether the response will be stored, for the field that says so.
+
+    Raises:
+        ApiError: 400 if the request needs what no chat can express.
+    """
+    tools = translate_tools(request.tools or [])
+    translator = InputTranslator(tools, cipher.decrypt)
+    messages = translator.translate(request.instructions, history, items)
+    include = request.include or ()
+    text, reasoning = request.text or _TextConfig(), request.reasoning or _ReasoningConfig()
+    wants_logprobs = INCLUDE_LOGPROBS in include or bool(request.top_logprobs)
+    fields = {
+        "model": request.model,
+        "messages": messages,
+        "stream": bool(request.stream),
+        "stream_options": {"include_usage": True} if request.stream else None,
+        "tools": tools.chat_tools or None,
+        "tool_choice": translate_tool_choice(request.tool_choice, tools),
+        "parallel_tool_calls": request.parallel_tool_calls if tools.chat_tools else None,
+        "response_format": _translate_text_format(text.format),
+        "verbosity": text.verbosity,
+        "reasoning_effort": reasoning.effort,
+        "max_completion_tokens": request.max_output_tokens,
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "logprobs": True if wants_logprobs else None,
+        "top_logprobs": request.top_logprobs,
+        "service_tier": request.service_tier,
+        "user": request.user,
+        "safety_identifier": request.safety_identifier,
+        "prompt_cache_key": request.prompt_cache_key,
+        **request.extension_fields(),
+    }
+    unused = [name for name in _FIELDS_WITHOUT_EFFECT if getattr(request, name) is not None]
+    if request.truncation == "auto":
+        unused.append("truncation")
+    output = ResponsesOutput(
+        _describe_request(request) | {"store": is_stored},
+        tools,
+        encrypt=cipher.encrypt if INCLUDE_ENCRYPTED_REASONING in include else None,
+    )
+    return TranslatedRequest(
+        body=drop_unset(fields),
+        output=output,
+        ignored=(*unused, *tools.ignored, *translator.ignored),
+    )
+
+
+def _translate_text_format(text_format: JsonObject | None) -> JsonObject | None:
+    match text_format:
+        case None:
+            return None
+        case {"type": "text" | "json_object"}:
+            return {"type": text_format["type"]}
+        case {"type": "json_schema", "schema": dict(schema)}:
+            name, strict = text_format.get("name"), text_format.get("strict")
+            return json_schema_format(
+                schema,
+                name=name if isinstance(name, str) else "response",
+                strict=strict if isinstance(strict, bool) else None,
+            )
+    message = "'text.format' must have the type text, json_object or json_schema, and a schema for the latter."
+    raise invalid_request(message, "text.format")
+
+
+def _describe_request(request: ResponsesRequest) -> dict[str, Any]:
+    """Return the fields of a response that repeat the request."""
+    reasoning = request.reasoning or _ReasoningConfig()
+    text = request.text or _TextConfig()
+    return {
+        "background": bool(request.background),
+        "conversation": None
+        if request.conversation_id is None
+        else {"id": request.conversation_id},
+        "instructions": request.instructions,
+        "max_output_tokens": request.max_output_tokens,
+        "max_tool_calls": request.max_tool_calls,
+        "metadata": request.metadata or {},
+        "model": request.model,
+        "parallel_tool_calls": request.parallel_tool_calls is not False,
+        "previous_response_id": request.previous_response_id,
+        "prompt_cache_key": request.prompt_cache_key,
+        "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary},
+        "safety_identifier": request.safety_identifier,
+        "service_tier": request.service_tier or "auto",
+        "temperature": 1.0 if request.temperature is None else request.temperature,
+        "text": {"format": text.format or {"type": "text"}, "verbosity": text.verbosity},
+        "tool_choice": request.tool_choice or "auto",
+        "tools": request.tools or [],
+        "top_logprobs": request.top_logprobs or 0,
+        "top_p": 1.0 if request.top_p is None else request.top_p,
+        "truncation": "disabled",
+        "user": request.user,
+    }

@@ -1,0 +1,285 @@
+"""Requests of the Responses API in their internal form."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from argosy.protocol import ApiError, ChatCompletionRequest, parse_body
+from argosy.protocol.dialects import (
+    ReasoningCipher,
+    assign_item_ids,
+    list_references,
+    parse_responses_request,
+    resolve_references,
+    translate_responses_request,
+)
+
+CIPHER = ReasoningCipher(
+    lambda text: f"sealed:{text}",
+    lambda text: text.removeprefix("sealed:") if text.startswith("sealed:") else None,
+)
+FUNCTION = {"type": "function", "name": "f", "description": "d", "parameters": {"type": "object"}}
+CUSTOM = {"type": "custom", "name": "patch", "description": "Edits files."}
+NAMESPACE = {"type": "namespace", "name": "mcp__x__", "description": "", "tools": [FUNCTION]}
+USER = {"role": "user", "content": "Hi"}
+
+
+def translate(
+    history: list[dict[str, Any]] | None = None,
+    **fields: Any,  # noqa: ANN401 - any JSON
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    body = {"model": "big", "input": "Hi", **fields}
+    request, unknown = parse_responses_request(json.dumps(body).encode())
+    translated = translate_responses_request(request, CIPHER, request.input_items(), history or ())
+    encoded = json.dumps(translated.body).encode()
+    parse_body(ChatCompletionRequest, encoded)  # a chat that replicas accept
+    return json.loads(encoded), (*unknown, *translated.ignored)
+
+
+def call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    function = {"name": name, "arguments": arguments}
+    return {"id": call_id, "type": "function", "function": function}
+
+
+@pytest.mark.parametrize(
+    ("items", "expected"),
+    [
+        ("Hi", [USER]),
+        ([{"role": "user", "content": "Hi", "id": None}], [USER]),
+        (
+            [
+                {"type": "message", "role": "developer", "content": "d"},
+                {"role": "user", "content": [{"type": "input_text", "text": "Hi"}]},
+            ],
+            [{"role": "system", "content": "d"}, USER],
+        ),
+        (
+            [{"role": "user", "content": [{"type": "input_image", "image_url": "http://x/a.png"}]}],
+            [
+                {
+                    "role": "user",
+                    "content": [{"type": "image_url", "image_url": {"url": "http://x/a.png"}}],
+                }
+            ],
+        ),
+        (
+            [
+                USER,
+                {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "sealed:t"},
+                {
+                    "type": "message",
+                    "role": "assistant",
+                    "content": [{"type": "output_text", "text": "a", "annotations": []}],
+                },
+                {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"},
+                {
+                    "type": "function_call",
+                    "call_id": "c2",
+                    "name": "f",
+                    "namespace": "mcp__x__",
+                    "arguments": "{}",
+                },
+                {"type": "function_call_output", "call_id": "c1", "output": "r1"},
+                {
+                    "type": "function_call_output",
+                    "call_id": "c2",
+                    "output": [{"type": "input_text", "text": "r2"}],
+                },
+                {"type": "custom_tool_call", "call_id": "c3", "name": "patch", "input": "p"},
+                {"type": "custom_tool_call_output", "call_id": "c3", "output": "ok"},
+            ],
+            [
+                USER,
+                {
+                    "role": "assistant",
+                    "content": "a",
+                    "reasoning_content": "t",
+                    "tool_calls": [call("c1", "f", "{}"), call("c2", "mcp__x__f", "{}")],
+                },
+                {"role": "tool", "tool_call_id": "c1", "content": "r1"},
+                {"role": "tool", "tool_call_id": "c2", "content": "r2"},
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "tool_calls": [
+                        {
+                            "id": "c3",
+                            "type": "custom",
+                            "custom": {"name": "patch", "input": "p"},
+                        }
+                    ],
+                },
+                {"role": "tool", "tool_call_id": "c3", "content": "ok"},
+            ],
+        ),
+        (
+            [
+                {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "t"}]},
+                {"type": "message", "role": "assistant", "content": "a"},
+                USER,
+            ],
+            [{"role": "assistant", "content": "a", "reasoning_content": "t"}, USER],
+        ),
+        (
+            [{"type": "compaction", "encrypted_content": "sealed:summary"}, USER],
+            [{"role": "user", "content": "summary"}, USER],
+        ),
+    ],
+)
+def test_input_items(items: Any, expected: list[Any]) -> None:  # noqa: ANN401 - any JSON
+    body, ignored = translate(input=items)
+    assert (body["messages"], ignored) == (expected, ())
+
+
+def test_history_precedes_input_and_instructions_are_not_inherited() -> None:
+    history = [
+        {"type": "message", "id": "msg_1", "role": "user", "content": "first"},
+        {"type": "message", "id": "msg_2", "role": "assistant", "content": "answer"},
+    ]
+    body, _ = translate(history, instructions="new")
+    contents = [message["content"] for message in body["messages"]]
+    assert contents == ["new", "first", "answer", "Hi"]
+
+
+def test_references_are_replaced_by_stored_items() -> None:
+    history, other = [{"type": "message", "id": "msg_1"}], {"type": "message", "id": "msg_9"}
+    items = [{"type": "item_reference", "id": "msg_1"}, {"type": "item_reference", "id": "msg_9"}]
+    assert list_references([*items, USER]) == ["msg_1", "msg_9"]
+    assert resolve_references([*items, USER], history, {"msg_9": other}) == [other, USER]
+    with pytest.raises(ApiError, match=r"input\[0\]"):
+        resolve_references(items, [], {"msg_9": other})
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        (
+            {"tools": [FUNCTION], "tool_choice": {"type": "function", "name": "f"}},
+            {"tool_choice": {"type": "function", "function": {"name": "f"}}},
+        ),
+        (
+            {
+                "tools": [NAMESPACE],
+                "tool_choice": {"type": "function", "name": "f", "namespace": "mcp__x__"},
+            },
+            {"tool_choice": {"type": "function", "function": {"name": "mcp__x__f"}}},
+        ),
+        (
+            {
+                "tools": [CUSTOM],
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "mode": "required",
+                    "tools": [{"type": "custom", "name": "patch"}, {"type": "web_search"}],
+                },
+            },
+            {
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "allowed_tools": {
+                        "mode": "required",
+                        "tools": [{"type": "custom", "custom": {"name": "patch"}}],
+                    },
+                }
+            },
+        ),
+        ({"tool_choice": "auto"}, {}),
+        (
+            {
+                "text": {
+                    "format": {"type": "json_schema", "name": "n", "schema": {}, "strict": True}
+                }
+            },
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "n", "schema": {}, "strict": True},
+                }
+            },
+        ),
+        ({"reasoning": {"effort": "low"}}, {"reasoning_effort": "low"}),
+        ({"max_output_tokens": 7}, {"max_completion_tokens": 7}),
+        ({"include": ["message.output_text.logprobs"], "top_logprobs": 2}, {"top_logprobs": 2}),
+        ({"stream": True}, {"stream_options": {"include_usage": True}}),
+        ({"prompt_cache_key": "k", "priority": 1}, {"prompt_cache_key": "k", "priority": 1}),
+    ],
+)
+def test_fields(fields: dict[str, Any], expected: dict[str, Any]) -> None:
+    body, _ = translate(**fields)
+    assert body.items() >= expected.items()
+
+
+def test_tools_of_codex() -> None:
+    grammar = {"type": "grammar", "syntax": "lark", "definition": "start: /.+/"}
+    body, ignored = translate(
+        tools=[
+            FUNCTION,
+            CUSTOM | {"format": grammar},
+            NAMESPACE,
+            {"type": "web_search"},
+            {"type": "local_shell"},
+        ],
+        store=False,
+        client_metadata={"x": "y"},
+        include=["reasoning.encrypted_content"],
+        input=[USER, {"type": "additional_tools", "tools": []}],
+        max_tool_calls=3,
+    )
+    function, custom, namespaced = body["tools"]
+    assert function["function"]["name"] == "f"
+    assert namespaced["function"] == function["function"] | {"name": "mcp__x__f"}
+    assert custom["custom"]["description"].startswith("Edits files.\n\nThe input follows this lark")
+    assert "format" not in custom["custom"]
+    assert ignored == ("max_tool_calls", "tools[1].format", "tools[3]", "tools[4]", "input[1]")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [FUNCTION], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice"),
+        ({"tools": [{"type": "function"}]}, "tools[0].name"),
+        ({"tools": [{"type": "namespace", "name": "n"}]}, "tools[0].tools"),
+        ({"input": [{"role": "bot", "content": "x"}]}, "input[0].role"),
+        ({"input": [{"type": "function_call", "call_id": "c"}]}, "input[0].name"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}]},
+            "input[0].content[0]",
+        ),
+        ({"input": []}, "input"),
+        ({"prompt": {"id": "p"}}, "prompt"),
+        ({"previous_response_id": "r", "conversation": "c"}, "conversation"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format"),
+        ({"metadata": {"k": "v" * 513}}, "metadata[...]"),
+    ],
+)
+def test_invalid_requests_name_the_field(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(ApiError) as error:
+        translate(**fields)
+    assert (error.value.status, error.value.param) == (400, param)
+
+
+def test_reasoning_of_other_servers_is_left_out() -> None:
+    body, _ = translate(input=[{"type": "reasoning", "encrypted_content": "gAAAA"}, USER])
+    assert body["messages"] == [USER]
+
+
+def test_stored_items_have_ids_and_parts() -> None:
+    items = [
+        {"type": "message", "role": "user", "content": "Hi"},
+        {"type": "function_call_output", "call_id": "c", "output": "x", "id": "fco_own"},
+    ]
+    assert assign_item_ids(items, lambda: "7") == [
+        {
+            "type": "message",
+            "role": "user",
+            "content": [{"type": "input_text", "text": "Hi"}],
+            "id": "msg_7",
+            "status": "completed",
+        },
+        items[1],
+    ]
