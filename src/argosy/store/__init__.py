@@ -2,15 +2,17 @@
 
 `Store` opens a database by URL. Its `accounts`, `limits_and_prices` and `replica_settings` change records in audited
 transactions, and `load_snapshot` reads all of them as one `AccountSnapshot` that gateways hold in memory. Its `ledger`
-adds, sums and rolls up usage records. A `UsageLog` holds usage on the gateway's disk until the ledger has it, so no
-request waits for the database. Separate from the store, a `QuotaBackend` counts limits across gateways and an
-`IdempotencyStore` holds the responses of repeatable requests.
+adds, sums and rolls up usage records. Its `responses` and `conversations` hold the state of the Responses API. A
+`UsageLog` holds usage on the gateway's disk until the ledger has it, so no request waits for the database. Separate
+from the store, a `QuotaBackend` counts limits across gateways and an `IdempotencyStore` holds the responses of
+repeatable requests.
 """
 
 from argosy.store.accounts import Accounts
 from argosy.store.api_keys import hash_key
 from argosy.store.audit import AuditEntry, AuditLog, AuditVerification
 from argosy.store.clock import Clock, SteadyClock, steady_clock
+from argosy.store.conversation_store import ConversationStore, StoredConversation
 from argosy.store.errors import ConflictError, NotFoundError, StoreError, StoreUnavailableError
 from argosy.store.gateway_registry import GatewayRecord, GatewayRegistry
 from argosy.store.idempotency_store import (
@@ -19,6 +21,7 @@ from argosy.store.idempotency_store import (
     IdempotencyStore,
     InFlightClaim,
 )
+from argosy.store.item_table import Item, ItemOwner
 from argosy.store.ledger import (
     Ledger,
     ReportGroup,
@@ -65,6 +68,13 @@ from argosy.store.records import (
     Weight,
 )
 from argosy.store.replica_settings import ReplicaSettings
+from argosy.store.response_store import (
+    RUNNING_STATUSES,
+    ResponseStatus,
+    ResponseStore,
+    StoredResponse,
+)
+from argosy.store.secret_store import SecretStore
 from argosy.store.store import (
     Store,
     StoreConfig,
@@ -78,6 +88,7 @@ from argosy.store.usage_slots import UsageSlot
 from argosy.store.validation import is_key_valid
 
 __all__ = [
+    "RUNNING_STATUSES",
     "AccountSnapshot",
     "Accounts",
     "AuditEntry",
@@ -86,11 +97,14 @@ __all__ = [
     "CachedResponse",
     "Clock",
     "ConflictError",
+    "ConversationStore",
     "GatewayRecord",
     "GatewayRegistry",
     "IdempotencyConfig",
     "IdempotencyStore",
     "InFlightClaim",
+    "Item",
+    "ItemOwner",
     "Key",
     "KeyInfo",
     "Ledger",
@@ -117,13 +131,18 @@ __all__ = [
     "ReplicaState",
     "ReplicaWeight",
     "ReportGroup",
+    "ResponseStatus",
+    "ResponseStore",
     "Role",
     "RoleScope",
+    "SecretStore",
     "SteadyClock",
     "Store",
     "StoreConfig",
     "StoreError",
     "StoreUnavailableError",
+    "StoredConversation",
+    "StoredResponse",
     "Tier",
     "Timestamp",
     "TokenPrice",

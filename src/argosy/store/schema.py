@@ -290,3 +290,62 @@ usage_days = Table(
     Column("unanswered", BigInteger, nullable=False, server_default="0"),
 )
 """Daily sums of the usage records that were rolled up. Limits do not count the `unanswered` requests among them."""
+
+
+def _owner_columns() -> tuple[Column[str], Column[str]]:
+    """Organisation, and project, or user or key without a project, to which a record belongs."""
+    return Column("organisation", Text, nullable=False), Column("owner", Text, nullable=False)
+
+
+responses = Table(
+    "responses",
+    metadata,
+    Column("id", Text, primary_key=True),
+    *_owner_columns(),
+    Column("created_at", Double, nullable=False),
+    Column("expires_at", Double, nullable=False),
+    Column("status", Text, nullable=False),
+    Column("previous", Text),
+    Column("body", LargeBinary, nullable=False),
+    Column("heartbeat_at", Double),
+    Index("responses_expires_at", "expires_at"),
+    Index("responses_heartbeat_at", "heartbeat_at"),
+)
+"""Responses of the Responses API. `body` is the response as JSON without its output, which `items` has.
+
+`heartbeat_at` is the last sign of the gateway that runs a background response; NULL if none does.
+"""
+
+conversations = Table(
+    "conversations",
+    metadata,
+    Column("id", Text, primary_key=True),
+    *_owner_columns(),
+    Column("created_at", Double, nullable=False),
+    Column("expires_at", Double, nullable=False),
+    Column("body", LargeBinary, nullable=False),
+    Index("conversations_expires_at", "expires_at"),
+)
+"""Conversations of the Responses API. `body` is the client's metadata as JSON."""
+
+items = Table(
+    "items",
+    metadata,
+    Column("parent", Text, primary_key=True),
+    Column("position", Integer, primary_key=True, autoincrement=False),
+    *_owner_columns(),
+    Column("item", Text, nullable=False),
+    Column("is_output", Boolean, nullable=False),
+    Column("body", LargeBinary, nullable=False),
+    Index("items_item", "item"),
+)
+"""Input and output items of responses, and items of conversations, as JSON. `item` is the item's own id."""
+
+secrets = Table(
+    "secrets",
+    metadata,
+    Column("name", Text, primary_key=True),
+    Column("value", LargeBinary, nullable=False),
+    Column("created_at", Double, nullable=False),
+)
+"""Random keys that all gateways on the store share."""

@@ -16,6 +16,7 @@ from argosy.folders import state_folder
 from argosy.store import schema
 from argosy.store.accounts import Accounts
 from argosy.store.audit import AuditLog
+from argosy.store.conversation_store import ConversationStore
 from argosy.store.database import Database, parse_url
 from argosy.store.errors import StoreError
 from argosy.store.gateway_registry import GatewayRegistry
@@ -23,6 +24,8 @@ from argosy.store.ledger import Ledger
 from argosy.store.limits_and_prices import LimitsAndPrices
 from argosy.store.records import AccountSnapshot
 from argosy.store.replica_settings import ReplicaSettings
+from argosy.store.response_store import ResponseStore
+from argosy.store.secret_store import SecretStore
 from argosy.store.snapshot_reader import read_snapshot
 from argosy.store.store_copy import copy_database
 
@@ -49,6 +52,8 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """`sqlite:///path` or `postgresql://user:password@host/database`. By default `default_store_url()`."""
     keep_usage_days: Annotated[int, msgspec.Meta(ge=1, le=36_500)] | None = None
     """Number of days to keep single usage records. Older ones are summed by day. None keeps them for ever."""
+    keep_responses_days: Annotated[int, msgspec.Meta(ge=1, le=36_500)] = 30
+    """Number of days to keep responses and conversations of the Responses API after their last use."""
 
 
 class Store:
@@ -68,6 +73,9 @@ class Store:
         self.audit_log = AuditLog(database)
         self.ledger = Ledger(database)
         self.gateways = GatewayRegistry(database, clock)
+        self.responses = ResponseStore(database, clock)
+        self.conversations = ConversationStore(database, clock)
+        self.secrets = SecretStore(database, clock)
 
     def migrate(self) -> None:
         """Migrate the tables to the newest version. Any number of processes may call this at the same time."""

@@ -1,0 +1,190 @@
+"""Stored conversations of the Responses API: metadata and items, which responses read and extend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+from sqlalchemy import Connection, delete, insert, select, update
+
+from argosy.store import schema
+from argosy.store.api_keys import generate_id
+from argosy.store.database import Database
+from argosy.store.errors import NotFoundError
+from argosy.store.item_table import (
+    ALL_ITEMS,
+    Item,
+    ItemOwner,
+    delete_items,
+    insert_items,
+    next_position,
+    read_items,
+)
+
+_DELETION_BATCH_ROWS = 500
+_conversations = schema.conversations.c
+
+
+class StoredConversation(msgspec.Struct, frozen=True, kw_only=True):
+    """A conversation without its items."""
+
+    id: str
+    created_at: float
+    metadata: dict[str, str]
+
+
+class ConversationStore:
+    """Conversations by tenant. Every call may block on the database.
+
+    Methods that take an id raise NotFoundError if the owner has no such conversation, or if it has expired. A
+    conversation expires a time after it was last used.
+    """
+
+    def __init__(self, database: Database, clock: Callable[[], float]) -> None:
+        self._database = database
+        self._clock = clock
+
+    def create(
+        self,
+        owner: ItemOwner,
+        metadata: Mapping[str, str],
+        items: Sequence[Item],
+        retention_s: float,
+    ) -> StoredConversation:
+        """Create a conversation with items."""
+        now = self._clock()
+        conversation = StoredConversation(
+            id=generate_id("conv"), created_at=now, metadata=dict(metadata)
+        )
+        row = {
+            "id": conversation.id,
+            **owner._asdict(),
+            "created_at": now,
+            "expires_at": now + retention_s,
+            "body": msgspec.json.encode(metadata),
+        }
+        with self._database.write_transaction() as connection:
+            connection.execute(insert(schema.conversations), row)
+            insert_items(connection, owner, conversation.id, items, start=0)
+        return conversation
+
+    def get(self, owner: ItemOwner, conversation_id: str) -> StoredConversation:
+        """Return a conversation."""
+        with self._database.read_transaction() as connection:
+            return self._read(connection, owner, conversation_id)
+
+    def set_metadata(
+        self, owner: ItemOwner, conversation_id: str, metadata: Mapping[str, str]
+    ) -> StoredConversation:
+        """Replace the metadata."""
+        with self._database.write_transaction() as connection:
+            conversation = self._read(connection, owner, conversation_id)
+            connection.execute(
+                update(schema.conversations)
+                .where(_conversations.id == conversation_id)
+                .values(body=msgspec.json.encode(metadata))
+            )
+        return msgspec.structs.replace(conversation, metadata=dict(metadata))
+
+    def delete(self, owner: ItemOwner, conversation_id: str) -> None:
+        """Delete a conversation with its items."""
+        with self._database.write_transaction() as connection:
+            self._read(connection, owner, conversation_id)
+            _delete(connection, [conversation_id])
+
+    def append_items(
+        self, owner: ItemOwner, conversation_id: str, items: Sequence[Item], retention_s: float
+    ) -> None:
+        """Append items, and keep the conversation for longer."""
+        with self._database.write_transaction() as connection:
+            self._read(connection, owner, conversation_id)
+            # The update locks the row, so that concurrent appends get different positions.
+            connection.execute(
+                update(schema.conversations)
+                .where(_conversations.id == conversation_id)
+                .values(expires_at=self._clock() + retention_s)
+            )
+            start = next_position(connection, conversation_id)
+            insert_items(connection, owner, conversation_id, items, start=start)
+
+    def list_items(
+        self,
+        owner: ItemOwner,
+        conversation_id: str,
+        *,
+        after: str | None = None,
+        limit: int = ALL_ITEMS,
+        is_descending: bool = False,
+    ) -> list[Item]:
+        """Return the items of a conversation."""
+        with self._database.read_transaction() as connection:
+            self._read(connection, owner, conversation_id)
+            return read_items(
+                connection, conversation_id, after=after, limit=limit, is_descending=is_descending
+            )
+
+    def get_item(self, owner: ItemOwner, conversation_id: str, item_id: str) -> Item:
+        """Return an item. Raises NotFoundError if the conversation has no such item."""
+        items = schema.items.c
+        query = select(items.body).where(items.parent == conversation_id, items.item == item_id)
+        with self._database.read_transaction() as connection:
+            self._read(connection, owner, conversation_id)
+            body = connection.execute(query).scalars().first()
+        if body is None:
+            raise _item_not_found(item_id)
+        return msgspec.json.decode(bytes(body), type=Item)
+
+    def delete_item(
+        self, owner: ItemOwner, conversation_id: str, item_id: str
+    ) -> StoredConversation:
+        """Delete an item. Raises NotFoundError if the conversation has no such item."""
+        items = schema.items.c
+        statement = delete(schema.items).where(
+            items.parent == conversation_id, items.item == item_id
+        )
+        with self._database.write_transaction() as connection:
+            conversation = self._read(connection, owner, conversation_id)
+            if not connection.execute(statement).rowcount:
+                raise _item_not_found(item_id)
+        return conversation
+
+    def delete_expired(self) -> int:
+        """Delete a batch of expired conversations. Returns their number, 0 if no more have expired."""
+        expired = (
+            select(_conversations.id)
+            .where(_conversations.expires_at <= self._clock())
+            .limit(_DELETION_BATCH_ROWS)
+        )
+        with self._database.write_transaction() as connection:
+            ids = list(connection.execute(expired).scalars())
+            _delete(connection, ids)
+        return len(ids)
+
+    def _read(
+        self, connection: Connection, owner: ItemOwner, conversation_id: str
+    ) -> StoredConversation:
+        query: Any = select(schema.conversations).where(
+            _conversations.id == conversation_id,
+            _conversations.expires_at > self._clock(),
+            owner.owns(schema.conversations),
+        )
+        row = connection.execute(query).one_or_none()
+        if row is None:
+            raise NotFoundError(
+                f"The conversation {conversation_id[:200]!r} does not exist. It was deleted or has expired."
+            )
+        return StoredConversation(
+            id=row.id,
+            created_at=row.created_at,
+            metadata=msgspec.json.decode(bytes(row.body), type=dict[str, str]),
+        )
+
+
+def _delete(connection: Connection, conversation_ids: Sequence[str]) -> None:
+    delete_items(connection, conversation_ids)
+    connection.execute(delete(schema.conversations).where(_conversations.id.in_(conversation_ids)))
+
+
+def _item_not_found(item_id: str) -> NotFoundError:
+    return NotFoundError(f"The conversation has no item {item_id[:200]!r}.")

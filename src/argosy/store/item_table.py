@@ -1,0 +1,110 @@
+"""Rows of the table `items`, which responses and conversations share."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+from sqlalchemy import ColumnElement, Connection, Table, and_, delete, func, insert, select
+
+from argosy.store import schema
+
+Item = dict[str, Any]
+"""Input or output item of the Responses API."""
+ALL_ITEMS = 2**31
+_columns = schema.items.c
+
+
+class ItemOwner(NamedTuple):
+    """Tenant to which responses, conversations and their items belong."""
+
+    organisation: str
+    owner: str
+    """Id of the project, or of the user or the key of a principal without one."""
+
+    def owns(self, table: Table) -> ColumnElement[bool]:
+        """Return the condition that a row belongs to this owner."""
+        columns = table.c
+        return and_(columns.organisation == self.organisation, columns.owner == self.owner)
+
+
+def insert_items(
+    connection: Connection,
+    owner: ItemOwner,
+    parent: str,
+    items: Iterable[Item],
+    *,
+    start: int,
+    is_output: bool = False,
+) -> None:
+    """Insert items of a response or conversation from the position `start` on. Each item has an id."""
+    rows = [
+        {
+            "parent": parent,
+            "position": position,
+            **owner._asdict(),
+            "item": item["id"],
+            "is_output": is_output,
+            "body": msgspec.json.encode(item),
+        }
+        for position, item in enumerate(items, start)
+    ]
+    if rows:
+        connection.execute(insert(schema.items), rows)
+
+
+def read_items(
+    connection: Connection,
+    parent: str,
+    *,
+    is_output: bool | None = None,
+    after: str | None = None,
+    limit: int = ALL_ITEMS,
+    is_descending: bool = False,
+) -> list[Item]:
+    """Read the items of a response or conversation in their order.
+
+    Args:
+        connection: The connection.
+        parent: Id of the response or conversation.
+        is_output: Read only input items or only output items; None for both.
+        after: Id of the item after which to start.
+        limit: Maximum number of items.
+        is_descending: Read from the last to the first.
+    """
+    position = _columns.position
+    query = select(_columns.body).where(_columns.parent == parent)
+    if is_output is not None:
+        query = query.where(_columns.is_output == is_output)
+    if after is not None:
+        same = and_(_columns.parent == parent, _columns.item == after)
+        start = select(func.max(position)).where(same).scalar_subquery()
+        query = query.where(position < start if is_descending else position > start)
+    query = query.order_by(position.desc() if is_descending else position).limit(limit)
+    return decode_items(connection.execute(query).scalars())
+
+
+def decode_items(bodies: Iterable[bytes]) -> list[Item]:
+    """Decode the bodies of rows."""
+    return [msgspec.json.decode(bytes(body), type=Item) for body in bodies]
+
+
+def next_position(connection: Connection, parent: str) -> int:
+    """Return the position after the last item."""
+    last = select(func.max(_columns.position)).where(_columns.parent == parent)
+    position = connection.execute(last).scalar_one_or_none()
+    return 0 if position is None else position + 1
+
+
+def find_items(
+    connection: Connection, owner: ItemOwner, item_ids: Collection[str]
+) -> dict[str, Item]:
+    """Return the owner's items with these ids, by id. Of several items with one id, any one is returned."""
+    query = select(_columns.body).where(_columns.item.in_(item_ids), owner.owns(schema.items))
+    return {item["id"]: item for item in decode_items(connection.execute(query).scalars())}
+
+
+def delete_items(connection: Connection, parents: Sequence[str]) -> None:
+    """Delete all items of responses and conversations."""
+    connection.execute(delete(schema.items).where(_columns.parent.in_(parents)))

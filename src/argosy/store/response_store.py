@@ -1,0 +1,288 @@
+"""Stored responses of the Responses API: their history by previous responses, background runs, expiry, deletion."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Literal, get_args
+
+import msgspec
+from sqlalchemy import Connection, Select, delete, insert, literal, select, update
+
+from argosy.store import schema
+from argosy.store.database import Database
+from argosy.store.errors import NotFoundError
+from argosy.store.item_table import (
+    ALL_ITEMS,
+    Item,
+    ItemOwner,
+    decode_items,
+    delete_items,
+    find_items,
+    insert_items,
+    next_position,
+    read_items,
+)
+
+ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+RESPONSE_STATUSES: tuple[ResponseStatus, ...] = get_args(ResponseStatus)
+RUNNING_STATUSES: tuple[ResponseStatus, ...] = ("queued", "in_progress")
+HEARTBEAT_TIMEOUT_S = 60.0
+"""Time after its last heartbeat after which a background response counts as interrupted."""
+INTERRUPTED_ERROR = {
+    "code": "server_error",
+    "message": "The gateway that ran the response has stopped. Send the request again.",
+}
+_DELETION_BATCH_ROWS = 500
+_responses = schema.responses.c
+
+
+class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """A response with its input and output."""
+
+    id: str
+    status: ResponseStatus
+    previous: str | None = None
+    """Id of the response that it continues."""
+    body: dict[str, Any]
+    """The response as the client sees it, without output."""
+    input: Sequence[Item] = ()
+    """New input items. Those of previous responses are theirs."""
+    output: Sequence[Item] = ()
+    is_background: bool = False
+    """Whether the response runs without the client's connection, so that heartbeats are recorded."""
+
+    def render(self) -> dict[str, Any]:
+        """Return the response as the client sees it."""
+        return {**self.body, "status": self.status, "output": self.output}
+
+
+class ResponseStore:
+    """Responses by tenant. Every call may block on the database.
+
+    Methods that take an id raise NotFoundError if the owner has no such response, or if it has expired.
+    """
+
+    def __init__(self, database: Database, clock: Callable[[], float]) -> None:
+        self._database = database
+        self._clock = clock
+
+    def create(self, owner: ItemOwner, response: StoredResponse, retention_s: float) -> None:
+        """Store a new response, which expires `retention_s` after it was created or last continued."""
+        now = self._clock()
+        row = {
+            "id": response.id,
+            **owner._asdict(),
+            "created_at": now,
+            "expires_at": now + retention_s,
+            "status": response.status,
+            "previous": response.previous,
+            "body": msgspec.json.encode(response.body),
+            "heartbeat_at": now if response.is_background else None,
+        }
+        with self._database.write_transaction() as connection:
+            connection.execute(insert(schema.responses), row)
+            insert_items(connection, owner, response.id, response.input, start=0)
+            insert_items(
+                *(connection, owner, response.id, response.output),
+                start=len(response.input),
+                is_output=True,
+            )
+
+    def get(self, owner: ItemOwner, response_id: str) -> StoredResponse:
+        """Return a response with its output, and without its input."""
+        with self._database.read_transaction() as connection:
+            return self._read(connection, owner, response_id)
+
+    def list_input(
+        self,
+        owner: ItemOwner,
+        response_id: str,
+        *,
+        after: str | None = None,
+        limit: int = ALL_ITEMS,
+        is_descending: bool = False,
+    ) -> list[Item]:
+        """Return the input items of a response."""
+        with self._database.read_transaction() as connection:
+            self._require(connection, owner, response_id)
+            return read_items(
+                connection,
+                response_id,
+                is_output=False,
+                after=after,
+                limit=limit,
+                is_descending=is_descending,
+            )
+
+    def load_history(self, owner: ItemOwner, response_id: str, retention_s: float) -> list[Item]:
+        """Return all items of a response and of those that it continues, oldest first, and keep them for longer.
+
+        Raises:
+            NotFoundError: One of the responses does not exist any more.
+        """
+        chain = _select_chain(owner, response_id, self._clock())
+        with self._database.write_transaction() as connection:
+            rows = connection.execute(select(chain.c.id, chain.c.previous)).all()
+            ids = {row.id for row in rows}
+            for wanted in (response_id, *(row.previous for row in rows)):
+                if wanted is not None and wanted not in ids:
+                    raise _not_found(wanted)
+            items = schema.items.c
+            query = (
+                select(items.body)
+                .join_from(chain, schema.items, items.parent == chain.c.id)
+                .order_by(chain.c.depth.desc(), items.position)
+            )
+            history = decode_items(connection.execute(query).scalars())
+            expires_at = self._clock() + retention_s
+            connection.execute(
+                update(schema.responses).where(_responses.id.in_(ids)).values(expires_at=expires_at)
+            )
+        return history
+
+    def find_items(self, owner: ItemOwner, item_ids: Collection[str]) -> Mapping[str, Item]:
+        """Return stored items of responses and conversations by their ids."""
+        with self._database.read_transaction() as connection:
+            return find_items(connection, owner, item_ids)
+
+    def delete(self, owner: ItemOwner, response_id: str) -> None:
+        """Delete a response with its items. Responses that continue it cannot be continued any more."""
+        with self._database.write_transaction() as connection:
+            self._require(connection, owner, response_id)
+            _delete(connection, [response_id])
+
+    def delete_expired(self) -> int:
+        """Delete a batch of expired responses. Returns their number, 0 if no more have expired."""
+        expired = (
+            select(_responses.id)
+            .where(_responses.expires_at <= self._clock())
+            .limit(_DELETION_BATCH_ROWS)
+        )
+        with self._database.write_transaction() as connection:
+            ids = list(connection.execute(expired).scalars())
+            _delete(connection, ids)
+        return len(ids)
+
+    # --- background ------------------------------------------------------------------------------
+
+    def finish(
+        self,
+        owner: ItemOwner,
+        response_id: str,
+        status: ResponseStatus,
+        body: Mapping[str, Any],
+        output: Sequence[Item],
+    ) -> bool:
+        """Complete a background response.
+
+        Returns:
+            Whether it was stored. False if the response was cancelled or deleted meanwhile.
+        """
+        values = {"status": status, "body": msgspec.json.encode(body), "heartbeat_at": None}
+        with self._database.write_transaction() as connection:
+            if not _update_running(connection, owner, response_id, values):
+                return False
+            start = next_position(connection, response_id)
+            insert_items(connection, owner, response_id, output, start=start, is_output=True)
+        return True
+
+    def cancel(self, owner: ItemOwner, response_id: str) -> StoredResponse:
+        """Cancel a background response if it runs, and return it."""
+        values = {"status": "cancelled", "heartbeat_at": None}
+        with self._database.write_transaction() as connection:
+            _update_running(connection, owner, response_id, values)
+            return self._read(connection, owner, response_id)
+
+    def record_heartbeats(self, response_ids: Collection[str]) -> set[str]:
+        """Record that background responses run. Returns those that still should."""
+        running = (_responses.id.in_(response_ids), _responses.status.in_(RUNNING_STATUSES))
+        with self._database.write_transaction() as connection:
+            connection.execute(
+                update(schema.responses).where(*running).values(heartbeat_at=self._clock())
+            )
+            return set(connection.execute(select(_responses.id).where(*running)).scalars())
+
+    def fail_interrupted(self) -> int:
+        """Fail background responses whose gateway has stopped. Returns their number."""
+        is_interrupted = _responses.heartbeat_at < self._clock() - HEARTBEAT_TIMEOUT_S
+        with self._database.write_transaction() as connection:
+            rows = connection.execute(
+                select(_responses.id, _responses.body).where(is_interrupted).with_for_update()
+            ).all()
+            for row in rows:
+                body = msgspec.json.decode(bytes(row.body)) | {"error": INTERRUPTED_ERROR}
+                connection.execute(
+                    update(schema.responses)
+                    .where(_responses.id == row.id)
+                    .values(status="failed", body=msgspec.json.encode(body), heartbeat_at=None)
+                )
+        return len(rows)
+
+    # --- queries ---------------------------------------------------------------------------------
+
+    def _read(self, connection: Connection, owner: ItemOwner, response_id: str) -> StoredResponse:
+        row = connection.execute(self._select(owner, response_id)).one_or_none()
+        if row is None:
+            raise _not_found(response_id)
+        return StoredResponse(
+            id=row.id,
+            status=row.status,
+            previous=row.previous,
+            body=msgspec.json.decode(bytes(row.body)),
+            output=read_items(connection, response_id, is_output=True),
+            is_background=row.heartbeat_at is not None,
+        )
+
+    def _require(self, connection: Connection, owner: ItemOwner, response_id: str) -> None:
+        if connection.execute(self._select(owner, response_id)).one_or_none() is None:
+            raise _not_found(response_id)
+
+    def _select(self, owner: ItemOwner, response_id: str) -> Select[Any]:
+        return select(schema.responses).where(
+            _responses.id == response_id,
+            _responses.expires_at > self._clock(),
+            owner.owns(schema.responses),
+        )
+
+
+def _select_chain(owner: ItemOwner, response_id: str, now: float) -> Any:  # noqa: ANN401 - a common table expression
+    """Return a query for a response and those that it continues, by their distance `depth`."""
+    table = schema.responses.alias()
+    is_usable = (owner.owns(schema.responses), _responses.expires_at > now)
+    chain = (
+        select(_responses.id, _responses.previous, literal(0).label("depth"))
+        .where(_responses.id == response_id, *is_usable)
+        .cte("chain", recursive=True)
+    )
+    is_previous = (table.c.id == chain.c.previous, table.c.expires_at > now)
+    is_owned = (table.c.organisation == owner.organisation, table.c.owner == owner.owner)
+    return chain.union_all(
+        select(table.c.id, table.c.previous, chain.c.depth + 1).where(*is_previous, *is_owned)
+    )
+
+
+def _update_running(
+    connection: Connection, owner: ItemOwner, response_id: str, values: Mapping[str, Any]
+) -> bool:
+    """Update a background response if it runs. Returns whether it did."""
+    result = connection.execute(
+        update(schema.responses)
+        .where(
+            _responses.id == response_id,
+            _responses.status.in_(RUNNING_STATUSES),
+            owner.owns(schema.responses),
+        )
+        .values(**values)
+    )
+    return result.rowcount > 0
+
+
+def _delete(connection: Connection, response_ids: Sequence[str]) -> None:
+    delete_items(connection, response_ids)
+    connection.execute(delete(schema.responses).where(_responses.id.in_(response_ids)))
+
+
+def _not_found(response_id: str) -> NotFoundError:
+    return NotFoundError(
+        f"The response {response_id[:200]!r} is not stored. It was created without 'store', was deleted or has expired."
+    )

@@ -1,0 +1,191 @@
+"""Stored responses and conversations: tenants, history, background runs, retention and deletion, on both databases."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from tests.integration.store.conftest import START
+from tests.support.fake_clock import FakeClock
+
+from argosy.store import Item, ItemOwner, NotFoundError, Store, StoredResponse
+from argosy.store.response_store import HEARTBEAT_TIMEOUT_S
+
+OWNER = ItemOwner("org_a", "proj_a")
+OTHERS = (ItemOwner("org_a", "proj_b"), ItemOwner("org_b", "proj_a"), ItemOwner("", ""))
+RETENTION_S = 1000.0
+
+
+def message(item_id: str, text: str = "Hi\x00") -> Item:
+    return {"type": "message", "id": item_id, "content": text}
+
+
+def response(number: int, previous: int | None = None, **fields: Any) -> StoredResponse:  # noqa: ANN401 - a response's
+    return StoredResponse(
+        id=f"resp_{number}",
+        previous=None if previous is None else f"resp_{previous}",
+        body={"id": f"resp_{number}", "error": None},
+        **{
+            "status": "completed",
+            "input": [message(f"in_{number}")],
+            "output": [message(f"out_{number}")],
+            **fields,
+        },
+    )
+
+
+def create(store: Store, *responses: StoredResponse) -> None:
+    for one in responses:
+        store.responses.create(OWNER, one, RETENTION_S)
+
+
+def history_ids(store: Store, number: int) -> list[str]:
+    items = store.responses.load_history(OWNER, f"resp_{number}", RETENTION_S)
+    return [item["id"] for item in items]
+
+
+def test_response_is_stored_with_its_history(store: Store) -> None:
+    create(store, response(1), response(2, 1), response(3, 2), response(4, 1))
+    assert store.responses.get(OWNER, "resp_3").render() == {
+        "id": "resp_3",
+        "error": None,
+        "status": "completed",
+        "output": [message("out_3")],
+    }
+    assert store.responses.list_input(OWNER, "resp_3") == [message("in_3")]
+    assert history_ids(store, 3) == ["in_1", "out_1", "in_2", "out_2", "in_3", "out_3"]
+    assert history_ids(store, 4) == ["in_1", "out_1", "in_4", "out_4"]
+    assert store.responses.find_items(OWNER, ["out_1", "in_4", "x"]) == {
+        "out_1": message("out_1"),
+        "in_4": message("in_4"),
+    }
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_other_tenants_have_no_access(store: Store, other: ItemOwner) -> None:
+    create(store, response(1, status="in_progress", is_background=True))
+    responses, conversations = store.responses, store.conversations
+    conversation = conversations.create(OWNER, {}, [message("m")], RETENTION_S).id
+    for attempt in (
+        lambda: responses.get(other, "resp_1"),
+        lambda: responses.list_input(other, "resp_1"),
+        lambda: responses.load_history(other, "resp_1", RETENTION_S),
+        lambda: responses.cancel(other, "resp_1"),
+        lambda: responses.delete(other, "resp_1"),
+        lambda: conversations.get(other, conversation),
+        lambda: conversations.set_metadata(other, conversation, {"a": "b"}),
+        lambda: conversations.append_items(other, conversation, [message("n")], RETENTION_S),
+        lambda: conversations.list_items(other, conversation),
+        lambda: conversations.get_item(other, conversation, "m"),
+        lambda: conversations.delete_item(other, conversation, "m"),
+        lambda: conversations.delete(other, conversation),
+    ):
+        with pytest.raises(NotFoundError):
+            attempt()
+    assert responses.find_items(other, ["in_1", "m"]) == {}
+    assert not responses.finish(other, "resp_1", "completed", {}, [])
+    # A chain does not lead into another tenant's responses.
+    responses.create(other, response(2, 1), RETENTION_S)
+    with pytest.raises(NotFoundError, match="resp_1"):
+        responses.load_history(other, "resp_2", RETENTION_S)
+    assert responses.get(OWNER, "resp_1").status == "in_progress"
+    assert conversations.list_items(OWNER, conversation) == [message("m")]
+
+
+def test_deleted_response_is_gone_with_its_items(store: Store) -> None:
+    create(store, response(1), response(2, 1))
+    store.responses.delete(OWNER, "resp_1")
+    with pytest.raises(NotFoundError):
+        store.responses.get(OWNER, "resp_1")
+    with pytest.raises(NotFoundError, match="resp_1"):
+        history_ids(store, 2)
+    assert store.responses.find_items(OWNER, ["in_1", "out_1"]) == {}
+    assert store.responses.get(OWNER, "resp_2").output == [message("out_2")]
+
+
+def test_responses_and_conversations_expire_after_their_last_use(
+    store: Store, clock: FakeClock
+) -> None:
+    create(store, response(1), response(2, 1), response(3))
+    used, unused = (
+        store.conversations.create(OWNER, {}, [message("m")], RETENTION_S).id for _ in range(2)
+    )
+    clock.now += RETENTION_S / 2
+    history_ids(store, 2)
+    store.conversations.append_items(OWNER, used, [message("n")], RETENTION_S)
+    clock.now += RETENTION_S / 2
+    with pytest.raises(NotFoundError):
+        store.responses.get(OWNER, "resp_3")
+    with pytest.raises(NotFoundError):
+        store.conversations.get(OWNER, unused)
+    assert len(history_ids(store, 2)) == 4
+    deleted = store.responses.delete_expired(), store.conversations.delete_expired()
+    assert deleted == (1, 1)
+    assert (store.responses.delete_expired(), store.conversations.delete_expired()) == (0, 0)
+    clock.now = START  # a clock that is behind does not bring anything back
+    assert store.responses.find_items(OWNER, ["out_3"]) == {}
+    assert [item["id"] for item in store.conversations.list_items(OWNER, used)] == ["m", "n"]
+
+
+def test_background_response_is_completed_cancelled_or_interrupted(
+    store: Store, clock: FakeClock
+) -> None:
+    running: dict[str, Any] = {"status": "in_progress", "is_background": True, "output": ()}
+    create(store, *(response(number, **running) for number in range(1, 5)))
+    responses, ids = store.responses, [f"resp_{number}" for number in range(1, 5)]
+    assert responses.record_heartbeats(ids) == set(ids)
+    assert responses.finish(OWNER, "resp_1", "completed", {"id": "x"}, [message("out_1")])
+    assert responses.get(OWNER, "resp_1").render() == {
+        "id": "x",
+        "status": "completed",
+        "output": [message("out_1")],
+    }
+    assert responses.cancel(OWNER, "resp_1").status == "completed", "it has ended before"
+    assert responses.cancel(OWNER, "resp_2").status == "cancelled"
+    assert responses.record_heartbeats(ids) == {"resp_3", "resp_4"}
+    assert not responses.finish(OWNER, "resp_2", "completed", {}, [message("out_2")])
+    clock.now += HEARTBEAT_TIMEOUT_S - 1
+    responses.record_heartbeats(["resp_3"])
+    clock.now += 2
+    assert responses.fail_interrupted() == 1
+    assert responses.fail_interrupted() == 0
+    interrupted = responses.get(OWNER, "resp_4")
+    assert interrupted.status == "failed"
+    assert interrupted.body["error"]["code"] == "server_error"
+    assert responses.get(OWNER, "resp_3").status == "in_progress"
+
+
+def test_conversation_items_are_paged_in_order(store: Store) -> None:
+    conversations = store.conversations
+    conversation = conversations.create(OWNER, {"a": "b"}, [message("m0")], RETENTION_S)
+    assert conversations.get(OWNER, conversation.id) == conversation
+    with ThreadPoolExecutor(4) as threads:
+        for number in range(1, 5):
+            threads.submit(
+                conversations.append_items, OWNER, conversation.id, [message(f"m{number}")], 9.0
+            ).add_done_callback(lambda done: done.result())
+    listed = [item["id"] for item in conversations.list_items(OWNER, conversation.id)]
+    assert sorted(listed) == [f"m{number}" for number in range(5)]
+    page = conversations.list_items(OWNER, conversation.id, after=listed[1], limit=2)
+    assert [item["id"] for item in page] == listed[2:4]
+    page = conversations.list_items(
+        OWNER, conversation.id, after=listed[3], limit=2, is_descending=True
+    )
+    assert [item["id"] for item in page] == [listed[2], listed[1]]
+    assert conversations.get_item(OWNER, conversation.id, "m3") == message("m3")
+    conversations.delete_item(OWNER, conversation.id, "m3")
+    with pytest.raises(NotFoundError):
+        conversations.get_item(OWNER, conversation.id, "m3")
+    changed = conversations.set_metadata(OWNER, conversation.id, {"c": "d"})
+    assert conversations.get(OWNER, conversation.id) == changed
+    conversations.delete(OWNER, conversation.id)
+    with pytest.raises(NotFoundError):
+        conversations.list_items(OWNER, conversation.id)
+
+
+def test_gateways_share_secrets(store: Store) -> None:
+    with ThreadPoolExecutor(4) as threads:
+        keys = set(threads.map(lambda _: store.secrets.get_or_create("a", 32), range(8)))
+    assert [len(key) for key in keys] == [32]
+    assert store.secrets.get_or_create("b", 16) not in keys
