@@ -4,7 +4,8 @@ The `Acceptor` of an `HttpServer` accepts clients on listening sockets and creat
 `HttpConnection` per client, which parses requests with httptools. Each request gets an `Http1Transport`, which buffers
 the body, writes the response, and calls the ASGI application in a task. Handlers do not use ASGI messages directly.
 They read the body and write the response through an `HttpExchange`, which enforces the limits and adds the common
-headers. `run_handler` converts exceptions of a handler to error responses.
+headers. `run_handler` converts exceptions of a handler to error responses. A handler may have its response translated
+to another dialect of the API by a `ResponseTranslator`.
 
 `check_same_origin` and its companions protect handlers that change state from web pages.
 """
@@ -26,6 +27,7 @@ from argosy.http_server.http_exchange import (
     ExchangeLimits,
     HttpExchange,
     Receive,
+    ResponseTransport,
     Scope,
     Send,
     SlowReaderError,
@@ -37,6 +39,7 @@ from argosy.http_server.request_origin import (
     is_cross_origin,
 )
 from argosy.http_server.response_observer import ResponseObserver
+from argosy.http_server.response_translator import ResponseDialect, ResponseTranslator
 from argosy.http_server.server import (
     SHUTDOWN_GRACE_S,
     HttpServer,
@@ -60,7 +63,10 @@ __all__ = [
     "HttpExchange",
     "HttpServer",
     "Receive",
+    "ResponseDialect",
     "ResponseObserver",
+    "ResponseTranslator",
+    "ResponseTransport",
     "Scope",
     "Send",
     "SlowReaderError",

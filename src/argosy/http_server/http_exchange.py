@@ -11,6 +11,11 @@ from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any, Protocol
 
 from argosy.http_server.response_observer import ResponseObserver, tee_writes
+from argosy.http_server.response_translator import (
+    ResponseDialect,
+    ResponseTranslator,
+    translate_writes,
+)
 from argosy.protocol import SSE_CONTENT_TYPE, ApiError, format_comment
 
 Scope = MutableMapping[str, Any]
@@ -165,8 +170,9 @@ class HttpExchange:
         self._receive = receive
         self._send = send
         self._limits = limits
+        self._server_id = server_id
         self._transport: ResponseTransport = scope["state"][TRANSPORT_KEY]
-        self.write_nowait = self._transport.write_nowait
+        self.write_nowait = self._write_untranslated = self._transport.write_nowait
         """Send a part of a stream without waiting. The listener reports backpressure."""
         self.arrived_at = time.monotonic()
         self.method: str = scope["method"]
@@ -185,6 +191,10 @@ class HttpExchange:
         self.response_complete = False
         """Whether the whole response has been sent."""
         self._observer: ResponseObserver | None = None
+        self._dialect: ResponseDialect | None = None
+        self._translator: ResponseTranslator | None = None
+        self._body: bytes | None = None
+        """Body that replaces the client's."""
         self.error_code: str | None = None
         """Code of the error that ended the request."""
 
@@ -217,6 +227,39 @@ class HttpExchange:
         if b"x-request-id" not in self.headers and _REQUEST_ID.fullmatch(request_id):
             self.request_id = request_id
 
+    def set_dialect(self, dialect: ResponseDialect) -> None:
+        """Send errors and headers in the shape of another dialect of the API."""
+        self._dialect = dialect
+
+    def translate(self, body: bytes, translator: ResponseTranslator) -> None:
+        """Replace the request by its internal form, and translate the response to it.
+
+        Observers receive the translated response. The socket cannot be lent.
+
+        Args:
+            body: The request's body in the internal form.
+            translator: Translates the response.
+        """
+        self._body = body
+        self._translator = translator
+        self._set_writer()
+
+    @property
+    def is_translated(self) -> bool:
+        """Whether the response is translated."""
+        return self._translator is not None
+
+    def stop_translating(self) -> None:
+        """Send the response as the handler writes it, because it is in the client's dialect already."""
+        self._translator = None
+        self._set_writer()
+
+    def detach(self, transport: ResponseTransport) -> HttpExchange:
+        """Return an exchange of the same request over another transport, for work that outlives the connection."""
+        state = {**self._scope["state"], TRANSPORT_KEY: transport}
+        scope = {**self._scope, "state": state}
+        return HttpExchange(scope, self._receive, self._send, self._limits, self._server_id)
+
     async def read_body(self) -> bytes:
         """Return the whole body.
 
@@ -224,6 +267,8 @@ class HttpExchange:
             ApiError: 413 if the body is too large, before reading it. 408 if the body does not arrive in time.
                 415 if the body is compressed. 503 if the server buffers too many request bodies.
         """
+        if self._body is not None:
+            return self._body
         max_bytes, transport = self._limits.body_limit_bytes, self._transport
         self._check_body_headers(max_bytes)
         if transport.is_body_complete:
@@ -258,13 +303,19 @@ class HttpExchange:
     async def send_response(
         self, status: int, body: bytes, content_type: bytes = JSON_CONTENT_TYPE
     ) -> None:
-        """Send a complete response."""
-        headers = [(b"content-type", content_type), (b"content-length", b"%d" % len(body))]
+        """Send a complete response, translated if a translator is set."""
         if self._transport.is_backpressured:
             await self._wait_writable()
+        if self._translator is not None:
+            body = await self._translator.translate_response(status, body, self.request_id)
+            content_type = JSON_CONTENT_TYPE
         if self._observer is not None:
             self._observer.on_start(content_type)
             self._observer.on_body(body)
+        await self._send_body(status, body, content_type)
+
+    async def _send_body(self, status: int, body: bytes, content_type: bytes) -> None:
+        headers = [(b"content-type", content_type), (b"content-length", b"%d" % len(body))]
         if len(body) <= MAX_PIECE_BYTES:
             self._transport.send_response(status, self._build_headers(status, headers), body)
         else:
@@ -293,7 +344,13 @@ class HttpExchange:
             self.extra_headers += [(b"retry-after", seconds), (b"retry-after-ms", milliseconds)]
             if error.retry_after_s > MAX_SDK_RETRY_S:
                 self.extra_headers.append((b"x-should-retry", b"false"))
-        await self.send_response(error.status, error.encode_body(self.request_id))
+        if self._dialect is None:
+            body = error.encode_body(self.request_id)
+        else:
+            body = self._dialect.encode_error(error, self.request_id)
+        if self._transport.is_backpressured:
+            await self._wait_writable()
+        await self._send_body(error.status, body, JSON_CONTENT_TYPE)
 
     async def start_stream(self, content_type: bytes = SSE_CONTENT_TYPE) -> None:
         """Start a stream, by default of server-sent events. Does nothing if the response has started."""
@@ -305,17 +362,21 @@ class HttpExchange:
         """Start a stream unless the response has started, or the client still reads an earlier response."""
         if self.status is not None or self._transport.is_backpressured:
             return
+        if self._translator is not None:
+            content_type = self._translator.stream_content_type
+        if self._observer is not None:
+            self._observer.on_start(content_type)
         headers = [
             (b"content-type", content_type),
             (b"cache-control", b"no-cache"),
             (b"x-accel-buffering", b"no"),
         ]
-        if self._observer is not None:
-            self._observer.on_start(content_type)
         self._transport.start_response(200, self._build_headers(200, headers))
 
     def write_comment(self, comment: bytes) -> None:
         """Send an SSE comment at once. Observers do not receive it, because it is no part of the response."""
+        if self._translator is not None:
+            comment = self._translator.translate_comment(comment)
         self._transport.write_nowait(comment)
 
     async def write(self, data: bytes) -> None:
@@ -327,15 +388,21 @@ class HttpExchange:
     def observe_response(self, observer: ResponseObserver | None) -> None:
         """Copy all further writes to `observer`, or stop copying if None. The socket must not be lent meanwhile."""
         self._observer = observer
-        self.write_nowait = (
-            self._transport.write_nowait
-            if observer is None
-            else tee_writes(self._transport.write_nowait, observer.on_body)
-        )
+        self._set_writer()
+
+    def _set_writer(self) -> None:
+        """Connect `write_nowait` with the translator, the observer and the connection, in this order."""
+        write: Callable[[bytes], None] = self._transport.write_nowait
+        if self._observer is not None:
+            write = tee_writes(write, self._observer.on_body)
+        self._write_untranslated = write
+        if self._translator is not None:
+            write = translate_writes(write, self._translator)
+        self.write_nowait = write
 
     def lend_socket(self) -> int | None:
         """Return the socket's file descriptor if native code may write to it, as `ResponseTransport` does."""
-        return self._transport.lend_socket()
+        return None if self._translator is not None else self._transport.lend_socket()
 
     def write_raw_chunks(self, chunks: bytes) -> None:
         """Send HTTP chunks that the borrower of the socket could not send."""
@@ -347,6 +414,8 @@ class HttpExchange:
 
     async def end_stream(self) -> None:
         """Complete the stream."""
+        if self._translator is not None and (events := await self._translator.finish_stream()):
+            self._write_untranslated(events)
         if self._transport.is_backpressured:
             await self._wait_writable()
         self._transport.end_response()
@@ -386,7 +455,7 @@ class HttpExchange:
             (b"openai-processing-ms", spent_ms),
             (b"openai-version", OPENAI_VERSION),
         ]
-        return headers
+        return headers if self._dialect is None else self._dialect.translate_headers(headers)
 
     async def _wait_writable(self) -> None:
         """Wait until the client has caught up.
