@@ -29,6 +29,68 @@ constexpr int64_t MAX_UNIT_ROWS = 2;
 #endif
 constexpr int64_t MAX_DIRECT_ROWS = 8;  // up to this, codes are looked up again for every few rows
 
+// Rows of x for one block, with the distances between rows.
+struct BlockInput {
+    const uint8_t *bytes;
+    int64_t row_bytes;
+    const float *scales;   // of chunks
+    int64_t chunks;
+    const int32_t *sums;   // of groups
+    int64_t groups;
+};
+
+// Compute the sums of R rows of one block, [R][32]. The loops over rows are unrolled, so that sums stay in registers.
+template <class Weight, int R, bool OFFSETS>
+void sum_block(const uint8_t *chunk, const GroupLayout &weight, const ByteTable &table, const BlockInput &input,
+               float *to) {
+    constexpr int64_t UNROLLED_WORDS = 4;  // of a group of 16, the smallest
+    const uint8_t *x = input.bytes;
+    const int32_t *x_sums = input.sums;
+    const int64_t group_words = weight.group / 4;
+    f32x16 total[R][2] = {};
+    for (int64_t c = 0; c < input.chunks; c++) {
+        const int64_t count = weight.chunk_groups(c);
+        int64_t words = chunk_words(weight.cols, c);
+        const uint8_t *header = chunk, *from = chunk + weight.header_bytes(c);
+        for (int64_t g = 0; g < count; g++, header += BLOCK_OUTPUTS * 4, x_sums++, words -= group_words) {
+            u32x16 sum[R][2];
+#pragma GCC unroll 4
+            for (int r = 0; r < R; r++)
+                sum[r][0] = sum[r][1] = (uint32_t)x_sums[r * input.groups] * -128u - u32x16{};
+            const uint8_t *const end = x + std::min(words, group_words) * 4;
+            while (x != end) {
+#pragma GCC unroll 4
+                for (int64_t w = 0; w < UNROLLED_WORDS; w++, x += 4, from += Weight::WORD_BYTES) {
+                    const OutputPair pair = Weight::word(from, table);
+                    for (int64_t line = 0; line < Weight::WORD_BYTES; line += 64)
+                        __builtin_prefetch(from + PREFETCH_BYTES + line, 0, 2);
+#pragma GCC unroll 4
+                    for (int r = 0; r < R; r++) {
+                        const auto word = load<uint32_t>(x + r * input.row_bytes);
+                        sum[r][0] = dot_bytes(sum[r][0], pair.left, word);
+                        sum[r][1] = dot_bytes(sum[r][1], pair.right, word);
+                    }
+                }
+            }
+            const f32x16 scale[] = {load<f32x16>(header), load<f32x16>(header + 64)};
+#pragma GCC unroll 4
+            for (int r = 0; r < R; r++) {
+                const float x_scale = input.scales[r * input.chunks + c];
+                const float x_sum = OFFSETS ? (float)x_sums[r * input.groups] : 0.0f;
+#pragma GCC unroll 2
+                for (int half = 0; half < 2; half++) {
+                    f32x16 scaled = to_float(sum[r][half]) * scale[half];
+                    if constexpr (OFFSETS)
+                        scaled += x_sum * load<f32x16>(header + count * BLOCK_OUTPUTS * 4 + half * 64);
+                    total[r][half] += scaled * x_scale;
+                }
+            }
+        }
+        chunk = from;
+    }
+    std::memcpy(to, total, sizeof total);
+}
+
 // Memory layout of one call: rows of x as signed bytes, padded with zeros, their scales, and the sums of their groups.
 template <class E> struct CallLayout {
     const ArgosyLinearGroup &a;
@@ -56,44 +118,12 @@ template <class E> struct CallLayout {
         }
     }
 
-    // Compute R rows of one block.
-    template <class Weight, int R> void compute_rows(const uint8_t *chunk, int64_t row, int64_t block) const {
-        const uint8_t *x = inputs + row * row_bytes;
-        const float *x_scales = scales + row * chunks;
-        const int32_t *x_sums = sums + row * groups;
-        alignas(64) float total[R * BLOCK_OUTPUTS] = {};
-        for (int64_t c = 0; c < chunks; c++) {
-            const int64_t count = weight.chunk_groups(c), words = chunk_words(a.cols, c);
-            const uint8_t *header = chunk, *from = chunk + weight.header_bytes(c);
-            for (int64_t g = 0; g < count; g++, header += BLOCK_OUTPUTS * 4, x_sums++) {
-                u32x16 sum[R][2];
-                for (int r = 0; r < R; r++)
-                    sum[r][0] = sum[r][1] = (uint32_t)x_sums[r * groups] * -128u - u32x16{};
-                const int64_t last = std::min(words, (g + 1) * a.group / 4);
-                for (int64_t w = g * a.group / 4; w < last; w++, x += 4, from += Weight::WORD_BYTES) {
-                    const OutputPair pair = Weight::word(from, table);
-                    for (int64_t line = 0; R < MAX_UNIT_ROWS && line < Weight::WORD_BYTES; line += 64)
-                        __builtin_prefetch(from + PREFETCH_BYTES + line, 0, 2);
-#pragma GCC unroll 4
-                    for (int r = 0; r < R; r++) {
-                        const auto word = load<uint32_t>(x + r * row_bytes);
-                        sum[r][0] = dot_bytes(sum[r][0], pair.left, word);
-                        sum[r][1] = dot_bytes(sum[r][1], pair.right, word);
-                    }
-                }
-                for (int r = 0; r < R; r++) {
-                    for (int half = 0; half < 2; half++) {
-                        f32x16 scaled = to_float(sum[r][half]) * load<f32x16>(header + half * 64);
-                        if (weight.has_offsets)
-                            scaled += (float)x_sums[r * groups] *
-                                      load<f32x16>(header + count * BLOCK_OUTPUTS * 4 + half * 64);
-                        float *const to = total + r * BLOCK_OUTPUTS + half * LANES;
-                        store(to, load<f32x16>(to) + scaled * x_scales[r * chunks + c]);
-                    }
-                }
-            }
-            chunk = from;
-        }
+    template <class Weight, int R> void compute_rows(const uint8_t *from, int64_t row, int64_t block) const {
+        alignas(64) float total[R * BLOCK_OUTPUTS];
+        const BlockInput input{inputs + row * row_bytes, row_bytes, scales + row * chunks, chunks,
+                               sums + row * groups, groups};
+        if (weight.has_offsets) sum_block<Weight, R, true>(from, weight, table, input, total);
+        else sum_block<Weight, R, false>(from, weight, table, input, total);
         for (int r = 0; r < R; r++)
             store_outputs<E>(total + r * BLOCK_OUTPUTS, a.bias, a.out, a.outs, row + r, block);
     }
