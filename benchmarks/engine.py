@@ -8,8 +8,9 @@ W3: 32 requests at once with 1,024 shared and 64 own tokens, 32 out: seconds, wi
 W4: Poisson arrivals with W1's lengths for 60 s over HTTP, from `argosy bench`: TTFT and ITL.
 
 Prints JSON lines, then a table. Every engine has its own process, which is stopped while another engine computes.
-Engines with quantized weights (W1 and W2), `argosy-generic`, which runs transformers' model, and transformers'
-continuous batching run only if they are named:
+Some engines run only if they are named. Those with quantized weights run W1 and W2, as does `argosy-generic`, which
+has transformers' model:
+
 --engines argosy-int8,openvino-int8,llama.cpp-int8,argosy-gptq,vllm-gptq,argosy-q4_k,llama.cpp-q4_k,transformers-cb.
 """
 
