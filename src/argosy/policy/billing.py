@@ -84,7 +84,7 @@ def _counted_usage(end: RequestEnd, billed: TokenUsage, nano_dollars: int) -> Qu
 
     Tokens that the client did not wait for count, because disconnects and short deadlines must not make work unlimited.
     """
-    if not billed.output_tokens and (end.status in _ERROR_STATUSES or not end.is_dispatched):
+    if billed == NO_TOKENS and (end.status in _ERROR_STATUSES or not end.is_dispatched):
         return QuotaUsage(requests=int(end.is_client_error))
     if billed.prompt_tokens or end.status not in {"cancelled", "stopped"}:
         return final_usage(billed, nano_dollars)
