@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from argosy.gateway import ReplicaConfig
-from argosy.gateway.filters.usage_recorder import UsageRecorder
-from argosy.store import AccountSnapshot, Price, UsageLog, UsageRecord
+from argosy.gateway.filters import LimitFilter, UsageRecorder
+from argosy.gateway.request_context import RequestFilter
+from argosy.store import AccountSnapshot, LocalQuotaBackend, Price, UsageLog, UsageRecord
 from tests.integration.test_metrics import samples
 from tests.support.gateway_harness import GatewayHarness, run_gateway
 
@@ -96,6 +97,13 @@ async def run_metered_gateway(
         yield gateway
 
 
+def metering_filters(usage_log: UsageLog, price: Price) -> list[RequestFilter]:
+    """Return the filters that charge requests at a price and record them."""
+    limits = LimitFilter(LocalQuotaBackend())
+    limits.apply_snapshot(AccountSnapshot(prices=(price,)))
+    return [limits, UsageRecorder(usage_log)]
+
+
 @contextlib.asynccontextmanager
 async def run_gateway_before(
     folder: Path,
@@ -104,9 +112,8 @@ async def run_gateway_before(
 ) -> AsyncIterator[MeteredGateway]:
     """Run a gateway in front of these replicas."""
     usage_log = UsageLog(folder)
-    recorder = UsageRecorder(usage_log)
-    recorder.apply_snapshot(AccountSnapshot(prices=(PRICE,)))
-    async with run_gateway([recorder], *replicas, **settings) as running:
+    filters = metering_filters(usage_log, PRICE)
+    async with run_gateway(filters, *replicas, **settings) as running:
         yield MeteredGateway(running, usage_log)
     usage_log.close()
 
@@ -116,7 +123,6 @@ async def run_resumable_gateway(folder: Path, url: str) -> AsyncIterator[Metered
     """Run a gateway in front of a server whose single-choice streams another replica can resume."""
     async with run_gateway_before(folder, ReplicaConfig(url=url, kind="llama.cpp")) as gateway:
         for replica in gateway.running.replicas:
-            replica.health.on_reported_state(
-                "ready", 0.0
-            )  # the scripted server does not report readiness
+            # the scripted server does not report readiness
+            replica.health.on_reported_state("ready", 0.0)
         yield gateway

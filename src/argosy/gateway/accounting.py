@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 import structlog
 
 from argosy.gateway.auth import Authenticator
-from argosy.gateway.filters import LimitFilter, UsageRecorder, flush_usage_forever
+from argosy.gateway.filters import LimitFilter, flush_usage_forever
 from argosy.gateway.model_registry import ModelRouter
 from argosy.process import run_in_daemon_thread
 from argosy.store import (
@@ -194,7 +194,7 @@ class AccountingService:
 
 
 class AccountSync:
-    """Publishes new account snapshots to routes, authenticator, limits and usage recorder in one step.
+    """Publishes new account snapshots to routes, authenticator and limits in one step.
 
     Updates are prepared in a thread, because there may be many accounts and the event loop has streams to forward. Not
     thread-safe: use it from one event loop.
@@ -206,13 +206,11 @@ class AccountSync:
         models: ModelRouter,
         authenticator: Authenticator,
         limits: LimitFilter,
-        usage_recorder: UsageRecorder,
     ) -> None:
         self.accounting = accounting
         self.limits = limits
         self._models = models
         self._authenticator = authenticator
-        self._usage_recorder = usage_recorder
         self._applied_snapshot: AccountSnapshot | None = None
         self._models_version = 0
         """How often the models or routes have changed."""
@@ -288,7 +286,6 @@ class AccountSync:
             self._models.prepare_snapshot(snapshot),
             self._authenticator.prepare_snapshot(resolved),
             self.limits.prepare_snapshot(resolved),
-            self._usage_recorder.prepare_snapshot(resolved),
         ]
 
 

@@ -103,8 +103,8 @@ class RequestContext(msgspec.Struct, eq=False):
     status: RequestStatus = "failed"
     error: ApiError | None = None
     """The error with which the request was refused or failed."""
-    rates: Rates | None = None
-    """Prices per token, set by the first filter that needs them, so that all filters charge the same."""
+    rates: Rates = NO_CHARGE
+    """Prices per token, which the `LimitFilter` sets. Without a store nothing is charged."""
     bill: Bill = Bill()
     """Bill of the request, empty until it ends."""
     reclaim_stream: Callable[[], object] | None = None
@@ -186,7 +186,7 @@ class RequestContext(msgspec.Struct, eq=False):
             is_dispatched=bool(self.replica_name),
             is_client_error=self.is_client_error,
         )
-        self.bill = compute_bill(end, self.rates or NO_CHARGE)
+        self.bill = compute_bill(end, self.rates)
         if not end.has_reached_client:
             self.delivered.reset()
 

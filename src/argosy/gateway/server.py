@@ -175,13 +175,10 @@ class GatewayServer:
         limits = LimitFilter(open_quota_backend(self._config.limits))
         await limits.start()
         exit_stack.push_async_callback(limits.close)
-        usage_recorder = UsageRecorder(accounting.usage_log)
-        self._account_sync = AccountSync(
-            accounting, self._models, self._authenticator, limits, usage_recorder
-        )
+        self._account_sync = AccountSync(accounting, self._models, self._authenticator, limits)
         exit_stack.callback(self._account_sync.close)
         await self._await_unless_stopped(self._account_sync.start(accounting.snapshot))
-        return [limits, usage_recorder]
+        return [limits, UsageRecorder(accounting.usage_log)]
 
     async def _await_unless_stopped(self, startup: Coroutine[Any, Any, T]) -> T | None:
         """Await a coroutine. Cancels it and returns None if `stop` is called first."""

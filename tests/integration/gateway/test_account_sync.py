@@ -1,4 +1,4 @@
-"""Account snapshots applied to authenticator, limits and usage recorder in one step, with little work on the loop."""
+"""Account snapshots applied to authenticator and limits in one step, with little work on the loop."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.database_work import fill
 
 from argosy.gateway.accounting import AccountingService, AccountSync
 from argosy.gateway.auth import AuthConfig, Authenticator
-from argosy.gateway.filters import LimitFilter, UsageRecorder
+from argosy.gateway.filters import LimitFilter
 from argosy.gateway.model_registry import ModelRouter
 from argosy.gateway.model_routes import RouteConfig
 from argosy.gateway.pool import Pool
@@ -77,8 +77,8 @@ async def synced_parts(folder: Path, num_accounts: int = 0) -> AsyncIterator[Syn
         await asyncio.to_thread(fill, url, num_accounts)
     router = PausingRouter({"big": BIG, "small": SMALL, "alias": SMALL})
     authenticator = Authenticator(AccountSnapshot(), AuthConfig())
-    limits, recorder = LimitFilter(LocalQuotaBackend()), UsageRecorder(accounting.usage_log)
-    sync = AccountSync(accounting, router, authenticator, limits, recorder)
+    limits = LimitFilter(LocalQuotaBackend())
+    sync = AccountSync(accounting, router, authenticator, limits)
     await sync.apply_snapshot(accounting.snapshot)
     yield SyncedParts(accounting, router, authenticator, limits, sync)
     await accounting.close()

@@ -70,9 +70,8 @@ async def run_native(
         run_gateway([recorder], ReplicaConfig(url=upstream.url, kind="argosy")) as running,
     ):
         for replica in running.replicas:
-            replica.health.on_reported_state(
-                "ready", 0.0
-            )  # the fake replica does not report readiness
+            # the fake replica does not report readiness
+            replica.health.on_reported_state("ready", 0.0)
         yield running, upstream
 
 

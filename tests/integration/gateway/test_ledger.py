@@ -23,7 +23,7 @@ from argosy.gateway.accounting import AccountingService
 from argosy.gateway.filters.limit_filter import LimitFilter
 from argosy.gateway.filters.usage_recorder import UsageRecorder, flush_usage_forever
 from argosy.gateway.pool.pool import Pool
-from argosy.gateway.principal import Principal
+from argosy.gateway.principal import TIERS, Principal
 from argosy.gateway.request_context import (
     CHAT,
     FilterState,
@@ -33,7 +33,7 @@ from argosy.gateway.request_context import (
 )
 from argosy.gateway.request_fields import parse_request_fields
 from argosy.http_server import HttpExchange
-from argosy.policy import RequestStatus
+from argosy.policy import PriceList, RequestStatus
 from argosy.protocol import ApiError
 from argosy.store import (
     AccountSnapshot,
@@ -82,14 +82,13 @@ def drain(usage_log: UsageLog) -> list[UsageRecord]:
     ("tier", "status", "cost"),
     [(1, "completed", 60 * 10 + 40 + 7 * 30), (0, "cancelled", 60 * 20 + 80 + 7 * 60)],
 )
-async def test_request_is_recorded_once_at_price_of_its_tier_at_start(
+async def test_request_is_recorded_once_at_its_price(
     usage_log: UsageLog, tier: int, status: RequestStatus, cost: int
 ) -> None:
     recorder, context = UsageRecorder(usage_log, lambda: NOW), make_context(tier)
     context.route_name = "canary"
-    recorder.apply_snapshot(AccountSnapshot(prices=PRICES))
+    context.rates = PriceList(PRICES).rates_at("m", TIERS[tier], NOW)
     state = await recorder.on_request(context)
-    recorder.apply_snapshot(AccountSnapshot())
     context.delivered.prompt_tokens, context.delivered.cached_tokens = 100, 40
     for count in range(1, 8):
         context.delivered.output_tokens = count
@@ -133,12 +132,10 @@ async def test_budget_and_record_have_same_cost_although_price_changes(
         limits=(budget,), prices=(Price(model="m", input=7, cached_input=7, output=7),)
     )
     first, second = make_context(), make_context(number=2)
-    for each in (limits, recorder):
-        each.apply_snapshot(before)
+    limits.apply_snapshot(before)
     states: list[FilterState] = []
     assert await run_filters([limits], states, first)
-    for each in (limits, recorder):
-        each.apply_snapshot(after)
+    limits.apply_snapshot(after)
     assert await run_filters([recorder], states, first)
     first.delivered.prompt_tokens, first.delivered.output_tokens = 100, 7
     first.status, first.replica_name = "completed", "there"

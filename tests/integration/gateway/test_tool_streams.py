@@ -101,9 +101,8 @@ async def run_native(
         replicas = [ReplicaConfig(url=one.url, kind="argosy") for one in (first, second)]
         async with run_gateway_before(folder, *replicas, log_content=log_content) as gateway:
             for replica in gateway.running.replicas:
-                replica.health.on_reported_state(
-                    "ready", 0.0
-                )  # the fake replicas do not report readiness
+                # the fake replicas do not report readiness
+                replica.health.on_reported_state("ready", 0.0)
             yield gateway, first, second
 
 

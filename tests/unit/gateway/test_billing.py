@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, cast
 from unittest.mock import AsyncMock, Mock
 
 import pytest
+from tests.support.metered_gateway import metering_filters
 
 from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig
 from argosy.gateway.backends import (
@@ -21,7 +22,6 @@ from argosy.gateway.backends import (
     UpstreamTarget,
     get_adapter,
 )
-from argosy.gateway.filters.usage_recorder import UsageRecorder
 from argosy.gateway.model_registry.model_entries import build_model_entries, build_model_router
 from argosy.gateway.pool.pool import Pool
 from argosy.gateway.pool.replica_endpoint import ReplicaEndpoint
@@ -39,7 +39,7 @@ from argosy.http_server import DisconnectedError, HttpExchange
 from argosy.http_server.http_exchange import TRANSPORT_KEY
 from argosy.policy import RequestStatus
 from argosy.protocol import ApiError, format_event, parse_endpoint
-from argosy.store import AccountSnapshot, Price, UsageLog, UsageRecord
+from argosy.store import Price, UsageLog, UsageRecord
 
 Json = dict[str, Any]
 Counts = tuple[int, int, int]
@@ -527,13 +527,11 @@ async def test_request_pays_for_tokens_that_reached_its_client(
 
     monkeypatch.setattr(handlers_module, "FailoverProxy", ScriptedProxy)
     usage_log = UsageLog(tmp_path)
-    recorder = UsageRecorder(usage_log)
-    price = Price(model="m", input=5, cached_input=1, output=20)
-    recorder.apply_snapshot(AccountSnapshot(prices=(price,)))
+    filters = metering_filters(usage_log, Price(model="m", input=5, cached_input=1, output=20))
     replicas = [ReplicaConfig(url="http://localhost:1", kind="openai")]
     config = GatewayConfig(models=[ModelConfig(name="m", replicas=replicas)])
     router = build_model_router(build_model_entries(config))
-    handlers = CompletionHandlers(router, config, [recorder], None)
+    handlers = CompletionHandlers(router, config, filters, None)
     exchange = make_exchange(CHAT_BODY | {"stream": stream})
     if isinstance(outcome, Exception):
         with pytest.raises(type(outcome)):

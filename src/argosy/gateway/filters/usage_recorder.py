@@ -10,13 +10,12 @@ from collections.abc import Callable, Sequence
 import msgspec
 import structlog
 
-from argosy.gateway.principal import TIERS
 from argosy.gateway.request_context import FastPathBudget, RequestContext
 from argosy.gateway.request_trace import CostTrace
-from argosy.policy import PriceList, Rates
+from argosy.policy import Rates
 from argosy.process import run_in_daemon_thread
 from argosy.protocol import ApiError
-from argosy.store import AccountSnapshot, UsageLog, UsageLogFullError, UsageRecord, UsageSlot
+from argosy.store import UsageLog, UsageLogFullError, UsageRecord, UsageSlot
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
@@ -30,7 +29,7 @@ UsageWriter = Callable[[list[UsageRecord]], object]
 
 
 class UsageRecorder:
-    """Filter that records delivered tokens and their cost.
+    """Filter that records delivered tokens and their cost, at the prices that the `LimitFilter` has found.
 
     Args:
         usage_log: Write-ahead log of usage on disk.
@@ -40,20 +39,6 @@ class UsageRecorder:
     def __init__(self, usage_log: UsageLog, clock: Callable[[], float] = time.time) -> None:
         self._usage_log = usage_log
         self._clock = clock
-        self._prices = PriceList()
-
-    def apply_snapshot(self, snapshot: AccountSnapshot) -> None:
-        """Use the snapshot's prices for new requests. Running requests keep their prices."""
-        self.prepare_snapshot(snapshot)()
-
-    def prepare_snapshot(self, snapshot: AccountSnapshot) -> Callable[[], None]:
-        """Build the price list and return a function that applies it without further work. Thread-safe."""
-        prices = PriceList(snapshot.prices)
-
-        def apply() -> None:
-            self._prices = prices
-
-        return apply
 
     async def on_request(self, context: RequestContext) -> UsageFilterState:
         """Allocate the request's row in the usage log.
@@ -62,9 +47,7 @@ class UsageRecorder:
             ApiError: 503 if the usage log is full.
         """
         principal, model = context.principal, context.pool.model
-        rates = context.rates = context.rates or self._prices.rates_at(
-            model, TIERS[principal.tier], self._clock()
-        )
+        rates = context.rates
         row = UsageRecord(
             request=context.response_id,
             organisation=principal.organisation,
