@@ -298,11 +298,8 @@ class HealthCheck:
 
     def _finish(self, outcome: AttemptOutcome, now: float, *, is_up: bool) -> list[ProbeEffect]:
         """End the check. `is_up` is whether the server passed the part before a test generation."""
-        health = self._health
         if self._is_test:
-            health.on_test_ended(outcome, self._load.in_flight, now)
-        elif outcome is AttemptOutcome.FAILURE:
-            health.on_probe_failed(now)
-        if not is_up:
-            health.on_unreachable(now)
+            self._health.on_test_ended(outcome, self._load.in_flight, now, is_up=is_up)
+        else:
+            self._health.on_check_ended(outcome, now, is_up=is_up)
         return [self._wake(now)]

@@ -340,14 +340,36 @@ class ReplicaHealth:
         self.breaker.record_outcome(outcome, now)
         self.observe(now)
 
-    def on_probe_failed(self, now: float) -> None:
-        """Record a failed probe, which counts as a failed request does."""
-        self.breaker.record_outcome(AttemptOutcome.FAILURE, now)
-        self.observe(now)
+    def on_check_ended(self, outcome: AttemptOutcome, now: float, *, is_up: bool) -> None:
+        """Record the outcome of a health check, whose failure counts as that of a request.
 
-    def on_test_ended(self, outcome: AttemptOutcome, other_running: int, now: float) -> None:
-        """Record the outcome of a test generation, which alone closes an open circuit breaker."""
+        Args:
+            outcome: Outcome of the check.
+            now: Monotonic time in seconds.
+            is_up: Whether the replica is healthy by its own report.
+        """
+        if outcome is AttemptOutcome.FAILURE:
+            self.breaker.record_outcome(outcome, now)
+        self._end_check(now, is_up=is_up)
+
+    def on_test_ended(
+        self, outcome: AttemptOutcome, other_running: int, now: float, *, is_up: bool
+    ) -> None:
+        """Record the outcome of a test generation, which alone closes an open circuit breaker.
+
+        Args:
+            outcome: Outcome of the check with the test generation.
+            other_running: Requests of this gateway that run at the replica.
+            now: Monotonic time in seconds.
+            is_up: Whether the replica is healthy by its own report.
+        """
         self.breaker.record_probe_outcome(outcome, now)
         if outcome is AttemptOutcome.BACKPRESSURE:
             self._backpressure.on_rejected(other_running, now)
-        self.observe(now)
+        self._end_check(now, is_up=is_up)
+
+    def _end_check(self, now: float, *, is_up: bool) -> None:
+        if is_up:
+            self.observe(now)
+        else:
+            self.on_unreachable(now)

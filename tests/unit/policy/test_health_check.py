@@ -22,6 +22,7 @@ from argosy.policy import (
     ReplicaLoad,
     ReplicaStatus,
     ServerProfile,
+    StatusChange,
     WakeAt,
 )
 from argosy.policy.health_check import PROBE_TIMEOUT_S, TEST_GENERATION_TIMEOUT_S
@@ -168,6 +169,13 @@ def test_error_of_the_gateway_itself_does_not_eject_the_replica() -> None:
         replica.check.on_tick(replica.now)
         replica.check.on_failure("no descriptor", replica.now, AttemptOutcome.BACKPRESSURE)
     assert replica.health.status(replica.now) is ReplicaStatus.READY
+
+
+def test_failed_first_check_is_one_change_of_the_status() -> None:
+    replica, changes = Checked(VLLM, ReplicaHealth("r")), list[StatusChange]()
+    replica.health.on_status_change = changes.append
+    replica.run("refused")
+    assert [change.status for change in changes] == [ReplicaStatus.UNREACHABLE]
 
 
 def test_unreachable_ejected_replica_is_probed_without_waiting() -> None:

@@ -38,13 +38,16 @@ def decide(state: AdminState) -> Event:
     )
 
 
+def close_breaker(health: ReplicaHealth, now: float) -> None:
+    health.on_test_ended(AttemptOutcome.SUCCESS, 0, now, is_up=True)
+
+
 FAIL, UNREACHABLE_NOW = end_attempt(FAILURE, "reset"), ReplicaHealth.on_unreachable
-CLOSE_BREAKER: Event = lambda health, now: health.on_test_ended(AttemptOutcome.SUCCESS, 0, now)  # noqa: E731
 EVENTS: list[Event] = [
     *(report(state) for state in ("ready", "starting", "restarting", "draining", "failed")),
     *(end_attempt(outcome) for outcome in AttemptOutcome),
     *(decide(state) for state in AdminState),
-    *(ReplicaHealth.on_detected, ReplicaHealth.on_model_missing, UNREACHABLE_NOW, CLOSE_BREAKER),
+    *(ReplicaHealth.on_detected, ReplicaHealth.on_model_missing, UNREACHABLE_NOW, close_breaker),
     *(ReplicaHealth.on_response_started, ReplicaHealth.on_dispatched),
 ]
 
@@ -62,9 +65,9 @@ EVENTS: list[Event] = [
         ([report("ready"), UNREACHABLE_NOW], READY, "", SLOTS),  # one failure is no outage
         ([FAIL, FAIL], READY, "", SLOTS),
         ([FAIL] * 3, EJECTED, "its requests or probes failed: reset", SLOTS),
-        ([*[FAIL] * 3, UNREACHABLE_NOW, CLOSE_BREAKER], UNREACHABLE, "reset", 1),
+        ([*[FAIL] * 3, UNREACHABLE_NOW, close_breaker], UNREACHABLE, "reset", 1),
         (
-            [*[FAIL] * 3, UNREACHABLE_NOW, CLOSE_BREAKER, ReplicaHealth.on_response_started],
+            [*[FAIL] * 3, UNREACHABLE_NOW, close_breaker, ReplicaHealth.on_response_started],
             *(READY, "", SLOTS),
         ),
         ([end_attempt(FULL)], BACKOFF, "it refused a request as full", 0),
