@@ -1,11 +1,11 @@
-"""Table of model families and variants, each compared with transformers on a tiny random model.
+"""Table of model families, variants and checkpoint formats, each compared on a tiny random model.
 
     python -m tools.model_table             compute all rows and write docs/reference/models.md
     python -m tools.model_table --only gpt  compute and print the rows whose name contains a text
 
 A row is one checkpoint that transformers wrote. Its greedy tokens and log-probabilities in float32 are compared with
 those of transformers. Its logits alone, batched and in chunks are compared with each other, bit for bit. To add rows,
-for example of checkpoint formats, add a function to `SECTIONS`.
+add a case to `own_cases` or `transformers_cases`, or a function to `SECTIONS`.
 """
 
 from __future__ import annotations
@@ -14,22 +14,24 @@ import argparse
 import logging
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import structlog
 import torch
 from tests.engine import generic_cases, test_families
 from tests.engine.decoder_driver import DecoderDriver
-from tests.engine.transformers_reference import SIZES, VOCAB, Reference, make_reference
-
-from argosy.engine.execution.architecture_config import read_architecture
-from argosy.engine.execution.checkpoint_reader import CheckpointReader
-from argosy.engine.execution.device import create_cpu_device
-from argosy.engine.execution.generic_loader import load_generic_decoder
-from argosy.engine.execution.model_selection import build_transformers_model
-from argosy.engine.execution.weight_loader import load_decoder
+from tests.engine.transformers_reference import SIZES, VOCAB, make_reference
+from tools.format_rows import FORMAT_TABLE_HEAD, gguf_rows, quantized_rows
+from tools.model_comparison import (
+    MAX_DIFFERENCE,
+    Comparison,
+    compare_with_reference,
+    load_own,
+    load_with_transformers,
+    yes_or_no,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -39,14 +41,28 @@ if TYPE_CHECKING:
 
 TARGET = Path(__file__).parents[1] / "docs/reference/models.md"
 INTRODUCTION = Path(__file__).with_name("model_table.md")
-LENGTHS = (1, 2, 17, 33, 70)
-GREEDY_TOKENS = 16
 TABLE_HEAD = """\
 | Model | Variant | Greedy tokens equal | Largest difference | Same bits in any batch |
 |---|---|---|---|---|
 """
-MAX_DIFFERENCE = 1e-4
-"""Largest accepted difference of a log-probability."""
+
+
+class TableRow(Protocol):
+    """Row of a table."""
+
+    @property
+    def name(self) -> str:
+        """First cell."""
+        ...
+
+    @property
+    def passes(self) -> bool:
+        """Whether the row is what the documentation promises."""
+        ...
+
+    def format(self) -> str:
+        """Return the row of a Markdown table."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -69,21 +85,28 @@ class Row:
 
     name: str
     variant: str
-    is_greedy_equal: bool
-    max_difference: float
-    is_exact: bool
+    comparison: Comparison
 
     @property
     def passes(self) -> bool:
         """Whether the row is what the documentation promises."""
-        return self.is_greedy_equal and self.is_exact and self.max_difference <= MAX_DIFFERENCE
+        found = self.comparison
+        return found.is_greedy_equal and found.is_exact and found.max_difference <= MAX_DIFFERENCE
 
     def format(self) -> str:
         """Return the row of a Markdown table."""
-        equal, exact = (
-            "yes" if value else "**no**" for value in (self.is_greedy_equal, self.is_exact)
-        )
-        return f"| {self.name} | {self.variant} | {equal} | {self.max_difference:.0e} | {exact} |"
+        found = self.comparison
+        equal, exact = yes_or_no(found.is_greedy_equal), yes_or_no(found.is_exact)
+        return f"| {self.name} | {self.variant} | {equal} | {found.max_difference:.0e} | {exact} |"
+
+
+@dataclass(frozen=True)
+class Section:
+    """Table under a heading."""
+
+    rows: Callable[[str], Iterator[TableRow]]
+    """Yields the rows whose name contains a text."""
+    head: str = field(default=TABLE_HEAD)
 
 
 def own_cases() -> Iterator[Case]:
@@ -91,15 +114,15 @@ def own_cases() -> Iterator[Case]:
     for name, (family, options) in test_families.FAMILIES.items():
         model = test_families.MODELS.get(family, "")
         yield Case(name, _describe(options), family, options, model)
-    for name, rope in test_families.ROPES.items():
-        yield Case("llama", f"RoPE {name}", "Llama", {"rope_parameters": rope})
-    yield Case("llama", "in shards", "Llama", {}, shard="60KB")
-    yield Case("llama", "three EOS ids", "Llama", {"eos_token_id": [2, 5, 9]})
-    yield Case("llama", "head_dim 128, ragged sizes", "Llama", _ragged(128))
+    yield from _variants("llama", "Llama", {})
+    for factors, original in (("long", 1), ("short", SIZES["max_position_embeddings"])):
+        rope = test_families.LONG | {"attention_factor": 1.2}
+        options = {"rope_parameters": rope, "original_max_position_embeddings": original}
+        yield Case("phi 3", f"RoPE longrope, {factors} factors", "Phi3", options, min_length=2)
     yield Case("qwen 3", "head_dim 18, ragged sizes", "Qwen3", _ragged(18))
 
 
-def generic_cases_of_transformers() -> Iterator[Case]:
+def transformers_cases() -> Iterator[Case]:
     """Yield the cases of the implementation of transformers."""
     for name, (family, options) in generic_cases.GENERIC_FAMILIES.items():
         model = generic_cases.GENERIC_MODELS.get(family, "")
@@ -107,6 +130,18 @@ def generic_cases_of_transformers() -> Iterator[Case]:
         yield Case(name, _describe(options), family, options, model, min_length=min_length)
     for name, (family, options) in generic_cases.MULTIMODAL.items():
         yield Case(name, "text", family, options, f"{family}ForConditionalGeneration")
+    yield from _variants("arcee", "Arcee", {})
+    yield Case("arcee", "biases", "Arcee", {"attention_bias": True, "mlp_bias": True})
+
+
+def _variants(name: str, family: str, options: dict[str, Any]) -> Iterator[Case]:
+    """Yield the variants that every family may have."""
+    for rope, parameters in test_families.ROPES.items():
+        yield Case(name, f"RoPE {rope}", family, options | {"rope_parameters": parameters})
+    yield Case(name, "tied embeddings", family, options | {"tie_word_embeddings": True})
+    yield Case(name, "in shards", family, options, shard="60KB")
+    yield Case(name, "three EOS ids", family, options | {"eos_token_id": [2, 5, 9]})
+    yield Case(name, "head_dim 128, ragged sizes", family, options | _ragged(128))
 
 
 def compare(case: Case, load: Callable[[Path], Decoder | GenericDecoder]) -> Row:
@@ -121,49 +156,10 @@ def compare(case: Case, load: Callable[[Path], Decoder | GenericDecoder]) -> Row
         expected_eos = tuple(stated) if isinstance(stated, list) else (stated,)
         if decoder.architecture.eos_token_ids != expected_eos:
             raise ValueError(f"{case.name}: EOS ids {decoder.architecture.eos_token_ids}")
-        return _compare_results(case, reference, DecoderDriver(decoder))
-
-
-def _compare_results(case: Case, reference: Reference, driver: DecoderDriver) -> Row:
-    generator = torch.Generator().manual_seed(5)
-    prompts = [
-        torch.randint(3, VOCAB, (length,), generator=generator).tolist()
-        for length in LENGTHS
-        if length >= case.min_length
-    ]
-    alone = [driver.logits_in_one_chunk(prompt) for prompt in prompts]
-    differences = [
-        (logits.log_softmax(-1) - reference.logits(prompt).log_softmax(-1)).abs().max()
-        for logits, prompt in zip(alone, prompts, strict=True)
-    ]
-    together = driver.forward([(f"t{i}", prompt) for i, prompt in enumerate(prompts)])
-    longest = prompts[-1]
-    chunks = [longest[:1], longest[1:9], longest[9:41], longest[41:]]
-    parts = [driver.forward([("n", [7]), ("c", chunk)])[1] for chunk in chunks]
-    is_exact = all(map(torch.equal, alone, together)) and torch.equal(torch.cat(parts), alone[-1])
-    some_prompts = prompts[1:4]
-    expected = [reference.greedy(prompt, GREEDY_TOKENS) for prompt in some_prompts]
-    return Row(
-        case.name,
-        case.variant,
-        driver.greedy(some_prompts, GREEDY_TOKENS) == expected,
-        float(max(differences)),
-        is_exact,
-    )
-
-
-def load_own(path: Path) -> Decoder:
-    """Load a checkpoint into Argosy's own decoder, in float32."""
-    device = create_cpu_device(1)
-    return load_decoder(
-        CheckpointReader(path), read_architecture(path), device, torch.float32, lambda _: None
-    )
-
-
-def load_with_transformers(path: Path) -> GenericDecoder:
-    """Load a checkpoint into the implementation of transformers, in float32."""
-    model = build_transformers_model(path, torch.float32)
-    return load_generic_decoder(model, create_cpu_device(1), torch.float32, lambda _: None)
+        if case.shard != Case.shard and len(list(path.glob("*.safetensors"))) < 2:
+            raise ValueError(f"{case.name}: the checkpoint has one file")
+        comparison = compare_with_reference(reference, DecoderDriver(decoder), case.min_length)
+        return Row(case.name, case.variant, comparison)
 
 
 def own_rows(text: str) -> Iterator[Row]:
@@ -174,25 +170,21 @@ def own_rows(text: str) -> Iterator[Row]:
 def transformers_rows(text: str) -> Iterator[Row]:
     """Yield the rows of the implementation of transformers whose name contains `text`."""
     yield from (
-        compare(case, load_with_transformers)
-        for case in generic_cases_of_transformers()
-        if text in case.name
+        compare(case, load_with_transformers) for case in transformers_cases() if text in case.name
     )
 
 
-SECTIONS: dict[str, Callable[[str], Iterator[Row]]] = {
-    "Argosy's own decoder": own_rows,
-    "Models of transformers": transformers_rows,
+SECTIONS = {
+    "Argosy's own decoder": Section(own_rows),
+    "Models of transformers": Section(transformers_rows),
+    "Quantized checkpoints": Section(quantized_rows, FORMAT_TABLE_HEAD),
+    "GGUF files": Section(gguf_rows, FORMAT_TABLE_HEAD),
 }
-"""Heading -> function of a text that yields the rows whose name contains it."""
+"""Tables by their headings."""
 
 
 def _ragged(head_dim: int) -> dict[str, Any]:
     return {"head_dim": head_dim, "hidden_size": 60, "intermediate_size": 92, "vocab_size": VOCAB}
-
-
-_OMITTED = {"rope_theta", "short_factor", "long_factor"}
-"""Options of a RoPE that are numbers without meaning for a reader."""
 
 
 def _describe(options: dict[str, Any]) -> str:
@@ -219,9 +211,9 @@ def main() -> None:
     torch.set_num_threads(1)
     text = INTRODUCTION.read_text()
     failed = []
-    for heading, rows in SECTIONS.items():
-        text += f"\n## {heading}\n\n{TABLE_HEAD}"
-        for row in rows(only):
+    for heading, section in SECTIONS.items():
+        text += f"\n## {heading}\n\n{section.head}"
+        for row in section.rows(only):
             sys.stdout.write(f"{row.format()}\n")
             sys.stdout.flush()
             text += f"{row.format()}\n"

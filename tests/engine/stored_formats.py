@@ -13,11 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from numpy.typing import NDArray
+
+    from tests.engine.transformers_reference import Reference
 
 Array = Any
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -439,3 +443,47 @@ def dequantize_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> Array:
             int(scales[e, n, k // 32]) - 127
         )
     return weight
+
+
+def write_checkpoint(
+    path: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor], **values: object
+) -> None:
+    """Write a checkpoint with a `quantization_config`."""
+    (path / "config.json").write_text(json.dumps({"quantization_config": config} | values))
+    save_file(
+        {name: each.clone().contiguous() for name, each in tensors.items()},
+        path / "model.safetensors",
+        {"format": "pt"},
+    )
+
+
+def quantize_checkpoint(reference: Reference, stored_format: StoredFormat) -> None:
+    """Store the projections of a checkpoint in a format, and give its model the dequantized weights."""
+    file = reference.path / "model.safetensors"
+    state, stored = load_file(file), dict(stored_format.extra)
+    for name, tensor in state.items():
+        if "_proj" not in name or tensor.dim() < 2:
+            stored[name] = tensor
+            continue
+        prefix = name.removesuffix(".weight")
+        encoded = stored_format.encode(prefix, tensor.numpy())
+        stored |= encoded
+        state[name] = torch.from_numpy(stored_format.decode(prefix, encoded)).float()
+    config = json.loads((reference.path / "config.json").read_text())
+    write_checkpoint(reference.path, stored_format.config, stored, **config)
+    reference.model.load_state_dict(state, strict=False)
+
+
+def quantize_experts_to_mxfp4(reference: Reference) -> None:
+    """Store random experts in a checkpoint of gpt-oss in MXFP4, and give its model the dequantized weights."""
+    tensors = load_file(reference.path / "model.safetensors")
+    state = reference.model.state_dict()
+    projections = [name for name in tensors if "experts" in name and name.endswith("_proj")]
+    for seed, name in enumerate(projections):
+        num_experts, cols, outs = tensors.pop(name).shape
+        blocks, scales = mxfp4_experts((num_experts, outs, cols), seed)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        weight = torch.from_numpy(dequantize_mxfp4(blocks, scales)).float()
+        state[name].copy_(weight.transpose(1, 2))
+    config = json.loads((reference.path / "config.json").read_text())
+    write_checkpoint(reference.path, {"quant_method": "mxfp4"}, tensors, **config)

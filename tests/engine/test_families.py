@@ -168,6 +168,29 @@ def assert_logits_match(
         assert_close(driver.logits_in_one_chunk(prompt), reference.logits(prompt))
 
 
+def assert_summary_matches(reference: Reference) -> None:
+    num_parameters = sum(parameter.numel() for parameter in reference.model.parameters())
+    num_parameters += sum(
+        buffer.numel()
+        for key, buffer in reference.model.named_buffers()
+        if key.endswith("e_score_correction_bias")
+    )
+    architecture = read_architecture(reference.path)
+    summary = summarize_model(architecture, dtype_bytes=2)
+    assert summary.num_parameters == num_parameters
+    assert summary.weight_bytes == 2 * num_parameters
+    experts = sum(p.numel() for key, p in reference.model.named_parameters() if ".experts." in key)
+    share = (
+        architecture.moe.num_experts_per_token / architecture.moe.num_experts
+        if architecture.moe
+        else 1.0
+    )
+    assert summary.num_active_parameters == num_parameters - experts * (1 - share)
+    cached = architecture.num_kv_heads * architecture.head_dim
+    parts = 1 if architecture.latent else 2
+    assert summary.kv_bytes_per_token == parts * architecture.num_layers * cached * 2
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_family_matches_transformers(create_reference: Callable[..., Reference], name: str) -> None:
     family, options = FAMILIES[name]
@@ -188,11 +211,12 @@ def test_family_matches_transformers(create_reference: Callable[..., Reference],
     assert torch.equal(torch.cat(parts), unbatched[-1])
 
     some_prompts = [all_prompts[1], all_prompts[3], all_prompts[6]]
-    expected = [reference.greedy(prompt, 24) for prompt in some_prompts]
-    assert driver.greedy(some_prompts, 24) == expected
-    assert driver.greedy(some_prompts, 24, chunk=5) == expected
+    outputs = driver.greedy(some_prompts, 24)
+    assert all(map(reference.continues, some_prompts, outputs))
+    assert driver.greedy(some_prompts, 24, chunk=5) == outputs
     if not reference.model.config.tie_word_embeddings:  # tied random models repeat themselves
-        assert len({token for tokens in expected for token in tokens}) > 5
+        assert len({token for tokens in outputs for token in tokens}) > 5
+    assert_summary_matches(reference)
 
 
 @pytest.mark.parametrize("name", ROPES)
@@ -409,33 +433,6 @@ def test_bfloat16_logits_are_close_to_float32(
             -1
         )  # per token; rounding may change the routing of some
         assert error.median() < 0.05
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_model_summary_matches_checkpoint(
-    create_reference: Callable[..., Reference], name: str
-) -> None:
-    reference = create_reference(*FAMILIES[name])
-    num_parameters = sum(parameter.numel() for parameter in reference.model.parameters())
-    num_parameters += sum(
-        buffer.numel()
-        for key, buffer in reference.model.named_buffers()
-        if key.endswith("e_score_correction_bias")
-    )
-    architecture = read_architecture(reference.path)
-    summary = summarize_model(architecture, dtype_bytes=2)
-    assert summary.num_parameters == num_parameters
-    assert summary.weight_bytes == 2 * num_parameters
-    experts = sum(p.numel() for key, p in reference.model.named_parameters() if ".experts." in key)
-    share = (
-        architecture.moe.num_experts_per_token / architecture.moe.num_experts
-        if architecture.moe
-        else 1.0
-    )
-    assert summary.num_active_parameters == num_parameters - experts * (1 - share)
-    cached = architecture.num_kv_heads * architecture.head_dim
-    parts = 1 if architecture.latent else 2
-    assert summary.kv_bytes_per_token == parts * architecture.num_layers * cached * 2
 
 
 def test_empty_logit_index_gives_no_logits(create_reference: Callable[..., Reference]) -> None:

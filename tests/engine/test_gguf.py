@@ -91,7 +91,7 @@ def test_family_matches_transformers(tmp_path: Path, name: str) -> None:
     for prompt, logits in zip(PROMPTS, expected, strict=True):
         torch.testing.assert_close(exact.logits_in_one_chunk(prompt), logits, rtol=1e-4, atol=2e-4)
     prompt = PROMPTS[1]
-    assert exact.greedy([prompt], 8) == [reference.greedy(prompt, 8)]
+    assert reference.continues(prompt, *exact.greedy([prompt], 8))
     native = load(None)
     alone = [native.logits_in_one_chunk(prompt) for prompt in PROMPTS]
     for logits, others in zip(alone, expected, strict=True):

@@ -821,7 +821,8 @@ def test_hostile_checkpoint_is_refused(
     assert len(str(caught.value)) < MAX_MESSAGE_CHARS
     growth = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
     assert growth < MAX_GROWTH_BYTES
-    assert sorted(tmp_path.rglob("*")) == files
+    after = [file for file in tmp_path.rglob("*") if not file.name.startswith("torchinductor")]
+    assert sorted(after) == files
 
 
 def test_code_in_a_checkpoint_is_never_imported(tmp_path: Path) -> None:

@@ -46,12 +46,10 @@ class Reference:
             logits: Tensor = self.model(torch.tensor([tokens]), use_cache=False).logits[0]
         return logits.float()
 
-    def greedy(self, prompt: list[int], steps: int) -> list[int]:
-        """Generate greedily, and compute each token from the full sequence before it."""
-        tokens = list(prompt)
-        for _ in range(steps):
-            tokens.append(int(self.logits(tokens)[-1].argmax()))
-        return tokens[len(prompt) :]
+    def continues(self, prompt: list[int], output: list[int]) -> bool:
+        """Return whether `output` is what the model generates greedily, by computing it once."""
+        logits = self.logits(prompt + output)[len(prompt) - 1 : -1]
+        return logits.argmax(-1).tolist() == output
 
 
 def make_reference(
