@@ -1,7 +1,6 @@
 """`argosy serve` with the bundled model: OpenAI SDK, `argosy chat`, signals, faults, TLS."""
 
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -19,7 +18,6 @@ import openai
 import psutil
 import pytest
 from openai.types.chat import ChatCompletionUserMessageParam
-from tests.engine.transformers_reference import make_reference
 from tests.support.certificates import Authority
 from tests.support.pipes import fill
 from tests.support.serve_process import ARGOSY, ServeProcess, run_argosy, run_serve
@@ -341,18 +339,6 @@ def test_more_replicas_than_gpus_are_rejected(monkeypatch: pytest.MonkeyPatch) -
     assert failed.returncode == 2
     assert "--gpus shared" in failed.stderr
     assert "Traceback" not in failed.stderr
-
-
-def test_model_outside_own_families_streams(tmp_path: Path) -> None:
-    """A directory of another family is served by the code of transformers, and the log says so."""
-    vocab_size = json.loads((BUNDLED_MODEL / "config.json").read_text())["vocab_size"]
-    options = {"vocab_size": vocab_size, "max_position_embeddings": 1024}
-    make_reference(tmp_path, "Granite", options)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(BUNDLED_MODEL / name, tmp_path)
-    with run_serve(str(tmp_path), "--log-level", "info") as server:
-        assert stream_text(server, SimpleQueue())
-        assert any("implementation=transformers" in line for line in server.stderr_lines)
 
 
 def test_killed_server_leaves_no_process() -> None:

@@ -109,7 +109,7 @@ def test_tiktoken_file_gives_ids_of_tiktoken(
     assert tokenizer.special_ids == frozenset(specials.values())
 
 
-def test_tekken_file_gives_ids_of_its_pattern(tmp_path: Path) -> None:
+def write_tekken(file: Path) -> None:
     vocabulary = [
         {"rank": rank, "token_bytes": base64.b64encode(token).decode(), "token_str": None}
         for token, rank in ranks().items()
@@ -117,9 +117,11 @@ def test_tekken_file_gives_ids_of_its_pattern(tmp_path: Path) -> None:
     unused = {"rank": len(vocabulary), "token_bytes": "enp6enp6", "token_str": None}
     config = {"pattern": TEKKEN_PATTERN, "default_num_special_tokens": 30, "version": "v3"}
     config["default_vocab_size"] = 30 + len(vocabulary)
-    (tmp_path / "tekken.json").write_text(
-        json.dumps({"config": config, "vocab": [*vocabulary, unused]})
-    )
+    file.write_text(json.dumps({"config": config, "vocab": [*vocabulary, unused]}))
+
+
+def test_tekken_file_gives_ids_of_its_pattern(tmp_path: Path) -> None:
+    write_tekken(tmp_path / "tekken.json")
     tokenizer = Tokenizer.load(tmp_path)
     shifted = {token: rank + 30 for token, rank in ranks().items()}
     reference = tiktoken.Encoding(
@@ -127,7 +129,7 @@ def test_tekken_file_gives_ids_of_its_pattern(tmp_path: Path) -> None:
     )
     assert_ids_equal(tokenizer, reference, [1])
     assert tokenizer.encode("[INST]hi", add_special_tokens=False)[0] == 3
-    assert tokenizer.vocab_size == 30 + len(vocabulary)
+    assert tokenizer.vocab_size == 30 + len(ranks())
 
 
 def test_vocabulary_and_merges_give_ids_of_gpt_2(tmp_path: Path) -> None:
