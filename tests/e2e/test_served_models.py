@@ -102,12 +102,12 @@ KINDS: dict[str, tuple[Callable[[Path], object], str]] = {
 def read_stream(server: ServeProcess, *, chat: bool) -> str:
     with server.client() as client:
         model = client.models.list().data[0].id
-        options: dict[str, Any] = {"model": model, "stream": True, "temperature": 0, "seed": 1}
+        options: Any = {"model": model, "stream": True, "temperature": 0, "seed": 1}
         if not chat:
             chunks = client.completions.create(prompt="hello world", max_tokens=12, **options)
             return "".join(chunk.choices[0].text for chunk in chunks)
-        messages = [{"role": "user", "content": "Tell me a story about a cat."}]
-        events = client.chat.completions.create(messages=messages, max_tokens=40, **options)
+        options["messages"] = [{"role": "user", "content": "Tell me a story about a cat."}]
+        events = client.chat.completions.create(max_tokens=40, **options)
         return "".join(event.choices[0].delta.content or "" for event in events)
 
 

@@ -407,7 +407,14 @@ class CraftedTensor:
     def __reduce__(self) -> tuple[Any, ...]:
         storage = Storage()
         storage.__dict__ |= {"key": self.key, "numbers": self.numbers}
-        parts = (storage, self.offset, self.size, self.stride, False, OrderedDict())
+        parts: tuple[Any, ...] = (
+            storage,
+            self.offset,
+            self.size,
+            self.stride,
+            False,
+            OrderedDict(),
+        )
         return torch._utils._rebuild_tensor_v2, parts  # noqa: SLF001 - as torch.save writes it
 
 
@@ -671,7 +678,12 @@ def tokenizer_file(name: str, content: bytes | str) -> Change:
 
 def tokenizer_json(**values: object) -> Change:
     model = {"type": "BPE", "vocab": {"a": 0}, "merges": []}
-    definition = {"version": "1.0", "added_tokens": [], "model": model, "decoder": None}
+    definition: dict[str, Any] = {
+        "version": "1.0",
+        "added_tokens": [],
+        "model": model,
+        "decoder": None,
+    }
     return tokenizer_file("tokenizer.json", json.dumps(definition | values))
 
 
