@@ -48,9 +48,8 @@ class AttentionCase:
 
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(len(self.lengths) * 1000 + sum(self.lengths))
-        self.block_table = torch.randperm(self.num_blocks, generator=generator).view(
-            len(self.lengths), -1
-        )
+        blocks = torch.randperm(self.num_blocks, generator=generator)
+        self.block_table, self.nan_block = blocks[1:].view(len(self.lengths), -1), blocks[0]
 
         def random_heads(length: int, heads: int) -> Tensor:
             values = torch.randn(length, heads, self.head_dim, generator=generator)
@@ -69,7 +68,8 @@ class AttentionCase:
 
     @property
     def num_blocks(self) -> int:
-        return len(self.lengths) * -(-max(self.lengths) // self.block_size)
+        """Number of blocks of all sequences, and one that contains NaN."""
+        return len(self.lengths) * -(-max(self.lengths) // self.block_size) + 1
 
     @property
     def params(self) -> AttentionParams:
@@ -119,11 +119,20 @@ class AttentionCase:
             positions=positions,
             query_start_loc=counts.cumsum(0).int(),
             seq_lens=torch.tensor([start + count for _, start, count in chunks], dtype=torch.int32),
-            block_table=table.int(),
-            slot_mapping=block * self.block_size + positions % self.block_size,
+            block_tables=self.remove_left_blocks(table, chunks).int()[None],
+            slot_mappings=(block * self.block_size + positions % self.block_size)[None],
             rows=torch.arange(len(chunks)),
             logit_index=torch.zeros(0, dtype=torch.long),
         )
+
+    def remove_left_blocks(self, table: Tensor, chunks: list[Chunk]) -> Tensor:
+        """Replace the blocks that have left the window by the block with NaN, which must not be read."""
+        starts = torch.tensor([start for _, start, _ in chunks])
+        if self.window is None:
+            return table
+        first = (starts - self.window + 1).clamp(min=0)
+        has_left = torch.arange(table.shape[1]) < (first // self.block_size)[:, None]
+        return torch.where(has_left, self.nan_block, table)
 
     def run(self, backend: BackendName, steps: list[list[Chunk]], threads: int = 2) -> list[Tensor]:
         """Compute every sequence in the given steps. Outputs before the first chunk of a sequence are NaN."""

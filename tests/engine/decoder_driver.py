@@ -25,10 +25,13 @@ class DecoderDriver:
 
     def __init__(self, decoder: Decoder | GenericDecoder, num_blocks: int = 128) -> None:
         self._decoder = decoder
+        self._windows = decoder.architecture.kv_layout.windows
+        num_blocks *= len(self._windows)
         self._attention = decoder.create_attention(num_blocks, BLOCK_SIZE)
         self._free = list(range(num_blocks))
         random.Random(7).shuffle(self._free)
-        self._blocks: dict[str, list[int]] = {}
+        self._blocks: dict[str, list[list[int]]] = {}
+        """Blocks of each sequence in order. Each is a block in every KV cache group."""
         self._lengths: dict[str, int] = {}
 
     def forward(self, chunks: Sequence[tuple[str, list[int]]]) -> list[Tensor]:
@@ -64,7 +67,8 @@ class DecoderDriver:
 
     def release(self, name: str) -> None:
         """Remove a sequence. Its blocks are reused without being cleared."""
-        self._free.extend(self._blocks.pop(name))
+        for blocks in self._blocks.pop(name):
+            self._free.extend(blocks)
         del self._lengths[name]
         self._lengths[f"released {name}"] = 0
 
@@ -72,32 +76,36 @@ class DecoderDriver:
         """Append the chunks to their sequences and return the batch."""
         ids: list[int] = []
         positions: list[int] = []
-        slots: list[int] = []
+        slots: list[list[int]] = []
         ends = [0]
         for name, tokens in chunks:
             start = self._lengths.get(name, 0)
             blocks = self._blocks.setdefault(name, [])
             length = start + len(tokens)
             while len(blocks) * BLOCK_SIZE < length:
-                blocks.append(self._free.pop())
+                blocks.append([self._free.pop() for _ in self._windows])
             ids += tokens
             positions += range(start, length)
             slots += [
-                blocks[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+                [
+                    block * BLOCK_SIZE + position % BLOCK_SIZE
+                    for block in blocks[position // BLOCK_SIZE]
+                ]
                 for position in range(start, length)
             ]
             ends.append(len(ids))
             self._lengths[name] = length
         names = [name for name, _ in chunks]
         width = max(len(self._blocks[name]) for name in names)
-        tables = [self._blocks[name] + [0] * (width - len(self._blocks[name])) for name in names]
+        unused = [[0] * len(self._windows)]
+        tables = [self._blocks[name] + unused * (width - len(self._blocks[name])) for name in names]
         return Batch(
             token_ids=torch.tensor(ids),
             positions=torch.tensor(positions),
             query_start_loc=torch.tensor(ends, dtype=torch.int32),
             seq_lens=torch.tensor([self._lengths[name] for name in names], dtype=torch.int32),
-            block_table=torch.tensor(tables, dtype=torch.int32),
-            slot_mapping=torch.tensor(slots),
+            block_tables=torch.tensor(tables, dtype=torch.int32).permute(2, 0, 1).contiguous(),
+            slot_mappings=torch.tensor(slots).T.contiguous(),
             rows=torch.arange(len(names)),
             logit_index=torch.arange(len(ids)),
         )

@@ -10,9 +10,11 @@ import msgspec
 import pytest
 
 from argosy.engine.engine_request import EngineRequest
+from argosy.engine.scheduling import KvCacheGroups
 from argosy.protocol import SamplingParams
 from tests.engine.core_driver import RequestOutput, create_core, run_requests
-from tests.engine.test_families import FAMILIES
+from tests.engine.generic_cases import GENERIC_FAMILIES
+from tests.engine.test_families import FAMILIES, MODELS
 from tests.engine.transformers_reference import VOCAB, make_reference
 
 if TYPE_CHECKING:
@@ -30,6 +32,8 @@ OUTPUT_TOKENS = 24
         for name, dtype, marks in (
             ("gpt-oss", "bfloat16", ()),
             ("gpt-oss", "int8", pytest.mark.exhaustive),
+            ("gemma 3", "bfloat16", ()),
+            ("olmo 3", "bfloat16", pytest.mark.exhaustive),
             ("deepseek 3", "bfloat16", ()),
             ("deepseek 3", "float32", pytest.mark.exhaustive),
             ("deepseek 2 lite", "int4", pytest.mark.exhaustive),
@@ -40,7 +44,9 @@ def model(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, str]:
     name, dtype = request.param
-    return make_reference(tmp_path_factory.mktemp("model"), *FAMILIES[name]).path, dtype
+    family, options = (FAMILIES | GENERIC_FAMILIES)[name]
+    path = tmp_path_factory.mktemp("model")
+    return make_reference(path, family, options, model=MODELS.get(family, "")).path, dtype
 
 
 @cache
@@ -91,10 +97,11 @@ def test_outputs_do_not_depend_on_scheduling(model: tuple[Path, str]) -> None:
 
     check(run(model, prefix_cache=False)[0])
     check(run(model, max_step_tokens=17, max_steps_in_flight=1)[0])
-    cached, _ = run(model, twice=True)
+    cached, core = run(model, twice=True)
     assert sum(output.cached_tokens or 0 for output in cached.values()) > 100
     check(cached)
-    preempted, core = run(model, num_blocks=12)
+    groups = KvCacheGroups(core.scheduler.limits.kv_windows, core.info.block_size)
+    preempted, core = run(model, num_blocks=groups.count_blocks(12 * core.info.block_size))
     assert core.scheduler.preemptions > 0
     check(preempted)
     resumed = [

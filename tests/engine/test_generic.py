@@ -224,6 +224,7 @@ class LeakyDecoder:
 
     def __init__(self, decoder: GenericDecoder, leak: float) -> None:
         self.create_attention = decoder.create_attention
+        self.architecture = decoder.architecture
         self._decoder = decoder
         self._leak = leak
 

@@ -14,7 +14,7 @@ from argosy.engine.execution.persistent_batch import DeviceInputs, PackedStep, P
 from argosy.engine.scheduling import AdmittedSequence, StepPlan
 from argosy.protocol import SamplingParams
 
-ROWS, LENGTH, BLOCK = 5, 40, 4
+ROWS, LENGTH, BLOCK, GROUPS = 5, 40, 4, 2
 lists = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=9)
 
 
@@ -39,7 +39,7 @@ class RowModel:
     """Tokens and blocks of each row, as lists."""
 
     tokens: dict[int, list[int]] = field(default_factory=dict)
-    blocks: dict[int, list[int]] = field(default_factory=dict)
+    block_tables: dict[int, list[list[int]]] = field(default_factory=dict)
 
 
 @st.composite
@@ -47,11 +47,11 @@ def steps(draw: st.DrawFn) -> tuple[list[AdmittedSequence], StepPlan]:
     """Draw admitted sequences, and a plan that computes chunks of them."""
     rows = draw(st.lists(st.integers(0, ROWS - 1), min_size=1, unique=True))
     admitted, starts, counts, samples = [], [], [], []
-    free = iter(draw(st.permutations(range(ROWS * LENGTH // BLOCK))))
+    free = iter(draw(st.permutations(range(GROUPS * ROWS * LENGTH // BLOCK))))
     for row in rows:
         tokens = draw(st.lists(st.integers(0, 99), min_size=1, max_size=LENGTH - 1))
-        blocks = [next(free) for _ in range(-(-len(tokens) // BLOCK))]
-        admitted.append(AdmittedSequence(row, tokens, len(tokens), SamplingParams(), blocks))
+        tables = [[next(free) for _ in range(-(-len(tokens) // BLOCK))] for _ in range(GROUPS)]
+        admitted.append(AdmittedSequence(row, tokens, len(tokens), SamplingParams(), tables))
         starts.append(draw(st.integers(0, len(tokens) - 1)))
         counts.append(draw(st.integers(1, len(tokens) - starts[-1])))
         samples.append(starts[-1] + counts[-1] == len(tokens))
@@ -59,12 +59,12 @@ def steps(draw: st.DrawFn) -> tuple[list[AdmittedSequence], StepPlan]:
 
 
 def admit_all(admitted: list[AdmittedSequence]) -> tuple[PersistentBatch, RowModel]:
-    table = PersistentBatch(ROWS, LENGTH, BLOCK, torch.device("cpu"))
+    table = PersistentBatch(ROWS, LENGTH, BLOCK, GROUPS, torch.device("cpu"))
     model = RowModel()
     for admission in admitted:
         table.admit(admission)
         model.tokens[admission.row] = list(admission.tokens)
-        model.blocks[admission.row] = list(admission.blocks)
+        model.block_tables[admission.row] = [list(blocks) for blocks in admission.block_tables]
     return table, model
 
 
@@ -85,19 +85,21 @@ def assert_batch_matches_model(
         model.tokens[row][position] for _, row, position in flat
     ]
     assert batch.positions[:total].tolist() == [position for _, _, position in flat]
-    slots = [
-        model.blocks[row][position // BLOCK] * BLOCK + position % BLOCK for _, row, position in flat
-    ]
-    assert batch.slot_mapping[:total].tolist() == slots
-    assert bool((batch.slot_mapping[total:] < 0).all())
+    for group, slots in enumerate(batch.slot_mappings):
+        assert slots[:total].tolist() == [
+            model.block_tables[row][group][position // BLOCK] * BLOCK + position % BLOCK
+            for _, row, position in flat
+        ]
+        assert bool((slots[total:] < 0).all())
     ends = [start + count for start, count in zip(plan.starts, plan.counts, strict=True)]
     assert batch.seq_lens[:used].tolist() == ends
     assert not batch.seq_lens[used:].any()
     assert batch.query_start_loc[: used + 1].tolist() == [0, *np.cumsum(plan.counts)]
     assert batch.rows[:used].tolist() == plan.rows
-    for blocks, row, end in zip(batch.block_table, plan.rows, ends, strict=False):
-        count = -(-end // BLOCK)
-        assert blocks[:count].tolist() == model.blocks[row][:count]
+    for group, blocks_of_group in enumerate(batch.block_tables):
+        for blocks, row, end in zip(blocks_of_group, plan.rows, ends, strict=False):
+            count = -(-end // BLOCK)
+            assert blocks[:count].tolist() == model.block_tables[row][group][:count]
     sampled = [chunk for chunk, samples in enumerate(plan.sample_flags) if samples]
     assert packed.sample_rows.tolist() == [plan.rows[chunk] for chunk in sampled]
     assert packed.sample_positions.tolist() == [ends[chunk] for chunk in sampled]
@@ -142,8 +144,9 @@ def test_padded_decode_contains_sampled_tokens_and_new_blocks(
     for row, end, token in zip(rows, ends, sampled, strict=True):
         model.tokens[row].append(token)
         if end % BLOCK == 0:
-            model.blocks[row].append(1000 + row)
-            new_blocks.append((row, end // BLOCK, 1000 + row))
+            for group in range(GROUPS):
+                model.block_tables[row][group].append(1000 * group + row)
+                new_blocks.append((row, group, end // BLOCK, 1000 * group + row))
     table.append_blocks(new_blocks)
     plan = StepPlan(2, rows=rows, starts=ends, counts=[1] * len(rows), sample_flags=all_sampled)
     size = data.draw(st.integers(len(rows), ROWS))

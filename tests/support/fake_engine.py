@@ -99,7 +99,7 @@ class FakeEngine:
             block_size=16,
             num_blocks=1024,
             max_seqs=MAX_SEQS,
-            kv_bytes_per_token=1,
+            kv_capacity_tokens=1024 * 16,
             parameters=1,
             load_s=0.0,
             backend="fake",

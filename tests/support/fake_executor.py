@@ -39,6 +39,8 @@ class FakeExecutor:
     num_blocks: int
     block_size: int
     max_step_tokens: int
+    windows: tuple[int | None, ...] = (None,)
+    """Sliding window of each KV cache group."""
     corrupt_slots: set[int] = field(default_factory=set)
     """Host slots with corrupt content."""
     memory_tokens: int | None = None
@@ -47,7 +49,7 @@ class FakeExecutor:
     def __post_init__(self) -> None:
         self.kv = [[(-1, -1)] * self.block_size for _ in range(self.num_blocks)]
         self.host: dict[int, list[tuple[int, int]]] = {}
-        self.rows: dict[int, tuple[list[int], list[int]]] = {}
+        self.rows: dict[int, tuple[list[int], list[list[int]]]] = {}
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step."""
@@ -68,9 +70,9 @@ class FakeExecutor:
                 corrupt_list.append(block)
         for admission in plan.admissions:
             self._admit(admission)
-        for row, index, block in plan.block_appends:
-            assert len(self.rows[row][1]) == index
-            self.rows[row][1].append(block)
+        for row, group, index, block in plan.block_appends:
+            assert len(self.rows[row][1][group]) == index
+            self.rows[row][1][group].append(block)
         corrupt_blocks = set(corrupt_list)
         tokens = [
             self._compute(row, start, count, samples=samples, corrupt_blocks=corrupt_blocks)
@@ -81,23 +83,28 @@ class FakeExecutor:
         return StepResult(tokens, corrupt_blocks=corrupt_list)
 
     def _admit(self, admission: AdmittedSequence) -> None:
-        self.rows[admission.row] = (list(admission.tokens), list(admission.blocks))
+        tables = [list(table) for table in admission.block_tables]
+        assert len(tables) == len(self.windows)
+        self.rows[admission.row] = (list(admission.tokens), tables)
 
     def _compute(
         self, row: int, start: int, count: int, *, samples: bool, corrupt_blocks: set[int]
     ) -> int:
-        tokens, blocks = self.rows[row]
+        tokens, tables = self.rows[row]
         size = self.block_size
         assert start + count <= len(tokens), "the plan computes an unknown token"
         assert samples == (start + count == len(tokens))
-        if not corrupt_blocks.intersection(blocks):
-            for position in range(start):
-                stored = self.kv[blocks[position // size]][position % size]
-                assert stored == (position, tokens[position]), (
-                    "a sequence reads the KV of another one"
-                )
-        for position in range(start, start + count):
-            self.kv[blocks[position // size]][position % size] = (position, tokens[position])
+        for window, blocks in zip(self.windows, tables, strict=True):
+            first = 0 if window is None else max(0, start - window + 1)
+            if not corrupt_blocks.intersection(blocks):
+                for position in range(first, start):
+                    stored = self.kv[blocks[position // size]][position % size]
+                    assert stored == (position, tokens[position]), (
+                        "a sequence reads the KV of another one"
+                    )
+            for position in range(start, start + count):
+                assert blocks[position // size] >= 0
+                self.kv[blocks[position // size]][position % size] = (position, tokens[position])
         if not samples:
             return -1
         token = next_token(tokens)

@@ -9,11 +9,13 @@ from typing import Any, NamedTuple
 from hypothesis import strategies as st
 
 from argosy.engine.engine_request import EngineRequest
-from argosy.engine.scheduling import Scheduler, SchedulerLimits, Sequence
+from argosy.engine.scheduling import KvCacheGroups, Scheduler, SchedulerLimits, Sequence
 from argosy.protocol.sampling import SamplingParams
 from tests.support.fake_executor import FakeExecutor, reference_output
 
 WORKLOAD_STEPS = 41
+KV_WINDOWS = [(None,), (None,), (None, 5), (None, 9, 1), (None, None, 6, 6, 6), (7,), (12, 4)]
+"""Windows of KV cache groups."""
 
 
 @dataclass
@@ -31,7 +33,10 @@ class SchedulerHarness:
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(self.limits)
         self.executor = FakeExecutor(
-            self.limits.num_blocks, self.limits.block_size, self.limits.max_step_tokens
+            self.limits.num_blocks,
+            self.limits.block_size,
+            self.limits.max_step_tokens,
+            self.limits.kv_windows,
         )
 
     def add(
@@ -141,14 +146,17 @@ def scheduler_limits(**changes: object) -> SchedulerLimits:
 def workloads(draw: st.DrawFn) -> Workload:
     """Draw limits, and requests with shared prefixes, parents, resumed output, timeouts and faults."""
     block_size = draw(st.sampled_from([1, 2, 4]))
+    windows = draw(st.sampled_from(KV_WINDOWS))
+    min_blocks = KvCacheGroups(windows, block_size).count_blocks(30)
     limits = scheduler_limits(
         max_seqs=draw(st.integers(1, 5)),
         max_step_tokens=draw(st.integers(5, 40)),
         block_size=block_size,
-        num_blocks=draw(st.integers(-(-30 // block_size), 40)),
+        num_blocks=draw(st.integers(min_blocks, min_blocks + 30)),
         host_blocks=draw(st.sampled_from([0, 3, 20])),
         prefix_cache=draw(st.booleans()),
         watermark=draw(st.sampled_from([0.0, 0.1])),
+        kv_windows=windows,
     )
     shared_prefix = draw(st.lists(st.integers(0, 3), min_size=20, max_size=20))
     events: list[WorkloadEvent] = []

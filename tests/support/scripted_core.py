@@ -123,7 +123,7 @@ class ScriptedCore:
             block_size=16,
             num_blocks=64,
             max_seqs=64,
-            kv_bytes_per_token=4,
+            kv_capacity_tokens=4,
             parameters=0,
             load_s=0.0,
             backend=f"scripted {os.getpid()}",

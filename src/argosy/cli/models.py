@@ -38,12 +38,14 @@ class ModelFit:
     checkpoint_bytes: int
     """Size of the weight files on disk."""
     kv_bytes_per_token: int
+    kv_bytes_per_sequence: int
+    """KV cache of a sequence of full context length, of which sliding windows need only the last tokens."""
     free_bytes: int
     """Memory that is available now, or the memory given with `--memory`."""
     kv_cache_bytes: int
     """Planned size of the KV cache after the weights are loaded."""
     kv_tokens: int
-    """Tokens whose keys and values fit in the KV cache."""
+    """Tokens that fit in the KV cache as sequences of full context length."""
     full_sequences: int
     """Sequences of full context length that fit at the same time."""
 
@@ -110,7 +112,7 @@ def compute_model_fit(
     sizes = summarize_model(spec, DTYPE_BYTES[planned_dtype])
     free = int(psutil.virtual_memory().available) if memory_bytes is None else memory_bytes
     cache = max(int((free - sizes.weight_bytes) * DEFAULT_KV_MEMORY_FRACTION), 0)
-    tokens = cache // sizes.kv_bytes_per_token
+    full_sequences = cache / sizes.kv_bytes_per_sequence
     return ModelFit(
         path=str(path),
         family=spec.family,
@@ -123,10 +125,11 @@ def compute_model_fit(
         weight_bytes=sizes.weight_bytes,
         checkpoint_bytes=sum(file.stat().st_size for file in weight_files(path)),
         kv_bytes_per_token=sizes.kv_bytes_per_token,
+        kv_bytes_per_sequence=sizes.kv_bytes_per_sequence,
         free_bytes=free,
         kv_cache_bytes=cache,
-        kv_tokens=tokens,
-        full_sequences=tokens // sizes.max_model_len,
+        kv_tokens=int(full_sequences * sizes.max_model_len),
+        full_sequences=int(full_sequences),
     )
 
 
@@ -145,6 +148,7 @@ def _print_fit(fit: ModelFit) -> None:
         ("weight files", format_size(fit.checkpoint_bytes)),
         (f"weights in {fit.dtype}", format_size(fit.weight_bytes)),
         ("KV cache per token", format_size(fit.kv_bytes_per_token)),
+        ("KV cache of a full context", format_size(fit.kv_bytes_per_sequence)),
         ("memory available", format_size(fit.free_bytes)),
         ("of it for the KV cache", format_size(fit.kv_cache_bytes)),
         ("tokens that fit", f"{fit.kv_tokens:,}"),

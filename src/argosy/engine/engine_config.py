@@ -6,6 +6,8 @@ from typing import Literal, get_args
 
 import msgspec
 
+from argosy.engine.scheduling import KvCacheGroups
+
 BatchingMode = Literal["continuous", "dynamic", "static"]
 DType = Literal["auto", "bfloat16", "float32", "float16"]
 IntFormat = Literal["int8", "int4"]
@@ -25,6 +27,8 @@ OpenMP threads that wait for each other spin for about ten microseconds and then
 (docs/decisions/0004-short-spin.md)."""
 
 
+DEFAULT_BLOCK_SIZE = 16
+"""Default number of tokens per KV block."""
 DEFAULT_PACK_CACHE_BYTES = 32 << 30
 """Default limit of the disk space for packed weights of all checkpoints, in bytes."""
 
@@ -71,7 +75,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Maximum time for which `dynamic` batching waits for a full batch."""
     max_steps_in_flight: int | None = None
     """Number of steps in flight while the next one is planned. None takes the device's default."""
-    block_size: int = 16
+    block_size: int = DEFAULT_BLOCK_SIZE
     num_blocks: int | None = None
     kv_dtype: Literal["auto", "fp8"] = "auto"
     """Format of cached keys and values. "auto" is the model's dtype, "fp8" rounds to 8 bits (CUDA only)."""
@@ -143,6 +147,14 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     num_blocks: int
     host_blocks: int
+    kv_windows: tuple[int | None, ...] = (None,)
+    """Sliding window of each KV cache group, see `KvCacheGroups`."""
+
+    @property
+    def kv_capacity_tokens(self) -> int:
+        """Number of tokens that fit into the KV cache if all sequences have `max_model_len`."""
+        groups = KvCacheGroups(self.kv_windows, self.block_size)
+        return self.num_blocks * self.max_model_len // groups.count_blocks(self.max_model_len)
 
 
 DEFAULT_KV_MEMORY_FRACTION = 0.4
@@ -153,7 +165,8 @@ def resolve_limits(
     config: EngineConfig,
     *,
     model_max_len: int,
-    kv_bytes_per_token: int,
+    kv_windows: tuple[int | None, ...],
+    block_bytes: int,
     free_bytes: int,
     kv_memory_fraction: float,
 ) -> EngineLimits:
@@ -162,7 +175,8 @@ def resolve_limits(
     Args:
         config: The settings.
         model_max_len: Context length of the model.
-        kv_bytes_per_token: KV bytes of all layers.
+        kv_windows: Sliding window of each KV cache group.
+        block_bytes: Bytes of a KV block.
         free_bytes: Device memory after loading the weights.
         kv_memory_fraction: Default fraction of `free_bytes`.
 
@@ -173,22 +187,24 @@ def resolve_limits(
     if config.max_model_len and config.max_model_len > model_max_len:
         msg = f"max_model_len {config.max_model_len} exceeds the model's {model_max_len}; set it to that or less"
         raise ValueError(msg)
-    block_bytes = kv_bytes_per_token * config.block_size
-    blocks_per_seq = -(-max_model_len // config.block_size)
+    groups = KvCacheGroups(kv_windows, config.block_size)
     if config.num_blocks is not None:
         num_blocks = config.num_blocks
     else:
         kv_bytes = config.kv_memory_bytes or int(free_bytes * kv_memory_fraction)
-        max_useful_blocks = blocks_per_seq * config.max_seqs * 2
+        max_useful_blocks = groups.count_blocks(max_model_len) * config.max_seqs * 2
         num_blocks = min(kv_bytes // block_bytes, max_useful_blocks)
-    if num_blocks < 1:
-        msg = f"no memory for one KV block of {block_bytes} bytes; raise kv_memory_bytes or free some memory"
+    max_model_len = groups.max_tokens(num_blocks, max_model_len)
+    if max_model_len < 1:
+        min_bytes = len(kv_windows) * block_bytes
+        msg = f"no memory for one KV block of {min_bytes} bytes; raise kv_memory_bytes or free some memory"
         raise ValueError(msg)
     return EngineLimits(
-        max_model_len=min(max_model_len, num_blocks * config.block_size),
+        max_model_len=max_model_len,
         max_seqs=config.max_seqs,
         max_step_tokens=max(config.max_step_tokens, config.max_seqs),
         block_size=config.block_size,
         num_blocks=num_blocks,
         host_blocks=config.host_kv_bytes // block_bytes,
+        kv_windows=kv_windows,
     )

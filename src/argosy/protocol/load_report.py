@@ -13,7 +13,7 @@ from argosy.protocol.openai_responses import MAX_COUNT
 NonNegativeCount = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 NonNegativeFloat = Annotated[float, Meta(ge=0)]
 
-LOAD_SCHEMA_VERSION = 1
+LOAD_SCHEMA_VERSION = 2
 """Version of `LoadResponse`. Later versions only add fields."""
 
 LoadPhase = Literal[
@@ -74,5 +74,9 @@ class LoadResponse(msgspec.Struct, frozen=True, kw_only=True):
     """Failure domain of the replica, as given at its start."""
     labels: dict[str, str] = {}
     """Labels of the replica, as given at its start."""
+    kv_capacity_tokens: NonNegativeCount = 0
+    """Number of tokens that fit into the KV cache if all sequences have `max_model_len`; 0 if unknown.
+
+    With sliding windows, this is less than the blocks times their size, because a token has several blocks."""
     exact: bool = True
     """Whether results do not depend on other requests, bit for bit. Streams of other replicas are not resumed."""

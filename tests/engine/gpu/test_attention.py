@@ -172,7 +172,7 @@ def test_unused_row_changes_no_other_row() -> None:
     q, k, v = (torch.cat([a[:-1], b[:-1]]) for a, b in zip(*case.qkv, strict=True))
     attention(q, k, v, case.batch([(0, 0, 79), (1, 0, 29)]), case.params, None)
     batch = case.batch([(0, 79, 1), (1, 0, 1), (1, 29, 1)])
-    batch.slot_mapping[1], batch.seq_lens[1] = -1, 0
+    batch.slot_mappings[0, 1], batch.seq_lens[1] = -1, 0
     q, k, v = (
         torch.cat([a[-1:], torch.full_like(a[-1:], torch.nan), b[-1:]])
         for a, b in zip(*case.qkv, strict=True)

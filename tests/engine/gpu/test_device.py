@@ -13,6 +13,7 @@ from argosy.engine.execution.gpu import memory_profile
 from argosy.engine.execution.gpu.cuda_runtime import create_cuda_device
 from argosy.engine.execution.gpu.device import GpuDevice
 from argosy.engine.execution.native_kernels import active_kernels_name
+from argosy.engine.scheduling import KvCacheGroups
 from argosy.models import BUNDLED_MODEL
 from argosy.protocol import ReasoningBlock, SamplingParams
 from tests.engine.core_driver import RequestOutput, create_core, run_requests
@@ -43,10 +44,25 @@ SMALL = {
 FORMATS = {"bfloat16": {}, "float8": {"quantize": "fp8", "kv_dtype": "fp8"}}
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+WINDOWED = {
+    "num_hidden_layers": 2,
+    "use_sliding_window": True,
+    "sliding_window": 9,
+    "max_window_layers": 1,
+}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(("Llama", {}), id="full"),
+        pytest.param(("Qwen2", WINDOWED), id="windowed", marks=pytest.mark.exhaustive),
+    ],
+)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tiny")
-    make_reference(path, "Llama", SMALL)
+    family, options = request.param
+    make_reference(path, family, SMALL | options)
     return path
 
 
@@ -143,7 +159,8 @@ def test_graphs_caching_and_preemption_do_not_change_output(
     assert_outputs_equal(
         run_requests(create_gpu_core(model, max_step_tokens=7, **options), requests()), expected
     )
-    small_core = create_gpu_core(model, block_size=4, num_blocks=9, **options)
+    small_pool = KvCacheGroups(core.scheduler.limits.kv_windows, block_size=4).count_blocks(36)
+    small_core = create_gpu_core(model, block_size=4, num_blocks=small_pool, **options)
     small_core.scheduler.output_estimator.fraction = 0.0
     assert_outputs_equal(run_requests(small_core, requests()), expected)
     assert small_core.scheduler.preemptions > 0

@@ -70,7 +70,7 @@ def ready_core(tokenizer: Tokenizer, **overrides: int) -> CoreReady:
         block_size=16,
         num_blocks=overrides.get("num_blocks", 64),
         max_seqs=4,
-        kv_bytes_per_token=1,
+        kv_capacity_tokens=1,
         parameters=1,
         load_s=0.0,
         backend="test",
@@ -652,14 +652,6 @@ def test_eos_ids_of_the_tokenizer_become_stop_tokens() -> None:
     assert params(complete(make_processor(tokenizer))).stop_token_ids == ()
 
 
-def test_small_kv_cache_limits_the_context() -> None:
-    processor = make_processor(num_blocks=2)
-    assert processor.max_context_tokens == 32
-    assert len(complete(processor, prompt=[5] * 31, max_tokens=1).requests) == 1
-    error = rejection(lambda **body: complete(processor, **body), prompt=[5] * 31, max_tokens=2)
-    assert "KV cache" in error.message
-
-
 @pytest.mark.parametrize("text", ["x", "the ", "你", "<|end|>", "hello world "])
 def test_huge_prompt_is_rejected_without_full_encoding(text: str) -> None:
     tokenizer = CountingTokenizer(byte_level_backend())
@@ -756,7 +748,7 @@ def test_bundled_model_accepts_chats_and_prompts() -> None:
     assert tokenizer.eos_token_ids
     ready = CoreReady(
         max_model_len=512, vocab_size=tokenizer.vocab_size, eos_token_ids=tokenizer.eos_token_ids,
-        block_size=16, num_blocks=64, max_seqs=4, kv_bytes_per_token=1, parameters=1, load_s=0.0,
+        block_size=16, num_blocks=64, max_seqs=4, kv_capacity_tokens=1, parameters=1, load_s=0.0,
         backend="test",
         fingerprint="",
     )  # fmt: skip

@@ -102,7 +102,9 @@ class NativeAttention(KvCacheTensor):
             threads=threads,
         )
         self._batch: Batch | None = None
-        self._block_table: Tensor
+        self._block_tables: Tensor
+        self._group_pointers: list[tuple[int, int]]
+        """Addresses of each KV cache group's slots and block table."""
 
     @property
     def name(self) -> str:
@@ -130,6 +132,7 @@ class NativeAttention(KvCacheTensor):
             call.v, call.v_stride = values.data_ptr(), values.stride(0)
         call.out, call.heads = out.data_ptr(), q.shape[1]
         call.keys, call.values = self._layer_pointers[params.layer]
+        call.slot_mapping, call.block_table = self._group_pointers[params.group]
         call.scale, call.softcap, call.window = (
             params.scale,
             params.softcap or 0.0,
@@ -147,16 +150,17 @@ class NativeAttention(KvCacheTensor):
     def _bind_batch(self, batch: Batch) -> None:
         """Fill in the arguments that all layers share."""
         self._batch = batch
-        table = batch.block_table
-        self._block_table = table if table.stride(1) == 1 else table.contiguous()
+        self._block_tables = batch.block_tables.contiguous()
+        self._group_pointers = [
+            (slots.data_ptr(), table.data_ptr())
+            for slots, table in zip(batch.slot_mappings, self._block_tables, strict=True)
+        ]
         call = self._call
         call.positions = batch.positions.data_ptr()
-        call.slot_mapping = batch.slot_mapping.data_ptr()
         call.query_start_loc = batch.query_start_loc.data_ptr()
         call.seq_lens = batch.seq_lens.data_ptr()
-        call.block_table = self._block_table.data_ptr()
-        call.block_table_stride = self._block_table.stride(0)
-        call.tokens, call.sequences = len(batch.positions), len(table)
+        call.block_table_stride = self._block_tables.stride(1)
+        call.tokens, call.sequences = len(batch.positions), len(batch.seq_lens)
 
 
 def _contiguous_heads(rows: Tensor, dtype: torch.dtype) -> Tensor:

@@ -64,10 +64,11 @@ class TorchAttention(KvCacheTensor):
         if rope is not None:
             q, k = apply_rope(q, rope), apply_rope(k, rope)
         keys = self._keys[params.layer]
-        keys.flatten(0, 1).index_copy_(0, batch.slot_mapping, k.to(keys.dtype))
+        slots = batch.slot_mappings[params.group]
+        keys.flatten(0, 1).index_copy_(0, slots, k.to(keys.dtype))
         if v is not None:
             values = self._values[params.layer]
-            values.flatten(0, 1).index_copy_(0, batch.slot_mapping, v.to(values.dtype))
+            values.flatten(0, 1).index_copy_(0, slots, v.to(values.dtype))
 
         _, heads, head_dim = q.shape
         query_lens = batch.query_start_loc.long().diff()
@@ -98,12 +99,12 @@ class TorchAttention(KvCacheTensor):
         length = batch.seq_lens.long()[sequence]
         positions = tile[:, None] * self.QUERY_TILE + torch.arange(self.QUERY_TILE)
         positions = positions.repeat_interleave(q.shape[2] // self.QUERY_TILE, 1)
-        first_key = (
-            positions[:, 0] - (params.sliding_window - 1)
-            if params.sliding_window
-            else torch.zeros_like(length)
-        )
-        first = first_key.clamp(min=0) // self._tile
+        first_key = torch.zeros_like(length)
+        if params.sliding_window:
+            chunk_starts = batch.positions[batch.query_start_loc.long()[sequence]]
+            first_token = torch.maximum(positions[:, 0], chunk_starts)
+            first_key = (first_token - (params.sliding_window - 1)).clamp(min=0)
+        first = first_key // self._tile
         last = torch.minimum(positions[:, -1], length - 1) // self._tile
         row_max = torch.full(q.shape[:3], -torch.inf)
         total = torch.zeros(q.shape[:3])
@@ -112,11 +113,13 @@ class TorchAttention(KvCacheTensor):
             active = ((first <= index) & (index <= last)).nonzero().flatten()
             if active.numel() == 0:
                 continue
-            blocks = self._tile_block_ids(
-                batch.block_table, sequence[active], length[active], index
-            )
             key_positions = index * self._tile + torch.arange(self._tile)
-            valid = key_positions < length[active, None]
+            valid = (key_positions < length[active, None]) & (
+                key_positions >= first_key[active, None]
+            )
+            blocks = self._tile_block_ids(
+                batch.block_tables[params.group], sequence[active], valid, index
+            )
             scores = torch.matmul(q[active], self._gather(self._keys, params, blocks, valid).mT)
             if params.softcap:
                 scores = params.softcap * torch.tanh(scores / params.softcap)
@@ -141,14 +144,12 @@ class TorchAttention(KvCacheTensor):
         # Adding zero turns -0.0 into 0.0, because the sign depends on the number of masked keys.
         return out / total[..., None] + 0.0
 
-    def _tile_block_ids(
-        self, table: Tensor, sequence: Tensor, length: Tensor, index: int
-    ) -> Tensor:
-        """Return the blocks of key tile `index` of each sequence, [U, tile_blocks], 0 beyond its length."""
+    def _tile_block_ids(self, table: Tensor, sequence: Tensor, valid: Tensor, index: int) -> Tensor:
+        """Return the blocks of key tile `index` of each sequence, [U, tile_blocks], 0 for those without a valid key."""
         column = index * self._tile_blocks + torch.arange(self._tile_blocks)
-        valid = column * self._block_size < length[:, None]
         blocks = table[sequence[:, None], column.clamp(max=table.shape[1] - 1)]
-        return blocks.long().masked_fill(~valid, 0)
+        is_used = valid.unflatten(1, (self._tile_blocks, self._block_size)).any(-1)
+        return blocks.long().masked_fill(~is_used, 0)
 
     def _gather(
         self, cache: Tensor, params: AttentionParams, blocks: Tensor, valid: Tensor

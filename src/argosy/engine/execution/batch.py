@@ -24,10 +24,12 @@ class Batch:
     """[S + 1] int32. Chunk i consists of flat tokens `query_start_loc[i] .. query_start_loc[i + 1]`."""
     seq_lens: Tensor
     """[S] int32, number of tokens of each sequence with KV after this step (start + count)."""
-    block_table: Tensor
-    """[S, P] int32, KV blocks of each sequence in order. Entries past its length are not read."""
-    slot_mapping: Tensor
-    """[T] int64, KV cache slot of each token, which is block * block_size + offset."""
+    block_tables: Tensor
+    """[G, S, P] int32, blocks of each sequence in order, in each KV cache group.
+
+    Entries past its length are not read, nor those before the window of its first token in the batch."""
+    slot_mappings: Tensor
+    """[G, T] int64, slot of each token in each KV cache group, which is block * block_size + offset."""
     rows: Tensor
     """[S] int64, row of each sequence in the persistent batch."""
     logit_index: Tensor
@@ -43,6 +45,7 @@ class KvCacheShape:
     """
 
     num_layers: int
+    """Number of layers whose keys and values a block holds, those of one KV cache group."""
     num_heads: int
     """Number of query heads. Each KV head serves an equal number of them."""
     num_kv_heads: int
@@ -70,6 +73,7 @@ class AttentionParams:
     """Attention parameters of one layer."""
 
     layer: int
+    """Index of the layer within a block."""
     scale: float
     sliding_window: int | None = None
     """Number of tokens that a token attends to, including itself. None is all tokens before it."""
@@ -77,6 +81,8 @@ class AttentionParams:
     """Soft cap of the scores, which become softcap * tanh(scores / softcap)."""
     sinks: Tensor | None = field(default=None, compare=False)
     """Attention sinks, float32 [heads]: scores of a key without value that every token attends to."""
+    group: int = 0
+    """KV cache group of the layer."""
 
 
 class Attention(Protocol):
@@ -96,7 +102,7 @@ class Attention(Protocol):
         params: AttentionParams,
         rope: RopeRotation | None,
     ) -> Tensor:
-        """Rotate q and k, write k and v into the cache at `batch.slot_mapping`, then attend causally.
+        """Rotate q and k, write k and v into the cache at `batch.slot_mappings`, then attend causally.
 
         A token attends to its own sequence's cache. The result for a token depends only on its own sequence, bit for
         bit. The other chunks of the batch, and the division of its sequence into chunks, do not change it. The
@@ -120,11 +126,11 @@ class Attention(Protocol):
         ...
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy whole blocks of all layers, given as (source, destination) pairs."""
+        """Copy whole blocks, given as (source, destination) pairs."""
         ...
 
     def read_block(self, block: int) -> Tensor:
-        """Return a copy of a block's keys and values of all layers, as one flat uint8 tensor in host memory."""
+        """Return a copy of a block's keys and values, as one flat uint8 tensor in host memory."""
         ...
 
     def write_block(self, block: int, data: Tensor) -> None:

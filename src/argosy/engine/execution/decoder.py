@@ -65,10 +65,12 @@ class Decoder(nn.Module):
                 DecoderLayer(
                     architecture,
                     layer.rope_index,
-                    attention_type(architecture, layer, index),
+                    attention_type(architecture, layer, place),
                     _build_mlp(architecture, layer),
                 )
-                for index, layer in enumerate(architecture.layer_architectures)
+                for layer, place in zip(
+                    architecture.layer_architectures, architecture.kv_layout.places, strict=True
+                )
             )
             self.norm = RmsNorm(
                 architecture.hidden_size, architecture.norm_kind, architecture.norm_eps
@@ -90,7 +92,7 @@ class Decoder(nn.Module):
     ) -> Attention:
         """Allocate a KV cache in `dtype` (the model's by default), and create the attention over it."""
         shape = KvCacheShape(
-            num_layers=self.architecture.num_layers,
+            num_layers=self.architecture.kv_layout.layers_per_block,
             num_heads=self.architecture.num_heads,
             num_kv_heads=self.architecture.num_kv_heads,
             head_dim=self.architecture.head_dim,

@@ -116,6 +116,7 @@ class TorchExecutor:
             limits.max_seqs,
             limits.max_model_len,
             limits.block_size,
+            len(limits.kv_windows),
             device.torch_device,
         )
         self._graphs = DecodeGraphs(
@@ -357,5 +358,10 @@ def _find_no_grammar(text: str) -> CompiledGrammar:
 
 def _highest_block(plan: StepPlan) -> int:
     """Return the highest KV block that rows get in this step."""
-    admitted = (block for admission in plan.admissions for block in admission.blocks)
-    return max(chain(admitted, (block for _, _, block in plan.block_appends)), default=0)
+    admitted = (
+        block
+        for admission in plan.admissions
+        for table in admission.block_tables
+        for block in table
+    )
+    return max(chain(admitted, (block for *_, block in plan.block_appends)), default=0)

@@ -63,7 +63,6 @@ class LoadedExecutor:
     executor: Executor
     architecture: AnyArchitecture
     limits: EngineLimits
-    kv_bytes_per_token: int
     load_s: float
     backend: str
     fingerprint: str
@@ -141,7 +140,6 @@ def load_executor(
         executor=executor,
         architecture=decoder.architecture,
         limits=limits,
-        kv_bytes_per_token=factory.kv_bytes_per_token,
         load_s=time.monotonic() - started_at,
         fingerprint=f"{checkpoint_state} {arithmetic.id}",
         arithmetic=arithmetic,
@@ -164,10 +162,11 @@ class _ExecutorFactory:
     kv_dtype: torch.dtype
     device: Device
 
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Bytes of keys and values of one token, all layers together."""
-        return self.decoder.architecture.kv_bytes_per_token(self.kv_dtype.itemsize)
+    def block_bytes(self, block_size: int) -> int:
+        """Return the bytes of a KV block."""
+        architecture = self.decoder.architecture
+        bytes_per_token = architecture.kv_bytes_per_token(self.kv_dtype.itemsize)
+        return architecture.kv_layout.block_bytes(bytes_per_token, block_size)
 
     def create_executor(
         self,
@@ -231,7 +230,8 @@ def _resolve_limits(
     Raises:
         ValueError: No KV block fits.
     """
-    device, model_max_len = factory.device, factory.decoder.architecture.max_model_len
+    device, architecture = factory.device, factory.decoder.architecture
+    model_max_len, kv_windows = architecture.max_model_len, architecture.kv_layout.windows
     probe = EngineLimits(
         max_model_len=model_max_len,
         max_seqs=config.max_seqs,
@@ -239,6 +239,7 @@ def _resolve_limits(
         block_size=config.block_size,
         num_blocks=1,
         host_blocks=0,
+        kv_windows=kv_windows,
     )
     working_bytes = device.working_bytes(
         f"{key} {probe}", lambda: _run_largest_step(factory.create_executor(probe), probe)
@@ -246,7 +247,8 @@ def _resolve_limits(
     return resolve_limits(
         config,
         model_max_len=model_max_len,
-        kv_bytes_per_token=factory.kv_bytes_per_token,
+        kv_windows=kv_windows,
+        block_bytes=factory.block_bytes(config.block_size),
         free_bytes=max(0, device.free_bytes() - mapped_bytes - working_bytes),
         kv_memory_fraction=device.kv_memory_fraction / (1 + config.colocated_replicas),
     )
@@ -399,7 +401,7 @@ def _run_prefill(
 ) -> None:
     """Compute sequences of `counts` tokens in one step. All use block 0, so the results are meaningless."""
     rows = list(range(len(counts)))
-    blocks = [[0] * -(-count // limits.block_size) for count in counts]
+    tables = [[[0] * -(-count // limits.block_size)] * len(limits.kv_windows) for count in counts]
     plan = StepPlan(
         0,
         rows=rows,
@@ -407,8 +409,8 @@ def _run_prefill(
         counts=counts,
         sample_flags=[True] * len(rows),
         admissions=[
-            AdmittedSequence(row, [0] * count, count, params, block_ids)
-            for row, count, block_ids in zip(rows, counts, blocks, strict=True)
+            AdmittedSequence(row, [0] * count, count, params, block_tables)
+            for row, count, block_tables in zip(rows, counts, tables, strict=True)
         ],
     )
     executor.submit(plan).result()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from argosy.engine.execution.batch import AttentionParams
+from argosy.engine.execution.kv_cache_layout import KvCacheLayout, arrange_layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +41,12 @@ class GenericArchitecture:
     def num_layers(self) -> int:
         """Number of layers with keys and values."""
         return len(self.attention)
+
+    @property
+    def kv_layout(self) -> KvCacheLayout:
+        """KV cache groups of the layers."""
+        windows = tuple(params.sliding_window for params in self.attention)
+        return arrange_layers(windows, self.max_model_len)
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
         """Return the bytes of keys and values of one token, all layers together."""

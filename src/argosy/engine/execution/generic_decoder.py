@@ -7,7 +7,7 @@ packed ones while it reads the weights.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,8 +58,10 @@ class GenericDecoder:
         self._model = model
         self._device = device
         self._dtype = dtype
-        for layer in model.trace.layers:
-            layer.module.argosy_attention = _LayerAttention(self, layer.params)
+        places = model.architecture.kv_layout.places
+        for layer, place in zip(model.trace.layers, places, strict=True):
+            params = replace(layer.params, layer=place.layer, group=place.group)
+            layer.module.argosy_attention = _LayerAttention(self, params)
 
     def create_attention(
         self, num_blocks: int, block_size: int, dtype: torch.dtype | None = None
@@ -67,7 +69,7 @@ class GenericDecoder:
         """Create an attention with its own KV cache of the given size, in `dtype` or else the model's."""
         architecture = self.architecture
         shape = KvCacheShape(
-            num_layers=architecture.num_layers,
+            num_layers=architecture.kv_layout.layers_per_block,
             num_heads=architecture.num_heads,
             num_kv_heads=architecture.num_kv_heads,
             head_dim=architecture.head_dim,

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from argosy.engine.execution.batch import Attention, Batch
     from argosy.engine.execution.device import Device
+    from argosy.engine.execution.kv_cache_layout import LayerPlace
     from argosy.engine.execution.model_architecture import (
         LatentArchitecture,
         LayerArchitecture,
@@ -36,7 +37,7 @@ class LatentAttention(nn.Module):
     """Multi-head latent attention, with queries from their own latent in models with a `q_lora_rank`."""
 
     def __init__(
-        self, architecture: ModelArchitecture, layer: LayerArchitecture, index: int
+        self, architecture: ModelArchitecture, layer: LayerArchitecture, place: LayerPlace
     ) -> None:
         super().__init__()
         latent = architecture.latent
@@ -60,7 +61,10 @@ class LatentAttention(nn.Module):
         self.o = Projection(heads * latent.value_dim, hidden, bias)
         self._latent = latent
         self._params = AttentionParams(
-            layer=index, scale=architecture.attention_scale, sliding_window=layer.sliding_window
+            layer=place.layer,
+            group=place.group,
+            scale=architecture.attention_scale,
+            sliding_window=layer.sliding_window,
         )
 
     def forward(self, x: Tensor, rope: RopeRotation, batch: Batch, attention: Attention) -> Tensor:

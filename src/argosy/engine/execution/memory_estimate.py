@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from argosy.engine.execution.model_architecture import ModelArchitecture
+from argosy.engine.scheduling import KvCacheGroups
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -97,12 +98,17 @@ class MemoryNeeds:
 
     def _kv_bytes(self) -> int:
         config = self.config
-        bytes_per_token = self.architecture.kv_bytes_per_token(self.kv_dtype_bytes)
+        layout, bytes_per_token = (
+            self.architecture.kv_layout,
+            self.architecture.kv_bytes_per_token(self.kv_dtype_bytes),
+        )
+        block_bytes = layout.block_bytes(bytes_per_token, config.block_size)
         if config.num_blocks is not None:
-            return config.num_blocks * config.block_size * bytes_per_token
+            return config.num_blocks * block_bytes
         if config.kv_memory_bytes is not None:
             return config.kv_memory_bytes
-        return min(self.architecture.max_model_len, MIN_KV_TOKENS) * bytes_per_token
+        tokens = min(self.architecture.max_model_len, MIN_KV_TOKENS)
+        return KvCacheGroups(layout.windows, config.block_size).count_blocks(tokens) * block_bytes
 
     def _working_bytes(self) -> int:
         architecture, config = self.architecture, self.config

@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from argosy.engine.engine_config import DEFAULT_BLOCK_SIZE
+from argosy.engine.execution.kv_cache_layout import KvCacheLayout, arrange_layers
+from argosy.engine.scheduling import KvCacheGroups
+
 if TYPE_CHECKING:
     from argosy.engine.execution.generic_architecture import GenericArchitecture
 
@@ -200,6 +204,12 @@ class ModelArchitecture:
         expert = self._num_expert_parameters(self.moe)
         return self.num_parameters - num_moe_layers * num_idle_experts * expert
 
+    @property
+    def kv_layout(self) -> KvCacheLayout:
+        """KV cache groups of the layers."""
+        windows = tuple(layer.sliding_window for layer in self.layer_architectures)
+        return arrange_layers(windows, self.max_model_len)
+
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
         """Return the bytes of keys and values of one token, all layers together."""
         parts = 2 if self.latent is None else 1
@@ -258,6 +268,9 @@ class ModelSummary:
     num_active_parameters: int
     weight_bytes: int
     kv_bytes_per_token: int
+    """Bytes of the keys and values of a token in all layers, until it leaves the sliding windows."""
+    kv_bytes_per_sequence: int
+    """Bytes of the KV cache of a sequence of `max_model_len` tokens."""
     max_model_len: int
 
 
@@ -265,11 +278,16 @@ def summarize_model(
     architecture: ModelArchitecture | GenericArchitecture, dtype_bytes: int
 ) -> ModelSummary:
     """Compute a model's sizes with `dtype_bytes` bytes per element of weights and KV cache."""
+    kv_bytes_per_token = architecture.kv_bytes_per_token(dtype_bytes)
+    layout, max_model_len = architecture.kv_layout, architecture.max_model_len
+    groups = KvCacheGroups(layout.windows, DEFAULT_BLOCK_SIZE)
+    block_bytes = layout.block_bytes(kv_bytes_per_token, DEFAULT_BLOCK_SIZE)
     return ModelSummary(
         architecture=architecture.architecture,
         num_parameters=architecture.num_parameters,
         num_active_parameters=architecture.num_active_parameters,
         weight_bytes=architecture.num_parameters * dtype_bytes,
-        kv_bytes_per_token=architecture.kv_bytes_per_token(dtype_bytes),
-        max_model_len=architecture.max_model_len,
+        kv_bytes_per_token=kv_bytes_per_token,
+        kv_bytes_per_sequence=groups.count_blocks(max_model_len) * block_bytes,
+        max_model_len=max_model_len,
     )

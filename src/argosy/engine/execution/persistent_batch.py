@@ -14,16 +14,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from argosy.engine.execution.array_packing import ArrayLayout, pack_arrays, unpack_arrays
+from argosy.engine.execution.array_packing import (
+    ARRAY_ALIGNMENT_BYTES,
+    ArrayLayout,
+    pack_arrays,
+    unpack_arrays,
+)
 from argosy.engine.execution.batch import Batch
+from argosy.engine.scheduling import NO_BLOCK
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from argosy.engine.scheduling import AdmittedSequence, StepPlan
 
-
-NO_BLOCK = -1
+TABLE_ALIGNMENT = ARRAY_ALIGNMENT_BYTES // 4
+"""Multiple of integers to which rows of block tables and of slots are padded."""
 
 
 class StepShape(NamedTuple):
@@ -59,7 +65,7 @@ class DeviceInputs:
             (
                 self.token_index,
                 self.positions,
-                self.slot_mapping,
+                self.slot_mappings,
                 self.rows,
                 self.logit_index,
                 self.sample_index,
@@ -74,42 +80,51 @@ class DeviceInputs:
 
 
 class PersistentBatch:
-    """Tokens and KV blocks of R rows of up to `max_len` tokens, and of one padding row.
+    """Tokens of R rows of up to `max_len` tokens, and of one padding row, and their blocks in G KV cache groups.
 
     The padding row has no blocks. Its token has a negative KV slot, and its sequence has length 0.
     """
 
-    def __init__(self, rows: int, max_len: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self, rows: int, max_len: int, block_size: int, num_groups: int, device: torch.device
+    ) -> None:
         self.prompt_lens = np.zeros(rows + 1, dtype=np.int64)
         self._block_size = block_size
         self._padding = rows
         # One token more than `max_len`, because the last sampled token is recorded but not computed.
         self._stride = max_len + 1
-        self._blocks_per_row = -(-max_len // block_size)
-        self._blocks = np.zeros((rows + 1, self._blocks_per_row), dtype=np.int64)
-        self._blocks[rows] = NO_BLOCK
+        self._blocks_per_row = _align(-(-max_len // block_size))
+        self._num_groups = num_groups
+        self._blocks = np.zeros((num_groups, rows + 1, self._blocks_per_row), dtype=np.int64)
+        self._blocks[:, rows] = NO_BLOCK
         self._arange = np.arange(rows + 1)
         self._unsent_tokens: dict[int, list[int]] = {}
         """Row -> its tokens, if they are not on the device yet."""
         self._unsent_blocks: dict[int, int] = {}
-        """Flat index into the block table -> block that is not on the device yet."""
+        """Flat index into the block tables -> block that is not on the device yet."""
         self.tokens = torch.zeros(rows + 1, self._stride, dtype=torch.int64, device=device)
-        self._block_table = torch.from_numpy(self._blocks.astype(np.int32)).to(device)
-        self._flat_tokens, self._flat_block_table = self.tokens.view(-1), self._block_table.view(-1)
+        self._block_tables = torch.from_numpy(self._blocks.astype(np.int32)).to(device)
+        self._flat_tokens = self.tokens.view(-1)
+        self._flat_block_tables = self._block_tables.view(-1)
 
     def admit(self, admission: AdmittedSequence) -> None:
         """Fill a row for a sequence that joins the batch."""
-        row, blocks = admission.row, admission.blocks
+        row = admission.row
         self._unsent_tokens[row] = admission.tokens
-        self._unsent_blocks.update(enumerate(blocks, row * self._blocks_per_row))
-        self._blocks[row, : len(blocks)] = blocks
+        for group, blocks in enumerate(admission.block_tables):
+            self._unsent_blocks.update(enumerate(blocks, self._flat_index(group, row)))
+            self._blocks[group, row, : len(blocks)] = blocks
         self.prompt_lens[row] = admission.prompt_len
 
-    def append_blocks(self, new_blocks: list[tuple[int, int, int]]) -> None:
-        """Append blocks to rows, given as (row, index, block)."""
-        for row, index, block in new_blocks:
-            self._unsent_blocks[row * self._blocks_per_row + index] = block
-            self._blocks[row, index] = block
+    def append_blocks(self, new_blocks: list[tuple[int, int, int, int]]) -> None:
+        """Append blocks to rows, given as (row, group, index, block)."""
+        for row, group, index, block in new_blocks:
+            self._unsent_blocks[self._flat_index(group, row) + index] = block
+            self._blocks[group, row, index] = block
+
+    def _flat_index(self, group: int, row: int) -> int:
+        """Return the index of a row's first block in the flattened block tables."""
+        return (group * self._blocks.shape[1] + row) * self._blocks_per_row
 
     def clear(self) -> None:
         """Free all rows, and discard updates that are not on the device yet."""
@@ -118,13 +133,14 @@ class PersistentBatch:
     def is_uniform_decode(self, plan: StepPlan) -> bool:
         """Return whether `pack_padded_step` supports the plan.
 
-        Each sequence must compute and sample one token. The step may add at most one block per sequence in total.
+        Each sequence must compute and sample one token. The step may add at most one block per sequence and group in
+        total.
         """
         sequences = len(plan.rows)
         return (
             plan.total_tokens == sequences
             and not self._unsent_tokens
-            and len(self._unsent_blocks) <= sequences
+            and len(self._unsent_blocks) <= sequences * self._num_groups
             and all(plan.sample_flags)
         )
 
@@ -182,7 +198,12 @@ class PersistentBatch:
         seq_lens = starts + 1
         seq_lens[num_used:] = 0
         return self._pack_single_tokens(
-            rows, starts, seq_lens, num_used, self._blocks_per_row, min_blocks=size
+            rows,
+            starts,
+            seq_lens,
+            num_used,
+            self._blocks_per_row,
+            min_blocks=size * self._num_groups,
         )
 
     def _pack_single_tokens(
@@ -213,15 +234,17 @@ class PersistentBatch:
     def _locate_tokens(
         self, row_of: NDArray[np.int64], positions: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Return each flat token's index into `tokens`, its position, and its KV cache slot."""
+        """Return each flat token's index into `tokens`, its position, and its slots, those of each group in turn."""
         size = self._block_size
         index = positions // size
-        slots = (self._blocks[row_of, index] - index) * size + positions
-        return row_of * self._stride + positions, positions, slots
+        slots = (self._blocks[:, row_of, index] - index) * size + positions
+        if self._num_groups > 1:
+            slots = np.pad(slots, ((0, 0), (0, _align(len(index)) - len(index))))
+        return row_of * self._stride + positions, positions, slots.reshape(-1)
 
     def _max_blocks(self, seq_lens: NDArray[np.int64]) -> int:
-        """Return the number of KV blocks of the longest sequence."""
-        return -(-int(seq_lens.max()) // self._block_size)
+        """Return the number of KV blocks of the longest sequence, padded for alignment."""
+        return _align(-(-int(seq_lens.max()) // self._block_size))
 
     def _take_unsent(self, min_blocks: int = 0) -> tuple[NDArray[np.int64], ...]:
         """Return and clear the updates for the device, as indices and values of tokens and then of blocks."""
@@ -236,25 +259,27 @@ class PersistentBatch:
             token_ids = np.concatenate([np.array(ids) for ids in tokens.values()])
         num_padding = max(0, min_blocks - len(blocks))
         if blocks or num_padding:
-            padding_index = self._padding * self._blocks_per_row
+            padding_index = self._flat_index(0, self._padding)
             block_index = np.array([*blocks, *[padding_index] * num_padding])
             block_ids = np.array([*blocks.values(), *[NO_BLOCK] * num_padding])
         return token_index, token_ids, block_index, block_ids
 
     def gather_batch(self, inputs: DeviceInputs) -> Batch:
         """Update the rows from the inputs and gather the batch, with device operations only."""
-        tokens, block_table = self._flat_tokens, self._flat_block_table
+        tokens, block_tables = self._flat_tokens, self._flat_block_tables
         if len(inputs.new_tokens):
             tokens.index_copy_(0, inputs.new_token_index, inputs.new_tokens)
         if len(inputs.new_blocks):
-            block_table.index_copy_(0, inputs.new_block_index, inputs.new_blocks.to(torch.int32))
+            block_tables.index_copy_(0, inputs.new_block_index, inputs.new_blocks.to(torch.int32))
         return Batch(
             token_ids=tokens.index_select(0, inputs.token_index),
             positions=inputs.positions,
             query_start_loc=inputs.query_start_loc,
             seq_lens=inputs.seq_lens,
-            block_table=self._block_table[:, : inputs.max_blocks].index_select(0, inputs.rows),
-            slot_mapping=inputs.slot_mapping,
+            block_tables=self._block_tables[..., : inputs.max_blocks].index_select(1, inputs.rows),
+            slot_mappings=inputs.slot_mappings.view(self._num_groups, -1)[
+                :, : len(inputs.positions)
+            ],
             rows=inputs.rows,
             logit_index=inputs.logit_index,
         )
@@ -265,6 +290,11 @@ class PersistentBatch:
         A negative token belongs to a failed row, whose next step may be in flight already. It is stored as token 0.
         """
         self._flat_tokens.index_copy_(0, inputs.sample_index[: len(tokens)], tokens.clamp(min=0))
+
+
+def _align(count: int) -> int:
+    """Return a number of 32-bit or 64-bit integers, not below `count`, that keeps the array after them aligned."""
+    return -(-count // TABLE_ALIGNMENT) * TABLE_ALIGNMENT
 
 
 class RaggedTable:

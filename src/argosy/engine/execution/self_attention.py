@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from argosy.engine.execution.batch import Attention, Batch
     from argosy.engine.execution.device import Device
+    from argosy.engine.execution.kv_cache_layout import LayerPlace
     from argosy.engine.execution.model_architecture import LayerArchitecture, ModelArchitecture
     from argosy.engine.execution.rope import RopeRotation
 
@@ -78,7 +79,7 @@ class SelfAttention(LoadableModule):
     """Self-attention with grouped queries (Ainslie et al. 2023), and in some families with attention sinks."""
 
     def __init__(
-        self, architecture: ModelArchitecture, layer: LayerArchitecture, index: int
+        self, architecture: ModelArchitecture, layer: LayerArchitecture, place: LayerPlace
     ) -> None:
         super().__init__()
         heads, kv_heads = architecture.num_heads, architecture.num_kv_heads
@@ -95,7 +96,8 @@ class SelfAttention(LoadableModule):
         self._head_counts = (heads, kv_heads, kv_heads)
         self._head_dim = architecture.head_dim
         self._params = AttentionParams(
-            layer=index,
+            layer=place.layer,
+            group=place.group,
             scale=architecture.attention_scale,
             sliding_window=layer.sliding_window,
             softcap=architecture.attention_softcap,

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from argosy.engine.execution.batch import Attention
     from argosy.engine.execution.device import Device
+    from argosy.engine.execution.model_selection import AnyArchitecture
 
 BLOCK_SIZE = 16
 SEQUENCE_LENGTHS = (1, 5, 2 * BLOCK_SIZE + 3, 3 * BLOCK_SIZE + 7)
@@ -43,6 +44,11 @@ Chunk = tuple[str, int, int]
 
 class TestedDecoder(Protocol):
     """Decoder of either implementation."""
+
+    @property
+    def architecture(self) -> AnyArchitecture:
+        """Architecture of the model."""
+        ...
 
     def create_attention(
         self, num_blocks: int, block_size: int, dtype: torch.dtype | None = None
@@ -118,11 +124,13 @@ class _Probe:
         }
         self._decoder = decoder
         self._device = device
-        num_blocks = 2 * sum(-(-length // BLOCK_SIZE) for length in lengths)
+        self._num_groups = len(decoder.architecture.kv_layout.windows)
+        num_blocks = 2 * self._num_groups * sum(-(-length // BLOCK_SIZE) for length in lengths)
         self._attention = decoder.create_attention(num_blocks, BLOCK_SIZE, kv_dtype)
         self._attention.ensure_block(num_blocks - 1)
         self._free = list(range(num_blocks))
-        self._blocks: dict[str, list[int]] = {}
+        self._blocks: dict[str, list[list[int]]] = {}
+        """Blocks of each sequence in order. Each is a block in every KV cache group."""
 
     def compute_alone(self, name: str) -> Tensor:
         """Compute a sequence in one chunk, without others."""
@@ -164,23 +172,26 @@ class _Probe:
             [(name, len(prefixes[name]) * BLOCK_SIZE, len(self.tokens[name])) for name in names]
         )
 
-    def _allocate(self, names: list[str], prefixes: dict[str, list[int]] | None = None) -> None:
+    def _allocate(
+        self, names: list[str], prefixes: dict[str, list[list[int]]] | None = None
+    ) -> None:
         """Give each sequence new blocks after those of its prefix. Its other blocks are free again."""
         for name in names:
             prefix = (prefixes or {}).get(name, [])
-            previous = self._blocks.pop(name, [])
-            self._free.extend(block for block in previous if block not in prefix)
+            for block in self._blocks.pop(name, []):
+                self._free.extend(() if block in prefix else block)
         for name in names:
             blocks = list((prefixes or {}).get(name, []))
             while len(blocks) * BLOCK_SIZE < len(self.tokens[name]):
-                blocks.append(self._free.pop(0))
+                blocks.append([self._free.pop(0) for _ in range(self._num_groups)])
             self._blocks[name] = blocks
 
     def _run(self, chunks: Sequence[Chunk]) -> dict[str, Tensor]:
         """Compute chunks in one batch, and return the logits of the watched positions in each."""
         ids: list[int] = []
         positions: list[int] = []
-        slots: list[int] = []
+        slots: list[list[int]] = []
+        """Slots of each token in all KV cache groups."""
         watched: list[int] = []
         counts: list[int] = []
         ends = [0]
@@ -192,21 +203,25 @@ class _Probe:
             ids += tokens[start:end]
             positions += range(start, end)
             slots += [
-                blocks[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+                [
+                    block * BLOCK_SIZE + position % BLOCK_SIZE
+                    for block in blocks[position // BLOCK_SIZE]
+                ]
                 for position in range(start, end)
             ]
             ends.append(len(ids))
         width = max(len(self._blocks[name]) for name, _, _ in chunks)
+        unused = [[0] * self._num_groups]
         table = [
-            self._blocks[name] + [0] * (width - len(self._blocks[name])) for name, _, _ in chunks
+            self._blocks[name] + unused * (width - len(self._blocks[name])) for name, _, _ in chunks
         ]
         batch = Batch(
             token_ids=self._tensor(ids, torch.int64),
             positions=self._tensor(positions, torch.int64),
             query_start_loc=self._tensor(ends, torch.int32),
             seq_lens=self._tensor([end for _, _, end in chunks], torch.int32),
-            block_table=self._tensor(table, torch.int32),
-            slot_mapping=self._tensor(slots, torch.int64),
+            block_tables=self._tensor(table, torch.int32).permute(2, 0, 1).contiguous(),
+            slot_mappings=self._tensor(slots, torch.int64).T.contiguous(),
             rows=self._tensor(list(range(len(chunks))), torch.int64),
             logit_index=self._tensor(watched, torch.int64),
         )

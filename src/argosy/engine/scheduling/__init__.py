@@ -2,15 +2,18 @@
 
 A `Sequence` enters the `RequestRegistry` and the `WaitingQueue`, and joins the `RunningBatch` when the batching policy
 and the free KV blocks allow it. The `KvCacheManager` allocates its blocks from the `BlockPool`. Sequences of one cache
-domain share the blocks of a common prefix. With `PendingBlocks`, a sequence waits for a prefix that is being computed.
-The `TtftGuard` keeps lower tiers out of some steps, so that a higher tier's first token is not delayed. For each step,
-the `Scheduler` makes a `StepPlan` for the executor and commits the `StepResult`.
+domain share the blocks of a common prefix. Layers with a sliding window form a group of `KvCacheGroups`, in which a
+sequence releases the blocks that have left the window. With `PendingBlocks`, a sequence waits for a prefix that is
+being computed. The `TtftGuard` keeps lower tiers out of some steps, so that a higher tier's first token is not delayed.
+For each step, the `Scheduler` makes a `StepPlan` for the executor and commits the `StepResult`.
 """
 
 from argosy.engine.scheduling.block_pool import BlockPool, HostCacheIndex
+from argosy.engine.scheduling.kv_cache_groups import KvCacheGroups
 from argosy.engine.scheduling.scheduler import Scheduler, SchedulerLimits, SequenceUpdate
 from argosy.engine.scheduling.sequence import Sequence
 from argosy.engine.scheduling.step_plan import (
+    NO_BLOCK,
     AdmittedSequence,
     BlockRestore,
     Logprob,
@@ -21,10 +24,12 @@ from argosy.engine.scheduling.step_plan import (
 )
 
 __all__ = [
+    "NO_BLOCK",
     "AdmittedSequence",
     "BlockPool",
     "BlockRestore",
     "HostCacheIndex",
+    "KvCacheGroups",
     "Logprob",
     "Scheduler",
     "SchedulerLimits",

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from argosy.engine.scheduling.block_pool import BlockPool, HostCacheIndex
 from argosy.engine.scheduling.pending_blocks import PendingBlocks
 from argosy.engine.scheduling.sequence import NEVER, Sequence
-from argosy.engine.scheduling.step_plan import BlockRestore
+from argosy.engine.scheduling.step_plan import NO_BLOCK, BlockRestore
 
 if TYPE_CHECKING:
+    from argosy.engine.scheduling.kv_cache_groups import KvCacheGroups
     from argosy.engine.scheduling.step_plan import StepPlan
 
+HASH_BYTES = 32
+"""Bytes of a block's hash, which its key starts with."""
 MAX_ANNOUNCED_BLOCKS = 512
 """Maximum blocks of one prompt announced as pending. Later blocks are hashed only when they are computed."""
 
@@ -22,22 +26,34 @@ class _PendingRestore:
     """Block that a step in flight restores from host memory."""
 
     seq: Sequence
-    index: int
     key: bytes
+    group: int
     slot: int
     block: int
 
 
 class KvCacheManager:
-    """Manager of the KV blocks of all sequences, and counters of the prefix cache's hits."""
+    """Manager of the KV blocks of all sequences, and counters of the prefix cache's hits.
+
+    The key of a block in a group is the hash of all tokens up to its end, followed by the group's suffix. A prefix is a
+    hit if the groups without a window have all its blocks, and the other groups those of the window at its end.
+    """
 
     def __init__(
-        self, *, num_blocks: int, host_blocks: int, block_size: int, prefix_cache: bool
+        self, *, num_blocks: int, host_blocks: int, groups: KvCacheGroups, prefix_cache: bool
     ) -> None:
         self.pool = BlockPool(num_blocks)
         self.host_cache = HostCacheIndex(host_blocks)
-        self.block_size = block_size
+        self.block_size = groups.block_size
         self.prefix_cache = prefix_cache
+        self._groups = groups
+        windows = groups.windows
+        self._suffixes = [bytes((group,) * (group > 0)) for group in range(len(windows))]
+        self._window_counts = list(Counter(windows).items())
+        self._num_full_groups = windows.count(None)
+        self._windowed_groups = range(self._num_full_groups, len(windows))
+        self._reported_suffixes = self._suffixes[: windows.count(windows[0])]
+        """Suffixes of the groups with the longest window, which alone decide whether a block is reported as cached."""
         self.pending = PendingBlocks()
         self.query_tokens = 0
         self.hit_tokens = 0
@@ -52,7 +68,10 @@ class KvCacheManager:
         return self.pool.available_blocks
 
     def has_block(self, key: bytes) -> bool:
-        """Return whether this block is cached on the device or in host memory."""
+        """Return whether the groups with the longest window have this block, on the device or in host memory."""
+        return all(self._is_cached(key + suffix) for suffix in self._reported_suffixes)
+
+    def _is_cached(self, key: bytes) -> bool:
         return self.pool.find(key) is not None or key in self.host_cache
 
     @property
@@ -62,23 +81,48 @@ class KvCacheManager:
 
     def drain_changes(self) -> tuple[list[bytes], list[bytes]]:
         """Return the keys changed since the last call, split into cached and no longer cached ones."""
-        changed = self.pool.changed_keys | self.host_cache.changed_keys
+        changed_keys = self.pool.changed_keys | self.host_cache.changed_keys
         self.pool.changed_keys.clear()
         self.host_cache.changed_keys.clear()
+        changed = {
+            key[:HASH_BYTES] for key in changed_keys if key[HASH_BYTES:] in self._reported_suffixes
+        }
         cached = [key for key in changed if self.has_block(key)]
         return cached, list(changed.difference(cached))
 
+    def count_held_blocks(self, seq: Sequence) -> int:
+        """Return the number of blocks of a running sequence."""
+        return sum(map(len, seq.block_tables)) - sum(seq.first_blocks)
+
     def blocks_needed(self, seq: Sequence) -> int:
         """Return how many available blocks `allocate` would use for this waiting sequence."""
-        lead = self._fork_source(seq)
-        num_blocks = -(-seq.length // self.block_size)
-        if lead is not None:
-            return num_blocks - _forkable_tokens(seq) // self.block_size
-        shared = 0
-        for index in range(self._count_hits(seq)):
-            block = self.pool.find(seq.block_hash(index, self.block_size))
-            shared += block is not None and not self.pool.is_cached(block)
-        return num_blocks - shared
+        if self._fork_source(seq) is not None:
+            position = _forkable_tokens(seq)
+            return sum(
+                self._allocated_end(group, position, seq.length) - position // self.block_size
+                for group in range(len(self._suffixes))
+            )
+        num_hits = self._count_hits(seq)
+        needed = 0
+        for group, suffix in enumerate(self._suffixes):
+            position = num_hits * self.block_size
+            first = self._groups.first_block(group, position)
+            needed += self._allocated_end(group, position, seq.length) - first
+            for index in range(first, num_hits):
+                block = self.pool.find(seq.block_hash(index, self.block_size) + suffix)
+                needed -= block is not None and not self.pool.is_cached(block)
+        return needed
+
+    def max_growth(self, seqs: list[Sequence]) -> float:
+        """Return by how many blocks sequences grow until they reach their maximum lengths."""
+        tokens = 0
+        for window, num_groups in self._window_counts:
+            if window is None:
+                tokens += num_groups * sum(seq.max_length - seq.length for seq in seqs)
+            else:
+                ends = ((seq.length, min(seq.max_length, window)) for seq in seqs)
+                tokens += num_groups * sum(end - length for length, end in ends if end > length)
+        return tokens / self.block_size
 
     def tokens_to_compute(self, seq: Sequence) -> int:
         """Return how many tokens of this waiting sequence would remain to be computed after `allocate`."""
@@ -87,35 +131,59 @@ class KvCacheManager:
         return seq.length - self._count_hits(seq) * self.block_size
 
     def allocate(self, seq: Sequence, plan: StepPlan) -> None:
-        """Allocate blocks for all tokens of a waiting sequence, and set its `computed_len` to the tokens found."""
+        """Allocate blocks for a waiting sequence, and set its `computed_len` to the number of tokens found.
+
+        Groups without a window get blocks for all tokens, others for a window and more. `extend_blocks` adds the rest.
+        """
         size = self.block_size
         lead = self._fork_source(seq)
         if lead is not None:
             seq.computed_len = _forkable_tokens(seq)
-            num_full_blocks = seq.computed_len // size
-            seq.blocks = lead.blocks[:num_full_blocks]
-            for block in seq.blocks:
-                self.pool.share(block)
-            if seq.computed_len % size:
-                self._append_block(seq, plan)
-                plan.block_copies.append(
-                    (lead.blocks[num_full_blocks], seq.blocks[num_full_blocks])
-                )
+            self._share_fork(seq, lead, plan)
         else:
             num_hits = self._count_hits(seq)
-            self._share_hits(seq, num_hits, plan)
             seq.computed_len = num_hits * size
+            self._share_hits(seq, num_hits, plan)
             self._announce_pending(seq, num_hits)
         if seq.scheduled_at is not None and seq.preemptions == 0:
             self.query_tokens += seq.prompt_len
             self.hit_tokens += seq.computed_len
             seq.hit_tokens = min(seq.computed_len, seq.prompt_len)
-        seq.next_publish_length = (
-            (seq.computed_len // size + 1) * size if self.prefix_cache else NEVER
+        seq.next_full_length = (
+            (seq.computed_len // size + 1) * size
+            if self.prefix_cache or self._windowed_groups
+            else NEVER
         )
-        while len(seq.blocks) * size < seq.length:
-            self._append_block(seq, plan)
-        seq.capacity = len(seq.blocks) * size
+        for group, table in enumerate(seq.block_tables):
+            end = self._allocated_end(group, seq.computed_len, seq.length)
+            while len(table) < end:
+                table.append(self.take_block(plan))
+        seq.capacity = min(map(len, seq.block_tables)) * size
+
+    def append_blocks(self, seq: Sequence, plan: StepPlan) -> bool:
+        """Append a block to each group of a running sequence that needs one for the next token after `capacity`.
+
+        Returns False, without an effect, if too few blocks are available.
+        """
+        index = seq.capacity // self.block_size
+        groups = [group for group, table in enumerate(seq.block_tables) if len(table) == index]
+        if self.pool.available_blocks < len(groups):
+            return False
+        for group in groups:
+            block = self.take_block(plan)
+            seq.block_tables[group].append(block)
+            plan.block_appends.append((seq.row, group, index, block))
+        seq.capacity += self.block_size
+        return True
+
+    def will_release_blocks(self, seq: Sequence) -> bool:
+        """Return whether a step in flight may release blocks of this running sequence that leave a window."""
+        return bool(self._windowed_groups) and seq.next_full_length <= seq.computed_len
+
+    def extend_blocks(self, seq: Sequence, end: int, plan: StepPlan) -> None:
+        """Append blocks to a running sequence for its tokens before `end`, as long as blocks are available."""
+        while seq.capacity < end and self.append_blocks(seq, plan):
+            pass
 
     def pending_prefix_key(self, seq: Sequence) -> bytes | None:
         """Return the key of the last missing prefix block that running sequences compute now, or None."""
@@ -138,20 +206,35 @@ class KvCacheManager:
                 plan.block_offloads.append((block, slot))
         return block
 
-    def publish_blocks(self, seq: Sequence, end: int) -> None:
-        """Publish the sequence's full blocks among its computed tokens, which are those before `end`."""
-        while seq.next_publish_length <= end:
-            index = seq.next_publish_length // self.block_size - 1
-            key = seq.block_hash(index, self.block_size)
-            self.pool.publish(seq.blocks[index], key)
-            self.pending.resolve(key)
-            seq.next_publish_length += self.block_size
+    def update_full_blocks(self, seq: Sequence, end: int) -> None:
+        """Publish the sequence's full blocks among its tokens before `end`, and release those that left a window.
+
+        The tokens are computed. The last one's window is kept, so that siblings can share it.
+        """
+        size = self.block_size
+        while seq.next_full_length <= end:
+            if self.prefix_cache:
+                index = seq.next_full_length // size - 1
+                key = seq.block_hash(index, size)
+                for table, suffix in zip(seq.block_tables, self._suffixes, strict=True):
+                    self.pool.publish(table[index], key + suffix)
+                self.pending.resolve(key)
+            seq.next_full_length += size
+        for group in self._windowed_groups:
+            table, previous = seq.block_tables[group], seq.first_blocks[group]
+            first = self._groups.first_block(group, end - 1)
+            if first > previous:
+                self.pool.release(table[previous:first])
+                table[previous:first] = [NO_BLOCK] * (first - previous)
+                seq.first_blocks[group] = first
 
     def release_blocks(self, seq: Sequence) -> None:
-        """Release all blocks of a sequence."""
+        """Release all blocks of a sequence. Those of windows are evicted first, because fewer prefixes need them."""
         self.pending.remove_sequence(seq)
-        self.pool.release(seq.blocks)
-        seq.blocks = []
+        for table in reversed(_held_tables(seq)):
+            self.pool.release(table)
+        seq.block_tables = []
+        seq.first_blocks = []
         seq.capacity = 0
         seq.computed_len = 0
 
@@ -169,7 +252,7 @@ class KvCacheManager:
             if restore.block in corrupt and restore.seq not in affected:
                 affected.append(restore.seq)
             elif restore.seq.stale_until_step < step and restore.seq not in affected:
-                self.pool.publish(restore.block, restore.key)
+                self.pool.publish(restore.block, restore.key + self._suffixes[restore.group])
                 self.pending.resolve(restore.key)
         return affected
 
@@ -185,22 +268,35 @@ class KvCacheManager:
 
     def check_invariants(self, running: list[Sequence]) -> None:
         """Raise AssertionError if an invariant of blocks or host slots is broken."""
-        self.pool.check_invariants([seq.blocks for seq in running])
+        self.pool.check_invariants([table for seq in running for table in _held_tables(seq)])
         self.host_cache.check_invariants()
-        for block, count in _count_references(running).items():
-            assert count == 1 or len({s.cache_salt for s in running if block in s.blocks}) == 1, (
-                "a block is shared between cache domains"
-            )
-
-    def _append_block(self, seq: Sequence, plan: StepPlan) -> None:
-        seq.blocks.append(self.take_block(plan))
+        owners: dict[int, set[tuple[bytes, int]]] = {}
+        for seq in running:
+            for group, table in enumerate(_held_tables(seq)):
+                for block in table:
+                    owners.setdefault(block, set()).add((seq.cache_salt, group))
+        assert all(len(each) == 1 for each in owners.values()), (
+            "a block is shared between cache domains or groups"
+        )
 
     def _fork_source(self, seq: Sequence) -> Sequence | None:
         """Return the sequence's lead if the blocks of its computed prompt can be shared, else None."""
         lead = seq.parent
         if lead is None or not lead.is_prefilled or lead.cache_salt != seq.cache_salt:
             return None
+        position = _forkable_tokens(seq)
+        if any(
+            lead.first_blocks[group] > self._groups.first_block(group, position)
+            for group in self._windowed_groups
+        ):
+            return None  # blocks of the prompt have left a window of the lead
         return lead if lead.tokens[: lead.prompt_len] == seq.tokens[: seq.prompt_len] else None
+
+    def _allocated_end(self, group: int, position: int, length: int) -> int:
+        """Return the end of the table that `allocate` fills for a sequence whose tokens before `position` are found."""
+        first = self._groups.first_block(group, position)
+        num_blocks = -(-length // self.block_size)
+        return min(num_blocks, first + self._groups.max_blocks(group, length))
 
     def _can_use_prefix_cache(self, seq: Sequence) -> bool:
         """Return whether cached blocks may be used. Prompt log-probabilities need the whole prompt computed."""
@@ -214,37 +310,76 @@ class KvCacheManager:
             self.pending.add(seq, keys)
 
     def _count_hits(self, seq: Sequence) -> int:
-        """Count leading full blocks cached on the device or host. At least one token remains to be computed."""
+        """Count leading full blocks that need not be computed. At least one token remains to be computed."""
         if not self._can_use_prefix_cache(seq):
             return 0
-        max_hits = (seq.length - 1) // self.block_size
-        for index in range(max_hits):
-            key = seq.block_hash(index, self.block_size)
-            if not self.has_block(key):
-                return index
-        return max_hits
+        size = self.block_size
+        num_hits = (seq.length - 1) // size
+        for suffix in self._suffixes[: self._num_full_groups]:
+            for index in range(num_hits):
+                if not self._is_cached(seq.block_hash(index, size) + suffix):
+                    num_hits = index
+                    break
+        # Other groups are searched from the end, and each of their blocks once: `found` is where the blocks start that
+        # a group is known to have.
+        found = dict.fromkeys(self._windowed_groups, num_hits)
+        groups = list(found)
+        while groups:
+            group = groups.pop()
+            index = min(found[group], num_hits)
+            first = self._groups.first_block(group, num_hits * size)
+            while index > first:
+                if not self._is_cached(seq.block_hash(index - 1, size) + self._suffixes[group]):
+                    num_hits = index - 1
+                    groups = list(found)
+                    break
+                index -= 1
+            found[group] = index
+        return num_hits
+
+    def _share_fork(self, seq: Sequence, lead: Sequence, plan: StepPlan) -> None:
+        """Share the lead's blocks of the tokens that are found, and copy the last one if it is not full."""
+        num_full_blocks, rest = divmod(seq.computed_len, self.block_size)
+        for group, table in enumerate(lead.block_tables):
+            first = self._groups.first_block(group, seq.computed_len)
+            shared = table[first:num_full_blocks]
+            for block in shared:
+                self.pool.share(block)
+            seq.first_blocks.append(first)
+            seq.block_tables.append([NO_BLOCK] * first + shared)
+        if rest:
+            for table, lead_table in zip(seq.block_tables, lead.block_tables, strict=True):
+                table.append(self.take_block(plan))
+                plan.block_copies.append((lead_table[num_full_blocks], table[num_full_blocks]))
 
     def _share_hits(self, seq: Sequence, num_hits: int, plan: StepPlan) -> None:
         """Reference every hit before taking a new block, so that taking one cannot evict a hit."""
         size = self.block_size
-        restores: list[tuple[int, bytes, int]] = []
-        for index in range(num_hits):
-            key = seq.block_hash(index, size)
-            block = self.pool.find(key)
-            if block is not None:
-                self.pool.share(block)
-                seq.blocks.append(block)
-            else:
-                restores.append((index, key, self.host_cache.pin_slot(key)))
-                seq.blocks.append(-1)
-        for index, key, slot in restores:
-            block = seq.blocks[index] = self.take_block(plan)
+        restores: list[tuple[int, int, bytes, int]] = []
+        """(group, index, hash, host slot)."""
+        for group, suffix in enumerate(self._suffixes):
+            first = self._groups.first_block(group, seq.computed_len)
+            table = [NO_BLOCK] * first
+            for index in range(first, num_hits):
+                key = seq.block_hash(index, size)
+                block = self.pool.find(key + suffix)
+                if block is not None:
+                    self.pool.share(block)
+                    table.append(block)
+                else:
+                    slot = self.host_cache.pin_slot(key + suffix)
+                    restores.append((group, index, key, slot))
+                    table.append(NO_BLOCK)
+            seq.first_blocks.append(first)
+            seq.block_tables.append(table)
+        self.host_hit_tokens += size * sum(group == 0 for group, *_ in restores)
+        for group, index, key, slot in restores:
+            block = seq.block_tables[group][index] = self.take_block(plan)
             plan.block_restores.append(BlockRestore(slot, block))
             self.pending.add(seq, [key])
             self._pending_restores.setdefault(plan.step, []).append(
-                _PendingRestore(seq, index, key, slot, block)
+                _PendingRestore(seq, key, group, slot, block)
             )
-        self.host_hit_tokens += len(restores) * size
 
 
 def _forkable_tokens(seq: Sequence) -> int:
@@ -252,9 +387,7 @@ def _forkable_tokens(seq: Sequence) -> int:
     return min(seq.prompt_len, seq.length - 1)
 
 
-def _count_references(seqs: list[Sequence]) -> dict[int, int]:
-    counts: dict[int, int] = {}
-    for seq in seqs:
-        for block in seq.blocks:
-            counts[block] = counts.get(block, 0) + 1
-    return counts
+def _held_tables(seq: Sequence) -> list[list[int]]:
+    """Return the blocks that a sequence holds in each group."""
+    firsts = zip(seq.block_tables, seq.first_blocks, strict=True)
+    return [table[first:] for table, first in firsts]

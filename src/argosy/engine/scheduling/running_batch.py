@@ -66,7 +66,7 @@ class RunningBatch:
         if self._kv_cache.pending_prefix_key(head) is not None:
             return None
         lower_seqs = [seq for seq in self.sequences if seq.tier > head.tier]
-        lower_blocks = sum(len(seq.blocks) for seq in lower_seqs)
+        lower_blocks = sum(self._kv_cache.count_held_blocks(seq) for seq in lower_seqs)
         if (
             not self._can_join(head, now)
             or self._kv_cache.blocks_needed(head) > self._kv_cache.available_blocks + lower_blocks
@@ -105,29 +105,31 @@ class RunningBatch:
         self._kv_cache.allocate(seq, plan)
         plan.admissions.append(
             AdmittedSequence(
-                seq.row, list(seq.tokens), seq.prompt_len, seq.params, list(seq.blocks)
+                seq.row,
+                list(seq.tokens),
+                seq.prompt_len,
+                seq.params,
+                [list(table) for table in seq.block_tables],
             )
         )
         insort(self.sequences, seq, key=_priority_key)
         return seq
 
-    def append_block(self, seq: Sequence, plan: StepPlan) -> bool:
-        """Append a block to a running sequence, preempting the least important sequences if none is available.
+    def append_blocks(self, seq: Sequence, plan: StepPlan) -> bool:
+        """Append the next blocks of a running sequence, preempting the least important ones if blocks are short.
 
-        Returns whether the sequence got a block. Otherwise it was preempted itself.
+        Returns whether the sequence got its blocks. Otherwise it was preempted itself, or sits out this step.
         """
         if seq.row < 0:
             return False  # preempted for a more important sequence in the same step
-        while not self._kv_cache.available_blocks:
+        while not self._kv_cache.append_blocks(seq, plan):
+            if self._kv_cache.will_release_blocks(seq):
+                return False
             victim = self.sequences[-1]
             self.preempt(victim)
             self.output_estimator.record_shortage()
             if victim is seq:
                 return False
-        block = self._kv_cache.take_block(plan)
-        plan.block_appends.append((seq.row, len(seq.blocks), block))
-        seq.blocks.append(block)
-        seq.capacity += self._kv_cache.block_size
         return True
 
     def preempt(self, seq: Sequence) -> None:
@@ -181,10 +183,7 @@ class RunningBatch:
         spare_blocks = self._kv_cache.available_blocks - self._kv_cache.blocks_needed(seq)
         if not self.sequences:
             return spare_blocks >= 0
-        promised_tokens = (
-            seq.max_length - seq.length + sum(s.max_length - s.length for s in self.sequences)
-        )
-        expected_growth = (
-            self.output_estimator.fraction * promised_tokens / self._kv_cache.block_size
+        expected_growth = self.output_estimator.fraction * self._kv_cache.max_growth(
+            [seq, *self.sequences]
         )
         return spare_blocks >= expected_growth + self._watermark * self._kv_cache.pool.num_blocks

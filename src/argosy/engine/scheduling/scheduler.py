@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from argosy.engine.scheduling.batching_policy import BatchingPolicy, ContinuousBatching
+from argosy.engine.scheduling.kv_cache_groups import KvCacheGroups
 from argosy.engine.scheduling.kv_cache_manager import KvCacheManager
 from argosy.engine.scheduling.request_registry import RequestRegistry
 from argosy.engine.scheduling.running_batch import RunningBatch
@@ -48,6 +49,8 @@ class SchedulerLimits:
     ridge_tokens: int
     """Number of tokens whose computation takes as long as reading the weights."""
     host_blocks: int = 0
+    kv_windows: tuple[int | None, ...] = (None,)
+    """Sliding window of each KV cache group in tokens, longest first. None is all tokens."""
 
 
 class SequenceUpdate(NamedTuple):
@@ -73,7 +76,7 @@ class Scheduler:
         self.kv_cache = KvCacheManager(
             num_blocks=limits.num_blocks,
             host_blocks=limits.host_blocks,
-            block_size=limits.block_size,
+            groups=KvCacheGroups(limits.kv_windows, limits.block_size),
             prefix_cache=limits.prefix_cache,
         )
         self.queue = WaitingQueue()
@@ -178,12 +181,12 @@ class Scheduler:
         )
         for seq in self._select_sequences(batch.sequences_from_tier(lowest_tier), max_tokens):
             start, length = seq.computed_len, seq.length
-            if length - start != 1:
-                prefills.append(seq)
-                continue
             if length >= seq.max_length and length > len(seq.tokens):
                 continue  # its last token is being sampled by a step in flight
-            if start == seq.capacity and not batch.append_block(seq, plan):
+            if start == seq.capacity and not batch.append_blocks(seq, plan):
+                continue
+            if length - start != 1:
+                prefills.append(seq)
                 continue
             rows.append(seq.row)
             starts.append(start)
@@ -229,8 +232,8 @@ class Scheduler:
                 updates.append(SequenceUpdate(seq, chunk, -1, "error"))
                 continue
             end = starts[chunk] + plan.counts[chunk]
-            if end >= seq.next_publish_length:
-                self.kv_cache.publish_blocks(seq, end)
+            if end >= seq.next_full_length:
+                self.kv_cache.update_full_blocks(seq, end)
             token = tokens[chunk]
             finish: SequenceFinishReason | None = None
             if samples[chunk]:
@@ -286,7 +289,7 @@ class Scheduler:
         all_seqs = [*running, *idle]
         assert len(all_seqs) == len(self.requests), "a request is in two states or in none"
         assert set(all_seqs) == set(self.requests), "a request was lost"
-        assert all(not seq.blocks and seq.row < 0 for seq in idle), (
+        assert all(not seq.block_tables and seq.row < 0 for seq in idle), (
             "an idle sequence has blocks or a row"
         )
 
@@ -331,6 +334,9 @@ class Scheduler:
         count = min(seq.length - seq.computed_len, budget)
         if count <= 0:
             return 0
+        if seq.computed_len + count > seq.capacity:
+            self.kv_cache.extend_blocks(seq, seq.computed_len + count, plan)
+            count = min(count, seq.capacity - seq.computed_len)
         plan.rows.append(seq.row)
         plan.starts.append(seq.computed_len)
         plan.counts.append(count)

@@ -25,20 +25,21 @@ class Sequence:
     __slots__ = (
         "arrived_at",
         "block_hashes",
+        "block_tables",
         "blocked_on",
-        "blocks",
         "cache_salt",
         "capacity",
         "computed_len",
         "deadline",
         "decode_cost",
+        "first_blocks",
         "hit_tokens",
         "id",
         "is_prefilled",
         "is_suspect",
         "length",
         "max_length",
-        "next_publish_length",
+        "next_full_length",
         "params",
         "parent",
         "preemptions",
@@ -82,12 +83,15 @@ class Sequence:
         """Number of tokens that are known or being sampled now."""
         self.computed_len = 0
         """Number of tokens that have KV once the steps in flight are done."""
-        self.blocks: list[int] = []
+        self.block_tables: list[list[int]] = []
+        """Blocks in order for each KV cache group. Empty while the sequence does not run."""
+        self.first_blocks: list[int] = []
+        """Number of blocks at the start of each table that have left the group's window, so that it has none there."""
         self.capacity = 0
-        """Number of tokens that `blocks` can hold."""
+        """Number of tokens for which all tables have blocks."""
         self.block_hashes: list[bytes] = []
-        self.next_publish_length = 0
-        """Number of computed tokens at which the next block is full and published."""
+        self.next_full_length = 0
+        """Number of computed tokens at which the next block is full, so that the KV cache publishes or releases it."""
         self.row = -1
         """Row in the persistent batch while running, else -1."""
         self.priority_order = (request.tier, NEVER)

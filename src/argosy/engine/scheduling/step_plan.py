@@ -9,6 +9,10 @@ if TYPE_CHECKING:
     from argosy.protocol import SamplingParams
 
 
+NO_BLOCK = -1
+"""Entry of a block table for a block that has left the window. It is never read."""
+
+
 class AdmittedSequence(NamedTuple):
     """Sequence that joins the batch in this step, with all that the executor needs to compute it."""
 
@@ -17,7 +21,8 @@ class AdmittedSequence(NamedTuple):
     """Prompt and output tokens so far."""
     prompt_len: int
     params: SamplingParams
-    blocks: list[int]
+    block_tables: list[list[int]]
+    """Blocks in order for each KV cache group."""
 
 
 class BlockRestore(NamedTuple):
@@ -42,8 +47,8 @@ class StepPlan:
     sample_flags: list[bool] = field(default_factory=list)
     """Whether chunk i reaches its sequence's last token, so that the step samples a token for it."""
     admissions: list[AdmittedSequence] = field(default_factory=list)
-    block_appends: list[tuple[int, int, int]] = field(default_factory=list)
-    """(row, index, block), which makes `block` the row's block number `index`."""
+    block_appends: list[tuple[int, int, int, int]] = field(default_factory=list)
+    """(row, group, index, block), which makes `block` the row's block number `index` in a KV cache group."""
     block_copies: list[tuple[int, int]] = field(default_factory=list)
     """(source block, destination block)."""
     block_offloads: list[tuple[int, int]] = field(default_factory=list)

@@ -120,7 +120,8 @@ class CoreReady(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=
     block_size: int
     num_blocks: int
     max_seqs: int
-    kv_bytes_per_token: int
+    kv_capacity_tokens: int
+    """Number of tokens that fit into the KV cache if all sequences have `max_model_len`."""
     parameters: int
     load_s: float
     backend: str

@@ -214,7 +214,8 @@ class ReplicaEndpoint:
             log.warning("replica_not_exact", replica=self.name)
         self.is_exact, self.max_model_len = report.exact, report.max_model_len or None
         self.has_reported_speed = report.prefill_tokens_per_s > 0
-        self.prefix_index.resize(report.kv_blocks_total * report.block_size // BLOCK_TOKENS)
+        kv_tokens = report.kv_capacity_tokens or report.kv_blocks_total * report.block_size
+        self.prefix_index.resize(kv_tokens // BLOCK_TOKENS)
         load = self.load
         load.running, load.waiting = report.running, report.waiting
         load.queued_tokens, load.max_seqs = report.queued_tokens, report.max_seqs

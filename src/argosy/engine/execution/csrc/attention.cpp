@@ -100,14 +100,15 @@ template <class Unit> class AttentionKernel {
                       ThreadWorkspace &workspace) const {
         const int64_t rows = rows_of(item);
         const int64_t padded = (rows + Unit::ROW_ALIGNMENT - 1) / Unit::ROW_ALIGNMENT * Unit::ROW_ALIGNMENT;
+        const int64_t oldest = softmax.first_visible(a.positions[item.first]);
         const int64_t newest = std::min(a.positions[item.last - 1], (range + 1) * RANGE_KEYS - 1);
         sums.clear(rows, width);
-        Tile next = cache.load_tile(item.sequence, head, range_start(item, range), newest, workspace.panel);
+        Tile next = cache.load_tile(item.sequence, head, range_start(item, range), oldest, newest, workspace.panel);
         for (int64_t start = range_start(item, range); start <= newest; start += TILE) {
             const Tile tile = next;
             const bool last = start + TILE > newest;
-            next = last ? cache.load_tile(item.sequence, head_after, range_start(item, range), newest, nullptr)
-                        : cache.load_tile(item.sequence, head, start + TILE, newest, workspace.panel);
+            next = last ? cache.load_tile(item.sequence, head_after, range_start(item, range), oldest, newest, nullptr)
+                        : cache.load_tile(item.sequence, head, start + TILE, oldest, newest, workspace.panel);
             Unit::compute_scores(workspace.q, padded, words, tile, next, workspace.scores);
             for (int64_t row = 0; row < rows; row++)
                 workspace.rescale[row] = softmax.scores_to_weights<T>(

@@ -127,15 +127,18 @@ template <class Unit> class KvCache {
         }
     }
 
-    // Return the tile of keys at `start`, up to position `newest`. `copy` is scratch memory for a panel, or null if the
-    // tile is only prefetched.
-    Tile load_tile(int64_t sequence, int64_t head, int64_t start, int64_t newest, uint32_t *copy) const {
+    // Return the tile of keys at `start`, from position `oldest` up to `newest`. Panels outside are replaced by the
+    // nearest one inside, because the sequence may have no block there. `copy` is scratch memory for a panel, or null if
+    // the tile is only prefetched.
+    Tile load_tile(int64_t sequence, int64_t head, int64_t start, int64_t oldest, int64_t newest,
+                   uint32_t *copy) const {
         const int32_t *blocks = a.block_table + sequence * a.block_table_stride;
         const int64_t visible = std::min<int64_t>(TILE, newest + 1 - start), length = a.seq_lens[sequence];
         Tile tile;
         tile.used_keys = (int)((visible + W - 1) / W * W);
+        tile.unused_keys = (int)std::max<int64_t>(0, oldest - start) / W * W;
         for (int i = 0; i < TILE / W; i++) {
-            const int64_t position = start + std::min(i * W, tile.used_keys - W);
+            const int64_t position = start + std::clamp(i * W, tile.unused_keys, tile.used_keys - W);
             const int64_t valid = std::min<int64_t>(W, length - position);
             const int64_t base = (blocks[position / a.block_size] * a.kv_heads + head) * head_words;
             const int64_t panel = base + position % a.block_size / W * W * words;
@@ -147,14 +150,14 @@ template <class Unit> class KvCache {
     }
 
     // Return the tile with its values extracted from its keys to `copy`, scratch memory for a tile of values. Keys
-    // after the first `valid` have zeros, because the rest of a cache block may hold values of another sequence.
-    // Padding columns of the values are undefined. They affect no other column.
+    // that are not in use, and those after the first `valid`, have zeros, because a cache block may hold values of
+    // another sequence. Padding columns of the values are undefined. They affect no other column.
     Tile extract_values(const Tile &tile, int64_t valid, uint32_t *copy) const {
         Tile extracted = tile;
         const int64_t first_word = (a.head_dim - a.value_dim) / N, value_words = (a.value_dim + N - 1) / N;
         for (int panel = 0; panel < tile.used_keys / W; panel++) {
             uint32_t *to = copy + panel * (W / N) * value_width;
-            const int64_t count = std::min<int64_t>(W, valid - panel * W);
+            const int64_t count = panel * W < tile.unused_keys ? 0 : std::min<int64_t>(W, valid - panel * W);
             extract_panel(tile.keys[panel] + first_word * W, value_words, count, to);
             extracted.values[panel] = to;
         }

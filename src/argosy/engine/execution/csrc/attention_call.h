@@ -24,10 +24,10 @@ struct ArgosyAttention {
     void *keys;                      // this layer's cache
     void *values;                    // null if the values are the last `value_dim` elements of the keys
     const int64_t *positions;        // [tokens]
-    const int64_t *slot_mapping;     // [tokens]
+    const int64_t *slot_mapping;     // [tokens], of the layer's KV cache group
     const int32_t *query_start_loc;  // [sequences + 1]
     const int32_t *seq_lens;         // [sequences]
-    const int32_t *block_table;      // [sequences, block_table_stride]
+    const int32_t *block_table;      // [sequences, block_table_stride], of the layer's KV cache group
     int64_t tokens, sequences, block_table_stride, q_stride, k_stride, v_stride;
     int64_t heads, kv_heads, head_dim, value_dim;  // value_dim is head_dim if there are `values`
     int64_t block_size, rotary_dim, window, threads;

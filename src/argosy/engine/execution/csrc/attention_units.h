@@ -16,6 +16,7 @@ constexpr int PANELS = TILE / LANES;
 struct Tile {
     const uint32_t *keys[2 * PANELS];
     const uint32_t *values[2 * PANELS];
+    int unused_keys;  // keys before those in use, rounded down to full panels; they have no weight
     int used_keys;  // keys in use, rounded up to full panels; later keys have no weight, and their values are not read
 };
 

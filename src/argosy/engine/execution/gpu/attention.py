@@ -115,7 +115,7 @@ class TritonAttention(KvCacheTensor):
             v,
             self._keys[params.layer],
             self._values[params.layer],
-            batch.slot_mapping,
+            batch.slot_mappings[params.group],
             *(rope or (k, k)),
             self._scales[params.layer],
             k.stride(0),
@@ -148,7 +148,8 @@ class TritonAttention(KvCacheTensor):
         )
         units = tokens if single else tokens // tile.tokens + sequences
         window = params.sliding_window or 0
-        ranges = triton.cdiv(batch.block_table.shape[1] * self._block_size, RANGE_SIZE)
+        block_table = batch.block_tables[params.group]
+        ranges = triton.cdiv(block_table.shape[1] * self._block_size, RANGE_SIZE)
         splits = self._num_splits(units * kv_heads, ranges, window, q.numel())
         scratch = _scratch(ranges if splits > 1 else 0, out)
         log2e = math.log2(math.e)
@@ -169,12 +170,12 @@ class TritonAttention(KvCacheTensor):
             *scratch,
             batch.query_start_loc,
             batch.seq_lens,
-            batch.block_table,
+            block_table,
             *(rope or (q, q)),
             sinks,
             self._scales[params.layer],
             q.stride(0),
-            batch.block_table.stride(0),
+            block_table.stride(0),
             tokens,
             sequences,
             window,

@@ -142,7 +142,7 @@ def attend(
                 )
                 acc, peak, total = _empty_sums(ROWS, WIDTH)
             acc, peak, total = _attend_tile(
-                query, acc, peak, total, start, position, length, block_row, keys, values, kv_head,
+                query, acc, peak, total, start, position, oldest, length, block_row, keys, values, kv_head,
                 window, key_scale, softcap, col,
                 HEADS // GROUP, HEAD_DIM, BLOCK, WINDOWED, SOFTCAP, PRECISION,
             )  # fmt: skip
@@ -163,7 +163,7 @@ def attend(
             for tile in range(from_tile, tl.minimum(stop, (index + 1) * RANGE_TILES)):
                 start = tile * KEY_TILE
                 acc, peak, total = _attend_tile(
-                    query, acc, peak, total, start, position, length, block_row, keys, values, kv_head,
+                    query, acc, peak, total, start, position, oldest, length, block_row, keys, values, kv_head,
                     window, key_scale, softcap, col,
                     HEADS // GROUP, HEAD_DIM, BLOCK, WINDOWED, SOFTCAP, PRECISION,
                 )  # fmt: skip
@@ -279,6 +279,7 @@ def _attend_tile(
     total,
     start,
     position,
+    oldest,
     length,
     block_row,
     keys,
@@ -297,11 +298,13 @@ def _attend_tile(
 ):
     """Add one tile of keys to the online softmax. A row that sees no key of the tile keeps its sums.
 
-    Cache entries past the end of the sequence are read as zero. They may belong to another sequence, and may not be
-    finite.
+    Cache entries before position `oldest` and past the end of the sequence are read as zero. They may belong to another
+    sequence, and may not be finite.
     """
     key = start + tl.arange(0, KEY_TILE)
     key_mask = key < length
+    if WINDOWED:
+        key_mask &= key >= oldest
     block = tl.load(block_row + key // BLOCK, mask=key_mask, other=0).to(tl.int64)
     row = (block * KV_HEADS + kv_head) * BLOCK + key % BLOCK
     col_mask = col < HEAD_DIM

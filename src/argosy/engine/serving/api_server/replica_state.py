@@ -295,6 +295,7 @@ class ReplicaState:
             kv_blocks_total=stats.blocks_total or (ready.num_blocks if ready else 0),
             kv_blocks_used=stats.blocks_used,
             kv_blocks_cached=stats.blocks_cached,
+            kv_capacity_tokens=ready.kv_capacity_tokens if ready else 0,
             step=stats.step,
             step_s=stats.step_s,
             prefill_tokens_per_s=stats.prefill_tokens_per_s,

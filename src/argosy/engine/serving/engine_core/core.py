@@ -113,6 +113,7 @@ class EngineCore:
                 watermark=config.watermark,
                 prefix_cache=config.prefix_cache,
                 ridge_tokens=loaded.ridge_tokens,
+                kv_windows=limits.kv_windows,
             ),
             _build_batching_policy(config),
         )
@@ -123,7 +124,7 @@ class EngineCore:
             block_size=limits.block_size,
             num_blocks=limits.num_blocks,
             max_seqs=limits.max_seqs,
-            kv_bytes_per_token=loaded.kv_bytes_per_token,
+            kv_capacity_tokens=limits.kv_capacity_tokens,
             parameters=loaded.architecture.num_parameters,
             load_s=loaded.load_s,
             backend=loaded.backend,
@@ -368,6 +369,8 @@ class EngineCore:
             return None
         self._kv_reported_at, self._kv_reported_starts = now, requests_started
         stored, removed = kv_cache.drain_changes()
+        if not stored and not removed:
+            return None  # only blocks of windows changed
         return KvChange(_pack_block_names(stored), _pack_block_names(removed))
 
     def _build_stats(self, plan: StepPlan, started_at: float, planned_at: float) -> CoreStats:

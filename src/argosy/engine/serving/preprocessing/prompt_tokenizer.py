@@ -53,9 +53,8 @@ class PromptTokenizer:
         self._tokenizer = tokenizer
         self._template = template
         self._vocab_size = ready.vocab_size
-        self._model_max_len = ready.max_model_len
-        self.max_context_tokens = min(ready.max_model_len, ready.num_blocks * ready.block_size)
-        """Maximum tokens of one sequence: the model's limit, or the KV cache size if that is smaller."""
+        self.max_context_tokens = ready.max_model_len
+        """Maximum tokens of one sequence: the model's limit, or that of the KV cache if that is smaller."""
 
     def tokenize_chat(
         self,
@@ -224,8 +223,6 @@ class PromptTokenizer:
         self, param: str, prompt_tokens: int, max_tokens: int | None = None
     ) -> ApiError:
         limit = f"This model's maximum context length is {self.max_context_tokens} tokens"
-        if self.max_context_tokens < self._model_max_len:
-            limit += f" (limited by the KV cache; the model supports {self._model_max_len})"
         needed = f"{prompt_tokens} or more tokens in '{param}' and at least one to generate"
         if max_tokens is not None:
             total = prompt_tokens + max_tokens
