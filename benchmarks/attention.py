@@ -1,6 +1,6 @@
 """Compare paged attention with torch's SDPA over contiguous keys and values, with alternating calls. Prints JSON lines.
 
-python -m benchmarks.attention [--only decode|prefill|mixed] [--threads N] [--seconds S]
+python -m benchmarks.attention [--only decode|prefill|mixed] [--threads N] [--seconds S] [--block-size N]
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional as F
 
+from argosy.engine.engine_config import DEFAULT_BLOCK_SIZE
 from argosy.engine.execution.attention_cpu import create_cpu_attention
 from argosy.engine.execution.batch import AttentionParams, Batch, KvCacheShape
 from argosy.engine.execution.model_architecture import RopeParams
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-BLOCK = 16
 LAYERS = 4  # used in turns, so that the KV cache comes from memory as in a model
 
 Chunk = tuple[int, int]
@@ -56,13 +56,13 @@ class Shape:
 SHAPES = (Shape(14, 2, 64), Shape(16, 8, 128))
 
 
-def make_batch(chunks: list[Chunk]) -> Batch:
+def make_batch(chunks: list[Chunk], block_size: int) -> Batch:
     """Return a batch in which every sequence computes its last tokens, on shuffled pages."""
-    blocks = -(-max(length for _, length in chunks) // BLOCK)
+    blocks = -(-max(length for _, length in chunks) // block_size)
     pages = torch.randperm(len(chunks) * blocks).view(len(chunks), blocks).int()
     positions = [torch.arange(length - count, length) for count, length in chunks]
     slots = [
-        page[position // BLOCK].long() * BLOCK + position % BLOCK
+        page[position // block_size].long() * block_size + position % block_size
         for page, position in zip(pages, positions, strict=True)
     ]
     counts = torch.tensor([0, *(count for count, _ in chunks)])
@@ -72,25 +72,25 @@ def make_batch(chunks: list[Chunk]) -> Batch:
         positions=flat,
         query_start_loc=counts.cumsum(0).int(),
         seq_lens=torch.tensor([length for _, length in chunks], dtype=torch.int32),
-        block_table=pages,
-        slot_mapping=torch.cat(slots),
+        block_tables=pages[None],
+        slot_mappings=torch.cat(slots)[None],
         rows=torch.arange(len(chunks)),
         logit_index=torch.zeros(0, dtype=torch.long),
     )
 
 
 def paged(
-    shape: Shape, chunks: list[Chunk], dtype: torch.dtype, threads: int
+    shape: Shape, chunks: list[Chunk], dtype: torch.dtype, threads: int, block_size: int
 ) -> Callable[[], object]:
     """Return paged attention of all layers, including rotation and storing of the new tokens."""
-    batch = make_batch(chunks)
+    batch = make_batch(chunks, block_size)
     cache = KvCacheShape(
         num_layers=LAYERS,
         num_heads=shape.heads,
         num_kv_heads=shape.kv_heads,
         head_dim=shape.head_dim,
-        num_blocks=batch.block_table.numel(),
-        block_size=BLOCK,
+        num_blocks=batch.block_tables.numel(),
+        block_size=block_size,
         dtype=dtype,
     )
     attention = create_cpu_attention(cache, threads=threads, backend="native")
@@ -134,10 +134,17 @@ def milliseconds(run: Callable[[], object]) -> float:
 
 
 def measure(
-    shape: Shape, chunks: list[Chunk], dtype: torch.dtype, threads: int, seconds: float
+    shape: Shape,
+    chunks: list[Chunk],
+    dtype: torch.dtype,
+    *,
+    threads: int,
+    seconds: float,
+    block_size: int,
 ) -> dict[str, float]:
     """Return the minimum time of a layer in milliseconds, and the rates of KV bytes read and of multiply-adds."""
-    run_native, run_sdpa = paged(shape, chunks, dtype, threads), sdpa(shape, chunks, dtype)
+    run_native = paged(shape, chunks, dtype, threads, block_size)
+    run_sdpa = sdpa(shape, chunks, dtype)
     run_native(), run_sdpa()
     pairs: list[tuple[float, float]] = []
     end = time.perf_counter() + seconds
@@ -160,6 +167,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--seconds", type=float, default=0.5, help="minimum time of each case")
+    parser.add_argument("--block-size", type=int, default=DEFAULT_BLOCK_SIZE)
     parser.add_argument("--only", choices=WORK)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     options = parser.parse_args()
@@ -168,7 +176,14 @@ def main() -> None:
     for kind in [options.only] if options.only else WORK:
         for name, chunks in WORK[kind].items():
             for shape in SHAPES:
-                result = measure(shape, chunks, dtype, options.threads, options.seconds)
+                result = measure(
+                    shape,
+                    chunks,
+                    dtype,
+                    threads=options.threads,
+                    seconds=options.seconds,
+                    block_size=options.block_size,
+                )
                 heads = f"{shape.heads}/{shape.kv_heads} d {shape.head_dim}"
                 print(json.dumps({"work": name, "heads": heads} | result), flush=True)
 

@@ -1,10 +1,14 @@
-"""Measure the scheduler's time per decode step with 1 to 256 sequences, in microseconds. Prints JSON lines."""
+"""Measure the scheduler's time per decode step with 1 to 256 sequences, in microseconds. Prints JSON lines.
+
+Models are one without sliding windows, and those with one and six KV cache groups of windows beside one without.
+"""
 
 from __future__ import annotations
 
 import json
 import statistics
 import time
+from itertools import product
 
 from argosy.engine.engine_request import EngineRequest
 from argosy.engine.scheduling import Scheduler, SchedulerLimits, StepResult
@@ -12,9 +16,14 @@ from argosy.protocol.sampling import SamplingParams
 
 STEPS = 400
 SIZES = (1, 16, 64, 256)
+KV_WINDOWS: dict[str, tuple[int | None, ...]] = {
+    "full": (None,),
+    "gpt-oss": (None, 128),
+    "gemma 3": (None, *[128] * 6),  # shorter than its 1,024, so that sequences leave it
+}
 
 
-def step_times_us(sequences: int) -> list[float]:
+def step_times_us(sequences: int, kv_windows: tuple[int | None, ...]) -> list[float]:
     """Return the time of `schedule` plus `commit` for each of `STEPS` decode steps, in microseconds."""
     scheduler = Scheduler(
         SchedulerLimits(
@@ -26,6 +35,7 @@ def step_times_us(sequences: int) -> list[float]:
             watermark=0.01,
             prefix_cache=True,
             ridge_tokens=16,
+            kv_windows=kv_windows,
         )
     )
     params = SamplingParams(max_tokens=STEPS + 100)
@@ -48,10 +58,11 @@ def step_times_us(sequences: int) -> list[float]:
 
 
 def main() -> None:
-    """Print one JSON line for each batch size."""
-    for sequences in SIZES:
-        times = step_times_us(sequences)
+    """Print one JSON line for each model and batch size."""
+    for model, sequences in product(KV_WINDOWS, SIZES):
+        times = step_times_us(sequences, KV_WINDOWS[model])
         row = {
+            "model": model,
             "sequences": sequences,
             "median_us": round(statistics.median(times), 1),
             "p90_us": round(statistics.quantiles(times, n=10)[-1], 1),
