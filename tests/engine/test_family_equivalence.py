@@ -109,3 +109,9 @@ def test_outputs_do_not_depend_on_scheduling(model: tuple[Path, str]) -> None:
         for request in requests()
     ]
     check(run_requests(core, resumed), skipped=9)
+    siblings = [
+        msgspec.structs.replace(requests()[0], id=str(number), parent_id="0" if number else None)
+        for number in range(3)
+    ]
+    for output in run_requests(core, siblings).values():
+        assert (output.tokens, output.logprobs) == expected["0"]

@@ -10,12 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from argosy.engine.engine_config import EngineConfig
+from argosy.engine.engine_config import EngineConfig, resolve_limits
 from argosy.engine.execution import cgroup
 from argosy.engine.execution.architecture_config import read_architecture
 from argosy.engine.execution.checkpoint_reader import StoredIntegers
 from argosy.engine.execution.executor_loader import load_executor
+from argosy.engine.execution.kv_cache_layout import arrange_layers
 from argosy.engine.execution.memory_estimate import MemoryNeeds, check_memory
+from argosy.engine.execution.model_architecture import summarize_model
 from argosy.models import BUNDLED_MODEL
 
 if TYPE_CHECKING:
@@ -62,6 +64,62 @@ def test_estimate_counts_weights_and_kv_cache(large: ModelArchitecture) -> None:
     assert quantized.estimate().weight_bytes == pytest.approx(6.0e9, rel=0.02)
     dequantized = replace(needs(large, quantize="none"), stored=stored).estimate()
     assert dequantized.weight_bytes == estimate.weight_bytes
+
+
+@pytest.mark.parametrize(
+    ("windows", "max_model_len", "groups", "layers_per_block"),
+    [
+        ([1024, 1024, 1024, 1024, 1024, None] * 5 + [1024] * 4, 131_072, (None, *[1024] * 6), 5),
+        ([128, None] * 12, 131_072, (None, 128), 12),
+        ([512, 4096, None], 8192, (None, 4096, 512), 1),
+        ([None] * 27 + [4096], 32_768, (None,), 28),  # a block of one layer would need 28 groups
+        ([4096] * 32, 32_768, (4096,), 32),
+        ([4096] * 32, 4096, (None,), 32),
+    ],
+    ids=["gemma 3", "gpt-oss", "two windows", "one windowed layer", "all windowed", "long window"],
+)
+def test_layers_are_arranged_by_windows(
+    windows: list[int | None],
+    max_model_len: int,
+    groups: tuple[int | None, ...],
+    layers_per_block: int,
+) -> None:
+    layout = arrange_layers(tuple(windows), max_model_len)
+    assert (layout.windows, layout.layers_per_block) == (groups, layers_per_block)
+    assert len(set(layout.places)) == len(windows), "two layers share a place"
+    for window, place in zip(windows, layout.places, strict=True):
+        assert groups[place.group] in (None, window)
+        assert place.layer < layers_per_block
+
+
+def test_windowed_layers_need_less_memory(large: ModelArchitecture) -> None:
+    layers = [
+        replace(layer, sliding_window=128 if number % 2 else None)
+        for number, layer in enumerate(large.layer_architectures)
+    ]
+    windowed = replace(large, layer_architectures=tuple(layers))
+    per_layer = 16 * 2 * 8 * 128 * 2
+    """Bytes of 16 tokens in a layer."""
+    assert needs(windowed).estimate().kv_bytes == 16 * (1024 // 16 + 128 // 16 + 2) * per_layer
+    assert needs(windowed, num_blocks=10).estimate().kv_bytes == 10 * 16 * per_layer
+    summary = summarize_model(windowed, 2)
+    assert summary.kv_bytes_per_sequence == 16 * (131_072 // 16 + 128 // 16 + 2) * per_layer
+
+    def max_model_len(architecture: ModelArchitecture) -> int:
+        layout = architecture.kv_layout
+        limits = resolve_limits(
+            EngineConfig(model="m", kv_memory_bytes=GIB),
+            model_max_len=architecture.max_model_len,
+            kv_windows=layout.windows,
+            block_bytes=layout.block_bytes(architecture.kv_bytes_per_token(2), 16),
+            free_bytes=0,
+            kv_memory_fraction=0.0,
+        )
+        assert limits.kv_capacity_tokens >= limits.max_model_len
+        return limits.max_model_len
+
+    assert max_model_len(large) == GIB // (32 * per_layer) * 16
+    assert max_model_len(windowed) == (GIB // (16 * per_layer) - 10) * 16
 
 
 def test_weights_of_the_bundled_model_are_counted() -> None:

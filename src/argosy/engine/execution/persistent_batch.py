@@ -111,9 +111,11 @@ class PersistentBatch:
         """Fill a row for a sequence that joins the batch."""
         row = admission.row
         self._unsent_tokens[row] = admission.tokens
-        for group, blocks in enumerate(admission.block_tables):
-            self._unsent_blocks.update(enumerate(blocks, self._flat_index(group, row)))
-            self._blocks[group, row, : len(blocks)] = blocks
+        for group, table in enumerate(admission.block_tables):
+            first = table.count(NO_BLOCK)
+            blocks = table[first:]
+            self._unsent_blocks.update(enumerate(blocks, self._flat_index(group, row) + first))
+            self._blocks[group, row, first : len(table)] = blocks
         self.prompt_lens[row] = admission.prompt_len
 
     def append_blocks(self, new_blocks: list[tuple[int, int, int, int]]) -> None:

@@ -49,9 +49,13 @@ class KvCacheManager:
         self._groups = groups
         windows = groups.windows
         self._suffixes = [bytes((group,) * (group > 0)) for group in range(len(windows))]
-        self._window_counts = list(Counter(windows).items())
         self._num_full_groups = windows.count(None)
-        self._windowed_groups = range(self._num_full_groups, len(windows))
+        self._windowed_groups = [
+            range(windows.index(window), windows.index(window) + count)
+            for window, count in Counter(windows).items()
+            if window is not None
+        ]
+        """Groups of each sliding window."""
         self._reported_suffixes = self._suffixes[: windows.count(windows[0])]
         """Suffixes of the groups with the longest window, which alone decide whether a block is reported as cached."""
         self.pending = PendingBlocks()
@@ -115,13 +119,11 @@ class KvCacheManager:
 
     def max_growth(self, seqs: list[Sequence]) -> float:
         """Return by how many blocks sequences grow until they reach their maximum lengths."""
-        tokens = 0
-        for window, num_groups in self._window_counts:
-            if window is None:
-                tokens += num_groups * sum(seq.max_length - seq.length for seq in seqs)
-            else:
-                ends = ((seq.length, min(seq.max_length, window)) for seq in seqs)
-                tokens += num_groups * sum(end - length for length, end in ends if end > length)
+        tokens = self._num_full_groups * sum(seq.max_length - seq.length for seq in seqs)
+        for groups in self._windowed_groups:
+            window = self._groups.windows[groups[0]] or 0
+            ends = ((seq.length, min(seq.max_length, window)) for seq in seqs)
+            tokens += len(groups) * sum(end - length for length, end in ends if end > length)
         return tokens / self.block_size
 
     def tokens_to_compute(self, seq: Sequence) -> int:
@@ -165,14 +167,15 @@ class KvCacheManager:
 
         Returns False, without an effect, if too few blocks are available.
         """
-        index = seq.capacity // self.block_size
-        groups = [group for group, table in enumerate(seq.block_tables) if len(table) == index]
-        if self.pool.available_blocks < len(groups):
+        index, tables = seq.capacity // self.block_size, seq.block_tables
+        available = self.pool.available_blocks
+        if available < len(tables) and available < sum(len(table) == index for table in tables):
             return False
-        for group in groups:
-            block = self.take_block(plan)
-            seq.block_tables[group].append(block)
-            plan.block_appends.append((seq.row, group, index, block))
+        for group, table in enumerate(tables):
+            if len(table) == index:
+                block = self.take_block(plan)
+                table.append(block)
+                plan.block_appends.append((seq.row, group, index, block))
         seq.capacity += self.block_size
         return True
 
@@ -211,22 +214,25 @@ class KvCacheManager:
 
         The tokens are computed. The last one's window is kept, so that siblings can share it.
         """
-        size = self.block_size
+        size, pool = self.block_size, self.pool
         while seq.next_full_length <= end:
             if self.prefix_cache:
                 index = seq.next_full_length // size - 1
                 key = seq.block_hash(index, size)
                 for table, suffix in zip(seq.block_tables, self._suffixes, strict=True):
-                    self.pool.publish(table[index], key + suffix)
+                    pool.publish(table[index], key + suffix)
                 self.pending.resolve(key)
             seq.next_full_length += size
-        for group in self._windowed_groups:
-            table, previous = seq.block_tables[group], seq.first_blocks[group]
-            first = self._groups.first_block(group, end - 1)
+        first_blocks = seq.first_blocks
+        for groups in self._windowed_groups:
+            previous = first_blocks[groups[0]]
+            first = self._groups.first_block(groups[0], end - 1)
             if first > previous:
-                self.pool.release(table[previous:first])
-                table[previous:first] = [NO_BLOCK] * (first - previous)
-                seq.first_blocks[group] = first
+                for group in groups:
+                    table = seq.block_tables[group]
+                    pool.release(table[previous:first])
+                    table[previous:first] = [NO_BLOCK] * (first - previous)
+                    first_blocks[group] = first
 
     def release_blocks(self, seq: Sequence) -> None:
         """Release all blocks of a sequence. Those of windows are evicted first, because fewer prefixes need them."""
@@ -286,8 +292,8 @@ class KvCacheManager:
             return None
         position = _forkable_tokens(seq)
         if any(
-            lead.first_blocks[group] > self._groups.first_block(group, position)
-            for group in self._windowed_groups
+            lead.first_blocks[groups[0]] > self._groups.first_block(groups[0], position)
+            for groups in self._windowed_groups
         ):
             return None  # blocks of the prompt have left a window of the lead
         return lead if lead.tokens[: lead.prompt_len] == seq.tokens[: seq.prompt_len] else None
@@ -322,7 +328,7 @@ class KvCacheManager:
                     break
         # Other groups are searched from the end, and each of their blocks once: `found` is where the blocks start that
         # a group is known to have.
-        found = dict.fromkeys(self._windowed_groups, num_hits)
+        found = dict.fromkeys(range(self._num_full_groups, len(self._suffixes)), num_hits)
         groups = list(found)
         while groups:
             group = groups.pop()

@@ -22,7 +22,7 @@ class AdmittedSequence(NamedTuple):
     prompt_len: int
     params: SamplingParams
     block_tables: list[list[int]]
-    """Blocks in order for each KV cache group."""
+    """Blocks in order for each KV cache group. Those at the start may be `NO_BLOCK`."""
 
 
 class BlockRestore(NamedTuple):
