@@ -10,6 +10,7 @@ import json
 import random
 from dataclasses import dataclass
 
+from argosy.engine.engine_request import EngineRequest
 from argosy.engine.execution.kv_cache_layout import arrange_layers
 from argosy.engine.scheduling import KvCacheGroups, Scheduler, SchedulerLimits, StepResult
 from argosy.protocol import SamplingParams
@@ -72,7 +73,8 @@ def measure_context(name: str, context: int) -> dict[str, object]:
     block_bytes = layout.block_bytes(bytes_per_token, BLOCK_SIZE)
     scheduler = create_scheduler(layout.windows, BLOCK_SIZE)
     params = SamplingParams(max_tokens=OUTPUT_TOKENS)
-    scheduler.add(id="a", prompt=[1] * (context - OUTPUT_TOKENS), params=params, now=0.0)
+    prompt = [1] * (context - OUTPUT_TOKENS)
+    scheduler.add(EngineRequest(id="a", prompt=prompt, params=params), now=0.0)
     (seq,) = scheduler.requests
     prefill_peak = used = 0
     while scheduler.has_work:
@@ -101,7 +103,7 @@ def measure_waste(answer: tuple[int, int], block_size: int) -> float:
         while len(scheduler.requests) < SEQUENCES:
             prompt, added = [rng.randrange(1 << 30) for _ in range(rng.randint(*answer))], added + 1
             params = SamplingParams(max_tokens=rng.randint(*answer))
-            scheduler.add(id=str(added), prompt=prompt, params=params, now=0.0)
+            scheduler.add(EngineRequest(id=str(added), prompt=prompt, params=params), now=0.0)
         run_step(scheduler)
         for seq in scheduler.running:
             slots += seq.capacity
