@@ -47,7 +47,14 @@ CHECKS = [
 
 
 REPLICA_OPERATIONS = [*OPERATIONS, ("/load", "GET")]
-GATEWAY_OPERATIONS = [*OPERATIONS, ("/replicas/{name}/metrics", "GET")]
+DIALECT_OPERATIONS = [
+    ("/v1/responses", "POST"),
+    ("/v1/messages", "POST"),
+    ("/v1/messages/count_tokens", "POST"),
+    ("/api/chat", "POST"),
+    ("/api/generate", "POST"),
+]
+GATEWAY_OPERATIONS = [*OPERATIONS, ("/replicas/{name}/metrics", "GET"), *DIALECT_OPERATIONS]
 
 
 async def explore(url: str, path: str, method: str, max_examples: int) -> None:
@@ -118,7 +125,13 @@ async def test_documents_list_the_endpoints_of_their_server(replica_server: Runn
     paths = set(document["paths"])
     own = {"/load", "/kv_events", "/drain", "/undrain"}
     assert own <= replica_paths
-    assert paths == (replica_paths - own) | {"/replicas/{name}/metrics"} | set(admin["paths"])
+    shared = (replica_paths - own) | set(admin["paths"])
+    assert {path for path, _ in GATEWAY_OPERATIONS} <= paths
+    assert paths - shared - {"/replicas/{name}/metrics"} == {
+        path
+        for path in paths
+        if path.startswith(("/api/", "/v1/responses", "/v1/messages", "/v1/conversations"))
+    }
     assert "Argosy gateway" in document["info"]["title"]
     for path, operations in admin["paths"].items():
         assert document["paths"][path] == operations
@@ -137,8 +150,11 @@ def drop_optional_fields(body: dict[str, Any], data: st.DataObject) -> dict[str,
     optional = sorted(body.keys() - required)
     kept = data.draw(st.sets(st.sampled_from(optional), max_size=2)) if optional else set()
     sparse_body = {name: value for name, value in body.items() if name in required | kept}
+    if not body.keys() & required - {"model"} and data.draw(st.booleans()):
+        sparse_body["input"] = "Hello"
     if "model" in body:
         sparse_body["model"] = MODEL
     if "messages" in body and data.draw(st.booleans()):
         sparse_body["messages"] = [{"role": "user", "content": "Hello"}]
+        sparse_body["max_tokens"] = 9
     return sparse_body

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 
 import msgspec
@@ -12,13 +12,25 @@ import structlog
 
 from argosy.gateway.config import GatewayConfig
 from argosy.gateway.cors import CorsPolicy
+from argosy.gateway.dialects import (
+    ANTHROPIC,
+    VERSION_HEADER,
+    DialectRoutes,
+    ResponseState,
+)
 from argosy.gateway.filters import LimitFilter
+from argosy.gateway.http_route import ANY_METHOD, Handler, HttpRoute, PrefixRoute
 from argosy.gateway.model_registry import ModelRouter
 from argosy.gateway.operations import OperationsHandlers
 from argosy.gateway.peer_gateways import PEER_REQUESTS_PREFIX
 from argosy.gateway.principal import ANONYMOUS, Principal
 from argosy.gateway.proxy import CompletionHandlers
-from argosy.gateway.utility_handlers import METRICS_PATH, REPLICAS_PREFIX, UtilityHandlers
+from argosy.gateway.utility_handlers import (
+    METRICS_PATH,
+    REPLICAS_PREFIX,
+    TOKENIZE_PATH,
+    UtilityHandlers,
+)
 from argosy.http_server import (
     AsgiApp,
     HttpExchange,
@@ -34,25 +46,11 @@ from argosy.telemetry import GatewayMetrics, bind_request
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
-Handler = Callable[[HttpExchange, Principal], Awaitable[None]]
 MODELS_PREFIX = "/v1/models/"
 ADMIN_PREFIX = "/admin/"
-ANY_METHOD = ""
+_CHANGING_METHODS = frozenset({"POST", "PUT", "DELETE"})
 _QUIET_ROUTES = frozenset({"/health", "/ready", "/metrics", "/replicas/{name}/metrics"})
 _encode = msgspec.json.Encoder().encode
-
-
-@dataclass(frozen=True, slots=True)
-class HttpRoute:
-    """An HTTP route: one path, or all paths with a common prefix."""
-
-    name: str
-    """Value of the `route` label in metrics."""
-    method: str
-    """HTTP method, or `ANY_METHOD` if the handler checks it."""
-    handler: Handler
-    is_public: bool = False
-    """Whether the route needs no authentication. Other routes authenticate before the body is read."""
 
 
 class GatewayApp:
@@ -73,6 +71,7 @@ class GatewayApp:
         limits: LimitFilter | None = None,
         gateway_id: str = "",
         answer_peer: Handler | None = None,
+        response_state: ResponseState | None = None,
     ) -> None:
         self._models = models
         self._authenticate = authenticate
@@ -83,8 +82,15 @@ class GatewayApp:
         self._log = log.bind()
         self._config = config
         self._gateway_id = gateway_id
-        utility = UtilityHandlers(
-            models, limits, refuse_unknown_fields=config.unknown_fields == "refuse"
+        refuse_unknown_fields = config.unknown_fields == "refuse"
+        utility = UtilityHandlers(models, limits, refuse_unknown_fields=refuse_unknown_fields)
+        self.dialects = DialectRoutes(
+            models,
+            response_state or ResponseState(None),
+            chat=generation.chat_completions,
+            completion=generation.completions,
+            tokenize=partial(utility.tokenize, path=TOKENIZE_PATH),
+            refuse_unknown_fields=refuse_unknown_fields,
         )
         routes = (
             HttpRoute("/v1/chat/completions", "POST", generation.chat_completions),
@@ -97,20 +103,28 @@ class GatewayApp:
             HttpRoute("/health", "GET", self._health, is_public=True),
             HttpRoute("/ready", "GET", operations.ready, is_public=True),
             HttpRoute("/version", "GET", self._version, is_public=True),
+            *self.dialects.routes,
         )
         self._routes = {route.name: route for route in routes}
         self._admin_route = HttpRoute(
             ADMIN_PREFIX, ANY_METHOD, self._forward_to_admin, is_public=True
         )
-        self._replica_metrics_route = HttpRoute(
+        replica_metrics = HttpRoute(
             REPLICAS_PREFIX + "{name}" + METRICS_PATH, "GET", utility.replica_metrics
         )
-        self._peer_route = (
-            None
-            if answer_peer is None
-            else HttpRoute(PEER_REQUESTS_PREFIX + "{id}", "GET", answer_peer, is_public=True)
-        )
-        self._model_route = HttpRoute(MODELS_PREFIX + "{model}", "GET", self._get_model)
+        self._prefix_routes = [
+            PrefixRoute(ADMIN_PREFIX, self._admin_route),
+            PrefixRoute(
+                MODELS_PREFIX, HttpRoute(MODELS_PREFIX + "{model}", "GET", self._get_model)
+            ),
+            PrefixRoute(REPLICAS_PREFIX, replica_metrics, METRICS_PATH),
+            *self.dialects.prefix_routes,
+        ]
+        if answer_peer is not None:
+            peer_route = HttpRoute(
+                PEER_REQUESTS_PREFIX + "{id}", "GET", answer_peer, is_public=True
+            )
+            self._prefix_routes.append(PrefixRoute(PEER_REQUESTS_PREFIX, peer_route))
         self.in_flight = 0
         """Number of requests that are being handled."""
         self._request_ended: asyncio.Event | None = None
@@ -131,23 +145,18 @@ class GatewayApp:
             self._record_request(exchange, "other" if route is None else route.name)
 
     async def wait_until_idle(self) -> None:
-        """Wait until no request is in flight."""
+        """Wait until no request is in flight and no response runs in the background."""
         self._request_ended = self._request_ended or asyncio.Event()
         while self.in_flight:
             self._request_ended.clear()
             await self._request_ended.wait()
+        await self.dialects.background.wait_until_idle()
 
     def _find_route(self, path: str) -> HttpRoute | None:
         found = self._routes.get(path)
-        if found is None and path.startswith(ADMIN_PREFIX):
-            return self._admin_route
-        if found is None and path.startswith(MODELS_PREFIX) and len(path) > len(MODELS_PREFIX):
-            return self._model_route
-        if found is None and path.startswith(REPLICAS_PREFIX) and path.endswith(METRICS_PATH):
-            return self._replica_metrics_route
-        if found is None and path.startswith(PEER_REQUESTS_PREFIX):
-            return self._peer_route
-        return found
+        if found is not None:
+            return found
+        return next((one.route for one in self._prefix_routes if one.matches(path)), None)
 
     def _is_known_path(self, path: str) -> bool:
         return self._find_route(path) is not None
@@ -158,6 +167,10 @@ class GatewayApp:
         Raises:
             ApiError: No route has this path, or the client may not use it.
         """
+        if route is not None and route.dialect is not None:
+            exchange.set_dialect(route.dialect)
+        elif VERSION_HEADER in exchange.headers:
+            exchange.set_dialect(ANTHROPIC)
         is_page_request = b"origin" in exchange.headers and route is not self._admin_route
         if is_page_request and self._cors.apply_headers(exchange):
             await exchange.send_response(200, b"", b"text/plain")
@@ -167,7 +180,7 @@ class GatewayApp:
         principal = ANONYMOUS if route.is_public else self._authenticate(exchange)
         if route.method != ANY_METHOD:
             check_method(exchange, (route.method,))
-        if route.method == "POST" and principal.is_anonymous:
+        if exchange.method in _CHANGING_METHODS and principal.is_anonymous and not route.is_public:
             self._cors.check_origin(exchange)
         await route.handler(exchange, principal)
 
@@ -187,10 +200,16 @@ class GatewayApp:
     # --- handlers that need no replica -----------------------------------------------------------
 
     async def _list_models(self, exchange: HttpExchange, principal: Principal) -> None:
+        if VERSION_HEADER in exchange.headers:
+            await self.dialects.anthropic.list_models(exchange, principal)
+            return
         await exchange.send_response(200, _encode(self._models.list_models(principal)))
 
     async def _get_model(self, exchange: HttpExchange, principal: Principal) -> None:
         name = exchange.path.removeprefix(MODELS_PREFIX)
+        if VERSION_HEADER in exchange.headers:
+            await self.dialects.anthropic.get_model(exchange, principal, name)
+            return
         await exchange.send_response(200, _encode(self._models.get_model(name, principal)))
 
     async def _forward_to_admin(self, exchange: HttpExchange, principal: Principal) -> None:

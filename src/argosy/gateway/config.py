@@ -112,7 +112,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     name: ModelName
     """Name that requests use."""
     aliases: tuple[ModelName, ...] = ()
-    """Other names of the model. Give each version a name and let an alias move."""
+    """Other names of the model. Give each version a name and let an alias move. A `*` stands for any text, for clients
+    that insist on names such as `claude-sonnet-4-5`."""
     routing: RoutingPolicyName = "least-cost"
     """How a replica is selected; see the explanation of routing."""
     hedge_after_s: PositiveFloat | None = None

@@ -1,10 +1,11 @@
-"""OpenAPI 3.1 document of the gateway: the model API, the endpoints for operators, and the admin API."""
+"""OpenAPI 3.1 document of the gateway: the APIs for models, the endpoints for operators, and the admin API."""
 
 from __future__ import annotations
 
 import functools
 
 from argosy.gateway.admin import ENDPOINTS, add_operations, described_types
+from argosy.gateway.dialects import DIALECT_BODIES, DIALECT_TYPES, add_dialect_operations
 from argosy.protocol import OpenApiBuilder, SharedErrors, path_parameter
 
 _ACCESS_ERRORS = {
@@ -32,7 +33,8 @@ _GENERATION_ERRORS = _UTILITY_ERRORS | {
 @functools.cache
 def render_openapi() -> bytes:
     """Return the document as JSON."""
-    builder = OpenApiBuilder(described_types(ENDPOINTS))
+    types = [*described_types(ENDPOINTS), *DIALECT_TYPES]
+    builder = OpenApiBuilder(types, lenient_bodies=DIALECT_BODIES)
     builder.add_shared_operations(
         SharedErrors(
             generation=_GENERATION_ERRORS,
@@ -50,6 +52,11 @@ def render_openapi() -> bytes:
         parameters=[path_parameter("name")],
     )
     builder.add("/replicas/{name}/metrics", "GET", metrics)
+    add_dialect_operations(
+        builder, generation=_GENERATION_ERRORS, utility=_UTILITY_ERRORS, listing=_ACCESS_ERRORS
+    )
     add_operations(builder, ENDPOINTS)
-    description = "The OpenAI API for all models, endpoints for operators, and the admin API."
+    description = (
+        "The APIs of OpenAI, Anthropic and Ollama for all models, and those for operators."
+    )
     return builder.render("Argosy gateway", description, has_keys=True)

@@ -9,7 +9,7 @@ from typing import Any
 import structlog
 
 from argosy.gateway.peer_gateways import STORE_TIMEOUT_S, FindTrace, PeerGateways
-from argosy.gateway.request_ids import named_gateway, possible_response_ids
+from argosy.gateway.request_ids import canonical_id, named_gateway, possible_response_ids
 from argosy.process import run_in_daemon_thread
 from argosy.store import Ledger, StoreError, UsageRecord
 
@@ -51,6 +51,7 @@ class RequestExplainer:
             identifier: Id of the request or of its response.
             organisation: Organisation of which requests are looked up. None for all.
         """
+        identifier = canonical_id(identifier)
         found = self._find_trace(identifier, organisation)
         if found is not None or self._peers is None or self._ledger is None:
             return found

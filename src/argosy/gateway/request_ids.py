@@ -11,12 +11,19 @@ import secrets
 
 GATEWAY_ID_DIGITS = 8
 RESPONSE_ID_PREFIXES = ("chatcmpl", "cmpl")
+_DIALECT_ID = re.compile(r"(?:resp_|msg_)([0-9a-f]{32})")
 _OWN_ID = re.compile(r"(?:req_|chatcmpl-|cmpl-)([0-9a-f]{32})")
 
 
 def new_gateway_id() -> str:
     """Return a random id for a gateway process."""
     return secrets.token_hex(GATEWAY_ID_DIGITS // 2)
+
+
+def canonical_id(identifier: str) -> str:
+    """Return the id of a chat for the id of a response in another dialect, and other ids unchanged."""
+    parsed = _DIALECT_ID.fullmatch(identifier)
+    return identifier if parsed is None else f"{RESPONSE_ID_PREFIXES[0]}-{parsed[1]}"
 
 
 def named_gateway(identifier: str) -> str | None:

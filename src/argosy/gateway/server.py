@@ -21,6 +21,7 @@ from argosy.gateway.auth import Authenticator, check_exposure
 from argosy.gateway.config import GatewayConfig
 from argosy.gateway.config_reloader import ConfigLoader, ConfigReloader
 from argosy.gateway.cors import CorsPolicy
+from argosy.gateway.dialects import ResponseState
 from argosy.gateway.filters import (
     IdempotencyFilter,
     LimitFilter,
@@ -204,6 +205,11 @@ class GatewayServer:
         explainer = RequestExplainer(
             self._gateway_id, self._find_trace, peers, None if store is None else store.ledger
         )
+        response_state = (
+            ResponseState(None)
+            if store is None or self._config.store is None
+            else ResponseState(store, self._config.store.keep_responses_days)
+        )
         generation = CompletionHandlers(self._models, self._config, filters, fast_path)
         app = GatewayApp(
             self._models,
@@ -228,6 +234,7 @@ class GatewayServer:
             limits=None if account_sync is None else account_sync.limits,
             gateway_id=self._gateway_id,
             answer_peer=None if peers is None else peers.build_handler(self._find_trace),
+            response_state=response_state,
         )
         await self._registry.start()
         background_tasks: list[CoroutineFactory] = [generation.monitor_streams]
@@ -235,6 +242,8 @@ class GatewayServer:
             background_tasks += [
                 partial(account_sync.accounting.poll_accounts, account_sync.apply_snapshot),
                 account_sync.accounting.roll_up_usage,
+                response_state.delete_expired_forever,
+                app.dialects.background.watch_forever,
             ]
         if peers is not None:
             await peers.register()
@@ -287,6 +296,7 @@ class GatewayServer:
                 task.cancel()
             server.stop()
             await server_task  # also requests that were aborted, so that they are counted
+            await app.dialects.background.close()
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _start_fast_path(self) -> FastPath | None:

@@ -35,6 +35,7 @@ MAX_CONCURRENT_PER_TENANT = 4
 the prompts of all tenants on the same processors."""
 REPLICAS_PREFIX = "/replicas/"
 METRICS_PATH = "/metrics"
+TOKENIZE_PATH = "/tokenize"
 
 
 class _UtilityFields(msgspec.Struct, gc=False):
@@ -55,16 +56,18 @@ class UtilityHandlers:
         self._tenant_slots = WeakValueDictionary[str, asyncio.Semaphore]()
         """Concurrency slots by tenant."""
 
-    async def tokenize(self, exchange: HttpExchange, principal: Principal) -> None:
-        """`POST /tokenize` and `POST /detokenize`."""
+    async def tokenize(
+        self, exchange: HttpExchange, principal: Principal, path: str | None = None
+    ) -> None:
+        """`POST /tokenize` and `POST /detokenize`. Requests of other dialects give the replica's path."""
         async with self._tenant_slots.setdefault(
             principal.tenant, asyncio.Semaphore(MAX_CONCURRENT_PER_TENANT)
         ):
             if exchange.is_disconnected:
                 raise DisconnectedError
-            await self._tokenize(exchange, principal)
+            await self._tokenize(exchange, principal, path or exchange.path)
 
-    async def _tokenize(self, exchange: HttpExchange, principal: Principal) -> None:
+    async def _tokenize(self, exchange: HttpExchange, principal: Principal, path: str) -> None:
         fields = parse_raw_fields(await exchange.read_body())
         name = decode_fields(_UtilityFields, fields).model
         models, headers = self._models, exchange.headers
@@ -75,12 +78,14 @@ class UtilityHandlers:
         )
         pool = target.pool
         if self._limits is None:
-            await self._forward(exchange, pool, fields)
+            await self._forward(exchange, pool, fields, path)
             return
         async with self._limits.reserve_request(principal, pool.model, exchange.extra_headers):
-            await self._forward(exchange, pool, fields)
+            await self._forward(exchange, pool, fields, path)
 
-    async def _forward(self, exchange: HttpExchange, pool: Pool, fields: dict[str, Raw]) -> None:
+    async def _forward(
+        self, exchange: HttpExchange, pool: Pool, fields: dict[str, Raw], path: str
+    ) -> None:
         """Forward the request to the least busy replica that answers, and wait for one to recover if none does.
 
         Raises:
@@ -93,7 +98,9 @@ class UtilityHandlers:
                     "model": Raw(msgspec.json.encode(replica.upstream_model))
                 }
                 body = msgspec.json.encode(upstream_fields)
-                if await _try_forward(exchange, replica, body, extra_headers=self._extra_headers):
+                if await _try_forward(
+                    exchange, replica, body, path, extra_headers=self._extra_headers
+                ):
                     return
             now = time.monotonic()
             if pool.is_available() or now > give_up_at or not pool.may_recover(now):
@@ -130,7 +137,7 @@ async def _try_forward(
     exchange: HttpExchange,
     replica: ReplicaEndpoint,
     body: bytes,
-    path: str | None = None,
+    path: str,
     *,
     extra_headers: Iterable[tuple[bytes, bytes]] = (),
 ) -> bool:
@@ -140,7 +147,7 @@ async def _try_forward(
         exchange: The client's request.
         replica: The replica to use.
         body: Body of the upstream request.
-        path: Path of the upstream request. Defaults to the path of the client's request.
+        path: Path of the upstream request.
         extra_headers: More headers of the upstream request.
 
     Returns:
@@ -154,7 +161,7 @@ async def _try_forward(
     upstream, response = replica.upstream, UpstreamResponse(time.monotonic)
     # GET for HEAD too, because the body of the response is read.
     method = b"POST" if exchange.method == "POST" else b"GET"
-    request = upstream.build_request(method, (path or exchange.path).encode(), body, headers)
+    request = upstream.build_request(method, path.encode(), body, headers)
     outcome: AttemptOutcome | None = AttemptOutcome.FAILURE
     replica.on_request_sent(0)
     try:

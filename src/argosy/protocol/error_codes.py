@@ -79,6 +79,11 @@ ERROR_CODES = (
         "invalid_idempotency_key",
         "`Idempotency-Key` must have 1 to 255 visible ASCII characters.",
     ),
+    ErrorCode(
+        400,
+        "previous_response_not_found",
+        "A response that the request continues is not stored any more. Send the whole conversation.",
+    ),
     ErrorCode(401, "missing_api_key", "Send an API key as `Authorization: Bearer KEY`."),
     ErrorCode(401, "invalid_api_key", "The API key is unknown or revoked."),
     ErrorCode(401, "expired_api_key", "The API key has expired. Create or rotate a key."),
@@ -106,7 +111,11 @@ ERROR_CODES = (
     ErrorCode(404, "model_not_found", "No model has this name; `GET /v1/models` lists the models."),
     ErrorCode(404, "replica_not_found", "No replica has this name."),
     ErrorCode(404, "not_found", "The path or resource does not exist."),
-    ErrorCode(404, "no_store", "The gateway has no store, so there is nothing to administer."),
+    ErrorCode(
+        404,
+        "no_store",
+        "The gateway has no store, so there is nothing to administer and responses are not kept.",
+    ),
     ErrorCode(
         405, "method_not_allowed", "The path exists with other methods; see the `allow` header."
     ),
@@ -176,6 +185,12 @@ ERROR_CODES = (
         500,
         "grammar_failed",
         "The engine could not compile the grammar of the request. Simplify it.",
+    ),
+    ErrorCode(
+        501,
+        "not_implemented",
+        "The path is that of another API's function that the gateway does not have, such as Ollama's management of"
+        " models.",
     ),
     ErrorCode(
         502,

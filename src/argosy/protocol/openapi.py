@@ -93,15 +93,22 @@ class OpenApiBuilder:
 
     Args:
         types: Types that operations refer to, besides those of the shared operations.
+        lenient_bodies: Objects among them whose unknown fields are ignored by default.
         has_shared_operations: Whether the shared operations will be added.
     """
 
-    def __init__(self, types: Iterable[Any], *, has_shared_operations: bool = True) -> None:
+    def __init__(
+        self,
+        types: Iterable[Any],
+        *,
+        lenient_bodies: Iterable[type] = (),
+        has_shared_operations: bool = True,
+    ) -> None:
         shared_types = _SHARED_TYPES if has_shared_operations else (ErrorBody,)
         all_types = list(dict.fromkeys([*shared_types, *types]))
         refs, self._schemas = msgspec.json.schema_components(all_types, ref_template=_REF_TEMPLATE)
         self._refs: dict[Any, dict[str, Any]] = dict(zip(all_types, refs, strict=True))
-        for lenient in self._refs.keys() & set(_LENIENT_BODIES):
+        for lenient in self._refs.keys() & {*_LENIENT_BODIES, *lenient_bodies}:
             name = self._refs[lenient]["$ref"].rpartition("/")[2]
             self._schemas[name].pop("additionalProperties", None)
         self._paths: dict[str, dict[str, Any]] = {}
@@ -124,6 +131,7 @@ class OpenApiBuilder:
         body: type | None = None,
         is_body_optional: bool = False,
         parameters: Iterable[Mapping[str, Any]] = (),
+        error_schema: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Describe an operation.
 
@@ -134,12 +142,13 @@ class OpenApiBuilder:
             body: Type of the request body, or None.
             is_body_optional: Whether the body may be left out.
             parameters: Parameters of the path and the query.
+            error_schema: Schema of errors; None for that of OpenAI's errors.
         """
         success = {media_type: {"schema": schema} for media_type, schema in content.items()}
         responses: dict[str, Any] = {
             "200": {"description": "Successful response.", "content": success}
         }
-        error_content = {JSON_MEDIA_TYPE: {"schema": self.schema(ErrorBody)}}
+        error_content = {JSON_MEDIA_TYPE: {"schema": error_schema or self.schema(ErrorBody)}}
         for status, description in {**_INTERNAL_ERROR, **errors}.items():
             responses[status] = {"description": description, "content": error_content}
         operation: dict[str, Any] = {"operationId": name, "responses": responses}

@@ -189,13 +189,16 @@ def _request_digest(context: RequestContext) -> bytes:
         for name, value in sorted(ask.raw.items())
         if not (name == "seed" and ask.has_generated_seed)
     ]
-    return hashlib.sha256(_encode_msgpack((context.api.path, asked))).digest()
+    exchange = context.exchange
+    path = exchange.path.encode() if exchange.is_translated else context.api.path
+    return hashlib.sha256(_encode_msgpack((path, asked))).digest()
 
 
 async def _replay_response(context: RequestContext, cached: CachedResponse) -> None:
     """Send a stored response."""
     exchange = context.exchange
     exchange.extra_headers.append((b"idempotent-replayed", b"true"))
+    exchange.stop_translating()
     log.info("response_replayed", request=context.response_id, first=cached.request_id)
     if cached.media_type != SSE_CONTENT_TYPE:
         await exchange.send_response(200, cached.body, cached.media_type)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
@@ -17,6 +18,8 @@ from argosy.protocol import ApiError, ModelCard, ModelList
 from argosy.store import AccountSnapshot, Limit, Price, ReplicaSetting
 
 T = TypeVar("T", Limit, Price)
+WILDCARD = "*"
+"""Character of an alias that stands for any text."""
 MAX_LOGGED_MODELS = 10
 """Maximum number of unknown models that one log event names."""
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
@@ -62,6 +65,8 @@ class ModelRouter:
         """
         self._pools_by_name = pools_by_name
         self._targets = {name: RouteTarget(pool) for name, pool in pools_by_name.items()}
+        self._wildcards = sorted((name for name in pools_by_name if WILDCARD in name), key=len)
+        """Aliases with a wildcard, shortest first."""
         self.pools = list({pool.model: pool for pool in pools_by_name.values()}.values())
         self._configured = pools_by_name, routes
         self._routes = self._build_routes(AccountSnapshot())
@@ -121,7 +126,7 @@ class ModelRouter:
         Raises:
             ApiError: 404 if the model does not exist. 403 if the principal may not use it.
         """
-        requested_target = self._targets.get(name)
+        requested_target = self._targets.get(self._match_alias(name))
         check_model_access(
             principal, name, name if requested_target is None else requested_target.pool.model
         )
@@ -167,7 +172,7 @@ class ModelRouter:
         Raises:
             ApiError: 404 if the model does not exist or the principal may not use it.
         """
-        pool = self._pools_by_name.get(name)
+        pool = self._pools_by_name.get(self._match_alias(name))
         if pool is None or not can_use_model(principal, name, pool.model):
             raise _model_not_found(name)
         return self._model_card(name, pool)
@@ -177,10 +182,16 @@ class ModelRouter:
         cards = [
             self._model_card(name, pool)
             for name, pool in self._pools_by_name.items()
-            if can_use_model(principal, name, pool.model)
+            if WILDCARD not in name and can_use_model(principal, name, pool.model)
         ]
         first, last = (cards[0].id, cards[-1].id) if cards else (None, None)
         return ModelList(data=cards, first_id=first, last_id=last)
+
+    def _match_alias(self, name: str) -> str:
+        """Return the longest alias with a wildcard that matches a name; the name itself if it is known or none does."""
+        if name in self._pools_by_name:
+            return name
+        return next((alias for alias in reversed(self._wildcards) if _matches(alias, name)), name)
 
     def _model_card(self, name: str, pool: Pool) -> ModelCard:
         max_model_len = pool.max_model_len
@@ -199,6 +210,12 @@ class ModelRouter:
         if pool is None or pool.model == term.model:
             return term
         return msgspec.structs.replace(term, model=pool.model)
+
+
+def _matches(alias: str, name: str) -> bool:
+    """Whether a name is that of an alias, in which each wildcard stands for any text."""
+    pattern = ".*".join(map(re.escape, alias.split(WILDCARD)))
+    return re.fullmatch(pattern, name, re.DOTALL) is not None
 
 
 def _model_not_found(name: str) -> ApiError:

@@ -8,6 +8,8 @@ and a whole response come from the same calls, so they say the same.
 
 from argosy.protocol.dialects.anthropic_output import AnthropicOutput, encode_anthropic_error
 from argosy.protocol.dialects.anthropic_requests import (
+    CountTokensRequest,
+    MessagesRequest,
     translate_count_tokens_request,
     translate_messages_request,
 )
@@ -33,6 +35,8 @@ from argosy.protocol.dialects.ollama_output import (
     format_timestamp,
 )
 from argosy.protocol.dialects.ollama_requests import (
+    OllamaChatRequest,
+    OllamaGenerateRequest,
     OllamaModelRequest,
     is_load_request,
     strip_tag,
@@ -40,6 +44,7 @@ from argosy.protocol.dialects.ollama_requests import (
     translate_ollama_generate,
 )
 from argosy.protocol.dialects.responses_compaction import (
+    CompactRequest,
     parse_compact_request,
     translate_compact_request,
 )
@@ -63,12 +68,17 @@ __all__ = [
     "NDJSON_CONTENT_TYPE",
     "RESPONSE_ID_PREFIX",
     "AnthropicOutput",
+    "CompactRequest",
+    "CountTokensRequest",
     "DialectOutput",
     "DialectTranslator",
     "EndListener",
     "ErrorEncoder",
+    "MessagesRequest",
     "Metadata",
     "ObjectTranslator",
+    "OllamaChatRequest",
+    "OllamaGenerateRequest",
     "OllamaModelRequest",
     "OllamaOutput",
     "OutputEnd",

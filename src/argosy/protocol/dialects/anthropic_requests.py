@@ -31,35 +31,41 @@ _DEFAULT_EFFORT = "medium"
 """Effort of a request that enables thinking without naming an effort."""
 
 
-class _Source(msgspec.Struct, gc=False):
+class MessageSource(msgspec.Struct, gc=False):
+    """Content of an image or document."""
+
     type: str
     data: str | None = None
     media_type: str | None = None
     url: str | None = None
-    content: str | list[_Block] | None = None
+    content: str | list[MessageBlock] | None = None
 
 
-class _Block(msgspec.Struct, gc=False):
+class MessageBlock(msgspec.Struct, gc=False):
     """Content block. The fields depend on its type."""
 
     type: str
     text: str | None = None
-    source: _Source | None = None
+    source: MessageSource | None = None
     thinking: str | None = None
     id: str | None = None
     name: str | None = None
     input: Any = None
     tool_use_id: str | None = None
-    content: str | list[_Block] | None = None
+    content: str | list[MessageBlock] | None = None
     title: str | None = None
 
 
-class _Message(msgspec.Struct, gc=False):
+class MessageParam(msgspec.Struct, gc=False):
+    """Message of a conversation."""
+
     role: str
-    content: str | list[_Block]
+    content: str | list[MessageBlock]
 
 
-class _Tool(msgspec.Struct, gc=False):
+class MessageTool(msgspec.Struct, gc=False):
+    """Tool. Those with another type than `custom` run on Anthropic's servers or clients."""
+
     name: str | None = None
     type: str | None = None
     description: str | None = None
@@ -67,39 +73,51 @@ class _Tool(msgspec.Struct, gc=False):
     strict: bool | None = None
 
 
-class _ToolChoice(msgspec.Struct, gc=False):
+class MessageToolChoice(msgspec.Struct, gc=False):
+    """Which tools the model may or must call."""
+
     type: str
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
-class _Thinking(msgspec.Struct, gc=False):
+class MessageThinking(msgspec.Struct, gc=False):
+    """Whether the model thinks before its answer."""
+
     type: str
     budget_tokens: int | None = None
 
 
-class _OutputFormat(msgspec.Struct, gc=False):
+class MessageOutputFormat(msgspec.Struct, gc=False):
+    """JSON schema of the answer."""
+
     type: str
     schema: dict[str, Any] | None = None
 
 
-class _OutputConfig(msgspec.Struct, gc=False):
+class MessageOutputConfig(msgspec.Struct, gc=False):
+    """Effort and format of the answer."""
+
     effort: str | None = None
-    format: _OutputFormat | None = None
+    format: MessageOutputFormat | None = None
 
 
-class _CountTokensRequest(ExtensionFields, frozen=True, kw_only=True):
+class CountTokensRequest(ExtensionFields, frozen=True, kw_only=True):
+    """Body of `POST /v1/messages/count_tokens`."""
+
     model: str
-    messages: list[_Message]
-    system: str | list[_Block] | None = None
-    tools: list[_Tool] | None = None
-    tool_choice: _ToolChoice | None = None
-    thinking: _Thinking | None = None
-    output_config: _OutputConfig | None = None
-    output_format: _OutputFormat | None = None
+    messages: list[MessageParam]
+    system: str | list[MessageBlock] | None = None
+    tools: list[MessageTool] | None = None
+    tool_choice: MessageToolChoice | None = None
+    thinking: MessageThinking | None = None
+    output_config: MessageOutputConfig | None = None
+    output_format: MessageOutputFormat | None = None
 
 
-class _MessagesRequest(_CountTokensRequest, frozen=True, kw_only=True):
+class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True):
+    """Body of `POST /v1/messages`."""
+
     max_tokens: int
     stream: bool | None = None
     stop_sequences: list[str] | None = None
@@ -118,7 +136,7 @@ def translate_messages_request(
     Raises:
         ApiError: 400 if the body is invalid or needs what no chat can express, 413 if it has too many values.
     """
-    request, ignored = parse_request_body(_MessagesRequest, body, refuse_unknown=refuse_unknown)
+    request, ignored = parse_request_body(MessagesRequest, body, refuse_unknown=refuse_unknown)
     translator = _Translator(request)
     thinking = request.thinking
     shows_thinking = thinking is not None and thinking.type != "disabled"
@@ -156,7 +174,7 @@ def translate_count_tokens_request(
     Raises:
         ApiError: 400 if the body is invalid.
     """
-    request, ignored = parse_request_body(_CountTokensRequest, body, refuse_unknown=refuse_unknown)
+    request, ignored = parse_request_body(CountTokensRequest, body, refuse_unknown=refuse_unknown)
     translator = _Translator(request)
     fields = {
         "model": request.model,
@@ -171,7 +189,7 @@ def translate_count_tokens_request(
 class _Translator:
     """Translator of one request, which collects what it leaves out."""
 
-    def __init__(self, request: _CountTokensRequest) -> None:
+    def __init__(self, request: CountTokensRequest) -> None:
         self._request = request
         self._messages = MessageList()
         self.ignored: list[str] = []
@@ -228,7 +246,7 @@ class _Translator:
             "parallel_tool_calls": parallel,
         }
 
-    def _add_system(self, content: str | list[_Block], path: str) -> None:
+    def _add_system(self, content: str | list[MessageBlock], path: str) -> None:
         blocks = [content] if isinstance(content, str) else self._texts(content, path)
         kept = [
             line
@@ -239,7 +257,7 @@ class _Translator:
         if text := "\n".join(kept).strip("\n"):
             self._messages.add_system(text)
 
-    def _texts(self, blocks: list[_Block], path: str) -> list[str]:
+    def _texts(self, blocks: list[MessageBlock], path: str) -> list[str]:
         """Return the texts of blocks that may only be text."""
         texts = []
         for index, block in enumerate(blocks):
@@ -249,7 +267,7 @@ class _Translator:
                 self.ignored.append(f"{path}[{index}]")
         return texts
 
-    def _add_user(self, content: str | list[_Block], path: str) -> None:
+    def _add_user(self, content: str | list[MessageBlock], path: str) -> None:
         if isinstance(content, str):
             self._messages.add_user(content)
             return
@@ -263,7 +281,7 @@ class _Translator:
         if parts or not content:
             self._messages.add_user(_join_text_parts(parts))
 
-    def _add_tool_result(self, block: _Block, path: str) -> list[dict[str, Any]]:
+    def _add_tool_result(self, block: MessageBlock, path: str) -> list[dict[str, Any]]:
         """Add the text of a tool's result. Returns its images, which only a user message may have."""
         content = block.content
         parts = (
@@ -279,7 +297,7 @@ class _Translator:
         self._messages.add_tool_result(block.tool_use_id or "", text)
         return [part for part in parts if part["type"] != "text"]
 
-    def _content_parts(self, block: _Block, path: str) -> list[dict[str, Any]]:
+    def _content_parts(self, block: MessageBlock, path: str) -> list[dict[str, Any]]:
         """Translate a block of a user's message. Blocks without effect are noted and give no part."""
         source = block.source
         match block.type:
@@ -297,7 +315,7 @@ class _Translator:
                 self.ignored.append(path)
                 return []
 
-    def _document_text(self, block: _Block, source: _Source, path: str) -> str:
+    def _document_text(self, block: MessageBlock, source: MessageSource, path: str) -> str:
         match source.type, source.content:
             case "text", _:
                 text = source.data or ""
@@ -310,7 +328,7 @@ class _Translator:
                 raise invalid_request(message, path, "unsupported_parameter")
         return f"{block.title}\n{text}" if block.title else text
 
-    def _add_assistant(self, content: str | list[_Block], path: str) -> None:
+    def _add_assistant(self, content: str | list[MessageBlock], path: str) -> None:
         if isinstance(content, str):
             self._messages.add_assistant_text(content)
             return
@@ -338,7 +356,7 @@ def _join_text_parts(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
     return "\n".join(part["text"] for part in parts)
 
 
-def _image_url(source: _Source, path: str) -> str:
+def _image_url(source: MessageSource, path: str) -> str:
     if source.type == "url" and source.url:
         return source.url
     if source.type == "base64" and source.data:
@@ -348,7 +366,7 @@ def _image_url(source: _Source, path: str) -> str:
 
 
 def _translate_tool_choice(
-    choice: _ToolChoice, tools: list[dict[str, Any]]
+    choice: MessageToolChoice, tools: list[dict[str, Any]]
 ) -> str | dict[str, Any] | None:
     match choice.type:
         case "auto":
@@ -366,7 +384,7 @@ def _translate_tool_choice(
     raise invalid_request(message, "tool_choice.type")
 
 
-def _thinking_fields(request: _CountTokensRequest) -> dict[str, Any]:
+def _thinking_fields(request: CountTokensRequest) -> dict[str, Any]:
     thinking, config = request.thinking, request.output_config
     effort = None if config is None else config.effort
     if thinking is None:
@@ -386,7 +404,7 @@ def _thinking_fields(request: _CountTokensRequest) -> dict[str, Any]:
     raise invalid_request(message, "thinking.type")
 
 
-def _format_fields(request: _CountTokensRequest) -> dict[str, Any]:
+def _format_fields(request: CountTokensRequest) -> dict[str, Any]:
     config = request.output_config
     output_format = (config.format if config is not None else None) or request.output_format
     if output_format is None:

@@ -42,27 +42,35 @@ _DEFAULT_EFFORT = "medium"
 _TAG = ":latest"
 
 
-class _CalledFunction(msgspec.Struct, gc=False):
+class OllamaFunction(msgspec.Struct, gc=False):
+    """Called function, with its arguments as an object."""
+
     name: str
     arguments: Any = None
 
 
-class _Call(msgspec.Struct, gc=False):
-    function: _CalledFunction
+class OllamaCall(msgspec.Struct, gc=False):
+    """Tool call of a message."""
+
+    function: OllamaFunction
     id: str | None = None
 
 
-class _Message(msgspec.Struct, gc=False):
+class OllamaMessage(msgspec.Struct, gc=False):
+    """Message of a conversation."""
+
     role: str
     content: str | None = None
     thinking: str | None = None
     images: list[str] | None = None
-    tool_calls: list[_Call] | None = None
+    tool_calls: list[OllamaCall] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
 
 
-class _GenerationRequest(ExtensionFields, frozen=True, kw_only=True):
+class OllamaRequest(ExtensionFields, frozen=True, kw_only=True):
+    """Fields that `/api/chat` and `/api/generate` share."""
+
     model: str
     stream: bool | None = None
     format: str | JsonObject | None = None
@@ -74,12 +82,16 @@ class _GenerationRequest(ExtensionFields, frozen=True, kw_only=True):
     top_logprobs: int | None = None
 
 
-class _ChatRequest(_GenerationRequest, frozen=True, kw_only=True):
-    messages: list[_Message] | None = None
+class OllamaChatRequest(OllamaRequest, frozen=True, kw_only=True):
+    """Body of `POST /api/chat`."""
+
+    messages: list[OllamaMessage] | None = None
     tools: list[JsonObject] | None = None
 
 
-class _GenerateRequest(_GenerationRequest, frozen=True, kw_only=True):
+class OllamaGenerateRequest(OllamaRequest, frozen=True, kw_only=True):
+    """Body of `POST /api/generate`."""
+
     prompt: str | None = None
     suffix: str | None = None
     system: str | None = None
@@ -127,7 +139,7 @@ def translate_ollama_chat(
     Raises:
         ApiError: 400 if the body is invalid or needs what no chat can express, 413 if it has too many values.
     """
-    request, ignored = parse_request_body(_ChatRequest, body, refuse_unknown=refuse_unknown)
+    request, ignored = parse_request_body(OllamaChatRequest, body, refuse_unknown=refuse_unknown)
     common, unused = _common_fields(request)
     fields = common | {"messages": _translate_messages(request.messages or [])}
     fields["tools"] = request.tools or None
@@ -140,7 +152,9 @@ def translate_ollama_generate(
     body: bytes, clock: Callable[[], float], *, refuse_unknown: bool = False
 ) -> TranslatedRequest[OllamaOutput]:
     """Translate the body of `POST /api/generate`. Arguments and errors are those of `translate_ollama_chat`."""
-    request, ignored = parse_request_body(_GenerateRequest, body, refuse_unknown=refuse_unknown)
+    request, ignored = parse_request_body(
+        OllamaGenerateRequest, body, refuse_unknown=refuse_unknown
+    )
     for name in ("template", "suffix", "context"):
         if getattr(request, name):
             raise unsupported_parameter(name, "Send the whole prompt, or use /api/chat.")
@@ -171,7 +185,7 @@ def is_load_request(request: TranslatedRequest[OllamaOutput]) -> bool:
     return not (request.body.get("messages") or request.body.get("prompt"))
 
 
-def _common_fields(request: _GenerationRequest) -> tuple[dict[str, Any], list[str]]:
+def _common_fields(request: OllamaRequest) -> tuple[dict[str, Any], list[str]]:
     """Return the fields that chats and completions share, and the options without effect."""
     stream = request.stream is not False
     fields: dict[str, Any] = {
@@ -193,7 +207,7 @@ def _common_fields(request: _GenerationRequest) -> tuple[dict[str, Any], list[st
     return fields, unused
 
 
-def _thinking_fields(request: _GenerationRequest) -> dict[str, Any]:
+def _thinking_fields(request: OllamaRequest) -> dict[str, Any]:
     match request.think:
         case None:
             return {}
@@ -216,7 +230,7 @@ def _translate_format(value: str | JsonObject | None) -> JsonObject | None:
     raise invalid_request("'format' must be \"json\" or a JSON schema.", "format")
 
 
-def _translate_messages(messages: list[_Message]) -> list[dict[str, Any]]:
+def _translate_messages(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
     """Translate the messages. Calls get ids, by which their results refer to them."""
     translated = MessageList()
     unanswered: deque[tuple[str, str]] = deque()

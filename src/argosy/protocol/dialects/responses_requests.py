@@ -37,12 +37,16 @@ Metadata = Annotated[
 """Key-value pairs of a response or conversation."""
 
 
-class _TextConfig(msgspec.Struct, gc=False):
+class ResponsesTextConfig(msgspec.Struct, gc=False):
+    """Format of the answer."""
+
     format: JsonObject | None = None
     verbosity: str | None = None
 
 
-class _ReasoningConfig(msgspec.Struct, gc=False):
+class ResponsesReasoningConfig(msgspec.Struct, gc=False):
+    """Controls of reasoning."""
+
     effort: str | None = None
     summary: str | None = None
     generate_summary: str | None = None
@@ -65,8 +69,8 @@ class ResponsesRequest(ExtensionFields, frozen=True, kw_only=True):
     tool_choice: str | JsonObject | None = None
     parallel_tool_calls: bool | None = None
     max_tool_calls: int | None = None
-    text: _TextConfig | None = None
-    reasoning: _ReasoningConfig | None = None
+    text: ResponsesTextConfig | None = None
+    reasoning: ResponsesReasoningConfig | None = None
     max_output_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -152,7 +156,10 @@ def translate_responses_request(
     translator = InputTranslator(tools, cipher.decrypt)
     messages = translator.translate(request.instructions, history, items)
     include = request.include or ()
-    text, reasoning = request.text or _TextConfig(), request.reasoning or _ReasoningConfig()
+    text, reasoning = (
+        request.text or ResponsesTextConfig(),
+        request.reasoning or ResponsesReasoningConfig(),
+    )
     wants_logprobs = INCLUDE_LOGPROBS in include or bool(request.top_logprobs)
     fields = {
         "model": request.model,
@@ -210,8 +217,8 @@ def _translate_text_format(text_format: JsonObject | None) -> JsonObject | None:
 
 def _describe_request(request: ResponsesRequest) -> dict[str, Any]:
     """Return the fields of a response that repeat the request."""
-    reasoning = request.reasoning or _ReasoningConfig()
-    text = request.text or _TextConfig()
+    reasoning = request.reasoning or ResponsesReasoningConfig()
+    text = request.text or ResponsesTextConfig()
     return {
         "background": bool(request.background),
         "conversation": None

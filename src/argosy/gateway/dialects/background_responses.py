@@ -1,0 +1,211 @@
+"""Responses that run in the background: without the client's connection, watched by heartbeats in the store."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import structlog
+
+from argosy.gateway.dialects.response_state import ResponseState, item_owner
+from argosy.gateway.http_route import Handler
+from argosy.gateway.principal import Principal
+from argosy.http_server import ClientListener, HttpExchange, run_handler
+from argosy.protocol import ApiError
+from argosy.store import ItemOwner
+
+log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
+
+HEARTBEAT_INTERVAL_S = 15.0
+MAX_RUNNING = 256
+"""Maximum number of background responses of one gateway. Each may keep its events in memory."""
+_EVENT_END = b"\n\n"
+
+
+class EventLog:
+    """Connection of a background response, a `ResponseTransport` that keeps the events for clients that follow."""
+
+    is_body_complete = True
+    is_backpressured = False
+    is_disconnected = False
+    unsent_bytes = 0
+
+    def __init__(self) -> None:
+        self.events: list[bytes] = []
+        self.has_ended = False
+        self.error_body: bytes | None = None
+        """Body of the error response, if the response failed before its first event."""
+        self._listener: ClientListener | None = None
+        self._changed = asyncio.Event()
+
+    async def wait_changed(self, count: int) -> None:
+        """Wait until there are more than `count` events, or the response has ended."""
+        while len(self.events) <= count and not self.has_ended:
+            self._changed.clear()
+            await self._changed.wait()
+
+    def cancel(self) -> bool:
+        """Cancel the request as if the client had disconnected. Returns False if it does not run yet."""
+        self.is_disconnected = True
+        if self._listener is None:
+            return False
+        self._listener.on_disconnect()
+        return True
+
+    def end(self) -> None:
+        """Mark the end of the response, also if it failed."""
+        self.has_ended = True
+        self._changed.set()
+
+    async def read_body(self, max_bytes: int) -> bytes:  # noqa: ARG002 - the body is set on the exchange
+        return b""
+
+    async def wait_writable(self) -> None:
+        """Return at once."""
+
+    def send_response(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:  # noqa: ARG002 - only errors come whole
+        self.error_body = body
+
+    def start_response(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        """Do nothing, since a log has no headers."""
+
+    def start_sized_response(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        """Do nothing, since a log has no headers."""
+
+    def write_nowait(self, data: bytes) -> None:
+        if not data.startswith(b":"):
+            self.events += [event + _EVENT_END for event in data.split(_EVENT_END) if event]
+            self._changed.set()
+
+    def lend_socket(self) -> int | None:
+        return None
+
+    def write_raw_chunks(self, chunks: bytes) -> None:
+        """Do nothing, since there is no socket."""
+
+    def end_response(self) -> None:
+        """Do nothing. `end` follows when the handler has returned."""
+
+    def abort(self) -> None:
+        """Do nothing, since there is no connection."""
+
+    def set_listener(self, listener: ClientListener | None) -> None:
+        self._listener = listener
+
+
+class BackgroundResponses:
+    """Background responses of this gateway. Not thread-safe: use it from one event loop.
+
+    Args:
+        state: The stored responses.
+        chat: Handler of chats.
+    """
+
+    def __init__(self, state: ResponseState, chat: Handler) -> None:
+        self._state = state
+        self._chat = chat
+        self._logs: dict[str, EventLog] = {}
+        """Events of running responses by id."""
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def find_log(self, response_id: str) -> EventLog | None:
+        """Return the events of a response that runs on this gateway."""
+        return self._logs.get(response_id)
+
+    def check_capacity(self) -> None:
+        """Raise ApiError (503) if too many responses run."""
+        if len(self._tasks) >= MAX_RUNNING:
+            message = "Too many background responses are running. Try again later."
+            raise ApiError(503, "overloaded", message, retry_after_s=HEARTBEAT_INTERVAL_S)
+
+    def start(
+        self,
+        exchange: HttpExchange,
+        event_log: EventLog,
+        principal: Principal,
+        response: Mapping[str, Any],
+    ) -> None:
+        """Run a stored response.
+
+        Args:
+            exchange: The request, detached from its connection, whose response is translated.
+            event_log: The connection of `exchange`.
+            principal: Sender of the request.
+            response: The response as it is stored.
+        """
+        response_id = str(response["id"])
+        self._logs[response_id] = event_log
+        task = asyncio.create_task(self._run(exchange, event_log, principal, response))
+        self._tasks[response_id] = task
+
+    async def _run(
+        self,
+        exchange: HttpExchange,
+        event_log: EventLog,
+        principal: Principal,
+        response: Mapping[str, Any],
+    ) -> None:
+        response_id = str(response["id"])
+        try:
+            await run_handler(exchange, self._chat(exchange, principal))
+        finally:
+            del self._logs[response_id], self._tasks[response_id]
+            if not exchange.response_complete or event_log.error_body is not None:
+                failed = {**response, "error": _describe_failure(exchange)}
+                await self._store_failure(item_owner(principal), response_id, failed)
+            event_log.end()
+
+    async def _store_failure(
+        self, owner: ItemOwner, response_id: str, response: Mapping[str, Any]
+    ) -> None:
+        """Store that a response failed. Has no effect if it was cancelled."""
+        try:
+            await self._state.call(
+                *(self._state.store.responses.finish, owner, response_id, "failed", response, [])
+            )
+        except ApiError as error:
+            log.warning("response_not_stored", response=response_id, reason=error.message)
+
+    def cancel(self, response_id: str) -> None:
+        """Stop a response if it runs on this gateway."""
+        event_log, task = self._logs.get(response_id), self._tasks.get(response_id)
+        if event_log is not None and task is not None and not event_log.cancel():
+            task.cancel()
+
+    async def wait_until_idle(self) -> None:
+        """Wait until no response runs."""
+        while self._tasks:
+            await asyncio.wait(self._tasks.values())
+
+    async def close(self) -> None:
+        """Stop all responses and store that they failed."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def watch_forever(self) -> None:
+        """Record heartbeats, stop responses that were cancelled elsewhere, and fail those of gateways that stopped.
+
+        Runs until it is cancelled.
+        """
+        responses = self._state.store.responses
+        while True:
+            await asyncio.sleep(HEARTBEAT_INTERVAL_S)
+            running = list(self._tasks)
+            try:
+                if running:
+                    kept = await self._state.call(responses.record_heartbeats, running)
+                    for response_id in set(running) - kept:
+                        self.cancel(response_id)
+                failed = await self._state.call(responses.fail_interrupted)
+            except ApiError:
+                continue  # logged by the state
+            if failed:
+                log.warning("background_responses_interrupted", count=failed)
+
+
+def _describe_failure(exchange: HttpExchange) -> dict[str, str]:
+    code = exchange.error_code or "server_error"
+    return {"code": "server_error", "message": f"The response could not be completed ({code})."}

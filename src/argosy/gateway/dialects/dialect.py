@@ -1,0 +1,104 @@
+"""Dialects of the API besides OpenAI's chat: errors and headers of each, and how a request in one is run as a chat."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+
+import msgspec
+
+from argosy.http_server import HttpExchange
+from argosy.protocol import IGNORED_FIELDS_HEADER, ApiError, format_names
+from argosy.protocol.dialects import (
+    DialectOutput,
+    DialectTranslator,
+    EndListener,
+    ErrorEncoder,
+    OutputIdentity,
+    TranslatedRequest,
+    encode_anthropic_error,
+    encode_ollama_error,
+    to_output_error,
+)
+
+Headers = list[tuple[bytes, bytes]]
+_RATE_LIMIT_HEADER = re.compile(rb"x-ratelimit-(limit|remaining|reset)-(requests|tokens)")
+_DURATION = re.compile(r"(?:(\d+)h)?(?:(\d+)m(?!s))?(?:([\d.]+)s)?(?:(\d+)ms)?")
+
+
+class Dialect(msgspec.Struct, frozen=True):
+    """Shape of one dialect's errors and headers, a `ResponseDialect`."""
+
+    error_encoder: ErrorEncoder
+    header_translator: Callable[[Headers], Headers]
+
+    def encode_error(self, error: ApiError, request_id: str) -> bytes:
+        """Encode the body of an error response."""
+        return self.error_encoder(to_output_error(error), request_id)
+
+    def translate_headers(self, headers: Headers) -> Headers:
+        """Return the headers with which a response is sent."""
+        return self.header_translator(headers)
+
+
+def _translate_anthropic_headers(headers: Headers) -> Headers:
+    """Add the request id and the rate limits under Anthropic's names. Times of resets are absolute there."""
+    added: Headers = []
+    for name, value in headers:
+        if name == b"x-request-id":
+            added.append((b"request-id", value))
+        elif match := _RATE_LIMIT_HEADER.fullmatch(name):
+            field, unit = match[1], match[2]
+            if field == b"reset":
+                reset_at = time.time() + _parse_duration_s(value.decode())
+                value = _format_time(reset_at).encode()  # noqa: PLW2901 - the same value in another format
+            added.append((b"anthropic-ratelimit-%s-%s" % (unit, field), value))
+    return headers + added
+
+
+def _parse_duration_s(text: str) -> float:
+    """Parse a duration such as `1m30s` or `60ms`."""
+    match = _DURATION.fullmatch(text)
+    hours, minutes, seconds, milliseconds = match.groups() if match else ("0",) * 4
+    total = 3600 * int(hours or 0) + 60 * int(minutes or 0) + float(seconds or 0)
+    return total + int(milliseconds or 0) / 1000
+
+
+def _format_time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
+ANTHROPIC = Dialect(encode_anthropic_error, _translate_anthropic_headers)
+OLLAMA = Dialect(encode_ollama_error, lambda headers: headers)
+
+
+def start_translation(
+    exchange: HttpExchange,
+    request: TranslatedRequest[DialectOutput],
+    encode_error: ErrorEncoder | None = None,
+    on_end: EndListener | None = None,
+) -> None:
+    """Replace a request by its chat, and translate the response to it.
+
+    Args:
+        exchange: The client's request.
+        request: The chat and the builder of the response.
+        encode_error: Encodes errors; None for the shape of OpenAI's errors.
+        on_end: Called when the response has ended, before the client receives its end.
+    """
+    name_ignored_fields(exchange, request.ignored)
+    identity = OutputIdentity(
+        id=exchange.unique_id,
+        created=int(time.time()),
+        model=str(request.body.get("model", "")),
+    )
+    translator = DialectTranslator(request.output, identity, encode_error, on_end)
+    exchange.translate(msgspec.json.encode(request.body), translator)
+
+
+def name_ignored_fields(exchange: HttpExchange, ignored: tuple[str, ...]) -> None:
+    """Name the fields of the request without effect in a header of the response."""
+    if ignored:
+        exchange.extra_headers.append((IGNORED_FIELDS_HEADER, format_names(ignored)))

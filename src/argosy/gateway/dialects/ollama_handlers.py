@@ -1,0 +1,188 @@
+"""Handlers of Ollama's API. Models are loaded by replicas, so requests that would load or change one have no effect."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from argosy.gateway.dialects.dialect import OLLAMA, start_translation
+from argosy.gateway.http_route import Handler
+from argosy.gateway.model_registry import ModelRouter
+from argosy.gateway.principal import Principal
+from argosy.http_server import HttpExchange
+from argosy.protocol import ApiError, ModelCard, parse_body
+from argosy.protocol.dialects import (
+    NDJSON_CONTENT_TYPE,
+    OllamaModelRequest,
+    OllamaOutput,
+    TranslatedRequest,
+    format_timestamp,
+    is_load_request,
+    strip_tag,
+    translate_ollama_chat,
+    translate_ollama_generate,
+)
+
+OLLAMA_VERSION = "0.18.3"
+"""Version of Ollama whose API is served. Clients parse it as three numbers."""
+_ARCHITECTURE = "argosy"
+_CAPABILITIES = ("completion", "tools", "thinking")
+_ALWAYS = "9999-12-31T23:59:59Z"
+"""Time at which a model leaves memory."""
+_encode = msgspec.json.encode
+
+
+class OllamaHandlers:
+    """Handlers that run Ollama's requests as chats or text completions.
+
+    Args:
+        models: The models.
+        chat: Handler of chats.
+        completion: Handler of text completions.
+        refuse_unknown_fields: Whether unknown fields are errors.
+        clock: Returns seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        models: ModelRouter,
+        chat: Handler,
+        completion: Handler,
+        *,
+        refuse_unknown_fields: bool,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._models = models
+        self._chat = chat
+        self._completion = completion
+        self._refuse_unknown = refuse_unknown_fields
+        self._clock = clock
+
+    async def chat(self, exchange: HttpExchange, principal: Principal) -> None:
+        """`POST /api/chat`."""
+        body = await exchange.read_body()
+        request = translate_ollama_chat(body, self._clock, refuse_unknown=self._refuse_unknown)
+        await self._run(exchange, principal, request)
+
+    async def generate(self, exchange: HttpExchange, principal: Principal) -> None:
+        """`POST /api/generate`."""
+        body = await exchange.read_body()
+        request = translate_ollama_generate(body, self._clock, refuse_unknown=self._refuse_unknown)
+        await self._run(exchange, principal, request)
+
+    async def _run(
+        self,
+        exchange: HttpExchange,
+        principal: Principal,
+        request: TranslatedRequest[OllamaOutput],
+    ) -> None:
+        if is_load_request(request):
+            self._models.resolve_target(request.body["model"], principal, exchange.headers)
+            request.output.finish_load("load")
+            content = _encode(request.output.build_response())
+            await exchange.send_response(200, content)
+            return
+        start_translation(exchange, request, OLLAMA.error_encoder)
+        handler = self._completion if request.is_completion else self._chat
+        await handler(exchange, principal)
+
+    async def tags(self, exchange: HttpExchange, principal: Principal) -> None:
+        """`GET /api/tags`: the models."""
+        cards = self._models.list_models(principal).data
+        await _send(exchange, {"models": [_describe_model(card) for card in cards]})
+
+    async def running(self, exchange: HttpExchange, principal: Principal) -> None:
+        """`GET /api/ps`: the models with a replica that is ready."""
+        available = {pool.model for pool in self._models.pools if pool.is_available()}
+        models = [
+            {
+                **_describe_model(card),
+                "expires_at": _ALWAYS,
+                "size_vram": 0,
+                "context_length": card.max_model_len or 0,
+            }
+            for card in self._models.list_models(principal).data
+            if card.root in available
+        ]
+        await _send(exchange, {"models": models})
+
+    async def show(self, exchange: HttpExchange, principal: Principal) -> None:
+        """`POST /api/show`: details of one model."""
+        request = parse_body(OllamaModelRequest, await exchange.read_body())
+        card = self._models.get_model(request.require_model(), principal)
+        described = _describe_model(card)
+        await _send(
+            exchange,
+            {
+                **{name: described[name] for name in ("modified_at", "details")},
+                "modelfile": "",
+                "parameters": "",
+                "template": "",
+                "model_info": {
+                    "general.architecture": _ARCHITECTURE,
+                    "general.basename": card.id,
+                    f"{_ARCHITECTURE}.context_length": card.max_model_len or 0,
+                },
+                "capabilities": _CAPABILITIES,
+            },
+        )
+
+    async def version(self, exchange: HttpExchange, principal: Principal) -> None:
+        """`GET /api/version`."""
+        del principal
+        await _send(exchange, {"version": OLLAMA_VERSION})
+
+    async def home(self, exchange: HttpExchange, principal: Principal) -> None:
+        """`GET /`, by which clients test whether a server is Ollama."""
+        del principal
+        await exchange.send_response(200, b"Ollama is running", b"text/plain; charset=utf-8")
+
+    async def pull(self, exchange: HttpExchange, principal: Principal) -> None:
+        """`POST /api/pull`, which has nothing to do for a model that is served.
+
+        Raises:
+            ApiError: 404 if the model is not served.
+        """
+        request = parse_body(OllamaModelRequest, await exchange.read_body())
+        self._models.get_model(request.require_model(), principal)
+        content_type = b"application/json" if request.stream is False else NDJSON_CONTENT_TYPE
+        await exchange.send_response(200, _encode({"status": "success"}) + b"\n", content_type)
+
+    async def refuse(self, exchange: HttpExchange, principal: Principal) -> None:
+        """Paths of Ollama that manage models.
+
+        Raises:
+            ApiError: 501 always.
+        """
+        del principal
+        message = (
+            f"{exchange.path[:200]} is not supported, because the gateway's configuration decides which models it "
+            "serves. Change the configuration."
+        )
+        raise ApiError(501, "not_implemented", message)
+
+
+async def _send(exchange: HttpExchange, content: dict[str, Any]) -> None:
+    await exchange.send_response(200, _encode(content))
+
+
+def _describe_model(card: ModelCard) -> dict[str, Any]:
+    return {
+        "name": card.id,
+        "model": strip_tag(card.id),
+        "modified_at": format_timestamp(card.created),
+        "size": 0,
+        "digest": hashlib.sha256(card.id.encode()).hexdigest(),
+        "details": {
+            "parent_model": "",
+            "format": "",
+            "family": _ARCHITECTURE,
+            "families": [_ARCHITECTURE],
+            "parameter_size": "",
+            "quantization_level": "",
+        },
+    }

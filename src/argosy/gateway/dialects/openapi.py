@@ -1,0 +1,136 @@
+"""Description of the dialects' operations for the gateway's OpenAPI document."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from argosy.protocol import JSON_MEDIA_TYPE, OpenApiBuilder, path_parameter
+from argosy.protocol.dialects import (
+    NDJSON_CONTENT_TYPE,
+    CompactRequest,
+    CountTokensRequest,
+    MessagesRequest,
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    OllamaModelRequest,
+    ResponsesRequest,
+)
+
+DIALECT_BODIES = (
+    CompactRequest,
+    CountTokensRequest,
+    MessagesRequest,
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    ResponsesRequest,
+)
+"""Bodies whose unknown fields are ignored by default."""
+DIALECT_TYPES = (*DIALECT_BODIES, OllamaModelRequest)
+_OBJECT = {"type": "object"}
+_TEXT = {"type": "string"}
+_ANTHROPIC_ERROR = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": _TEXT, "message": _TEXT},
+        },
+        "request_id": {"type": ["string", "null"]},
+    },
+}
+_OLLAMA_ERROR = {"type": "object", "required": ["error"], "properties": {"error": _TEXT}}
+_NOT_STORED = {"404": "It does not exist, belongs to another tenant, or the gateway has no store."}
+_STORE_DOWN = {"503": "The store cannot be reached. Retry after `Retry-After` seconds."}
+
+
+def add_dialect_operations(
+    builder: OpenApiBuilder,
+    *,
+    generation: Mapping[str, str],
+    utility: Mapping[str, str],
+    listing: Mapping[str, str],
+) -> None:
+    """Add the operations of all dialects.
+
+    Args:
+        builder: The builder, which knows `DIALECT_TYPES`.
+        generation: Descriptions of errors by status, of requests that generate.
+        utility: The same, of other requests on a model.
+        listing: The same, of lists.
+    """
+    events = {JSON_MEDIA_TYPE: _OBJECT, "text/event-stream": _TEXT}
+    lines = {JSON_MEDIA_TYPE: _OBJECT, NDJSON_CONTENT_TYPE.decode(): _TEXT}
+    whole = {JSON_MEDIA_TYPE: _OBJECT}
+    messages = partial(builder.describe, error_schema=_ANTHROPIC_ERROR)
+    ollama = partial(builder.describe, error_schema=_OLLAMA_ERROR)
+    operations: list[tuple[str, str, dict[str, Any]]] = [
+        (
+            "/v1/responses",
+            "POST",
+            builder.describe("createResponse", events, generation, body=ResponsesRequest),
+        ),
+        (
+            "/v1/responses/input_tokens",
+            "POST",
+            builder.describe("countResponseTokens", whole, utility, body=ResponsesRequest),
+        ),
+        (
+            "/v1/responses/compact",
+            "POST",
+            builder.describe("compactResponse", whole, generation, body=CompactRequest),
+        ),
+        (
+            "/v1/messages",
+            "POST",
+            messages("createMessage", events, generation, body=MessagesRequest),
+        ),
+        (
+            "/v1/messages/count_tokens",
+            "POST",
+            messages("countMessageTokens", whole, utility, body=CountTokensRequest),
+        ),
+        ("/api/chat", "POST", ollama("ollamaChat", lines, generation, body=OllamaChatRequest)),
+        (
+            "/api/generate",
+            "POST",
+            ollama("ollamaGenerate", lines, generation, body=OllamaGenerateRequest),
+        ),
+        ("/api/show", "POST", ollama("ollamaShow", whole, utility, body=OllamaModelRequest)),
+        ("/api/tags", "GET", ollama("ollamaTags", whole, listing)),
+        ("/api/ps", "GET", ollama("ollamaRunning", whole, listing)),
+        ("/api/version", "GET", ollama("ollamaVersion", whole, {})),
+    ]
+    for path, method, operation in operations:
+        builder.add(path, method, operation)
+    _add_state_operations(builder, {**utility, **_NOT_STORED, **_STORE_DOWN}, events)
+
+
+def _add_state_operations(
+    builder: OpenApiBuilder, errors: Mapping[str, str], events: Mapping[str, Any]
+) -> None:
+    """Add the operations on stored responses and conversations."""
+    whole = {JSON_MEDIA_TYPE: _OBJECT}
+    response, conversation = "/v1/responses/{id}", "/v1/conversations/{id}"
+    item = conversation + "/items/{item}"
+    operations = [
+        (response, "GET", "getResponse", events),
+        (response, "DELETE", "deleteResponse", whole),
+        (response + "/cancel", "POST", "cancelResponse", whole),
+        (response + "/input_items", "GET", "listResponseInput", whole),
+        ("/v1/conversations", "POST", "createConversation", whole),
+        (conversation, "GET", "getConversation", whole),
+        (conversation, "POST", "updateConversation", whole),
+        (conversation, "DELETE", "deleteConversation", whole),
+        (conversation + "/items", "GET", "listConversationItems", whole),
+        (conversation + "/items", "POST", "addConversationItems", whole),
+        (item, "GET", "getConversationItem", whole),
+        (item, "DELETE", "deleteConversationItem", whole),
+    ]
+    for path, method, name, content in operations:
+        parameters = [path_parameter(part) for part in ("id", "item") if f"{{{part}}}" in path]
+        builder.add(path, method, builder.describe(name, content, errors, parameters=parameters))

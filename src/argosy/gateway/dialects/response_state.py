@@ -1,0 +1,173 @@
+"""State of the Responses API behind the event loop: calls of the store in threads, with errors for clients."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import structlog
+
+from argosy.gateway.dialects.reasoning_cipher import KEY_BYTES, build_reasoning_cipher
+from argosy.gateway.principal import Principal
+from argosy.process import run_in_daemon_thread
+from argosy.protocol import ApiError
+from argosy.protocol.dialects import ReasoningCipher
+from argosy.store import ItemOwner, NotFoundError, Store, StoredResponse, StoreError
+
+T = TypeVar("T")
+log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
+
+STORE_TIMEOUT_S = 5.0
+"""Time after which a request that needs the store fails."""
+DAY_S = 86_400.0
+EXPIRY_INTERVAL_S = 600.0
+RETRY_AFTER_S = 5.0
+_SECRET_NAME = "reasoning"  # noqa: S105 - the name of a key, not the key
+
+
+def item_owner(principal: Principal) -> ItemOwner:
+    """Return the owner of a principal's responses: its project, or its user or key without a project."""
+    return ItemOwner(principal.organisation, principal.project or principal.user or principal.key)
+
+
+class ResponseState:
+    """Stored responses and conversations. Not thread-safe: use it from one event loop.
+
+    Args:
+        store: The store; None for a gateway without one, which stores nothing.
+        keep_days: Days to keep responses and conversations after their last use.
+    """
+
+    def __init__(self, store: Store | None, keep_days: int = 30) -> None:
+        self._store = store
+        self.retention_s = keep_days * DAY_S
+        self._cipher_key: bytes | None = (
+            None if store is not None else secrets.token_bytes(KEY_BYTES)
+        )
+
+    @property
+    def has_store(self) -> bool:
+        """Whether responses can be stored."""
+        return self._store is not None
+
+    @property
+    def store(self) -> Store:
+        """The store.
+
+        Raises:
+            ApiError: 404 if there is none.
+        """
+        if self._store is None:
+            message = (
+                "This gateway has no store, so it keeps no responses. Send the whole conversation in 'input', "
+                "or configure a store."
+            )
+            raise ApiError(404, "no_store", message)
+        return self._store
+
+    async def build_cipher(self, principal: Principal) -> ReasoningCipher:
+        """Return the cipher for the reasoning of a principal's responses."""
+        if self._cipher_key is None:
+            self._cipher_key = await self.call(
+                self.store.secrets.get_or_create, _SECRET_NAME, KEY_BYTES
+            )
+        owner = item_owner(principal)
+        return build_reasoning_cipher(self._cipher_key, f"{owner.organisation}\0{owner.owner}")
+
+    async def call(self, function: Callable[..., T], *arguments: Any, **options: Any) -> T:  # noqa: ANN401 - those of the function
+        """Call a method of the store in a thread.
+
+        Raises:
+            ApiError: 404 if a record does not exist, 503 if the store cannot be used.
+        """
+        try:
+            async with asyncio.timeout(STORE_TIMEOUT_S):
+                return await run_in_daemon_thread(lambda: function(*arguments, **options))
+        except NotFoundError as error:
+            raise ApiError(404, "not_found", str(error)) from error
+        except (StoreError, TimeoutError) as error:
+            log.warning("response_store_failed", reason=str(error) or "the store does not respond")
+            message = "Stored responses cannot be reached at the moment. Try again shortly."
+            raise ApiError(
+                503, "store_unavailable", message, retry_after_s=RETRY_AFTER_S
+            ) from error
+
+    async def load_history(
+        self, principal: Principal, previous_response_id: str
+    ) -> list[dict[str, Any]]:
+        """Return the items of a response and of those that it continues.
+
+        Raises:
+            ApiError: 400 if one of them is not stored.
+        """
+        try:
+            return await self.call(
+                self.store.responses.load_history,
+                item_owner(principal),
+                previous_response_id,
+                self.retention_s,
+            )
+        except ApiError as error:
+            if error.status != 404:
+                raise
+            raise ApiError(
+                400, "previous_response_not_found", error.message, param="previous_response_id"
+            ) from error
+
+    async def load_conversation(
+        self, principal: Principal, conversation_id: str
+    ) -> list[dict[str, Any]]:
+        """Return the items of a conversation.
+
+        Raises:
+            ApiError: 404 if it does not exist.
+        """
+        store, owner = self.store, item_owner(principal)
+        return await self.call(store.conversations.list_items, owner, conversation_id)
+
+    async def find_items(
+        self, principal: Principal, item_ids: Sequence[str]
+    ) -> Mapping[str, dict[str, Any]]:
+        """Return stored items by their ids, without those that are not stored."""
+        if not item_ids or self._store is None:
+            return {}
+        owner = item_owner(principal)
+        return await self.call(self._store.responses.find_items, owner, item_ids)
+
+    async def save(self, principal: Principal, response: StoredResponse) -> None:
+        """Store a response that has ended. The client receives it even if this fails, so errors are only logged."""
+        owner = item_owner(principal)
+        try:
+            await self.call(self.store.responses.create, owner, response, self.retention_s)
+        except ApiError as error:
+            log.warning("response_not_stored", response=response.id, reason=error.message)
+
+    async def append_items(
+        self, principal: Principal, conversation_id: str, items: Sequence[dict[str, Any]]
+    ) -> None:
+        """Append items to a conversation. Errors are only logged, since the client has its response."""
+        owner, conversations = item_owner(principal), self.store.conversations
+        try:
+            await self.call(
+                conversations.append_items, owner, conversation_id, items, self.retention_s
+            )
+        except ApiError as error:
+            log.warning(
+                "conversation_not_extended", conversation=conversation_id, reason=error.message
+            )
+
+    async def delete_expired_forever(self) -> None:
+        """Delete expired responses and conversations. Runs until it is cancelled."""
+        while True:
+            await asyncio.sleep(EXPIRY_INTERVAL_S)
+            for delete_expired in (
+                self.store.responses.delete_expired,
+                self.store.conversations.delete_expired,
+            ):
+                try:
+                    while await run_in_daemon_thread(delete_expired):
+                        pass
+                except StoreError as error:
+                    log.warning("response_expiry_failed", reason=str(error))

@@ -1,0 +1,249 @@
+"""Handlers that create responses of OpenAI's Responses API: at once, in the background, and compactions."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from argosy.gateway.dialects.background_responses import BackgroundResponses, EventLog
+from argosy.gateway.dialects.dialect import name_ignored_fields, start_translation
+from argosy.gateway.dialects.response_state import ResponseState, item_owner
+from argosy.gateway.dialects.stored_response_handlers import follow_events
+from argosy.gateway.http_route import Handler
+from argosy.gateway.principal import Principal
+from argosy.http_server import HttpExchange
+from argosy.protocol import JsonObject, invalid_request
+from argosy.protocol.dialects import (
+    RESPONSE_ID_PREFIX,
+    ObjectTranslator,
+    ResponsesOutput,
+    ResponsesRequest,
+    TranslatedRequest,
+    assign_item_ids,
+    list_references,
+    parse_compact_request,
+    parse_responses_request,
+    resolve_references,
+    translate_compact_request,
+    translate_responses_request,
+)
+from argosy.store import StoredResponse
+
+_ENDED_NORMALLY = frozenset({"completed", "incomplete"})
+_ITEM_ID_BITS = 128
+
+
+class ResponsesHandlers:
+    """Handlers that run responses as chats, and store them.
+
+    Args:
+        state: Stored responses and conversations.
+        background: Background responses.
+        chat: Handler of chats.
+        tokenize: Handler of `/tokenize`.
+        refuse_unknown_fields: Whether unknown fields are errors.
+    """
+
+    def __init__(
+        self,
+        state: ResponseState,
+        background: BackgroundResponses,
+        chat: Handler,
+        tokenize: Handler,
+        *,
+        refuse_unknown_fields: bool,
+    ) -> None:
+        self._state = state
+        self._background = background
+        self._chat = chat
+        self._tokenize = tokenize
+        self._refuse_unknown = refuse_unknown_fields
+
+    async def create(self, exchange: HttpExchange, principal: Principal) -> None:
+        """`POST /v1/responses`."""
+        body = await exchange.read_body()
+        request, ignored = parse_responses_request(body, refuse_unknown=self._refuse_unknown)
+        name_ignored_fields(exchange, ignored)
+        if request.background:
+            self._check_background(request)
+        elif request.store and not self._state.has_store:
+            name_ignored_fields(exchange, ("store",))
+        items, history = await self._load_input(
+            principal,
+            request.input_items(),
+            previous=request.previous_response_id,
+            conversation=request.conversation_id,
+        )
+        cipher = await self._state.build_cipher(principal)
+        translated = translate_responses_request(
+            request, cipher, items, history, is_stored=self._is_stored(request)
+        )
+        if request.background:
+            await self._start_background(exchange, principal, request, translated, items)
+            return
+
+        async def save(response: dict[str, Any]) -> None:
+            await self._save(principal, request, items, response)
+
+        start_translation(exchange, translated, on_end=save)
+        await self._chat(exchange, principal)
+
+    async def count_tokens(self, exchange: HttpExchange, principal: Principal) -> None:
+        """`POST /v1/responses/input_tokens`."""
+        body = await exchange.read_body()
+        request, ignored = parse_responses_request(body, refuse_unknown=self._refuse_unknown)
+        items, history = await self._load_input(
+            principal,
+            request.input_items(),
+            previous=request.previous_response_id,
+            conversation=request.conversation_id,
+        )
+        cipher = await self._state.build_cipher(principal)
+        translated = translate_responses_request(request, cipher, items, history)
+        name_ignored_fields(exchange, (*ignored, *translated.ignored))
+        fields = {name: translated.body.get(name) for name in ("model", "messages", "tools")}
+        translator = ObjectTranslator(
+            lambda tokens: {"object": "response.input_tokens", "input_tokens": tokens["count"]}
+        )
+        exchange.translate(
+            msgspec.json.encode(fields | {"add_generation_prompt": True}), translator
+        )
+        await self._tokenize(exchange, principal)
+
+    async def compact(self, exchange: HttpExchange, principal: Principal) -> None:
+        """`POST /v1/responses/compact`: summarise a conversation into one encrypted item."""
+        body = await exchange.read_body()
+        request, ignored = parse_compact_request(body, refuse_unknown=self._refuse_unknown)
+        name_ignored_fields(exchange, ignored)
+        items, history = await self._load_input(
+            principal, request.input_items(), previous=request.previous_response_id
+        )
+        cipher = await self._state.build_cipher(principal)
+        start_translation(exchange, translate_compact_request(request, cipher, items, history))
+        await self._chat(exchange, principal)
+
+    # --- state -----------------------------------------------------------------------------------
+
+    def _is_stored(self, request: ResponsesRequest) -> bool:
+        return request.store is not False and self._state.has_store
+
+    def _check_background(self, request: ResponsesRequest) -> None:
+        if not self._is_stored(request):
+            message = (
+                "A background response is read from the store. Send 'store': true to a gateway with a store, "
+                "or remove 'background'."
+            )
+            raise invalid_request(message, "background", "unsupported_parameter")
+        self._background.check_capacity()
+
+    async def _load_input(
+        self,
+        principal: Principal,
+        items: Sequence[JsonObject],
+        *,
+        previous: str | None,
+        conversation: str | None = None,
+    ) -> tuple[list[JsonObject], list[JsonObject]]:
+        """Return the new input items with an id each, and the items of earlier turns."""
+        history: list[JsonObject] = []
+        if previous is not None:
+            history = await self._state.load_history(principal, previous)
+        elif conversation is not None:
+            history = await self._state.load_conversation(principal, conversation)
+        if references := list_references(items):
+            stored = await self._state.find_items(principal, references)
+            items = resolve_references(items, history, stored)
+        return assign_item_ids(items, new_item_id), history
+
+    async def _save(
+        self,
+        principal: Principal,
+        request: ResponsesRequest,
+        items: Sequence[JsonObject],
+        response: dict[str, Any],
+    ) -> None:
+        """Store a response that has ended, and append its items to its conversation."""
+        if self._is_stored(request):
+            await self._state.save(principal, describe_stored(request, items, response))
+        conversation = request.conversation_id
+        if conversation is not None and response["status"] in _ENDED_NORMALLY:
+            await self._state.append_items(principal, conversation, [*items, *response["output"]])
+
+    async def _start_background(
+        self,
+        exchange: HttpExchange,
+        principal: Principal,
+        request: ResponsesRequest,
+        translated: TranslatedRequest[ResponsesOutput],
+        items: Sequence[JsonObject],
+    ) -> None:
+        """Store a response that runs, run it in the background, and answer with it or with its events."""
+        event_log = EventLog()
+        detached = exchange.detach(event_log)
+        body = msgspec.structs.replace(
+            translated,
+            body=translated.body | {"stream": True, "stream_options": {"include_usage": True}},
+        )
+        response = {
+            **translated.output.response,
+            "id": RESPONSE_ID_PREFIX + detached.unique_id,
+            "object": "response",
+            "created_at": int(time.time()),
+            "status": "in_progress",
+            "error": None,
+            "incomplete_details": None,
+            "usage": None,
+        }
+        state, owner = self._state, item_owner(principal)
+        await state.call(
+            state.store.responses.create,
+            owner,
+            describe_stored(request, items, response, is_background=True),
+            state.retention_s,
+        )
+
+        async def finish(ended: dict[str, Any]) -> None:
+            stored = describe_stored(request, (), ended)
+            has_finished = await state.call(
+                state.store.responses.finish,
+                *(owner, stored.id, stored.status, stored.body, stored.output),
+            )
+            conversation = request.conversation_id
+            if has_finished and conversation is not None and ended["status"] in _ENDED_NORMALLY:
+                await state.append_items(principal, conversation, [*items, *ended["output"]])
+
+        start_translation(detached, body, on_end=finish)
+        self._background.start(detached, event_log, principal, response)
+        if request.stream:
+            await follow_events(exchange, event_log, first=0)
+        else:
+            queued = response | {"status": "queued", "output": []}
+            await exchange.send_response(200, msgspec.json.encode(queued))
+
+
+def describe_stored(
+    request: ResponsesRequest,
+    items: Sequence[JsonObject],
+    response: dict[str, Any],
+    *,
+    is_background: bool = False,
+) -> StoredResponse:
+    """Return a response in the form in which it is stored."""
+    return StoredResponse(
+        id=response["id"],
+        status=response["status"],
+        previous=request.previous_response_id,
+        body={name: value for name, value in response.items() if name not in {"output", "status"}},
+        input=items,
+        output=response.get("output", ()),
+        is_background=is_background,
+    )
+
+
+def new_item_id() -> str:
+    """Return random hexadecimal digits for an item's id."""
+    return f"{random.getrandbits(_ITEM_ID_BITS):032x}"

@@ -1,0 +1,146 @@
+"""Handlers of stored responses: retrieve, follow, cancel, delete, and list their input."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+
+from argosy.gateway.dialects.background_responses import BackgroundResponses, EventLog
+from argosy.gateway.dialects.response_state import ResponseState, item_owner
+from argosy.gateway.dialects.stored_lists import parse_page_query, parse_query_string
+from argosy.gateway.principal import Principal
+from argosy.http_server import DisconnectedError, HttpExchange, check_method, not_found_error
+from argosy.protocol import format_comment, invalid_request, parse_query
+from argosy.protocol.dialects import render_stored_events
+from argosy.store import RUNNING_STATUSES, StoredResponse
+
+RESPONSES_PREFIX = "/v1/responses/"
+POLL_INTERVAL_S = 1.0
+"""Interval at which a response that runs on another gateway is read from the store."""
+KEEPALIVE_INTERVAL_S = 15.0
+_KEEPALIVE = format_comment(b"keep-alive")
+_encode = msgspec.json.encode
+
+
+class _RetrieveQuery(msgspec.Struct, frozen=True, kw_only=True):
+    stream: bool = False
+    starting_after: int | None = None
+
+
+class StoredResponseHandlers:
+    """Handlers of `/v1/responses/{id}` and the paths below.
+
+    Args:
+        state: Stored responses.
+        background: Background responses.
+    """
+
+    def __init__(self, state: ResponseState, background: BackgroundResponses) -> None:
+        self._state = state
+        self._background = background
+
+    async def handle(self, exchange: HttpExchange, principal: Principal) -> None:
+        """Handle a request for one response.
+
+        Raises:
+            ApiError: 404 if the path or the response does not exist, 405 for another method.
+        """
+        response_id, _, action = exchange.path.removeprefix(RESPONSES_PREFIX).partition("/")
+        match action:
+            case "" if check_method(exchange, ("GET", "DELETE")) == "GET":
+                await self._retrieve(exchange, principal, response_id)
+            case "":
+                await self._delete(exchange, principal, response_id)
+            case "cancel":
+                check_method(exchange, ("POST",))
+                await self._cancel(exchange, principal, response_id)
+            case "input_items":
+                check_method(exchange, ("GET",))
+                await self._list_input(exchange, principal, response_id)
+            case _:
+                raise not_found_error(exchange.path, lambda _: False)
+
+    async def _load(self, principal: Principal, response_id: str) -> StoredResponse:
+        owner, responses = item_owner(principal), self._state.store.responses
+        return await self._state.call(responses.get, owner, response_id)
+
+    async def _retrieve(
+        self, exchange: HttpExchange, principal: Principal, response_id: str
+    ) -> None:
+        query = parse_query(_RetrieveQuery, parse_query_string(exchange))
+        response = await self._load(principal, response_id)
+        if not query.stream:
+            await exchange.send_response(200, _encode(response.render()))
+            return
+        first = 0 if query.starting_after is None else query.starting_after + 1
+        event_log = self._background.find_log(response_id)
+        if event_log is not None:
+            await follow_events(exchange, event_log, first)
+            return
+        await exchange.start_stream()
+        while response.status in RUNNING_STATUSES:  # on another gateway
+            if exchange.is_disconnected:
+                raise DisconnectedError
+            exchange.write_comment(_KEEPALIVE)
+            await asyncio.sleep(POLL_INTERVAL_S)
+            response = await self._load(principal, response_id)
+        events = render_stored_events(response.render())
+        # The deltas of the first stream are not stored. A client that had some of them receives only the end.
+        await exchange.write(b"".join(events if first == 0 else events[-1:]))
+        await exchange.end_stream()
+
+    async def _delete(self, exchange: HttpExchange, principal: Principal, response_id: str) -> None:
+        owner, responses = item_owner(principal), self._state.store.responses
+        await self._state.call(responses.delete, owner, response_id)
+        self._background.cancel(response_id)
+        deleted: dict[str, Any] = {"id": response_id, "object": "response", "deleted": True}
+        await exchange.send_response(200, _encode(deleted))
+
+    async def _cancel(self, exchange: HttpExchange, principal: Principal, response_id: str) -> None:
+        response = await self._load(principal, response_id)
+        if not response.body.get("background"):
+            message = (
+                "Only background responses can be cancelled. Close the connection to cancel others."
+            )
+            raise invalid_request(message, "response_id")
+        owner, responses = item_owner(principal), self._state.store.responses
+        response = await self._state.call(responses.cancel, owner, response_id)
+        self._background.cancel(response_id)
+        await exchange.send_response(200, _encode(response.render()))
+
+    async def _list_input(
+        self, exchange: HttpExchange, principal: Principal, response_id: str
+    ) -> None:
+        page = parse_page_query(exchange)
+        owner, responses = item_owner(principal), self._state.store.responses
+        items = await self._state.call(
+            responses.list_input, owner, response_id, **page.store_options()
+        )
+        await exchange.send_response(200, page.build_page(items))
+
+
+async def follow_events(exchange: HttpExchange, event_log: EventLog, first: int) -> None:
+    """Send the events of a background response from number `first` on, until it ends or the client disconnects.
+
+    Raises:
+        DisconnectedError: The client has disconnected. The response goes on.
+    """
+    await exchange.start_stream()
+    position = first
+    while True:
+        try:
+            async with asyncio.timeout(KEEPALIVE_INTERVAL_S):
+                await event_log.wait_changed(position)
+        except TimeoutError:
+            exchange.write_comment(_KEEPALIVE)
+        if exchange.is_disconnected:
+            raise DisconnectedError
+        events = event_log.events[position:]
+        position += len(events)
+        if events:
+            await exchange.write(b"".join(events))
+        if event_log.has_ended and position >= len(event_log.events):
+            await exchange.end_stream()
+            return

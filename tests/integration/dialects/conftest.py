@@ -1,0 +1,169 @@
+"""Gateway with a store and two replicas of one scripted model, and the official clients of all dialects."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import anthropic
+import httpx2
+import ollama
+import openai
+import pytest
+import pytest_asyncio
+from tests.integration.test_parsed_output import text_processing
+from tests.support.fake_engine import FakeEngine, Script
+from tests.support.gateway_client import run_gateway_server
+from tests.support.gateway_processes import OrganisationAccounts, open_organisation
+from tests.support.replica_servers import MODEL as REPLICA_MODEL
+from tests.support.replica_servers import serve
+
+from argosy.engine.engine_request import EngineRequest
+from argosy.gateway import AuthConfig, GatewayConfig, ModelConfig, ReplicaConfig
+from argosy.store import StoreConfig, UsageRecord
+
+MODEL = "big"
+
+
+@dataclass
+class DialectFleet:
+    """Running fleet, whose engines generate the text `output`."""
+
+    url: str
+    client: httpx2.AsyncClient
+    accounts: OrganisationAccounts
+    key: str
+    other_key: str
+    """Key of another project."""
+    engines: list[FakeEngine]
+    output: str = "Hello!"
+    crash_after: int | None = None
+    """Tokens after which the next request loses its replica."""
+    pause_after: int | None = None
+    """Tokens after which the next request waits for `FakeEngine.may_continue`."""
+    requests: list[EngineRequest] = field(default_factory=list)
+
+    def script(self, request: EngineRequest) -> Script:
+        self.requests.append(request)
+        tokenizer = text_processing().tokenizer
+        end = tokenizer.eos_token_ids[0]
+        tokens = [*tokenizer.encode(self.output, add_special_tokens=False), end]
+        crash_after, self.crash_after = self.crash_after, None
+        pause_after, self.pause_after = self.pause_after, None
+        if crash_after is not None:
+            return Script(tokens[:crash_after], crash=RuntimeError("gone"))
+        return Script(tokens, stop_token=end, pause_after=pause_after)
+
+    def reset(self) -> None:
+        self.output, self.crash_after, self.pause_after = "Hello!", None, None
+        self._reset_at = time.time()
+        self.requests.clear()
+        for engine in self.engines:
+            engine.may_continue.set()
+
+    def prompts(self) -> list[str]:
+        """Return the rendered prompts of all requests so far, and forget them."""
+        tokenizer = text_processing().tokenizer
+        prompts = [tokenizer.decode(request.prompt) for request in self.requests]
+        self.requests.clear()
+        return prompts
+
+    async def take_rows(self, count: int) -> list[UsageRecord]:
+        """Wait until the ledger has `count` rows of requests since `reset`, and return them."""
+        rows: list[UsageRecord] = []
+        while len(rows) < count:
+            await asyncio.sleep(0.05)
+            rows = [row for row in self.accounts.rows() if row.started_at >= self._reset_at]
+        return rows
+
+    async def find_row(self, response_id: str) -> UsageRecord:
+        """Wait for the ledger's row of a response."""
+        digits = response_id.partition("_")[2]
+        while True:
+            for row in self.accounts.rows():
+                if row.request.endswith(digits):
+                    return row
+            await asyncio.sleep(0.05)
+
+    clients: dict[str, Clients] = field(default_factory=dict)
+    _reset_at: float = 0.0
+
+    def openai(self, key: str = "") -> openai.AsyncOpenAI:
+        return self._clients(key).openai
+
+    def anthropic(self, key: str = "") -> anthropic.AsyncAnthropic:
+        return self._clients(key).anthropic
+
+    def ollama(self, key: str = "") -> ollama.AsyncClient:
+        return self._clients(key).ollama
+
+    def _clients(self, key: str) -> Clients:
+        if key not in self.clients:
+            self.clients[key] = Clients(self.url, key or self.key)
+        return self.clients[key]
+
+
+class Clients:
+    """Clients of all dialects with one key."""
+
+    def __init__(self, url: str, key: str) -> None:
+        self.openai = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
+        self.anthropic = anthropic.AsyncAnthropic(base_url=url, api_key=key, max_retries=0)
+        self.ollama = ollama.AsyncClient(url, headers={"authorization": f"Bearer {key}"})
+
+    async def close(self) -> None:
+        await self.openai.close()
+        await self.anthropic.close()
+        await self.ollama._client.aclose()  # noqa: SLF001 - the client has no method for it
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def running_fleet(
+    migrated: Path, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[DialectFleet]:
+    path = tmp_path_factory.mktemp("dialects") / "store.db"
+    shutil.copy(migrated, path)
+    url = f"sqlite:///{path}"
+    text = text_processing()
+    fleet: DialectFleet
+    engines = [
+        FakeEngine(text.tokenizer, lambda request: fleet.script(request), max_model_len=2048)  # noqa: PLW0108 - no fleet yet
+        for _ in range(2)
+    ]
+    async with contextlib.AsyncExitStack() as stack:
+        accounts = stack.enter_context(open_organisation(url))
+        replicas = [
+            await stack.enter_async_context(serve(engine, load_text=text_processing))
+            for engine in engines
+        ]
+        config = GatewayConfig(
+            port=0,
+            models=[
+                ModelConfig(
+                    name=MODEL,
+                    aliases=("claude-*",),
+                    routing="round-robin",
+                    replicas=[ReplicaConfig(url=one.url, model=REPLICA_MODEL) for one in replicas],
+                )
+            ],
+            store=StoreConfig(url=url),
+            auth=AuthConfig(mode="required"),
+        )
+        keys = [accounts.key(accounts.project(name)) for name in ("shop", "other")]
+        _, client = await stack.enter_async_context(run_gateway_server(config))
+        base = str(client.base_url).rstrip("/")
+        fleet = DialectFleet(base, client, accounts, keys[0], keys[1], engines)
+        yield fleet
+        for clients in fleet.clients.values():
+            await clients.close()
+
+
+@pytest.fixture
+def fleet(running_fleet: DialectFleet) -> DialectFleet:
+    running_fleet.reset()
+    return running_fleet

@@ -1,0 +1,276 @@
+"""Stored responses and conversations through the OpenAI client: history, tenants, background, cancellation."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import openai
+import pytest
+from tests.integration.dialects.conftest import MODEL, DialectFleet
+from tests.integration.test_parsed_output import THOUGHT
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+PREFIX = "user: Hi"
+"""First message in a rendered prompt."""
+
+
+async def test_response_is_retrieved_continued_and_deleted(fleet: DialectFleet) -> None:
+    client = fleet.openai()
+    fleet.output = THOUGHT + "Hello!"
+    first = await client.responses.create(
+        model=MODEL, input="Hi", instructions="Be brief.", metadata={"a": "b"}
+    )
+    assert first.store is True  # type: ignore[attr-defined] # a field beyond the client's type
+    assert (await client.responses.retrieve(first.id)).to_dict() == first.to_dict()
+    items: list[Any] = [item async for item in client.responses.input_items.list(first.id)]
+    assert [item.content[0].text for item in items] == ["Hi"]
+    fleet.prompts()
+    second = await client.responses.create(
+        model=MODEL, input="And now?", previous_response_id=first.id
+    )
+    assert second.previous_response_id == first.id
+    (prompt,) = fleet.prompts()
+    assert prompt.startswith(f"{PREFIX}\nassistant: Hello!\nuser: And now?"), (
+        "instructions are not inherited"
+    )
+    await client.responses.delete(first.id)
+    for request in (
+        client.responses.retrieve(first.id),
+        client.responses.delete(first.id),
+        client.responses.input_items.list(first.id),
+    ):
+        with pytest.raises(openai.NotFoundError):
+            await request
+    with pytest.raises(openai.BadRequestError) as lost:
+        await client.responses.create(model=MODEL, input="x", previous_response_id=second.id)
+    assert lost.value.code == "previous_response_not_found"
+    assert (await client.responses.retrieve(second.id)).output_text == "Hello!"
+
+
+async def test_response_that_is_not_stored_carries_its_reasoning_itself(
+    fleet: DialectFleet,
+) -> None:
+    client = fleet.openai()
+    fleet.output = THOUGHT + "Hello!"
+    first = await client.responses.create(
+        model=MODEL, input="Hi", store=False, include=["reasoning.encrypted_content"]
+    )
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.retrieve(first.id)
+    reasoning: Any = first.output[0]
+    assert "weather" not in reasoning.encrypted_content
+    sealed = {
+        "type": "reasoning",
+        "id": reasoning.id,
+        "summary": [],
+        "encrypted_content": reasoning.encrypted_content,
+    }
+    history: Any = [{"role": "user", "content": "Hi"}, sealed, first.output[1].to_dict()]
+    await client.responses.create(model=MODEL, input=[*history, {"role": "user", "content": "?"}])
+    for key in ("", fleet.other_key):  # another tenant cannot have it decrypted
+        fleet.prompts()
+        await fleet.openai(key).responses.create(model=MODEL, input=[*history])
+        (request,) = fleet.requests
+        assert fleet.prompts()[0].startswith(PREFIX)
+        assert request.prompt
+
+
+async def test_stored_items_are_referred_to_by_id(fleet: DialectFleet) -> None:
+    client = fleet.openai()
+    first = await client.responses.create(model=MODEL, input="Hi")
+    reference: Any = {"type": "item_reference", "id": first.output[0].id}
+    question: Any = {"role": "user", "content": "And?"}
+    fleet.prompts()
+    await client.responses.create(model=MODEL, input=[reference, question])
+    assert fleet.prompts()[0].startswith("assistant: Hello!\nuser: And?")
+    with pytest.raises(openai.BadRequestError, match="not stored"):
+        await fleet.openai(fleet.other_key).responses.create(
+            model=MODEL, input=[reference, question]
+        )
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_conversation_grows_with_its_responses(fleet: DialectFleet, *, stream: bool) -> None:
+    client = fleet.openai()
+    conversation = await client.conversations.create(
+        items=[{"type": "message", "role": "user", "content": "I am Ann."}], metadata={"a": "b"}
+    )
+    for question in ("Hi", "And now?"):
+        response: Any = await client.responses.create(
+            model=MODEL, input=question, conversation=conversation.id, stream=stream
+        )
+        if stream:
+            async for _ in response:
+                pass
+    assert fleet.prompts()[1].startswith(
+        "user: I am Ann.\nuser: Hi\nassistant: Hello!\nuser: And now?"
+    )
+    items: list[Any] = [
+        item
+        async for item in client.conversations.items.list(conversation.id, order="asc", limit=2)
+    ]
+    assert [item.content[0].text for item in items] == [
+        *("I am Ann.", "Hi", "Hello!", "And now?", "Hello!")
+    ]
+    changed = await client.conversations.update(conversation.id, metadata={"c": "d"})
+    assert changed == await client.conversations.retrieve(conversation.id)
+    added: Any = await client.conversations.items.create(
+        conversation.id, items=[{"type": "message", "role": "user", "content": "x"}]
+    )
+    item_id = added.data[0].id
+    found = await client.conversations.items.retrieve(item_id, conversation_id=conversation.id)
+    assert found.id == item_id
+    await client.conversations.items.delete(item_id, conversation_id=conversation.id)
+    with pytest.raises(openai.NotFoundError):
+        await client.conversations.items.retrieve(item_id, conversation_id=conversation.id)
+    with pytest.raises(openai.NotFoundError):
+        await fleet.openai(fleet.other_key).conversations.retrieve(conversation.id)
+    assert (await client.conversations.delete(conversation.id)).deleted
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.create(model=MODEL, input="x", conversation=conversation.id)
+
+
+async def test_other_tenants_have_no_access_to_responses(fleet: DialectFleet) -> None:
+    mine, other = fleet.openai(), fleet.openai(fleet.other_key)
+    response = await mine.responses.create(model=MODEL, input="Hi", background=True)
+    for request in (
+        other.responses.retrieve(response.id),
+        other.responses.cancel(response.id),
+        other.responses.delete(response.id),
+        other.responses.input_items.list(response.id),
+    ):
+        with pytest.raises(openai.NotFoundError):
+            await request
+    with pytest.raises(openai.BadRequestError):
+        await other.responses.create(model=MODEL, input="x", previous_response_id=response.id)
+    await wait_for_end(mine, response.id)
+
+
+async def wait_for_end(client: openai.AsyncOpenAI, response_id: str) -> Any:  # noqa: ANN401 - a response
+    """Poll a background response until it has ended."""
+    async with asyncio.timeout(30):
+        while True:
+            response = await client.responses.retrieve(response_id)
+            if response.status not in {"queued", "in_progress"}:
+                return response
+            await asyncio.sleep(0.02)
+
+
+async def test_background_response_is_polled_and_followed(fleet: DialectFleet) -> None:
+    client = fleet.openai()
+    fleet.output = THOUGHT + "One. Two. Three."
+    for engine in fleet.engines:
+        engine.may_continue.clear()
+        engine.paused.clear()
+    fleet.pause_after = 12
+    created = await client.responses.create(model=MODEL, input="Hi", background=True)
+    assert created.status == "queued"
+    await until(lambda: any(engine.paused.is_set() for engine in fleet.engines))
+    running = await client.responses.retrieve(created.id)
+    assert (running.status, running.output) == ("in_progress", [])
+    followed = [asyncio.create_task(read_events(client, created.id, after)) for after in (None, 3)]
+    await asyncio.sleep(0)
+    for engine in fleet.engines:
+        engine.may_continue.set()
+    whole, rest = await asyncio.gather(*followed)
+    assert [event.sequence_number for event in whole] == list(range(len(whole)))
+    assert [event.sequence_number for event in rest] == list(range(4, len(whole)))
+    final = await wait_for_end(client, created.id)
+    assert final.output_text == "One. Two. Three."
+    assert whole[-1].response == final
+    assert final.usage.output_tokens > 0
+    # The stream of a stored response has the same text in fewer events.
+    stored = await read_events(client, created.id, None)
+    texts = [event.delta for event in stored if event.type == "response.output_text.delta"]
+    assert texts == [final.output_text]
+    assert stored[-1].response == final
+    row = await fleet.find_row(created.id)
+    assert (row.status, row.output_tokens) == ("completed", final.usage.output_tokens)
+
+
+async def read_events(
+    client: openai.AsyncOpenAI, response_id: str, starting_after: int | None
+) -> list[Any]:
+    extra: dict[str, Any] = {} if starting_after is None else {"starting_after": starting_after}
+    return [
+        event async for event in await client.responses.retrieve(response_id, stream=True, **extra)
+    ]
+
+
+async def test_background_stream_goes_on_without_its_client(fleet: DialectFleet) -> None:
+    client = fleet.openai()
+    for engine in fleet.engines:
+        engine.may_continue.clear()
+    fleet.output, fleet.pause_after = "One. Two. Three.", 2
+    stream = await client.responses.create(model=MODEL, input="Hi", background=True, stream=True)
+    event: Any = await anext(aiter(stream))
+    await stream.close()
+    for engine in fleet.engines:
+        engine.may_continue.set()
+    final = await wait_for_end(client, event.response.id)
+    assert (final.status, final.output_text) == ("completed", "One. Two. Three.")
+
+
+async def test_cancelled_background_response_stops(fleet: DialectFleet) -> None:
+    client = fleet.openai()
+    for engine in fleet.engines:
+        engine.may_continue.clear()
+        engine.paused.clear()
+    fleet.output, fleet.pause_after = "One. Two. Three.", 2
+    created = await client.responses.create(model=MODEL, input="Hi", background=True)
+    await until(lambda: any(engine.paused.is_set() for engine in fleet.engines))
+    assert (await client.responses.cancel(created.id)).status == "cancelled"
+    await until(lambda: not any(engine.live for engine in fleet.engines))
+    assert (await client.responses.retrieve(created.id)).status == "cancelled"
+    assert (await client.responses.cancel(created.id)).status == "cancelled"
+    assert (await fleet.find_row(created.id)).status == "cancelled"
+    direct = await client.responses.create(model=MODEL, input="Hi")
+    with pytest.raises(openai.BadRequestError, match="background"):
+        await client.responses.cancel(direct.id)
+
+
+async def test_failed_background_response_says_so(fleet: DialectFleet) -> None:
+    client = fleet.openai()
+    created = await client.responses.create(model="missing", input="Hi", background=True)
+    failed = await wait_for_end(client, created.id)
+    assert (failed.status, failed.error.code) == ("failed", "server_error")
+    assert "model_not_found" in failed.error.message
+
+
+async def test_compacted_conversation_goes_on(fleet: DialectFleet) -> None:
+    client = fleet.openai()
+    first = await client.responses.create(model=MODEL, input="Hi")
+    fleet.output = "Ann said hi."
+    compacted = await client.responses.compact(model=MODEL, previous_response_id=first.id)
+    assert fleet.prompts()[-1].startswith(f"{PREFIX}\nassistant: Hello!\nuser: Summarise")
+    assert compacted.usage.output_tokens > 0
+    items: Any = [item.to_dict() for item in compacted.output]
+    await client.responses.create(
+        model=MODEL, input=[*items, {"role": "user", "content": "And now?"}]
+    )
+    assert fleet.prompts()[0].startswith(
+        "user: Summary of the conversation so far:\nAnn said hi.\nuser: And now?"
+    )
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("POST", "/v1/responses/resp_x", 405),
+        ("GET", "/v1/responses/resp_x/other", 404),
+        ("GET", "/v1/responses/resp_x/cancel", 405),
+        ("PUT", "/v1/conversations/conv_x", 405),
+        ("GET", "/v1/conversations/conv_x/items/a/b", 404),
+        ("GET", "/v1/responses", 405),
+    ],
+)
+async def test_unknown_paths_and_methods(
+    fleet: DialectFleet, method: str, path: str, status: int
+) -> None:
+    response = await fleet.client.request(
+        method, path, headers={"authorization": f"Bearer {fleet.key}"}
+    )
+    assert response.status_code == status, response.text
