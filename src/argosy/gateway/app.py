@@ -10,6 +10,7 @@ from importlib.metadata import version
 import msgspec
 import structlog
 
+from argosy.gateway.azure_paths import to_openai_path
 from argosy.gateway.config import GatewayConfig
 from argosy.gateway.cors import CorsPolicy
 from argosy.gateway.dialects import (
@@ -133,6 +134,7 @@ class GatewayApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one HTTP request."""
         exchange = HttpExchange(scope, receive, send, self._config, self._gateway_id)
+        exchange.path = to_openai_path(exchange.path)
         route = self._find_route(exchange.path)
         self.in_flight += 1
         bind_request(exchange.request_id, exchange.get_header(b"traceparent"))

@@ -100,7 +100,7 @@ def not_found_error(path: str, is_known_path: Callable[[str], bool]) -> ApiError
     elif is_known_path(path.rstrip("/")):
         remedy = f"Use {path.rstrip('/')[:200]!r}, without a slash at its end"
     elif _UNSUPPORTED_API_PATHS.match(intended_path) and is_known_path(CHAT_COMPLETIONS_PATH):
-        remedy = f"Configure the client to use chat completions at {CHAT_COMPLETIONS_PATH!r}"
+        remedy = f"Send it to a gateway, which has this API, or use {CHAT_COMPLETIONS_PATH!r}"
     else:
         remedy = "See /openapi.json for the paths"
     return ApiError(404, "not_found", f"The path {path[:200]!r} does not exist. {remedy}.")

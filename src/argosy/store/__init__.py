@@ -13,7 +13,13 @@ from argosy.store.api_keys import hash_key
 from argosy.store.audit import AuditEntry, AuditLog, AuditVerification
 from argosy.store.clock import Clock, SteadyClock, steady_clock
 from argosy.store.conversation_store import ConversationStore, StoredConversation
-from argosy.store.errors import ConflictError, NotFoundError, StoreError, StoreUnavailableError
+from argosy.store.errors import (
+    ConflictError,
+    HistoryTooLongError,
+    NotFoundError,
+    StoreError,
+    StoreUnavailableError,
+)
 from argosy.store.gateway_registry import GatewayRecord, GatewayRegistry
 from argosy.store.idempotency_store import (
     CachedResponse,
@@ -100,6 +106,7 @@ __all__ = [
     "ConversationStore",
     "GatewayRecord",
     "GatewayRegistry",
+    "HistoryTooLongError",
     "IdempotencyConfig",
     "IdempotencyStore",
     "InFlightClaim",

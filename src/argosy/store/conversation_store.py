@@ -16,6 +16,7 @@ from argosy.store.item_table import (
     ALL_ITEMS,
     Item,
     ItemOwner,
+    check_history_size,
     delete_items,
     insert_items,
     next_position,
@@ -123,6 +124,13 @@ class ConversationStore:
             return read_items(
                 connection, conversation_id, after=after, limit=limit, is_descending=is_descending
             )
+
+    def load_history(self, owner: ItemOwner, conversation_id: str) -> list[Item]:
+        """Return all items. Raises HistoryTooLongError if there are too many for one request."""
+        with self._database.read_transaction() as connection:
+            self._read(connection, owner, conversation_id)
+            check_history_size(connection, [conversation_id])
+            return read_items(connection, conversation_id)
 
     def get_item(self, owner: ItemOwner, conversation_id: str, item_id: str) -> Item:
         """Return an item. Raises NotFoundError if the conversation has no such item."""

@@ -15,5 +15,9 @@ class NotFoundError(ValueError):
     """No record has this id."""
 
 
+class HistoryTooLongError(ValueError):
+    """The stored items of a conversation exceed what one request may have."""
+
+
 class ConflictError(ValueError):
     """The change conflicts with an existing record: a name is taken, a key is revoked or a project is archived."""

@@ -9,10 +9,13 @@ import msgspec
 from sqlalchemy import ColumnElement, Connection, Table, and_, delete, func, insert, select
 
 from argosy.store import schema
+from argosy.store.errors import HistoryTooLongError
 
 Item = dict[str, Any]
 """Input or output item of the Responses API."""
 ALL_ITEMS = 2**31
+MAX_HISTORY_ITEMS = 20_000
+MAX_HISTORY_BYTES = 64 * 1024 * 1024
 _columns = schema.items.c
 
 
@@ -88,6 +91,17 @@ def read_items(
 def decode_items(bodies: Iterable[bytes]) -> list[Item]:
     """Decode the bodies of rows."""
     return [msgspec.json.decode(bytes(body), type=Item) for body in bodies]
+
+
+def check_history_size(connection: Connection, parents: Collection[str]) -> None:
+    """Raise HistoryTooLongError if responses or a conversation have too many items for one request."""
+    query = select(func.count(), func.sum(func.length(_columns.body)))
+    count, size_bytes = connection.execute(query.where(_columns.parent.in_(parents))).one()
+    if count > MAX_HISTORY_ITEMS or (size_bytes or 0) > MAX_HISTORY_BYTES:
+        raise HistoryTooLongError(
+            f"The conversation has {count} items with {size_bytes} bytes, and at most {MAX_HISTORY_ITEMS} items with "
+            f"{MAX_HISTORY_BYTES} bytes can be continued. Compact it, or start a new one."
+        )
 
 
 def next_position(connection: Connection, parent: str) -> int:

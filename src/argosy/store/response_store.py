@@ -15,6 +15,7 @@ from argosy.store.item_table import (
     ALL_ITEMS,
     Item,
     ItemOwner,
+    check_history_size,
     decode_items,
     delete_items,
     find_items,
@@ -119,6 +120,7 @@ class ResponseStore:
 
         Raises:
             NotFoundError: One of the responses does not exist any more.
+            HistoryTooLongError: The responses have too many items for one request.
         """
         chain = _select_chain(owner, response_id, self._clock())
         with self._database.write_transaction() as connection:
@@ -127,6 +129,7 @@ class ResponseStore:
             for wanted in (response_id, *(row.previous for row in rows)):
                 if wanted is not None and wanted not in ids:
                     raise _not_found(wanted)
+            check_history_size(connection, ids)
             items = schema.items.c
             query = (
                 select(items.body)

@@ -81,6 +81,13 @@ class DialectFleet:
             rows = [row for row in self.accounts.rows() if row.started_at >= self._reset_at]
         return rows
 
+    async def wait_for_key(self, key: str) -> None:
+        """Wait until the gateway has read a new key."""
+        status = 0
+        while status != 200:
+            await asyncio.sleep(0.05)
+            status = (await self.client.get("/v1/models", headers={"api-key": key})).status_code
+
     async def find_row(self, response_id: str) -> UsageRecord:
         """Wait for the ledger's row of a response."""
         digits = response_id.partition("_")[2]

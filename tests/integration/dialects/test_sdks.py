@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime
 from typing import Any, NamedTuple, Protocol
 
 import anthropic
@@ -256,6 +257,49 @@ async def test_tokens_are_counted_as_they_are_billed(fleet: DialectFleet) -> Non
         model=MODEL, input=QUESTION, instructions=SYSTEM, tools=[tool]
     )
     assert response.input_tokens == counted.input_tokens
+
+
+async def test_azure_client_finds_the_chat(fleet: DialectFleet) -> None:
+    async with openai.AsyncAzureOpenAI(
+        azure_endpoint=fleet.url, api_key=fleet.key, api_version="2026-10-01", max_retries=0
+    ) as client:
+        messages: Any = [{"role": "user", "content": "Hi"}]
+        response = await client.chat.completions.create(model=MODEL, messages=messages)
+    assert response.choices[0].message.content == "Hello!"
+    answer = await fleet.client.post(
+        "/openai/v1/responses", json={"model": MODEL, "input": "Hi"}, headers={"api-key": fleet.key}
+    )
+    assert answer.json()["status"] == "completed"
+
+
+async def test_limits_end_and_refuse_requests_in_the_shape_of_each_client(
+    fleet: DialectFleet,
+) -> None:
+    project, messages = fleet.accounts.project("poor"), [{"role": "user", "content": "Hi"}]
+    fleet.accounts.price(1_000)
+    fleet.accounts.limit(project, "nano_dollars", 20_000, "day")
+    fleet.accounts.limit(project, "tokens", 10_000, "day")
+    key = fleet.accounts.key(project)
+    fleet.output = "One. Two. Three. " * 60
+    await fleet.wait_for_key(key)
+    events: Any = await fleet.openai(key).responses.create(model=MODEL, input="Hi", stream=True)
+    last = [event async for event in events][-1]
+    assert last.type == "response.incomplete"
+    assert last.response.incomplete_details.to_dict() == {
+        "reason": "max_output_tokens",
+        "stop_reason": "budget",
+    }
+    assert 20 <= last.response.usage.output_tokens <= 21
+    client: Any = fleet.anthropic(key)
+    with pytest.raises(anthropic.RateLimitError) as refused:
+        await client.messages.create(model=MODEL, max_tokens=20, messages=messages)
+    headers = refused.value.response.headers
+    assert int(headers["retry-after"]) > 0
+    assert headers["anthropic-ratelimit-tokens-limit"] == "10000"
+    assert datetime.fromisoformat(headers["anthropic-ratelimit-tokens-reset"]).year >= 2026
+    with pytest.raises(ollama.ResponseError, match="exceeds") as rejected:
+        await fleet.ollama(key).chat(MODEL, messages)
+    assert rejected.value.status_code == 429
 
 
 async def test_stop_sequence_ends_a_message(fleet: DialectFleet) -> None:

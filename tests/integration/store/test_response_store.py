@@ -9,7 +9,15 @@ import pytest
 from tests.integration.store.conftest import START
 from tests.support.fake_clock import FakeClock
 
-from argosy.store import Item, ItemOwner, NotFoundError, Store, StoredResponse
+from argosy.store import (
+    HistoryTooLongError,
+    Item,
+    ItemOwner,
+    NotFoundError,
+    Store,
+    StoredResponse,
+    item_table,
+)
 from argosy.store.response_store import HEARTBEAT_TIMEOUT_S
 
 OWNER = ItemOwner("org_a", "proj_a")
@@ -182,6 +190,20 @@ def test_conversation_items_are_paged_in_order(store: Store) -> None:
     conversations.delete(OWNER, conversation.id)
     with pytest.raises(NotFoundError):
         conversations.list_items(OWNER, conversation.id)
+
+
+def test_history_is_bounded(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    create(store, response(1), response(2, 1))
+    items = [message("a"), message("b"), message("c")]
+    conversation = store.conversations.create(OWNER, {}, items, RETENTION_S).id
+    assert len(store.conversations.load_history(OWNER, conversation)) == 3
+    for limit, value in (("MAX_HISTORY_ITEMS", 2), ("MAX_HISTORY_BYTES", 20)):
+        with monkeypatch.context() as patch:
+            patch.setattr(item_table, limit, value)
+            with pytest.raises(HistoryTooLongError, match="Compact"):
+                history_ids(store, 2)
+            with pytest.raises(HistoryTooLongError):
+                store.conversations.load_history(OWNER, conversation)
 
 
 def test_gateways_share_secrets(store: Store) -> None:

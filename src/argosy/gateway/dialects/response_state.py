@@ -14,7 +14,14 @@ from argosy.gateway.principal import Principal
 from argosy.process import run_in_daemon_thread
 from argosy.protocol import ApiError
 from argosy.protocol.dialects import ReasoningCipher
-from argosy.store import ItemOwner, NotFoundError, Store, StoredResponse, StoreError
+from argosy.store import (
+    HistoryTooLongError,
+    ItemOwner,
+    NotFoundError,
+    Store,
+    StoredResponse,
+    StoreError,
+)
 
 T = TypeVar("T")
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
@@ -80,13 +87,16 @@ class ResponseState:
         """Call a method of the store in a thread.
 
         Raises:
-            ApiError: 404 if a record does not exist, 503 if the store cannot be used.
+            ApiError: 404 if a record does not exist, 413 if a conversation is too long, 503 if the store cannot be
+                used.
         """
         try:
             async with asyncio.timeout(STORE_TIMEOUT_S):
                 return await run_in_daemon_thread(lambda: function(*arguments, **options))
         except NotFoundError as error:
             raise ApiError(404, "not_found", str(error)) from error
+        except HistoryTooLongError as error:
+            raise ApiError(413, "request_too_large", str(error)) from error
         except (StoreError, TimeoutError) as error:
             log.warning("response_store_failed", reason=str(error) or "the store does not respond")
             message = "Stored responses cannot be reached at the moment. Try again shortly."
@@ -125,7 +135,7 @@ class ResponseState:
             ApiError: 404 if it does not exist.
         """
         store, owner = self.store, item_owner(principal)
-        return await self.call(store.conversations.list_items, owner, conversation_id)
+        return await self.call(store.conversations.load_history, owner, conversation_id)
 
     async def find_items(
         self, principal: Principal, item_ids: Sequence[str]

@@ -13,6 +13,7 @@ from argosy.gateway.dialects.background_responses import BackgroundResponses, Ev
 from argosy.gateway.dialects.dialect import name_ignored_fields, start_translation
 from argosy.gateway.dialects.response_state import ResponseState, item_owner
 from argosy.gateway.dialects.stored_response_handlers import follow_events
+from argosy.gateway.filters import IDEMPOTENCY_KEY_HEADER
 from argosy.gateway.http_route import Handler
 from argosy.gateway.principal import Principal
 from argosy.http_server import HttpExchange
@@ -184,6 +185,8 @@ class ResponsesHandlers:
         """Store a response that runs, run it in the background, and answer with it or with its events."""
         event_log = EventLog()
         detached = exchange.detach(event_log)
+        # A replay would be the events of another response.
+        detached.headers.pop(IDEMPOTENCY_KEY_HEADER, None)
         body = msgspec.structs.replace(
             translated,
             body=translated.body | {"stream": True, "stream_options": {"include_usage": True}},

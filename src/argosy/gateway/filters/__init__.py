@@ -7,12 +7,17 @@ reserves the expected usage of the limits that apply, and `UsageRecorder` writes
 usage log. A background task, `flush_usage_forever`, moves finished rows from the usage log to the store.
 """
 
-from argosy.gateway.filters.idempotency_filter import IdempotencyFilter, open_idempotency_store
+from argosy.gateway.filters.idempotency_filter import (
+    IDEMPOTENCY_KEY_HEADER,
+    IdempotencyFilter,
+    open_idempotency_store,
+)
 from argosy.gateway.filters.limit_filter import LimitFilter, LimitsConfig, open_quota_backend
 from argosy.gateway.filters.telemetry_filter import TelemetryFilter
 from argosy.gateway.filters.usage_recorder import UsageRecorder, flush_usage_forever
 
 __all__ = [
+    "IDEMPOTENCY_KEY_HEADER",
     "IdempotencyFilter",
     "LimitFilter",
     "LimitsConfig",

@@ -126,9 +126,10 @@ class ModelRouter:
         Raises:
             ApiError: 404 if the model does not exist. 403 if the principal may not use it.
         """
-        requested_target = self._targets.get(self._match_alias(name))
+        alias = self._match_alias(name)
+        requested_target = self._targets.get(alias)
         check_model_access(
-            principal, name, name if requested_target is None else requested_target.pool.model
+            principal, alias, alias if requested_target is None else requested_target.pool.model
         )
         if requested_target is None:
             raise _model_not_found(name)
@@ -172,8 +173,9 @@ class ModelRouter:
         Raises:
             ApiError: 404 if the model does not exist or the principal may not use it.
         """
-        pool = self._pools_by_name.get(self._match_alias(name))
-        if pool is None or not can_use_model(principal, name, pool.model):
+        alias = self._match_alias(name)
+        pool = self._pools_by_name.get(alias)
+        if pool is None or not can_use_model(principal, alias, pool.model):
             raise _model_not_found(name)
         return self._model_card(name, pool)
 

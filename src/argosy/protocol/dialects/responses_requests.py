@@ -29,6 +29,7 @@ INCLUDE_ENCRYPTED_REASONING = "reasoning.encrypted_content"
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
 _FIELDS_WITHOUT_EFFECT = ("max_tool_calls", "context_management", "moderation", "access_programs")
 _METADATA_LIMIT = 16
+MAX_INPUT_ITEMS = 10_000
 
 Metadata = Annotated[
     dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]],
@@ -56,7 +57,7 @@ class ResponsesRequest(ExtensionFields, frozen=True, kw_only=True):
     """Body of `POST /v1/responses`."""
 
     model: str
-    input: str | list[JsonObject] | None = None
+    input: str | Annotated[list[JsonObject], Meta(max_length=MAX_INPUT_ITEMS)] | None = None
     instructions: str | None = None
     stream: bool | None = None
     stream_options: JsonObject | None = None

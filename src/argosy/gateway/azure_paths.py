@@ -1,0 +1,13 @@
+"""Paths of Azure OpenAI's API, which name the deployment and a version of the API."""
+
+from __future__ import annotations
+
+import re
+
+_AZURE_PATH = re.compile(r"/openai/(?:deployments/[^/]+/((?:chat/)?completions)|v1/(.+))")
+
+
+def to_openai_path(path: str) -> str:
+    """Return the path of OpenAI's API for one of Azure's, and other paths unchanged."""
+    parsed = _AZURE_PATH.fullmatch(path)
+    return path if parsed is None else f"/v1/{parsed[1] or parsed[2]}"
