@@ -41,6 +41,7 @@ class DialectFleet:
     other_key: str
     """Key of another project."""
     engines: list[FakeEngine]
+    config: GatewayConfig
     output: str = "Hello!"
     crash_after: int | None = None
     """Tokens after which the next request loses its replica."""
@@ -164,7 +165,7 @@ async def running_fleet(
         keys = [accounts.key(accounts.project(name)) for name in ("shop", "other")]
         _, client = await stack.enter_async_context(run_gateway_server(config))
         base = str(client.base_url).rstrip("/")
-        fleet = DialectFleet(base, client, accounts, keys[0], keys[1], engines)
+        fleet = DialectFleet(base, client, accounts, keys[0], keys[1], engines, config)
         yield fleet
         for clients in fleet.clients.values():
             await clients.close()

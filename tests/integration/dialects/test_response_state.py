@@ -9,6 +9,7 @@ import openai
 import pytest
 from tests.integration.dialects.conftest import MODEL, DialectFleet
 from tests.integration.test_parsed_output import THOUGHT
+from tests.support.gateway_client import run_gateway_server
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -230,6 +231,28 @@ async def test_cancelled_background_response_stops(fleet: DialectFleet) -> None:
     direct = await client.responses.create(model=MODEL, input="Hi")
     with pytest.raises(openai.BadRequestError, match="background"):
         await client.responses.cancel(direct.id)
+
+
+async def test_gateways_share_responses_and_one_that_stops_fails_its_own(
+    fleet: DialectFleet,
+) -> None:
+    for engine in fleet.engines:
+        engine.may_continue.clear()
+        engine.paused.clear()
+    fleet.output, fleet.pause_after = "One. Two. Three.", 2
+    client, body = fleet.openai(), {"model": MODEL, "input": "Hi", "background": True}
+    headers = {"authorization": f"Bearer {fleet.key}"}
+    async with run_gateway_server(fleet.config) as (server, other):
+        created = (await other.post("/v1/responses", json=body, headers=headers)).json()
+        await until(lambda: any(engine.paused.is_set() for engine in fleet.engines))
+        assert (await client.responses.retrieve(created["id"])).status == "in_progress"
+        follower = asyncio.create_task(read_events(client, created["id"], None))
+        server.stop()
+        server.stop()
+    failed = await client.responses.retrieve(created["id"])
+    assert failed.status == "failed"
+    assert failed.error is not None
+    assert (await follower)[-1].type == "response.failed"
 
 
 async def test_failed_background_response_says_so(fleet: DialectFleet) -> None:
