@@ -33,7 +33,12 @@ MAX_WEIGHT_DIFFERENCE = 1e-6
 PROJECTION = "model.layers.0.self_attn.o_proj.weight"
 """Matrix whose values and native form stand for those of all others."""
 SIZES = {"intermediate_size": 128, "num_hidden_layers": 2, "attention_bias": True}
-K_BLOCKS = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
+K_BLOCKS = {
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "initializer_range": 0.05,
+}
 """Sizes that all block types of GGUF divide."""
 GPT_OSS = {
     "num_local_experts": 4,

@@ -39,7 +39,10 @@ HALVES = {
 
 
 def random_blocks(shape: tuple[int, ...], kind: str, seed: int = 0) -> NDArray[np.uint8]:
-    """Return random blocks of a tensor, whose weights have a standard deviation of about 0.1."""
+    """Return random blocks of a tensor, whose weights have a standard deviation of about 0.1 in rows of 64.
+
+    It falls with the root of the row's length, so that outputs stay in the range of their inputs.
+    """
     quantization = gguf.GGMLQuantizationType[kind]
     block_size, block_bytes = gguf.GGML_QUANT_SIZES[quantization]
     generator = np.random.default_rng(seed)
@@ -56,7 +59,9 @@ def random_blocks(shape: tuple[int, ...], kind: str, seed: int = 0) -> NDArray[n
 
     set_scales(1.0)
     if scales:
-        set_scales(0.1 / float(dequantize(blocks.reshape(*shape[:-1], -1), kind).std()))
+        set_scales(
+            0.8 / shape[-1] ** 0.5 / float(dequantize(blocks.reshape(*shape[:-1], -1), kind).std())
+        )
     if kind == "MXFP4":
         blocks[..., 0] = generator.integers(116, 122, blocks.shape[:-1])
     return blocks.reshape(*shape[:-1], -1)

@@ -197,7 +197,7 @@ def linked(name: str, target: str) -> Change:
 
 
 def pipe(name: str, *, only: bool = False) -> Change:
-    """Replace a file by a pipe that nobody writes to, alone in the folder if `only`."""
+    """Replace a file by a pipe without a writer, alone in the folder if `only`."""
 
     def apply(path: Path) -> None:
         for file in path.iterdir() if only else (path / name,):
