@@ -10,6 +10,7 @@ import structlog
 import torch
 from safetensors.torch import load_file, save_file
 
+from argosy.cli.models import compute_model_fit
 from argosy.engine.engine_config import EngineConfig
 from argosy.engine.execution.architecture_config import read_architecture
 from argosy.engine.execution.checkpoint_formats.compressed import CompressedTensor
@@ -20,7 +21,10 @@ from argosy.engine.execution.device import create_cpu_device
 from argosy.engine.execution.encoded_linear import create_encoded_linear
 from argosy.engine.execution.executor_loader import load_executor
 from argosy.engine.execution.generic_loader import load_generic_decoder
-from argosy.engine.execution.model_selection import build_transformers_model
+from argosy.engine.execution.model_selection import (
+    build_transformers_model,
+    find_stored_integers,
+)
 from argosy.engine.execution.pack_cache import PackCache, open_pack_cache
 from argosy.engine.execution.weight_loader import load_decoder
 from tests.engine.decoder_driver import DecoderDriver
@@ -212,6 +216,13 @@ def test_quantized_checkpoint_is_part_of_the_identity(tmp_path: Path) -> None:
     identities = [executor.arithmetic for executor in loaded]
     assert [each.quantization for each in identities] == ["gptq, 4 bits", "none", "int8"]
     assert len({each.id for each in identities}) == 3
+    architecture = read_architecture(tmp_path)
+    plain = compute_model_fit(tmp_path, architecture, "auto", 1 << 30)
+    fit = compute_model_fit(
+        tmp_path, architecture, "auto", 1 << 30, find_stored_integers(tmp_path, architecture)
+    )
+    assert fit.stored_format == "gptq, 4 bits"
+    assert fit.weight_bytes < 0.6 * plain.weight_bytes
 
 
 @pytest.mark.parametrize("is_mixed", [False, True])

@@ -13,7 +13,7 @@ from argosy.cli.failure import fail
 from argosy.cli.sizes import format_count, format_size, parse_size
 
 if TYPE_CHECKING:
-    from argosy.engine import AnyArchitecture
+    from argosy.engine import AnyArchitecture, StoredIntegers
 
 DTypeName = Literal["auto", "bfloat16", "float32", "float16"]
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -34,7 +34,10 @@ class ModelFit:
     vocab_size: int
     max_model_len: int
     dtype: str
+    stored_format: str
+    """Form of a quantized checkpoint whose integers a CPU computes with. Empty for others."""
     weight_bytes: int
+    """Size of the loaded weights."""
     checkpoint_bytes: int
     """Size of the weight files on disk."""
     kv_bytes_per_token: int
@@ -79,12 +82,14 @@ def inspect_model(
     output: Annotated[OutputFormat, typer.Option(help="Output format.")] = "table",
 ) -> None:
     """Show a model's properties and what fits in memory. Families of Argosy's own decoder need no torch."""
-    from argosy.engine import read_any_architecture, resolve_model_path
+    from argosy.engine import find_stored_integers, read_any_architecture, resolve_model_path
     from argosy.models import BUNDLED_MODEL
 
     try:
         path = resolve_model_path(model or str(BUNDLED_MODEL), revision)
-        fit = compute_model_fit(path, read_any_architecture(path), dtype, memory)
+        architecture = read_any_architecture(path)
+        stored = find_stored_integers(path, architecture)
+        fit = compute_model_fit(path, architecture, dtype, memory, stored)
     except ValueError as error:
         fail(str(error))
     if output == "json":
@@ -94,7 +99,11 @@ def inspect_model(
 
 
 def compute_model_fit(
-    path: Path, spec: AnyArchitecture, dtype: DTypeName, memory_bytes: int | None
+    path: Path,
+    spec: AnyArchitecture,
+    dtype: DTypeName,
+    memory_bytes: int | None,
+    stored: StoredIntegers | None = None,
 ) -> ModelFit:
     """Compute the memory that the model takes.
 
@@ -103,6 +112,7 @@ def compute_model_fit(
         spec: Architecture of the model.
         dtype: Data type of weights and KV cache; `auto` is bfloat16.
         memory_bytes: Memory to plan for, or None for the free memory.
+        stored: Integers of a quantized checkpoint that a CPU computes with.
     """
     import psutil
 
@@ -111,7 +121,10 @@ def compute_model_fit(
     planned_dtype = dtype if dtype != "auto" else "bfloat16"
     sizes = summarize_model(spec, DTYPE_BYTES[planned_dtype])
     free = int(psutil.virtual_memory().available) if memory_bytes is None else memory_bytes
-    cache = max(int((free - sizes.weight_bytes) * DEFAULT_KV_MEMORY_FRACTION), 0)
+    weight_bytes = sizes.weight_bytes
+    if stored is not None:
+        weight_bytes += stored.num_bytes - stored.num_weights * DTYPE_BYTES[planned_dtype]
+    cache = max(int((free - weight_bytes) * DEFAULT_KV_MEMORY_FRACTION), 0)
     full_sequences = cache / sizes.kv_bytes_per_sequence
     return ModelFit(
         path=str(path),
@@ -122,7 +135,8 @@ def compute_model_fit(
         vocab_size=spec.vocab_size,
         max_model_len=sizes.max_model_len,
         dtype=planned_dtype,
-        weight_bytes=sizes.weight_bytes,
+        stored_format="" if stored is None else stored.description,
+        weight_bytes=weight_bytes,
         checkpoint_bytes=sum(file.stat().st_size for file in weight_files(path)),
         kv_bytes_per_token=sizes.kv_bytes_per_token,
         kv_bytes_per_sequence=sizes.kv_bytes_per_sequence,
@@ -146,7 +160,10 @@ def _print_fit(fit: ModelFit) -> None:
         ("vocabulary", f"{fit.vocab_size:,} tokens"),
         ("context", f"{fit.max_model_len:,} tokens"),
         ("weight files", format_size(fit.checkpoint_bytes)),
-        (f"weights in {fit.dtype}", format_size(fit.weight_bytes)),
+        (
+            f"weights in {' and '.join(filter(None, (fit.dtype, fit.stored_format)))}",
+            format_size(fit.weight_bytes),
+        ),
         ("KV cache per token", format_size(fit.kv_bytes_per_token)),
         ("KV cache of a full context", format_size(fit.kv_bytes_per_sequence)),
         ("memory available", format_size(fit.free_bytes)),

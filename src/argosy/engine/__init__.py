@@ -21,8 +21,13 @@ if TYPE_CHECKING:
         EngineConfig,
     )
     from argosy.engine.execution.checkpoint import resolve_model_path, weight_files
+    from argosy.engine.execution.checkpoint_reader import StoredIntegers
     from argosy.engine.execution.model_architecture import ModelSummary, summarize_model
-    from argosy.engine.execution.model_selection import AnyArchitecture, read_any_architecture
+    from argosy.engine.execution.model_selection import (
+        AnyArchitecture,
+        find_stored_integers,
+        read_any_architecture,
+    )
     from argosy.engine.llm import LLM
     from argosy.engine.offline_sampling_params import SamplingParams
     from argosy.engine.outputs import CompletionOutput, RequestOutput
@@ -46,6 +51,8 @@ __all__ = [
     "ReplicaServerConfig",
     "RequestOutput",
     "SamplingParams",
+    "StoredIntegers",
+    "find_stored_integers",
     "read_any_architecture",
     "resolve_model_path",
     "serve_replica",
@@ -70,6 +77,8 @@ _MODULE_BY_NAME = {
     "ReplicaServerConfig": "serving.api_server.replica_server_config",
     "summarize_model": "execution.model_architecture",
     "resolve_model_path": "execution.checkpoint",
+    "StoredIntegers": "execution.checkpoint_reader",
+    "find_stored_integers": "execution.model_selection",
     "read_any_architecture": "execution.model_selection",
     "weight_files": "execution.checkpoint",
     "serve_replica": "serving.api_server.replica_server",

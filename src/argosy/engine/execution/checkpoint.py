@@ -51,7 +51,8 @@ def resolve_model_path(model: str, revision: str | None) -> Path:
         raise ValueError(f"{path} is a file; give the directory that contains it, or a GGUF file")
     name = HubName.parse(model)
     if path.is_absolute() or model.startswith((".", "~")) or name is None:
-        raise ValueError(f"there is no directory {path}; check the path")
+        kind = "file" if path.suffix == ".gguf" else "directory"
+        raise ValueError(f"there is no {kind} {path}; check the path")
     downloaded = download_model(name, revision)
     return downloaded if downloaded.is_file() else _find_checkpoint(downloaded)
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from argosy.engine.engine_config import ModelImpl, SelectedImpl
+    from argosy.engine.execution.checkpoint_reader import StoredIntegers
     from argosy.engine.execution.generic_decoder import GenericModel
 
 AnyArchitecture = ModelArchitecture | GenericArchitecture
@@ -110,6 +111,22 @@ def read_any_architecture(
     return build_transformers_model(
         path, torch.float32, trust_remote_code=trust_remote_code
     ).architecture
+
+
+def find_stored_integers(path: Path, architecture: AnyArchitecture) -> StoredIntegers | None:
+    """Return the integers of a quantized checkpoint that a CPU computes with. Only quantized checkpoints need torch.
+
+    Raises:
+        ValueError: The checkpoint is damaged, or its quantization is not supported.
+    """
+    _, values = read_config_values(path)
+    text = values.get("text_config")
+    is_quantized = "quantization_config" in (values | text if isinstance(text, dict) else values)
+    if isinstance(architecture, GenericArchitecture) or not (is_quantized or path.is_file()):
+        return None
+    from argosy.engine.execution.checkpoint_reader import CheckpointReader
+
+    return CheckpointReader(path).find_stored_integers()
 
 
 def _eos_token_ids(path: Path, generation_config: str, vocab_size: int) -> tuple[int, ...]:
