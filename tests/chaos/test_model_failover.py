@@ -23,6 +23,7 @@ from argosy.gateway import GatewayServer, ReplicaConfig
 from argosy.models import BUNDLED_MODEL
 
 STREAMS = 4
+EXHAUSTIVE = "attention sinks and windows"
 MODELS = {
     "model of transformers": GENERIC_FAMILIES["granite"],
     "attention sinks and windows": FAMILIES["gpt-oss"],
@@ -92,7 +93,13 @@ async def wait_until_inexact(client: httpx2.AsyncClient) -> None:
         await asyncio.sleep(0.05)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.exhaustive if name == EXHAUSTIVE else ())
+        for name in MODELS
+    ],
+)
 async def test_streams_resume_only_if_the_model_is_exact(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from argosy.engine.engine_request import EngineRequest
+from argosy.engine.execution.isa import TORCH_ISA_NAME
 from argosy.models import BUNDLED_MODEL
 from argosy.protocol import ReasoningBlock, SamplingParams
 from tests.engine.core_driver import RequestOutput, create_core, run_requests
@@ -122,12 +123,10 @@ def requests() -> list[EngineRequest]:
 
 
 @cache
-def reference_outputs(dtype: str = "bfloat16", isa: str = DEFAULT_ISA) -> dict[str, RequestOutput]:
-    """Run each request alone, with its prompt in one chunk."""
-    outputs: dict[str, RequestOutput] = {}
-    for request in requests():
-        outputs |= run_requests(shared_core(dtype, isa), [request])
-    return outputs
+def reference_output(number: int, dtype: str = "bfloat16", isa: str = DEFAULT_ISA) -> RequestOutput:
+    """Run a request alone, with its prompt in one chunk."""
+    (output,) = run_requests(shared_core(dtype, isa), [requests()[number]]).values()
+    return output
 
 
 def alternate(values: Iterable[object]) -> list[ParameterSet]:
@@ -151,7 +150,7 @@ def assert_equal_to_reference(
     outputs: dict[str, RequestOutput], dtype: str = "bfloat16", isa: str = DEFAULT_ISA
 ) -> None:
     for request_id, output in outputs.items():
-        expected = reference_outputs(dtype, isa)[request_id]
+        expected = reference_output(int(request_id), dtype, isa)
         assert output.tokens == expected.tokens, f"request {request_id}"
         assert output.logprobs == expected.logprobs
         assert output.prompt_logprobs == expected.prompt_logprobs
@@ -185,9 +184,11 @@ def test_chunked_prompts_equal_reference(budget: int, dtype: str, steps_in_fligh
 
 def test_every_isa_equals_its_reference(isa: str) -> None:
     """Decodes run beside decodes and beside prompt chunks, in batch sizes that kernels handle differently."""
-    assert_equal_to_reference(run_requests(shared_core(isa=isa), requests()), isa=isa)
+    # torch's operations take seconds for each request, and have the same code for all batch sizes
+    selected = requests()[::3] if isa == TORCH_ISA_NAME else requests()
+    assert_equal_to_reference(run_requests(shared_core(isa=isa), selected), isa=isa)
     core = create_core(BUNDLED_MODEL, max_step_tokens=17, max_seqs=5, dtype="bfloat16")
-    assert_equal_to_reference(run_requests(core, requests()), isa=isa)
+    assert_equal_to_reference(run_requests(core, selected), isa=isa)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int4"])
@@ -269,7 +270,7 @@ def test_corrupt_host_blocks_are_recomputed_and_counted(steps_in_flight: int) ->
     indirect=["steps_in_flight"],
 )
 def test_resume_at_every_token_continues_output(number: int, steps_in_flight: int) -> None:
-    request, reference = requests()[number], reference_outputs()[str(number)]
+    request, reference = requests()[number], reference_output(number)
     resumed = [
         msgspec.structs.replace(request, id=str(index), resumed_tokens=reference.tokens[:index])
         for index in range(1, len(reference.tokens))
