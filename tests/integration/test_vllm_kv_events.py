@@ -18,13 +18,14 @@ import pytest
 import pytest_asyncio
 from tests.support.gateway_client import CHAT, COMPLETION
 from tests.support.gateway_harness import GatewayHarness, RecordingFilter, run_gateway
+from tests.support.placed_requests import last_decision
 from tests.support.vllm_server import PEER, PYTHON, VllmServer, run_vllm_servers
 from tests.support.waiting import until
 
 from argosy.gateway import ReplicaConfig
 from argosy.gateway.backends import KvEventAddress
-from argosy.gateway.pool.pool import RoutingDecision
 from argosy.policy import BLOCK_BYTES, EstimatedPrefixIndex, EventPrefixIndex, compute_block_names
+from argosy.policy.placement import RoutingDecision
 
 pytestmark = [
     pytest.mark.skipif(not PYTHON.exists(), reason=f"there is no vLLM at {PEER}: set ARGOSY_VLLM"),
@@ -75,9 +76,7 @@ class VllmPair:
         )
         response = await self.running.client.post(path, json=body)
         assert response.status_code == 200, response.text
-        decision = self._recorder.completed[-1].decision
-        assert decision is not None
-        return decision
+        return last_decision(self._recorder.completed[-1])
 
     async def send_directly(
         self, number: int, path: str, prompt: str | list[int], **extra: object

@@ -16,6 +16,7 @@ from argosy.gateway.app import GatewayApp
 from argosy.gateway.auth import Authenticator
 from argosy.gateway.config import (
     GatewayConfig,
+    GivingWayConfig,
     ModelConfig,
     QueueConfig,
     ReplicaConfig,
@@ -119,7 +120,7 @@ class GatewayHarness:
     wait_until_idle: Callable[[], Awaitable[None]]
 
     @property
-    def replicas(self) -> list[ReplicaEndpoint]:
+    def replicas(self) -> Sequence[ReplicaEndpoint]:
         """The replicas of all models."""
         return [replica for pool in self.models.pools for replica in pool.replicas.values()]
 
@@ -154,6 +155,7 @@ async def run_gateway(
     slow_reader_timeout_s: float = 30.0,
     early_stream_start_s: float = 2.0,
     hedge_after_s: float | None = None,
+    giving_way: GivingWayConfig = GivingWayConfig(),  # noqa: B008 - immutable
     unknown_fields: Literal["ignore", "refuse"] = "ignore",
     log_content: bool = False,
 ) -> AsyncIterator[GatewayHarness]:
@@ -164,6 +166,7 @@ async def run_gateway(
                 name="big",
                 routing="round-robin",
                 hedge_after_s=hedge_after_s,
+                giving_way=giving_way,
                 replicas=list(replica_configs),
             )
         ],

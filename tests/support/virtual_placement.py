@@ -41,15 +41,14 @@ from argosy.policy.placement import (
     Refuse,
     RequestEnded,
     RequestState,
-    ResponseCompleted,
     Send,
     Tick,
 )
 
 WAITING = {RequestState.WAITING, RequestState.PAUSED}
-DISPATCHING = (AttemptEnded, RequestEnded, CapacityChanged)
+DISPATCHING = (AttemptEnded, CapacityChanged)
 """Events after which no request waits for a slot that is free."""
-SWEEP_INTERVAL = 20
+SWEEP_INTERVAL = 50
 """Events between two checks of all requests."""
 _OF_A_REQUEST = (
     Arrived,
@@ -67,7 +66,7 @@ _OF_A_REQUEST = (
 
 @dataclass(eq=False)
 class VirtualRequest:
-    """What the driver knows of a request."""
+    """Request as its driver sees it."""
 
     request: PlacementRequest
     target: int
@@ -196,9 +195,9 @@ class PlacementWorld:
             outcome = (
                 AttemptOutcome.BACKPRESSURE if status in {429, 503} else AttemptOutcome.FAILURE
             )
-        each.losses += ending is AttemptEnding.LOST
         if each.delivered:
             self.report(request)
+        each.losses += ending is AttemptEnding.LOST
         each.calls.remove(attempt)
         self.in_flight[attempt.replica] -= 1
         self.handle(
@@ -210,10 +209,10 @@ class PlacementWorld:
                 ending.value,
                 status=status,
                 output_tokens=each.delivered,
+                tokens_per_choice=each.delivered if outcome is AttemptOutcome.SUCCESS else None,
             )
         )
         if ending is AttemptEnding.COMPLETED:
-            self.handle(ResponseCompleted(self.pool, each.delivered))
             self.finish(request, "completed")
 
     def finish(self, request: PlacementRequest, end: str) -> None:
@@ -249,6 +248,8 @@ class PlacementWorld:
                     "a request was sent to a draining replica"
                 )
                 assert attempt.record.delivered_tokens == each.delivered, "a token is lost or twice"
+                limit = max(2, self.limits.max_failed_attempts)
+                assert each.losses < limit, "a request cost too many replicas"
                 each.calls.append(attempt)
                 self.in_flight[attempt.replica] += 1
                 self.counts[attempt.mode.value] += 1
@@ -322,9 +323,6 @@ class PlacementWorld:
                 assert len(request.attempts) == 1
             case _:
                 assert not request.attempts
-        if state in {RequestState.SENT, RequestState.DISPLACED}:
-            limit = max(2, self.limits.max_failed_attempts)
-            assert each.losses < limit, "a request cost too many replicas"
 
     def _check_sums(self, queue: PoolQueue) -> None:
         requests = self.requests
@@ -355,7 +353,7 @@ class PlacementSimulation(PlacementWorld):
         self._silent: set[PlacementReplica] = set()
         self._poison: set[str] = set()
         """Requests that make every replica crash."""
-        self._to_come = num_requests
+        self._num_requests = self._to_come = num_requests
         self._later(0.0, self._flood)
         self._later(3.0, self._next_arrival)
         self._later(5.0, self._next_fault)
@@ -382,23 +380,30 @@ class PlacementSimulation(PlacementWorld):
         heapq.heappush(self._agenda, (self.now + seconds, next(self._order), action))
 
     def _next_arrival(self) -> None:
+        if not self._to_come:
+            return
         draw = self.random.random
         self._to_come -= 1
         tier = (0, 1, 1, 2, 2, 2)[int(draw() * 6)]
         long = tier == 2 and draw() < 0.15
+        tenant = int(draw() * 4)
         request = self.arrive(
-            f"t{tier}{int(draw() * 4)}",
+            f"t{tier}{tenant}",
             tier,
             1 + int(draw() * (2000 if long else 40)),
-            weight=1.0 + (draw() < 0.2),
+            weight=1.0 if tenant else 2.0,
             is_stream=draw() < 0.8,
         )
         if draw() < 0.005:
             self._poison.add(request.id)
         if request in self.requests and draw() < 0.05:
             self._later(draw() * 5.0, partial(self._leave, request))
-        if self._to_come > 0:
-            self._later(draw() * 0.03, self._next_arrival)
+        self._later(draw() * (0.03 if self._is_busy else 0.12), self._next_arrival)
+
+    @property
+    def _is_busy(self) -> bool:
+        """Whether more requests arrive than the replicas can answer, as in the first two thirds."""
+        return self._to_come > self._num_requests // 3
 
     def _flood(self) -> None:
         """Let one tenant take all slots with long streams, if no others run."""
@@ -414,7 +419,7 @@ class PlacementSimulation(PlacementWorld):
         draw = self.random.random
         replica = self.replicas[int(draw() * len(self.replicas))]
         kind, pause = draw(), 1.0 + draw() * 8.0
-        if kind < 0.05:
+        if kind < 0.05 and self._is_busy:
             self._flood()
         elif replica in self._down | self._silent or not replica.health.is_schedulable:
             pass

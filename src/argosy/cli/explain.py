@@ -220,10 +220,9 @@ def timeline_steps(explanation: dict[str, Any]) -> Iterator[TimelineStep]:
 def _gap_steps(free_since_ms: float, until_ms: float, outcome: str) -> Iterator[TimelineStep]:
     """Yield a step for the time in which no replica has the request."""
     if outcome and until_ms - free_since_ms >= MIN_GAP_BAR_MS:
-        is_retried = outcome not in {"success", "ended"}
-        yield TimelineStep(
-            "another replica" if is_retried else "completion", free_since_ms, until_ms, "yellow"
-        )
+        names = {"success": "completion", "ended": "completion", "paused": "gave way to others"}
+        name = names.get(outcome, "another replica")
+        yield TimelineStep(name, free_since_ms, until_ms, "yellow")
 
 
 def _all_times_ms(explanation: dict[str, Any]) -> Iterator[float | None]:

@@ -106,6 +106,29 @@ class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Certificates for connections to the server."""
 
 
+class GivingWayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """When running streams pause for requests that have waited too long.
+
+    A paused stream resumes without losing a token. Only streams of native replicas that can be resumed exactly pause.
+    """
+
+    enabled: bool = True
+    """Whether streams pause."""
+    premium_after_s: PositiveFloat = 0.3
+    """Wait of a premium request after which streams pause for it."""
+    standard_after_s: PositiveFloat = 1.0
+    """Wait of a standard request after which streams pause for it."""
+    free_after_s: PositiveFloat = 5.0
+    """Wait of a free request after which streams pause for it."""
+    min_slice_s: PositiveFloat = 2.0
+    """How long a stream runs at least before it pauses, and between two pauses."""
+    max_paused_share: Annotated[float, Meta(gt=0, le=1)] = 0.25
+    """Maximum part of the concurrency slots that are paused within one second."""
+    max_share: Annotated[float, Meta(gt=0, le=1)] = 0.9
+    """Part of the concurrency slots that a tenant may hold with streams that cannot pause. Beyond it, other tenants of
+    the tier go first."""
+
+
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A public model name and the replicas that answer for it."""
 
@@ -119,6 +142,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     hedge_after_s: PositiveFloat | None = None
     """Send the request to a second replica if the first has not started to answer after this time. None disables
     hedging."""
+    giving_way: GivingWayConfig = GivingWayConfig()
+    """When running streams pause for waiting requests."""
     replicas: Annotated[list[ReplicaConfig], Meta(min_length=1)]
     """The servers behind the model."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import enum
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -13,10 +13,10 @@ import msgspec
 import structlog
 
 from argosy.gateway.backends import CHAT_PATH, COMPLETION_PATH, BackendAdapter, DeliveredOutput
-from argosy.gateway.pool import Pool, ReplicaEndpoint, RoutingDecision
+from argosy.gateway.pool import Pool, build_placement_request
 from argosy.gateway.principal import Principal
 from argosy.gateway.request_fields import RequestFields
-from argosy.gateway.request_trace import AttemptTrace, RequestTrace
+from argosy.gateway.request_trace import RequestTrace
 from argosy.http_server import HttpExchange
 from argosy.policy import (
     NO_CHARGE,
@@ -27,6 +27,7 @@ from argosy.policy import (
     compute_bill,
     start_deadline,
 )
+from argosy.policy.placement import PlacementRequest
 from argosy.protocol import ApiError, EarlyStopReason
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
@@ -54,6 +55,21 @@ CHAT = ApiShape(CHAT_PATH, "messages", "chatcmpl", "chat.completion", "chat.comp
 COMPLETION = ApiShape(COMPLETION_PATH, "prompt", "cmpl", "text_completion", "text_completion")
 
 
+class EndReason(enum.Enum):
+    """Why a request ends although its response is not complete."""
+
+    CLIENT_LEFT = "the client disconnected"
+    SLOW_CLIENT = "the client did not read"
+    """The gateway disconnected it."""
+    STOPPED = "the response was ended early"
+    """A limit, the deadline or the size of the response. The client has received the final events."""
+    DEADLINE = "the deadline passed"
+    """Before a replica had answered."""
+
+
+CLIENT_GONE = frozenset({EndReason.CLIENT_LEFT, EndReason.SLOW_CLIENT})
+
+
 class RequestContext(msgspec.Struct, eq=False):
     """State of one generation request from admission to its last token, across all attempts."""
 
@@ -74,19 +90,8 @@ class RequestContext(msgspec.Struct, eq=False):
     target_start_at: float = 0.0
     """Target start time for engines that schedule by priority, in seconds since the epoch. 0 until the first such
     attempt."""
-    failed_replicas: set[str] = msgspec.field(default_factory=set)
-    """Names of replicas that failed the request since its last progress."""
-    incompatible_replicas: set[str] = msgspec.field(default_factory=set)
-    """Names of replicas that cannot resume the response or do not enforce its constraint."""
-    failed_attempts: int = 0
-    """Failed attempts since the last progress."""
-    error_responses: int = 0
-    """Failures that were HTTP responses, so the replica is alive."""
-    replica_losses: int = 0
-    """Replicas lost while they ran the request, less credit for progress since then. The request may be what crashes
-    them."""
-    failing_since: float | None = None
-    """Monotonic time of the first failure since the last progress."""
+    unsuitable_replicas: set[str] = msgspec.field(default_factory=set)
+    """Names of replicas that do not enforce the request's constraint."""
     delivered: DeliveredOutput = msgspec.field(default_factory=DeliveredOutput)
     response_headers: list[tuple[bytes, bytes]] = msgspec.field(default_factory=list)
     """Headers of the response, including error responses."""
@@ -94,10 +99,11 @@ class RequestContext(msgspec.Struct, eq=False):
     """Trace that `argosy explain` shows."""
     replica_name: str = ""
     """Name of the replica of the current or last attempt."""
-    decision: RoutingDecision | None = None
-    """Routing decision of that attempt."""
-    attempt_trace: AttemptTrace | None = None
-    """Trace of that attempt."""
+    placement: PlacementRequest | None = None
+    """State of the request in placement. None until all filters have admitted it."""
+    end_reason: EndReason | None = None
+    """Why the gateway or the client ends the request before its response is complete. Set before its task is
+    cancelled."""
     started_at: float = msgspec.field(default_factory=time.time)
     """Arrival time in seconds since the epoch. Every replica gets it as the response's creation time."""
     status: RequestStatus = "failed"
@@ -112,45 +118,24 @@ class RequestContext(msgspec.Struct, eq=False):
     replayed_request_id: str = ""
     """Id of the original request if the response is a replay for its idempotency key."""
 
-    @property
-    def prompt_digest(self) -> bytes:
-        """Digest of tenant and prompt. For a long prompt only its length and its end are hashed."""
-        prompt = self.fields.raw_prompt
-        prefix = f"{self.principal.tenant}\0{self.api.prompt_field} {len(prompt)}\0".encode()
-        digest = hashlib.blake2b(prefix, digest_size=16)
-        digest.update(prompt[-MAX_DIGESTED_BYTES:])
-        return digest.digest()
-
     def compute_priority(self, adapter: BackendAdapter) -> int:
         """Compute the `priority` field for a server of this kind. All attempts use the same target start time."""
         self.target_start_at = self.target_start_at or start_deadline(self.tier, time.time())
         return adapter.priority_sign * int(self.target_start_at)
 
-    def record_dispatch(self, decision: RoutingDecision, now: float) -> ReplicaEndpoint:
-        """Record that the request is dispatched to the selected replica."""
-        self.set_current_attempt(decision, self.record_attempt(decision, now))
-        return decision.replica
-
-    def record_attempt(
-        self, decision: RoutingDecision, now: float, *, is_hedge: bool = False
-    ) -> AttemptTrace:
-        """Record a new attempt at the selected replica.
-
-        Args:
-            decision: The selected replica and its estimated cost.
-            now: Monotonic time.
-            is_hedge: Whether another attempt is still running.
-        """
-        replica, delivered_tokens = decision.replica, self.delivered.output_tokens
-        replica.on_request_sent(decision.uncached_tokens)
-        return self.trace.begin_attempt(
-            replica.name, now, delivered_tokens, decision.costs, is_hedge=is_hedge
+    def start_placement(self) -> PlacementRequest:
+        """Create the request's state in placement, whose attempts the trace shows."""
+        self.placement = build_placement_request(
+            self.response_id,
+            self.fields,
+            self.principal,
+            self.pool.model,
+            tier=self.tier,
+            deadline=self.deadline,
+            unsuitable=self.unsuitable_replicas,
         )
-
-    def set_current_attempt(self, decision: RoutingDecision, attempt_trace: AttemptTrace) -> None:
-        """Set the attempt from which the response is expected."""
-        self.decision, self.attempt_trace = decision, attempt_trace
-        self.replica_name = decision.replica.name
+        self.trace.attempts, self.trace.pauses = self.placement.records, self.placement.pauses
+        return self.placement
 
     @property
     def is_client_error(self) -> bool:
@@ -190,20 +175,7 @@ class RequestContext(msgspec.Struct, eq=False):
         if not end.has_reached_client:
             self.delivered.reset()
 
-    def record_progress(self, tokens: int) -> None:
-        """Record that at least one more token was delivered, which resets the failure counters.
 
-        Every `TOKENS_PER_LOSS` tokens cancel one replica loss.
-        """
-        self.failed_replicas.clear()
-        self.failed_attempts = self.error_responses = 0
-        self.replica_losses = max(0, self.replica_losses - tokens // TOKENS_PER_LOSS)
-        self.failing_since = None
-
-
-MAX_DIGESTED_BYTES = 64 * 1024
-TOKENS_PER_LOSS = 4
-"""Delivered tokens that cancel one replica loss. Without this a request could cost one replica per token."""
 UNLIMITED_TOKENS = 2**62
 """A token count that no stream reaches."""
 

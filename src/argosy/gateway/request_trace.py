@@ -7,7 +7,6 @@ the request.
 from __future__ import annotations
 
 from collections import OrderedDict
-from heapq import nsmallest
 from operator import attrgetter
 from typing import Annotated, Any
 
@@ -17,14 +16,11 @@ from msgspec.structs import asdict
 
 from argosy.gateway.principal import ANONYMOUS, TIERS, Principal
 from argosy.policy import Rates, RoutingCost
+from argosy.policy.placement import AttemptRecord
 from argosy.protocol import NO_TOKENS, ReplicaReport, TokenUsage
 
-MAX_CANDIDATES = 16
-"""Maximum candidates kept per attempt, cheapest first."""
 MAX_CONTENT_BYTES = 64 * 1024 * 1024
 """Maximum size of all prompts and outputs that are kept. The oldest are dropped first."""
-MAX_ATTEMPT_TRACES = 64
-"""Maximum attempts kept per request: the first one and the latest."""
 
 
 class ExplainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -34,26 +30,6 @@ class ExplainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Maximum number of explanations kept."""
     retention_s: Annotated[float, Meta(ge=0)] = 3600.0
     """How long an explanation is kept."""
-
-
-class AttemptTrace(msgspec.Struct, gc=False, array_like=True):
-    """Trace of one attempt at one replica."""
-
-    replica: str
-    chosen_at: float
-    """When the replica was selected."""
-    delivered_tokens: int = 0
-    """Output tokens that the client already had, so the position at which a stream was resumed."""
-    candidate_costs: tuple[RoutingCost, ...] = ()
-    """Estimated cost of each replica that could have been selected."""
-    sent_at: float | None = None
-    first_token_at: float | None = None
-    """When the attempt's first token was forwarded."""
-    ended_at: float | None = None
-    outcome: str = "running"
-    reason: str = ""
-    is_hedge: bool = False
-    """Whether the attempt was started while another was still silent."""
 
 
 class LimitTrace(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -118,7 +94,7 @@ class RequestTrace(msgspec.Struct, gc=False, array_like=True):
     last_token_at: float | None = None
     """When the latest token was forwarded to the client."""
     ended_at: float | None = None
-    attempts: list[AttemptTrace] = msgspec.field(default_factory=list)
+    attempts: list[AttemptRecord] = msgspec.field(default_factory=list)
     routing_policy: str = ""
     """Routing policy of the pool."""
     tokens: TokenUsage = NO_TOKENS
@@ -134,26 +110,8 @@ class RequestTrace(msgspec.Struct, gc=False, array_like=True):
     idempotency: IdempotencyTrace | None = None
     report: ReplicaReport | None = None
     """Report of the native replica that completed the response."""
-
-    def begin_attempt(
-        self,
-        replica: str,
-        now: float,
-        delivered_tokens: int,
-        candidate_costs: tuple[RoutingCost, ...],
-        *,
-        is_hedge: bool = False,
-    ) -> AttemptTrace:
-        """Add the trace of a new attempt, with the output tokens delivered before it and its cheapest candidates."""
-        if len(candidate_costs) > MAX_CANDIDATES:
-            candidate_costs = tuple(
-                nsmallest(MAX_CANDIDATES, candidate_costs, key=attrgetter("total_s"))
-            )
-        if len(self.attempts) == MAX_ATTEMPT_TRACES:
-            del self.attempts[1]
-        attempt = AttemptTrace(replica, now, delivered_tokens, candidate_costs, is_hedge=is_hedge)
-        self.attempts.append(attempt)
-        return attempt
+    pauses: list[tuple[float, float | None]] = []
+    """When the stream gave way to other requests, and when it was placed again."""
 
     def to_dict(self) -> dict[str, Any]:
         """Format the explanation as a JSON object."""
@@ -197,6 +155,11 @@ class RequestTrace(msgspec.Struct, gc=False, array_like=True):
                 str(choice): reason for choice, reason in self.finish_reasons.items()
             },
         }
+        if self.pauses:
+            explanation["pauses"] = [
+                {"paused_ms": self._elapsed_ms(start), "resumed_ms": self._elapsed_ms(end)}
+                for start, end in self.pauses
+            ]
         if self.stop_reasons:
             explanation["stop_reasons"] = {
                 str(choice): reason for choice, reason in self.stop_reasons.items()
@@ -218,7 +181,7 @@ class RequestTrace(msgspec.Struct, gc=False, array_like=True):
             }
         return explanation
 
-    def _attempt_to_dict(self, attempt: AttemptTrace) -> dict[str, Any]:
+    def _attempt_to_dict(self, attempt: AttemptRecord) -> dict[str, Any]:
         costs = sorted(attempt.candidate_costs, key=attrgetter("total_s"))
         return {
             "replica": attempt.replica,

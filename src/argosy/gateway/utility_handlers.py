@@ -177,6 +177,7 @@ async def _try_forward(
     finally:
         response.abort("request ended")
         replica.on_request_ended(outcome, time.monotonic())
+        replica.on_capacity_change()
     if outcome is not AttemptOutcome.SUCCESS:
         return False
     if replica.adapter.is_native:

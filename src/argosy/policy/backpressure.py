@@ -24,9 +24,17 @@ MAX_REPORTED_WAIT_S = 86_400.0
 class Backpressure:
     """Backoff and concurrency limit of one replica."""
 
-    __slots__ = ("_backoff_until", "_base_limit", "_consecutive_backoffs", "_reported_full_until")
+    __slots__ = (
+        "_backoff_until",
+        "_base_limit",
+        "_consecutive_backoffs",
+        "_reported_full_until",
+        "has_limit",
+    )
 
     def __init__(self) -> None:
+        self.has_limit = False
+        """Whether the replica has ever rejected a request."""
         self._consecutive_backoffs = 0
         """Backoffs since the replica last accepted a request."""
         self._base_limit = math.inf
@@ -72,6 +80,7 @@ class Backpressure:
             wait = min(max(wait, retry_after_s or 0.0), MAX_RETRY_AFTER_S)
         if not self.is_backing_off(now) or retry_after_s is not None:
             self._reported_full_until = now + min(retry_after_s or 0.0, MAX_REPORTED_WAIT_S)
+        self.has_limit = True
         self._base_limit = max(1.0, other_running)
         self._backoff_until = max(self._backoff_until, now + wait)
 

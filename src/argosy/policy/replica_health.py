@@ -176,6 +176,8 @@ class ReplicaHealth:
             in_flight: Requests that this gateway runs at the replica.
             now: Monotonic time in seconds.
         """
+        if not (self._backpressure.has_limit or self._outage.is_down):
+            return slots  # by far the most frequent case
         limit = min(slots, self._backpressure.concurrency_limit(now))
         if self._outage.is_down:
             limit = min(limit, in_flight + self._outage.probe_budget(now))

@@ -21,6 +21,29 @@ def no_reservation_active(tier: int, last_request_at: Sequence[float], now: floa
     return now - max(last_request_at[:tier], default=-math.inf) >= RECENT_WINDOW_S
 
 
+def reserved_slots(
+    tier: int,
+    total_slots: int,
+    running: Sequence[int],
+    last_request_at: Sequence[float],
+    now: float,
+) -> int:
+    """Return how many free slots are kept for the tiers above `tier`. The sequences are indexed by tier.
+
+    Args:
+        tier: The tier; 0 is the highest.
+        total_slots: All slots of the replicas.
+        running: Number of running requests.
+        last_request_at: Time of the last request.
+        now: Current time.
+    """
+    return sum(
+        max(0, min(total_slots // RESERVED_SLOT_DIVISOR, total_slots // 2 - running[higher]))
+        for higher in range(tier)
+        if now - last_request_at[higher] < RECENT_WINDOW_S
+    )
+
+
 def lowest_admissible_tier(
     free_slots: Sequence[int],
     total_slots: int,
@@ -39,12 +62,7 @@ def lowest_admissible_tier(
         last_request_at: Time of the last request.
         now: Current time.
     """
-    reserved = 0
-    for tier, (running_count, at) in enumerate(zip(running, last_request_at, strict=True)):
-        if free_slots[tier] <= reserved:
+    for tier, free in enumerate(free_slots):
+        if free <= reserved_slots(tier, total_slots, running, last_request_at, now):
             return tier - 1
-        if now - at < RECENT_WINDOW_S:
-            reserved += max(
-                0, min(total_slots // RESERVED_SLOT_DIVISOR, total_slots // 2 - running_count)
-            )
     return len(running) - 1

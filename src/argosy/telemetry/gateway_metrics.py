@@ -124,6 +124,11 @@ class GatewayMetrics(Collector):
         self._failovers = self._add_counter(
             "argosy_gateway_failovers", "Responses resumed on another replica.", "model"
         )
+        self._pauses = self._add_counter(
+            "argosy_gateway_pauses",
+            "Streams paused for requests that had waited too long.",
+            "model",
+        )
         self._hedges = self._add_counter(
             "argosy_gateway_hedges",
             "Hedged attempts, by whether the second attempt delivered the response.",
@@ -186,6 +191,10 @@ class GatewayMetrics(Collector):
     def record_failover(self, model: str) -> None:
         """Count a response resumed on another replica."""
         self._failovers.add((model,))
+
+    def record_pause(self, model: str) -> None:
+        """Count a stream that gave way to another request."""
+        self._pauses.add((model,))
 
     def record_hedge(self, model: str, *, won: bool) -> None:
         """Count a hedged attempt; `won` is whether it delivered the response."""

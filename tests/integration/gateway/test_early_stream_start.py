@@ -26,7 +26,7 @@ from argosy.engine.engine_request import EngineRequest
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.gateway import QueueConfig, ReplicaConfig
 from argosy.gateway.filters import IdempotencyFilter
-from argosy.gateway.proxy.failover import FailoverProxy
+from argosy.gateway.proxy.request_proxy import RequestProxy
 from argosy.gateway.request_context import RequestFilter
 from argosy.store import IdempotencyConfig, create_idempotency_store
 
@@ -212,7 +212,7 @@ async def test_error_after_the_early_start_is_the_last_event(
             blocking = asyncio.create_task(gateway.client.post(PATH, json=make_body(max_tokens=2)))
             await until(lambda: len(upstream.requests) == 1)
         if fault == "bug":
-            monkeypatch.setattr(FailoverProxy, "_record_failure", None)
+            monkeypatch.setattr(RequestProxy, "_report_end", None)
         async with open_early_stream(gateway, make_body(**timeout)) as stream:
             may_fail.set()
             (event,) = events((await stream.read_rest()).replace(KEEPALIVE, b""))

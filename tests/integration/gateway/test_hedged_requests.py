@@ -24,6 +24,7 @@ from tests.support.gateway_harness import (
     RecordingFilter,
     run_gateway,
 )
+from tests.support.placed_requests import placement_of
 from tests.support.replica_servers import MODEL, completion, events, serve
 from tests.support.waiting import until
 
@@ -351,7 +352,7 @@ async def test_failure_of_first_replica_leaves_request_to_hedge() -> None:
     assert events(response.content)[-1] == b"[DONE]"
     (context,) = recorder.completed
     assert attempt_outcomes(gateway, context) == [(False, "failure"), (True, "success")]
-    assert (context.failed_attempts, context.delivered.output_tokens) == (0, 12)
+    assert (placement_of(context).failed_attempts, context.delivered.output_tokens) == (0, 12)
     assert count_hedges(gateway) == {"true": 1}
 
 
@@ -373,7 +374,7 @@ async def test_rejected_hedge_leaves_first_attempt_running() -> None:
     (context,) = recorder.completed
     assert attempt_outcomes(gateway, context) == [(False, "success"), (True, "backpressure")]
     assert count_hedges(gateway) == {"false": 1}
-    assert context.replica_losses == 0
+    assert placement_of(context).replica_losses == 0
 
 
 async def test_request_is_retried_after_both_attempts_fail() -> None:
@@ -396,7 +397,7 @@ async def test_request_is_retried_after_both_attempts_fail() -> None:
     (context,) = recorder.completed
     outcomes = [(False, "failure"), (True, "failure"), (False, "success")]
     assert attempt_outcomes(gateway, context) == outcomes
-    assert context.replica_losses == 2
+    assert placement_of(context).replica_losses == 2
 
 
 async def test_hedges_of_many_stuck_requests_are_limited_by_budget() -> None:

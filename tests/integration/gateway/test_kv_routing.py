@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 from tests.support.gateway_harness import GatewayHarness, RecordingFilter, run_gateway
+from tests.support.placed_requests import last_decision
 from tests.support.replica_servers import (
     MODEL,
     RunningReplica,
@@ -21,9 +22,9 @@ from tests.support.waiting import until
 
 from argosy.engine.serving.engine_core.engine_client import EngineClient
 from argosy.gateway import ReplicaConfig
-from argosy.gateway.pool.pool import RoutingDecision
 from argosy.gateway.pool.replica_endpoint import ReplicaEndpoint
 from argosy.policy import BLOCK_BYTES, EstimatedPrefixIndex, EventPrefixIndex
+from argosy.policy.placement import RoutingDecision
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -57,9 +58,7 @@ class ReplicaPair:
         body = completion(prompt, model="big", max_tokens=1, **extra)
         response = await self.gateway.client.post("/v1/completions", json=body)
         assert response.status_code == 200, response.text
-        decision = self._recorder.completed[-1].decision
-        assert decision is not None
-        return decision
+        return last_decision(self._recorder.completed[-1])
 
     async def uncached_shares(self, prompt: str, **extra: str) -> list[float]:
         """Send a prompt, and return the share of it that each replica would have to compute according to the trace."""

@@ -10,6 +10,7 @@ from structlog.testing import capture_logs
 from tests.support.fake_engine import FakeEngine, constant_script, reply_script
 from tests.support.fake_upstream import UpstreamRequest, fake_upstream, respond_with_tokens
 from tests.support.gateway_harness import RecordingFilter, open_breaker, run_gateway
+from tests.support.placed_requests import placement_of
 from tests.support.replica_servers import MODEL, bundled_model_engine, chat, completion, serve
 from tests.support.waiting import until
 
@@ -287,8 +288,8 @@ async def test_expected_output_length_follows_whole_responses_of_other_servers()
             assert (await gateway.client.post("/v1/completions", json=body)).is_success
             context = recorder.completed[-1]
             initial_estimate = initial_estimate or context.pool.expected_output_tokens(
-                context.fields
+                placement_of(context)
             )
         assert initial_estimate is not None
         assert initial_estimate > 400
-        assert context.pool.expected_output_tokens(context.fields) <= 2 * 32
+        assert context.pool.expected_output_tokens(placement_of(context)) <= 2 * 32

@@ -22,7 +22,8 @@ from tests.support.gateway_client import BODIES, CHAT, gateway
 from tests.support.waiting import stable_value, until
 
 from argosy.gateway import ReplicaConfig
-from argosy.gateway.proxy.response_relay import ResponseRelay, StreamTimeouts
+from argosy.gateway.proxy.response_relay import ResponseRelay
+from argosy.gateway.proxy.stream_monitor import StreamTimeouts
 from argosy.gateway.request_fields import RequestFields
 from argosy.gateway.upstream import UpstreamResponse
 from argosy.gateway.upstream import connection as upstream_connection

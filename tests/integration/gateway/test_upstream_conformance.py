@@ -53,7 +53,7 @@ from tests.support.metered_gateway import MeteredGateway, run_gateway_before
 
 from argosy.gateway import ReplicaConfig, Timeouts
 from argosy.gateway.backends import BackendKind, stream_events
-from argosy.gateway.proxy.failover import MAX_JSON_CONTAINERS
+from argosy.gateway.proxy.upstream_call import MAX_JSON_CONTAINERS
 from argosy.gateway.request_fields import MAX_CHOICES
 from argosy.policy import ReplicaStatus
 from argosy.store import UsageRecord

@@ -25,16 +25,17 @@ from tests.support.kv_event_publisher import (
     kv_event_publisher,
     to_array,
 )
+from tests.support.placed_requests import last_decision
 from tests.support.waiting import until
 
 from argosy.gateway import ReplicaConfig
 from argosy.gateway.backends import BackendKind, KvEventAddress
 from argosy.gateway.kv_events.subscription import subscribe
 from argosy.gateway.kv_events.text_block_maps import TextBlockMaps
-from argosy.gateway.pool.pool import RoutingDecision
 from argosy.gateway.pool.replica_endpoint import ReplicaEndpoint
 from argosy.gateway.upstream.upstream import Upstream
 from argosy.policy import BLOCK_BYTES, EstimatedPrefixIndex, EventPrefixIndex, compute_block_names
+from argosy.policy.placement import RoutingDecision
 from argosy.protocol import parse_endpoint
 
 SIZE = 16
@@ -369,9 +370,7 @@ class PublishingFleet:
         assert response.status_code == 200, response.text
         assert response.text.endswith("data: [DONE]\n\n")
         assert 'prompt_token_ids":[' not in response.text
-        decision = self._recorder.completed[-1].decision
-        assert decision is not None
-        return decision
+        return last_decision(self._recorder.completed[-1])
 
     async def needs_prefill(self, **extra: object) -> list[bool]:
         """Send a request, and return which replicas would have to compute part of the prompt according to the trace."""

@@ -14,6 +14,7 @@ from unittest.mock import AsyncMock, Mock
 
 import pytest
 from tests.support.metered_gateway import metering_filters
+from tests.support.placed_requests import arrive, place
 
 from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig
 from argosy.gateway.backends import (
@@ -27,14 +28,14 @@ from argosy.gateway.pool.pool import Pool
 from argosy.gateway.pool.replica_endpoint import ReplicaEndpoint
 from argosy.gateway.principal import ANONYMOUS
 from argosy.gateway.proxy import handlers as handlers_module
-from argosy.gateway.proxy.dispatcher import Dispatcher
+from argosy.gateway.proxy.fast_path_switch import FastPathSwitch
 from argosy.gateway.proxy.handlers import CompletionHandlers
+from argosy.gateway.proxy.placement_driver import PlacementDriver
 from argosy.gateway.proxy.response_relay import ResponseRelay
 from argosy.gateway.proxy.response_writers import ResponseWriter
-from argosy.gateway.request_context import CHAT, COMPLETION, RequestContext
+from argosy.gateway.request_context import CHAT, COMPLETION, EndReason, RequestContext
 from argosy.gateway.request_fields import parse_request_fields
 from argosy.gateway.upstream.upstream import Upstream
-from argosy.gateway.upstream.upstream_response import UpstreamResponse
 from argosy.http_server import DisconnectedError, HttpExchange
 from argosy.http_server.http_exchange import TRANSPORT_KEY
 from argosy.policy import RequestStatus
@@ -87,15 +88,16 @@ def make_relay(body: Json) -> tuple[RequestContext, ResponseRelay, StreamContinu
     exchange = cast("HttpExchange", None)  # no client is disconnected
     pool = Pool("m", [])
     context = RequestContext(exchange, fields, api, pool, "id", ANONYMOUS, ANONYMOUS.tier)
+    context.start_placement()
     continuation = StreamContinuation(fields, api.path, context.delivered)
     relay = ResponseRelay(
         context,
         NullWriter(),
         continuation,
         filter_states=[],
-        charge=lambda _: None,
+        report=lambda _: None,
         cancel=lambda: None,
-        fast_path_switch=None,
+        fast_path_switch=FastPathSwitch(None, NullWriter(), [], context.delivered),
     )
     return context, relay, continuation
 
@@ -114,15 +116,12 @@ def count_stream(body: Json, *chunks: Json, kind: BackendKind, is_complete: bool
     replica = ReplicaEndpoint("r", kind, "m", upstream)
     pool = Pool("m", [replica])
     context.pool = pool
-    decision = pool.select_replica(context.fields, "", 1, (), 0.0)
-    assert decision is not None
-    context.record_dispatch(decision, 0.0)
-    response = UpstreamResponse(lambda: 0.0)
-    relay.attach_upstream(response, replica, plan.parser)
+    _, call = place(context, lambda: 0.0)
+    relay.attach(call, plan.parser)
     for chunk in chunks:
-        response.on_body(format_event(json.dumps(chunk).encode()))
+        call.response.on_body(format_event(json.dumps(chunk).encode()))
     if is_complete:
-        response.on_body(b"data: [DONE]\n\n")
+        call.response.on_body(b"data: [DONE]\n\n")
         relay.finish_upstream()
     return counts(context)
 
@@ -432,8 +431,8 @@ NOTHING = (0, 0, 0, 0)
 NO_OUTPUT = (10, 4, 0)
 
 
-def end_by_limit(relay: ResponseRelay) -> None:
-    relay.is_ended_early = True
+def end_by_limit(context: RequestContext) -> None:
+    context.end_reason = EndReason.STOPPED
 
 
 def make_exchange(body: Json) -> HttpExchange:
@@ -470,7 +469,7 @@ class Ending(NamedTuple):
     events: list[bytes]
     """Events written to the client, or buffered for a whole response."""
     delivered: Counts
-    outcome: Exception | Callable[[ResponseRelay], None] | None
+    outcome: Exception | Callable[[RequestContext], None] | None
     status: RequestStatus
     paid_if_stream: tuple[int, int, int, int]
     paid_if_whole: tuple[int, int, int, int]
@@ -507,13 +506,13 @@ async def test_request_pays_for_tokens_that_reached_its_client(
         """Delivers the events of `ending` in place of a replica."""
 
         def __init__(self, *arguments: object) -> None:
-            _, dispatcher, context, _, relay, writer = arguments
-            self._dispatcher = cast("Dispatcher", dispatcher)
+            _, driver, context, _, _, writer = arguments
+            self._driver = cast("PlacementDriver", driver)
             self._context = cast("RequestContext", context)
-            self._relay, self._writer = cast("ResponseRelay", relay), cast("ResponseWriter", writer)
+            self._writer = cast("ResponseWriter", writer)
 
         async def run(self) -> None:
-            await self._dispatcher.acquire_replica(self._context)
+            arrive(self._driver, self._context)
             counted = self._context.delivered
             counted.prompt_tokens, counted.cached_tokens, counted.output_tokens = ending.delivered
             if ending.events:
@@ -523,9 +522,9 @@ async def test_request_pays_for_tokens_that_reached_its_client(
             if isinstance(outcome, Exception):
                 raise outcome
             if outcome is not None:
-                outcome(self._relay)
+                outcome(self._context)
 
-    monkeypatch.setattr(handlers_module, "FailoverProxy", ScriptedProxy)
+    monkeypatch.setattr(handlers_module, "RequestProxy", ScriptedProxy)
     usage_log = UsageLog(tmp_path)
     filters = metering_filters(usage_log, Price(model="m", input=5, cached_input=1, output=20))
     replicas = [ReplicaConfig(url="http://localhost:1", kind="openai")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from unittest.mock import Mock
 
+from argosy.gateway.backends import DeliveredOutput
 from argosy.gateway.proxy.fast_path import FastPath, SplicedStream
 from argosy.gateway.proxy.fast_path_switch import FastPathSwitch
 from argosy.gateway.proxy.response_writers import StreamingWriter
@@ -20,7 +21,8 @@ def make_switch(stream: SplicedStream | None) -> tuple[Mock, FastPathSwitch, Moc
         response.lend_socket.return_value,
         exchange.lend_socket.return_value,
     ) = stream, 3, 4
-    return fast_path, FastPathSwitch(fast_path, StreamingWriter(exchange), []), response
+    switch = FastPathSwitch(fast_path, StreamingWriter(exchange), [], DeliveredOutput())
+    return fast_path, switch, response
 
 
 def test_rejected_stream_is_read_by_event_loop_again() -> None:
@@ -28,7 +30,7 @@ def test_rejected_stream_is_read_by_event_loop_again() -> None:
     switch.enter(response, 1, Mock())
     fast_path.attach.assert_called_once()
     response.reclaim_socket.assert_called_once_with(b"")
-    assert switch.exit() is None
+    assert switch.exit() == (None, b"")
 
 
 def test_attached_stream_is_not_lent_again() -> None:

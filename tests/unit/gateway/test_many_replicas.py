@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from tests.support.placed_requests import select_replica
 
-from argosy.gateway.pool.pool import MAX_COMPARED_REPLICAS, Pool, RoutingDecision
+from argosy.gateway.pool.pool import Pool
 from argosy.gateway.pool.replica_endpoint import ReplicaEndpoint
 from argosy.gateway.request_fields import parse_request_fields
 from argosy.gateway.upstream.upstream import Upstream
 from argosy.policy import ROUTING_POLICIES, AttemptOutcome, RoutingPolicyName
+from argosy.policy.placement import RoutingDecision
+from argosy.policy.placement.pool import MAX_COMPARED_REPLICAS
 from argosy.protocol import parse_endpoint
 
 COUNT = 4 * MAX_COMPARED_REPLICAS
@@ -25,9 +28,7 @@ def make_pool(count: int = COUNT, policy: RoutingPolicyName = "least-cost") -> P
 
 def select(replicas: Pool, prompt: str = "Hello", session: str = "") -> RoutingDecision | None:
     body = {"model": "m", "prompt": prompt, "max_tokens": 5, "session_id": session or None}
-    return replicas.select_replica(
-        parse_request_fields(msgspec.json.encode(body), "prompt"), "", 1, frozenset(), 0.0
-    )
+    return select_replica(replicas, parse_request_fields(msgspec.json.encode(body), "prompt"))
 
 
 def fill(replica: ReplicaEndpoint) -> None:

@@ -5,24 +5,18 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from argosy.gateway.pool.pool import Pool
-from argosy.gateway.pool.replica_endpoint import ReplicaEndpoint
+from argosy.gateway.pool.placement_requests import compute_block_keys
 from argosy.gateway.request_fields import parse_request_fields
-from argosy.gateway.upstream.upstream import Upstream
-from argosy.protocol import parse_endpoint
 
 PROMPT = "Tell me of the king. " * 100
 
 
 def block_keys(domain: str = "", model: str = "m", **extra: object) -> list[bytes]:
     """Return the keys by which the pool finds the prompt's blocks."""
-    replica = ReplicaEndpoint("r", "openai", model, Upstream(parse_endpoint("http://localhost:1")))
     fields = parse_request_fields(
         msgspec.json.encode({"model": model, "prompt": PROMPT, **extra}), "prompt"
     )
-    decision = Pool(model, [replica]).select_replica(fields, domain, 1, frozenset(), 0.0)
-    assert decision is not None
-    return decision.block_keys
+    return compute_block_keys(fields, domain, model)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.placed_requests import place
 
 from argosy.gateway.backends import StreamContinuation
 from argosy.gateway.backends.delivered_output import DeliveredOutput
@@ -19,14 +20,18 @@ from argosy.gateway.backends.native_stream_parser import NativeStreamParser
 from argosy.gateway.pool.pool import Pool
 from argosy.gateway.pool.replica_endpoint import ReplicaEndpoint
 from argosy.gateway.principal import ANONYMOUS
-from argosy.gateway.proxy.response_relay import ResponseRelay, StreamTimeouts
-from argosy.gateway.request_context import CHAT, UNLIMITED_TOKENS, FastPathBudget, RequestContext
+from argosy.gateway.proxy.fast_path_switch import FastPathSwitch
+from argosy.gateway.proxy.response_relay import ResponseRelay
+from argosy.gateway.proxy.stream_monitor import StreamTimeouts
+from argosy.gateway.proxy.upstream_call import UpstreamCall
+from argosy.gateway.request_context import CHAT, FastPathBudget, RequestContext
 from argosy.gateway.request_fields import parse_request_fields
 from argosy.gateway.upstream.connection import UpstreamError
 from argosy.gateway.upstream.upstream import Upstream
 from argosy.gateway.upstream.upstream_response import UpstreamResponse
 from argosy.http_server import HttpExchange
 from argosy.policy import weighted_tokens
+from argosy.policy.placement import Event, Progress
 from argosy.protocol import EarlyStopReason, EventParser, parse_endpoint
 
 
@@ -81,6 +86,7 @@ class LimitState:
         self.max_tokens = max_tokens
         self.counts = [0]
         self.charged = 0.0
+        """Cost that the queue is charged."""
         self.delivered = DeliveredOutput()
 
     def fast_path_budget(self) -> FastPathBudget:
@@ -92,10 +98,6 @@ class LimitState:
         return "limit" if self.counts[-1] >= self.max_tokens else None
 
     def on_complete(self) -> None: ...
-
-    def charge(self, cost: float) -> None:
-        """Add the cost that the queue is charged."""
-        self.charged += cost
 
 
 def make_relay(
@@ -110,21 +112,25 @@ def make_relay(
     context = RequestContext(exchange, fields, CHAT, pool, "chatcmpl-1", ANONYMOUS, ANONYMOUS.tier)
     if limit is not None:
         limit.delivered = context.delivered
+    filter_states = [] if limit is None else [limit]
+
+    def report(event: Event) -> None:
+        if limit is not None and isinstance(event, Progress):
+            limit.charged += event.weighted_tokens
+        driver.handle(event)
+
     relay = ResponseRelay(
         context,
         writer,
         StreamContinuation(fields, CHAT.path, context.delivered),
-        filter_states=[] if limit is None else [limit],
-        charge=(limit or LimitState(UNLIMITED_TOKENS)).charge,
+        filter_states=filter_states,
+        report=report,
         cancel=lambda: None,
-        fast_path_switch=None,
+        fast_path_switch=FastPathSwitch(None, writer, filter_states, context.delivered),
     )
-    decision = pool.select_replica(fields, "", 1, (), 0.0)
-    assert decision is not None
-    context.record_dispatch(decision, 0.0)
-    response = UpstreamResponse(clock)
-    relay.attach_upstream(response, replica, NativeStreamParser(context.delivered))
-    return writer, context, relay, response
+    driver, call = place(context, clock)
+    relay.attach(call, NativeStreamParser(context.delivered))
+    return writer, context, relay, call.response
 
 
 def relay_chunks(
@@ -139,7 +145,7 @@ def relay_chunks(
         )
         for chunk in chunks:
             response.on_body(chunk)
-        if not relay.is_ended_early:
+        if context.end_reason is None:
             relay.finish_upstream()
         relay.charge_delivered()
         return context, writer, limit
@@ -325,12 +331,13 @@ class PausableResponse(UpstreamResponse):
 async def test_backpressure_pauses_current_and_next_replica() -> None:
     _, context, relay, _ = make_relay(FakeWriter(), lambda: 0.0)
     relay.detach()
-    decision = context.decision
-    assert decision is not None
+    assert context.placement is not None
+    (attempt,) = context.placement.attempts
     relay.on_backpressure()
     for _ in range(2):
         response = PausableResponse(lambda: 0.0)
-        relay.attach_upstream(response, decision.replica, NativeStreamParser(context.delivered))
+        call = UpstreamCall(attempt, context.pool.replicas["r"], response)
+        relay.attach(call, NativeStreamParser(context.delivered))
         assert response.is_paused
     relay.on_writable()
     assert not response.is_paused

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import msgspec
+from tests.support.placed_requests import select_replica
 
 from argosy.gateway.pool.pool import Pool
-from argosy.gateway.pool.replica_endpoint import SPEED_MAX_AGE_S, ReplicaEndpoint
+from argosy.gateway.pool.replica_endpoint import ReplicaEndpoint
 from argosy.gateway.request_fields import parse_request_fields
 from argosy.gateway.upstream.upstream import Upstream
 from argosy.policy import AttemptOutcome
+from argosy.policy.placement.replica import SPEED_MAX_AGE_S
 from argosy.protocol import parse_endpoint
 
 FIELDS = parse_request_fields(
@@ -20,7 +22,7 @@ def select_many(pool: Pool, now: float) -> set[str]:
     """Return the names of the replicas that get the next 40 requests."""
     names = set()
     for _ in range(40):
-        decision = pool.select_replica(FIELDS, "", 1, frozenset(), now)
+        decision = select_replica(pool, FIELDS, now=now)
         assert decision is not None
         names.add(decision.replica.name)
     return names

@@ -18,6 +18,7 @@ from hypothesis.stateful import (
 )
 from tests.support.virtual_placement import WAITING, PlacementSimulation, PlacementWorld
 
+from argosy.policy import AttemptOutcome
 from argosy.policy.placement import (
     AttemptEnding,
     GivingWay,
@@ -29,7 +30,9 @@ from argosy.policy.placement import (
     RequestState,
 )
 from argosy.policy.placement import core as core_module
+from argosy.policy.placement.attempt import MAX_CANDIDATES
 from argosy.policy.placement.pauses import PausePlan
+from argosy.policy.placement.request import MAX_ATTEMPT_RECORDS
 
 SLOTS = 8
 DEFAULT = GivingWay()
@@ -163,9 +166,7 @@ class PlacementMachine(RuleBasedStateMachine):
         world = self.world
         for replica in world.replicas:
             if not replica.health.breaker.is_closed:
-                replica.health.breaker.record_probe_outcome(
-                    core_module.AttemptOutcome.SUCCESS, world.now
-                )
+                replica.health.breaker.record_probe_outcome(AttemptOutcome.SUCCESS, world.now)
             world.report_state(replica, "ready")
         for _ in range(2000):
             for request, attempt in self.calls(RequestState.SENT):
@@ -278,7 +279,7 @@ def test_stream_does_not_pause(reason: str) -> None:
 
 
 def test_tenant_with_streams_that_cannot_pause_lets_others_go_first() -> None:
-    world = make_world()
+    world = make_world(giving_way=GivingWay(max_share=0.5))
     for replica in world.replicas:
         replica.is_exact = False
     fill(world, "greedy", 40)
@@ -289,3 +290,21 @@ def test_tenant_with_streams_that_cannot_pause_lets_others_go_first() -> None:
         world.end(request, request.attempts[0], AttemptEnding.COMPLETED)
     assert count_streams(world) == {"greedy": SLOTS, "late": SLOTS}
     assert any(each.state in WAITING for each in world.requests)
+
+
+def test_kept_attempts_and_candidates_are_bounded() -> None:
+    world = make_world(2 * MAX_CANDIDATES)
+    request = world.arrive("t", 1, 10_000)
+    for _ in range(1000):
+        world.answer(request, request.attempts[0])
+        world.deliver(request, 4)
+        world.end(request, request.attempts[0], AttemptEnding.LOST)
+        while not request.attempts:
+            world.advance(0.1)
+            for replica in world.replicas:
+                if replica.health.is_ejected:
+                    replica.health.on_test_ended(AttemptOutcome.SUCCESS, 0, world.now, is_up=True)
+    records = request.records
+    assert len(records) == MAX_ATTEMPT_RECORDS
+    assert (records[0].chosen_at, records[-1].chosen_at) == (0.0, world.now)
+    assert len(records[0].candidate_costs) == MAX_CANDIDATES

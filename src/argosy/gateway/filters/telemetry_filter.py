@@ -9,8 +9,9 @@ from operator import sub
 import msgspec
 
 from argosy.gateway.request_context import FastPathBudget, RequestContext
-from argosy.gateway.request_trace import AttemptTrace, TraceStore
+from argosy.gateway.request_trace import TraceStore
 from argosy.policy import AttemptOutcome
+from argosy.policy.placement import AttemptRecord
 from argosy.telemetry import GatewayMetrics
 
 MAX_BUFFERED_INTERVALS = 64
@@ -133,10 +134,13 @@ class TelemetryFilterState(msgspec.Struct, eq=False):
             metrics.record_queue_wait(
                 model, 0.0 if trace.queued_at is None else queue_end - trace.queued_at
             )
-        for attempt in trace.attempts[1:]:
-            self._record_attempt(attempt)
+        for _ in trace.pauses:
+            metrics.record_pause(model)
+        for previous, attempt in itertools.pairwise(trace.attempts):
+            if previous.outcome != "paused":
+                self._record_attempt(attempt)
 
-    def _record_attempt(self, attempt: AttemptTrace) -> None:
+    def _record_attempt(self, attempt: AttemptRecord) -> None:
         """Record an attempt after the first as a hedge, a failover or a retry."""
         metrics, model = self.telemetry.metrics, self.context.trace.model
         has_output = (

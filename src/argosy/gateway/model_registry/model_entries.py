@@ -9,6 +9,7 @@ import msgspec
 
 from argosy.gateway.config import (
     GatewayConfig,
+    GivingWayConfig,
     ModelConfig,
     ReplicaConfig,
     Timeouts,
@@ -19,6 +20,7 @@ from argosy.gateway.model_routes import RouteConfig
 from argosy.gateway.pool import AdminSettings, Pool, ReplicaEndpoint
 from argosy.gateway.upstream import Upstream, create_client_ssl_context
 from argosy.policy import AdminState, Hedging
+from argosy.policy.placement import GivingWay
 from argosy.protocol import parse_endpoint
 
 
@@ -118,12 +120,30 @@ def build_pool(model_entries: ModelEntries) -> Pool:
     replicas = [
         entry.build_replica() for entry in model_entries.entries if entry.config.discover is None
     ]
-    return Pool(model.name, replicas, model.routing, build_hedging(model))
+    return Pool(
+        model.name,
+        replicas,
+        model.routing,
+        build_hedging(model),
+        build_giving_way(model.giving_way),
+    )
 
 
 def build_hedging(model: ModelConfig) -> Hedging | None:
     """Return the model's hedging policy, or None if hedging is off."""
     return None if model.hedge_after_s is None else Hedging(model.hedge_after_s)
+
+
+def build_giving_way(config: GivingWayConfig) -> GivingWay | None:
+    """Return when streams give way, or None if they never do."""
+    if not config.enabled:
+        return None
+    return GivingWay(
+        (config.premium_after_s, config.standard_after_s, config.free_after_s),
+        config.min_slice_s,
+        config.max_paused_share,
+        config.max_share,
+    )
 
 
 def build_pools_by_name(

@@ -10,6 +10,7 @@ import structlog
 
 from argosy.gateway.model_registry.model_entries import (
     ModelEntries,
+    build_giving_way,
     build_hedging,
     build_model_router,
     build_pools_by_name,
@@ -79,6 +80,7 @@ class ModelRegistry:
                 )
                 log.info("model_added", model=model.name)
             membership.pool.set_routing_policy(model.routing, hedging)
+            membership.pool.giving_way = build_giving_way(model.giving_way)
             membership.apply_entries(entries)
             self._memberships[model.name] = membership
         pools = [membership.pool for membership in self._memberships.values()]

@@ -1,14 +1,15 @@
 """Proxy for generation requests: from a parsed request to the last byte of its response.
 
-`CompletionHandlers` parses a request, runs the filters and creates the objects that serve it. Its `FailoverProxy` makes
-attempts until the response is complete. For each attempt the pool's `Dispatcher` waits for a replica with a free
-concurrency slot, and a `HedgedRequest` sends the request to it, or to two. The `ResponseRelay` forwards the replica's
-stream to the client through a `ResponseWriter`, and on a regular stream it moves both sockets to the native `FastPath`.
+`CompletionHandlers` parses a request, runs the filters and creates the objects that serve it. All decisions about where
+and when it runs are those of the `PlacementCore` (`policy.placement`), which the `PlacementDriver` feeds. A
+`RequestProxy` performs them: each attempt is one `UpstreamCall`. The `ResponseRelay` forwards the replica's stream to
+the client through a `ResponseWriter`. An `AttemptMeter` reports its speed, and a `StreamMonitor` its silence. A
+`FastPathSwitch` moves both sockets of a regular stream to the native `FastPath`.
 """
 
-from argosy.gateway.proxy.dispatcher import RETRY_AFTER_S, no_replica_error
 from argosy.gateway.proxy.fast_path import FastPath, load_fast_path
 from argosy.gateway.proxy.handlers import CompletionHandlers
+from argosy.gateway.proxy.refusal_errors import RETRY_AFTER_S, no_replica_error
 from argosy.gateway.proxy.upstream_headers import REFUSE_UNKNOWN_FIELDS, forward_notes
 
 __all__ = [

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from argosy.gateway.backends import DeliveredOutput
 from argosy.gateway.proxy.fast_path import FastPath, SplicedStream, SpliceProgress
-from argosy.gateway.proxy.response_writers import StreamingWriter
+from argosy.gateway.proxy.response_writers import ResponseWriter, StreamingWriter
 from argosy.gateway.request_context import UNLIMITED_TOKENS, FilterState
 from argosy.gateway.upstream import UpstreamResponse
 
@@ -21,17 +22,30 @@ class FastPathSwitch:
     """
 
     def __init__(
-        self, fast_path: FastPath, writer: StreamingWriter, filter_states: Sequence[FilterState]
+        self,
+        fast_path: FastPath | None,
+        writer: ResponseWriter,
+        filter_states: Sequence[FilterState],
+        delivered: DeliveredOutput,
     ) -> None:
+        """Create a switch for a stream on the event loop.
+
+        Args:
+            fast_path: None keeps the stream on the event loop, as does a writer that does not stream.
+            writer: Writes to the client.
+            filter_states: Notified of the chunks that the fast path forwards.
+            delivered: Updated with their tokens.
+        """
         self._fast_path = fast_path
-        self._writer = writer
+        self._writer = writer if isinstance(writer, StreamingWriter) else None
         self._filter_states = filter_states
+        self._delivered = delivered
         self._spliced_stream: SplicedStream | None = None
         self._skipped_chunks = 0
         """Chunks forwarded by the event loop since the last attempt to enter."""
         self._retry_after_chunks = 1
         """Chunks until the next attempt to enter."""
-        self.notified_states: Sequence[FilterState] = filter_states
+        self._notified_states: Sequence[FilterState] = filter_states
         """Filter states to notify of progress while the stream is on the fast path. A state with a token counter is
         excluded, because its counter is ahead of these notifications."""
         self._spliced_chunks = 0
@@ -40,7 +54,7 @@ class FastPathSwitch:
     def observe_chunk(self) -> bool:
         """Count a chunk that the event loop forwarded. Returns whether to call `enter` now."""
         self._skipped_chunks += 1
-        if self._skipped_chunks < self._retry_after_chunks:
+        if self._fast_path is None or self._skipped_chunks < self._retry_after_chunks:
             return False
         self._skipped_chunks = 0
         return True
@@ -55,7 +69,8 @@ class FastPathSwitch:
             output_tokens: Output tokens received so far.
             on_returned: Called when the fast path has returned the stream. Call `exit` then.
         """
-        if self._spliced_stream is not None:
+        fast_path, writer = self._fast_path, self._writer
+        if self._spliced_stream is not None or fast_path is None or writer is None:
             return
         budgets = [state.fast_path_budget() for state in self._filter_states]
         counter_addresses = [
@@ -63,7 +78,7 @@ class FastPathSwitch:
             for budget in budgets
             if budget.token_counter_address is not None
         ]
-        self.notified_states = [
+        self._notified_states = [
             state
             for state, budget in zip(self._filter_states, budgets, strict=True)
             if budget.token_counter_address is None
@@ -71,10 +86,10 @@ class FastPathSwitch:
         max_output_tokens = min(
             (budget.max_output_tokens for budget in budgets), default=UNLIMITED_TOKENS
         )
-        client_fd = self._writer.lend_socket() if max_output_tokens > output_tokens else None
+        client_fd = writer.lend_socket() if max_output_tokens > output_tokens else None
         replica_fd = None if client_fd is None else response.lend_socket()
         if client_fd is not None and replica_fd is not None:
-            self._spliced_stream = self._fast_path.attach(
+            self._spliced_stream = fast_path.attach(
                 replica_fd,
                 client_fd,
                 output_tokens=output_tokens,
@@ -87,23 +102,28 @@ class FastPathSwitch:
             if replica_fd is not None:
                 response.reclaim_socket(b"")
 
-    def poll_progress(self) -> SpliceProgress | None:
-        """Return the progress since the last call, or None if the stream is not on the fast path."""
+    def poll(self) -> float | None:
+        """Apply the progress since the last call, if the stream is on the fast path.
+
+        Returns:
+            The time of the last chunk; None if there was none.
+        """
         if self._spliced_stream is None:
             return None
         progress = self._spliced_stream.poll_progress()
         self._spliced_chunks += len(progress.chunk_times)
-        return progress
+        return self._apply(progress, self._notified_states)
 
-    def exit(self) -> SpliceProgress | None:
-        """Leave the fast path and write the bytes that it could not send to the client.
+    def exit(self) -> tuple[float | None, bytes]:
+        """Leave the fast path, apply the progress, and write the bytes that could not be sent to the client.
 
         Returns:
-            The progress since the last call, or None if the stream was not on the fast path.
+            The time of the last chunk since the last call, None if there was none; and the bytes of the replica that
+            are still to be parsed.
         """
         stream, self._spliced_stream = self._spliced_stream, None
-        if stream is None:
-            return None
+        if stream is None or self._writer is None:
+            return None, b""
         progress = stream.detach()
         if progress.unsent:
             self._writer.send_chunks(progress.unsent)
@@ -111,4 +131,15 @@ class FastPathSwitch:
         self._retry_after_chunks = (
             1 if chunk_count >= MIN_PROFITABLE_CHUNKS else self._retry_after_chunks * 2
         )
-        return progress
+        return self._apply(progress, self._filter_states), progress.unread
+
+    def _apply(
+        self, progress: SpliceProgress, notified_states: Sequence[FilterState]
+    ) -> float | None:
+        if not progress.chunk_times:
+            return None
+        self._delivered.token_id_pieces.setdefault(0, []).append(progress.token_ids)
+        self._delivered.output_tokens = progress.output_tokens
+        for state in notified_states:
+            state.on_tokens(progress.chunk_times)
+        return progress.chunk_times[-1]

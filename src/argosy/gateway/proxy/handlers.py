@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
+import random
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 
 from argosy.gateway.backends import BackendKind, StreamContinuation, count_resume_tokens
 from argosy.gateway.config import GatewayConfig
@@ -17,17 +17,20 @@ from argosy.gateway.proxy.constraint_check import (
     NativeRequestChecker,
     find_unsupporting_replicas,
 )
-from argosy.gateway.proxy.dispatcher import RETRY_AFTER_S, Dispatcher
-from argosy.gateway.proxy.failover import FailoverProxy, ProxyConfig
 from argosy.gateway.proxy.fast_path import FastPath
 from argosy.gateway.proxy.fast_path_switch import FastPathSwitch
-from argosy.gateway.proxy.response_relay import ResponseRelay, StreamTimeouts
+from argosy.gateway.proxy.placement_driver import PlacementDriver
+from argosy.gateway.proxy.refusal_errors import RETRY_AFTER_S
+from argosy.gateway.proxy.request_proxy import ProxyConfig, RequestProxy
+from argosy.gateway.proxy.response_relay import ResponseRelay
 from argosy.gateway.proxy.response_writers import AggregatingWriter, ResponseWriter, StreamingWriter
+from argosy.gateway.proxy.stream_monitor import StreamTimeouts
 from argosy.gateway.proxy.upstream_headers import build_native_headers
 from argosy.gateway.request_context import (
     CHAT,
     COMPLETION,
     ApiShape,
+    EndReason,
     FilterState,
     RequestContext,
     RequestFilter,
@@ -44,6 +47,7 @@ from argosy.http_server import (
     SlowReaderError,
     internal_error,
 )
+from argosy.policy.placement import PlacementLimits, QueueLimits
 from argosy.protocol import ApiError, format_event, invalid_request
 
 RESUMABLE_KINDS = frozenset[BackendKind]({"argosy", "auto"})
@@ -72,8 +76,16 @@ class CompletionHandlers:
             config.sse_keepalive_interval_s,
             config.slow_reader_timeout_s,
         )
-        self._dispatchers: dict[Pool, Dispatcher] = {}
-        """Dispatchers of the pools that have received requests."""
+        queue = config.queue
+        self._driver = PlacementDriver(
+            PlacementLimits(
+                QueueLimits(queue.max_requests, queue.max_bytes, queue.timeout_s),
+                config.timeouts.failover_timeout_s,
+                config.max_failed_attempts,
+            ),
+            self._clock,
+            random.Random(),  # noqa: S311 - spreads load, has no security purpose
+        )
         self._request_checker = NativeRequestChecker()
         self._relays: set[ResponseRelay] = set()
         self._early_starts: Deadlines[ResponseRelay] = Deadlines(
@@ -82,7 +94,7 @@ class CompletionHandlers:
         """Streams that start early if their replicas have not answered by then."""
         self._proxy_config = ProxyConfig(
             config.timeouts,
-            config.max_failed_attempts,
+            queue.timeout_s,
             self._clock,
             stream_start_deadlines=Deadlines(config.timeouts.first_token_timeout_s, _abort_late),
             buffered_deadlines=Deadlines(config.timeouts.non_streaming_timeout_s, _abort_late),
@@ -95,11 +107,8 @@ class CompletionHandlers:
     @property
     def queued_requests(self) -> Mapping[str, int]:
         """Number of queued requests by model."""
-        queue_depths = {pool.model: 0 for pool in self._models.pools}
-        for pool, dispatcher in self._dispatchers.items():
-            if pool.model in queue_depths:
-                queue_depths[pool.model] += len(dispatcher)
-        return queue_depths
+        depths = self._driver.queue_depths
+        return {pool.model: depths.get(pool, 0) for pool in self._models.pools}
 
     @property
     def fast_path_streams(self) -> int:
@@ -115,49 +124,17 @@ class CompletionHandlers:
         await self._handle(exchange, principal, COMPLETION)
 
     async def monitor_streams(self) -> None:
-        """Check the timeouts of streams and dispatch queued requests every second. Runs until it is cancelled."""
+        """Check the timeouts of streams every second. Runs until it is cancelled."""
         while True:
             await asyncio.sleep(1.0)
             # In a separate function, so that the loop variable does not keep the last stream alive.
             self._check_streams()
 
     def _check_streams(self) -> None:
-        for pool, dispatcher in tuple(self._dispatchers.items()):
-            dispatcher.dispatch_waiting()
-            if not (pool.active_requests or pool in self._models.pools):
-                del self._dispatchers[pool]
+        self._driver.remove_pools(set(self._models.pools))
         now = self._clock()
         for relay in tuple(self._relays):
             relay.check_timeouts(now, self._stream_timeouts)
-        self._move_streams(now)
-
-    def _move_streams(self, now: float) -> None:
-        """Move native streams off draining replicas, as far as other replicas of their arithmetic have room.
-
-        Streams of other backends stay, because they would not be resumed exactly.
-        """
-        for pool in self._dispatchers:
-            sources = {
-                id(replica): replica
-                for replica in pool.replicas.values()
-                if replica.arithmetic_id
-                and replica.is_exact
-                and replica.kind == "argosy"
-                and replica.health.must_move_streams(now)
-            }
-            if not sources:
-                continue
-            room = {
-                replica.arithmetic_id: pool.count_room_for_moves(replica.arithmetic_id, now)
-                for replica in sources.values()
-            }
-            for relay in tuple(self._relays):
-                replica = relay.replica
-                if replica is None or id(replica) not in sources:
-                    continue
-                if room[replica.arithmetic_id] > 0:
-                    room[replica.arithmetic_id] -= 1
-                    relay.move()
 
     def _start_early(self, relay: ResponseRelay) -> None:
         relay.start_early(self._clock())
@@ -233,7 +210,7 @@ class CompletionHandlers:
             route_name=route,
             deadline=exchange.arrived_at + min(fields.timeout_s, self._max_request_s),
             response_headers=exchange.extra_headers,
-            incompatible_replicas=unsupporting,
+            unsuitable_replicas=unsupporting,
             trace=RequestTrace(arrived_at=exchange.arrived_at, parsed_at=now),
             started_at=time.time() - (now - exchange.arrived_at),
         )
@@ -250,17 +227,22 @@ class CompletionHandlers:
         """
         task = asyncio.current_task()
         assert task is not None  # noqa: S101 - this is a coroutine
-        pool = context.pool
-        dispatcher = self._get_dispatcher(pool)
+        pool, driver = context.pool, self._driver
         continuation = StreamContinuation(context.fields, context.api.path, context.delivered)
         relay = ResponseRelay(
             context,
             writer,
             continuation,
             filter_states=filter_states,
-            charge=partial(dispatcher.charge_tenant, context),
+            report=driver.handle,
             cancel=task.cancel,
-            fast_path_switch=self._build_fast_path_switch(context.fields, writer, filter_states),
+            # The fast path supports a single choice.
+            fast_path_switch=FastPathSwitch(
+                None if context.fields.choice_count > 1 else self._fast_path,
+                writer,
+                filter_states,
+                context.delivered,
+            ),
         )
         deadline_timer = None
         if context.deadline < math.inf:
@@ -276,20 +258,21 @@ class CompletionHandlers:
                 context.trace.admitted_at = self._clock()
                 if context.fields.stream:
                     self._early_starts.add(relay)
-                await FailoverProxy(
-                    self._proxy_config, dispatcher, context, continuation, relay, writer
+                await RequestProxy(
+                    self._proxy_config, driver, context, continuation, relay, writer
                 ).run()
         except asyncio.CancelledError:
             task.uncancel()
-            if relay.client_disconnected:
-                raise (
-                    SlowReaderError if relay.disconnected_as_slow else DisconnectedError
-                ) from None
-            if not relay.aborted:
-                message = "The gateway is shutting down. Send the request again."
-                raise ApiError(503, "draining", message, retry_after_s=RETRY_AFTER_S) from None
-            if not relay.is_ended_early:
-                raise _deadline_exceeded_error(context) from None
+            match context.end_reason:
+                case EndReason.CLIENT_LEFT:
+                    raise DisconnectedError from None
+                case EndReason.SLOW_CLIENT:
+                    raise SlowReaderError from None
+                case EndReason.DEADLINE:
+                    raise _deadline_exceeded_error(context) from None
+                case None:
+                    message = "The gateway is shutting down. Send the request again."
+                    raise ApiError(503, "draining", message, retry_after_s=RETRY_AFTER_S) from None
         finally:
             if deadline_timer is not None:
                 deadline_timer.cancel()
@@ -297,32 +280,15 @@ class CompletionHandlers:
             self._early_starts.remove(relay)
             pool.active_requests -= 1
             relay.charge_delivered()
-            dispatcher.release(context)
+            if context.placement is not None:
+                driver.end(context.placement)
             context.exchange.set_listener(None)
             context.reclaim_stream = None  # a reference cycle
         if context.exchange.response_complete:
             return  # a buffered response, or the response of a filter
         await writer.finish()
-        context.status = "stopped" if relay.is_ended_early else context.final_status
-
-    def _get_dispatcher(self, pool: Pool) -> Dispatcher:
-        """Return the dispatcher of a pool, creating it for the first request."""
-        dispatcher = self._dispatchers.get(pool)
-        if dispatcher is None:
-            dispatcher = self._dispatchers[pool] = Dispatcher(pool, self._config.queue, self._clock)
-        return dispatcher
-
-    def _build_fast_path_switch(
-        self, fields: RequestFields, writer: ResponseWriter, filter_states: Sequence[FilterState]
-    ) -> FastPathSwitch | None:
-        """Build the switch for a stream that may use the fast path, which supports a single choice."""
-        if (
-            self._fast_path is None
-            or fields.choice_count > 1
-            or not isinstance(writer, StreamingWriter)
-        ):
-            return None
-        return FastPathSwitch(self._fast_path, writer, filter_states)
+        is_stopped = context.end_reason is EndReason.STOPPED
+        context.status = "stopped" if is_stopped else context.final_status
 
 
 async def _end_stream_with_error(exchange: HttpExchange, error: ApiError) -> None:

@@ -13,13 +13,13 @@ from argosy.gateway.upstream.tls import UpstreamTls, create_client_ssl_context
 from argosy.gateway.upstream.upstream import Upstream
 from argosy.gateway.upstream.upstream_response import (
     ResponseTooLargeError,
-    StreamMovedError,
+    StreamPausedError,
     UpstreamResponse,
 )
 
 __all__ = [
     "ResponseTooLargeError",
-    "StreamMovedError",
+    "StreamPausedError",
     "Upstream",
     "UpstreamError",
     "UpstreamResponse",

@@ -26,11 +26,11 @@ class ResponseTooLargeError(UpstreamError):
         super().__init__(message, outcome=None)
 
 
-class StreamMovedError(UpstreamError):
-    """The gateway ended the response because its replica drains. Another replica resumes it."""
+class StreamPausedError(UpstreamError):
+    """The gateway ended the response although its replica works. It is resumed later, or by another replica."""
 
-    def __init__(self) -> None:
-        super().__init__("the replica drains", outcome=None)
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason, outcome=None)
 
 
 class UpstreamResponse:
@@ -154,9 +154,9 @@ class UpstreamResponse:
         """Close the connection. All waiters get an UpstreamError with this reason."""
         self._abort_with(UpstreamError(reason))
 
-    def abort_for_move(self) -> None:
-        """Close the connection. All waiters get a `StreamMovedError`."""
-        self._abort_with(StreamMovedError())
+    def abort_for_pause(self, reason: str) -> None:
+        """Close the connection. All waiters get a `StreamPausedError` with this reason."""
+        self._abort_with(StreamPausedError(reason))
 
     def finish_early(self) -> None:
         """Close the connection and end the response as complete, although the replica would continue."""

@@ -1,9 +1,9 @@
 """Placement: which request runs where, and when, as a pure state machine.
 
 A `PlacementCore` receives events (`handle`) and returns effects. The driver creates a `PlacementRequest` for each
-admitted request and reports its arrival; the core keeps it in the `PoolQueue` of its `PlacementPool`, selects a
-`PlacementReplica`, and follows each `Attempt` there. What follows from a failed attempt is decided in `failures`, and
-which streams pause while others wait in `giving_way` and `pauses`.
+admitted request and reports its arrival. The core keeps it in the `PoolQueue` of its `PlacementPool`, selects a
+`PlacementReplica`, and follows each `Attempt` there. The module `failures` decides whether a failed request is tried
+again, `hedges` selects a second replica, and a `StreamPauser` lets streams give way (see `giving_way`).
 """
 
 from argosy.policy.placement.attempt import (
@@ -31,7 +31,6 @@ from argosy.policy.placement.messages import (
     RefusalReason,
     Refuse,
     RequestEnded,
-    ResponseCompleted,
     Send,
     SpeedMeasured,
     Tick,
@@ -72,7 +71,6 @@ __all__ = [
     "Refuse",
     "RequestEnded",
     "RequestState",
-    "ResponseCompleted",
     "RoutingDecision",
     "Send",
     "SpeedMeasured",

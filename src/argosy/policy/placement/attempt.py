@@ -34,7 +34,7 @@ class RoutingDecision(NamedTuple):
 
 
 class AttemptRecord(msgspec.Struct, gc=False, array_like=True):
-    """What happened in one attempt at one replica, in times of the core's clock."""
+    """Record of an attempt at a replica, in times of the core's clock."""
 
     replica: str
     chosen_at: float
@@ -89,17 +89,19 @@ class AttemptEnding(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """One attempt while it runs."""
+    """Attempt that runs."""
 
     decision: RoutingDecision
     mode: AttemptMode
     record: AttemptRecord
     was_breaker_closed: bool
     """Whether the replica's circuit breaker was closed when the attempt started."""
+    may_be_hedged: bool = False
+    """Whether a second attempt starts if this one stays silent."""
     is_stream: bool = False
     """Whether tokens of the response arrive one after the other, so that it can be paused."""
     is_pausing: bool = False
-    """Whether the driver was told to pause it."""
+    """Whether the driver has to pause it."""
     first_token_at: float | None = None
     """When the attempt's first token arrived."""
     is_ended: bool = False

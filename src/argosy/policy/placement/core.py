@@ -19,7 +19,6 @@ from typing import Any
 import msgspec
 
 from argosy.policy.breaker import AttemptOutcome
-from argosy.policy.load_shedding import saturation
 from argosy.policy.placement.attempt import (
     Attempt,
     AttemptEnding,
@@ -29,6 +28,7 @@ from argosy.policy.placement.attempt import (
     kept_costs,
 )
 from argosy.policy.placement.failures import record_failure, upstream_failed
+from argosy.policy.placement.hedges import select_hedge
 from argosy.policy.placement.messages import (
     Arrived,
     AttemptAnswered,
@@ -39,22 +39,19 @@ from argosy.policy.placement.messages import (
     Effect,
     Event,
     FirstToken,
-    Pause,
     PoolRemoved,
     Progress,
     RefusalReason,
     Refuse,
     RequestEnded,
-    ResponseCompleted,
     Send,
     SpeedMeasured,
     Tick,
 )
-from argosy.policy.placement.pauses import choose_pauses
 from argosy.policy.placement.pool import PlacementPool, RandomSource
 from argosy.policy.placement.pool_queue import PoolQueue, QueueLimits
-from argosy.policy.placement.replica import PlacementReplica
 from argosy.policy.placement.request import PlacementRequest, RequestState
+from argosy.policy.placement.stream_pauser import StreamPauser
 from argosy.policy.placement.timers import Timers
 from argosy.policy.prefix_cache_index import CacheHitReport
 from argosy.policy.retry_budget import backoff_s
@@ -63,10 +60,8 @@ from argosy.policy.wake_at import WakeAt
 POLL_INTERVAL_S = 1.0
 """How often a pool with waiting requests or draining replicas is looked at, because some capacity returns with time
 alone (backoff, probes)."""
-GIVE_WAY_INTERVAL_S = 0.1
-"""How often streams are looked for that give way to waiting requests."""
 
-_Pool = PlacementPool[PlacementReplica]
+_Pool = PlacementPool[Any]
 
 
 class PlacementLimits(msgspec.Struct, frozen=True):
@@ -99,6 +94,7 @@ class PlacementCore:
         self._wake_at = math.inf
         """The time of the last `WakeAt`, unless it has passed."""
         self._effects: list[Effect] = []
+        self._pauser = StreamPauser(self._timers, self._emit)
         self._handlers: Mapping[type[Event], Callable[[Any, float], None]] = {
             Arrived: self._on_arrived,
             AttemptSent: self._on_attempt_sent,
@@ -107,7 +103,6 @@ class PlacementCore:
             Progress: self._on_progress,
             SpeedMeasured: self._on_speed_measured,
             AttemptEnded: self._on_attempt_ended,
-            ResponseCompleted: self._on_response_completed,
             RequestEnded: self._on_request_ended,
             CapacityChanged: self._on_capacity_changed,
             PoolRemoved: self._on_pool_removed,
@@ -124,14 +119,12 @@ class PlacementCore:
         next_at = self._timers.next_at
         if next_at < self._wake_at:
             self._wake_at = next_at
-            self._effects.append(WakeAt(next_at))
+            self._emit(WakeAt(next_at))
         effects, self._effects = self._effects, []
         return effects
 
-    @property
-    def queue_depths(self) -> dict[_Pool, int]:
-        """Number of queued requests of each pool that has received requests."""
-        return {pool: len(queue) for pool, queue in self._queues.items()}
+    def _emit(self, effect: Effect) -> None:
+        self._effects.append(effect)
 
     @property
     def queues(self) -> Mapping[_Pool, PoolQueue]:
@@ -168,7 +161,7 @@ class PlacementCore:
         request.timer = self._timers.add(
             now + self._limits.queue.timeout_s, partial(self._on_queue_timeout, request)
         )
-        self._schedule_give_way(queue, now, request.tier)
+        self._pauser.watch(queue, request.tier, now)
         self._dispatch(queue, now)
 
     def _on_queue_timeout(self, request: PlacementRequest, now: float) -> None:
@@ -275,10 +268,11 @@ class PlacementCore:
             queue.occupy_slot(request, attempt)
             hedging = queue.pool.hedging
             if hedging is not None and not request.output_tokens and request.uses_stream(replica):
+                attempt.may_be_hedged = True
                 request.timer = self._timers.add(
                     now + hedging.after_s, partial(self._on_silence, request, attempt)
                 )
-        self._effects.append(Send(request, attempt))
+        self._emit(Send(request, attempt))
 
     def _on_attempt_sent(self, event: AttemptSent, now: float) -> None:
         record = event.attempt.record
@@ -289,32 +283,12 @@ class PlacementCore:
     def _on_silence(self, request: PlacementRequest, first: Attempt, now: float) -> None:
         """Start a second attempt if the replica of the first one is silent and capacity can be spared."""
         pool = self._pools[request]
-        queue, tier, hedging = self._queue_of(pool), request.tier, pool.hedging
-        if hedging is None or request.attempts != [first]:
+        if request.attempts != [first]:
             return
-        excluded = {first.replica.name} | request.failed
-        for replica in pool.replicas.values():
-            # The output must not depend on which of them is faster.
-            if (
-                not request.uses_stream(replica)
-                or replica.arithmetic_id != first.replica.arithmetic_id
-            ):
-                excluded.add(replica.name)
-        free_slots, total_slots = pool.free_slots(now)
-        if tier > queue.lowest_admissible_tier(free_slots, total_slots, now) or all(
-            replica.name in excluded for replica in pool.replicas_with_free_slots(tier, now)
-        ):
-            return
-        if hedging.try_acquire(
-            now,
-            queued=len(queue),
-            free_slots=free_slots[tier],
-            total_slots=total_slots,
-            saturation=saturation(0.0, pool.reachable_loads()),
-        ):
-            decision = pool.select_replica(request, excluded, now, self._random)
-            if decision is not None:
-                self._start_attempt(request, decision, queue, now, AttemptMode.HEDGE)
+        queue = self._queue_of(pool)
+        decision = select_hedge(queue, request, first.replica, now, self._random)
+        if decision is not None:
+            self._start_attempt(request, decision, queue, now, AttemptMode.HEDGE)
 
     def _on_attempt_answered(self, event: AttemptAnswered, now: float) -> None:
         request, attempt = event.request, event.attempt
@@ -327,7 +301,7 @@ class PlacementCore:
             for other in tuple(request.attempts):
                 if other is not attempt:
                     self._finish_attempt(request, other, None, "no longer needed", now)
-                    self._effects.append(Cancel(request, other))
+                    self._emit(Cancel(request, other))
                     is_room_new = True
             request.last_attempt, attempt.is_stream = attempt, event.is_stream
             if not request.output_tokens:
@@ -438,13 +412,20 @@ class PlacementCore:
         if event.ending is AttemptEnding.COMPLETED or event.is_complete:
             if len(pool.poison_requests):
                 pool.poison_requests.clear(request.compute_digest())
+            if event.tokens_per_choice is not None:
+                pool.on_completed(event.tokens_per_choice)
             request.move_to(RequestState.FINISHED)
             return
         match event.ending:
             case AttemptEnding.PAUSED if (
                 event.attempt.is_pausing and not replica.health.must_move_streams(now)
             ):
-                self._requeue_paused(request, queue, now)
+                event.attempt.record.outcome = "paused"
+                request.move_to(RequestState.PAUSED)
+                request.pauses.append((now, None))
+                queue.stop(request)
+                queue.push(request, now, is_paused=True)
+                self._pauser.watch(queue, request.tier, now)
                 return
             case AttemptEnding.PAUSED:
                 request.failed.add(replica.name)
@@ -497,15 +478,11 @@ class PlacementCore:
 
     # --- ends ------------------------------------------------------------------------------------
 
-    def _on_response_completed(self, event: ResponseCompleted, now: float) -> None:
-        del now
-        event.pool.on_completed(event.output_tokens)
-
     def _refuse(self, refusal: Refuse) -> None:
         request = refusal.request
         self._timers.cancel(request.timer)
         request.move_to(RequestState.REFUSED)
-        self._effects.append(refusal)
+        self._emit(refusal)
 
     def _on_request_ended(self, event: RequestEnded, now: float) -> None:
         request = event.request
@@ -513,12 +490,14 @@ class PlacementCore:
         queue = self._queue_of(pool)
         self._timers.cancel(request.timer)
         queue.withdraw(request)
-        for attempt in tuple(request.attempts):
-            self._finish_attempt(request, attempt, None, event.reason, now)
+        running = tuple(request.attempts)
+        for attempt in running:
+            self._finish_attempt(request, attempt, None, "", now)
         queue.stop(request)
         request.move_to(RequestState.ENDED)
         del self._pools[request]
-        self._dispatch(queue, now)
+        if running:
+            self._dispatch(queue, now)
 
     # --- capacity and time -----------------------------------------------------------------------
 
@@ -540,8 +519,7 @@ class PlacementCore:
 
     def _on_tick(self, event: Tick, now: float) -> None:
         del event
-        if now >= self._wake_at:
-            self._wake_at = math.inf
+        self._wake_at = math.inf
         self._timers.fire(now)
 
     def _schedule_poll(self, queue: PoolQueue, now: float) -> None:
@@ -553,88 +531,8 @@ class PlacementCore:
         """Look for capacity that returned with time alone, and for streams to move off draining replicas."""
         queue.poll_at = math.inf
         self._dispatch(queue, now)
-        if self._move_streams(queue, now):
+        if self._pauser.move_streams(queue, now):
             self._schedule_poll(queue, now)
-
-    # --- pauses ----------------------------------------------------------------------------------
-
-    def _move_streams(self, queue: PoolQueue, now: float) -> bool:
-        """Move streams off draining replicas, as far as other replicas of their arithmetic have room.
-
-        Streams that would not be resumed exactly stay.
-
-        Returns:
-            Whether such a replica is in service, or an operator has yet to let its streams move.
-        """
-        pool, room = queue.pool, dict[str, int]()
-        is_draining = False
-        for replica in pool.replicas.values():
-            if replica.health.is_schedulable or not replica.load.in_flight:
-                continue
-            is_draining = True
-            if replica.resumes_exactly and replica.health.must_move_streams(now):
-                room[replica.name] = 0
-        if not room:
-            return is_draining
-        sources = set(room)
-        by_arithmetic: dict[str, int] = {}
-        for tenants in queue.running:
-            for streams in tenants.values():
-                for request in streams.requests:
-                    attempt = request.attempts[0]
-                    replica = attempt.replica
-                    if (
-                        replica.name not in sources
-                        or pool.replicas.get(replica.name) is not replica
-                        or not _is_movable(request, attempt)
-                    ):
-                        continue
-                    arithmetic = replica.arithmetic_id
-                    if arithmetic not in by_arithmetic:
-                        by_arithmetic[arithmetic] = pool.count_room_for_moves(arithmetic, now)
-                    if by_arithmetic[arithmetic] > 0:
-                        by_arithmetic[arithmetic] -= 1
-                        self._pause(request, attempt, None)
-        return True
-
-    def _pause(
-        self, request: PlacementRequest, attempt: Attempt, waiting: PlacementRequest | None
-    ) -> None:
-        attempt.is_pausing = True
-        self._effects.append(Pause(request, attempt, waiting))
-
-    def _requeue_paused(self, request: PlacementRequest, queue: PoolQueue, now: float) -> None:
-        """Let a stream that gave way wait at the head of its tenant's queue."""
-        request.move_to(RequestState.PAUSED)
-        request.pauses.append((now, None))
-        queue.stop(request)
-        queue.push(request, now, is_paused=True)
-        self._schedule_give_way(queue, now, request.tier)
-
-    def _schedule_give_way(self, queue: PoolQueue, now: float, tier: int) -> None:
-        """Look for streams that give way once a request of this tier has waited long enough."""
-        settings = queue.pool.giving_way
-        if settings is None:
-            return
-        at = now + settings.after_s[tier]
-        if at < queue.give_way_at:
-            self._timers.cancel(queue.give_way_timer)
-            queue.give_way_at = at
-            queue.give_way_timer = self._timers.add(at, partial(self._give_way, queue))
-
-    def _give_way(self, queue: PoolQueue, now: float) -> None:
-        """Let streams pause for requests that have waited too long."""
-        queue.give_way_at = math.inf
-        settings = queue.pool.giving_way
-        if settings is None or not queue.queue:
-            return
-        max_pauses = queue.pause_budget.refill(settings.max_paused_share * queue.total_slots, now)
-        for pause in choose_pauses(queue, settings, max_pauses, now):
-            queue.pause_budget.spend()
-            queue.beneficiaries[pause.waiting] = None
-            self._pause(pause.request, pause.attempt, pause.waiting)
-        queue.give_way_at = now + GIVE_WAY_INTERVAL_S
-        queue.give_way_timer = self._timers.add(queue.give_way_at, partial(self._give_way, queue))
 
 
 def _next_mode(request: PlacementRequest) -> AttemptMode:
@@ -642,8 +540,3 @@ def _next_mode(request: PlacementRequest) -> AttemptMode:
     if request.output_tokens:
         return AttemptMode.RESUME
     return AttemptMode.RETRY if request.records else AttemptMode.FIRST
-
-
-def _is_movable(request: PlacementRequest, attempt: Attempt) -> bool:
-    """Whether the attempt is a stream that runs and was not told to pause."""
-    return request.state is RequestState.STREAMING and attempt.is_stream and not attempt.is_pausing

@@ -1,4 +1,4 @@
-"""What follows from a failed attempt: whether its request may be tried again.
+"""Failed attempts: whether their requests may be tried again.
 
 Attempts that are bounded in another way do not draw on the retry budget. A response that has started must continue
 somewhere, limited by the failover timeout and by the number of replicas it may lose without progress. After
@@ -9,16 +9,17 @@ failed before, the next attempt waits for budget or for a healthy replica.
 
 from __future__ import annotations
 
+from typing import Any
+
 from argosy.policy.breaker import AttemptOutcome
 from argosy.policy.placement.attempt import AttemptEnding
 from argosy.policy.placement.messages import AttemptEnded, RefusalReason, Refuse
 from argosy.policy.placement.pool import PlacementPool
-from argosy.policy.placement.replica import PlacementReplica
 from argosy.policy.placement.request import PlacementRequest
 
 
 def record_failure(
-    pool: PlacementPool[PlacementReplica],
+    pool: PlacementPool[Any],
     event: AttemptEnded,
     max_failed_attempts: int,
     now: float,
@@ -75,7 +76,7 @@ def record_failure(
 
 
 def _quarantine(
-    pool: PlacementPool[PlacementReplica],
+    pool: PlacementPool[Any],
     request: PlacementRequest,
     max_failed_attempts: int,
     now: float,
@@ -93,9 +94,7 @@ def _quarantine(
     return Refuse(request, RefusalReason.QUARANTINED, poison_requests.retry_after_s(digest, now))
 
 
-def upstream_failed(
-    pool: PlacementPool[PlacementReplica], request: PlacementRequest, now: float
-) -> Refuse:
+def upstream_failed(pool: PlacementPool[Any], request: PlacementRequest, now: float) -> Refuse:
     """Return the refusal of a request whose attempts failed, by what is known about the pool."""
     last = request.last_attempt
     was_refused_as_full = (

@@ -1,14 +1,14 @@
 """Giving way: which running streams pause while others wait.
 
-A queue decides who is next, but not when. If one tenant's long streams hold every slot, everyone else waits until they
-end. Streams that can be resumed exactly therefore pause for a request that has waited for `after_s` of its tier, unless
-a slot is expected to become free within the same time by itself.
+A queue decides who is next, but not when. If one tenant's long streams hold every slot, all others wait until these
+end. Therefore a stream that can be resumed exactly pauses for a request that has waited for `after_s` of its tier. It
+does not if a slot is expected to become free within the same time.
 
-**Who pauses.** A stream of a lower tier than the waiting request, of the lowest tier first; or a stream of the same
-tier whose tenant, with one stream less, still runs at least as many per weight as the waiting tenant with one more.
-Every pause within a tier thus brings the tenants closer to equal shares, and pausing ends at max-min fairness. Of the
-tenant with the most streams per weight, the stream pauses that has the fewest tokens to compute again. No tenant loses
-its last stream while that is not more than its share of the slots.
+**Who pauses.** Streams of the lowest tier pause first, if their tier is below that of the waiting request. Then follow
+streams of the same tier. Their tenant must run at least as many streams per weight with one stream less as the waiting
+tenant with one more. Each such pause brings the tenants closer to equal shares, so pausing ends at max-min fairness. Of
+the tenant with the most streams per weight, the stream pauses that has the fewest tokens to compute again. No tenant
+loses its last stream while that is not more than its share of the slots.
 
 **Bounds.** A stream runs for at least `min_slice_s` after its first token each time. In one second, at most
 `max_paused_share` of the slots are paused.
@@ -34,7 +34,7 @@ class GivingWay(msgspec.Struct, frozen=True):
     """How long a stream runs at least before it pauses, and between two pauses."""
     max_paused_share: float = 0.25
     """Part of the slots that may be paused within one second."""
-    max_share: float = 0.5
+    max_share: float = 0.9
     """Part of the slots beyond which streams that cannot pause let other tenants go first."""
 
 

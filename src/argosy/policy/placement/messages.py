@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import enum
+from typing import Any
 
 import msgspec
 
 from argosy.policy.breaker import AttemptOutcome
 from argosy.policy.placement.attempt import Attempt, AttemptEnding
 from argosy.policy.placement.pool import PlacementPool
-from argosy.policy.placement.replica import PlacementReplica
 from argosy.policy.placement.request import PlacementRequest
 from argosy.policy.prefix_cache_index import CacheHitReport, PromptTokensReport
 from argosy.policy.wake_at import WakeAt
@@ -23,7 +23,7 @@ class Arrived(Event, frozen=True, gc=False):
     """A request was admitted and needs a replica."""
 
     request: PlacementRequest
-    pool: PlacementPool[PlacementReplica]
+    pool: PlacementPool[Any]
 
 
 class AttemptSent(Event, frozen=True, gc=False):
@@ -85,7 +85,7 @@ class AttemptEnded(Event, frozen=True, gc=False):
     attempt: Attempt
     ending: AttemptEnding
     outcome: AttemptOutcome | None = None
-    """What it says about the replica; None for nothing."""
+    """Its outcome for the replica; None if it says nothing about the replica."""
     reason: str = ""
     status: int = 0
     """HTTP status of a `REFUSED` attempt."""
@@ -104,33 +104,26 @@ class AttemptEnded(Event, frozen=True, gc=False):
     """Whether the response starts over because the client has received nothing."""
     received_at: float | None = None
     """When a response in one piece arrived."""
-
-
-class ResponseCompleted(Event, frozen=True, gc=False):
-    """A response is complete, with this mean number of output tokens per choice."""
-
-    pool: PlacementPool[PlacementReplica]
-    output_tokens: float
+    tokens_per_choice: float | None = None
+    """Output tokens per choice of a complete response, if they are known."""
 
 
 class RequestEnded(Event, frozen=True, gc=False):
     """A request is over, whatever its state: answered, refused, or its client left."""
 
     request: PlacementRequest
-    reason: str = ""
-    """Why attempts that still run are cancelled."""
 
 
 class CapacityChanged(Event, frozen=True, gc=False):
     """A replica of the pool may have more room than before, or a new state."""
 
-    pool: PlacementPool[PlacementReplica]
+    pool: PlacementPool[Any]
 
 
 class PoolRemoved(Event, frozen=True, gc=False):
     """The pool gets no more requests and has none."""
 
-    pool: PlacementPool[PlacementReplica]
+    pool: PlacementPool[Any]
 
 
 class Tick(Event, frozen=True, gc=False):
@@ -188,4 +181,4 @@ class Refuse(msgspec.Struct, frozen=True, gc=False):
 
 
 Effect = Send | Cancel | Pause | Refuse | WakeAt
-"""What the driver does. For `WakeAt` it sends a `Tick` at the time, and forgets the earlier times."""
+"""Work for the driver. For `WakeAt` it sends a `Tick` at the time, and forgets the earlier times."""

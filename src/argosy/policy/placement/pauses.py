@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from argosy.policy.fair_queue import LOWEST_TIER
@@ -50,37 +51,46 @@ def choose_pauses(
         return []
     plan = PausePlan(queue, settings, now)
     waiting.sort(key=lambda each: (each.tier, plan.load(each.tier, each.tenant), each.arrived_at))
-    ends = _expected_ends(queue, max(settings.after_s))
+    tiers = {queued.tier for queued in waiting}
+    ends = _count_expected_ends(queue, settings.after_s)
+    missing = {tier: queue.missing_slots(tier, now) for tier in tiers}
     num_expected = len(queue.beneficiaries)  # other streams pause for these
-    pauses = []
+    pauses: list[PausedStream] = []
     for queued in waiting:
-        if num_expected < len(ends) and ends[num_expected] <= settings.after_s[queued.tier]:
-            num_expected += 1  # it gets a slot without a pause
+        tier, request = queued.tier, queued.item
+        # A slot that was expected has not become free if the request has waited for twice the time.
+        may_wait = now - queued.arrived_at < 2 * settings.after_s[tier]
+        if may_wait and num_expected + missing[tier] < ends[tier]:
+            num_expected += 1
             continue
-        pause = plan.choose(queued.item)
+        pause = plan.choose(request) if tier in tiers else None
         if pause is not None:
             pauses.append(pause)
             if len(pauses) == max_pauses:
                 break
+        elif not (request.arithmetic_id or request.unsuitable):
+            tiers.discard(tier)  # the tenants that follow have even less of a claim
     return pauses
 
 
-def _expected_ends(queue: PoolQueue, within_s: float) -> list[float]:
-    """Return in how many seconds streams are expected to end, for those that end within `within_s`, earliest first."""
-    ends = []
-    for tenants in queue.running:
+def _count_expected_ends(queue: PoolQueue, within_s: Sequence[float]) -> list[int]:
+    """Count for each tier the streams of this tier and lower ones that are expected to end within its time.
+
+    Slots of higher tiers do not count, because the next requests of these tiers take them.
+    """
+    counts, expected_output_tokens = [0 for _ in within_s], queue.pool.expected_output_tokens
+    for lowest, tenants in enumerate(queue.running):
         for streams in tenants.values():
             for request in streams.requests:
                 attempt = request.attempts[0]
                 if attempt.first_token_at is None or attempt.is_pausing:
                     continue
-                expected = queue.pool.expected_output_tokens(request)
+                expected = expected_output_tokens(request)
                 tokens = expected_remaining_tokens(request, expected) / request.choice_count
                 end_s = tokens * attempt.replica.load.inter_token_s
-                if end_s <= within_s:
-                    ends.append(end_s)
-    ends.sort()
-    return ends
+                for tier in range(lowest + 1):
+                    counts[tier] += end_s <= within_s[tier]
+    return counts
 
 
 class PausePlan:

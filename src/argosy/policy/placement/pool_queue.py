@@ -7,6 +7,7 @@ import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import msgspec
 
@@ -20,9 +21,13 @@ from argosy.policy.placement.giving_way import (
 )
 from argosy.policy.placement.messages import RefusalReason
 from argosy.policy.placement.pool import PlacementPool
-from argosy.policy.placement.replica import TIER_RANKS, PlacementReplica
+from argosy.policy.placement.replica import TIER_RANKS
 from argosy.policy.placement.request import PlacementRequest
-from argosy.policy.tier_reservation import lowest_admissible_tier, no_reservation_active
+from argosy.policy.tier_reservation import (
+    lowest_admissible_tier,
+    no_reservation_active,
+    reserved_slots,
+)
 from argosy.policy.virtual_token_counters import weighted_tokens
 
 DisplacedKey = tuple[int, frozenset[str]]
@@ -40,7 +45,7 @@ class QueueLimits(msgspec.Struct, frozen=True):
 class PoolQueue:
     """Queue and slots of one pool."""
 
-    def __init__(self, pool: PlacementPool[PlacementReplica], limits: QueueLimits) -> None:
+    def __init__(self, pool: PlacementPool[Any], limits: QueueLimits) -> None:
         self.pool = pool
         self._limits = limits
         self.queue: DispatchQueue[PlacementRequest] = DispatchQueue(limits.timeout_s)
@@ -114,6 +119,14 @@ class PoolQueue:
         return lowest_admissible_tier(
             free_slots, total_slots, self.running_by_tier, self._last_request_at, now
         )
+
+    def missing_slots(self, tier: int, now: float) -> int:
+        """Return how many slots must become free before one is free that is not reserved for higher tiers."""
+        free_slots, total_slots = self.pool.free_slots(now)
+        reserved = reserved_slots(
+            tier, total_slots, self.running_by_tier, self._last_request_at, now
+        )
+        return max(0, reserved - free_slots[tier])
 
     # --- waiting ---------------------------------------------------------------------------------
 
@@ -261,6 +274,12 @@ class PoolQueue:
             self._update_hold(request.tier, request.tenant, streams)
         if not streams.requests:
             del tenants[request.tenant]
+
+    def running_requests(self) -> Iterator[PlacementRequest]:
+        """Yield the requests that occupy slots."""
+        for tenants in self.running:
+            for streams in tenants.values():
+                yield from streams.requests
 
     def _count_slots(self, now: float) -> list[int]:
         """Return the free slots for each tier, and apply the shares of tenants if the number of slots has changed."""

@@ -25,7 +25,7 @@ SPEED_MAX_AGE_S = 60.0
 
 @dataclass(slots=True, eq=False)
 class PlacementReplica:
-    """One replica of a pool, without its connections."""
+    """Replica of a pool, without its connections."""
 
     name: str
     health: ReplicaHealth = field(init=False)

@@ -30,7 +30,7 @@ class RequestState(enum.Enum):
     PAUSED = "paused"
     """At the head of its tenant's queue, because its stream gave way to other requests."""
     DISPLACED = "displaced"
-    """It waits for another replica, because its own failed or drains. It precedes the queue."""
+    """Waits for another replica, before all queued requests, because its own failed or drains."""
     FINISHED = "finished"
     """The response is complete, and may still be on its way to the client."""
     REFUSED = "refused"
@@ -58,7 +58,7 @@ class PlacementError(Exception):
 
 @dataclass(slots=True, eq=False)
 class PlacementRequest:
-    """One request. Its driver creates it, and only the core changes its state."""
+    """Request that the driver creates. Only the core changes its state."""
 
     # --- facts, which never change ---
     id: str

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 
 Action = Callable[[float], None]
-"""What to do at the time, which is passed to it."""
+"""Function that is called at the time, with the time."""
 
 
 class Timers:

@@ -1,0 +1,112 @@
+"""Driver of the placement core in a running gateway: its clock, its timer, and the way from effects to requests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Protocol
+
+from argosy.gateway.pool import Pool
+from argosy.policy import WakeAt
+from argosy.policy.placement import (
+    Attempt,
+    Cancel,
+    CapacityChanged,
+    Event,
+    Pause,
+    PlacementCore,
+    PlacementLimits,
+    PlacementRequest,
+    PoolRemoved,
+    RandomSource,
+    Refuse,
+    RequestEnded,
+    Send,
+    Tick,
+)
+
+MIN_TIMER_DELAY_S = 0.001
+"""Shortest timer delay. libuv's timers fire up to 1 ms early, so a shorter one would only fire again and again."""
+
+
+class PlacedRequest(Protocol):
+    """The side of a request that performs the effects of the core. The calls must not send events."""
+
+    def on_send(self, attempt: Attempt) -> None:
+        """Send the request to the replica of the attempt."""
+
+    def on_cancel(self, attempt: Attempt) -> None:
+        """Cancel an attempt, because another one provides the response."""
+
+    def on_pause(self, pause: Pause) -> None:
+        """Stop the stream at its last delivered token."""
+
+    def on_refuse(self, refusal: Refuse) -> None:
+        """End the request with an error."""
+
+
+class PlacementDriver:
+    """Feeds events to the core and performs its effects. Not thread-safe: use it from one event loop."""
+
+    def __init__(
+        self, limits: PlacementLimits, clock: Callable[[], float], random_source: RandomSource
+    ) -> None:
+        self._core = PlacementCore(limits, random_source)
+        self._clock = clock
+        self._requests: dict[PlacementRequest, PlacedRequest] = {}
+        self._pools: set[Pool] = set()
+        """The pools that have received requests."""
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def queue_depths(self) -> Mapping[Pool, int]:
+        """Number of queued requests of each pool that has received requests."""
+        queues = self._core.queues
+        return {pool: len(queues[pool]) for pool in self._pools if pool in queues}
+
+    def handle(self, event: Event) -> None:
+        """Feed an event to the core, and perform the effects."""
+        now = self._clock()
+        for effect in self._core.handle(event, now):
+            match effect:
+                case Send(request, attempt):
+                    self._requests[request].on_send(attempt)
+                case WakeAt(at):
+                    self._set_timer(at - now)
+                case Refuse(request):
+                    self._requests[request].on_refuse(effect)
+                case Cancel(request, attempt):
+                    self._requests[request].on_cancel(attempt)
+                case Pause(request):
+                    self._requests[request].on_pause(effect)
+
+    def add(self, request: PlacementRequest, placed: PlacedRequest, pool: Pool) -> None:
+        """Perform the effects on a request with `placed` from now on."""
+        self._requests[request] = placed
+        if pool not in self._pools:
+            self._pools.add(pool)
+            pool.set_capacity_listener(partial(self.handle, CapacityChanged(pool)))
+
+    def end(self, request: PlacementRequest) -> None:
+        """End a request, whatever its state, if it was added."""
+        if request in self._requests:
+            self.handle(RequestEnded(request))
+            del self._requests[request]
+
+    def remove_pools(self, kept: set[Pool]) -> None:
+        """Forget the pools that serve no request and are not among `kept`."""
+        for pool in tuple(self._pools):
+            if not (pool.active_requests or pool in kept):
+                self._pools.remove(pool)
+                self.handle(PoolRemoved(pool))
+
+    def _set_timer(self, delay_s: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(max(delay_s, MIN_TIMER_DELAY_S), self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self.handle(Tick())

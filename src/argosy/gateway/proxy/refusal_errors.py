@@ -1,0 +1,100 @@
+"""Errors that clients receive for the refusals of placement."""
+
+from __future__ import annotations
+
+import math
+
+from argosy.gateway.pool import Pool
+from argosy.gateway.request_context import REFUSED_BY_REPLICA, REQUEST_TOO_LARGE, RequestContext
+from argosy.policy.placement import RefusalReason, Refuse
+from argosy.protocol import ApiError
+
+RETRY_AFTER_S = 1.0
+NO_REPLICA_RETRY_AFTER_S = 10.0
+"""Retry-After when no replica is available and none is expected to recover."""
+
+_OVERLOADED = {
+    RefusalReason.QUEUE_FULL: "the queue is full",
+    RefusalReason.TENANT_SHARE_FULL: "the tenant's share of the queue is full",
+    RefusalReason.RESERVED_FOR_HIGHER_TIERS: "the remaining capacity is for higher tiers",
+}
+
+
+def build_refusal_error(
+    refusal: Refuse, context: RequestContext, queue_timeout_s: float, now: float
+) -> ApiError:
+    """Build the error for a refusal of the request.
+
+    Args:
+        refusal: The refusal.
+        context: The request.
+        queue_timeout_s: How long requests may wait.
+        now: Monotonic time.
+    """
+    pool, detail = context.pool, refusal.detail
+    match refusal.reason:
+        case RefusalReason.QUEUE_TIMEOUT:
+            return _overloaded_error(pool, f"no free slot within {queue_timeout_s:g} s")
+        case RefusalReason.REPLICAS_FULL:
+            return _replicas_full_error(pool, refusal.retry_after_s or 0.0)
+        case RefusalReason.NO_REPLICA:
+            return no_replica_error(pool, now)
+        case RefusalReason.QUARANTINED:
+            return _quarantined_error(pool, refusal.retry_after_s or 0.0)
+        case RefusalReason.REFUSED_BY_REPLICA:
+            message = f"The replica refused the request: {detail.rstrip('.')}."
+            return ApiError(refusal.status, REFUSED_BY_REPLICA, message)
+        case RefusalReason.TOO_LARGE:
+            message = f"The response is too large: {detail}. Request less output, or stream it."
+            return ApiError(413, REQUEST_TOO_LARGE, message)
+        case RefusalReason.INTERRUPTED:
+            return _interrupted_error(context)
+        case RefusalReason.UPSTREAM_FAILED:
+            message = f"No replica could answer for {pool.model!r}. Try again shortly."
+            return ApiError(502, "upstream_failed", message, retry_after_s=RETRY_AFTER_S)
+        case reason:
+            return _overloaded_error(pool, _OVERLOADED[reason])
+
+
+def no_replica_error(pool: Pool, now: float) -> ApiError:
+    """Build the 503 error for a pool without an available replica."""
+    message = f"No replica is available for {pool.model!r}. Try again shortly."
+    if pool.is_out_of_service:
+        message = f"Operators took all replicas for {pool.model!r} out of service; see `argosy replicas list`."
+    may_recover = pool.may_recover(now)
+    return ApiError(
+        503,
+        "no_replica",
+        message,
+        retry_after_s=RETRY_AFTER_S if may_recover else NO_REPLICA_RETRY_AFTER_S,
+    )
+
+
+def _overloaded_error(pool: Pool, reason: str) -> ApiError:
+    message = f"Too many requests for {pool.model!r} ({reason}). Try again shortly."
+    return ApiError(429, "overloaded", message, retry_after_s=RETRY_AFTER_S)
+
+
+def _replicas_full_error(pool: Pool, retry_after_s: float) -> ApiError:
+    """Build the 429 error for a pool whose replicas all reported that they are full."""
+    message = f"The replicas for {pool.model!r} are full. Try again "
+    message += f"in {math.ceil(retry_after_s)} s." if retry_after_s > RETRY_AFTER_S else "shortly."
+    return ApiError(429, "overloaded", message, retry_after_s=max(RETRY_AFTER_S, retry_after_s))
+
+
+def _quarantined_error(pool: Pool, wait_s: float) -> ApiError:
+    message = (
+        f"Replicas for {pool.model!r} failed while they ran this request. "
+        f"Change it, or try again in {math.ceil(wait_s)} s."
+    )
+    return ApiError(502, "upstream_failed", message, retry_after_s=wait_s)
+
+
+def _interrupted_error(context: RequestContext) -> ApiError:
+    reason = (
+        "no other replica with the same arithmetic can resume it"
+        if context.delivered.is_exact
+        else "its results are not exact, so that no other replica can resume it"
+    )
+    message = f"The replica failed during the response, and {reason}. Send the request again."
+    return ApiError(502, "upstream_failed", message)

@@ -1,0 +1,142 @@
+"""Exchange of an attempt with its replica: the request, and the response until its start is known."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from email.utils import parsedate_to_datetime
+
+import msgspec
+
+from argosy.gateway.backends import (
+    BackendAdapter,
+    UpstreamPlan,
+    infer_status,
+    is_json_object,
+    parse_error_message,
+    status_in_body,
+)
+from argosy.gateway.pool import ReplicaEndpoint
+from argosy.gateway.upstream import UpstreamError, UpstreamResponse
+from argosy.policy import AttemptOutcome, classify_status
+from argosy.policy.placement import Attempt, AttemptEnding
+
+MAX_JSON_CONTAINERS = 1 << 21
+"""Maximum objects and lists in a buffered response. More take long to parse, and log-probabilities need fewer."""
+
+
+class BufferedResponse(msgspec.Struct, frozen=True):
+    """A response that was received in one piece."""
+
+    status: int
+    body: bytes
+    content_type: bytes
+
+
+ResponseStart = BufferedResponse | UpstreamPlan
+"""Start of a response: complete at once, or a stream that the plan's parser reads."""
+
+
+class UpstreamRefusedError(Exception):
+    """A replica answered, but not with a usable response to the request."""
+
+    def __init__(self, status: int, reason: str, upstream_message: str = "") -> None:
+        super().__init__(reason)
+        self.status = status
+        self.upstream_message = upstream_message
+        """The replica's error message, for operators. It may be about the fleet's account at a hosted API."""
+        self.outcome = classify_status(status)
+
+
+class UnsuitableReplicaError(Exception):
+    """The replica cannot resume the response at its current position, or does not enforce the request's constraint."""
+
+    outcome = None
+
+
+CallError = UpstreamError | UpstreamRefusedError | UnsuitableReplicaError
+CALL_ERRORS = (UpstreamError, UpstreamRefusedError, UnsuitableReplicaError)
+
+
+class UpstreamCall:
+    """Attempt at a replica."""
+
+    def __init__(
+        self, attempt: Attempt, replica: ReplicaEndpoint, response: UpstreamResponse
+    ) -> None:
+        self.attempt = attempt
+        self.replica = replica
+        self.response = response
+        self.task: asyncio.Task[ResponseStart] | None = None
+        """Task that waits for the start of the response, if another attempt may be faster."""
+
+    def cancel(self) -> None:
+        """Give the attempt up."""
+        task, self.task = self.task, None
+        if task is not None and not task.cancel() and not task.cancelled():
+            task.exception()  # marks the exception as retrieved
+        self.response.abort("attempt ended")
+
+    @property
+    def retry_after_s(self) -> float | None:
+        """Seconds of the replica's `Retry-After` header, a number or a date (RFC 9110, 10.2.3)."""
+        value = self.response.headers.get(b"retry-after", b"").decode("latin-1")
+        if not value:
+            return None
+        try:
+            seconds = float(value) if value[:1].isdigit() else _parse_http_date(value) - time.time()
+        except (ValueError, OverflowError):
+            return None
+        return max(0.0, seconds)
+
+
+def ending_of(error: CallError) -> AttemptEnding:
+    """Return how an attempt ended that failed with this error."""
+    if isinstance(error, UpstreamError):
+        return AttemptEnding.LOST
+    if isinstance(error, UpstreamRefusedError):
+        return AttemptEnding.REFUSED
+    return AttemptEnding.UNSUITABLE
+
+
+def check_buffered_response(
+    status: int, body: bytes, content_type: bytes, adapter: BackendAdapter, *, has_started: bool
+) -> BufferedResponse:
+    """Check a response in one piece.
+
+    Args:
+        status: Its status.
+        body: Its body.
+        content_type: Its content type.
+        adapter: Adapter of the replica.
+        has_started: Whether the client may have received events, so that only a stream can continue the response.
+
+    Raises:
+        UpstreamRefusedError: It is an error, or no response to the request.
+        UpstreamError: The replica ended it early.
+    """
+    if body.count(b"{") + body.count(b"[") > MAX_JSON_CONTAINERS:
+        raise UpstreamRefusedError(
+            502, f"the response has more than {MAX_JSON_CONTAINERS} objects and lists"
+        )
+    received_status, status = status, infer_status(status, body, adapter.client_error_markers)
+    outcome = classify_status(status)
+    if outcome is not AttemptOutcome.SUCCESS or has_started:
+        raise UpstreamRefusedError(status, f"status {received_status}", parse_error_message(body))
+    if status == 200 and not is_json_object(body):
+        raise UpstreamRefusedError(502, "the response is not a JSON object")
+    if status == 200 and not adapter.is_native:
+        status = status_in_body(body)
+        if classify_status(status) is not AttemptOutcome.SUCCESS:
+            raise UpstreamError("the replica ended the response early")
+    return BufferedResponse(status, body, content_type)
+
+
+def _parse_http_date(value: str) -> float:
+    """Parse an HTTP date into seconds since the epoch.
+
+    Raises:
+        ValueError: The value is not a date.
+        OverflowError: The date is out of range.
+    """
+    return parsedate_to_datetime(value).timestamp()

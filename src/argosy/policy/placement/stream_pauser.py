@@ -1,0 +1,103 @@
+"""Pauses of running streams: off draining replicas, and for requests that have waited too long."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+from argosy.policy.placement.attempt import Attempt
+from argosy.policy.placement.messages import Pause
+from argosy.policy.placement.pauses import choose_pauses
+from argosy.policy.placement.pool_queue import PoolQueue
+from argosy.policy.placement.replica import PlacementReplica
+from argosy.policy.placement.request import PlacementRequest, RequestState
+from argosy.policy.placement.timers import Timers
+
+GIVE_WAY_INTERVAL_S = 0.1
+"""How often streams are looked for that give way to waiting requests."""
+MAX_PAUSES_AT_ONCE = 8
+"""Maximum pauses each time. In a pool of a thousand replicas, the placement that follows each takes milliseconds."""
+
+
+class StreamPauser:
+    """Decides which streams pause, and when to look again.
+
+    Args:
+        timers: Timers of the core.
+        emit: Receives the effects.
+    """
+
+    def __init__(self, timers: Timers, emit: Callable[[Pause], None]) -> None:
+        self._timers = timers
+        self._emit = emit
+
+    def watch(self, queue: PoolQueue, tier: int, now: float) -> None:
+        """Let streams give way once a request of this tier, which waits from now on, has waited long enough."""
+        settings = queue.pool.giving_way
+        if settings is None:
+            return
+        at = now + settings.after_s[tier]
+        if at < queue.give_way_at:
+            self._timers.cancel(queue.give_way_timer)
+            self._schedule(queue, at)
+
+    def _schedule(self, queue: PoolQueue, at: float) -> None:
+        queue.give_way_at = at
+        queue.give_way_timer = self._timers.add(at, partial(self._give_way, queue))
+
+    def _give_way(self, queue: PoolQueue, now: float) -> None:
+        """Let streams pause for requests that have waited too long."""
+        queue.give_way_at = math.inf
+        settings = queue.pool.giving_way
+        if settings is None or not queue.queue:
+            return
+        budget = queue.pause_budget.refill(settings.max_paused_share * queue.total_slots, now)
+        max_pauses = min(budget, MAX_PAUSES_AT_ONCE)
+        for request, attempt, waiting in choose_pauses(queue, settings, max_pauses, now):
+            queue.pause_budget.spend()
+            queue.beneficiaries[waiting] = None
+            self._pause(request, attempt, waiting)
+        self._schedule(queue, now + GIVE_WAY_INTERVAL_S)
+
+    def move_streams(self, queue: PoolQueue, now: float) -> bool:
+        """Move streams off draining replicas, as far as other replicas of their arithmetic have room.
+
+        Streams that would not be resumed exactly stay.
+
+        Returns:
+            Whether replicas that get no new requests still run some, so that it has to be called again.
+        """
+        pool = queue.pool
+        leaving: list[PlacementReplica] = [
+            replica
+            for replica in pool.replicas.values()
+            if replica.load.in_flight and not replica.health.is_schedulable
+        ]
+        sources = {
+            replica
+            for replica in leaving
+            if replica.resumes_exactly and replica.health.must_move_streams(now)
+        }
+        room: dict[str, int] = {}
+        for request in queue.running_requests() if sources else ():
+            attempt = request.attempts[0]
+            if attempt.replica in sources and _can_pause(request, attempt):
+                arithmetic_id = attempt.replica.arithmetic_id
+                if arithmetic_id not in room:
+                    room[arithmetic_id] = pool.count_room_for_moves(arithmetic_id, now)
+                if room[arithmetic_id] > 0:
+                    room[arithmetic_id] -= 1
+                    self._pause(request, attempt, None)
+        return bool(leaving)
+
+    def _pause(
+        self, request: PlacementRequest, attempt: Attempt, waiting: PlacementRequest | None
+    ) -> None:
+        attempt.is_pausing = True
+        self._emit(Pause(request, attempt, waiting))
+
+
+def _can_pause(request: PlacementRequest, attempt: Attempt) -> bool:
+    """Whether the attempt is a stream that runs and does not pause already."""
+    return request.state is RequestState.STREAMING and attempt.is_stream and not attempt.is_pausing

@@ -1,0 +1,253 @@
+"""Placement of requests in a gateway's pools: slots, admission to the queue, and turns of tiers."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from tests.support.limit_harness import make_context
+from tests.support.placed_requests import PlacedByHand, arrive, end_attempt, new_driver
+
+from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig
+from argosy.gateway.model_registry.model_entries import build_model_entries, build_model_router
+from argosy.gateway.pool import Pool, ReplicaEndpoint
+from argosy.gateway.principal import Principal
+from argosy.gateway.request_fields import parse_request_fields
+from argosy.policy.placement import (
+    AttemptEnding,
+    CapacityChanged,
+    PlacementLimits,
+    PlacementPool,
+    QueueLimits,
+    RefusalReason,
+    RequestState,
+    RoutingDecision,
+)
+
+
+def make_pool(*replicas: ReplicaConfig) -> Pool:
+    config = GatewayConfig(models=[ModelConfig(name="big", replicas=list(replicas))])
+    return build_model_router(build_model_entries(config)).pools[0]
+
+
+class GatewayWithoutReplicas:
+    """The placement of a gateway with three replicas of two slots each, whose replicas answer when a test says so."""
+
+    def __init__(self, pool: Pool | None = None, limits: QueueLimits | None = None) -> None:
+        self.now = 0.0
+        replicas = [
+            ReplicaConfig(url=f"http://127.0.0.1:{port}", kind="openai", max_requests=2)
+            for port in (7, 8, 9)
+        ]
+        self.pool = pool or make_pool(*replicas)
+        self.driver = new_driver(lambda: self.now, PlacementLimits(limits or QueueLimits()))
+
+    def send(
+        self,
+        tier: int = 1,
+        project: str = "project",
+        *,
+        prompt_tokens: int = 10,
+        body: bytes | None = None,
+    ) -> PlacedByHand:
+        context = make_context(Principal(project=project, tier=tier), prompt_tokens=prompt_tokens)
+        context.pool = self.pool
+        if body is not None:
+            context.fields = parse_request_fields(body, "messages")
+        placed = arrive(self.driver, context)
+        if placed.refusal is not None:
+            self.driver.end(placed.request)
+        return placed
+
+    def answer(self, placed: PlacedByHand) -> None:
+        """Complete the response of a request."""
+        end_attempt(self.driver, placed.request)
+        self.driver.end(placed.request)
+
+    @property
+    def queued(self) -> int:
+        return self.driver.queue_depths[self.pool]
+
+
+@pytest.mark.parametrize(
+    ("configured", "reported", "slots"),
+    [(None, 0, 256), (None, 8, 8), (None, 512, 512), (2, 0, 2), (2, 8, 2), (9, 8, 8)],
+)
+def test_slots_follow_reported_capacity_up_to_configured_maximum(
+    configured: int | None, reported: int, slots: int
+) -> None:
+    pool = make_pool(
+        ReplicaConfig(url="http://127.0.0.1:7", kind="sglang", max_requests=configured)
+    )
+    (replica,) = pool.replicas.values()
+    replica.load.max_seqs = reported
+    assert replica.slots == slots
+
+
+def test_configured_maximum_is_not_reduced_by_other_gateways() -> None:
+    pool = make_pool(ReplicaConfig(url="http://127.0.0.1:7", kind="argosy", max_requests=4))
+    (replica,) = pool.replicas.values()
+    replica.load.max_seqs = 8
+    replica.update_slot_shares([{1: 4}])
+    assert [replica.slot_share(tier, 0.0) for tier in range(3)] == [4, 4, 4]
+    replica.update_slot_shares([{1: 6}])
+    assert [replica.slot_share(tier, 0.0) for tier in range(3)] == [4, 4, 2]
+    replica.update_slot_shares([])
+    assert replica.slot_share(1, 0.0) == 4
+
+
+@pytest.mark.parametrize("has_failed_over", [False, True])
+async def test_end_of_request_that_was_not_sent_yet_frees_its_slot(has_failed_over: bool) -> None:
+    gateway = GatewayWithoutReplicas()
+    running = [gateway.send() for _ in range(6)]
+    replicas = set(gateway.pool.replicas.values())
+    gone = gateway.send()
+    if has_failed_over:
+        while running:
+            gateway.answer(running.pop())
+        end_attempt(gateway.driver, gone.request, AttemptEnding.LOST, None)
+        assert gone.request.state is RequestState.SENT
+    gateway.driver.end(gone.request)
+    for placed in running:
+        gateway.answer(placed)
+    assert all(not each.load.in_flight and not each.load.sent_tokens for each in replicas)
+    assert [record.outcome for record in gone.request.records] == ["ended"] * 2 * has_failed_over
+
+
+async def test_reserved_slots_do_not_end_wait_of_old_requests() -> None:
+    pool = make_pool(ReplicaConfig(url="http://127.0.0.1:7", kind="argosy"))
+    gateway = GatewayWithoutReplicas(pool)
+    (replica,) = pool.replicas.values()
+    replica.load.max_seqs = 4
+    replica.update_slot_shares([{1: 3}])
+    assert [replica.slot_share(tier, 0.0) for tier in range(3)] == [2, 2, 1]
+    running = [gateway.send(0) for _ in range(2)]
+    old = gateway.send(2)
+    gateway.now = 40.0
+    others = [gateway.send(0) for _ in range(8)]
+    for placed in others:
+        gateway.answer(running.pop(0))
+        running.append(placed)
+        assert replica.load.in_flight == 2
+    replica.update_slot_shares([])
+    gateway.driver.handle(CapacityChanged(pool))
+    assert old.request.attempts
+
+
+async def test_waiting_requests_fail_once_replicas_are_down_for_too_long() -> None:
+    gateway = GatewayWithoutReplicas()
+    for _ in range(6):
+        gateway.send()
+    waiting = [gateway.send(tier) for tier in range(3)]
+    for replica in gateway.pool.replicas.values():
+        replica.health.on_reported_state("ready", 0.0)
+        replica.health.on_removed(0.0)
+    gateway.now = 29.0
+    gateway.driver.handle(CapacityChanged(gateway.pool))
+    assert gateway.queued == 3
+    gateway.now = 31.0
+    gateway.driver.handle(CapacityChanged(gateway.pool))
+    for placed in waiting:
+        assert placed.refusal is not None
+        assert placed.refusal.reason is RefusalReason.NO_REPLICA
+
+
+def reason_of(placed: PlacedByHand) -> RefusalReason | None:
+    return None if placed.refusal is None else placed.refusal.reason
+
+
+async def test_queue_is_bounded_in_bytes() -> None:
+    gateway = GatewayWithoutReplicas(limits=QueueLimits(max_bytes=5000))
+    for _ in range(6):
+        gateway.send()
+    assert reason_of(gateway.send(0, prompt_tokens=2000)) is RefusalReason.QUEUE_FULL
+    assert reason_of(gateway.send(0, "a", prompt_tokens=500)) is None
+    assert reason_of(gateway.send(0, "b", prompt_tokens=500)) is None
+    assert reason_of(gateway.send(0, prompt_tokens=500)) is RefusalReason.QUEUE_FULL
+
+
+async def test_capacity_is_reserved_for_higher_tiers() -> None:
+    """Depends on how long the tenant's own requests have waited, and on the queues of the replicas."""
+    gateway = GatewayWithoutReplicas(limits=QueueLimits(timeout_s=60.0))
+    for _ in range(6):
+        gateway.send(0)
+    assert reason_of(gateway.send(2, "free")) is None
+    assert reason_of(gateway.send(1, "paid")) is None
+    gateway.now = 29.0
+    assert reason_of(gateway.send(2, "free")) is None
+    gateway.now = 31.0
+    reserved = RefusalReason.RESERVED_FOR_HIGHER_TIERS
+    assert reason_of(gateway.send(2, "free")) is reserved
+    assert reason_of(gateway.send(2, "another")) is None
+    assert reason_of(gateway.send(1, "paid")) is None
+    gateway.now = 46.0
+    assert reason_of(gateway.send(1, "paid")) is reserved
+    for replica in gateway.pool.replicas.values():
+        replica.load.max_seqs, replica.load.waiting = 10, 9
+    assert reason_of(gateway.send(1, "new")) is reserved
+    assert reason_of(gateway.send(0, "new")) is None
+
+
+async def test_whole_body_counts_towards_queue_bytes() -> None:
+    pool = make_pool(ReplicaConfig(url="http://127.0.0.1:7", kind="openai", max_requests=1))
+    gateway = GatewayWithoutReplicas(pool, QueueLimits(max_bytes=50_000))
+    gateway.send()
+    body = {"model": "big", "messages": [], "metadata": {"of": "x" * 20_000}}
+    encoded = msgspec.json.encode(body)
+    waiting = [gateway.send(body=encoded) for _ in range(2)]
+    assert gateway.queued == 2
+    assert reason_of(gateway.send(body=encoded)) is RefusalReason.QUEUE_FULL
+    for placed in waiting:
+        gateway.driver.end(placed.request)
+    assert gateway.queued == 0
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+async def test_failed_over_requests_are_not_all_reexamined_for_each(
+    replicas: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The failed replica has slots again, but these requests need another one, all at the same moment."""
+    count, selections, select_replica_original = 300, 0, PlacementPool.select_replica
+
+    def count_selections(self: Pool, *args: object) -> RoutingDecision | None:
+        nonlocal selections
+        selections += 1
+        return select_replica_original(self, *args)  # type: ignore[arg-type]
+
+    configs = [
+        ReplicaConfig(url=f"http://127.0.0.1:{port}", kind="openai", max_requests=count)
+        for port in range(7, 7 + replicas)
+    ]
+    gateway = GatewayWithoutReplicas(make_pool(*configs))
+    running = [gateway.send(project=f"p{number % 4}") for number in range(replicas * count)]
+    failed: ReplicaEndpoint = gateway.pool.replicas[running[0].context.replica_name]
+    failed_over = [each for each in running if each.context.replica_name == failed.name]
+    monkeypatch.setattr(PlacementPool, "select_replica", count_selections)
+    for placed in failed_over:
+        end_attempt(gateway.driver, placed.request, AttemptEnding.LOST, None)
+    assert selections <= 3 * count
+    for (
+        placed
+    ) in running:  # each slot of the other replica goes to the request that has waited longest
+        if placed not in failed_over:
+            gateway.answer(placed)
+    assert [bool(each.request.attempts) for each in failed_over] == [replicas > 1] * count
+    for placed in failed_over:
+        gateway.driver.end(placed.request)
+    selections = 0
+    gateway.driver.handle(CapacityChanged(gateway.pool))
+    assert selections == 0
+
+
+@pytest.mark.parametrize("tier", [1, 2])
+async def test_lower_tier_gets_a_slot_within_a_short_queue_timeout(tier: int) -> None:
+    """A slot becomes free every second, and a premium request always waits for it."""
+    gateway = GatewayWithoutReplicas(limits=QueueLimits(timeout_s=10.0))
+    requests = [gateway.send(0) for _ in range(12)]
+    patient = gateway.send(tier, "patient")
+    while not patient.request.attempts and gateway.now < 10.0:
+        gateway.now += 1.0
+        requests.append(gateway.send(0))
+        running = next(each for each in requests if each.request.attempts)
+        requests.remove(running)
+        gateway.answer(running)
+    assert gateway.now < 10.0
