@@ -11,12 +11,13 @@ import torch
 from argosy.engine.execution.checkpoint import read_config_values
 from argosy.engine.execution.checkpoint_config import CheckpointConfig
 from argosy.engine.execution.checkpoint_formats import QuantizationConfig, parse_quantization
+from argosy.engine.execution.checkpoint_formats.encoded_tensor import GroupedTensor
 from argosy.engine.execution.checkpoint_formats.find_encoded import find_encoded_tensors
 from argosy.engine.execution.checkpoint_formats.gguf_tensors import GgufSource
 from argosy.engine.execution.checkpoint_formats.tensor_sources import open_tensor_source
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -37,7 +38,7 @@ _FLOAT_DTYPES = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
 class EncodedMatrix:
     """Matrix [N, K] whose stored integers the kernels compute with."""
 
-    tensor: EncodedTensor
+    tensor: GroupedTensor
     entry: int | None
     format: GroupFormat
     shape: tuple[int, int]
@@ -83,7 +84,7 @@ class CheckpointReader:
             ValueError: There are no weights, files are missing or damaged, or config.json does not describe them.
         """
         self.path = path
-        self._encoded: dict[str, EncodedTensor] = {}
+        self._encoded: Mapping[str, EncodedTensor] = {}
         self.ignored: tuple[str, ...] = ()
         """Stored tensors that are not needed, such as scales of the KV cache."""
         self.stored_format = "plain"
@@ -114,9 +115,9 @@ class CheckpointReader:
     def find_encoded(self, part: StoredPart) -> EncodedMatrix | None:
         """Return the stored integers of a matrix, or None if it is not stored so or the kernels cannot use them."""
         tensor = self._encoded.get(part.name)
-        if tensor is None or tensor.group_format is None or len(tensor.shape) < 2:
+        if not isinstance(tensor, GroupedTensor) or tensor.group_format is None:
             return None
-        if (len(tensor.shape) == 3) != (part.entry is not None):
+        if len(tensor.shape) != (2 if part.entry is None else 3):
             return None
         if tensor.is_transposed != part.is_transposed:
             return None
@@ -131,7 +132,7 @@ class CheckpointReader:
         has_head = HEAD_NAME in self.files
         num_weights, num_bytes = 0, 0.0
         for name, tensor in self._encoded.items():
-            stored = tensor.group_format
+            stored = tensor.group_format if isinstance(tensor, GroupedTensor) else None
             if stored is None or (has_head and name.endswith(EMBEDDING_SUFFIX)):
                 continue
             count = math.prod(tensor.shape)

@@ -1,8 +1,8 @@
 """Forms in which checkpoints store matrices: quantized ones, and files other than safetensors.
 
 `parse_quantization` reads what config.json says, and `find_encoded_tensors` finds the matrices that are stored so. Each
-is an `EncodedTensor`, which gives the stored integers with their scales, for kernels that compute with them, or the
-dequantized matrix. To support a new form, add a subclass and a rule to `find_encoded_tensors`.
+is an `EncodedTensor`, which gives the dequantized matrix. A `GroupedTensor` also gives the stored integers with their
+scales, for kernels that compute with them. To support a new form, add a subclass and a rule to `find_encoded_tensors`.
 """
 
 from argosy.engine.execution.checkpoint_formats.quantization_config import (

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from argosy.engine.execution.checkpoint_formats.encoded_tensor import EncodedTensor
+from argosy.engine.execution.checkpoint_formats.encoded_tensor import GroupedTensor
 from argosy.engine.execution.grouped_weight import (
     GroupedWeight,
     GroupFormat,
@@ -30,7 +30,7 @@ _CODES = 16
 _MAX_DIMENSION = 1 << 31
 
 
-class Bnb4Tensor(EncodedTensor):
+class Bnb4Tensor(GroupedTensor):
     """Matrix of 4-bit codes in blocks of the flattened matrix, with a table of values."""
 
     def __init__(self, prefix: str, source: TensorSource) -> None:
@@ -132,7 +132,7 @@ class Bnb4Tensor(EncodedTensor):
         return table[codes.int()] * repeated + self._nested_offset
 
 
-class Bnb8Tensor(EncodedTensor):
+class Bnb8Tensor(GroupedTensor):
     """Matrix of 8-bit integers with the largest magnitude of each row."""
 
     def __init__(self, prefix: str, source: TensorSource) -> None:

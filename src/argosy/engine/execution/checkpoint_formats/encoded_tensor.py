@@ -7,15 +7,13 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from argosy.engine.execution.grouped_weight import GroupedWeight
-
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
     from torch import Tensor
 
-    from argosy.engine.execution.grouped_weight import GroupFormat
+    from argosy.engine.execution.grouped_weight import GroupedWeight, GroupFormat
 
 
 class TensorSource(Protocol):
@@ -55,9 +53,6 @@ class EncodedTensor(ABC):
         self.shape = shape
         self._source = source
 
-    is_transposed = False
-    """Whether checkpoints in full precision store each matrix as [K, N]. Then `shape` is [E, K, N]."""
-
     @property
     def file(self) -> Path:
         """File with the values."""
@@ -68,36 +63,13 @@ class EncodedTensor(ABC):
     def stored_names(self) -> tuple[str, ...]:
         """Names of the stored tensors, that of the values first."""
 
-    @property
-    def group_format(self) -> GroupFormat | None:
-        """Format in which the kernels compute with the stored values, or None if they have to be dequantized."""
-        return None
-
-    def column_order(self) -> Tensor | None:
-        """Return the input column of each column of the values of `read_grouped`, or None for the same order."""
-        return None
-
-    def read_grouped(self, entry: int | None = None) -> GroupedWeight:
-        """Read the stored values of a matrix in `group_format`. Formats without one have no such values.
-
-        Raises:
-            ValueError: A stored tensor is damaged. The message names it.
-        """
-        raise NotImplementedError(self.name)
-
+    @abstractmethod
     def dequantize(self, entry: int | None = None) -> Tensor:
-        """Read a matrix, [N, K] float32, or [K, N] if it `is_transposed`.
+        """Read a matrix, or the whole 3-D tensor without an `entry`, as float32 of the shape in full precision.
 
         Raises:
             ValueError: A stored tensor is damaged. The message names it.
         """
-        if entry is None and len(self.shape) == 3:
-            return torch.stack([self.dequantize(index) for index in range(self.shape[0])])
-        weight = self.read_grouped(entry).dequantize()
-        order = self.column_order()
-        if order is not None:
-            weight = torch.empty_like(weight).index_copy_(1, order, weight)
-        return weight.mT.contiguous() if self.is_transposed else weight
 
     def error(self, stored_name: str, problem: str) -> ValueError:
         """Build the error for a stored tensor that does not fit."""
@@ -130,6 +102,36 @@ class EncodedTensor(ABC):
                 "the checkpoint is damaged, fetch it again"
             )
         return scales
+
+
+class GroupedTensor(EncodedTensor):
+    """Encoded tensor with whose stored values the kernels compute, if it has a `group_format`."""
+
+    is_transposed = False
+    """Whether checkpoints in full precision store each matrix as [K, N]. Then `shape` is [E, K, N]."""
+
+    @property
+    @abstractmethod
+    def group_format(self) -> GroupFormat | None:
+        """Format in which the kernels compute with the stored values, or None if they have to be dequantized."""
+
+    def column_order(self) -> Tensor | None:
+        """Return the input column of each column of the values of `read_grouped`, or None for the same order."""
+        return None
+
+    @abstractmethod
+    def read_grouped(self, entry: int | None = None) -> GroupedWeight:
+        """Read the stored values of a matrix in `group_format`.
+
+        Raises:
+            ValueError: A stored tensor is damaged, or there is no `group_format`. The message names it.
+        """
+
+    def dequantize(self, entry: int | None = None) -> Tensor:
+        if entry is None and len(self.shape) == 3:
+            return torch.stack([self.dequantize(index) for index in range(self.shape[0])])
+        weight = self.read_grouped(entry).dequantize()
+        return weight.mT.contiguous() if self.is_transposed else weight
 
 
 def unpack_integers(packed: Tensor, bits: int) -> Tensor:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from argosy.engine.execution.checkpoint_formats.encoded_tensor import EncodedTensor
+from argosy.engine.execution.checkpoint_formats.encoded_tensor import EncodedTensor, GroupedTensor
 from argosy.engine.execution.grouped_weight import GroupedWeight, GroupFormat
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class Fp8Tensor(EncodedTensor):
         return values.mul_(scales)
 
 
-class Mxfp4Tensor(EncodedTensor):
+class Mxfp4Tensor(GroupedTensor):
     """Experts [E, N, K] in FP4 with a power of two for each 32 along K, which full precision stores as [E, K, N]."""
 
     is_transposed = True

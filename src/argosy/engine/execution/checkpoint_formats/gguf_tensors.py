@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from argosy.engine.execution.checkpoint_formats.encoded_tensor import EncodedTensor
+from argosy.engine.execution.checkpoint_formats.encoded_tensor import GroupedTensor
 from argosy.engine.execution.checkpoint_formats.float_formats import FP4_DOUBLED, power_of_two
 from argosy.engine.execution.checkpoint_formats.gguf_config import (
     checkpoint_name,
@@ -42,7 +42,7 @@ class GgufSource:
         self._family = find_gguf_family(file)
         self._head_counts = _head_counts(file)
         self._plain: dict[str, tuple[GgufTensor, int | None]] = {}
-        self.encoded: dict[str, EncodedTensor] = {}
+        self.encoded: dict[str, GroupedTensor] = {}
         for tensor in file.tensors.values():
             template = checkpoint_name(self._family, tensor.name)
             if template is not None:
@@ -113,7 +113,7 @@ def _head_counts(file: GgufFile) -> dict[str, int]:
     return counts
 
 
-class BlockTensor(EncodedTensor):
+class BlockTensor(GroupedTensor):
     """Matrix in blocks of llama.cpp, or one expert's part of a tensor of such matrices."""
 
     def __init__(

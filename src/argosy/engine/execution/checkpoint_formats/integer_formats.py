@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from argosy.engine.execution.checkpoint_formats.encoded_tensor import (
-    EncodedTensor,
+    GroupedTensor,
     unpack_integers,
 )
 from argosy.engine.execution.grouped_weight import (
@@ -30,7 +30,7 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 _WORD_BITS = 32
 
 
-class ZeroPointTensor(EncodedTensor):
+class ZeroPointTensor(GroupedTensor):
     """Matrix [N, K] of weights (code - zero point) * scale, whose codes are unsigned integers of `bits`."""
 
     def __init__(
