@@ -111,6 +111,7 @@ def test_only_the_named_model_is_downloaded(hub: Hub, name: str, files: set[str]
         ("o/many/m-Q2_K.gguf", "has no GGUF model for m-Q2_K.gguf"),
         ("o/plain:Q8_0", "o/plain has no GGUF files; give o/plain alone"),
         ("o/unknown:Q8_0", "the hub has no model o/unknown: check the name or the path"),
+        ("my-hf.co/plain", "the hub has no model my-hf.co/plain"),
         ("o/one:a:b", "there is no directory"),
     ],
 )

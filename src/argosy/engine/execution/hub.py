@@ -23,7 +23,7 @@ IGNORED_PATTERNS = (
 """Patterns of files not to download: weights in other layouts, and folders except those of chat templates."""
 MAX_LISTED_FILES = 8
 """Maximum number of files that an error lists."""
-_PREFIX = re.compile(r"(https://)?(huggingface\.co|hf\.co)/")
+_PREFIX = re.compile(r"^(https://)?(huggingface\.co|hf\.co)/")
 _NAME = re.compile(
     r"(?P<repository>[^/:]+(/[^/:]+)?)(:(?P<quantization>[^/:]+)|/(?P<file>.+\.gguf))?"
 )
