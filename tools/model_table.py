@@ -14,7 +14,7 @@ import argparse
 import logging
 import sys
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -106,7 +106,7 @@ class Section:
 
     rows: Callable[[str], Iterator[TableRow]]
     """Yields the rows whose name contains a text."""
-    head: str = field(default=TABLE_HEAD)
+    head: str = TABLE_HEAD
 
 
 def own_cases() -> Iterator[Case]:

@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 class KvCacheTensor:
-    """KV memory of all layers, divided into blocks whose internal layout the attention kernel defines."""
+    """KV memory, divided into blocks whose internal layout the attention kernel defines."""
 
     def __init__(self, keys: Tensor, values: Tensor | None) -> None:
-        """Wrap keys and values, each [layers, num_blocks, ...], contiguous, of one dtype and shape.
+        """Wrap keys and values, each [layers of a block, num_blocks, ...], contiguous, of one dtype and shape.
 
         `values` is None if they are part of the keys.
         """
@@ -30,13 +30,13 @@ class KvCacheTensor:
         self._prefaulter.ensure(block)
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy whole blocks of all layers in order, given as (source, destination) pairs."""
+        """Copy whole blocks in order, given as (source, destination) pairs."""
         for source, destination in pairs:
             for part in self._parts:
                 part[:, destination].copy_(part[:, source])
 
     def read_block(self, block: int) -> Tensor:
-        """Return a copy of a block's keys and then values of all layers, as one flat uint8 tensor."""
+        """Return a copy of a block's keys and then values, as one flat uint8 tensor."""
         return torch.stack([part[:, block] for part in self._parts]).flatten().view(torch.uint8)
 
     def write_block(self, block: int, data: Tensor) -> None:

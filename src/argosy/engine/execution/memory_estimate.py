@@ -98,10 +98,8 @@ class MemoryNeeds:
 
     def _kv_bytes(self) -> int:
         config = self.config
-        layout, bytes_per_token = (
-            self.architecture.kv_layout,
-            self.architecture.kv_bytes_per_token(self.kv_dtype_bytes),
-        )
+        layout = self.architecture.kv_layout
+        bytes_per_token = self.architecture.kv_bytes_per_token(self.kv_dtype_bytes)
         block_bytes = layout.block_bytes(bytes_per_token, config.block_size)
         if config.num_blocks is not None:
             return config.num_blocks * block_bytes

@@ -67,13 +67,9 @@ def load_decoder(
     head_differs = architecture.tied_embeddings and not is_tied
     architecture = replace(architecture, tied_embeddings=is_tied)
     decoder = Decoder(architecture, device, dtype, None if quantize == "none" else quantize)
-    assignment = assign_tensors(
-        checkpoint.path,
-        checkpoint.files,
-        architecture,
-        [name for name, _ in decoder.named_parameters()],
-    )
-    loader = _ModuleLoader(
+    parameters = [name for name, _ in decoder.named_parameters()]
+    assignment = assign_tensors(checkpoint.path, checkpoint.files, architecture, parameters)
+    loader = _Loader(
         checkpoint,
         assignment.parts,
         device,
@@ -82,24 +78,14 @@ def load_decoder(
         head_differs=head_differs,
         pack_cache=pack_cache or PackCache(),
     )
-    num_total = sum(parameter.numel() for parameter in decoder.parameters())
-    num_done = 0
-    progress(0.0)
-    for name, module in decoder.named_modules():
-        if isinstance(module, LoadableModule):
-            num_done += sum(declared.numel() for declared in module.parameters(recurse=False))
-            loader.load(name, module)
-            progress(num_done / num_total)
+    loader.load(decoder, progress)
+    separate = "differs from the tied embedding" if head_differs else "separate"
     log.info(
         "checkpoint_loaded",
         path=str(checkpoint.path),
         architecture=architecture.architecture,
         parameters=architecture.num_parameters,
-        head="differs from the tied embedding"
-        if head_differs
-        else "tied"
-        if is_tied
-        else "separate",
+        head="tied" if is_tied else separate,
         stored_format=checkpoint.stored_format,
         matrices=dict(loader.formats),
         unused_tensors=[*assignment.unused, *checkpoint.ignored],
@@ -111,8 +97,8 @@ def load_decoder(
 
 
 @dataclass(frozen=True, slots=True)
-class _ModuleLoader:
-    """Loader of one module after the other."""
+class _Loader:
+    """Loader of a decoder's modules, one after the other."""
 
     checkpoint: CheckpointReader
     parts: Mapping[str, tuple[StoredPart, ...]]
@@ -122,11 +108,23 @@ class _ModuleLoader:
     keeps_stored_format: bool
     """Whether matrices are computed with as they are stored, if the kernels can."""
     head_differs: bool
+    """Whether there is a head although the configuration says that it is the embedding."""
     pack_cache: PackCache
     formats: Counter[str] = field(default_factory=Counter)
     """Number of matrices in each format."""
 
-    def load(self, name: str, module: LoadableModule) -> None:
+    def load(self, decoder: Decoder, progress: Callable[[float], None]) -> None:
+        """Load all modules. `progress` is called with the finished fraction, 0 to 1."""
+        num_total = sum(parameter.numel() for parameter in decoder.parameters())
+        num_done = 0
+        progress(0.0)
+        for name, module in decoder.named_modules():
+            if isinstance(module, LoadableModule):
+                num_done += sum(declared.numel() for declared in module.parameters(recurse=False))
+                self._load_module(name, module)
+                progress(num_done / num_total)
+
+    def _load_module(self, name: str, module: LoadableModule) -> None:
         """Assign the parameters of a module, and pack its matrix."""
         weight = f"{name}.weight"
         is_kept = isinstance(module, Projection) and self._is_kept(weight, module)
