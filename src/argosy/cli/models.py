@@ -81,7 +81,7 @@ def inspect_model(
     ] = None,
     output: Annotated[OutputFormat, typer.Option(help="Output format.")] = "table",
 ) -> None:
-    """Show a model's properties and what fits in memory. Families of Argosy's own decoder need no torch."""
+    """Show a model's properties and what fits in memory. Own families need torch only if they are quantized."""
     from argosy.engine import find_stored_integers, read_any_architecture, resolve_model_path
     from argosy.models import BUNDLED_MODEL
 

@@ -117,14 +117,19 @@ def find_stored_integers(path: Path, architecture: AnyArchitecture) -> StoredInt
     """Return the integers of a quantized checkpoint that a CPU computes with. Only quantized checkpoints need torch.
 
     Raises:
-        ValueError: The checkpoint is damaged, or its quantization is not supported.
+        ValueError: The checkpoint is damaged, its quantization is not supported, or torch is not installed.
     """
     _, values = read_config_values(path)
     text = values.get("text_config")
     is_quantized = "quantization_config" in (values | text if isinstance(text, dict) else values)
     if isinstance(architecture, GenericArchitecture) or not (is_quantized or path.is_file()):
         return None
-    from argosy.engine.execution.checkpoint_reader import CheckpointReader
+    try:
+        from argosy.engine.execution.checkpoint_reader import CheckpointReader
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"{path}: the size of quantized weights needs {error.name}; pip install 'argosy[engine]'"
+        ) from error
 
     return CheckpointReader(path).find_stored_integers()
 
