@@ -100,7 +100,6 @@ class FakeEngine:
             num_blocks=1024,
             max_seqs=MAX_SEQS,
             kv_capacity_tokens=1024 * 16,
-            parameters=1,
             load_s=0.0,
             backend="fake",
             fingerprint="",

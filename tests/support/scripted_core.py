@@ -124,7 +124,6 @@ class ScriptedCore:
             num_blocks=64,
             max_seqs=64,
             kv_capacity_tokens=4,
-            parameters=0,
             load_s=0.0,
             backend=f"scripted {os.getpid()}",
             fingerprint=self._fingerprint,

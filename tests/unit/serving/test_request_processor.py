@@ -68,10 +68,9 @@ def ready_core(tokenizer: Tokenizer, **overrides: int) -> CoreReady:
         vocab_size=tokenizer.vocab_size,
         eos_token_ids=[overrides["eos"]] if "eos" in overrides else tokenizer.eos_token_ids,
         block_size=16,
-        num_blocks=overrides.get("num_blocks", 64),
+        num_blocks=64,
         max_seqs=4,
         kv_capacity_tokens=1,
-        parameters=1,
         load_s=0.0,
         backend="test",
         fingerprint="",
@@ -748,7 +747,7 @@ def test_bundled_model_accepts_chats_and_prompts() -> None:
     assert tokenizer.eos_token_ids
     ready = CoreReady(
         max_model_len=512, vocab_size=tokenizer.vocab_size, eos_token_ids=tokenizer.eos_token_ids,
-        block_size=16, num_blocks=64, max_seqs=4, kv_capacity_tokens=1, parameters=1, load_s=0.0,
+        block_size=16, num_blocks=64, max_seqs=4, kv_capacity_tokens=1, load_s=0.0,
         backend="test",
         fingerprint="",
     )  # fmt: skip

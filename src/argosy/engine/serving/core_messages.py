@@ -122,7 +122,6 @@ class CoreReady(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=
     max_seqs: int
     kv_capacity_tokens: int
     """Number of tokens that fit into the KV cache if all sequences have `max_model_len`."""
-    parameters: int
     load_s: float
     backend: str
     """Human-readable name of the compute path, e.g. "cpu (avx512_bf16, 2 threads) bfloat16 native"."""

@@ -125,7 +125,6 @@ class EngineCore:
             num_blocks=limits.num_blocks,
             max_seqs=limits.max_seqs,
             kv_capacity_tokens=limits.kv_capacity_tokens,
-            parameters=loaded.architecture.num_parameters,
             load_s=loaded.load_s,
             backend=loaded.backend,
             fingerprint=loaded.fingerprint,
