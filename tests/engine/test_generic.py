@@ -67,13 +67,15 @@ def prompts(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
 
 
 def assert_batch_independent(driver: DecoderDriver) -> None:
-    """Compare the logits of sequences alone, together and in chunks, bit for bit."""
+    """Compare the logits of sequences alone, together with any number of threads, and in chunks, bit for bit."""
     alone = [driver.logits_in_one_chunk(prompt) for prompt in prompts()]
-    together = driver.forward([(f"t{i}", prompt) for i, prompt in enumerate(prompts())])
-    assert all(map(torch.equal, alone, together))
+    for threads in (3, 1):  # 1 is what `load` sets
+        torch.set_num_threads(threads)
+        chunks = [(f"{threads} {number}", prompt) for number, prompt in enumerate(prompts())]
+        assert all(map(torch.equal, alone, driver.forward(chunks)))
     longest = prompts()[-1]
-    chunks = [longest[:1], longest[1:9], longest[9:]]
-    parts = [driver.forward([("n", [7]), ("c", chunk)])[1] for chunk in chunks]
+    cuts = [longest[:1], longest[1:9], longest[9:]]
+    parts = [driver.forward([("n", [7]), ("c", chunk)])[1] for chunk in cuts]
     assert torch.equal(torch.cat(parts), alone[-1])
 
 
