@@ -166,15 +166,18 @@ class Reservation(msgspec.Struct, eq=False):
         for hold in self.holds:
             hold.replace_by(usage, now)
 
-    def change_limits(self, limits: Sequence[QuotaLimit], usage: QuotaUsage, now: float) -> None:
+    def change_limits(
+        self, limits: Sequence[QuotaLimit], usage: QuotaUsage, minimum: QuotaUsage, now: float
+    ) -> None:
         """Apply other limits to the running request, or the same limits with other amounts.
 
         A limit that no longer applies keeps the usage so far. A new limit counts only what follows, and holds nothing
-        yet. A limit that is exceeded, because it was lowered or past usage became known, holds only the usage so far.
+        yet. A limit that is exceeded, because it was lowered or past usage became known, holds only the minimum.
 
         Args:
             limits: Limits that apply now.
             usage: Usage so far.
+            minimum: Usage that the request has at least, which includes a prompt that is not counted yet.
             now: Seconds since the epoch.
         """
         usage_if_ended = msgspec.structs.replace(usage, concurrency=0)
@@ -186,8 +189,8 @@ class Reservation(msgspec.Struct, eq=False):
         for hold in previous.values():
             hold.replace_by(usage_if_ended, now)
         for hold in self.holds:
-            if is_exceeded(hold.quota_limit.meter, now) and hold.missing_units(usage) < 0:
-                hold.replace_by(usage, now)
+            if is_exceeded(hold.quota_limit.meter, now) and hold.missing_units(minimum) < 0:
+                hold.replace_by(minimum, now)
 
     def _shortfall_by_hold(self, usage: QuotaUsage) -> list[tuple[LimitHold, int]]:
         return [(hold, units) for hold in self.holds if (units := hold.missing_units(usage)) > 0]

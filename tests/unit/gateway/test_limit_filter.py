@@ -9,7 +9,7 @@ from functools import partial
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 from tests.support.fake_clock import FakeClock
@@ -497,6 +497,7 @@ async def test_deleted_limit_no_longer_stops_a_running_stream(clock: FakeClock) 
         max_size=40,
     )
 )
+@example([("deliver", 0, 1), ("change", 0, 11), ("end", 1, 0), ("deliver", 1, 1)])
 def test_no_stream_goes_on_above_a_changing_limit(steps: list[tuple[str, int, int]]) -> None:
     async def run() -> None:
         limits, amount = make_filter(FakeClock(NOON), TOKEN_LIMIT), TOKEN_LIMIT.amount

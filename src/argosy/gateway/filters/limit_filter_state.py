@@ -96,13 +96,15 @@ class LimitFilterState(msgspec.Struct, eq=False):
             context.reclaim_stream()  # so that all tokens are counted and the budget is read again
         delivered, now = context.delivered, self.clock()
         usage = running_usage(self.rates, delivered.usage)
+        prompt = delivered.prompt_tokens or self.reserved_prompt_tokens
+        minimum_tokens = TokenUsage(prompt, delivered.cached_tokens, delivered.output_tokens)
+        minimum = running_usage(self.rates, minimum_tokens)
         self.limit_set = limit_set
-        self.reservation.change_limits(limit_set.meters, usage, now)
+        self.reservation.change_limits(limit_set.meters, usage, minimum, now)
         # The concurrency slot of a new limit is in use already.
         self.backend.overdraw(quota_demand(self.reservation.shortfall(usage)), now)
         self.reservation.force_extend(usage, now)
         output = max(delivered.output_tokens, self.expected_output_tokens)
-        prompt = delivered.prompt_tokens or self.reserved_prompt_tokens
         expected = TokenUsage(prompt, delivered.cached_tokens, output)
         is_reserved = self.reservation.extend(running_usage(self.rates, expected), now) is None
         self.reserved_output_tokens = output if is_reserved else delivered.output_tokens
