@@ -22,6 +22,7 @@ from argosy.policy.breaker import (
 )
 from argosy.policy.concurrency_lease import ConcurrencyLease
 from argosy.policy.concurrency_slots import slot_share
+from argosy.policy.deficit_round_robin import QUANTUM_TOKENS, QueuedRequest
 from argosy.policy.engine_block_names import (
     MAX_NAMED_BLOCKS,
     EngineBlockHash,
@@ -31,9 +32,7 @@ from argosy.policy.engine_block_names import (
 from argosy.policy.event_prefix_index import MAX_INDEXED_BLOCKS, EventPrefixIndex, TextBlockMap
 from argosy.policy.fair_queue import (
     PROMOTION_INTERVAL,
-    QUANTUM_TOKENS,
     DispatchQueue,
-    QueuedRequest,
     TenantBacklog,
     promote_after_s,
     start_deadline,
@@ -99,7 +98,6 @@ from argosy.policy.reservation import (
 from argosy.policy.resolved_addresses import ResolvedAddresses
 from argosy.policy.retry_budget import RetryBudget, backoff_s
 from argosy.policy.routing import (
-    FULL_SCAN_POLICIES,
     ROUTING_POLICIES,
     BoundedHash,
     LeastCost,
@@ -132,7 +130,6 @@ from argosy.policy.window_lease import WindowLease
 __all__ = [
     "BLOCK_BYTES",
     "BLOCK_TOKENS",
-    "FULL_SCAN_POLICIES",
     "INPUT_TOKEN_WEIGHT",
     "MAX_INDEXED_BLOCKS",
     "MAX_NAMED_BLOCKS",

@@ -11,7 +11,8 @@ from typing import Any
 
 import msgspec
 
-from argosy.policy.fair_queue import DispatchQueue, QueuedRequest
+from argosy.policy.deficit_round_robin import QueuedRequest
+from argosy.policy.fair_queue import DispatchQueue
 from argosy.policy.load_shedding import is_tenant_within_share, is_tier_admitted, saturation
 from argosy.policy.placement.attempt import Attempt
 from argosy.policy.placement.giving_way import (

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from argosy.policy.fair_queue import QueuedRequest
+from argosy.policy.deficit_round_robin import QueuedRequest
 from argosy.policy.placement.attempt import Attempt, AttemptRecord
 from argosy.policy.placement.replica import PlacementReplica
 
