@@ -278,6 +278,17 @@ def test_stream_does_not_pause(reason: str) -> None:
     assert not world.counts["paused"]
 
 
+def test_request_that_fails_when_the_clock_starts_is_given_up_in_time() -> None:
+    world = PlacementWorld(1, SLOTS, 0, limits=PlacementLimits(failover_timeout_s=5.0))
+    request = world.arrive("t", 1, 10)
+    world.report_state(world.replicas[0], "draining")
+    world.end(request, request.attempts[0], AttemptEnding.LOST)
+    world.advance(4.0)
+    assert request.state is RequestState.DISPLACED
+    world.advance(6.0)
+    assert world.counts["refused: UPSTREAM_FAILED"] == 1
+
+
 def test_tenant_with_streams_that_cannot_pause_lets_others_go_first() -> None:
     world = make_world(giving_way=GivingWay(max_share=0.5))
     for replica in world.replicas:

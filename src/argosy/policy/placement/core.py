@@ -188,9 +188,6 @@ class PlacementCore:
             else:  # a slot is free, but not where the stream can resume
                 queue.start(request)
                 request.move_to(RequestState.DISPLACED)
-                request.failing_since = (
-                    now if request.failing_since is None else request.failing_since
-                )
                 self._seek_replica(request, queue, now)
         if not queue.is_idle:
             self._schedule_poll(queue, now)
@@ -441,13 +438,12 @@ class PlacementCore:
                 if refusal is not None:
                     self._refuse(refusal)
                     return
-        if request.failing_since is None:
-            request.failing_since = now
         request.move_to(RequestState.DISPLACED)
         self._seek_replica(request, queue, now)
 
     def _seek_replica(self, request: PlacementRequest, queue: PoolQueue, now: float) -> None:
         """Let a displaced request wait for another replica, for a short backoff time."""
+        request.failing_since = min(request.failing_since, now)
         timeout_s = backoff_s(request.failed_attempts, self._random.random())
         pool = queue.pool
         if not request.must_wait_for_budget or (
@@ -464,7 +460,7 @@ class PlacementCore:
         pool = self._pools[request]
         queue = self._queue_of(pool)
         queue.withdraw_displaced(request)
-        give_up_at = (request.failing_since or now) + self._limits.failover_timeout_s
+        give_up_at = request.failing_since + self._limits.failover_timeout_s
         is_too_late = now + pool.retry_after_s(now) > give_up_at
         if is_too_late or not (request.has_reached_replica or pool.may_recover(now)):
             if request.output_tokens and request.unsuitable:

@@ -38,8 +38,6 @@ def record_failure(
     request, has_output = event.request, event.output_tokens > 0
     request.failed.add(event.attempt.replica.name)
     request.failed_attempts += 1
-    if request.failing_since is None:
-        request.failing_since = now
     if (
         event.outcome is AttemptOutcome.SUCCESS
         and event.ending is AttemptEnding.REFUSED

@@ -108,8 +108,8 @@ class PlacementRequest:
     replica_losses: int = 0
     """Replicas lost while they ran the request, less credit for progress since then. The request may be what crashes
     them."""
-    failing_since: float | None = None
-    """Time of the first failure since the last progress."""
+    failing_since: float = math.inf
+    """Time of the first failure since the last progress; infinite if there was none."""
     must_wait_for_budget: bool = False
     """Whether the next attempt has to wait for the retry budget or a healthy replica."""
     queued: QueuedRequest[PlacementRequest] | None = None
@@ -175,5 +175,5 @@ class PlacementRequest:
         self.failed.clear()
         self.failed_attempts = self.error_responses = 0
         self.replica_losses = max(0, self.replica_losses - tokens // TOKENS_PER_LOSS)
-        self.failing_since = None
+        self.failing_since = math.inf
         self.displaced_number = 0
