@@ -275,7 +275,7 @@ class PlacementWorld:
             return
         giving_way, streams = self.pool.giving_way, self._streams
         assert giving_way is not None
-        assert self.now - (pause.attempt.first_token_at or 0.0) >= giving_way.min_slice_s
+        assert self.now - (pause.attempt.record.first_token_at or 0.0) >= giving_way.min_slice_s
         assert waiting.state in WAITING
         if not streams:
             for each in self.requests.values():

@@ -45,7 +45,7 @@ class AttemptRecord(msgspec.Struct, gc=False, array_like=True):
     """Estimated cost of each replica that could have been selected."""
     sent_at: float | None = None
     first_token_at: float | None = None
-    """When the attempt's first token was forwarded."""
+    """When the attempt's first token arrived."""
     ended_at: float | None = None
     outcome: str = "running"
     reason: str = ""
@@ -102,8 +102,6 @@ class Attempt:
     """Whether tokens of the response arrive one after the other, so that it can be paused."""
     is_pausing: bool = False
     """Whether the driver has to pause it."""
-    first_token_at: float | None = None
-    """When the attempt's first token arrived."""
     is_ended: bool = False
 
     @property

@@ -316,7 +316,7 @@ class PlacementCore:
         if attempt.is_ended:
             return
         replica, decision = attempt.replica, attempt.decision
-        record.first_token_at = attempt.first_token_at = event.received_at
+        record.first_token_at = event.received_at
         replica.on_prefill_done(decision.uncached_tokens, record.chosen_at)
         if record.sent_at is None or event.is_resumed:
             return

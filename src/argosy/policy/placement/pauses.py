@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Sequence
 
+from argosy.policy.deficit_round_robin import QueuedRequest
 from argosy.policy.fair_queue import LOWEST_TIER
-from argosy.policy.placement.attempt import Attempt
 from argosy.policy.placement.giving_way import GivingWay, is_pausable_at
+from argosy.policy.placement.messages import Pause
 from argosy.policy.placement.pool_queue import PoolQueue
 from argosy.policy.placement.replica import TIER_RANKS
 from argosy.policy.placement.request import PlacementRequest, RequestState
-
-
-class PausedStream(NamedTuple):
-    """A stream that gives way to a waiting request."""
-
-    request: PlacementRequest
-    attempt: Attempt
-    waiting: PlacementRequest
 
 
 def expected_remaining_tokens(request: PlacementRequest, expected_tokens: int) -> float:
@@ -35,7 +27,7 @@ def expected_remaining_tokens(request: PlacementRequest, expected_tokens: int) -
 
 def choose_pauses(
     queue: PoolQueue, settings: GivingWay, max_pauses: int, now: float
-) -> list[PausedStream]:
+) -> list[Pause]:
     """Choose the streams of a pool that pause now.
 
     Of each waiting tenant the next request counts. Higher tiers come first, then tenants with few streams per weight.
@@ -51,16 +43,20 @@ def choose_pauses(
         return []
     plan = PausePlan(queue, settings, now)
     waiting.sort(key=lambda each: (each.tier, plan.load(each.tier, each.tenant), each.arrived_at))
+
+    def may_wait(queued: QueuedRequest[PlacementRequest]) -> bool:
+        """Whether an expected slot may still come. It has not if the request has waited for twice the time."""
+        return now - queued.arrived_at < 2 * settings.after_s[queued.tier]
+
     tiers = {queued.tier for queued in waiting}
-    ends = _count_expected_ends(queue, settings.after_s)
-    missing = {tier: queue.missing_slots(tier, now) for tier in tiers}
+    expected_slots = _count_expected_slots(
+        queue, {queued.tier for queued in waiting if may_wait(queued)}, settings.after_s, now
+    )
     num_expected = len(queue.beneficiaries)  # other streams pause for these
-    pauses: list[PausedStream] = []
+    pauses: list[Pause] = []
     for queued in waiting:
         tier, request = queued.tier, queued.item
-        # A slot that was expected has not become free if the request has waited for twice the time.
-        may_wait = now - queued.arrived_at < 2 * settings.after_s[tier]
-        if may_wait and num_expected + missing[tier] < ends[tier]:
+        if may_wait(queued) and num_expected < expected_slots[tier]:
             num_expected += 1
             continue
         pause = plan.choose(request) if tier in tiers else None
@@ -73,22 +69,27 @@ def choose_pauses(
     return pauses
 
 
-def _count_expected_ends(queue: PoolQueue, within_s: Sequence[float]) -> list[int]:
-    """Count for each tier the streams of this tier and lower ones that are expected to end within its time.
+def _count_expected_slots(
+    queue: PoolQueue, tiers: Collection[int], within_s: Sequence[float], now: float
+) -> dict[int, int]:
+    """Count the slots that are expected to become free for each of `tiers` within its time by themselves.
 
-    Slots of higher tiers do not count, because the next requests of these tiers take them.
+    Slots of higher tiers do not count, because the next requests of these tiers take them. In a pool of a thousand
+    replicas this takes milliseconds, so it is called only for tiers whose requests may still wait.
     """
-    counts, expected_output_tokens = [0 for _ in within_s], queue.pool.expected_output_tokens
-    for lowest, tenants in enumerate(queue.running):
-        for streams in tenants.values():
+    counts = {tier: -queue.missing_slots(tier, now) for tier in tiers}
+    expected_output_tokens = queue.pool.expected_output_tokens
+    for running_tier, tenants in enumerate(queue.running):
+        profiting = [tier for tier in tiers if tier <= running_tier]
+        for streams in tenants.values() if profiting else ():
             for request in streams.requests:
                 attempt = request.attempts[0]
-                if attempt.first_token_at is None or attempt.is_pausing:
+                if attempt.record.first_token_at is None or attempt.is_pausing:
                     continue
                 expected = expected_output_tokens(request)
                 tokens = expected_remaining_tokens(request, expected) / request.choice_count
                 end_s = tokens * attempt.replica.load.inter_token_s
-                for tier in range(lowest + 1):
+                for tier in profiting:
                     counts[tier] += end_s <= within_s[tier]
     return counts
 
@@ -131,7 +132,7 @@ class PausePlan:
         """Return the streams that a tenant runs per weight, with those for which others pause already."""
         return self._counts.get((tier, tenant), 0) / self._weights[tier, tenant]
 
-    def choose(self, waiting: PlacementRequest) -> PausedStream | None:
+    def choose(self, waiting: PlacementRequest) -> Pause | None:
         """Choose the stream that pauses for a waiting request, or none if no stream has to."""
         for tier in range(LOWEST_TIER, waiting.tier - 1, -1):
             tenants = self._running[tier]
@@ -148,9 +149,7 @@ class PausePlan:
                     return self._pause(victim, tier, waiting)
         return None
 
-    def _pause(
-        self, victim: PlacementRequest, tier: int, waiting: PlacementRequest
-    ) -> PausedStream:
+    def _pause(self, victim: PlacementRequest, tier: int, waiting: PlacementRequest) -> Pause:
         (attempt,) = victim.attempts
         self._chosen.add(victim)
         self._counts[tier, victim.tenant] -= 1
@@ -158,7 +157,7 @@ class PausePlan:
         self._counts[key] = self._counts.get(key, 0) + 1
         name = attempt.replica.name
         self._freed[name] = self._freed.get(name, 0) + 1
-        return PausedStream(victim, attempt, waiting)
+        return Pause(victim, attempt, waiting)
 
     def _may_lose(self, tier: int, name: str, waiting: PlacementRequest) -> bool:
         """Whether a tenant may lose one of its streams to the waiting request."""
@@ -173,7 +172,7 @@ class PausePlan:
         if request.state is not RequestState.STREAMING or request in self._chosen:
             return False
         attempt = request.attempts[0]
-        replica, started_at = attempt.replica, attempt.first_token_at
+        replica, started_at = attempt.replica, attempt.record.first_token_at
         if (
             started_at is None
             or attempt.is_pausing

@@ -54,10 +54,8 @@ class StreamPauser:
             return
         budget = queue.pause_budget.refill(settings.max_paused_share * queue.total_slots, now)
         max_pauses = min(budget, MAX_PAUSES_AT_ONCE)
-        for request, attempt, waiting in choose_pauses(queue, settings, max_pauses, now):
-            queue.pause_budget.spend()
-            queue.beneficiaries[waiting] = None
-            self._pause(request, attempt, waiting)
+        for pause in choose_pauses(queue, settings, max_pauses, now):
+            self._pause(queue, pause)
         self._schedule(queue, now + GIVE_WAY_INTERVAL_S)
 
     def move_streams(self, queue: PoolQueue, now: float) -> bool:
@@ -88,14 +86,15 @@ class StreamPauser:
                     room[arithmetic_id] = pool.count_room_for_moves(arithmetic_id, now)
                 if room[arithmetic_id] > 0:
                     room[arithmetic_id] -= 1
-                    self._pause(request, attempt, None)
+                    self._pause(queue, Pause(request, attempt, None))
         return bool(leaving)
 
-    def _pause(
-        self, request: PlacementRequest, attempt: Attempt, waiting: PlacementRequest | None
-    ) -> None:
-        attempt.is_pausing = True
-        self._emit(Pause(request, attempt, waiting))
+    def _pause(self, queue: PoolQueue, pause: Pause) -> None:
+        pause.attempt.is_pausing = True
+        if pause.waiting is not None:
+            queue.pause_budget.spend()
+            queue.beneficiaries[pause.waiting] = None
+        self._emit(pause)
 
 
 def _can_pause(request: PlacementRequest, attempt: Attempt) -> bool:
