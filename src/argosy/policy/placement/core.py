@@ -29,6 +29,11 @@ from argosy.policy.placement.attempt import (
 )
 from argosy.policy.placement.failures import record_failure, upstream_failed
 from argosy.policy.placement.hedges import select_hedge
+from argosy.policy.placement.measurements import (
+    record_first_token,
+    record_sent,
+    record_speed,
+)
 from argosy.policy.placement.messages import (
     Arrived,
     AttemptAnswered,
@@ -53,7 +58,6 @@ from argosy.policy.placement.pool_queue import PoolQueue, QueueLimits
 from argosy.policy.placement.request import PlacementRequest, RequestState
 from argosy.policy.placement.stream_pauser import StreamPauser
 from argosy.policy.placement.timers import Timers
-from argosy.policy.prefix_cache_index import CacheHitReport
 from argosy.policy.retry_budget import backoff_s
 from argosy.policy.wake_at import WakeAt
 
@@ -97,11 +101,11 @@ class PlacementCore:
         self._pauser = StreamPauser(self._timers, self._emit)
         self._handlers: Mapping[type[Event], Callable[[Any, float], None]] = {
             Arrived: self._on_arrived,
-            AttemptSent: self._on_attempt_sent,
+            AttemptSent: record_sent,
             AttemptAnswered: self._on_attempt_answered,
-            FirstToken: self._on_first_token,
+            FirstToken: record_first_token,
             Progress: self._on_progress,
-            SpeedMeasured: self._on_speed_measured,
+            SpeedMeasured: record_speed,
             AttemptEnded: self._on_attempt_ended,
             RequestEnded: self._on_request_ended,
             CapacityChanged: self._on_capacity_changed,
@@ -271,12 +275,6 @@ class PlacementCore:
                 )
         self._emit(Send(request, attempt))
 
-    def _on_attempt_sent(self, event: AttemptSent, now: float) -> None:
-        record = event.attempt.record
-        record.sent_at = now
-        if event.is_restarted:
-            record.delivered_tokens = event.request.output_tokens = 0
-
     def _on_silence(self, request: PlacementRequest, first: Attempt, now: float) -> None:
         """Start a second attempt if the replica of the first one is silent and capacity can be spared."""
         pool = self._pools[request]
@@ -310,37 +308,11 @@ class PlacementCore:
         if is_room_new:
             self._dispatch(queue, now)
 
-    def _on_first_token(self, event: FirstToken, now: float) -> None:
-        del now
-        attempt, record = event.attempt, event.attempt.record
-        if attempt.is_ended:
-            return
-        replica, decision = attempt.replica, attempt.decision
-        record.first_token_at = event.received_at
-        replica.on_prefill_done(decision.uncached_tokens, record.chosen_at)
-        if record.sent_at is None or event.is_resumed:
-            return
-        uncached = event.uncached_tokens
-        replica.on_first_token(
-            event.received_at - record.sent_at,
-            decision.uncached_tokens if uncached is None else uncached,
-            event.received_at,
-        )
-        report = event.cache_report
-        if isinstance(report, CacheHitReport):
-            replica.prefix_index.on_cache_hit_report(report)
-        elif report is not None:
-            replica.prefix_index.on_prompt_tokens_report(report)
-
     def _on_progress(self, event: Progress, now: float) -> None:
         del now
         request = event.request
         request.output_tokens = event.output_tokens
         self._queue_of(self._pools[request]).record_service(request, event.weighted_tokens)
-
-    def _on_speed_measured(self, event: SpeedMeasured, now: float) -> None:
-        del now
-        event.attempt.replica.on_tokens_streamed(event.tokens, event.duration_s)
 
     def _finish_attempt(
         self,
