@@ -263,16 +263,8 @@ class CompletionHandlers:
                 ).run()
         except asyncio.CancelledError:
             task.uncancel()
-            match context.end_reason:
-                case EndReason.CLIENT_LEFT:
-                    raise DisconnectedError from None
-                case EndReason.SLOW_CLIENT:
-                    raise SlowReaderError from None
-                case EndReason.DEADLINE:
-                    raise _deadline_exceeded_error(context) from None
-                case None:
-                    message = "The gateway is shutting down. Send the request again."
-                    raise ApiError(503, "draining", message, retry_after_s=RETRY_AFTER_S) from None
+            if context.end_reason is not EndReason.STOPPED:
+                raise _cancellation_error(context) from None
         finally:
             if deadline_timer is not None:
                 deadline_timer.cancel()
@@ -302,6 +294,19 @@ def _can_resume(pool: Pool) -> bool:
     """Return whether a replica of the pool supports `resume`, or may turn out to support it."""
     kinds = {replica.kind for replica in pool.replicas.values()}
     return not kinds or not kinds.isdisjoint(RESUMABLE_KINDS)
+
+
+def _cancellation_error(context: RequestContext) -> Exception:
+    """Return the exception for a request that was cancelled without final events for its client."""
+    match context.end_reason:
+        case EndReason.CLIENT_LEFT:
+            return DisconnectedError()
+        case EndReason.SLOW_CLIENT:
+            return SlowReaderError()
+        case EndReason.DEADLINE:
+            return _deadline_exceeded_error(context)
+    message = "The gateway is shutting down. Send the request again."
+    return ApiError(503, "draining", message, retry_after_s=RETRY_AFTER_S)
 
 
 def _deadline_exceeded_error(context: RequestContext) -> ApiError:

@@ -13,12 +13,6 @@ RETRY_AFTER_S = 1.0
 NO_REPLICA_RETRY_AFTER_S = 10.0
 """Retry-After when no replica is available and none is expected to recover."""
 
-_OVERLOADED = {
-    RefusalReason.QUEUE_FULL: "the queue is full",
-    RefusalReason.TENANT_SHARE_FULL: "the tenant's share of the queue is full",
-    RefusalReason.RESERVED_FOR_HIGHER_TIERS: "the remaining capacity is for higher tiers",
-}
-
 
 def build_refusal_error(
     refusal: Refuse, context: RequestContext, queue_timeout_s: float, now: float
@@ -52,8 +46,8 @@ def build_refusal_error(
         case RefusalReason.UPSTREAM_FAILED:
             message = f"No replica could answer for {pool.model!r}. Try again shortly."
             return ApiError(502, "upstream_failed", message, retry_after_s=RETRY_AFTER_S)
-        case reason:
-            return _overloaded_error(pool, _OVERLOADED[reason])
+        case reason:  # the queue is full, for this tenant or tier
+            return _overloaded_error(pool, reason.value)
 
 
 def no_replica_error(pool: Pool, now: float) -> ApiError:

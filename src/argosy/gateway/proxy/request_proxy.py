@@ -460,9 +460,7 @@ class RequestProxy:
         self._calls.remove(call)
         call.cancel()
         ending, is_restarted = ending_of(error), False
-        if isinstance(error, StreamPausedError):
-            ending = AttemptEnding.PAUSED
-        elif ending is AttemptEnding.UNSUITABLE and context.delivered.arithmetic_id:
+        if ending is AttemptEnding.UNSUITABLE and context.delivered.arithmetic_id:
             is_restarted = self._writer.discard()
             if is_restarted:
                 self._relay.restart()  # the client has received nothing, so any arithmetic may answer

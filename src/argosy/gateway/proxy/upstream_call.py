@@ -17,7 +17,7 @@ from argosy.gateway.backends import (
     status_in_body,
 )
 from argosy.gateway.pool import ReplicaEndpoint
-from argosy.gateway.upstream import UpstreamError, UpstreamResponse
+from argosy.gateway.upstream import StreamPausedError, UpstreamError, UpstreamResponse
 from argosy.policy import AttemptOutcome, classify_status
 from argosy.policy.placement import Attempt, AttemptEnding
 
@@ -92,6 +92,8 @@ class UpstreamCall:
 
 def ending_of(error: CallError) -> AttemptEnding:
     """Return how an attempt ended that failed with this error."""
+    if isinstance(error, StreamPausedError):
+        return AttemptEnding.PAUSED
     if isinstance(error, UpstreamError):
         return AttemptEnding.LOST
     if isinstance(error, UpstreamRefusedError):
