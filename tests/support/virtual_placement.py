@@ -11,7 +11,7 @@ import itertools
 import math
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -290,7 +290,7 @@ class PlacementWorld:
         streams[losing] -= 1
         streams[gaining] += 1
 
-    def check(self, event: Event, effects: list[Effect]) -> None:
+    def check(self, event: Event, effects: Sequence[Effect]) -> None:
         """Assert the invariants: of the touched requests and of all sums, and now and then of every request."""
         touched = {
             each.request for each in (event, *effects) if isinstance(each, _OF_A_REQUEST)

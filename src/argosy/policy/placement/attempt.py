@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
 from heapq import nsmallest
 from operator import attrgetter
 from typing import NamedTuple
@@ -87,8 +86,7 @@ class AttemptEnding(enum.Enum):
     """The driver stopped the stream at its last delivered token, because of a `Pause`."""
 
 
-@dataclass(slots=True, eq=False)
-class Attempt:
+class Attempt(msgspec.Struct, eq=False):
     """Attempt that runs."""
 
     decision: RoutingDecision

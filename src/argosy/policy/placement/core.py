@@ -12,7 +12,7 @@ The driver owns sockets, journals and timers. A simulator drives the same core w
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -113,7 +113,7 @@ class PlacementCore:
             Tick: self._on_tick,
         }
 
-    def handle(self, event: Event, now: float) -> list[Effect]:
+    def handle(self, event: Event, now: float) -> Sequence[Effect]:
         """Apply an event, and return what the driver has to do, in this order.
 
         Raises:
@@ -124,6 +124,8 @@ class PlacementCore:
         if next_at < self._wake_at:
             self._wake_at = next_at
             self._emit(WakeAt(next_at))
+        if not self._effects:
+            return ()
         effects, self._effects = self._effects, []
         return effects
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+
+import msgspec
 
 from argosy.policy.deficit_round_robin import QueuedRequest
 from argosy.policy.placement.attempt import Attempt, AttemptRecord
@@ -17,7 +18,7 @@ TOKENS_PER_LOSS = 4
 """Delivered tokens that cancel one replica loss. Without this a request could cost one replica per token."""
 
 
-class RequestState(enum.Enum):
+class RequestState(enum.StrEnum):
     """Where a request is on its way."""
 
     NEW = "new"
@@ -56,8 +57,7 @@ class PlacementError(Exception):
     """An event does not fit the state of its request, which is a bug of the driver or of the core."""
 
 
-@dataclass(slots=True, eq=False)
-class PlacementRequest:
+class PlacementRequest(msgspec.Struct, eq=False):
     """Request that the driver creates. Only the core changes its state."""
 
     # --- facts, which never change ---
@@ -84,14 +84,14 @@ class PlacementRequest:
     """Whether the client receives the response as a stream."""
     can_aggregate: bool = True
     """Whether a response in one piece can be put together from the stream of a native replica."""
-    unsuitable: set[str] = field(default_factory=set)
+    unsuitable: set[str] = msgspec.field(default_factory=set)
     """Names of replicas that do not enforce the request's constraint, or cannot resume its response."""
 
     # --- state ---
     state: RequestState = RequestState.NEW
-    attempts: list[Attempt] = field(default_factory=list)
+    attempts: list[Attempt] = msgspec.field(default_factory=list)
     """The attempts that run: none, one, or two with a hedge."""
-    records: list[AttemptRecord] = field(default_factory=list)
+    records: list[AttemptRecord] = msgspec.field(default_factory=list)
     """The attempts so far."""
     last_attempt: Attempt | None = None
     """The attempt from which the response is or was expected."""
@@ -99,7 +99,7 @@ class PlacementRequest:
     """Arithmetic identity of the response; empty before its first token, or if it is unknown."""
     output_tokens: int = 0
     """Output tokens delivered to the client, as of the last report."""
-    failed: set[str] = field(default_factory=set)
+    failed: set[str] = msgspec.field(default_factory=set)
     """Names of replicas that failed the request since its last progress."""
     failed_attempts: int = 0
     """Failed attempts since the last progress."""
@@ -130,7 +130,7 @@ class PlacementRequest:
     """Part of `unspent_tokens` for the prompt, until the number of uncached prompt tokens is known."""
     is_placed: bool = False
     """Whether it counts as running: from its first attempt to its end, without the times in which it is paused."""
-    pauses: list[tuple[float, float | None]] = field(default_factory=list)
+    pauses: list[tuple[float, float | None]] = msgspec.field(default_factory=list)
     """When it gave way to other requests, and when it was placed again."""
     _block_keys: list[bytes] | None = None
 
@@ -141,7 +141,7 @@ class PlacementRequest:
             PlacementError: The state may not follow the present one.
         """
         if state not in TRANSITIONS[self.state]:
-            raise PlacementError(f"{self.id} cannot go from {self.state.value} to {state.value}")
+            raise PlacementError(f"{self.id} cannot go from {self.state} to {state}")
         self.state = state
 
     @property
