@@ -12,6 +12,8 @@ from tests.integration.test_parsed_output import THOUGHT
 from tests.support.gateway_client import run_gateway_server
 from tests.support.waiting import until
 
+from argosy.store import ResponseStore, StoreError
+
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 PREFIX = "user: Hi"
@@ -188,6 +190,8 @@ async def test_background_response_is_polled_and_followed(fleet: DialectFleet) -
     texts = [event.delta for event in stored if event.type == "response.output_text.delta"]
     assert texts == [final.output_text]
     assert stored[-1].response == final
+    (end,) = await read_events(client, created.id, 40)
+    assert (end.sequence_number, end.response) == (41, final)
     row = await fleet.find_row(created.id)
     assert (row.status, row.output_tokens) == ("completed", final.usage.output_tokens)
 
@@ -261,6 +265,44 @@ async def test_failed_background_response_says_so(fleet: DialectFleet) -> None:
     failed = await wait_for_end(client, created.id)
     assert (failed.status, failed.error.code) == ("failed", "server_error")
     assert "model_not_found" in failed.error.message
+    assert "'missing'" in failed.error.message, "the reason is that of the error"
+
+
+async def test_stream_of_failed_background_response_ends_with_its_failure(
+    fleet: DialectFleet,
+) -> None:
+    client = fleet.openai()
+    stream = await client.responses.create(
+        model="missing", input="Hi", background=True, stream=True
+    )
+    events: list[Any] = [event async for event in stream]
+    assert [(event.sequence_number, event.type) for event in events] == [
+        (0, "response.created"),
+        (1, "response.in_progress"),
+        (2, "response.failed"),
+    ]
+    assert await client.responses.retrieve(events[-1].response.id) == events[-1].response
+
+
+async def test_background_response_that_cannot_be_stored_fails(
+    fleet: DialectFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish = ResponseStore.finish
+
+    def finish_without_output(store: ResponseStore, *arguments: Any) -> bool:  # noqa: ANN401 - those of the method
+        if "completed" in arguments:
+            raise StoreError("The disk is full.")
+        return finish(store, *arguments)
+
+    monkeypatch.setattr(ResponseStore, "finish", finish_without_output)
+    client = fleet.openai()
+    stream = await client.responses.create(model=MODEL, input="Hi", background=True, stream=True)
+    events: list[Any] = [event async for event in stream]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert (events[-2].type, events[-1].type) == ("response.output_text.delta", "response.failed")
+    failed = await client.responses.retrieve(events[-1].response.id)
+    assert failed == events[-1].response
+    assert (failed.status, failed.output_text) == ("failed", "")
 
 
 async def test_compacted_conversation_goes_on(fleet: DialectFleet) -> None:

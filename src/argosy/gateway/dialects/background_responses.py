@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
+import msgspec
 import structlog
 
 from argosy.gateway.dialects.response_state import ResponseState, item_owner
 from argosy.gateway.http_route import Handler
 from argosy.gateway.principal import Principal
 from argosy.http_server import ClientListener, HttpExchange, run_handler
-from argosy.protocol import ApiError
-from argosy.store import ItemOwner
+from argosy.protocol import EVENT_END, ApiError
+from argosy.protocol.dialects import (
+    OutputError,
+    parse_error_body,
+    render_end_event,
+    render_stored_events,
+)
+from argosy.store import StoredResponse
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
 HEARTBEAT_INTERVAL_S = 15.0
 MAX_RUNNING = 256
 """Maximum number of background responses of one gateway. Each may keep its events in memory."""
-_EVENT_END = b"\n\n"
 
 
 class EventLog:
@@ -34,8 +40,8 @@ class EventLog:
     def __init__(self) -> None:
         self.events: list[bytes] = []
         self.has_ended = False
-        self.error_body: bytes | None = None
-        """Body of the error response, if the response failed before its first event."""
+        self.error: OutputError | None = None
+        """Error response, if the response failed before its first event."""
         self._listener: ClientListener | None = None
         self._changed = asyncio.Event()
 
@@ -53,6 +59,13 @@ class EventLog:
         self._listener.on_disconnect()
         return True
 
+    def add_failure(self, response: dict[str, Any]) -> None:
+        """Add the events of a response that failed without an event that says so."""
+        if self.events:
+            self.events.append(render_end_event(response, len(self.events)))
+        else:
+            self.events += render_stored_events(response)
+
     def end(self) -> None:
         """Mark the end of the response, also if it failed."""
         self.has_ended = True
@@ -65,7 +78,7 @@ class EventLog:
         """Return at once."""
 
     def send_response(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:  # noqa: ARG002 - only errors come whole
-        self.error_body = body
+        self.error = parse_error_body(status, body)
 
     def start_response(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         """Do nothing, since a log has no headers."""
@@ -75,7 +88,7 @@ class EventLog:
 
     def write_nowait(self, data: bytes) -> None:
         if not data.startswith(b":"):
-            self.events += [event + _EVENT_END for event in data.split(_EVENT_END) if event]
+            self.events += [event + EVENT_END for event in data.split(EVENT_END) if event]
             self._changed.set()
 
     def lend_socket(self) -> int | None:
@@ -124,7 +137,7 @@ class BackgroundResponses:
         exchange: HttpExchange,
         event_log: EventLog,
         principal: Principal,
-        response: Mapping[str, Any],
+        response: StoredResponse,
     ) -> None:
         """Run a stored response.
 
@@ -134,38 +147,54 @@ class BackgroundResponses:
             principal: Sender of the request.
             response: The response as it is stored.
         """
-        response_id = str(response["id"])
+        response_id = response.id
         self._logs[response_id] = event_log
         task = asyncio.create_task(self._run(exchange, event_log, principal, response))
         self._tasks[response_id] = task
+        task.add_done_callback(partial(self._on_ended, response_id, event_log))
 
     async def _run(
         self,
         exchange: HttpExchange,
         event_log: EventLog,
         principal: Principal,
-        response: Mapping[str, Any],
+        response: StoredResponse,
     ) -> None:
-        response_id = str(response["id"])
         try:
             await run_handler(exchange, self._chat(exchange, principal))
         finally:
-            del self._logs[response_id], self._tasks[response_id]
-            if not exchange.response_complete or event_log.error_body is not None:
-                failed = {**response, "error": _describe_failure(exchange)}
-                await self._store_failure(item_owner(principal), response_id, failed)
-            event_log.end()
+            del self._logs[response.id]
+            if not exchange.response_complete or event_log.error is not None:
+                await self._record_failure(exchange, event_log, principal, response)
 
-    async def _store_failure(
-        self, owner: ItemOwner, response_id: str, response: Mapping[str, Any]
+    def _on_ended(self, response_id: str, event_log: EventLog, _: asyncio.Task[None]) -> None:
+        """Forget a response, also one that was cancelled before it began."""
+        self._logs.pop(response_id, None)
+        del self._tasks[response_id]
+        event_log.end()
+
+    async def _record_failure(
+        self,
+        exchange: HttpExchange,
+        event_log: EventLog,
+        principal: Principal,
+        response: StoredResponse,
     ) -> None:
-        """Store that a response failed. Has no effect if it was cancelled."""
+        """Store that a response failed, and add it to the events. Has no effect if it was cancelled."""
+        error = _describe_failure(exchange, event_log)
+        failed = msgspec.structs.replace(
+            response, status="failed", body=response.body | {"error": error}
+        )
+        finish, owner = self._state.store.responses.finish, item_owner(principal)
         try:
-            await self._state.call(
-                *(self._state.store.responses.finish, owner, response_id, "failed", response, [])
+            has_failed = await self._state.call(
+                finish, owner, failed.id, failed.status, failed.body, []
             )
-        except ApiError as error:
-            log.warning("response_not_stored", response=response_id, reason=error.message)
+        except ApiError as store_error:
+            log.warning("response_not_stored", response=failed.id, reason=store_error.message)
+            has_failed = True
+        if has_failed:
+            event_log.add_failure(failed.render())
 
     def cancel(self, response_id: str) -> None:
         """Stop a response if it runs on this gateway."""
@@ -180,10 +209,9 @@ class BackgroundResponses:
 
     async def close(self) -> None:
         """Stop all responses and store that they failed."""
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        for response_id in self._logs:
+            self._tasks[response_id].cancel()
+        await self.wait_until_idle()
 
     async def watch_forever(self) -> None:
         """Record heartbeats, stop responses that were cancelled elsewhere, and fail those of gateways that stopped.
@@ -206,6 +234,8 @@ class BackgroundResponses:
                 log.warning("background_responses_interrupted", count=failed)
 
 
-def _describe_failure(exchange: HttpExchange) -> dict[str, str]:
+def _describe_failure(exchange: HttpExchange, event_log: EventLog) -> dict[str, str]:
     code = exchange.error_code or "server_error"
-    return {"code": "server_error", "message": f"The response could not be completed ({code})."}
+    reason = "" if event_log.error is None else f": {event_log.error.message}"
+    message = f"The response could not be completed ({code}){reason or '.'}"
+    return {"code": "server_error", "message": message}

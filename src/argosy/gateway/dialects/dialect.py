@@ -79,6 +79,7 @@ def start_translation(
     request: TranslatedRequest[DialectOutput],
     encode_error: ErrorEncoder | None = None,
     on_end: EndListener | None = None,
+    identity: OutputIdentity | None = None,
 ) -> None:
     """Replace a request by its chat, and translate the response to it.
 
@@ -87,15 +88,21 @@ def start_translation(
         request: The chat and the builder of the response.
         encode_error: Encodes errors; None for the shape of OpenAI's errors.
         on_end: Called when the response has ended, before the client receives its end.
+        identity: Identity of the response; None to create it.
     """
     name_ignored_fields(exchange, request.ignored)
-    identity = OutputIdentity(
-        id=exchange.unique_id,
-        created=int(time.time()),
-        model=str(request.body.get("model", "")),
-    )
+    identity = identity or create_identity(exchange, request)
     translator = DialectTranslator(request.output, identity, encode_error, on_end)
     exchange.translate(msgspec.json.encode(request.body), translator)
+
+
+def create_identity(
+    exchange: HttpExchange, request: TranslatedRequest[DialectOutput]
+) -> OutputIdentity:
+    """Return the identity of the response to a request, created now."""
+    return OutputIdentity(
+        id=exchange.unique_id, created=int(time.time()), model=str(request.body.get("model", ""))
+    )
 
 
 def name_ignored_fields(exchange: HttpExchange, ignored: tuple[str, ...]) -> None:

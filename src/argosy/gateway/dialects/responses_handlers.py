@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from argosy.gateway.dialects.background_responses import BackgroundResponses, EventLog
-from argosy.gateway.dialects.dialect import name_ignored_fields, start_translation
+from argosy.gateway.dialects.dialect import (
+    create_identity,
+    name_ignored_fields,
+    start_translation,
+)
 from argosy.gateway.dialects.response_state import ResponseState, item_owner
 from argosy.gateway.dialects.stored_response_handlers import follow_events
 from argosy.gateway.filters import IDEMPOTENCY_KEY_HEADER
@@ -19,7 +22,6 @@ from argosy.gateway.principal import Principal
 from argosy.http_server import HttpExchange
 from argosy.protocol import JsonObject, invalid_request
 from argosy.protocol.dialects import (
-    RESPONSE_ID_PREFIX,
     ObjectTranslator,
     ResponsesOutput,
     ResponsesRequest,
@@ -191,23 +193,11 @@ class ResponsesHandlers:
             translated,
             body=translated.body | {"stream": True, "stream_options": {"include_usage": True}},
         )
-        response = {
-            **translated.output.response,
-            "id": RESPONSE_ID_PREFIX + detached.unique_id,
-            "object": "response",
-            "created_at": int(time.time()),
-            "status": "in_progress",
-            "error": None,
-            "incomplete_details": None,
-            "usage": None,
-        }
+        identity = create_identity(detached, translated)
+        response = translated.output.describe_start(identity)
         state, owner = self._state, item_owner(principal)
-        await state.call(
-            state.store.responses.create,
-            owner,
-            describe_stored(request, items, response, is_background=True),
-            state.retention_s,
-        )
+        started = describe_stored(request, items, response, is_background=True)
+        await state.call(state.store.responses.create, owner, started, state.retention_s)
 
         async def finish(ended: dict[str, Any]) -> None:
             stored = describe_stored(request, (), ended)
@@ -219,13 +209,13 @@ class ResponsesHandlers:
             if has_finished and conversation is not None and ended["status"] in _ENDED_NORMALLY:
                 await state.append_items(principal, conversation, [*items, *ended["output"]])
 
-        start_translation(detached, body, on_end=finish)
-        self._background.start(detached, event_log, principal, response)
+        start_translation(detached, body, on_end=finish, identity=identity)
+        self._background.start(detached, event_log, principal, started)
         if request.stream:
             await follow_events(exchange, event_log, first=0)
         else:
-            queued = response | {"status": "queued", "output": []}
-            await exchange.send_response(200, msgspec.json.encode(queued))
+            queued = msgspec.json.encode(response | {"status": "queued"})
+            await exchange.send_response(200, queued)
 
 
 def describe_stored(

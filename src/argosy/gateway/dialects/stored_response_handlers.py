@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from argosy.gateway.dialects.background_responses import BackgroundResponses, EventLog
 from argosy.gateway.dialects.response_state import ResponseState, item_owner
@@ -13,7 +14,7 @@ from argosy.gateway.dialects.stored_lists import parse_page_query, parse_query_s
 from argosy.gateway.principal import Principal
 from argosy.http_server import DisconnectedError, HttpExchange, check_method, not_found_error
 from argosy.protocol import format_comment, invalid_request, parse_query
-from argosy.protocol.dialects import render_stored_events
+from argosy.protocol.dialects import render_end_event, render_stored_events
 from argosy.store import RUNNING_STATUSES, StoredResponse
 
 RESPONSES_PREFIX = "/v1/responses/"
@@ -26,7 +27,8 @@ _encode = msgspec.json.encode
 
 class _RetrieveQuery(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool = False
-    starting_after: int | None = None
+    starting_after: Annotated[int, Meta(ge=0)] | None = None
+    """Sequence number of the last event that the client has."""
 
 
 class StoredResponseHandlers:
@@ -86,9 +88,10 @@ class StoredResponseHandlers:
             exchange.write_comment(_KEEPALIVE)
             await asyncio.sleep(POLL_INTERVAL_S)
             response = await self._load(principal, response_id)
-        events = render_stored_events(response.render())
         # The deltas of the first stream are not stored. A client that had some of them receives only the end.
-        await exchange.write(b"".join(events if first == 0 else events[-1:]))
+        ended = response.render()
+        events = render_stored_events(ended) if first == 0 else [render_end_event(ended, first)]
+        await exchange.write(b"".join(events))
         await exchange.end_stream()
 
     async def _delete(self, exchange: HttpExchange, principal: Principal, response_id: str) -> None:

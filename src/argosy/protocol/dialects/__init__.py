@@ -13,6 +13,7 @@ from argosy.protocol.dialects.anthropic_requests import (
     translate_count_tokens_request,
     translate_messages_request,
 )
+from argosy.protocol.dialects.chat_output_reader import parse_error_body
 from argosy.protocol.dialects.chat_request import TranslatedRequest
 from argosy.protocol.dialects.dialect_output import (
     DialectOutput,
@@ -54,7 +55,7 @@ from argosy.protocol.dialects.responses_input import (
     normalize_input,
     resolve_references,
 )
-from argosy.protocol.dialects.responses_output import RESPONSE_ID_PREFIX, ResponsesOutput
+from argosy.protocol.dialects.responses_output import ResponsesOutput
 from argosy.protocol.dialects.responses_requests import (
     Metadata,
     ReasoningCipher,
@@ -62,11 +63,13 @@ from argosy.protocol.dialects.responses_requests import (
     parse_responses_request,
     translate_responses_request,
 )
-from argosy.protocol.dialects.stored_response_events import render_stored_events
+from argosy.protocol.dialects.stored_response_events import (
+    render_end_event,
+    render_stored_events,
+)
 
 __all__ = [
     "NDJSON_CONTENT_TYPE",
-    "RESPONSE_ID_PREFIX",
     "AnthropicOutput",
     "CompactRequest",
     "CountTokensRequest",
@@ -97,7 +100,9 @@ __all__ = [
     "list_references",
     "normalize_input",
     "parse_compact_request",
+    "parse_error_body",
     "parse_responses_request",
+    "render_end_event",
     "render_stored_events",
     "resolve_references",
     "strip_tag",

@@ -42,7 +42,8 @@ class ResponsesOutput(DialectOutput):
         super().__init__()
         self._tools = tools
         self._encrypt = encrypt
-        self.response: dict[str, Any] = description
+        self._description = description
+        self._response: dict[str, Any] = {}
         """The response so far. Its output is complete after the end."""
         self._digits = ""
         self._sequence_number = 0
@@ -55,9 +56,9 @@ class ResponsesOutput(DialectOutput):
         self._call_items: dict[int, int] = {}
         """Position of the item of each call."""
 
-    def start(self, identity: OutputIdentity) -> None:
-        self._digits = identity.id
-        self.response = {
+    def describe_start(self, identity: OutputIdentity) -> dict[str, Any]:
+        """Return the response as it is before its first output."""
+        return {
             "id": RESPONSE_ID_PREFIX + identity.id,
             "object": "response",
             "created_at": identity.created,
@@ -66,11 +67,15 @@ class ResponsesOutput(DialectOutput):
             "incomplete_details": None,
             "output": [],
             "usage": None,
-            **self.response,
+            **self._description,
             "model": identity.model,
         }
-        self._send("response.created", response=self.response)
-        self._send("response.in_progress", response=self.response)
+
+    def start(self, identity: OutputIdentity) -> None:
+        self._digits = identity.id
+        self._response = self.describe_start(identity)
+        self._send("response.created", response=self._response)
+        self._send("response.in_progress", response=self._response)
 
     def add_reasoning(self, text: str) -> None:
         if not self._is_open_item("reasoning"):
@@ -116,24 +121,24 @@ class ResponsesOutput(DialectOutput):
             details = {"reason": reason}
             if isinstance(end.stop_reason, str):  # a limit or the deadline of this server
                 details["stop_reason"] = end.stop_reason
-            self.response["incomplete_details"] = details
-        self.response["usage"] = render_usage(end.tokens)
+            self._response["incomplete_details"] = details
+        self._response["usage"] = render_usage(end.tokens)
         self._end(status)
 
     def fail(self, error: OutputError) -> None:
         self._close("incomplete")
         default_code = "server_error" if error.status >= 500 else "invalid_prompt"
         code = _ERROR_CODES.get(error.status, default_code)
-        self.response["error"] = {"code": code, "message": error.message}
+        self._response["error"] = {"code": code, "message": error.message}
         self._end("failed")
 
     def build_response(self) -> dict[str, Any]:
-        return self.response
+        return self._response
 
     def _end(self, status: str) -> None:
-        self.response["status"] = status
-        self.response["output"] = self._items
-        self._send(f"response.{status}", response=self.response)
+        self._response["status"] = status
+        self._response["output"] = self._items
+        self._send(f"response.{status}", response=self._response)
 
     # --- items -----------------------------------------------------------------------------------
 

@@ -23,6 +23,11 @@ def render_stored_events(response: dict[str, Any]) -> list[bytes]:
     ]
 
 
+def render_end_event(response: dict[str, Any], number: int) -> bytes:
+    """Return the event that ends the stream of a response, with this sequence number."""
+    return format_response_event(number, *_end_event(response))
+
+
 def format_response_event(number: int, kind: str, fields: dict[str, Any]) -> bytes:
     """Encode one event of the Responses API."""
     event = {"type": kind, "sequence_number": number, **fields}
@@ -44,7 +49,11 @@ def _list_events(response: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]
         for index, part in enumerate(item.get("content") or ()):
             yield from _list_part_events(_PART_EVENTS[item["type"]], part, place, index)
         yield "response.output_item.done", {"output_index": position, "item": item}
-    yield f"response.{response['status']}", {"response": response}
+    yield _end_event(response)
+
+
+def _end_event(response: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    return f"response.{response['status']}", {"response": response}
 
 
 def _list_part_events(
