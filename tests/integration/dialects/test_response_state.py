@@ -138,9 +138,15 @@ async def test_conversation_grows_with_its_responses(fleet: DialectFleet, *, str
 
 async def test_other_tenants_have_no_access_to_responses(fleet: DialectFleet) -> None:
     mine, other = fleet.openai(), fleet.openai(fleet.other_key)
+    for engine in fleet.engines:
+        engine.may_continue.clear()
+        engine.paused.clear()
+    fleet.output, fleet.pause_after = "One. Two. Three.", 2
     response = await mine.responses.create(model=MODEL, input="Hi", background=True)
+    await until(lambda: any(engine.paused.is_set() for engine in fleet.engines))
     for request in (
         other.responses.retrieve(response.id),
+        other.responses.retrieve(response.id, stream=True),
         other.responses.cancel(response.id),
         other.responses.delete(response.id),
         other.responses.input_items.list(response.id),
@@ -149,7 +155,32 @@ async def test_other_tenants_have_no_access_to_responses(fleet: DialectFleet) ->
             await request
     with pytest.raises(openai.BadRequestError):
         await other.responses.create(model=MODEL, input="x", previous_response_id=response.id)
-    await wait_for_end(mine, response.id)
+    for engine in fleet.engines:
+        engine.may_continue.set()
+    ended = await wait_for_end(mine, response.id)
+    assert (ended.status, ended.output_text) == ("completed", "One. Two. Three.")
+
+
+async def test_other_tenants_have_no_access_to_conversations(fleet: DialectFleet) -> None:
+    mine, other = fleet.openai(), fleet.openai(fleet.other_key)
+    message: Any = {"type": "message", "role": "user", "content": "I am Ann."}
+    conversation = await mine.conversations.create(items=[message], metadata={"a": "b"})
+    (item,) = (await mine.conversations.items.list(conversation.id)).data
+    item_id = str(item.id)
+    for request in (
+        other.conversations.retrieve(conversation.id),
+        other.conversations.update(conversation.id, metadata={"c": "d"}),
+        other.conversations.delete(conversation.id),
+        other.conversations.items.list(conversation.id),
+        other.conversations.items.create(conversation.id, items=[message]),
+        other.conversations.items.retrieve(item_id, conversation_id=conversation.id),
+        other.conversations.items.delete(item_id, conversation_id=conversation.id),
+        other.responses.create(model=MODEL, input="x", conversation=conversation.id),
+    ):
+        with pytest.raises(openai.NotFoundError):
+            await request
+    assert await mine.conversations.retrieve(conversation.id) == conversation
+    assert (await mine.conversations.items.list(conversation.id)).data == [item]
 
 
 async def wait_for_end(client: openai.AsyncOpenAI, response_id: str) -> Any:  # noqa: ANN401 - a response
