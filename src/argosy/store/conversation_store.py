@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
-from sqlalchemy import Connection, delete, insert, select, update
+from sqlalchemy import ColumnElement, Connection, and_, delete, insert, select, update
 
 from argosy.store import schema
 from argosy.store.api_keys import generate_id
@@ -134,8 +134,7 @@ class ConversationStore:
 
     def get_item(self, owner: ItemOwner, conversation_id: str, item_id: str) -> Item:
         """Return an item. Raises NotFoundError if the conversation has no such item."""
-        items = schema.items.c
-        query = select(items.body).where(items.parent == conversation_id, items.item == item_id)
+        query = select(schema.items.c.body).where(_is_item(conversation_id, item_id))
         with self._database.read_transaction() as connection:
             self._read(connection, owner, conversation_id)
             body = connection.execute(query).scalars().first()
@@ -147,10 +146,7 @@ class ConversationStore:
         self, owner: ItemOwner, conversation_id: str, item_id: str
     ) -> StoredConversation:
         """Delete an item. Raises NotFoundError if the conversation has no such item."""
-        items = schema.items.c
-        statement = delete(schema.items).where(
-            items.parent == conversation_id, items.item == item_id
-        )
+        statement = delete(schema.items).where(_is_item(conversation_id, item_id))
         with self._database.write_transaction() as connection:
             conversation = self._read(connection, owner, conversation_id)
             if not connection.execute(statement).rowcount:
@@ -177,7 +173,8 @@ class ConversationStore:
             _conversations.expires_at > self._clock(),
             owner.owns(schema.conversations),
         )
-        row = connection.execute(query).one_or_none()
+        # PostgreSQL refuses texts with NUL.
+        row = connection.execute(query).one_or_none() if conversation_id.isprintable() else None
         if row is None:
             raise NotFoundError(
                 f"The conversation {conversation_id[:200]!r} does not exist. It was deleted or has expired."
@@ -192,6 +189,13 @@ class ConversationStore:
 def _delete(connection: Connection, conversation_ids: Sequence[str]) -> None:
     delete_items(connection, conversation_ids)
     connection.execute(delete(schema.conversations).where(_conversations.id.in_(conversation_ids)))
+
+
+def _is_item(conversation_id: str, item_id: str) -> ColumnElement[bool]:
+    """Return the condition that a row is this item of a conversation."""
+    if not item_id.isprintable():  # PostgreSQL refuses texts with NUL
+        raise _item_not_found(item_id)
+    return and_(schema.items.c.parent == conversation_id, schema.items.c.item == item_id)
 
 
 def _item_not_found(item_id: str) -> NotFoundError:

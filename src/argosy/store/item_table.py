@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
-from sqlalchemy import ColumnElement, Connection, Table, and_, delete, func, insert, select
+from sqlalchemy import ColumnElement, Connection, FromClause, and_, delete, func, insert, select
 
 from argosy.store import schema
 from argosy.store.errors import HistoryTooLongError
@@ -26,7 +26,7 @@ class ItemOwner(NamedTuple):
     owner: str
     """Id of the project, or of the user or the key of a principal without one."""
 
-    def owns(self, table: Table) -> ColumnElement[bool]:
+    def owns(self, table: FromClause) -> ColumnElement[bool]:
         """Return the condition that a row belongs to this owner."""
         columns = table.c
         return and_(columns.organisation == self.organisation, columns.owner == self.owner)
@@ -72,7 +72,7 @@ def read_items(
         connection: The connection.
         parent: Id of the response or conversation.
         is_output: Read only input items or only output items; None for both.
-        after: Id of the item after which to start.
+        after: Id of the item after which to start. No item follows one that does not exist.
         limit: Maximum number of items.
         is_descending: Read from the last to the first.
     """
@@ -81,6 +81,8 @@ def read_items(
     if is_output is not None:
         query = query.where(_columns.is_output == is_output)
     if after is not None:
+        if not after.isprintable():  # PostgreSQL refuses NUL
+            return []
         same = and_(_columns.parent == parent, _columns.item == after)
         start = select(func.max(position)).where(same).scalar_subquery()
         query = query.where(position < start if is_descending else position > start)
@@ -115,7 +117,8 @@ def find_items(
     connection: Connection, owner: ItemOwner, item_ids: Collection[str]
 ) -> dict[str, Item]:
     """Return the owner's items with these ids, by id. Of several items with one id, any one is returned."""
-    query = select(_columns.body).where(_columns.item.in_(item_ids), owner.owns(schema.items))
+    ids = [item_id for item_id in item_ids if item_id.isprintable()]  # PostgreSQL refuses NUL
+    query = select(_columns.body).where(_columns.item.in_(ids), owner.owns(schema.items))
     return {item["id"]: item for item in decode_items(connection.execute(query).scalars())}
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import msgspec
-from sqlalchemy import Connection, Select, delete, insert, literal, select, update
+from sqlalchemy import Connection, Row, delete, insert, literal, select, update
 
 from argosy.store import schema
 from argosy.store.database import Database
@@ -25,7 +25,6 @@ from argosy.store.item_table import (
 )
 
 ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
-RESPONSE_STATUSES: tuple[ResponseStatus, ...] = get_args(ResponseStatus)
 RUNNING_STATUSES: tuple[ResponseStatus, ...] = ("queued", "in_progress")
 HEARTBEAT_TIMEOUT_S = 60.0
 """Time after its last heartbeat after which a background response counts as interrupted."""
@@ -122,6 +121,7 @@ class ResponseStore:
             NotFoundError: One of the responses does not exist any more.
             HistoryTooLongError: The responses have too many items for one request.
         """
+        _check_id(response_id)
         chain = _select_chain(owner, response_id, self._clock())
         with self._database.write_transaction() as connection:
             rows = connection.execute(select(chain.c.id, chain.c.previous)).all()
@@ -191,6 +191,7 @@ class ResponseStore:
 
     def cancel(self, owner: ItemOwner, response_id: str) -> StoredResponse:
         """Cancel a background response if it runs, and return it."""
+        _check_id(response_id)
         values = {"status": "cancelled", "heartbeat_at": None}
         with self._database.write_transaction() as connection:
             _update_running(connection, owner, response_id, values)
@@ -224,9 +225,7 @@ class ResponseStore:
     # --- queries ---------------------------------------------------------------------------------
 
     def _read(self, connection: Connection, owner: ItemOwner, response_id: str) -> StoredResponse:
-        row = connection.execute(self._select(owner, response_id)).one_or_none()
-        if row is None:
-            raise _not_found(response_id)
+        row = self._require(connection, owner, response_id)
         return StoredResponse(
             id=row.id,
             status=row.status,
@@ -236,16 +235,18 @@ class ResponseStore:
             is_background=row.heartbeat_at is not None,
         )
 
-    def _require(self, connection: Connection, owner: ItemOwner, response_id: str) -> None:
-        if connection.execute(self._select(owner, response_id)).one_or_none() is None:
-            raise _not_found(response_id)
-
-    def _select(self, owner: ItemOwner, response_id: str) -> Select[Any]:
-        return select(schema.responses).where(
+    def _require(self, connection: Connection, owner: ItemOwner, response_id: str) -> Row[Any]:
+        """Return the row of a response."""
+        _check_id(response_id)
+        query = select(schema.responses).where(
             _responses.id == response_id,
             _responses.expires_at > self._clock(),
             owner.owns(schema.responses),
         )
+        row = connection.execute(query).one_or_none()
+        if row is None:
+            raise _not_found(response_id)
+        return row
 
 
 def _select_chain(owner: ItemOwner, response_id: str, now: float) -> Any:  # noqa: ANN401 - a common table expression
@@ -257,10 +258,9 @@ def _select_chain(owner: ItemOwner, response_id: str, now: float) -> Any:  # noq
         .where(_responses.id == response_id, *is_usable)
         .cte("chain", recursive=True)
     )
-    is_previous = (table.c.id == chain.c.previous, table.c.expires_at > now)
-    is_owned = (table.c.organisation == owner.organisation, table.c.owner == owner.owner)
+    is_previous = (table.c.id == chain.c.previous, table.c.expires_at > now, owner.owns(table))
     return chain.union_all(
-        select(table.c.id, table.c.previous, chain.c.depth + 1).where(*is_previous, *is_owned)
+        select(table.c.id, table.c.previous, chain.c.depth + 1).where(*is_previous)
     )
 
 
@@ -283,6 +283,12 @@ def _update_running(
 def _delete(connection: Connection, response_ids: Sequence[str]) -> None:
     delete_items(connection, response_ids)
     connection.execute(delete(schema.responses).where(_responses.id.in_(response_ids)))
+
+
+def _check_id(response_id: str) -> None:
+    """Raise NotFoundError for an id that no response has. PostgreSQL refuses texts with NUL."""
+    if not response_id.isprintable():
+        raise _not_found(response_id)
 
 
 def _not_found(response_id: str) -> NotFoundError:

@@ -192,6 +192,26 @@ def test_conversation_items_are_paged_in_order(store: Store) -> None:
         conversations.list_items(OWNER, conversation.id)
 
 
+def test_unprintable_ids_are_not_found(store: Store) -> None:
+    create(store, response(1))
+    responses, conversations = store.responses, store.conversations
+    conversation = conversations.create(OWNER, {}, [message("m")], RETENTION_S).id
+    for attempt in (
+        lambda: responses.get(OWNER, "resp_1\0"),
+        lambda: responses.list_input(OWNER, "resp_1\0"),
+        lambda: responses.load_history(OWNER, "resp_1\0", RETENTION_S),
+        lambda: responses.cancel(OWNER, "resp_1\0"),
+        lambda: responses.delete(OWNER, "resp_1\0"),
+        lambda: conversations.get(OWNER, "\0"),
+        lambda: conversations.get_item(OWNER, conversation, "m\0"),
+        lambda: conversations.delete_item(OWNER, conversation, "m\0"),
+    ):
+        with pytest.raises(NotFoundError):
+            attempt()
+    assert responses.list_input(OWNER, "resp_1", after="in_1\0") == []
+    assert responses.find_items(OWNER, ["in_1\0", "in_1"]) == {"in_1": message("in_1")}
+
+
 def test_history_is_bounded(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     create(store, response(1), response(2, 1))
     items = [message("a"), message("b"), message("c")]

@@ -44,7 +44,7 @@ class PageQuery(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_query_string(exchange: HttpExchange) -> dict[str, str]:
-    """Return the query parameters, the last of each name."""
+    """Return the query parameters, the last of each name. Clients repeat `include[]`, which has no effect."""
     return dict(parse_qsl(exchange.query.decode("latin-1"), keep_blank_values=True))
 
 

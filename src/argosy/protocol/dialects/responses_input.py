@@ -21,6 +21,8 @@ _ID_PREFIXES = {
     "custom_tool_call_output": "ctco",
     "compaction": "cmp",
 }
+MAX_ITEM_ID_CHARS = 200
+"""Longest id of a client that an item keeps. PostgreSQL cannot index texts of some kilobytes."""
 _TEXT_PARTS = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text"})
 
 
@@ -73,7 +75,7 @@ def resolve_references(
 
 
 def assign_item_ids(items: Iterable[JsonObject], new_id: Callable[[], str]) -> list[JsonObject]:
-    """Return the items with an id each, as they are stored.
+    """Return the items with an id each, as they are stored. Ids that a store may not hold are replaced.
 
     Args:
         items: The items.
@@ -82,7 +84,7 @@ def assign_item_ids(items: Iterable[JsonObject], new_id: Callable[[], str]) -> l
     assigned = []
     for item in items:
         stored = dict(item)
-        if not isinstance(stored.get("id"), str):
+        if not _is_usable_id(stored.get("id")):
             stored["id"] = f"{_ID_PREFIXES.get(str(item.get('type')), 'item')}_{new_id()}"
         if stored.get("type") == "message":
             stored.setdefault("status", "completed")
@@ -91,6 +93,10 @@ def assign_item_ids(items: Iterable[JsonObject], new_id: Callable[[], str]) -> l
                 stored["content"] = [{"type": kind, "text": stored["content"]}]
         assigned.append(stored)
     return assigned
+
+
+def _is_usable_id(value: object) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= MAX_ITEM_ID_CHARS and value.isprintable()
 
 
 class InputTranslator:

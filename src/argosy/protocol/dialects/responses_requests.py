@@ -79,15 +79,16 @@ class ResponsesRequest(ExtensionFields, frozen=True, kw_only=True):
     truncation: str | None = None
     prompt: JsonObject | None = None
     metadata: Metadata | None = None
-    client_metadata: Any = None
-    """Accepted and not used, as are the next fields but for the last three."""
     service_tier: str | None = None
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
+    """Accepted and not used, as are the next two fields."""
     prompt_cache_options: JsonObject | None = None
+    client_metadata: Any = None
     context_management: Any = None
+    """Named as ignored, as are the next two fields."""
     moderation: Any = None
     access_programs: Any = None
 
@@ -127,6 +128,9 @@ def parse_responses_request(
     if request.previous_response_id is not None and request.conversation is not None:
         message = "'previous_response_id' and 'conversation' exclude each other. Send one of them."
         raise invalid_request(message, "conversation")
+    if request.conversation is not None and not request.conversation_id:
+        message = "Missing parameter 'conversation.id'. Add it."
+        raise invalid_request(message, "conversation.id", "missing_required_parameter")
     if request.prompt is not None:
         message = "Stored prompts are not supported. Send the prompt's text in 'instructions'."
         raise invalid_request(message, "prompt", "unsupported_parameter")

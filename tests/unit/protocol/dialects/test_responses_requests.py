@@ -253,6 +253,8 @@ def test_tools_of_codex() -> None:
         ({"input": []}, "input"),
         ({"prompt": {"id": "p"}}, "prompt"),
         ({"previous_response_id": "r", "conversation": "c"}, "conversation"),
+        ({"conversation": {"name": "c"}}, "conversation.id"),
+        ({"conversation": ""}, "conversation.id"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format"),
         ({"metadata": {"k": "v" * 513}}, "metadata[...]"),
     ],
@@ -283,3 +285,9 @@ def test_stored_items_have_ids_and_parts() -> None:
         },
         items[1],
     ]
+
+
+@pytest.mark.parametrize("own_id", ["", "a\0b", "x" * 3000, 7])
+def test_ids_that_a_store_may_not_hold_are_replaced(own_id: object) -> None:
+    (item,) = assign_item_ids([{"type": "reasoning", "id": own_id}], lambda: "7")
+    assert item["id"] == "rs_7"
