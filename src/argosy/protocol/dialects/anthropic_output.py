@@ -15,6 +15,7 @@ from argosy.protocol.dialects.dialect_output import (
     OutputError,
     OutputIdentity,
     OutputTokens,
+    parse_call_arguments,
 )
 
 _STOP_REASONS = {
@@ -153,7 +154,7 @@ class AnthropicOutput(DialectOutput):
             case "tool_use":
                 if not text:
                     self._send_delta("input_json_delta", partial_json="")
-                block["input"] = _parse_input(text)
+                block["input"] = parse_call_arguments(text)
             case "thinking":
                 block["thinking"] = text
                 block["signature"] = self._sign(text)
@@ -177,15 +178,6 @@ class AnthropicOutput(DialectOutput):
 
 def _frame(kind: str, data: bytes) -> bytes:
     return b"event: %s\ndata: %s\n\n" % (kind.encode(), data)
-
-
-def _parse_input(text: str) -> Any:  # noqa: ANN401 - any JSON
-    """Parse the arguments of a call. Text that was cut or is no JSON object stays under one name."""
-    try:
-        value = msgspec.json.decode(text or "{}")
-    except (msgspec.DecodeError, RecursionError):
-        value = None
-    return value if isinstance(value, dict) else {"arguments": text}
 
 
 def _usage(tokens: OutputTokens) -> dict[str, Any]:

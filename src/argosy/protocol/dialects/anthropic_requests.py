@@ -12,6 +12,7 @@ import msgspec
 
 from argosy.protocol.dialects.anthropic_output import AnthropicOutput
 from argosy.protocol.dialects.chat_request import (
+    DEFAULT_EFFORT,
     ExtensionFields,
     MessageList,
     TranslatedRequest,
@@ -27,8 +28,6 @@ from argosy.protocol.parsing import parse_request_body
 BILLING_HEADER_PREFIX = "x-anthropic-billing-header:"
 """Start of a line that Claude Code puts in front of its system prompt. It differs in each request, so with it no
 prompt would share a cached prefix with another one."""
-_DEFAULT_EFFORT = "medium"
-"""Effort of a request that enables thinking without naming an effort."""
 
 
 class MessageSource(msgspec.Struct, gc=False):
@@ -397,7 +396,7 @@ def _thinking_fields(request: CountTokensRequest) -> dict[str, Any]:
         case "enabled":
             budget = thinking.budget_tokens
             return {
-                "reasoning_effort": effort or _DEFAULT_EFFORT,
+                "reasoning_effort": effort or DEFAULT_EFFORT,
                 "thinking_token_budget": budget if budget and budget > 0 else None,
             }
     message = "'thinking.type' must be enabled, adaptive or disabled."

@@ -123,7 +123,8 @@ class ChatOutputReader:
         self._has_started = False
         self.has_ended = False
         """Whether the response has ended or failed."""
-        self._num_calls = 0
+        self._started_calls: set[int] = set()
+        """Indexes of the tool calls so far."""
         self._finish_reason = ""
         self._stop_reason: int | str | None = None
         self._tokens = OutputTokens()
@@ -188,8 +189,8 @@ class ChatOutputReader:
     def _read_call(self, call: _Call, position: int) -> None:
         index = position if call.index is None else call.index
         body = call.custom or call.function or _CallBody()
-        if index >= self._num_calls:
-            self._num_calls = index + 1
+        if index not in self._started_calls:
+            self._started_calls.add(index)
             kind: CallKind = "function" if call.custom is None else "custom"
             self._output.start_call(index, call.id or f"call_{index}", body.name or "", kind)
         if text := body.arguments or body.input:

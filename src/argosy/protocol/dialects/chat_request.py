@@ -10,12 +10,12 @@ from argosy.protocol.dialects.dialect_output import DialectOutput
 
 OutputT_co = TypeVar("OutputT_co", bound=DialectOutput, covariant=True)
 
-EXTENSION_FIELDS = ("seed", "timeout_s", "priority", "session_id", "cache_salt", "top_k", "min_p")
-"""Fields of a chat that every dialect accepts under the same name and passes on unchanged."""
+DEFAULT_EFFORT = "medium"
+"""Reasoning effort of a request that enables reasoning without an effort."""
 
 
 class ExtensionFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Fields of our chat request that requests of other dialects may have too."""
+    """Fields of our chat request that every dialect accepts under the same name and passes on unchanged."""
 
     seed: int | None = None
     timeout_s: float | None = None
@@ -27,7 +27,7 @@ class ExtensionFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     def extension_fields(self) -> dict[str, Any]:
         """Return the extension fields that are set."""
-        values = {name: getattr(self, name) for name in EXTENSION_FIELDS}
+        values = {name: getattr(self, name) for name in ExtensionFields.__struct_fields__}
         return {name: value for name, value in values.items() if value is not None}
 
 

@@ -103,3 +103,15 @@ class DialectOutput(ABC):
     @abstractmethod
     def build_response(self) -> dict[str, Any]:
         """Build the whole response, after `finish`."""
+
+
+def parse_call_arguments(text: str) -> dict[str, Any]:
+    """Parse the arguments of a call for APIs that have an object there.
+
+    Text that was cut or is no JSON object becomes the argument `arguments`.
+    """
+    try:
+        value = msgspec.json.decode(text or "{}")
+    except (msgspec.DecodeError, RecursionError):
+        value = None
+    return value if isinstance(value, dict) else {"arguments": text}

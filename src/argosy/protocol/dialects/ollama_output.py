@@ -14,6 +14,7 @@ from argosy.protocol.dialects.dialect_output import (
     OutputEnd,
     OutputError,
     OutputIdentity,
+    parse_call_arguments,
 )
 
 NDJSON_CONTENT_TYPE = b"application/x-ndjson"
@@ -133,7 +134,7 @@ class OllamaOutput(DialectOutput):
         if self._open_call is None:
             return
         call_id, name, pieces = self._open_call
-        function = {"name": name, "arguments": _parse_arguments("".join(pieces))}
+        function = {"name": name, "arguments": parse_call_arguments("".join(pieces))}
         call = {"id": call_id, "function": function}
         self._open_call = None
         self._calls.append(call)
@@ -172,12 +173,3 @@ class OllamaOutput(DialectOutput):
         if logprobs:
             content["logprobs"] = logprobs
         return {**line, **content, "done": done}
-
-
-def _parse_arguments(text: str) -> dict[str, Any]:
-    """Parse the arguments of a call, which are an object in this API. Text that is none stays under one name."""
-    try:
-        value = msgspec.json.decode(text or "{}")
-    except (msgspec.DecodeError, RecursionError):
-        value = None
-    return value if isinstance(value, dict) else {"arguments": text}

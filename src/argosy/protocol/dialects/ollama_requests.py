@@ -1,4 +1,4 @@
-"""Translation of requests of Ollama's API to chats, completions and embeddings.
+"""Translation of requests of Ollama's API to chats and completions.
 
 Facts are from the types of the client `ollama` 0.6.3. Options that concern how Ollama loads a model are ignored.
 """
@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from argosy.protocol.dialects.chat_request import (
+    DEFAULT_EFFORT,
     ExtensionFields,
     MessageList,
     TranslatedRequest,
@@ -38,7 +39,6 @@ _OPTION_NAMES = {
     "top_p": "top_p",
 }
 """Names of options in a chat."""
-_DEFAULT_EFFORT = "medium"
 _TAG = ":latest"
 
 
@@ -212,7 +212,7 @@ def _thinking_fields(request: OllamaRequest) -> dict[str, Any]:
         case None:
             return {}
         case True:
-            return {"reasoning_effort": _DEFAULT_EFFORT}
+            return {"reasoning_effort": DEFAULT_EFFORT}
         case False:
             return {"reasoning_effort": "none"}
         case effort:

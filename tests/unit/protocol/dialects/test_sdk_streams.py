@@ -365,6 +365,20 @@ def test_malformed_events_are_reported(dialect: str, data: bytes) -> None:
         build_translator(dialect).translate_events(b"data: " + data + b"\n\n")
 
 
+@pytest.mark.parametrize("dialect", BUILDERS)
+def test_calls_may_have_any_index(dialect: str, replay: Replay) -> None:
+    chunks = [
+        {"tool_calls": [{"index": index, "id": f"call_{index}", "function": {"name": "f"}}]}
+        for index in (2, 0)
+    ]
+    chunks += [{"tool_calls": [{"index": 0, "function": {"arguments": '{"a": 1}'}}]}]
+    events = [f"data: {json.dumps({'choices': [{'delta': delta}]})}\n\n" for delta in chunks]
+    stream = "".join([*events, "data: [DONE]\n\n"]).encode()
+    accumulated = json.dumps(replay.accumulate(dialect, translate_stream(dialect, stream)))
+    assert accumulated.count('"f"') == (3 if dialect == "responses" else 2), "it repeats the tools"
+    assert '"a": 1' in accumulated or '{\\"a\\": 1}' in accumulated
+
+
 def test_log_probabilities_reach_responses() -> None:
     entry = {"token": "a", "logprob": -0.5, "bytes": [97], "top_logprobs": []}
     choice = {
