@@ -5,7 +5,7 @@ Columns have the names and types of the fields in `records.py`. Columns without 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from sqlalchemy import (
@@ -297,13 +297,20 @@ def _owner_columns() -> tuple[Column[str], Column[str]]:
     return Column("organisation", Text, nullable=False), Column("owner", Text, nullable=False)
 
 
+def _expiring_record_columns() -> tuple[Column[Any], ...]:
+    """Id, owner and times of a record that is kept for some time."""
+    return (
+        Column("id", Text, primary_key=True),
+        *_owner_columns(),
+        Column("created_at", Double, nullable=False),
+        Column("expires_at", Double, nullable=False),
+    )
+
+
 responses = Table(
     "responses",
     metadata,
-    Column("id", Text, primary_key=True),
-    *_owner_columns(),
-    Column("created_at", Double, nullable=False),
-    Column("expires_at", Double, nullable=False),
+    *_expiring_record_columns(),
     Column("status", Text, nullable=False),
     Column("previous", Text),
     Column("body", LargeBinary, nullable=False),
@@ -319,10 +326,7 @@ responses = Table(
 conversations = Table(
     "conversations",
     metadata,
-    Column("id", Text, primary_key=True),
-    *_owner_columns(),
-    Column("created_at", Double, nullable=False),
-    Column("expires_at", Double, nullable=False),
+    *_expiring_record_columns(),
     Column("body", LargeBinary, nullable=False),
     Index("conversations_expires_at", "expires_at"),
 )
