@@ -21,15 +21,8 @@ from argosy.http_server.gc_tuning import tune_gc
 from argosy.http_server.http_exchange import (
     EXCHANGE_KEY,
     JSON_CONTENT_TYPE,
-    AsgiApp,
-    ClientListener,
-    DisconnectedError,
     ExchangeLimits,
     HttpExchange,
-    Receive,
-    ResponseTransport,
-    Scope,
-    Send,
     SlowReaderError,
 )
 from argosy.http_server.request_origin import (
@@ -40,6 +33,15 @@ from argosy.http_server.request_origin import (
 )
 from argosy.http_server.response_observer import ResponseObserver
 from argosy.http_server.response_translator import ResponseDialect, ResponseTranslator
+from argosy.http_server.response_transport import (
+    AsgiApp,
+    ClientListener,
+    DisconnectedError,
+    Receive,
+    ResponseTransport,
+    Scope,
+    Send,
+)
 from argosy.http_server.server import (
     SHUTDOWN_GRACE_S,
     HttpServer,

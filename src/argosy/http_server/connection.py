@@ -18,7 +18,6 @@ from argosy.http_server.connection_limiter import ConnectionSlot
 from argosy.http_server.deadlines import Deadlines
 from argosy.http_server.error_responses import bad_protocol_error, render_error_response
 from argosy.http_server.http1_transport import Http1Transport
-from argosy.http_server.http_exchange import TRANSPORT_KEY, AsgiApp, Scope
 from argosy.http_server.request_head import (
     MAX_HEAD_BYTES,
     HeadTemplate,
@@ -26,6 +25,7 @@ from argosy.http_server.request_head import (
     RequestHead,
     build_head_template,
 )
+from argosy.http_server.response_transport import TRANSPORT_KEY, AsgiApp, Scope
 from argosy.http_server.server_state import HttpServerState
 from argosy.http_server.socket_state import (
     get_local_address,

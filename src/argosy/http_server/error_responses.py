@@ -8,7 +8,8 @@ from http import HTTPStatus
 
 import structlog
 
-from argosy.http_server.http_exchange import DisconnectedError, HttpExchange, SlowReaderError
+from argosy.http_server.http_exchange import HttpExchange, SlowReaderError
+from argosy.http_server.response_transport import DisconnectedError
 from argosy.protocol import ApiError
 
 API_PREFIX = "/v1"

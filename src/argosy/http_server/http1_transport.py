@@ -8,7 +8,7 @@ import logging
 from collections.abc import Iterable, MutableMapping
 from typing import Any, Protocol, cast
 
-from argosy.http_server.http_exchange import AsgiApp, ClientListener, DisconnectedError, Scope
+from argosy.http_server.response_transport import AsgiApp, ClientListener, DisconnectedError, Scope
 from argosy.protocol import ApiError
 
 MAX_PREFETCHED_BODY_BYTES = 64 * 1024

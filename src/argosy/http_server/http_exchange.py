@@ -7,8 +7,8 @@ import math
 import random
 import re
 import time
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from argosy.http_server.response_observer import ResponseObserver, tee_writes
 from argosy.http_server.response_translator import (
@@ -16,18 +16,20 @@ from argosy.http_server.response_translator import (
     ResponseTranslator,
     translate_writes,
 )
+from argosy.http_server.response_transport import (
+    TRANSPORT_KEY,
+    AsgiApp,
+    ClientListener,
+    Receive,
+    ResponseTransport,
+    Scope,
+    Send,
+)
 from argosy.protocol import SSE_CONTENT_TYPE, ApiError, format_comment
-
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 JSON_CONTENT_TYPE = b"application/json"
 SSE_PROBE_COMMENT = format_comment(b"")
 """SSE comment without content, which clients ignore."""
-TRANSPORT_KEY = "argosy.transport"
-"""Key in the ASGI scope's state of the request's `ResponseTransport`."""
 EXCHANGE_KEY = "argosy.exchange"
 """Key in the ASGI scope's state of the `HttpExchange`, for an application called by `delegate_to`."""
 
@@ -42,92 +44,8 @@ UNIQUE_ID_DIGITS = 32
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
-class DisconnectedError(Exception):
-    """The client has disconnected."""
-
-
 class SlowReaderError(Exception):
     """The client has read nothing for too long, and its connection has been closed."""
-
-
-class ClientListener(Protocol):
-    """Callbacks that report write progress: client behind, buffer drained, client half-closed, client disconnected."""
-
-    def on_backpressure(self) -> None:
-        """Handle a client that reads too slowly: pause writing."""
-
-    def on_writable(self) -> None:
-        """Handle a drained write buffer: resume writing."""
-
-    def on_half_close(self) -> None:
-        """Handle a client that has closed its sending side.
-
-        The client may have disconnected. The listener writes data that is valid within the response as a probe.
-        """
-
-    def on_disconnect(self) -> None:
-        """Handle the disconnect of the client."""
-
-
-class ResponseTransport(Protocol):
-    """Connection of one request. Data written after the client has disconnected is discarded without an error."""
-
-    @property
-    def is_body_complete(self) -> bool:
-        """Whether the whole request body has arrived."""
-
-    @property
-    def is_backpressured(self) -> bool:
-        """Whether the client reads more slowly than data is written."""
-
-    @property
-    def unsent_bytes(self) -> int:
-        """Bytes written and not yet sent to the client."""
-
-    @property
-    def is_disconnected(self) -> bool:
-        """Whether the client has disconnected."""
-
-    async def read_body(self, max_bytes: int) -> bytes:
-        """Return the whole body, or more than `max_bytes` bytes of a larger body.
-
-        Raises:
-            DisconnectedError: The client has disconnected.
-            ApiError: 503 if the server buffers too many request bodies.
-        """
-
-    async def wait_writable(self) -> None:
-        """Wait until the client has caught up or has disconnected."""
-
-    def send_response(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
-        """Send a complete response. `headers` contain its length."""
-
-    def start_response(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        """Start a response of unknown length. Under HTTP/1.0 the end of the connection ends the response."""
-
-    def start_sized_response(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        """Start a response whose length is in `headers`."""
-
-    def write_nowait(self, data: bytes) -> None:
-        """Send a part of the response in progress."""
-
-    def lend_socket(self) -> int | None:
-        """Return the socket's file descriptor for native code that sends HTTP chunks.
-
-        Returns None over TLS, while earlier data is unsent, or if the response is not chunked.
-        """
-
-    def write_raw_chunks(self, chunks: bytes) -> None:
-        """Send HTTP chunks that the borrower of the socket could not send."""
-
-    def end_response(self) -> None:
-        """Complete the response."""
-
-    def abort(self) -> None:
-        """Close the connection at once and discard unsent data."""
-
-    def set_listener(self, listener: ClientListener | None) -> None:
-        """Set the only listener for write progress, or remove it."""
 
 
 class ExchangeLimits(Protocol):

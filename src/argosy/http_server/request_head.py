@@ -9,7 +9,7 @@ from urllib.parse import unquote
 
 import httptools
 
-from argosy.http_server.http_exchange import Scope
+from argosy.http_server.response_transport import Scope
 
 MAX_HEAD_BYTES = 64 * 1024
 """Maximum size of the request line and headers together, in bytes."""

@@ -22,7 +22,7 @@ from argosy.http_server.connection_limiter import (
     IpAddress,
 )
 from argosy.http_server.deadlines import Deadlines
-from argosy.http_server.http_exchange import AsgiApp
+from argosy.http_server.response_transport import AsgiApp
 from argosy.http_server.server_state import HttpServerState, ServerConnection
 from argosy.http_server.tls import CertificateWatcher
 from argosy.process import max_clients

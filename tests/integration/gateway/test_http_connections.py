@@ -32,7 +32,7 @@ from argosy.http_server import (
     server,
 )
 from argosy.http_server import connection as http_connection
-from argosy.http_server.http_exchange import TRANSPORT_KEY
+from argosy.http_server.response_transport import TRANSPORT_KEY
 from argosy.http_server.server import IDLE_TIMEOUT_S
 from argosy.protocol import ApiError
 

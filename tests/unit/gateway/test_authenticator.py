@@ -35,7 +35,7 @@ from argosy.gateway.auth import (
 )
 from argosy.gateway.principal import ANONYMOUS, Principal
 from argosy.http_server import HttpExchange
-from argosy.http_server.http_exchange import TRANSPORT_KEY
+from argosy.http_server.response_transport import TRANSPORT_KEY
 from argosy.protocol import ApiError
 from argosy.store import AccountSnapshot, Key, Role, open_store
 

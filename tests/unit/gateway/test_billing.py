@@ -37,7 +37,7 @@ from argosy.gateway.request_context import CHAT, COMPLETION, EndReason, RequestC
 from argosy.gateway.request_fields import parse_request_fields
 from argosy.gateway.upstream.upstream import Upstream
 from argosy.http_server import DisconnectedError, HttpExchange
-from argosy.http_server.http_exchange import TRANSPORT_KEY
+from argosy.http_server.response_transport import TRANSPORT_KEY
 from argosy.policy import RequestStatus
 from argosy.protocol import ApiError, format_event, parse_endpoint
 from argosy.store import Price, UsageLog, UsageRecord

@@ -19,7 +19,8 @@ from argosy.http_server import (
     SlowReaderError,
     bind_tcp,
 )
-from argosy.http_server.http_exchange import MAX_PIECE_BYTES, TRANSPORT_KEY
+from argosy.http_server.http_exchange import MAX_PIECE_BYTES
+from argosy.http_server.response_transport import TRANSPORT_KEY
 
 MIB = 1 << 20
 BODY = bytes(range(256)) * (8 * MIB // 256)
