@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from tests.support.gateway_client import run_gateway_server
 from tests.support.replica_servers import MODEL, RunningReplica
 
 from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig
+from argosy.store import StoreConfig
 
 REPLICA = "one"
 
@@ -49,16 +52,46 @@ CHECKS = [
 REPLICA_OPERATIONS = [*OPERATIONS, ("/load", "GET")]
 DIALECT_OPERATIONS = [
     ("/v1/responses", "POST"),
+    ("/v1/responses/input_tokens", "POST"),
+    ("/v1/responses/compact", "POST"),
     ("/v1/messages", "POST"),
     ("/v1/messages/count_tokens", "POST"),
     ("/api/chat", "POST"),
     ("/api/generate", "POST"),
+    ("/api/show", "POST"),
+    ("/api/tags", "GET"),
+    ("/api/ps", "GET"),
+    ("/api/version", "GET"),
 ]
+STATE_OPERATIONS = [
+    ("/v1/responses/{id}", "GET"),
+    ("/v1/responses/{id}/input_items", "GET"),
+    ("/v1/responses/{id}/cancel", "POST"),
+    ("/v1/conversations", "POST"),
+    ("/v1/conversations/{id}", "GET"),
+    ("/v1/conversations/{id}", "POST"),
+    ("/v1/conversations/{id}/items", "POST"),
+    ("/v1/conversations/{id}/items", "GET"),
+    ("/v1/conversations/{id}/items/{item}", "GET"),
+    ("/v1/conversations/{id}/items/{item}", "DELETE"),
+    ("/v1/conversations/{id}", "DELETE"),
+    ("/v1/responses/{id}", "DELETE"),
+]
+"""Operations on stored responses and conversations. Those that delete come last."""
 GATEWAY_OPERATIONS = [*OPERATIONS, ("/replicas/{name}/metrics", "GET"), *DIALECT_OPERATIONS]
 
 
-async def explore(url: str, path: str, method: str, max_examples: int) -> None:
-    """Send generated requests to an operation, and check the responses against the server's own document."""
+async def explore(url: str, path: str, method: str, max_examples: int, **known: str) -> None:
+    """Send generated requests to an operation, and check the responses against the server's own document.
+
+    Args:
+        url: URL of the server.
+        path: Path of the operation.
+        method: Its method.
+        max_examples: Number of requests.
+        known: Values of parameters in the path that exist.
+    """
+    known = {"model": MODEL, "name": REPLICA, **known}
     statuses: set[int] = set()
 
     def send_examples() -> None:
@@ -77,10 +110,8 @@ async def explore(url: str, path: str, method: str, max_examples: int) -> None:
         def check(case: schemathesis.Case[Any], data: st.DataObject) -> None:
             if isinstance(case.body, dict):
                 case.body = drop_optional_fields(case.body, data)
-            if "model" in case.path_parameters:
-                case.path_parameters["model"] = data.draw(st.sampled_from([MODEL, "x/y", "%00"]))
-            if "name" in case.path_parameters:
-                case.path_parameters["name"] = data.draw(st.sampled_from([REPLICA, "x/y", "%00"]))
+            for name in sorted(case.path_parameters.keys() & known.keys()):
+                case.path_parameters[name] = data.draw(st.sampled_from([known[name], "x/y", "%00"]))
             response = case.call_and_validate(checks=CHECKS)
             statuses.add(response.status_code)
 
@@ -112,6 +143,33 @@ async def test_gateway_conforms_to_its_openapi_document(
     assert not engine.live
 
 
+@pytest.mark.filterwarnings("ignore:Do not use the `random` module inside strategies")
+async def test_stored_responses_conform_to_the_openapi_document(
+    replica_server: RunningReplica, migrated: Path, tmp_path: Path
+) -> None:
+    shutil.copy(migrated, tmp_path / "store.db")
+    config = GatewayConfig(
+        port=0,
+        models=[
+            ModelConfig(
+                name=MODEL,
+                replicas=[ReplicaConfig(url=replica_server.url, name=REPLICA, model=MODEL)],
+            )
+        ],
+        store=StoreConfig(url=f"sqlite:///{tmp_path}/store.db"),
+    )
+    async with run_gateway_server(config) as (_, client):
+        url = str(client.base_url).rstrip("/")
+        body: dict[str, Any] = {"model": MODEL, "input": "Hi", "background": True}
+        response = (await client.post("/v1/responses", json=body)).json()
+        item = {"type": "message", "role": "user", "content": "Hi", "id": "msg_1"}
+        body = {"items": [item]}
+        conversation = (await client.post("/v1/conversations", json=body)).json()
+        for path, method in STATE_OPERATIONS:
+            parent = response if path.startswith("/v1/responses") else conversation
+            await explore(url, path, method, 12, id=parent["id"], item="msg_1")
+
+
 async def test_documents_list_the_endpoints_of_their_server(replica_server: RunningReplica) -> None:
     replica_paths = set((await replica_server.client.get("/openapi.json")).json()["paths"])
     model = ModelConfig(
@@ -126,7 +184,7 @@ async def test_documents_list_the_endpoints_of_their_server(replica_server: Runn
     own = {"/load", "/kv_events", "/drain", "/undrain"}
     assert own <= replica_paths
     shared = (replica_paths - own) | set(admin["paths"])
-    assert {path for path, _ in GATEWAY_OPERATIONS} <= paths
+    assert {path for path, _ in [*GATEWAY_OPERATIONS, *STATE_OPERATIONS]} <= paths
     assert paths - shared - {"/replicas/{name}/metrics"} == {
         path
         for path in paths
@@ -146,7 +204,7 @@ async def test_documents_list_the_endpoints_of_their_server(replica_server: Runn
 
 def drop_optional_fields(body: dict[str, Any], data: st.DataObject) -> dict[str, Any]:
     """Keep at most two optional fields of a body, so that some bodies pass validation."""
-    required = {"model", "messages", "prompt", "tokens"}
+    required = {"model", "messages", "prompt", "tokens", "items"}
     optional = sorted(body.keys() - required)
     kept = data.draw(st.sets(st.sampled_from(optional), max_size=2)) if optional else set()
     sparse_body = {name: value for name, value in body.items() if name in required | kept}

@@ -73,6 +73,7 @@ from argosy.protocol.openapi import (
     OpenApiBuilder,
     SharedErrors,
     path_parameter,
+    query_parameters,
 )
 from argosy.protocol.parameter_rules import (
     MAX_LOGPROBS,
@@ -202,6 +203,7 @@ __all__ = [
     "parse_replica_report",
     "parse_request_body",
     "path_parameter",
+    "query_parameters",
     "unpack_block_names",
     "unsupported_parameter",
 ]

@@ -221,6 +221,16 @@ class OpenApiBuilder:
         return msgspec.json.encode(document)
 
 
+def query_parameters(query_type: type) -> list[dict[str, Any]]:
+    """Describe the parameters in the query, which are the fields of a struct. All are optional."""
+    (_,), components = msgspec.json.schema_components([query_type])
+    (query,) = components.values()
+    return [
+        {"name": name, "in": "query", "required": False, "schema": schema}
+        for name, schema in query["properties"].items()
+    ]
+
+
 def path_parameter(name: str) -> dict[str, Any]:
     """Describe a parameter in the path."""
     return {

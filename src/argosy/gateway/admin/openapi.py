@@ -5,15 +5,13 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import msgspec
-
 from argosy.gateway.admin.endpoints import (
     AdminEndpoint,
     AdminEndpoints,
     AdminRequest,
     AdminScope,
 )
-from argosy.protocol import JSON_MEDIA_TYPE, OpenApiBuilder, path_parameter
+from argosy.protocol import JSON_MEDIA_TYPE, OpenApiBuilder, path_parameter, query_parameters
 
 _ERROR_DESCRIPTIONS = {
     "400": "A parameter is not valid. `param` names it.",
@@ -95,12 +93,5 @@ def _describe_access(endpoint: AdminEndpoint) -> str:
 
 def _describe_parameters(endpoint: AdminEndpoint) -> list[dict[str, Any]]:
     """Describe the id in the path and the query parameters."""
-    (_,), components = msgspec.json.schema_components([endpoint.query_type])
-    (query,) = components.values()
-    query_parameters = [
-        {"name": name, "in": "query", "required": False, "schema": schema}
-        for name, schema in query["properties"].items()
-    ]
-    if "{id}" not in endpoint.path:
-        return query_parameters
-    return [path_parameter("id"), *query_parameters]
+    parameters = query_parameters(endpoint.query_type)
+    return [path_parameter("id"), *parameters] if "{id}" in endpoint.path else parameters

@@ -22,16 +22,22 @@ _encode = msgspec.json.encode
 _Items = Annotated[list[JsonObject], Meta(max_length=20)]
 
 
-class _CreateRequest(msgspec.Struct, frozen=True, kw_only=True):
+class CreateConversationRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of `POST /v1/conversations`."""
+
     items: _Items | None = None
     metadata: Metadata | None = None
 
 
-class _UpdateRequest(msgspec.Struct, frozen=True, kw_only=True):
+class UpdateConversationRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of `POST /v1/conversations/{id}`."""
+
     metadata: Metadata | None
 
 
-class _AddItemsRequest(msgspec.Struct, frozen=True, kw_only=True):
+class AddItemsRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of `POST /v1/conversations/{id}/items`."""
+
     items: _Items
 
 
@@ -47,7 +53,7 @@ class ConversationHandlers:
 
     async def create(self, exchange: HttpExchange, principal: Principal) -> None:
         """`POST /v1/conversations`."""
-        request = parse_body(_CreateRequest, await exchange.read_body() or b"{}")
+        request = parse_body(CreateConversationRequest, await exchange.read_body() or b"{}")
         items = assign_item_ids(normalize_input(request.items), new_item_id)
         state = self._state
         conversation = await state.call(
@@ -83,7 +89,7 @@ class ConversationHandlers:
                 conversation = await call(conversations.get, owner, conversation_id)
                 await _send(exchange, _describe(conversation))
             case "POST":
-                request = parse_body(_UpdateRequest, await exchange.read_body())
+                request = parse_body(UpdateConversationRequest, await exchange.read_body())
                 conversation = await call(
                     conversations.set_metadata, owner, conversation_id, request.metadata or {}
                 )
@@ -104,7 +110,7 @@ class ConversationHandlers:
             )
             await exchange.send_response(200, page.build_page(items))
             return
-        request = parse_body(_AddItemsRequest, await exchange.read_body())
+        request = parse_body(AddItemsRequest, await exchange.read_body())
         items = assign_item_ids(normalize_input(request.items), new_item_id)
         await call(
             conversations.append_items, owner, conversation_id, items, self._state.retention_s

@@ -6,7 +6,14 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from argosy.protocol import JSON_MEDIA_TYPE, OpenApiBuilder, path_parameter
+from argosy.gateway.dialects.conversation_handlers import (
+    AddItemsRequest,
+    CreateConversationRequest,
+    UpdateConversationRequest,
+)
+from argosy.gateway.dialects.stored_lists import PageQuery
+from argosy.gateway.dialects.stored_response_handlers import RetrieveQuery
+from argosy.protocol import JSON_MEDIA_TYPE, OpenApiBuilder, path_parameter, query_parameters
 from argosy.protocol.dialects import (
     NDJSON_CONTENT_TYPE,
     CompactRequest,
@@ -27,7 +34,13 @@ DIALECT_BODIES = (
     ResponsesRequest,
 )
 """Bodies whose unknown fields are ignored by default."""
-DIALECT_TYPES = (*DIALECT_BODIES, OllamaModelRequest)
+DIALECT_TYPES = (
+    *DIALECT_BODIES,
+    OllamaModelRequest,
+    CreateConversationRequest,
+    UpdateConversationRequest,
+    AddItemsRequest,
+)
 _OBJECT = {"type": "object"}
 _TEXT = {"type": "string"}
 _ANTHROPIC_ERROR = {
@@ -116,21 +129,31 @@ def _add_state_operations(
     """Add the operations on stored responses and conversations."""
     whole = {JSON_MEDIA_TYPE: _OBJECT}
     response, conversation = "/v1/responses/{id}", "/v1/conversations/{id}"
-    item = conversation + "/items/{item}"
-    operations = [
-        (response, "GET", "getResponse", events),
-        (response, "DELETE", "deleteResponse", whole),
-        (response + "/cancel", "POST", "cancelResponse", whole),
-        (response + "/input_items", "GET", "listResponseInput", whole),
-        ("/v1/conversations", "POST", "createConversation", whole),
-        (conversation, "GET", "getConversation", whole),
-        (conversation, "POST", "updateConversation", whole),
-        (conversation, "DELETE", "deleteConversation", whole),
-        (conversation + "/items", "GET", "listConversationItems", whole),
-        (conversation + "/items", "POST", "addConversationItems", whole),
-        (item, "GET", "getConversationItem", whole),
-        (item, "DELETE", "deleteConversationItem", whole),
+    items, item = conversation + "/items", conversation + "/items/{item}"
+    page = query_parameters(PageQuery)
+    operations: list[tuple[str, str, str, dict[str, Any]]] = [
+        (response, "DELETE", "deleteResponse", {}),
+        (response + "/cancel", "POST", "cancelResponse", {}),
+        (response + "/input_items", "GET", "listResponseInput", {"parameters": page}),
+        (
+            "/v1/conversations",
+            "POST",
+            "createConversation",
+            {"body": CreateConversationRequest, "is_body_optional": True},
+        ),
+        (conversation, "GET", "getConversation", {}),
+        (conversation, "POST", "updateConversation", {"body": UpdateConversationRequest}),
+        (conversation, "DELETE", "deleteConversation", {}),
+        (items, "GET", "listConversationItems", {"parameters": page}),
+        (items, "POST", "addConversationItems", {"body": AddItemsRequest}),
+        (item, "GET", "getConversationItem", {}),
+        (item, "DELETE", "deleteConversationItem", {}),
     ]
-    for path, method, name, content in operations:
+    retrieval = [path_parameter("id"), *query_parameters(RetrieveQuery)]
+    retrieved = builder.describe("getResponse", events, errors, parameters=retrieval)
+    builder.add(response, "GET", retrieved)
+    for path, method, name, details in operations:
         parameters = [path_parameter(part) for part in ("id", "item") if f"{{{part}}}" in path]
-        builder.add(path, method, builder.describe(name, content, errors, parameters=parameters))
+        parameters += details.pop("parameters", [])
+        operation = builder.describe(name, whole, errors, parameters=parameters, **details)
+        builder.add(path, method, operation)

@@ -25,7 +25,9 @@ _KEEPALIVE = format_comment(b"keep-alive")
 _encode = msgspec.json.encode
 
 
-class _RetrieveQuery(msgspec.Struct, frozen=True, kw_only=True):
+class RetrieveQuery(msgspec.Struct, frozen=True, kw_only=True):
+    """Query parameters of `GET /v1/responses/{id}`."""
+
     stream: bool = False
     starting_after: Annotated[int, Meta(ge=0)] | None = None
     """Sequence number of the last event that the client has."""
@@ -71,7 +73,7 @@ class StoredResponseHandlers:
     async def _retrieve(
         self, exchange: HttpExchange, principal: Principal, response_id: str
     ) -> None:
-        query = parse_query(_RetrieveQuery, parse_query_string(exchange))
+        query = parse_query(RetrieveQuery, parse_query_string(exchange))
         response = await self._load(principal, response_id)
         if not query.stream:
             await exchange.send_response(200, _encode(response.render()))
