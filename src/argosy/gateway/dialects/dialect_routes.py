@@ -23,7 +23,7 @@ from argosy.gateway.http_route import ANY_METHOD, Handler, HttpRoute, PrefixRout
 from argosy.gateway.model_registry import ModelRouter
 
 OLLAMA_PREFIX = "/api/"
-_MANAGEMENT_PATHS = ("push", "create", "copy", "delete", "embed", "embeddings")
+_UNSUPPORTED_PATHS = ("push", "create", "copy", "delete", "embed", "embeddings")
 
 
 class DialectRoutes:
@@ -77,7 +77,7 @@ class DialectRoutes:
             api("/api/ps", "GET", ollama.running),
             api("/api/show", "POST", ollama.show),
             api("/api/pull", "POST", ollama.pull),
-            *(api(OLLAMA_PREFIX + name, ANY_METHOD, ollama.refuse) for name in _MANAGEMENT_PATHS),
+            *(api(OLLAMA_PREFIX + name, ANY_METHOD, ollama.refuse) for name in _UNSUPPORTED_PATHS),
         )
         """Routes of single paths."""
         self.prefix_routes = (

@@ -153,15 +153,15 @@ class OllamaHandlers:
         await exchange.send_response(200, _encode({"status": "success"}) + b"\n", content_type)
 
     async def refuse(self, exchange: HttpExchange, principal: Principal) -> None:
-        """Paths of Ollama that manage models.
+        """Paths of Ollama that manage models or embed texts.
 
         Raises:
             ApiError: 501 always.
         """
         del principal
         message = (
-            f"{exchange.path[:200]} is not supported, because the gateway's configuration decides which models it "
-            "serves. Change the configuration."
+            f"{exchange.path[:200]} is not supported. Change the gateway's configuration to serve other models, and "
+            "use an OpenAI-compatible API for embeddings."
         )
         raise ApiError(501, "not_implemented", message)
 
