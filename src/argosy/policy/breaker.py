@@ -86,11 +86,13 @@ class Breaker:
             return  # the attempt began before the breaker opened, so its outcome is no news
         failed = outcome is AttemptOutcome.FAILURE
         self._recent_failures.append(failed)
-        self._consecutive_failures = self._consecutive_failures + 1 if failed else 0
+        if not failed:
+            self._consecutive_failures = 0
+            return
+        self._consecutive_failures += 1
         sample_full = len(self._recent_failures) == self._limits.sample_size
         if self._consecutive_failures >= self._limits.consecutive_failures or (
-            failed
-            and sample_full
+            sample_full
             and sum(self._recent_failures) >= self._limits.failure_ratio * self._limits.sample_size
         ):
             if now - self._closed_at > self._limits.reset_after_s:

@@ -26,6 +26,8 @@ MAX_CAPACITY_BLOCKS = 1 << 17
 
 def compute_prefix_keys(salt: bytes, prompt: bytes | memoryview, block_size: int) -> list[bytes]:
     """Return a 16-byte key for each whole block of `block_size` bytes; each key covers all bytes before it too."""
+    if len(prompt) < block_size:
+        return []
     keys, parent = [], hashlib.blake2b(salt, digest_size=16).digest()
     for start in range(0, len(prompt) - block_size + 1, block_size):
         parent = hashlib.blake2b(

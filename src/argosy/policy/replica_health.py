@@ -59,6 +59,7 @@ class ReplicaHealth:
         "_own_state",
         "_taken_out_at",
         "breaker",
+        "is_schedulable",
         "last_failure",
         "name",
         "needs_undrain",
@@ -96,6 +97,12 @@ class ReplicaHealth:
         self._moves_at = 0.0
         """Time from which the streams of a replica that an operator drains move."""
         self._observed_status = ReplicaStatus.STARTING
+        self.is_schedulable = False
+        """Whether the replica may get new requests by its own state and the operators' decision.
+
+        It may still be down, full, or ejected by its circuit breaker. Stored because every placement looks at it.
+        """
+        self._update_schedulable()
 
     # --- Queries ---------------------------------------------------------------------------------
 
@@ -134,14 +141,6 @@ class ReplicaHealth:
             case _ if self._own_state is ReplicaStatus.READY:
                 return self.last_failure or "it cannot be reached"
         return self._own_reason
-
-    @property
-    def is_schedulable(self) -> bool:
-        """Whether the replica may get new requests by its own state and the operators' decision.
-
-        It may still be down, full, or ejected by its circuit breaker.
-        """
-        return self._own_state is ReplicaStatus.READY and self._admin_state is AdminState.ACTIVE
 
     @property
     def is_out_of_service(self) -> bool:
@@ -224,17 +223,16 @@ class ReplicaHealth:
 
     def on_report_required(self) -> None:
         """Withhold requests until the replica reports that it is ready."""
-        self._own_state, self._own_reason = ReplicaStatus.STARTING, ""
+        self._set_own_state(ReplicaStatus.STARTING)
 
     def on_detected(self, now: float) -> None:
         """Record that the kind of the server became known, so that the replica may get requests."""
-        self._own_state, self._own_reason = ReplicaStatus.READY, ""
+        self._set_own_state(ReplicaStatus.READY)
         self.observe(now)
 
     def on_model_missing(self, now: float) -> None:
         """Record that the server does not serve the replica's model."""
-        self._own_state = ReplicaStatus.UNREACHABLE
-        self._own_reason = "it does not serve the model"
+        self._set_own_state(ReplicaStatus.UNREACHABLE, "it does not serve the model")
         self._outage.mark_down(now)
         self.observe(now)
 
@@ -246,7 +244,7 @@ class ReplicaHealth:
             now: Monotonic time in seconds.
             explanation: Progress of a start; empty if there is none.
         """
-        self._own_state, self._own_reason = ReplicaStatus.from_report(state), explanation
+        self._set_own_state(ReplicaStatus.from_report(state), explanation)
         if self._own_state is not ReplicaStatus.DRAINING:
             self.needs_undrain = False
         match self._own_state:
@@ -299,6 +297,7 @@ class ReplicaHealth:
         if self._admin_state is AdminState.ACTIVE:
             self._taken_out_at = now
         self._admin_state, self._admin_reason, self._moves_at = state, reason, moves_at
+        self._update_schedulable()
         self.observe(now)
 
     def on_dispatched(self, now: float) -> None:
@@ -369,6 +368,15 @@ class ReplicaHealth:
         if outcome is AttemptOutcome.BACKPRESSURE:
             self._backpressure.on_rejected(other_running, now)
         self._end_check(now, is_up=is_up)
+
+    def _set_own_state(self, state: ReplicaStatus, reason: str = "") -> None:
+        self._own_state, self._own_reason = state, reason
+        self._update_schedulable()
+
+    def _update_schedulable(self) -> None:
+        self.is_schedulable = (
+            self._own_state is ReplicaStatus.READY and self._admin_state is AdminState.ACTIVE
+        )
 
     def _end_check(self, now: float, *, is_up: bool) -> None:
         if is_up:

@@ -140,6 +140,8 @@ class LeastCost:
         self, candidates: Sequence[RoutingCandidate], affinity_key: str, draw: float, now: float
     ) -> RoutingCandidate:
         del affinity_key, now
+        if len(candidates) == 1:
+            return candidates[0]
         totals = [candidate.cost.total_s for candidate in candidates]
         threshold = min(totals) + 1e-9
         cheapest = [

@@ -76,7 +76,7 @@ class AttemptMeter:
         """Report the rate since the last call, at `tokens` output tokens now."""
         if self._tokens is None:
             return
-        if not self.is_client_limited:
-            duration_s = now - self._measured_at
+        duration_s = now - self._measured_at
+        if duration_s > 0 and not self.is_client_limited:
             self._report(SpeedMeasured(self._call.attempt, tokens - self._tokens, duration_s))
         self._tokens, self._measured_at = tokens, now

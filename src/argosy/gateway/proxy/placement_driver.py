@@ -69,17 +69,16 @@ class PlacementDriver:
         """Feed an event to the core, and perform the effects."""
         now = self._clock()
         for effect in self._core.handle(event, now):
-            match effect:
-                case Send(request, attempt):
-                    self._requests[request].on_send(attempt)
-                case WakeAt(at):
-                    self._set_timer(at - now)
-                case Refuse(request):
-                    self._requests[request].on_refuse(effect)
-                case Cancel(request, attempt):
-                    self._requests[request].on_cancel(attempt)
-                case Pause(request):
-                    self._requests[request].on_pause(effect)
+            if isinstance(effect, Send):
+                self._requests[effect.request].on_send(effect.attempt)
+            elif isinstance(effect, WakeAt):
+                self._set_timer(effect.at - now)
+            elif isinstance(effect, Refuse):
+                self._requests[effect.request].on_refuse(effect)
+            elif isinstance(effect, Cancel):
+                self._requests[effect.request].on_cancel(effect.attempt)
+            else:
+                self._requests[effect.request].on_pause(effect)
 
     def add(self, request: PlacementRequest, placed: PlacedRequest, pool: Pool) -> None:
         """Perform the effects on a request with `placed` from now on."""

@@ -89,6 +89,7 @@ class AttemptEnding(enum.Enum):
 class Attempt(msgspec.Struct, eq=False):
     """Attempt that runs."""
 
+    replica: PlacementReplica
     decision: RoutingDecision
     mode: AttemptMode
     record: AttemptRecord
@@ -101,8 +102,3 @@ class Attempt(msgspec.Struct, eq=False):
     is_pausing: bool = False
     """Whether the driver has to pause it."""
     is_ended: bool = False
-
-    @property
-    def replica(self) -> PlacementReplica:
-        """The replica of the attempt."""
-        return self.decision.replica

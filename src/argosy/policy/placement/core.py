@@ -92,8 +92,8 @@ class PlacementCore:
         self._random = random_source
         self._queues: dict[_Pool, PoolQueue] = {}
         """Queues of the pools that have received requests."""
-        self._pools: dict[PlacementRequest, _Pool] = {}
-        """The pool of each request that has not ended."""
+        self._requests: dict[PlacementRequest, PoolQueue] = {}
+        """The requests that have not ended, with the queues of their pools."""
         self._timers = Timers()
         self._wake_at = math.inf
         """The time of the last `WakeAt`, unless it has passed."""
@@ -138,16 +138,18 @@ class PlacementCore:
         return self._queues
 
     @property
-    def requests(self) -> Mapping[PlacementRequest, _Pool]:
-        """The requests that have not ended, with their pools."""
-        return self._pools
+    def requests(self) -> Mapping[PlacementRequest, PoolQueue]:
+        """The requests that have not ended, with the queues of their pools."""
+        return self._requests
 
     # --- arrival and queue -----------------------------------------------------------------------
 
     def _on_arrived(self, event: Arrived, now: float) -> None:
         request, pool = event.request, event.pool
-        queue = self._queue_of(pool)
-        self._pools[request] = pool
+        queue = self._queues.get(pool)
+        if queue is None:
+            queue = self._queues[pool] = PoolQueue(pool, self._limits.queue)
+        self._requests[request] = queue
         if len(pool.poison_requests):
             wait_s = pool.poison_requests.retry_after_s(request.compute_digest(), now)
             if wait_s > 0:
@@ -172,13 +174,17 @@ class PlacementCore:
 
     def _on_queue_timeout(self, request: PlacementRequest, now: float) -> None:
         del now
-        pool = self._pools[request]
-        self._queue_of(pool).withdraw(request)
-        reason = RefusalReason.QUEUE_TIMEOUT if pool.is_available() else RefusalReason.NO_REPLICA
+        queue = self._requests[request]
+        queue.withdraw(request)
+        reason = (
+            RefusalReason.QUEUE_TIMEOUT if queue.pool.is_available() else RefusalReason.NO_REPLICA
+        )
         self._refuse(Refuse(request, reason))
 
     def _dispatch(self, queue: PoolQueue, now: float) -> None:
         """Assign free slots to displaced and queued requests."""
+        if queue.is_idle:
+            return
         pool = queue.pool
         if queue.displaced:
             self._dispatch_displaced(queue, now)
@@ -219,7 +225,7 @@ class PlacementCore:
         """Return the replicas that cannot resume a paused request. A new request may go to any replica."""
         if request.state is not RequestState.PAUSED:
             return set()
-        replicas = self._pools[request].replicas.values()
+        replicas = self._requests[request].pool.replicas.values()
         return request.unsuitable | {
             replica.name
             for replica in replicas
@@ -250,6 +256,7 @@ class PlacementCore:
         replica.on_request_sent(decision.uncached_tokens)
         is_hedge = mode is AttemptMode.HEDGE
         attempt = Attempt(
+            replica,
             decision,
             mode,
             AttemptRecord(
@@ -279,10 +286,9 @@ class PlacementCore:
 
     def _on_silence(self, request: PlacementRequest, first: Attempt, now: float) -> None:
         """Start a second attempt if the replica of the first one is silent and capacity can be spared."""
-        pool = self._pools[request]
         if request.attempts != [first]:
             return
-        queue = self._queue_of(pool)
+        queue = self._requests[request]
         decision = select_hedge(queue, request, first.replica, now, self._random)
         if decision is not None:
             self._start_attempt(request, decision, queue, now, AttemptMode.HEDGE)
@@ -291,15 +297,15 @@ class PlacementCore:
         request, attempt = event.request, event.attempt
         if attempt.is_ended:
             return
-        queue = self._queue_of(self._pools[request])
+        queue = self._requests[request]
         is_room_new = attempt.replica.health.on_response_started(now)
         if event.is_response:
             self._timers.cancel(request.timer)
-            for other in tuple(request.attempts):
-                if other is not attempt:
-                    self._finish_attempt(request, other, None, "no longer needed", now)
-                    self._emit(Cancel(request, other))
-                    is_room_new = True
+            if len(request.attempts) > 1:
+                (other,) = (each for each in request.attempts if each is not attempt)
+                self._finish_attempt(request, other, None, "no longer needed", now)
+                self._emit(Cancel(request, other))
+                is_room_new = True
             request.last_attempt, attempt.is_stream = attempt, event.is_stream
             if not request.output_tokens:
                 request.arithmetic_id = event.arithmetic_id
@@ -314,7 +320,7 @@ class PlacementCore:
         del now
         request = event.request
         request.output_tokens = event.output_tokens
-        self._queue_of(self._pools[request]).record_service(request, event.weighted_tokens)
+        self._requests[request].record_service(request, event.weighted_tokens)
 
     def _finish_attempt(
         self,
@@ -340,14 +346,13 @@ class PlacementCore:
         replica.on_request_ended(outcome, now, retry_after_s, reason)
         if not request.attempts:
             self._timers.cancel(request.timer)
-            self._queue_of(self._pools[request]).vacate_slot(request)
+            self._requests[request].vacate_slot(request)
 
     def _on_attempt_ended(self, event: AttemptEnded, now: float) -> None:
         request, attempt = event.request, event.attempt
         if attempt.is_ended:
             return
-        pool = self._pools[request]
-        queue = self._queue_of(pool)
+        queue = self._requests[request]
         new_tokens = event.output_tokens - attempt.record.delivered_tokens
         request.output_tokens = event.output_tokens
         self._finish_attempt(
@@ -431,8 +436,8 @@ class PlacementCore:
 
     def _on_replica_not_found(self, request: PlacementRequest, now: float) -> None:
         """Give a displaced request up, or let it wait for any replica, also those that failed it."""
-        pool = self._pools[request]
-        queue = self._queue_of(pool)
+        queue = self._requests[request]
+        pool = queue.pool
         queue.withdraw_displaced(request)
         give_up_at = request.failing_since + self._limits.failover_timeout_s
         is_too_late = now + pool.retry_after_s(now) > give_up_at
@@ -456,8 +461,7 @@ class PlacementCore:
 
     def _on_request_ended(self, event: RequestEnded, now: float) -> None:
         request = event.request
-        pool = self._pools[request]
-        queue = self._queue_of(pool)
+        queue = self._requests[request]
         self._timers.cancel(request.timer)
         queue.withdraw(request)
         running = tuple(request.attempts)
@@ -465,17 +469,11 @@ class PlacementCore:
             self._finish_attempt(request, attempt, None, "", now)
         queue.stop(request)
         request.move_to(RequestState.ENDED)
-        del self._pools[request]
+        del self._requests[request]
         if running:
             self._dispatch(queue, now)
 
     # --- capacity and time -----------------------------------------------------------------------
-
-    def _queue_of(self, pool: _Pool) -> PoolQueue:
-        queue = self._queues.get(pool)
-        if queue is None:
-            queue = self._queues[pool] = PoolQueue(pool, self._limits.queue)
-        return queue
 
     def _on_capacity_changed(self, event: CapacityChanged, now: float) -> None:
         queue = self._queues.get(event.pool)

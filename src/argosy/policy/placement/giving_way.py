@@ -62,7 +62,7 @@ class PauseBudget:
 class TenantStreams:
     """Requests of one tenant and tier that occupy slots."""
 
-    __slots__ = ("num_fixed", "requests", "weight")
+    __slots__ = ("is_held", "num_fixed", "requests", "weight")
 
     def __init__(self, weight: float) -> None:
         self.weight = weight
@@ -70,6 +70,8 @@ class TenantStreams:
         """Each request, with whether it cannot be paused."""
         self.num_fixed = 0
         """How many of them cannot be paused."""
+        self.is_held = False
+        """Whether other tenants go first, because the tenant holds too many slots with these."""
 
 
 def is_pausable_at(request: PlacementRequest, replica: PlacementReplica) -> bool:

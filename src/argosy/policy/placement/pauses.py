@@ -77,7 +77,7 @@ def _count_expected_slots(
     Slots of higher tiers do not count, because the next requests of these tiers take them. In a pool of a thousand
     replicas this takes milliseconds, so it is called only for tiers whose requests may still wait.
     """
-    counts = {tier: -queue.missing_slots(tier, now) for tier in tiers}
+    counts = {tier: -missing for tier, missing in queue.missing_slots(tiers, now).items()}
     expected_output_tokens = queue.pool.expected_output_tokens
     for running_tier, tenants in enumerate(queue.running):
         profiting = [tier for tier in tiers if tier <= running_tier]

@@ -105,7 +105,7 @@ class PlacementPool(Generic[R]):
     def eligible_replicas(self) -> list[R]:
         """Return the replicas that may get requests and are not ejected by their circuit breakers."""
         schedulable = [r for r in self.replicas.values() if r.health.is_schedulable]
-        if [replica for replica in schedulable if replica.health.is_ejected]:
+        if [r for r in schedulable if r.health.breaker.open_until is not None]:
             breakers = {replica.name: replica.health.breaker for replica in schedulable}
             return [self.replicas[name] for name in eligible_replicas(breakers)]
         return schedulable
@@ -156,12 +156,13 @@ class PlacementPool(Generic[R]):
             The free slots for each tier, and the number of all slots. At replicas shared with other gateways, both
             count only this gateway's share.
         """
-        free_by_tier, free_for_all, total = [0 for _ in TIER_RANKS], 0, 0
+        free_by_tier, free_for_all, total, lowest = [0 for _ in TIER_RANKS], 0, 0, TIER_RANKS[-1]
         for replica in self.eligible_replicas():
-            slots, in_flight = replica.slot_share(TIER_RANKS[-1], now), replica.load.in_flight
+            slots, in_flight = replica.slot_share(lowest, now), replica.load.in_flight
             total += slots
             if replica.slot_shares is None:
-                free_for_all += max(0, slots - in_flight)
+                if slots > in_flight:
+                    free_for_all += slots - in_flight
                 continue
             for tier in TIER_RANKS:
                 free_by_tier[tier] += max(0, replica.slot_share(tier, now) - in_flight)
@@ -222,7 +223,9 @@ class PlacementPool(Generic[R]):
         selectable = self._selectable_replicas(keys, request.tier, excluded, now, random_source)
         if not selectable:
             return None
-        matches, candidates, output_tokens = {}, [], self.expected_output_tokens(request)
+        output_tokens = self.expected_output_tokens(request)
+        matches: dict[str, list[int]] = {}
+        candidates: list[RoutingCandidate] = []
         # Tokens that a resumed stream has to compute again, except where it ran, whose cache still has them.
         output_so_far = request.output_tokens
         last = request.last_attempt.replica.name if output_so_far and request.last_attempt else ""
@@ -265,13 +268,16 @@ class PlacementPool(Generic[R]):
         In a large pool the result comes from a sample, unless no replica of the sample qualifies.
         """
         eligible, selectable = self.eligible_replicas(), list[R]()
-        for group in (self._sample_replicas(eligible, block_keys, random_source), eligible):
+        groups = [eligible]
+        if len(eligible) > MAX_COMPARED_REPLICAS and self.routing_policy not in FULL_SCAN_POLICIES:
+            groups.insert(0, self._sample_replicas(eligible, block_keys, random_source))
+        for group in groups:
             selectable = [
                 replica
                 for replica in group
                 if replica.name not in excluded and replica.has_free_slot(tier, now)
             ]
-            healthy = [replica for replica in selectable if not replica.health.is_ejected]
+            healthy = [r for r in selectable if r.health.breaker.open_until is None]
             if healthy:
                 return healthy
         return selectable
@@ -279,12 +285,7 @@ class PlacementPool(Generic[R]):
     def _sample_replicas(
         self, eligible: Sequence[R], block_keys: Sequence[bytes], random_source: RandomSource
     ) -> list[R]:
-        """Return a random sample of a large pool, and the replica that last got most of the prompt.
-
-        The list is empty if all replicas can be compared.
-        """
-        if len(eligible) <= MAX_COMPARED_REPLICAS or self.routing_policy in FULL_SCAN_POLICIES:
-            return []
+        """Return a random sample of a large pool, and the replica that last got most of the prompt."""
         start = int(random_source.random() * len(eligible))
         sample = [
             *eligible[start : start + MAX_COMPARED_REPLICAS],

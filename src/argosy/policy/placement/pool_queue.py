@@ -6,7 +6,7 @@ import heapq
 import itertools
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -121,13 +121,19 @@ class PoolQueue:
             free_slots, total_slots, self.running_by_tier, self._last_request_at, now
         )
 
-    def missing_slots(self, tier: int, now: float) -> int:
-        """Return how many slots must become free before one is free that is not reserved for higher tiers."""
+    def missing_slots(self, tiers: Collection[int], now: float) -> dict[int, int]:
+        """Return how many slots must become free for each tier before one is free that is not reserved."""
+        if not tiers:
+            return {}
         free_slots, total_slots = self.pool.free_slots(now)
-        reserved = reserved_slots(
-            tier, total_slots, self.running_by_tier, self._last_request_at, now
-        )
-        return max(0, reserved - free_slots[tier])
+        running, last_request_at = self.running_by_tier, self._last_request_at
+        return {
+            tier: max(
+                0,
+                reserved_slots(tier, total_slots, running, last_request_at, now) - free_slots[tier],
+            )
+            for tier in tiers
+        }
 
     # --- waiting ---------------------------------------------------------------------------------
 
@@ -159,8 +165,9 @@ class PoolQueue:
         if request.queued is not None:
             self.queue.remove(request.queued)
             request.queued = None
-        self.beneficiaries.pop(request, None)
-        self.withdraw_displaced(request)
+            self.beneficiaries.pop(request, None)
+        elif request.displaced_key is not None:
+            self.withdraw_displaced(request)
 
     def pop(self, now: float) -> PlacementRequest | None:
         """Dequeue the next request that may use a free slot; None if there is none.
@@ -296,10 +303,14 @@ class PoolQueue:
     def _update_hold(self, tier: int, tenant: str, streams: TenantStreams) -> None:
         """Let other tenants go first while a tenant holds too many slots with streams that cannot be paused."""
         settings = self.pool.giving_way
-        is_held = settings is not None and streams.num_fixed >= max(
-            1.0, settings.max_share * self.total_slots
+        is_held = (
+            settings is not None
+            and self.total_slots > 0
+            and streams.num_fixed >= max(1.0, settings.max_share * self.total_slots)
         )
-        self.queue.hold_tenant(tier, tenant, is_held=is_held and self.total_slots > 0)
+        if is_held != streams.is_held:
+            streams.is_held = is_held
+            self.queue.hold_tenant(tier, tenant, is_held=is_held)
 
     def _charge(self, request: PlacementRequest, cost: float) -> None:
         if cost:

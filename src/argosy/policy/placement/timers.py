@@ -31,7 +31,8 @@ class Timers:
 
     def cancel(self, number: int) -> None:
         """Cancel a timer, if it has not fired yet."""
-        self._actions.pop(number, None)
+        if self._actions.pop(number, None) is None:
+            return
         while self._heap and self._heap[0][1] not in self._actions:
             heapq.heappop(self._heap)
 
