@@ -32,6 +32,7 @@ from argosy.gateway.utility_handlers import (
     TOKENIZE_PATH,
     UtilityHandlers,
 )
+from argosy.gateway.websocket_session import serve_messages
 from argosy.http_server import (
     AsgiApp,
     HttpExchange,
@@ -94,7 +95,12 @@ class GatewayApp:
             refuse_unknown_fields=refuse_unknown_fields,
         )
         routes = (
-            HttpRoute("/v1/chat/completions", "POST", generation.chat_completions),
+            HttpRoute(
+                "/v1/chat/completions",
+                "POST",
+                generation.chat_completions,
+                open_session=lambda: generation.chat_completions,
+            ),
             HttpRoute("/v1/completions", "POST", generation.completions),
             HttpRoute("/v1/models", "GET", self._list_models),
             HttpRoute("/tokenize", "POST", utility.tokenize),
@@ -133,13 +139,16 @@ class GatewayApp:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one HTTP request."""
-        exchange = HttpExchange(scope, receive, send, self._config, self._gateway_id)
+        await self._answer(HttpExchange(scope, receive, send, self._config, self._gateway_id))
+
+    async def _answer(self, exchange: HttpExchange, handler: Handler | None = None) -> None:
+        """Answer a request, or a message of a WebSocket with the handler of its session."""
         exchange.path = to_openai_path(exchange.path)
         route = self._find_route(exchange.path)
         self.in_flight += 1
         bind_request(exchange.request_id, exchange.get_header(b"traceparent"))
         try:
-            await run_handler(exchange, self._handle(exchange, route))
+            await run_handler(exchange, self._handle(exchange, route, handler))
         finally:
             self.in_flight -= 1
             if self._request_ended is not None:
@@ -163,7 +172,9 @@ class GatewayApp:
     def _is_known_path(self, path: str) -> bool:
         return self._find_route(path) is not None
 
-    async def _handle(self, exchange: HttpExchange, route: HttpRoute | None) -> None:
+    async def _handle(
+        self, exchange: HttpExchange, route: HttpRoute | None, handler: Handler | None
+    ) -> None:
         """Apply CORS, authenticate the client, check the method and call the route's handler.
 
         Raises:
@@ -180,11 +191,15 @@ class GatewayApp:
         if route is None:
             raise not_found_error(exchange.path, self._is_known_path)
         principal = ANONYMOUS if route.is_public else self._authenticate(exchange)
+        if route.open_session is not None and exchange.is_websocket_handshake:
+            self._cors.check_origin(exchange)  # also with a key, since browsers have no preflight
+            await serve_messages(exchange, partial(self._answer, handler=route.open_session()))
+            return
         if route.method != ANY_METHOD:
             check_method(exchange, (route.method,))
         if exchange.method in _CHANGING_METHODS and principal.is_anonymous and not route.is_public:
             self._cors.check_origin(exchange)
-        await route.handler(exchange, principal)
+        await (handler or route.handler)(exchange, principal)
 
     def _record_request(self, exchange: HttpExchange, route: str) -> None:
         status = exchange.status or 499

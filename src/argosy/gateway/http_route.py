@@ -25,6 +25,8 @@ class HttpRoute:
     """Whether the route needs no authentication. Other routes authenticate before the body is read."""
     dialect: ResponseDialect | None = None
     """Shape of errors and headers; None for those of OpenAI."""
+    open_session: Callable[[], Handler] | None = None
+    """Returns the handler of the messages of one WebSocket, each of them a request; None for routes without one."""
 
 
 @dataclass(frozen=True, slots=True)

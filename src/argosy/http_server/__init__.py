@@ -7,6 +7,9 @@ They read the body and write the response through an `HttpExchange`, which enfor
 headers. `run_handler` converts exceptions of a handler to error responses. A handler may have its response translated
 to another dialect of the API by a `ResponseTranslator`.
 
+A handler that accepts a client's handshake gets its `WebSocket`. The response to each message is written through an
+exchange of its own over a `MessageTransport`, so the same handlers serve requests and messages.
+
 `check_same_origin` and its companions protect handlers that change state from web pages.
 """
 
@@ -25,6 +28,7 @@ from argosy.http_server.http_exchange import (
     HttpExchange,
     SlowReaderError,
 )
+from argosy.http_server.message_transport import MessageTransport
 from argosy.http_server.request_origin import (
     check_json_content_type,
     check_no_page_request,
@@ -64,6 +68,7 @@ __all__ = [
     "ExchangeLimits",
     "HttpExchange",
     "HttpServer",
+    "MessageTransport",
     "Receive",
     "ResponseDialect",
     "ResponseObserver",

@@ -8,7 +8,8 @@ import random
 import socket
 import struct
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import httptools
@@ -33,6 +34,7 @@ from argosy.http_server.socket_state import (
     has_unread_data,
     is_peer_closed,
 )
+from argosy.http_server.websocket import WEBSOCKET_KEY, WebSocket
 from argosy.protocol import ApiError
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.http_server")
@@ -50,7 +52,8 @@ MAX_UNREAD_BODY_BYTES = 1 << 30
 class HttpConnection(asyncio.Protocol):
     """Connection of one client. Requests run one at a time, each in a task that calls `app`.
 
-    The scope's `state` contains the request's `Http1Transport` under `TRANSPORT_KEY`.
+    The scope's `state` contains the request's `Http1Transport` under `TRANSPORT_KEY`. For the handshake of a WebSocket
+    it also contains the function that opens it, under `WEBSOCKET_KEY`.
 
     `header_deadlines` end connections whose request headers take too long. `idle_deadlines` end connections without a
     request. `half_close_checks` check periodically whether clients that closed their sending side are still connected.
@@ -92,6 +95,10 @@ class HttpConnection(asyncio.Protocol):
         self._head_template: HeadTemplate | None = None
         self._template_misses = 0
         """Consecutive requests that did not match the head template."""
+        self._is_websocket_handshake = False
+        """Whether the parser stopped after a request for a WebSocket."""
+        self._websocket: WebSocket | None = None
+        """Set once the client's last request was upgraded. It receives all further input."""
         self._parser: httptools.HttpRequestParser
         """Set from `connection_made` to `connection_lost`."""
         self.is_backpressured = False
@@ -148,11 +155,16 @@ class HttpConnection(asyncio.Protocol):
             wire.discard_body()
         self._pipelined.clear()
         current, self._current, self._receiving = self._current, None, None
+        if self._websocket is not None:
+            self._websocket.on_connection_lost()
         if current is not None:
             current.on_disconnect()
 
     def data_received(self, data: bytes) -> None:
         """Parse a part of the request stream, or match it with the head template."""
+        if self._websocket is not None:
+            self._websocket.on_data(data)
+            return
         if self._input_ignored:
             return
         if self._between_requests and self._current is None:
@@ -188,7 +200,9 @@ class HttpConnection(asyncio.Protocol):
             True if the transport must stay open for writing.
         """
         last = self._pipelined[-1][0] if self._pipelined else self._current
-        if last is None or self._receiving is not None or not self.transport.can_write_eof():
+        if last is None or self._receiving is not None or self._websocket is not None:
+            return False
+        if not self.transport.can_write_eof():
             return False
         self._input_ignored = True
         last.keep_alive = False
@@ -219,11 +233,14 @@ class HttpConnection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         """Start the request, or queue it until the requests before it are answered."""
-        if self._input_ignored or self._parser.should_upgrade():
+        head, parser = self._head, self._parser
+        self._is_websocket_handshake = parser.should_upgrade() and head.is_websocket_handshake(
+            parser
+        )
+        if self._input_ignored or (parser.should_upgrade() and not self._is_websocket_handshake):
             return
         self._head_incomplete = False
         self._header_deadlines.remove(self)
-        head, parser = self._head, self._parser
         scope, expects_continue = (
             head.build_scope(parser, self._connection_scope),
             head.expects_continue,
@@ -236,6 +253,8 @@ class HttpConnection(asyncio.Protocol):
         http_transport = self._receiving = self._create_transport(
             scope, keep_alive=keep_alive, expects_continue=expects_continue
         )
+        if self._is_websocket_handshake:
+            scope["state"][WEBSOCKET_KEY] = partial(self._open_websocket, http_transport)
         if self._current is None:
             self._start_request(http_transport, scope)
         else:
@@ -272,14 +291,18 @@ class HttpConnection(asyncio.Protocol):
         A client that gets no announcement may send another request.
         """
         last = self._pipelined[-1][0] if self._pipelined else self._current
-        if last is None:
+        if self._websocket is not None:
+            self._websocket.close_when_idle()
+        elif last is None:
             self._start_drain_deadline()
         elif not last.response_started:
             last.keep_alive = False
 
     def shutdown(self) -> None:
         """Close after the response in progress."""
-        if self._current is None:
+        if self._websocket is not None:
+            self._websocket.close_when_idle()
+        elif self._current is None:
             self.transport.close()
         else:
             self._current.keep_alive = False
@@ -320,6 +343,12 @@ class HttpConnection(asyncio.Protocol):
             self._idle_deadlines.add(self)
             self._start_drain_deadline()
         self.resume_reading()
+
+    def set_idle(self, *, is_idle: bool) -> None:
+        (self._slot.mark_idle if is_idle else self._slot.mark_busy)()
+
+    def close(self) -> None:
+        self.transport.close()
 
     def abort(self) -> None:
         """Close the connection with a reset, so that the kernel drops its buffers too.
@@ -377,6 +406,10 @@ class HttpConnection(asyncio.Protocol):
         except httptools.HttpParserUpgrade as error:
             if self._input_ignored:
                 return b""
+            if self._is_websocket_handshake:
+                self._is_websocket_handshake = False
+                self._parser = httptools.HttpRequestParser(self)
+                return data[error.args[0] :]
             # After an upgrade request the parser ignores the body. A new parser gets the head without the upgrade.
             head, self._parser = (
                 self._head.render_without_upgrade(self._parser),
@@ -384,6 +417,35 @@ class HttpConnection(asyncio.Protocol):
             )
             return head + data[error.args[0] :]
         return b""
+
+    def _open_websocket(
+        self,
+        http_transport: Http1Transport,
+        build_headers: Callable[[], list[tuple[bytes, bytes]]],
+        *,
+        max_message_bytes: int,
+        message_timeout_s: float,
+    ) -> WebSocket:
+        """Switch to the WebSocket protocol with the response to the current request.
+
+        Raises:
+            ApiError: 400 if the client has sent more than the handshake, 503 if the server shuts down.
+        """
+        if self._server_state.drain_deadlines is not None:
+            message = "The server is shutting down. Open the WebSocket on a new connection."
+            raise ApiError(503, "draining", message, retry_after_s=1.0)
+        if self._pipelined or self._head_incomplete or self._input_ignored:
+            message = "A WebSocket's client may send nothing before the handshake is answered."
+            raise ApiError(400, "bad_http", message)
+        http_transport.keep_alive = True  # however old the connection is
+        http_transport.start_sized_response(101, build_headers())
+        self._websocket = WebSocket(
+            self,
+            http_transport,
+            max_message_bytes=max_message_bytes,
+            message_timeout_s=message_timeout_s,
+        )
+        return self._websocket
 
     def _start_templated_request(self, scope: Scope, body: bytes) -> None:
         """Start a complete request whose head matches the template and needs no parsing."""

@@ -7,7 +7,7 @@ import math
 import random
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from argosy.http_server.response_observer import ResponseObserver, tee_writes
@@ -25,6 +25,7 @@ from argosy.http_server.response_transport import (
     Scope,
     Send,
 )
+from argosy.http_server.websocket import WEBSOCKET_KEY, WebSocket, build_handshake
 from argosy.protocol import SSE_CONTENT_TYPE, ApiError, format_comment
 
 JSON_CONTENT_TYPE = b"application/json"
@@ -172,11 +173,46 @@ class HttpExchange:
         self._translator = None
         self._set_writer()
 
-    def detach(self, transport: ResponseTransport) -> HttpExchange:
-        """Return an exchange of the same request over another transport, for work that outlives the connection."""
-        state = {**self._scope["state"], TRANSPORT_KEY: transport}
-        scope = {**self._scope, "state": state}
+    def detach(
+        self,
+        transport: ResponseTransport,
+        *,
+        method: str | None = None,
+        dropped_headers: Collection[bytes] = (),
+    ) -> HttpExchange:
+        """Return an exchange of the same request over another transport, for work that outlives the connection.
+
+        Args:
+            transport: The other transport.
+            method: Method of the new request; None for that of this one.
+            dropped_headers: Names of headers that the new request does not have.
+        """
+        scope = {
+            **self._scope,
+            "method": method or self.method,
+            "headers": [one for one in self._scope["headers"] if one[0] not in dropped_headers],
+            "state": {TRANSPORT_KEY: transport},
+        }
         return HttpExchange(scope, self._receive, self._send, self._limits, self._server_id)
+
+    @property
+    def is_websocket_handshake(self) -> bool:
+        """Whether the client asks for a WebSocket."""
+        return WEBSOCKET_KEY in self._scope["state"]
+
+    def accept_websocket(self) -> WebSocket:
+        """Answer the client's handshake, after which the connection carries the messages of a WebSocket.
+
+        Raises:
+            ApiError: 400 if the handshake is invalid, 503 if the server shuts down.
+        """
+        headers = build_handshake(self.path, self._scope["headers"])
+        websocket: WebSocket = self._scope["state"][WEBSOCKET_KEY](
+            lambda: self._build_headers(101, headers),  # records the status, so not before an error
+            max_message_bytes=self._limits.body_limit_bytes,
+            message_timeout_s=self._limits.body_timeout_s,
+        )
+        return websocket
 
     async def read_body(self) -> bytes:
         """Return the whole body.

@@ -118,6 +118,16 @@ class RequestHead:
             **connection_scope,
         }
 
+    def is_websocket_handshake(self, parser: httptools.HttpRequestParser) -> bool:
+        """Return whether the request asks for a WebSocket, and has no body that would follow."""
+        headers = dict(self._headers)
+        return (
+            parser.get_method() == b"GET"
+            and parser.get_http_version() == "1.1"
+            and headers.get(b"upgrade", b"").lower() == b"websocket"
+            and headers.keys().isdisjoint({b"content-length", b"transfer-encoding"})
+        )
+
     def render_without_upgrade(self, parser: httptools.HttpRequestParser) -> bytes:
         """Return the head without its Upgrade header, as bytes to parse again.
 

@@ -15,6 +15,7 @@ from argosy.gateway.dialects.dialect import ANTHROPIC, OLLAMA
 from argosy.gateway.dialects.ollama_handlers import OllamaHandlers
 from argosy.gateway.dialects.response_state import ResponseState
 from argosy.gateway.dialects.responses_handlers import ResponsesHandlers
+from argosy.gateway.dialects.responses_session import ResponsesSession
 from argosy.gateway.dialects.stored_response_handlers import (
     RESPONSES_PREFIX,
     StoredResponseHandlers,
@@ -63,7 +64,12 @@ class DialectRoutes:
         messages = partial(HttpRoute, dialect=ANTHROPIC)
         api = partial(HttpRoute, dialect=OLLAMA)
         self.routes = (
-            HttpRoute("/v1/responses", "POST", responses.create),
+            HttpRoute(
+                "/v1/responses",
+                "POST",
+                responses.create,
+                open_session=lambda: ResponsesSession(responses).handle,
+            ),
             HttpRoute("/v1/responses/input_tokens", "POST", responses.count_tokens),
             HttpRoute("/v1/responses/compact", "POST", responses.compact),
             HttpRoute(CONVERSATIONS_PATH, "POST", conversations.create),

@@ -1,4 +1,4 @@
-"""Handlers that create responses of OpenAI's Responses API: at once, in the background, and compactions."""
+"""Handlers that create responses of OpenAI's Responses API: by request or event, in the background, and compactions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ from argosy.protocol.dialects import (
     assign_item_ids,
     list_references,
     parse_compact_request,
+    parse_create_event,
     parse_responses_request,
+    render_stored_events,
     resolve_references,
     translate_compact_request,
     translate_responses_request,
@@ -38,6 +40,29 @@ from argosy.store import StoredResponse
 
 _ENDED_NORMALLY = frozenset({"completed", "incomplete"})
 _ITEM_ID_BITS = 128
+
+
+class LastResponse:
+    """The last response of a WebSocket, kept in memory so that the next one can continue it without a store."""
+
+    def __init__(self) -> None:
+        self._id: str | None = None
+        self._items: Sequence[JsonObject] = ()
+        """Input and output of the response and of those that it continues."""
+
+    def take(self, response_id: str | None) -> Sequence[JsonObject] | None:
+        """Return the items of the response if it has this id, and drop it.
+
+        As in OpenAI's API, it cannot be continued again if the attempt fails.
+        """
+        if response_id is None or response_id != self._id:
+            return None
+        items, self._id, self._items = self._items, None, ()
+        return items
+
+    def replace(self, response_id: str, items: Sequence[JsonObject]) -> None:
+        """Keep another response, which has ended normally."""
+        self._id, self._items = response_id, items
 
 
 class ResponsesHandlers:
@@ -75,16 +100,7 @@ class ResponsesHandlers:
             self._check_background(request)
         elif request.store and not self._state.has_store:
             name_ignored_fields(exchange, ("store",))
-        items, history = await self._load_input(
-            principal,
-            request.input_items(),
-            previous=request.previous_response_id,
-            conversation=request.conversation_id,
-        )
-        cipher = await self._state.build_cipher(principal)
-        translated = translate_responses_request(
-            request, cipher, items, history, is_stored=self._is_stored(request)
-        )
+        translated, items, _ = await self._translate(principal, request)
         if request.background:
             await self._start_background(exchange, principal, request, translated, items)
             return
@@ -95,18 +111,42 @@ class ResponsesHandlers:
         start_translation(exchange, translated, on_end=save)
         await self._chat(exchange, principal)
 
+    async def create_in_session(
+        self, exchange: HttpExchange, principal: Principal, last: LastResponse
+    ) -> None:
+        """Handle the event `response.create` of a WebSocket.
+
+        Args:
+            exchange: The event.
+            principal: Sender of the event.
+            last: The last response of the connection, which becomes this one.
+        """
+        body = await exchange.read_body()
+        request, _ = parse_create_event(body, refuse_unknown=self._refuse_unknown)
+        translated, items, history = await self._translate(
+            principal, request, last.take(request.previous_response_id)
+        )
+
+        async def save(response: dict[str, Any]) -> None:
+            if response["status"] in _ENDED_NORMALLY:
+                last.replace(response["id"], [*history, *items, *response["output"]])
+            await self._save(principal, request, items, response)
+
+        if request.generate is False:
+            response = translated.output.describe_empty(create_identity(exchange, translated))
+            await save(response)
+            await exchange.start_stream()
+            await exchange.write(b"".join(render_stored_events(response)))
+            await exchange.end_stream()
+            return
+        start_translation(exchange, translated, on_end=save)
+        await self._chat(exchange, principal)
+
     async def count_tokens(self, exchange: HttpExchange, principal: Principal) -> None:
         """`POST /v1/responses/input_tokens`."""
         body = await exchange.read_body()
         request, ignored = parse_responses_request(body, refuse_unknown=self._refuse_unknown)
-        items, history = await self._load_input(
-            principal,
-            request.input_items(),
-            previous=request.previous_response_id,
-            conversation=request.conversation_id,
-        )
-        cipher = await self._state.build_cipher(principal)
-        translated = translate_responses_request(request, cipher, items, history)
+        translated, _, _ = await self._translate(principal, request)
         name_ignored_fields(exchange, (*ignored, *translated.ignored))
         fields = {name: translated.body.get(name) for name in ("model", "messages", "tools")}
         translator = ObjectTranslator(
@@ -150,17 +190,42 @@ class ResponsesHandlers:
         *,
         previous: str | None,
         conversation: str | None = None,
-    ) -> tuple[list[JsonObject], list[JsonObject]]:
-        """Return the new input items with an id each, and the items of earlier turns."""
-        history: list[JsonObject] = []
-        if previous is not None:
+        history: Sequence[JsonObject] | None = None,
+    ) -> tuple[list[JsonObject], Sequence[JsonObject]]:
+        """Return the new input items with an id each, and the items of earlier turns unless they are known."""
+        if history is None and previous is not None:
             history = await self._state.load_history(principal, previous)
-        elif conversation is not None:
+        elif history is None and conversation is not None:
             history = await self._state.load_conversation(principal, conversation)
+        history = history or ()
         if references := list_references(items):
             stored = await self._state.find_items(principal, references)
             items = resolve_references(items, history, stored)
         return assign_item_ids(items, new_item_id), history
+
+    async def _translate(
+        self,
+        principal: Principal,
+        request: ResponsesRequest,
+        history: Sequence[JsonObject] | None = None,
+    ) -> tuple[TranslatedRequest[ResponsesOutput], list[JsonObject], Sequence[JsonObject]]:
+        """Translate a request to a chat.
+
+        Returns:
+            The chat, the new input items, and the items of earlier turns, which are loaded if they are None.
+        """
+        items, history = await self._load_input(
+            principal,
+            request.input_items(),
+            previous=request.previous_response_id,
+            conversation=request.conversation_id,
+            history=history,
+        )
+        cipher = await self._state.build_cipher(principal)
+        translated = translate_responses_request(
+            request, cipher, items, history, is_stored=self._is_stored(request)
+        )
+        return translated, items, history
 
     async def _save(
         self,

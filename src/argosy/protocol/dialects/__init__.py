@@ -49,6 +49,12 @@ from argosy.protocol.dialects.responses_compaction import (
     parse_compact_request,
     translate_compact_request,
 )
+from argosy.protocol.dialects.responses_events import (
+    ClientEvent,
+    CreateResponseEvent,
+    parse_client_event,
+    parse_create_event,
+)
 from argosy.protocol.dialects.responses_input import (
     assign_item_ids,
     list_references,
@@ -71,8 +77,10 @@ from argosy.protocol.dialects.stored_response_events import (
 __all__ = [
     "NDJSON_CONTENT_TYPE",
     "AnthropicOutput",
+    "ClientEvent",
     "CompactRequest",
     "CountTokensRequest",
+    "CreateResponseEvent",
     "DialectOutput",
     "DialectTranslator",
     "EndListener",
@@ -99,7 +107,9 @@ __all__ = [
     "is_load_request",
     "list_references",
     "normalize_input",
+    "parse_client_event",
     "parse_compact_request",
+    "parse_create_event",
     "parse_error_body",
     "parse_responses_request",
     "render_end_event",

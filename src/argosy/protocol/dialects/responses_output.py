@@ -71,6 +71,11 @@ class ResponsesOutput(DialectOutput):
             "model": identity.model,
         }
 
+    def describe_empty(self, identity: OutputIdentity) -> dict[str, Any]:
+        """Return the response as it is if no output is generated."""
+        usage = render_usage(OutputTokens())
+        return {**self.describe_start(identity), "status": "completed", "usage": usage}
+
     def start(self, identity: OutputIdentity) -> None:
         self._digits = identity.id
         self._response = self.describe_start(identity)

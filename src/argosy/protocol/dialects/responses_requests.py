@@ -7,7 +7,7 @@ and input items of unknown types, are ignored and named in a response header.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -124,7 +124,17 @@ def parse_responses_request(
     Raises:
         ApiError: 400 if the body is invalid, 413 if it has too many values.
     """
-    request, ignored = parse_request_body(ResponsesRequest, body, refuse_unknown=refuse_unknown)
+    return parse_responses_body(ResponsesRequest, body, refuse_unknown=refuse_unknown)
+
+
+RequestT = TypeVar("RequestT", bound=ResponsesRequest)
+
+
+def parse_responses_body(
+    body_type: type[RequestT], body: bytes, *, refuse_unknown: bool
+) -> tuple[RequestT, tuple[str, ...]]:
+    """Parse a request, or an event with the same fields, as `parse_responses_request` does."""
+    request, ignored = parse_request_body(body_type, body, refuse_unknown=refuse_unknown)
     if request.previous_response_id is not None and request.conversation is not None:
         message = "'previous_response_id' and 'conversation' exclude each other. Send one of them."
         raise invalid_request(message, "conversation")

@@ -1,0 +1,269 @@
+"""WebSocket on an upgraded client connection (RFC 6455): whole messages, keepalive, limits, and the closing handshake.
+
+The frames are those of the sans-I/O half of the library `websockets`. Extensions and subprotocols are not negotiated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+from websockets.datastructures import Headers
+from websockets.frames import CloseCode, Frame, Opcode
+from websockets.http11 import Request
+from websockets.protocol import Protocol as FrameProtocol
+from websockets.protocol import Side, State
+from websockets.server import ServerProtocol
+
+from argosy.http_server.response_transport import ResponseTransport
+from argosy.protocol import invalid_request
+
+WEBSOCKET_KEY = "argosy.websocket"
+"""Key in the ASGI scope's state of the function that opens the WebSocket of a handshake."""
+PING_INTERVAL_S = 20.0
+"""Interval of pings. A client from which nothing has arrived since the last ping is disconnected."""
+CLOSE_TIMEOUT_S = 5.0
+"""Time that a client has to answer a close frame, and to read what was sent before it."""
+MAX_AGE_S = 3600.0
+"""Age after which a connection is closed between two responses, as OpenAI's are."""
+MAX_QUEUED_MESSAGES = 16
+"""Messages that wait for the response to an earlier one before reading pauses."""
+MAX_QUEUED_BYTES = 64 * 1024
+"""Size of the waiting messages above which reading pauses."""
+_DATA_OPCODES = frozenset({Opcode.TEXT, Opcode.BINARY, Opcode.CONT})
+
+
+class WebSocketConnection(Protocol):
+    """Client connection, as its WebSocket sees it."""
+
+    def add_unread_bytes(self, byte_count: int) -> bool:
+        """Add `byte_count`, which may be negative, to the buffered bytes of all connections.
+
+        Returns:
+            Whether the total is within its limit.
+        """
+
+    def pause_reading(self) -> None:
+        """Stop reading from the client."""
+
+    def resume_reading(self) -> None:
+        """Start reading from the client again."""
+
+    def set_idle(self, *, is_idle: bool) -> None:
+        """Set whether the server may close the connection for a new one."""
+
+    def close(self) -> None:
+        """Close the connection when the written data has been sent."""
+
+    def abort(self) -> None:
+        """Close the connection at once and discard unsent data."""
+
+
+def build_handshake(path: str, headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """Return the headers that accept a request for a WebSocket.
+
+    Raises:
+        ApiError: 400 if a header of the handshake is missing or invalid.
+    """
+    pairs = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers]
+    protocol = ServerProtocol()
+    response = protocol.accept(Request(path, Headers(pairs)))
+    if response.status_code != 101:
+        message = f"The WebSocket handshake is invalid: {protocol.handshake_exc}."
+        raise invalid_request(message, "Sec-WebSocket-Key")
+    return [
+        (name.lower().encode(), value.encode())
+        for name, value in response.headers.raw_items()
+        if name.lower() != "date"
+    ]
+
+
+class WebSocket:
+    """Messages of one client. Not thread-safe: use it from one event loop.
+
+    Args:
+        connection: The client's connection.
+        transport: The handshake's response, on which frames are written.
+        max_message_bytes: Maximum size of a message. A larger one closes the connection (1009).
+        message_timeout_s: Time within which a message must be complete, or the connection is closed (1008).
+    """
+
+    def __init__(
+        self,
+        connection: WebSocketConnection,
+        transport: ResponseTransport,
+        *,
+        max_message_bytes: int,
+        message_timeout_s: float,
+    ) -> None:
+        self._connection = connection
+        self.transport = transport
+        """Carries the frames. A disconnect and backpressure are seen here."""
+        self._message_timeout_s = message_timeout_s
+        self._frames = FrameProtocol(Side.SERVER, max_size=max_message_bytes)
+        self._loop = asyncio.get_running_loop()
+        self._opened_at = self._last_data_at = self._loop.time()
+        self._incomplete: bytearray | None = None
+        """The fragments so far of a message that is not complete."""
+        self._is_text = False
+        """Whether the incomplete message is text."""
+        self._partial_bytes = 0
+        """Bytes since the last complete frame."""
+        self._message_since: float | None = None
+        """Time at which the incomplete message began."""
+        self._messages: deque[bytes] = deque()
+        self._queued_bytes = 0
+        self._buffered_bytes = 0
+        """Bytes that are counted in `WebSocketConnection.add_unread_bytes`."""
+        self._is_reading_paused = False
+        self._is_draining = False
+        """Whether the connection closes after the messages that have arrived. Later ones are dropped."""
+        self._wakeup = asyncio.Event()
+        self._closed = asyncio.Event()
+        self._pinged_at: float | None = None
+        self._timer = self._loop.call_later(PING_INTERVAL_S, self._on_timer)
+
+    # --- for the handler -------------------------------------------------------------------------
+
+    async def receive(self) -> bytes | None:
+        """Return the next message, or None if the connection is closed or has to be."""
+        while not self._messages or not self._is_open:
+            if self._is_draining or not self._is_open:
+                return None
+            self._connection.set_idle(is_idle=True)
+            self._wakeup.clear()
+            await self._wakeup.wait()
+        self._connection.set_idle(is_idle=False)
+        message = self._messages.popleft()
+        self._queued_bytes -= len(message)
+        self._update_buffered_bytes()
+        return message
+
+    def send(self, message: bytes) -> None:
+        """Send a text message. It is discarded if the connection is closed."""
+        if self._is_open:
+            self._frames.send_text(message)
+            self._write()
+
+    async def close(self, code: int = CloseCode.GOING_AWAY, reason: str = "") -> None:
+        """Close the connection, and wait until the client has answered or `CLOSE_TIMEOUT_S` has passed."""
+        if self._is_open:
+            self._frames.send_close(code, reason)
+            self._write()
+            self._timer.cancel()
+            self._timer = self._loop.call_later(CLOSE_TIMEOUT_S, self._connection.abort)
+        await self._closed.wait()
+
+    @property
+    def _is_open(self) -> bool:
+        return self._frames.state is State.OPEN and not self._closed.is_set()
+
+    # --- for the connection ----------------------------------------------------------------------
+
+    def on_data(self, data: bytes) -> None:
+        """Read a part of the client's frames."""
+        self._last_data_at = self._loop.time()
+        self._frames.receive_data(data)
+        events = self._frames.events_received()
+        self._partial_bytes = 0 if events else self._partial_bytes + len(data)
+        for event in events:
+            if isinstance(event, Frame) and event.opcode in _DATA_OPCODES:
+                self._add_frame(event)
+        self._write()
+        if not self._partial_bytes and self._incomplete is None:
+            self._message_since = None
+        elif self._message_since is None:
+            self._message_since = self._last_data_at
+        if not self._update_buffered_bytes() and self._buffered_bytes > MAX_QUEUED_BYTES:
+            self._fail(CloseCode.TRY_AGAIN_LATER, "the server buffers too many messages")
+
+    def on_connection_lost(self) -> None:
+        """Handle the end of the connection."""
+        self._timer.cancel()
+        self._messages.clear()
+        self._incomplete = None
+        self._queued_bytes = self._partial_bytes = 0
+        self._update_buffered_bytes()
+        self._closed.set()
+        self._wakeup.set()
+
+    def close_when_idle(self) -> None:
+        """Let `receive` return None once the messages that have arrived are answered."""
+        self._is_draining = True
+        self._wakeup.set()
+
+    # --- internal --------------------------------------------------------------------------------
+
+    def _add_frame(self, frame: Frame) -> None:
+        if self._incomplete is None:
+            self._incomplete, self._is_text = bytearray(), frame.opcode is Opcode.TEXT
+        self._incomplete += frame.data
+        if not frame.fin:
+            return
+        message, self._incomplete, self._message_since = bytes(self._incomplete), None, None
+        if self._is_draining:
+            return
+        try:
+            if self._is_text:
+                message.decode()
+        except UnicodeDecodeError:
+            self._fail(CloseCode.INVALID_DATA, "a text message is not valid UTF-8")
+            return
+        self._messages.append(message)
+        self._queued_bytes += len(message)
+        self._wakeup.set()
+
+    def _update_buffered_bytes(self) -> bool:
+        """Count the buffered bytes, and pause or resume reading.
+
+        Returns:
+            Whether the bytes of all connections are within their limit.
+        """
+        buffered_bytes = self._queued_bytes + len(self._incomplete or b"") + self._partial_bytes
+        added_bytes = buffered_bytes - self._buffered_bytes
+        self._buffered_bytes = buffered_bytes
+        is_full = (
+            self._queued_bytes > MAX_QUEUED_BYTES or len(self._messages) >= MAX_QUEUED_MESSAGES
+        )
+        if is_full != self._is_reading_paused:
+            self._is_reading_paused = is_full
+            (self._connection.pause_reading if is_full else self._connection.resume_reading)()
+        return self._connection.add_unread_bytes(added_bytes)
+
+    def _fail(self, code: CloseCode, reason: str) -> None:
+        self._frames.fail(code, reason)
+        self._write()
+
+    def _write(self) -> None:
+        """Write pending frames. After the last one, close the connection."""
+        for data in self._frames.data_to_send():
+            if data:
+                self.transport.write_nowait(data)
+            else:
+                self._timer.cancel()
+                self._timer = self._loop.call_later(CLOSE_TIMEOUT_S, self._connection.abort)
+                # The transport sends what it has coalesced in a callback that was scheduled before this one.
+                self._loop.call_soon(self._connection.close)
+                self._wakeup.set()
+
+    def _on_timer(self) -> None:
+        """Ping the client, and end connections that are dead, too slow or too old."""
+        now = self._loop.time()
+        self._timer = self._loop.call_later(PING_INTERVAL_S, self._on_timer)
+        if self._message_since is not None and now - self._message_since > self._message_timeout_s:
+            seconds = self._message_timeout_s
+            self._fail(
+                CloseCode.POLICY_VIOLATION, f"a message was not complete after {seconds:g} s"
+            )
+            return
+        is_silent = self._pinged_at is not None and self._last_data_at < self._pinged_at
+        if is_silent and not self._is_reading_paused:
+            self._fail(CloseCode.INTERNAL_ERROR, "the client answered no ping")
+            return
+        if now - self._opened_at > MAX_AGE_S:
+            self.close_when_idle()
+        self._pinged_at = now
+        self._frames.send_ping(b"")
+        self._write()
