@@ -40,6 +40,12 @@ async def test_gateway_serves_models_and_tokenize_endpoints(tokenizer: Tokenizer
         text = await client.post("/detokenize", json={"tokens": tokenized.json()["tokens"]})
         assert text.json()["prompt"].endswith("Once")
         assert (await client.post("/tokenize", json={"model": "other"})).status_code == 404
+        info = (await replica_client.get("/tokenizer_info")).json()
+        assert info["eos_token"] == tokenizer.decode(tokenizer.eos_token_ids, False)
+        assert {"tokenizer_class", "chat_template"} <= info.keys()
+        for query in ("", "?model=big"):
+            assert (await client.get(f"/tokenizer_info{query}")).json() == info
+        assert (await client.get("/tokenizer_info?model=other")).status_code == 404
         rejected = await client.post("/tokenize", json={"prompt": 3})
         assert rejected.json()["error"]["param"] == "prompt"
         for path in ("/tokenize", "/detokenize"):

@@ -34,6 +34,7 @@ OPERATIONS = [
     ("/v1/models/{model}", "GET"),
     ("/tokenize", "POST"),
     ("/detokenize", "POST"),
+    ("/tokenizer_info", "GET"),
     ("/health", "GET"),
     ("/ready", "GET"),
     ("/version", "GET"),

@@ -105,6 +105,7 @@ class GatewayApp:
             HttpRoute("/v1/models", "GET", self._list_models),
             HttpRoute("/tokenize", "POST", utility.tokenize),
             HttpRoute("/detokenize", "POST", utility.tokenize),
+            HttpRoute("/tokenizer_info", "GET", utility.tokenizer_info),
             HttpRoute("/metrics", "GET", operations.metrics),
             HttpRoute("/openapi.json", "GET", self._openapi),
             HttpRoute("/health", "GET", self._health, is_public=True),

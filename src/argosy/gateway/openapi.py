@@ -52,6 +52,10 @@ def render_openapi() -> bytes:
         parameters=[path_parameter("name")],
     )
     builder.add("/replicas/{name}/metrics", "GET", metrics)
+    model = {"name": "model", "in": "query", "required": False, "schema": {"type": "string"}}
+    builder.add_json(
+        "/tokenizer_info", "GET", "tokenizerInfo", dict, _UTILITY_ERRORS, parameters=[model]
+    )
     add_dialect_operations(
         builder, generation=_GENERATION_ERRORS, utility=_UTILITY_ERRORS, listing=_ACCESS_ERRORS
     )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
+from urllib.parse import parse_qsl
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -60,16 +62,42 @@ class UtilityHandlers:
         self, exchange: HttpExchange, principal: Principal, path: str | None = None
     ) -> None:
         """`POST /tokenize` and `POST /detokenize`. Requests of other dialects give the replica's path."""
+        async with self._tenant_slot(exchange, principal):
+            fields = parse_raw_fields(await exchange.read_body())
+            name = decode_fields(_UtilityFields, fields).model
+            await self._forward_to_model(exchange, principal, name, path or exchange.path, fields)
+
+    async def tokenizer_info(self, exchange: HttpExchange, principal: Principal) -> None:
+        """`GET /tokenizer_info`. The query may name the model."""
+        query = dict(parse_qsl(exchange.query.decode("latin-1")))
+        async with self._tenant_slot(exchange, principal):
+            await self._forward_to_model(exchange, principal, query.get("model"), exchange.path)
+
+    @contextlib.asynccontextmanager
+    async def _tenant_slot(
+        self, exchange: HttpExchange, principal: Principal
+    ) -> AsyncIterator[None]:
+        """Wait for one of the tenant's concurrency slots, and hold it.
+
+        Raises:
+            DisconnectedError: The client disconnected meanwhile.
+        """
         async with self._tenant_slots.setdefault(
             principal.tenant, asyncio.Semaphore(MAX_CONCURRENT_PER_TENANT)
         ):
             if exchange.is_disconnected:
                 raise DisconnectedError
-            await self._tokenize(exchange, principal, path or exchange.path)
+            yield
 
-    async def _tokenize(self, exchange: HttpExchange, principal: Principal, path: str) -> None:
-        fields = parse_raw_fields(await exchange.read_body())
-        name = decode_fields(_UtilityFields, fields).model
+    async def _forward_to_model(
+        self,
+        exchange: HttpExchange,
+        principal: Principal,
+        name: str | None,
+        path: str,
+        fields: dict[str, Raw] | None = None,
+    ) -> None:
+        """Forward the request to the only model or the one with this name, within the sender's limits."""
         models, headers = self._models, exchange.headers
         target = (
             models.resolve_only_model(principal, headers)
@@ -84,9 +112,15 @@ class UtilityHandlers:
             await self._forward(exchange, pool, fields, path)
 
     async def _forward(
-        self, exchange: HttpExchange, pool: Pool, fields: dict[str, Raw], path: str
+        self, exchange: HttpExchange, pool: Pool, fields: dict[str, Raw] | None, path: str
     ) -> None:
         """Forward the request to the least busy replica that answers, and wait for one to recover if none does.
+
+        Args:
+            exchange: The client's request.
+            pool: Pool of the model.
+            fields: Fields of the body; None for a request without one.
+            path: Path at the replica.
 
         Raises:
             ApiError: 503 if no replica answers.
@@ -94,10 +128,7 @@ class UtilityHandlers:
         give_up_at = time.monotonic() + REQUEST_TIMEOUT_S
         while True:
             for replica in _replicas_by_load(pool):
-                upstream_fields = fields | {
-                    "model": Raw(msgspec.json.encode(replica.upstream_model))
-                }
-                body = msgspec.json.encode(upstream_fields)
+                body = b"" if fields is None else _encode_for(replica, fields)
                 if await _try_forward(
                     exchange, replica, body, path, extra_headers=self._extra_headers
                 ):
@@ -125,6 +156,10 @@ class UtilityHandlers:
             "replica_not_found",
             f"No replica has the name {name[:200]!r}. See /metrics for the names.",
         )
+
+
+def _encode_for(replica: ReplicaEndpoint, fields: dict[str, Raw]) -> bytes:
+    return msgspec.json.encode(fields | {"model": Raw(msgspec.json.encode(replica.upstream_model))})
 
 
 def _replicas_by_load(pool: Pool) -> Iterable[ReplicaEndpoint]:

@@ -197,7 +197,7 @@ class GenerationHandlers:
         ignored = (
             unknown + ignored_parameters(msgspec.structs.asdict(body)) + prepared.ignored_fields
         )
-        spec = ResponseSpec.from_request(body, prepared, model.tokenizer, headers)
+        spec = ResponseSpec.from_request(body, prepared, model.text_processing.tokenizer, headers)
         return body, spec, ignored, prepared.relaxed_keywords
 
     async def _generate(
@@ -231,7 +231,7 @@ class GenerationHandlers:
         writer = endpoint.writer_type(spec)
         report = exchange.get_header(REPORT_HEADER)
         if report:
-            tokenizer = self._replica.require_loaded().tokenizer
+            tokenizer = self._replica.require_loaded().text_processing.tokenizer
             includes_content = report == REPORT_CONTENT.decode()
             writer = ReportWriter(spec, writer, tokenizer, includes_content=includes_content)
         return ResumeMetadataWriter(spec, writer) if spec.include_resume_metadata else writer

@@ -76,6 +76,7 @@ class ReplicaApp:
             "/ready": self._ready,
             "/load": self._load,
             "/kv_events": KvEventsHandler(replica).stream_events,
+            "/tokenizer_info": self._tokenizer_info,
             "/version": self._version,
             "/metrics": self._metrics,
             "/openapi.json": self._openapi,
@@ -172,7 +173,9 @@ class ReplicaApp:
                 self._replica.check_model(body.model)
             ids = model.processor.tokenize(body)
             token_strs = (
-                list(map(model.tokenizer.token_text, ids)) if body.return_token_strs else None
+                list(map(model.text_processing.tokenizer.token_text, ids))
+                if body.return_token_strs
+                else None
             )
             response = TokenizeResponse(
                 count=len(ids),
@@ -202,6 +205,10 @@ class ReplicaApp:
         response, ignored = await self._replica.preparation_threads.run(process_body)
         report_ignored_fields(exchange, ignored)
         await exchange.send_response(200, _encode(response))
+
+    async def _tokenizer_info(self, exchange: HttpExchange) -> None:
+        model = self._replica.require_loaded()
+        await exchange.send_response(200, _encode(model.text_processing.tokenizer_info))
 
     # --- operator endpoints ----------------------------------------------------------------------
 

@@ -47,6 +47,7 @@ def render_openapi() -> bytes:
             operator={},
         )
     )
+    builder.add_json("/tokenizer_info", "GET", "tokenizerInfo", dict, _UNAVAILABLE)
     builder.add_json("/load", "GET", "load", LoadResponse, _UNAVAILABLE)
     events = {"text/event-stream": builder.schema(KvEvent)}
     builder.add("/kv_events", "GET", builder.describe("followKvEvents", events, _UNAVAILABLE))

@@ -127,7 +127,7 @@ class ReplicaServer:
         finally:
             loading.cancel()
         processor = text_processing.create_processor(ready, self._engine_config)
-        self.replica_state.on_model_loaded(processor, text_processing.tokenizer, ready)
+        self.replica_state.on_model_loaded(processor, text_processing, ready)
         output_format = text_processing.output_format
         log.info(
             "ready",

@@ -21,7 +21,7 @@ from argosy.engine.serving.api_server.replica_server_config import ReplicaServer
 from argosy.engine.serving.core_messages import CoreReady, CoreStats, LoadProgress
 from argosy.engine.serving.engine_core.kv_cache_view import KvCacheView
 from argosy.engine.serving.preprocessing.request_processor import RequestProcessor
-from argosy.engine.serving.text.tokenizer import Tokenizer
+from argosy.engine.serving.preprocessing.text_processing import TextProcessing
 from argosy.protocol import (
     LOAD_SCHEMA_VERSION,
     ApiError,
@@ -76,10 +76,10 @@ class ReplicaEngine(TokenGenerator, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """Request processor, tokenizer and limits of the model, available once it is loaded."""
+    """Request processor, text processing and limits of the model, available once it is loaded."""
 
     processor: RequestProcessor
-    tokenizer: Tokenizer
+    text_processing: TextProcessing
     ready: CoreReady
     created_at: int
     """Unix time in seconds at which serving began."""
@@ -160,10 +160,10 @@ class ReplicaState:
         return arithmetic, arithmetic_id
 
     def on_model_loaded(
-        self, processor: RequestProcessor, tokenizer: Tokenizer, ready: CoreReady
+        self, processor: RequestProcessor, text_processing: TextProcessing, ready: CoreReady
     ) -> None:
         """Store the loaded model and begin to accept requests."""
-        self._model = LoadedModel(processor, tokenizer, ready, int(time.time()))
+        self._model = LoadedModel(processor, text_processing, ready, int(time.time()))
         self.metrics.set_kv_layout(ready.block_size, ready.num_blocks)
 
     def require_loaded(self) -> LoadedModel:

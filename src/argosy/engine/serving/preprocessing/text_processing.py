@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import structlog
 
@@ -24,6 +24,7 @@ from argosy.engine.serving.preprocessing.sampling_defaults import (
 from argosy.engine.serving.text.chat_template import ChatTemplate
 from argosy.engine.serving.text.checkpoint_files import read_json_object
 from argosy.engine.serving.text.tokenizer import Tokenizer
+from argosy.engine.serving.text.tokenizer_info import read_tokenizer_info
 from argosy.protocol import invalid_request
 
 AUTO_FORMAT = "auto"
@@ -50,6 +51,8 @@ class TextProcessing:
     """Format of tool calls and reasoning. None if the model's chats are plain text."""
     sampling_defaults: SamplingDefaults = NO_SAMPLING_DEFAULTS
     """Sampling parameters of requests that do not set them."""
+    tokenizer_info: Mapping[str, Any] = field(default_factory=dict)
+    """Description of the tokenizer for clients."""
 
     @classmethod
     def load(
@@ -86,7 +89,8 @@ class TextProcessing:
             unapplied=list(defaults.unapplied),
             eos_token_ids=tokenizer.eos_token_ids,
         )
-        return cls(tokenizer, chat_template, output_format, defaults)
+        info = read_tokenizer_info(path, chat_template.default_source)
+        return cls(tokenizer, chat_template, output_format, defaults, info)
 
     def create_processor(self, ready: CoreReady, config: EngineConfig) -> RequestProcessor:
         """Create the request processor for a core with these properties."""

@@ -70,7 +70,8 @@ class ChatTemplate:
         """File of the template, or `none`."""
         self.source = tool_source
         """Jinja source for conversations with tools, or None for a model without a template."""
-        self._default_source = source
+        self.default_source = source
+        """Jinja source for conversations without tools, or None for a model without a template."""
         self._renderer = default_renderer()
         free_variables = {
             text: self._renderer.find_free_variables(text)
@@ -134,7 +135,7 @@ class ChatTemplate:
         Raises:
             ApiError: 400 if the model has no template, or the template cannot render the messages.
         """
-        source = self.source if tools else self._default_source
+        source = self.source if tools else self.default_source
         if source is None:
             raise invalid_request(
                 "This model has no chat template, so it cannot take messages. Use /v1/completions, "
