@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 CHAT_IDENTITY = {"id": "chatcmpl-0123456789abcdef", "created": 1_760_000_000, "model": "big"}
@@ -47,21 +49,22 @@ class ChatOutput:
         choice = {"index": 0, "message": message, **self._ending()}
         return json.dumps({**CHAT_IDENTITY, "choices": [choice], "usage": USAGE}).encode()
 
-    def stream(self, piece_chars: int = 3) -> bytes:
-        """Return the stream, with at most `piece_chars` characters in each delta."""
+    def stream(self, piece_chars: int = 3, *, interleaves_calls: bool = False) -> bytes:
+        """Return the stream, with at most `piece_chars` characters in each delta.
+
+        If `interleaves_calls`, all calls start before their text, of which each gets one piece in turn.
+        """
         deltas: list[dict[str, Any]] = [{"role": "assistant", "content": None}]
         deltas += [
             {"reasoning_content": piece, "reasoning": piece}
             for piece in _pieces(self.reasoning, piece_chars)
         ]
         deltas += [{"content": piece} for piece in _pieces(self.text, piece_chars)]
-        for number, call in enumerate(self.calls):
-            deltas.append({"tool_calls": [{"index": number, **self._call(number, call, "")}]})
-            kind, name = ("custom", "input") if call.is_custom else ("function", "arguments")
-            deltas += [
-                {"tool_calls": [{"index": number, kind: {name: piece}}]}
-                for piece in _pieces(call.text, piece_chars)
-            ]
+        calls = [self._call_deltas(number, piece_chars) for number in range(len(self.calls))]
+        rounds: Iterable[Iterable[dict[str, Any] | None]] = (
+            zip_longest(*calls) if interleaves_calls else calls
+        )
+        deltas += [delta for one in rounds for delta in one if delta is not None]
         unfinished = {"logprobs": None, "finish_reason": None}
         choices = [{"index": 0, "delta": delta, **unfinished} for delta in deltas]
         choices.append({"index": 0, "delta": {}, "logprobs": None, **self._ending()})
@@ -73,6 +76,15 @@ class ChatOutput:
             )
             + b"data: [DONE]\n\n"
         )
+
+    def _call_deltas(self, number: int, piece_chars: int) -> list[dict[str, Any]]:
+        call = self.calls[number]
+        kind, name = ("custom", "input") if call.is_custom else ("function", "arguments")
+        pieces = [{kind: {name: piece}} for piece in _pieces(call.text, piece_chars)]
+        return [
+            {"tool_calls": [{"index": number, **part}]}
+            for part in [self._call(number, call, ""), *pieces]
+        ]
 
     def _ending(self) -> dict[str, Any]:
         return {"finish_reason": self.finish_reason, "stop_reason": self.stop_reason}

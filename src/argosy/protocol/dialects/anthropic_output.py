@@ -76,8 +76,6 @@ class AnthropicOutput(DialectOutput):
         """Text of the open block so far."""
         self._is_open = False
         """Whether the last block is open."""
-        self._call_blocks: dict[int, int] = {}
-        """Index of the block of each call."""
 
     def start(self, identity: OutputIdentity) -> None:
         self._message = {
@@ -104,17 +102,14 @@ class AnthropicOutput(DialectOutput):
             self._texts.append(text)
             self._send_delta("text_delta", text=text)
 
-    def start_call(self, index: int, call_id: str, name: str, kind: CallKind) -> None:  # noqa: ARG002 - all functions
+    def start_call(self, call_id: str, name: str, kind: CallKind) -> None:  # noqa: ARG002 - all functions
         self._close()
         tool_id = "toolu_" + call_id.removeprefix("call_")
         self._start_block({"type": "tool_use", "id": tool_id, "name": name, "input": {}})
-        self._call_blocks[index] = len(self._blocks) - 1
 
-    def add_call_text(self, index: int, text: str) -> None:
-        block = self._call_blocks[index]
-        if block == len(self._blocks) - 1 and self._is_open:
-            self._texts.append(text)
-            self._send_delta("input_json_delta", partial_json=text)
+    def add_call_text(self, text: str) -> None:
+        self._texts.append(text)
+        self._send_delta("input_json_delta", partial_json=text)
 
     def finish(self, end: OutputEnd) -> None:
         self._close()

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from argosy.protocol.dialects.call_serializer import CallSerializer
 from argosy.protocol.dialects.dialect_output import (
     CallKind,
     DialectOutput,
@@ -117,7 +118,7 @@ class ChatOutputReader:
     """
 
     def __init__(self, output: DialectOutput, identity: OutputIdentity) -> None:
-        self._output = output
+        self._output = CallSerializer(output)
         self._identity = identity
         self._events = EventParser()
         self._has_started = False
@@ -168,7 +169,7 @@ class ChatOutputReader:
     def _start(self, model: str = "") -> None:
         self._has_started = True
         identity = self._identity
-        self._output.start(msgspec.structs.replace(identity, model=model or identity.model))
+        self._output.output.start(msgspec.structs.replace(identity, model=model or identity.model))
 
     def _read_choice(self, choice: _Choice) -> None:
         message = choice.delta or choice.message
@@ -200,7 +201,8 @@ class ChatOutputReader:
         self.has_ended = True
         if not self._has_started:
             self._start()
-        self._output.finish(
+        self._output.release_all()
+        self._output.output.finish(
             OutputEnd(
                 finish_reason=self._finish_reason or "stop",
                 stop_reason=self._stop_reason,
@@ -212,7 +214,8 @@ class ChatOutputReader:
         self.has_ended = True
         if not self._has_started:
             self._start()
-        self._output.fail(_to_output_error(error))
+        self._output.release_all()
+        self._output.output.fail(_to_output_error(error))
 
 
 def parse_error_body(status: int, body: bytes) -> OutputError:

@@ -81,12 +81,12 @@ class DialectOutput(ABC):
         """Add text of the answer, with the log-probabilities of its tokens in the chat API's shape."""
 
     @abstractmethod
-    def start_call(self, index: int, call_id: str, name: str, kind: CallKind) -> None:
-        """Start the tool call with this index."""
+    def start_call(self, call_id: str, name: str, kind: CallKind) -> None:
+        """Start a tool call."""
 
     @abstractmethod
-    def add_call_text(self, index: int, text: str) -> None:
-        """Add text of a call's arguments, or of a custom tool's input."""
+    def add_call_text(self, text: str) -> None:
+        """Add text of the last call's arguments, or of a custom tool's input."""
 
     @abstractmethod
     def finish(self, end: OutputEnd) -> None:

@@ -86,11 +86,11 @@ class OllamaOutput(DialectOutput):
         self._logprobs += logprobs
         self._send(text, logprobs=logprobs)
 
-    def start_call(self, index: int, call_id: str, name: str, kind: CallKind) -> None:  # noqa: ARG002 - all functions
+    def start_call(self, call_id: str, name: str, kind: CallKind) -> None:  # noqa: ARG002 - all functions
         self._close_call()
         self._open_call = call_id, name, []
 
-    def add_call_text(self, index: int, text: str) -> None:  # noqa: ARG002 - one call at a time
+    def add_call_text(self, text: str) -> None:
         if self._open_call is not None:
             self._open_call[2].append(text)
 

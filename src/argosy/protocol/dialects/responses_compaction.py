@@ -104,10 +104,10 @@ class CompactionOutput(DialectOutput):
     def add_text(self, text: str, logprobs: Sequence[dict[str, Any]]) -> None:  # noqa: ARG002 - not in this API
         self._texts.append(text)
 
-    def start_call(self, index: int, call_id: str, name: str, kind: CallKind) -> None:
+    def start_call(self, call_id: str, name: str, kind: CallKind) -> None:
         """Leave calls out. The chat offers no tools."""
 
-    def add_call_text(self, index: int, text: str) -> None:
+    def add_call_text(self, text: str) -> None:
         """Leave calls out."""
 
     def finish(self, end: OutputEnd) -> None:

@@ -53,8 +53,6 @@ class ResponsesOutput(DialectOutput):
         self._logprobs: list[dict[str, Any]] = []
         self._is_open = False
         """Whether the last item is open."""
-        self._call_items: dict[int, int] = {}
-        """Position of the item of each call."""
 
     def describe_start(self, identity: OutputIdentity) -> dict[str, Any]:
         """Return the response as it is before its first output."""
@@ -98,7 +96,7 @@ class ResponsesOutput(DialectOutput):
         self._logprobs += converted
         self._send_part_event("response.output_text.delta", delta=text, logprobs=converted)
 
-    def start_call(self, index: int, call_id: str, name: str, kind: CallKind) -> None:
+    def start_call(self, call_id: str, name: str, kind: CallKind) -> None:
         self._close("completed")
         tool = self._tools.get_tool(name)
         call: dict[str, Any] = {"call_id": call_id, "name": tool.name}
@@ -109,12 +107,10 @@ class ResponsesOutput(DialectOutput):
         else:
             item = {"type": "function_call", **call, "arguments": "", "status": "in_progress"}
             self._start_item("fc", item)
-        self._call_items[index] = len(self._items) - 1
 
-    def add_call_text(self, index: int, text: str) -> None:
-        if self._is_open and self._call_items.get(index) == len(self._items) - 1:
-            self._texts.append(text)
-            self._send_item_event(f"{self._call_event()}.delta", delta=text)
+    def add_call_text(self, text: str) -> None:
+        self._texts.append(text)
+        self._send_item_event(f"{self._call_event()}.delta", delta=text)
 
     def finish(self, end: OutputEnd) -> None:
         reason = _INCOMPLETE_REASONS.get(end.finish_reason)

@@ -222,14 +222,26 @@ def test_streamed_response_equals_whole_response(dialect: str, name: str, replay
 
 
 @pytest.mark.parametrize("dialect", BUILDERS)
-@given(output=OUTPUTS, piece_chars=st.integers(1, 8), cuts=st.lists(st.integers(0), max_size=4))
+@given(
+    output=OUTPUTS,
+    piece_chars=st.integers(1, 8),
+    cuts=st.lists(st.integers(0), max_size=4),
+    interleaves_calls=st.booleans(),
+)
 def test_division_of_a_stream_changes_nothing(
-    dialect: str, replay: Replay, output: ChatOutput, piece_chars: int, cuts: list[int]
+    dialect: str,
+    replay: Replay,
+    output: ChatOutput,
+    piece_chars: int,
+    cuts: list[int],
+    *,
+    interleaves_calls: bool,
 ) -> None:
     if dialect != "responses":
         output = without_custom_calls(output)
     whole = replay.read(dialect, translate_whole(dialect, output.body()))
-    stream = translate_stream(dialect, output.stream(piece_chars), cuts)
+    chat = output.stream(piece_chars, interleaves_calls=interleaves_calls)
+    stream = translate_stream(dialect, chat, cuts)
     assert replay.accumulate(dialect, stream) == whole
 
 
@@ -377,6 +389,14 @@ def test_calls_may_have_any_index(dialect: str, replay: Replay) -> None:
     accumulated = json.dumps(replay.accumulate(dialect, translate_stream(dialect, stream)))
     assert accumulated.count('"f"') == (3 if dialect == "responses" else 2), "it repeats the tools"
     assert '"a": 1' in accumulated or '{\\"a\\": 1}' in accumulated
+
+
+def test_call_is_passed_on_once_the_one_before_it_is_complete() -> None:
+    chat = ChatOutput(calls=[Call("f", '{"a": 1}'), Call("f", '{"b": 2}')]).stream()
+    unfinished = chat[: chat.index(b'"finish_reason": "stop"')].rpartition(b"data:")[0]
+    events = events_of(build_translator("responses").translate_events(unfinished))
+    deltas = [event for event in events if event["type"].endswith("arguments.delta")]
+    assert {event["output_index"] for event in deltas} == {0, 1}
 
 
 def test_log_probabilities_reach_responses() -> None:
