@@ -252,6 +252,15 @@ async def test_tokens_are_counted_as_they_are_billed(fleet: DialectFleet) -> Non
     )
     usage = message.usage
     assert usage.input_tokens + (usage.cache_read_input_tokens or 0) == counted.input_tokens
+    events = await client.messages.create(
+        model=MODEL, max_tokens=9, messages=messages, system=SYSTEM, tools=tools, stream=True
+    )
+    first, *others = [event async for event in events]
+    assert first.type == "message_start"
+    assert others[-2].type == "message_delta"
+    for name in ("input_tokens", "cache_read_input_tokens"):
+        counts = {getattr(one, name) for one in (first.message.usage, others[-2].usage, usage)}
+        assert len(counts) == 1, "the start of a stream has the counts of its end"
     tool: Any = {"type": "function", "name": "weather", "parameters": SCHEMA, "strict": False}
     response = await fleet.openai().responses.input_tokens.count(
         model=MODEL, input=QUESTION, instructions=SYSTEM, tools=[tool]

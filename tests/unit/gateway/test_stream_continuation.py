@@ -367,6 +367,16 @@ def format_chunk(chunk: dict[str, Any], **more: object) -> bytes:
     return b"data: " + msgspec.json.encode({"id": "1", "choices": choices, **more}) + b"\n\n"
 
 
+def test_usage_with_each_event_is_requested_only_where_engine_has_it() -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    for kind, sent in (("vllm", options), ("openai", {"include_usage": True})):
+        plan = StreamContinuation(
+            make_fields(CHAT, stream_options=options), CHAT.encode(), DeliveredOutput()
+        ).plan_upstream(UpstreamTarget(get_adapter(kind, "none"), "m"))
+        assert plan is not None
+        assert json.loads(plan.request.body)["stream_options"] == sent
+
+
 @pytest.mark.parametrize("kind", ["vllm", "tensorrt-llm"])
 def test_event_with_several_tokens_counts_all(kind: BackendKind) -> None:
     delivered = DeliveredOutput()

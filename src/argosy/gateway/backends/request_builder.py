@@ -346,6 +346,8 @@ def _build_raw_fields(
         options = _stream_options(fields) | {"include_usage": True}
         if resumable and adapter.has_continuous_usage and path not in adapter.token_id_paths:
             options["continuous_usage_stats"] = True
+        elif not adapter.has_continuous_usage:
+            options.pop("continuous_usage_stats", None)
         raw["stream_options"] = Raw(_encode(options))
     return raw
 

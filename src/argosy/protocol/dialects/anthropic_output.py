@@ -77,7 +77,7 @@ class AnthropicOutput(DialectOutput):
         self._is_open = False
         """Whether the last block is open."""
 
-    def start(self, identity: OutputIdentity) -> None:
+    def start(self, identity: OutputIdentity, tokens: OutputTokens) -> None:
         self._message = {
             "id": f"msg_{identity.id}",
             "type": "message",
@@ -86,7 +86,7 @@ class AnthropicOutput(DialectOutput):
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
-            "usage": _usage(OutputTokens()),
+            "usage": _usage(tokens),
         }
         self._send("message_start", message=self._message)
 

@@ -29,6 +29,9 @@ BILLING_HEADER_PREFIX = "x-anthropic-billing-header:"
 """Start of a line that Claude Code puts in front of its system prompt. It differs in each request, so with it no
 prompt would share a cached prefix with another one."""
 
+ERROR_PREFIX = "Error: "
+"""Start of the text of a tool's result with `is_error`. Chats have no field for it."""
+
 
 class MessageSource(msgspec.Struct, gc=False):
     """Content of an image or document."""
@@ -52,6 +55,7 @@ class MessageBlock(msgspec.Struct, gc=False):
     input: Any = None
     tool_use_id: str | None = None
     content: str | list[MessageBlock] | None = None
+    is_error: bool | None = None
     title: str | None = None
 
 
@@ -144,7 +148,10 @@ def translate_messages_request(
         "messages": translator.messages(),
         "max_tokens": request.max_tokens,
         "stream": bool(request.stream),
-        "stream_options": {"include_usage": True} if request.stream else None,
+        # The tokens of the prompt are needed at the start too.
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True}
+        if request.stream
+        else None,
         "stop": request.stop_sequences or None,
         "temperature": request.temperature,
         "top_p": request.top_p,
@@ -293,6 +300,8 @@ class _Translator:
             ]
         )
         text = "\n".join(part["text"] for part in parts if part["type"] == "text")
+        if block.is_error:
+            text = f"{ERROR_PREFIX}{text}"
         self._messages.add_tool_result(block.tool_use_id or "", text)
         return [part for part in parts if part["type"] != "text"]
 

@@ -158,10 +158,10 @@ class ChatOutputReader:
         if chunk.error is not None:
             self._fail(chunk.error)
             return
-        if not self._has_started:
-            self._start(chunk.model)
         if chunk.usage is not None:
             self._tokens = chunk.usage.to_tokens()
+        if not self._has_started:
+            self._start(chunk.model)
         for choice in chunk.choices:
             if choice.index == 0:
                 self._read_choice(choice)
@@ -169,7 +169,9 @@ class ChatOutputReader:
     def _start(self, model: str = "") -> None:
         self._has_started = True
         identity = self._identity
-        self._output.output.start(msgspec.structs.replace(identity, model=model or identity.model))
+        self._output.output.start(
+            msgspec.structs.replace(identity, model=model or identity.model), self._tokens
+        )
 
     def _read_choice(self, choice: _Choice) -> None:
         message = choice.delta or choice.message

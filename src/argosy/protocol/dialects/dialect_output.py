@@ -69,8 +69,13 @@ class DialectOutput(ABC):
         return events
 
     @abstractmethod
-    def start(self, identity: OutputIdentity) -> None:
-        """Start the response. Called once, before all other methods."""
+    def start(self, identity: OutputIdentity, tokens: OutputTokens) -> None:
+        """Start the response. Called once, before all other methods.
+
+        Args:
+            identity: Identity of the response.
+            tokens: Tokens of the prompt as far as they are known: all or none.
+        """
 
     @abstractmethod
     def add_reasoning(self, text: str) -> None:

@@ -14,6 +14,7 @@ from argosy.protocol.dialects.dialect_output import (
     OutputEnd,
     OutputError,
     OutputIdentity,
+    OutputTokens,
     parse_call_arguments,
 )
 
@@ -73,7 +74,7 @@ class OllamaOutput(DialectOutput):
         """Id, name and text of the call whose arguments are arriving."""
         self._response: dict[str, Any] = {}
 
-    def start(self, identity: OutputIdentity) -> None:
+    def start(self, identity: OutputIdentity, tokens: OutputTokens) -> None:
         """Do nothing, since the first line has text."""
 
     def add_reasoning(self, text: str) -> None:

@@ -14,6 +14,7 @@ from argosy.protocol.dialects.dialect_output import (
     OutputEnd,
     OutputError,
     OutputIdentity,
+    OutputTokens,
 )
 from argosy.protocol.dialects.responses_input import InputTranslator, normalize_input
 from argosy.protocol.dialects.responses_output import render_usage
@@ -95,7 +96,7 @@ class CompactionOutput(DialectOutput):
         self._texts: list[str] = []
         self._response: dict[str, Any] = {}
 
-    def start(self, identity: OutputIdentity) -> None:
+    def start(self, identity: OutputIdentity, tokens: OutputTokens) -> None:  # noqa: ARG002 - only at the end
         self._identity = identity
 
     def add_reasoning(self, text: str) -> None:

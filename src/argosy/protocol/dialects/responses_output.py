@@ -74,7 +74,7 @@ class ResponsesOutput(DialectOutput):
         usage = render_usage(OutputTokens())
         return {**self.describe_start(identity), "status": "completed", "usage": usage}
 
-    def start(self, identity: OutputIdentity) -> None:
+    def start(self, identity: OutputIdentity, tokens: OutputTokens) -> None:  # noqa: ARG002 - only at the end
         self._digits = identity.id
         self._response = self.describe_start(identity)
         self._send("response.created", response=self._response)

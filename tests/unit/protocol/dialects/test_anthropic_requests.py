@@ -98,7 +98,7 @@ def text(value: str) -> dict[str, Any]:
                         }
                     ],
                 },
-                {"role": "tool", "tool_call_id": "toolu_1", "content": "r"},
+                {"role": "tool", "tool_call_id": "toolu_1", "content": "Error: r"},
                 {"role": "user", "content": [PNG_PART, text("go on")]},
             ],
         ),
@@ -130,7 +130,13 @@ def test_system_prompt_of_billing_header_only_is_left_out() -> None:
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({"stream": True}, {"stream": True, "stream_options": {"include_usage": True}}),
+        (
+            {"stream": True},
+            {
+                "stream": True,
+                "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+            },
+        ),
         ({"stop_sequences": ["x"]}, {"stop": ["x"]}),
         ({"temperature": 0.5, "top_p": 0.9, "top_k": 3}, {"temperature": 0.5, "top_k": 3}),
         ({"metadata": {"user_id": "u"}}, {"user": "u"}),
