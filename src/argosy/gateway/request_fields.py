@@ -144,7 +144,11 @@ class RequestFields(msgspec.Struct, frozen=True, eq=False):
 
 
 def parse_request_fields(
-    body: bytes, prompt_field: str, cache_domain: str = "", session_id: str = ""
+    body: bytes,
+    prompt_field: str,
+    cache_domain: str = "",
+    session_id: str = "",
+    default_model: str | None = None,
 ) -> RequestFields:
     """Parse the body of a generation request.
 
@@ -153,14 +157,16 @@ def parse_request_fields(
         prompt_field: `messages` or `prompt`.
         cache_domain: Cache domain of the principal.
         session_id: Session from the headers, used if the body names none.
+        default_model: Model of a request whose body names none.
 
     Raises:
         ApiError: 400 for a missing or ill-typed field, 413 for too large a body.
     """
     raw = parse_raw_fields(body)
     known = decode_fields(_KnownFields, raw)
-    if known.model is None or prompt_field not in raw:
-        name = "model" if known.model is None else prompt_field
+    model = default_model if known.model is None else known.model
+    if model is None or prompt_field not in raw:
+        name = "model" if model is None else prompt_field
         raise ApiError(
             400, "missing_required_parameter", f"Missing parameter '{name}'. Add it.", param=name
         )
@@ -184,7 +190,7 @@ def parse_request_fields(
     resume_tokens = bytes(raw["resume"]).count(b",") if "resume" in raw else 0
     return RequestFields(
         raw=raw,
-        model=known.model,
+        model=model,
         stream=bool(known.stream),
         choice_count=choice_count,
         max_output_tokens=None

@@ -118,6 +118,11 @@ class HttpExchange:
         """Code of the error that ended the request."""
 
     @property
+    def requested_path(self) -> str:
+        """Path that the client requested. `path` is the one that is handled, which an application may replace."""
+        return str(self._scope["path"])
+
+    @property
     def peer_address(self) -> str:
         """Address of the peer; "unix" over a Unix socket, and empty if unknown after a disconnect."""
         client, server = self._scope.get("client"), self._scope.get("server")

@@ -279,6 +279,11 @@ async def test_azure_client_finds_the_chat(fleet: DialectFleet) -> None:
         "/openai/v1/responses", json={"model": MODEL, "input": "Hi"}, headers={"api-key": fleet.key}
     )
     assert answer.json()["status"] == "completed"
+    for deployment, status in ((MODEL, 200), ("none", 404)):
+        path = f"/openai/deployments/{deployment}/chat/completions?api-version=2026-10-01"
+        without_model = {"messages": [{"role": "user", "content": "Hi"}]}
+        answer = await fleet.client.post(path, json=without_model, headers={"api-key": fleet.key})
+        assert answer.status_code == status
 
 
 async def test_limits_end_and_refuse_requests_in_the_shape_of_each_client(

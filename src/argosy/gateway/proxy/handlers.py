@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 
+from argosy.gateway.azure_paths import find_deployment
 from argosy.gateway.backends import BackendKind, StreamContinuation, count_resume_tokens
 from argosy.gateway.config import GatewayConfig
 from argosy.gateway.model_registry import ModelRouter
@@ -144,7 +145,11 @@ class CompletionHandlers:
     async def _handle(self, exchange: HttpExchange, principal: Principal, api: ApiShape) -> None:
         session_id = exchange.get_header(b"x-session-affinity")
         fields = parse_request_fields(
-            await exchange.read_body(), api.prompt_field, principal.cache_domain, session_id
+            await exchange.read_body(),
+            api.prompt_field,
+            principal.cache_domain,
+            session_id,
+            find_deployment(exchange.requested_path),
         )
         exchange.set_request_id(fields.request_id)
         context = self._build_context(exchange, fields, api, principal)
