@@ -49,7 +49,7 @@ from argosy.gateway.request_trace import TraceStore
 from argosy.http_server import CertificateWatcher, HttpServer, listen_url, listening_socket, tune_gc
 from argosy.native import NativeUnavailableError
 from argosy.process import handle_signals, raise_file_limit
-from argosy.store import AccountSnapshot, StoreConfig
+from argosy.store import AccountSnapshot, IdempotencyStore, StoreConfig
 from argosy.telemetry import GatewayGauges, GatewayMetrics, configure_logging
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
@@ -133,7 +133,12 @@ class GatewayServer:
         """
         async with contextlib.AsyncExitStack() as exit_stack:
             exit_stack.push_async_callback(self._registry.close)
-            filters = await self._build_base_filters(exit_stack)
+            idempotency_store = open_idempotency_store(
+                self._config.idempotency, self._config.limits
+            )
+            await idempotency_store.start()
+            exit_stack.push_async_callback(idempotency_store.close)
+            filters = self._build_base_filters(idempotency_store)
             if self._config.store is not None:
                 filters += await self._build_store_filters(self._config.store, exit_stack)
                 if self._stop_requested.is_set():
@@ -143,20 +148,11 @@ class GatewayServer:
             fast_path = await self._start_fast_path()
             if fast_path is not None:
                 exit_stack.callback(fast_path.close)
-            await self._serve(filters, listen_socket, fast_path)
+            await self._serve(filters, idempotency_store, listen_socket, fast_path)
 
-    async def _build_base_filters(
-        self, exit_stack: contextlib.AsyncExitStack
-    ) -> list[RequestFilter]:
-        """Build the filters that need no store.
-
-        Raises:
-            ValueError: A setting is invalid. The message says what to change.
-        """
+    def _build_base_filters(self, idempotency_store: IdempotencyStore) -> list[RequestFilter]:
+        """Build the filters that need no store of accounts."""
         config = self._config.idempotency
-        idempotency_store = open_idempotency_store(config, self._config.limits)
-        await idempotency_store.start()
-        exit_stack.push_async_callback(idempotency_store.close)
         telemetry_filter = TelemetryFilter(self._traces, self._metrics, time.monotonic)
         return [telemetry_filter, IdempotencyFilter(idempotency_store, config.max_response_bytes)]
 
@@ -193,7 +189,11 @@ class GatewayServer:
             stop_task.cancel()
 
     async def _serve(
-        self, filters: list[RequestFilter], listen_socket: socket.socket, fast_path: FastPath | None
+        self,
+        filters: list[RequestFilter],
+        idempotency_store: IdempotencyStore,
+        listen_socket: socket.socket,
+        fast_path: FastPath | None,
     ) -> None:
         account_sync = self._account_sync
         store = None if account_sync is None else account_sync.accounting.store
@@ -208,7 +208,7 @@ class GatewayServer:
         response_state = (
             ResponseState(None)
             if store is None or self._config.store is None
-            else ResponseState(store, self._config.store.keep_responses_days)
+            else ResponseState(store, self._config.store.keep_responses_days, idempotency_store)
         )
         generation = CompletionHandlers(self._models, self._config, filters, fast_path)
         app = GatewayApp(

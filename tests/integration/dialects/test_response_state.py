@@ -227,6 +227,30 @@ async def test_background_response_is_polled_and_followed(fleet: DialectFleet) -
     assert (row.status, row.output_tokens) == ("completed", final.usage.output_tokens)
 
 
+async def test_repeated_background_request_gets_the_first_response(fleet: DialectFleet) -> None:
+    client = fleet.openai()
+
+    async def create(**changes: Any) -> Any:  # noqa: ANN401 - a response or its events
+        body: Any = {"model": MODEL, "input": "Hi", "background": True} | changes
+        return await client.responses.with_raw_response.create(
+            **body, extra_headers={"Idempotency-Key": "once"}
+        )
+
+    answers: list[Any] = [*await asyncio.gather(create(), create(), return_exceptions=True)]
+    for refused in (one for one in answers if isinstance(one, Exception)):
+        assert isinstance(refused, openai.ConflictError), "the other one was still starting"
+    created = next(one for one in answers if not isinstance(one, Exception)).parse()
+    final = await wait_for_end(client, created.id)
+    repeated = await create()
+    assert repeated.headers["idempotent-replayed"] == "true"
+    assert repeated.parse() == final
+    with pytest.raises(openai.UnprocessableEntityError) as reused:
+        await create(input="Something else")
+    assert reused.value.code == "idempotency_key_reused"
+    assert len(fleet.prompts()) == 1
+    assert len(await fleet.take_rows(1)) == 1
+
+
 async def read_events(
     client: openai.AsyncOpenAI, response_id: str, starting_after: int | None
 ) -> list[Any]:

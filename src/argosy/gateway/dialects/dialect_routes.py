@@ -53,10 +53,15 @@ class DialectRoutes:
         self.anthropic = AnthropicHandlers(
             models, chat, tokenize, refuse_unknown_fields=refuse_unknown_fields
         )
-        responses = ResponsesHandlers(
-            state, self.background, chat, tokenize, refuse_unknown_fields=refuse_unknown_fields
-        )
         stored = StoredResponseHandlers(state, self.background)
+        responses = ResponsesHandlers(
+            state,
+            self.background,
+            stored,
+            chat,
+            tokenize,
+            refuse_unknown_fields=refuse_unknown_fields,
+        )
         conversations = ConversationHandlers(state)
         ollama = OllamaHandlers(
             models, chat, completion, refuse_unknown_fields=refuse_unknown_fields

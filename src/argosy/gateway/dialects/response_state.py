@@ -16,6 +16,7 @@ from argosy.protocol import ApiError
 from argosy.protocol.dialects import ReasoningCipher
 from argosy.store import (
     HistoryTooLongError,
+    IdempotencyStore,
     ItemOwner,
     NotFoundError,
     Store,
@@ -45,10 +46,17 @@ class ResponseState:
     Args:
         store: The store; None for a gateway without one, which stores nothing.
         keep_days: Days to keep responses and conversations after their last use.
+        idempotency_store: Idempotency keys of background responses; None to ignore keys.
     """
 
-    def __init__(self, store: Store | None, keep_days: int = 30) -> None:
+    def __init__(
+        self,
+        store: Store | None,
+        keep_days: int = 30,
+        idempotency_store: IdempotencyStore | None = None,
+    ) -> None:
         self._store = store
+        self.idempotency_store = idempotency_store
         self.retention_s = keep_days * DAY_S
         self._cipher_key: bytes | None = (
             None if store is not None else secrets.token_bytes(KEY_BYTES)

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from argosy.gateway.dialects.background_claims import claim_background_key
 from argosy.gateway.dialects.background_responses import BackgroundResponses, EventLog
 from argosy.gateway.dialects.dialect import (
     create_identity,
@@ -15,7 +16,10 @@ from argosy.gateway.dialects.dialect import (
     start_translation,
 )
 from argosy.gateway.dialects.response_state import ResponseState, item_owner
-from argosy.gateway.dialects.stored_response_handlers import follow_events
+from argosy.gateway.dialects.stored_response_handlers import (
+    StoredResponseHandlers,
+    follow_events,
+)
 from argosy.gateway.filters import IDEMPOTENCY_KEY_HEADER
 from argosy.gateway.http_route import Handler
 from argosy.gateway.principal import Principal
@@ -70,8 +74,8 @@ class ResponsesHandlers:
 
     Args:
         state: Stored responses and conversations.
-        background: Background responses.
-        chat: Handler of chats.
+        tokenize: Handler of `/tokenize`.
+        refuse: Handler of chats.
         tokenize: Handler of `/tokenize`.
         refuse_unknown_fields: Whether unknown fields are errors.
     """
@@ -80,12 +84,14 @@ class ResponsesHandlers:
         self,
         state: ResponseState,
         background: BackgroundResponses,
+        stored: StoredResponseHandlers,
         chat: Handler,
         tokenize: Handler,
         *,
         refuse_unknown_fields: bool,
     ) -> None:
         self._state = state
+        self._stored = stored
         self._background = background
         self._chat = chat
         self._tokenize = tokenize
@@ -251,18 +257,31 @@ class ResponsesHandlers:
     ) -> None:
         """Store a response that runs, run it in the background, and answer with it or with its events."""
         event_log = EventLog()
-        detached = exchange.detach(event_log)
-        # A replay would be the events of another response.
-        detached.headers.pop(IDEMPOTENCY_KEY_HEADER, None)
+        # The key is that of this request, and not of the chat that it starts.
+        detached = exchange.detach(event_log, dropped_headers={IDEMPOTENCY_KEY_HEADER})
         body = msgspec.structs.replace(
             translated,
             body=translated.body | {"stream": True, "stream_options": {"include_usage": True}},
         )
         identity = create_identity(detached, translated)
         response = translated.output.describe_start(identity)
+        claim = await claim_background_key(
+            self._state.idempotency_store, exchange, principal, request, response["id"]
+        )
+        if isinstance(claim, str):
+            exchange.extra_headers.append((b"idempotent-replayed", b"true"))
+            is_stream = bool(request.stream)
+            await self._stored.send(exchange, principal, claim, is_stream=is_stream)
+            return
         state, owner = self._state, item_owner(principal)
         started = describe_stored(request, items, response, is_background=True)
-        await state.call(state.store.responses.create, owner, started, state.retention_s)
+        is_started = False
+        try:
+            await state.call(state.store.responses.create, owner, started, state.retention_s)
+            is_started = True
+        finally:
+            if claim is not None:
+                claim.settle(is_started=is_started)
 
         async def finish(ended: dict[str, Any]) -> None:
             stored = describe_stored(request, (), ended)

@@ -74,11 +74,27 @@ class StoredResponseHandlers:
         self, exchange: HttpExchange, principal: Principal, response_id: str
     ) -> None:
         query = parse_query(RetrieveQuery, parse_query_string(exchange))
+        first = 0 if query.starting_after is None else query.starting_after + 1
+        await self.send(exchange, principal, response_id, is_stream=query.stream, first=first)
+
+    async def send(
+        self,
+        exchange: HttpExchange,
+        principal: Principal,
+        response_id: str,
+        *,
+        is_stream: bool,
+        first: int = 0,
+    ) -> None:
+        """Send a stored response as it is now, or its events from number `first` on.
+
+        Raises:
+            ApiError: 404 if the response does not exist.
+        """
         response = await self._load(principal, response_id)
-        if not query.stream:
+        if not is_stream:
             await exchange.send_response(200, _encode(response.render()))
             return
-        first = 0 if query.starting_after is None else query.starting_after + 1
         event_log = self._background.find_log(response_id)
         if event_log is not None:
             await follow_events(exchange, event_log, first)

@@ -10,7 +10,9 @@ usage log. A background task, `flush_usage_forever`, moves finished rows from th
 from argosy.gateway.filters.idempotency_filter import (
     IDEMPOTENCY_KEY_HEADER,
     IdempotencyFilter,
+    check_existing_claim,
     open_idempotency_store,
+    scope_key,
 )
 from argosy.gateway.filters.limit_filter import LimitFilter, LimitsConfig, open_quota_backend
 from argosy.gateway.filters.telemetry_filter import TelemetryFilter
@@ -23,7 +25,9 @@ __all__ = [
     "LimitsConfig",
     "TelemetryFilter",
     "UsageRecorder",
+    "check_existing_claim",
     "flush_usage_forever",
     "open_idempotency_store",
     "open_quota_backend",
+    "scope_key",
 ]

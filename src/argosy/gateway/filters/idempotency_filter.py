@@ -65,11 +65,8 @@ class IdempotencyFilter:
         key = context.exchange.headers.get(IDEMPOTENCY_KEY_HEADER)
         if key is None:
             return None
-        if not _KEY_PATTERN.fullmatch(key):
-            message = "'Idempotency-Key' must have 1 to 255 visible ASCII characters. Send, for example, a UUID."
-            raise invalid_request(message, "Idempotency-Key", "invalid_idempotency_key")
         scoped_key, claim = (
-            _scope_key(context.principal, key),
+            scope_key(context.principal, key),
             InFlightClaim(context.response_id, _request_digest(context)),
         )
         existing = await self._store.claim(scoped_key, claim)
@@ -84,15 +81,7 @@ class IdempotencyFilter:
             )
             context.exchange.observe_response(recorder)
             return recorder
-        if existing.request_digest != claim.request_digest:
-            message = "This Idempotency-Key was sent with another request. Use a new key for each request."
-            raise ApiError(422, "idempotency_key_reused", message, param="Idempotency-Key")
-        if isinstance(existing, InFlightClaim):
-            message = (
-                "The request with this Idempotency-Key is still running. Try again in a moment."
-            )
-            raise ApiError(409, "idempotency_key_in_use", message, retry_after_s=RETRY_AFTER_S)
-        await _replay_response(context, existing)
+        await _replay_response(context, check_existing_claim(existing, claim))
         return None
 
 
@@ -173,12 +162,38 @@ def _is_cacheable(context: RequestContext) -> bool:
     return ended and context.exchange.response_complete
 
 
-def _scope_key(principal: Principal, key: bytes) -> str:
-    """Return the key's name in the store, which is unique per project, or per user or API key without a project."""
+def scope_key(principal: Principal, key: bytes) -> str:
+    """Return the key's name in the store, which is unique per project, or per user or API key without a project.
+
+    Raises:
+        ApiError: 400 if the key is invalid.
+    """
+    if not _KEY_PATTERN.fullmatch(key):
+        message = "'Idempotency-Key' must have 1 to 255 visible ASCII characters. Send, for example, a UUID."
+        raise invalid_request(message, "Idempotency-Key", "invalid_idempotency_key")
     own = "" if principal.project else principal.user or principal.key
     return hashlib.sha256(
         _encode_msgpack((principal.organisation, principal.project, own, key))
     ).hexdigest()
+
+
+def check_existing_claim(
+    existing: InFlightClaim | CachedResponse, claim: InFlightClaim
+) -> CachedResponse:
+    """Return the response to the first request with a key, for a claim by a repeated request.
+
+    Raises:
+        ApiError: 409 while the first request is running. 422 if it was a different one.
+    """
+    if existing.request_digest != claim.request_digest:
+        message = (
+            "This Idempotency-Key was sent with another request. Use a new key for each request."
+        )
+        raise ApiError(422, "idempotency_key_reused", message, param="Idempotency-Key")
+    if isinstance(existing, InFlightClaim):
+        message = "The request with this Idempotency-Key is still running. Try again in a moment."
+        raise ApiError(409, "idempotency_key_in_use", message, retry_after_s=RETRY_AFTER_S)
+    return existing
 
 
 def _request_digest(context: RequestContext) -> bytes:
