@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -17,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 from tests.support.chat_output import CHAT_IDENTITY, Call, ChatOutput
 
 from argosy.protocol.dialects import (
@@ -397,6 +398,61 @@ def test_call_is_passed_on_once_the_one_before_it_is_complete() -> None:
     events = events_of(build_translator("responses").translate_events(unfinished))
     deltas = [event for event in events if event["type"].endswith("arguments.delta")]
     assert {event["output_index"] for event in deltas} == {0, 1}
+
+
+def without_events(stream: bytes, kind: str) -> bytes:
+    """Remove all events of one type."""
+    frames = stream.split(b"\n\n")
+    kept = [frame for frame in frames if not frame.startswith(b"event: %s\n" % kind.encode())]
+    assert len(kept) < len(frames)
+    return b"\n\n".join(kept)
+
+
+@pytest.mark.parametrize(
+    ("kind", "failure"),
+    [
+        ("response.created", RuntimeError),
+        ("response.output_item.added", RuntimeError),
+        ("response.content_part.added", IndexError),
+        ("response.completed", RuntimeError),
+    ],
+)
+def test_responses_client_needs_event(replay: Replay, kind: str, failure: type[Exception]) -> None:
+    """These tests show that the clients notice what the tests above would otherwise not."""
+    replay.body = without_events(translate_stream("responses", CASES["text"].stream()), kind)
+    with (
+        pytest.raises(failure),
+        replay.openai.responses.stream(model="big", input="Hi") as events,
+    ):
+        events.get_final_response()
+
+
+def test_anthropic_client_needs_names_of_events(replay: Replay) -> None:
+    stream = translate_stream("anthropic", CASES["text"].stream())
+    unnamed = b"\n".join(line for line in stream.split(b"\n") if not line.startswith(b"event:"))
+    with pytest.raises(AssertionError):
+        replay.accumulate("anthropic", unnamed)
+
+
+def test_anthropic_client_needs_start_of_block(replay: Replay) -> None:
+    stream = translate_stream("anthropic", CASES["text"].stream())
+    with pytest.raises(IndexError):
+        replay.accumulate("anthropic", without_events(stream, "content_block_start"))
+
+
+def test_anthropic_client_reads_end_from_message_delta(replay: Replay) -> None:
+    stream = translate_stream("anthropic", CASES["text"].stream())
+    message = replay.accumulate("anthropic", without_events(stream, "message_delta"))
+    assert "stop_reason" not in message
+    assert message["usage"]["output_tokens"] == 0
+
+
+def test_ollama_client_needs_arguments_as_object(replay: Replay) -> None:
+    stream = translate_stream("ollama", without_custom_calls(FULL).stream())
+    texts = re.sub(rb'"arguments":(\{.*?\})(?=\})', rb'"arguments":"{}"', stream)
+    assert texts != stream
+    with pytest.raises(ValidationError, match="arguments"):
+        replay.accumulate("ollama", texts)
 
 
 def test_log_probabilities_reach_responses() -> None:
