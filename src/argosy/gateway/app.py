@@ -194,13 +194,21 @@ class GatewayApp:
         principal = ANONYMOUS if route.is_public else self._authenticate(exchange)
         if route.open_session is not None and exchange.is_websocket_handshake:
             self._cors.check_origin(exchange)  # also with a key, since browsers have no preflight
-            await serve_messages(exchange, partial(self._answer, handler=route.open_session()))
+            await self._serve_session(exchange, route.open_session())
             return
         if route.method != ANY_METHOD:
             check_method(exchange, (route.method,))
         if exchange.method in _CHANGING_METHODS and principal.is_anonymous and not route.is_public:
             self._cors.check_origin(exchange)
         await (handler or route.handler)(exchange, principal)
+
+    async def _serve_session(self, exchange: HttpExchange, handler: Handler) -> None:
+        """Serve a WebSocket. Its messages are in flight, and the connection itself is not: it is idle between them."""
+        self.in_flight -= 1
+        try:
+            await serve_messages(exchange, partial(self._answer, handler=handler))
+        finally:
+            self.in_flight += 1
 
     def _record_request(self, exchange: HttpExchange, route: str) -> None:
         status = exchange.status or 499
