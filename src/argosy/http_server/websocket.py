@@ -224,12 +224,14 @@ class WebSocket:
         buffered_bytes = self._queued_bytes + len(self._incomplete or b"") + self._partial_bytes
         added_bytes = buffered_bytes - self._buffered_bytes
         self._buffered_bytes = buffered_bytes
-        is_full = (
+        self._is_reading_paused = (
             self._queued_bytes > MAX_QUEUED_BYTES or len(self._messages) >= MAX_QUEUED_MESSAGES
         )
-        if is_full != self._is_reading_paused:
-            self._is_reading_paused = is_full
-            (self._connection.pause_reading if is_full else self._connection.resume_reading)()
+        # Each time, since a response that waits for its client resumes reading too.
+        if self._is_reading_paused:
+            self._connection.pause_reading()
+        else:
+            self._connection.resume_reading()
         return self._connection.add_unread_bytes(added_bytes)
 
     def _fail(self, code: CloseCode, reason: str) -> None:
@@ -252,14 +254,16 @@ class WebSocket:
         """Ping the client, and end connections that are dead, too slow or too old."""
         now = self._loop.time()
         self._timer = self._loop.call_later(PING_INTERVAL_S, self._on_timer)
+        if self._is_reading_paused:  # neither pongs nor the rest of a message can arrive
+            self._last_data_at = now
+            self._message_since = None if self._message_since is None else now
         if self._message_since is not None and now - self._message_since > self._message_timeout_s:
             seconds = self._message_timeout_s
             self._fail(
                 CloseCode.POLICY_VIOLATION, f"a message was not complete after {seconds:g} s"
             )
             return
-        is_silent = self._pinged_at is not None and self._last_data_at < self._pinged_at
-        if is_silent and not self._is_reading_paused:
+        if self._pinged_at is not None and self._last_data_at < self._pinged_at:
             self._fail(CloseCode.INTERNAL_ERROR, "the client answered no ping")
             return
         if now - self._opened_at > MAX_AGE_S:
