@@ -18,6 +18,7 @@ import httpx2
 import msgspec
 import openai
 import pytest
+import websockets
 from tests.support.backend_formats import Vllm
 from tests.support.byte_server import (
     CHUNKED,
@@ -144,6 +145,19 @@ async def test_clients_connect_over_tls(authority: Authority, server_pair: Pair)
                     model="big", prompt="Tell me", max_tokens=12
                 )
                 assert response.choices[0].text == ANSWER_TEXT
+
+
+async def test_websocket_works_over_tls(authority: Authority, server_pair: Pair) -> None:
+    async with (
+        run_gateway(tls=make_tls_config(server_pair)) as (_, url),
+        websockets.connect(
+            url.replace("https", "wss") + "/v1/responses", ssl=make_client_context(authority)
+        ) as connection,
+    ):
+        await connection.send("{" + " " * 200_000)
+        assert json.loads(await connection.recv())["error"]["code"] == "invalid_json"
+        await connection.close()
+        assert connection.close_code == 1000
 
 
 @pytest.mark.parametrize(
