@@ -1,4 +1,4 @@
-"""Runs scripts with the OpenAI SDK and the AI SDK for JavaScript in node."""
+"""Runs scripts with the SDKs for JavaScript in node."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ async def run_javascript(script: str, *arguments: str) -> Any:  # noqa: ANN401 -
     node = shutil.which("node")
     if node is None:
         pytest.skip("node is not installed")
-    if not (JS / "node_modules" / "ai").is_dir():
+    packages = json.loads((JS / "package.json").read_bytes())["dependencies"]
+    if not all((JS / "node_modules" / package).is_dir() for package in packages):
         pytest.skip("the JavaScript SDKs are not installed: run npm ci in tests/integration/js")
     process = await asyncio.create_subprocess_exec(
         *(node, str(JS / script), *arguments),

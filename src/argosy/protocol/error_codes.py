@@ -84,6 +84,11 @@ ERROR_CODES = (
         "previous_response_not_found",
         "A response that the request continues is not stored any more. Send the whole conversation.",
     ),
+    ErrorCode(
+        400,
+        "unsupported_thread",
+        "The server keeps no threads of messages. Send the whole conversation, as SDKs do after this error.",
+    ),
     ErrorCode(401, "missing_api_key", "Send an API key as `Authorization: Bearer KEY`."),
     ErrorCode(401, "invalid_api_key", "The API key is unknown or revoked."),
     ErrorCode(401, "expired_api_key", "The API key has expired. Create or rotate a key."),

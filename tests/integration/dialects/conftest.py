@@ -17,6 +17,7 @@ import openai
 import pytest
 import pytest_asyncio
 from tests.integration.test_parsed_output import text_processing
+from tests.support.conversation import Sdks
 from tests.support.fake_engine import FakeEngine, Script
 from tests.support.gateway_client import run_gateway_server
 from tests.support.gateway_processes import OrganisationAccounts, open_organisation
@@ -98,36 +99,27 @@ class DialectFleet:
                     return row
             await asyncio.sleep(0.05)
 
-    clients: dict[str, Clients] = field(default_factory=dict)
+    _open_sdks: dict[str, Sdks] = field(default_factory=dict)
     _reset_at: float = 0.0
 
+    async def close(self) -> None:
+        for sdks in self._open_sdks.values():
+            await sdks.close()
+
+    def sdks(self, key: str = "") -> Sdks:
+        """Return SDKs with this key, which are closed at the end."""
+        if key not in self._open_sdks:
+            self._open_sdks[key] = Sdks(self.url, key or self.key)
+        return self._open_sdks[key]
+
     def openai(self, key: str = "") -> openai.AsyncOpenAI:
-        return self._clients(key).openai
+        return self.sdks(key).openai
 
     def anthropic(self, key: str = "") -> anthropic.AsyncAnthropic:
-        return self._clients(key).anthropic
+        return self.sdks(key).anthropic
 
     def ollama(self, key: str = "") -> ollama.AsyncClient:
-        return self._clients(key).ollama
-
-    def _clients(self, key: str) -> Clients:
-        if key not in self.clients:
-            self.clients[key] = Clients(self.url, key or self.key)
-        return self.clients[key]
-
-
-class Clients:
-    """Clients of all dialects with one key."""
-
-    def __init__(self, url: str, key: str) -> None:
-        self.openai = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
-        self.anthropic = anthropic.AsyncAnthropic(base_url=url, api_key=key, max_retries=0)
-        self.ollama = ollama.AsyncClient(url, headers={"authorization": f"Bearer {key}"})
-
-    async def close(self) -> None:
-        await self.openai.close()
-        await self.anthropic.close()
-        await self.ollama._client.aclose()  # noqa: SLF001 - the client has no method for it
+        return self.sdks(key).ollama
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -167,8 +159,7 @@ async def running_fleet(
         base = str(client.base_url).rstrip("/")
         fleet = DialectFleet(base, client, accounts, keys[0], keys[1], engines, config)
         yield fleet
-        for clients in fleet.clients.values():
-            await clients.close()
+        await fleet.close()
 
 
 @pytest.fixture

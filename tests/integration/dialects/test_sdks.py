@@ -2,131 +2,30 @@
 
 from __future__ import annotations
 
-import json
 from datetime import datetime
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import anthropic
+import msgspec
 import ollama
 import openai
 import pytest
 from tests.integration.dialects.conftest import MODEL, DialectFleet
 from tests.integration.test_parsed_output import CALL, THOUGHT, WEATHER
+from tests.support.conversation import APIS, SYSTEM, Answer, Question
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-SYSTEM, QUESTION = "You are brief.", "Weather?"
+QUESTION = "Weather?"
 SCHEMA = WEATHER["function"]["parameters"]  # type: ignore[index] # a constant
 CITY = "Zürich </tool_call>"
 ANSWER = f"{THOUGHT}I look.\n{CALL}"
+ASK = Question(QUESTION, tool=WEATHER["function"])  # type: ignore[arg-type] # a constant
 
 
-class Answer(NamedTuple):
-    """Parts of a response, as a client reads them."""
-
-    text: str
-    thinking: str
-    calls: list[tuple[str, dict[str, Any]]]
-    total_tokens: int
-
-
-class Ask(Protocol):
-    """Sends a question with a tool and reads the answer with one client."""
-
-    async def __call__(self, fleet: DialectFleet, *, stream: bool) -> Answer: ...
-
-
-async def ask_chat(fleet: DialectFleet, *, stream: bool) -> Answer:
-    messages: Any = [
-        {"role": "system", "content": SYSTEM},
-        {"role": "user", "content": QUESTION},
-    ]
-    client, tools = fleet.openai(), [WEATHER]
-    request: dict[str, Any] = {"model": MODEL, "messages": messages, "tools": tools}
-    if stream:
-        async with client.chat.completions.stream(
-            **request, stream_options={"include_usage": True}
-        ) as events:
-            response: Any = await events.get_final_completion()
-    else:
-        response = await client.chat.completions.create(**request)
-    message = response.choices[0].message
-    calls = [(c.function.name, json.loads(c.function.arguments)) for c in message.tool_calls or ()]
-    total = response.usage.total_tokens
-    return Answer(message.content or "", message.reasoning_content, calls, total)
-
-
-async def ask_responses(fleet: DialectFleet, *, stream: bool) -> Answer:
-    client = fleet.openai()
-    tool: Any = {"type": "function", "name": "weather", "parameters": SCHEMA, "strict": False}
-    request: dict[str, Any] = {"model": MODEL, "instructions": SYSTEM, "input": QUESTION}
-    if stream:
-        async with client.responses.stream(**request, tools=[tool]) as events:
-            response: Any = await events.get_final_response()
-    else:
-        response = await client.responses.create(**request, tools=[tool])
-    assert response.status == "completed"
-    items = response.output
-    thinking = "".join(item.content[0].text for item in items if item.type == "reasoning")
-    calls = [(i.name, json.loads(i.arguments)) for i in items if i.type == "function_call"]
-    return Answer(response.output_text, thinking, calls, response.usage.total_tokens)
-
-
-async def ask_anthropic(fleet: DialectFleet, *, stream: bool) -> Answer:
-    client = fleet.anthropic()
-    request: dict[str, Any] = {
-        "model": "claude-of-this-fleet",
-        "max_tokens": 500,
-        "system": SYSTEM,
-        "messages": [{"role": "user", "content": QUESTION}],
-        "tools": [{"name": "weather", "input_schema": SCHEMA}],
-        "thinking": {"type": "adaptive"},
-    }
-    if stream:
-        async with client.messages.stream(**request) as events:
-            message: Any = await events.get_final_message()
-    else:
-        message = await client.messages.create(**request)
-    blocks, usage = message.content, message.usage
-    calls = [(block.name, block.input) for block in blocks if block.type == "tool_use"]
-    assert message.stop_reason == ("tool_use" if calls else "end_turn")
-    return Answer(
-        "".join(block.text for block in blocks if block.type == "text"),
-        "".join(block.thinking for block in blocks if block.type == "thinking"),
-        calls,
-        usage.input_tokens + usage.cache_read_input_tokens + usage.output_tokens,
-    )
-
-
-async def ask_ollama(fleet: DialectFleet, *, stream: bool) -> Answer:
-    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": QUESTION}]
-    client: Any = fleet.ollama()
-    request = {"model": MODEL, "messages": messages, "tools": [WEATHER]}
-    if stream:
-        lines = [line async for line in await client.chat(**request, stream=True)]
-    else:
-        lines = [await client.chat(**request)]
-    calls = [
-        (call.function.name, dict(call.function.arguments))
-        for line in lines
-        for call in line.message.tool_calls or ()
-    ]
-    last = lines[-1]
-    return Answer(
-        "".join(line.message.content or "" for line in lines),
-        "".join(line.message.thinking or "" for line in lines),
-        calls,
-        (last.prompt_eval_count or 0) + (last.eval_count or 0),
-    )
-
-
-DIALECTS: dict[str, Ask] = {
-    "chat": ask_chat,
-    "responses": ask_responses,
-    "anthropic": ask_anthropic,
-    "ollama": ask_ollama,
-}
-OTHERS = [name for name in DIALECTS if name != "chat"]
+async def ask(fleet: DialectFleet, api: str, *, stream: bool) -> Answer:
+    model = "claude-of-this-fleet" if api == "anthropic" else MODEL
+    return await fleet.sdks().clients(model)[api].ask(msgspec.structs.replace(ASK, stream=stream))
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -134,28 +33,26 @@ async def test_all_clients_get_the_same_answer_from_the_same_prompt(
     fleet: DialectFleet, *, stream: bool
 ) -> None:
     fleet.output = ANSWER
-    answers = [await ask(fleet, stream=stream) for ask in DIALECTS.values()]
+    answers = [await ask(fleet, api, stream=stream) for api in APIS]
     prompts = fleet.prompts()
     assert len(set(prompts)) == 1, prompts
     expected = ("I look.", "The user wants the weather.", [("weather", {"city": CITY})])
-    assert [answer[:3] for answer in answers] == [expected] * len(DIALECTS)
+    assert [answer.parts for answer in answers] == [expected] * len(APIS)
     assert len({answer.total_tokens for answer in answers}) == 1
-    rows = await fleet.take_rows(len(DIALECTS))
+    rows = await fleet.take_rows(len(APIS))
     totals = {row.input_tokens + row.output_tokens for row in rows}
     assert totals == {answers[0].total_tokens}
     assert {row.status for row in rows} == {"completed"}
 
 
-@pytest.mark.parametrize("dialect", OTHERS)
+@pytest.mark.parametrize("api", APIS[1:])
 @pytest.mark.parametrize("stream", [True, False])
-async def test_lost_replica_changes_nothing(
-    fleet: DialectFleet, dialect: str, *, stream: bool
-) -> None:
+async def test_lost_replica_changes_nothing(fleet: DialectFleet, api: str, *, stream: bool) -> None:
     fleet.output = ANSWER
-    undisturbed = await DIALECTS[dialect](fleet, stream=stream)
+    undisturbed = await ask(fleet, api, stream=stream)
     for crash_after in (0, 9, 20):
         fleet.crash_after = crash_after
-        assert await DIALECTS[dialect](fleet, stream=stream) == undisturbed
+        assert await ask(fleet, api, stream=stream) == undisturbed
         assert fleet.crash_after is None
     rows = await fleet.take_rows(4)
     assert {(row.status, row.output_tokens) for row in rows} == {

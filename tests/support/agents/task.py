@@ -49,6 +49,11 @@ class Server:
     base_url: str
     model: str
 
+    @property
+    def root_url(self) -> str:
+        """Address without the path of the OpenAI API."""
+        return self.base_url.removesuffix("/v1")
+
 
 @dataclass(frozen=True)
 class Outcome:

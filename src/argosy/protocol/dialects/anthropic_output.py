@@ -39,6 +39,9 @@ _ERROR_TYPES = {
 }
 _TOO_LONG_PREFIX = "prompt is too long: "
 """Start of the message by which Claude Code recognises that it has to compact the conversation."""
+UNSUPPORTED_THREAD = "unsupported_thread"
+_THREAD_DETAILS = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+"""Details of the error after which SDKs send the whole conversation. Without them they would raise it."""
 _encode = msgspec.json.Encoder().encode
 
 
@@ -48,13 +51,13 @@ def encode_anthropic_error(error: OutputError, request_id: str) -> bytes:
     message = error.message
     if error.code == "context_length_exceeded":
         message = _TOO_LONG_PREFIX + message
-    return _encode(
-        {
-            "type": "error",
-            "error": {"type": _ERROR_TYPES.get(error.status, default_type), "message": message},
-            "request_id": request_id or None,
-        }
-    )
+    fields: dict[str, Any] = {
+        "type": _ERROR_TYPES.get(error.status, default_type),
+        "message": message,
+    }
+    if error.code == UNSUPPORTED_THREAD:
+        fields["details"] = _THREAD_DETAILS
+    return _encode({"type": "error", "error": fields, "request_id": request_id or None})
 
 
 class AnthropicOutput(DialectOutput):

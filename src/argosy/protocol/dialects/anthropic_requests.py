@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from argosy.protocol.dialects.anthropic_output import AnthropicOutput
+from argosy.protocol.dialects.anthropic_output import UNSUPPORTED_THREAD, AnthropicOutput
 from argosy.protocol.dialects.chat_request import (
     DEFAULT_EFFORT,
     ExtensionFields,
@@ -127,6 +127,8 @@ class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     metadata: dict[str, Any] | None = None
+    thread: Any = None
+    """Conversation that the server keeps. Tool runners of the SDKs set it."""
     service_tier: str | None = None
     cache_control: Any = None
 
@@ -140,6 +142,9 @@ def translate_messages_request(
         ApiError: 400 if the body is invalid or needs what no chat can express, 413 if it has too many values.
     """
     request, ignored = parse_request_body(MessagesRequest, body, refuse_unknown=refuse_unknown)
+    if request.thread:
+        message = "This server keeps no threads. Send the whole conversation without 'thread'."
+        raise invalid_request(message, "thread", UNSUPPORTED_THREAD)
     translator = _Translator(request)
     thinking = request.thinking
     shows_thinking = thinking is not None and thinking.type != "disabled"

@@ -210,6 +210,7 @@ def test_what_has_no_effect_is_named() -> None:
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"tool_choice": {"type": "x"}}, "tool_choice.type"),
         ({"thinking": {"type": "x"}}, "thinking.type"),
+        ({"thread": {"type": "create"}}, "thread"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format"),
         (
             {"messages": [{"role": "user", "content": [PNG | {"source": {"type": "file"}}]}]},
