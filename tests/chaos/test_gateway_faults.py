@@ -14,9 +14,12 @@ import httpx2
 import openai
 import pytest
 import pytest_asyncio
+from tests.support.api_streams import read_api_stream, stream_requests
+from tests.support.gateway_processes import open_organisation
 from tests.support.replica_process import MODEL, ReplicaProcess
 
 from argosy.gateway import GatewayConfig, GatewayServer, ModelConfig, ReplicaConfig, Timeouts
+from argosy.store import StoreConfig
 
 STREAMS = 6
 MAX_WAITING = 20
@@ -58,8 +61,10 @@ async def run_fleet(folder: Path, count: int = 2) -> AsyncIterator[ReplicaFleet]
 
 
 @contextlib.asynccontextmanager
-async def run_gateway(replicas: list[ReplicaProcess]) -> AsyncIterator[ReplicaFleet]:
-    """Run a gateway in front of running replicas."""
+async def run_gateway(
+    replicas: list[ReplicaProcess], store: StoreConfig | None = None
+) -> AsyncIterator[ReplicaFleet]:
+    """Run a gateway in front of running replicas, with a store if one is given."""
     running = None
     try:
         config = GatewayConfig(
@@ -72,6 +77,7 @@ async def run_gateway(replicas: list[ReplicaProcess]) -> AsyncIterator[ReplicaFl
                 )
             ],
             timeouts=Timeouts(stream_idle_timeout_s=4.0, first_token_timeout_s=20.0),
+            store=store,
         )
         url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         gateway = GatewayServer(config, url.set_result)
@@ -189,6 +195,43 @@ async def test_streams_survive_signal_to_replica(
     assert victim.process is not None
     victim.process.send_signal(fault)
     assert await asyncio.gather(*streams) == fleet.expected
+    await victim.restart()
+
+
+async def test_streams_of_all_apis_survive_killed_replica(
+    fleet: ReplicaFleet, tmp_path: Path
+) -> None:
+    prompt, store = "Tell me a story about a fox.", f"sqlite:///{tmp_path}/store.db"
+    victim = fleet.replicas[0]
+    assert victim.process is not None
+    async with contextlib.AsyncExitStack() as stack:
+        accounts = stack.enter_context(open_organisation(store))
+        gateway = await stack.enter_async_context(
+            run_gateway(fleet.replicas, StoreConfig(url=store))
+        )
+        url = str(gateway.client.base_url).removesuffix("v1/")
+        client = await stack.enter_async_context(httpx2.AsyncClient(base_url=url, timeout=120))
+        requests = stream_requests(MODEL, prompt, "undisturbed").values()
+        expected = await asyncio.gather(*(read_api_stream(client, *each) for each in requests))
+        running = []
+        for path, body in stream_requests(MODEL, prompt, "disturbed").values():
+            started = [asyncio.Event() for _ in fleet.replicas]  # which take turns
+            for event in started:
+                reading = read_api_stream(client, path, body, event.set)
+                running.append(asyncio.create_task(reading))
+            await asyncio.gather(*(event.wait() for event in started))
+        victim.process.send_signal(signal.SIGKILL)
+        streams = await asyncio.gather(*running)
+        for index, stream in enumerate(expected):
+            pair = streams[2 * index : 2 * index + 2]
+            assert pair == [stream, stream]
+            traces = [(await client.get(f"/admin/requests/{s.request}")).json() for s in pair]
+            assert sum(len(trace["attempts"]) > 1 for trace in traces) == 1
+        names = sorted(stream.request for stream in [*expected, *streams])
+        rows = await accounts.wait_for_rows(len(names))
+        assert sorted(row.request for row in rows) == names
+        outcome = "completed", rows[0].input_tokens, rows[0].output_tokens
+        assert {(row.status, row.input_tokens, row.output_tokens) for row in rows} == {outcome}
     await victim.restart()
 
 
