@@ -1,7 +1,7 @@
 """Shapes of the requests that agents and frameworks send, reduced to one tool and texts of our own.
 
-Recorded were Codex 0.171, Claude Code 2.1.332, opencode 1.18, Qwen Code 0.24, LangChain 1.7, LiteLLM 1.110, LlamaIndex 0.14
-and the AI SDK 6. Those of Open WebUI and Continue follow their documentation.
+Recorded were Codex 0.171, Claude Code 2.1.332, opencode 1.18, Qwen Code 0.24, LangChain 1.7, LiteLLM 1.110,
+LlamaIndex 0.14 and the AI SDK 6. Those of Open WebUI and Continue follow their documentation.
 """
 
 from __future__ import annotations
