@@ -6,6 +6,7 @@ from typing import Literal, get_args
 
 import msgspec
 
+from argosy.engine.pooling import ModelTask
 from argosy.engine.scheduling import KvCacheGroups
 
 BatchingMode = Literal["continuous", "dynamic", "static"]
@@ -49,6 +50,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     `vllm`) only its end-of-sequence ids, and anything else a folder with such a file."""
     override_generation_config: dict[str, float | None] = {}
     """Sampling defaults that replace those of the generation config; null removes one."""
+    task: ModelTask = "auto"
+    """Use of the model: `generate`, `embed` or `score`. `auto` follows the layout of the checkpoint."""
     model_impl: ModelImpl = "auto"
     """Implementation of the model. "auto" prefers Argosy's own decoder."""
     trust_remote_code: bool = False
@@ -129,6 +132,7 @@ MINIMUM_SETTINGS = {
 }
 """Smallest values of the numbers."""
 SETTING_CHOICES: dict[str, tuple[str | None, ...]] = {
+    "task": get_args(ModelTask),
     "model_impl": get_args(ModelImpl),
     "device": ("auto", "cpu", "cuda"),
     "dtype": get_args(DType),
@@ -148,12 +152,14 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int
     host_blocks: int
     kv_windows: tuple[int | None, ...] = (None,)
-    """Sliding window of each KV cache group, see `KvCacheGroups`."""
+    """Sliding window of each KV cache group, see `KvCacheGroups`. Empty for a model without a KV cache."""
 
     @property
     def kv_capacity_tokens(self) -> int:
-        """Number of tokens that fit into the KV cache if all sequences have `max_model_len`."""
+        """Number of tokens that fit into the KV cache, if there is one, when all sequences have `max_model_len`."""
         groups = KvCacheGroups(self.kv_windows, self.block_size)
+        if not self.kv_windows:
+            return 0
         return self.num_blocks * self.max_model_len // groups.count_blocks(self.max_model_len)
 
 
@@ -187,6 +193,16 @@ def resolve_limits(
     if config.max_model_len and config.max_model_len > model_max_len:
         msg = f"max_model_len {config.max_model_len} exceeds the model's {model_max_len}; set it to that or less"
         raise ValueError(msg)
+    if not kv_windows:  # a model without a KV cache, which computes each sequence in one step
+        return EngineLimits(
+            max_model_len=max_model_len,
+            max_seqs=config.max_seqs,
+            max_step_tokens=max(config.max_step_tokens, config.max_seqs, max_model_len),
+            block_size=config.block_size,
+            num_blocks=0,
+            host_blocks=0,
+            kv_windows=(),
+        )
     groups = KvCacheGroups(kv_windows, config.block_size)
     if config.num_blocks is not None:
         num_blocks = config.num_blocks

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import msgspec
 
+from argosy.engine.pooling import PoolingParams
 from argosy.protocol import SamplingParams
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="request"):
-    """Sequence to generate.
+    """Sequence to generate, or to pool to a vector.
 
     A request with `n` > 1 is sent as `n` messages. The first is the parent, and its siblings name it in `parent_id`.
     """
@@ -28,3 +29,5 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, 
     weight: float = 1.0
     timeout_s: float | None = None
     """Seconds after arrival at which the request ends with the tokens it has (finish reason `timeout`)."""
+    pooling: PoolingParams | None = None
+    """Parameters of a sequence that is pooled to a vector. None generates tokens."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from argosy.engine.execution.checkpoint import read_config_values
@@ -20,7 +21,7 @@ from argosy.engine.execution.model_architecture import (
     ModelArchitecture,
     RopeParams,
 )
-from argosy.engine.execution.model_families import FAMILIES, ModelFamily
+from argosy.engine.execution.model_families import FAMILIES, ModelFamily, find_decoder_family
 from argosy.engine.execution.moe_config import moe_layers, parse_moe
 from argosy.engine.execution.rope_config import max_supported_len, parse_ropes
 
@@ -45,44 +46,54 @@ _TOP_LEVEL_KEYS = (
 _DTYPES = {"float32", "float16", "bfloat16"}
 
 
-def read_architecture(path: Path, generation_config: str = AUTO_CONFIG) -> ModelArchitecture:
+def read_architecture(
+    path: Path, generation_config: str = AUTO_CONFIG, *, has_head: bool = True
+) -> ModelArchitecture:
     """Read config.json and the generation config of the directory `path`.
 
     Args:
         path: Directory of the checkpoint.
         generation_config: Source of the end-of-sequence ids, see `read_generation_config`.
+        has_head: Whether the model generates. Otherwise its hidden states are pooled.
 
     Raises:
         ValueError: Argosy cannot compute the model exactly as intended. The message says what to do.
     """
     file, values = read_config_values(path)
-    architecture, family = _find_family(file, values)
+    architecture, family = _find_family(file, values, has_head=has_head)
     text = values.get("text_config")
     if isinstance(text, dict):
         values = {key: values[key] for key in _TOP_LEVEL_KEYS if key in values} | text
     config = CheckpointConfig(file, values, family.defaults)
-    _reject_unsupported(config, family)
+    _reject_unsupported(config, family, has_head=has_head)
     eos_token_ids = read_eos_token_ids(
         path, config, config.integer("vocab_size"), generation_config
     )
-    return _build_architecture(architecture, family, config, eos_token_ids)
+    built = _build_architecture(architecture, family, config, eos_token_ids)
+    return built if has_head else replace(built, has_head=False)
 
 
-def _find_family(file: Path, values: dict[str, object]) -> tuple[str, ModelFamily]:
+def _find_family(
+    file: Path, values: dict[str, object], *, has_head: bool
+) -> tuple[str, ModelFamily]:
     names = values.get("architectures")
     for name in names if isinstance(names, list) else ():
-        if name in FAMILIES:
-            return name, FAMILIES[name]
+        family_name = name if has_head else find_decoder_family(str(name))
+        if family_name in FAMILIES:
+            return family_name, FAMILIES[family_name]
     raise ValueError(f"{file}: architectures is {names}; Argosy serves {', '.join(FAMILIES)}")
 
 
-def _reject_unsupported(config: CheckpointConfig, family: ModelFamily) -> None:
+def _reject_unsupported(config: CheckpointConfig, family: ModelFamily, *, has_head: bool) -> None:
     """Raise ValueError for settings that change the results in an unsupported way."""
     parse_quantization(config)
     if config.flag("use_bidirectional_attention"):
-        raise ValueError(
-            f"{config.path}: the model attends to later tokens and cannot generate; use a causal model"
-        )
+        if has_head:
+            raise ValueError(
+                f"{config.path}: the model attends to later tokens and cannot generate; use a causal model"
+            )
+        if not family.is_gemma or config.get("attn_logit_softcapping") is not None:
+            raise config.error("use_bidirectional_attention", "false for this architecture")
     if family.qk_norm and config.get("attn_logit_softcapping") is not None:
         raise config.error("attn_logit_softcapping", "null for this architecture")
     if family.activation == "clamped_swiglu":
@@ -165,6 +176,7 @@ def _build_architecture(
         layer_architectures=layer_architectures,
         moe=moe,
         latent=latent,
+        is_causal=not config.flag("use_bidirectional_attention"),
     )
 
 
@@ -227,7 +239,10 @@ def _build_layers(
 def _sliding_window(family: ModelFamily, config: CheckpointConfig) -> int | None:
     if family.sliding_windows == "upper" and not config.flag("use_sliding_window"):
         return None
-    return config.optional_integer("sliding_window")
+    window = config.optional_integer("sliding_window")
+    if window is not None and config.flag("use_bidirectional_attention"):
+        return window // 2 + 1  # config.json states the width of both directions together
+    return window
 
 
 def _layer_types(

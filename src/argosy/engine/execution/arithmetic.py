@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from argosy.engine.execution.checkpoint import checkpoint_digest
-from argosy.engine.execution.model_architecture import ModelArchitecture
+from argosy.engine.execution.generic_architecture import GenericArchitecture
 from argosy.engine.execution.rope import rope_frequencies
 from argosy.protocol import ArithmeticIdentity
 
 if TYPE_CHECKING:
     from argosy.engine.engine_config import WeightFormat
     from argosy.engine.execution.device import Device
+    from argosy.engine.execution.encoder_architecture import EncoderArchitecture
+    from argosy.engine.execution.model_architecture import ModelArchitecture
     from argosy.engine.execution.model_selection import AnyArchitecture
 
 SOURCE_FOLDER = Path(__file__).parent
@@ -42,11 +44,11 @@ def describe_arithmetic(
     `stored_format` describes the checkpoint's own integers if the kernels compute with them.
     """
     versions = f"torch {torch.__version__} {device.kernel_compiler}".rstrip()
-    if isinstance(architecture, ModelArchitecture):
-        rope = _describe_ropes(architecture)
-    else:
+    if isinstance(architecture, GenericArchitecture):
         rope = architecture.rope
         versions += f" transformers {version('transformers')}"
+    else:
+        rope = _describe_ropes(architecture)
     return ArithmeticIdentity(
         weights=checkpoint_digest(path),
         dtype=_dtype_name(dtype),
@@ -72,11 +74,13 @@ def source_digest() -> str:
     return digest.hexdigest()[:DIGEST_CHARS]
 
 
-def _describe_ropes(architecture: ModelArchitecture) -> str:
+def _describe_ropes(architecture: ModelArchitecture | EncoderArchitecture) -> str:
     """Return the kinds of the ropes and a digest of their frequencies.
 
     The frequencies may depend on the context length to which the model is limited.
     """
+    if not architecture.ropes:
+        return "none"
     digest = hashlib.sha256()
     for rope in architecture.ropes:
         frequencies = rope_frequencies(rope, architecture.max_model_len)

@@ -33,7 +33,9 @@ class Batch:
     rows: Tensor
     """[S] int64, row of each sequence in the persistent batch."""
     logit_index: Tensor
-    """[L] int64, indices of the flat tokens whose logits are computed."""
+    """[L] int64, indices of the flat tokens whose logits, or whose hidden states, are computed."""
+    token_types: Tensor | None = None
+    """[T] int64, number of the text of a pair that each token belongs to. None if all are 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,7 @@ class AttentionParams:
 
 
 class Attention(Protocol):
-    """Paged attention over a KV cache, whose layout each implementation defines."""
+    """Attention over a paged KV cache, whose layout each implementation defines, or without one."""
 
     @property
     def name(self) -> str:
@@ -104,9 +106,9 @@ class Attention(Protocol):
     ) -> Tensor:
         """Rotate q and k, write k and v into the cache at `batch.slot_mappings`, then attend causally.
 
-        A token attends to its own sequence's cache. The result for a token depends only on its own sequence, bit for
-        bit. The other chunks of the batch, and the division of its sequence into chunks, do not change it. The
-        arguments are not modified.
+        A token attends to its own sequence's cache. Attention without a cache attends to all tokens of a sequence,
+        which is one chunk. The result for a token depends only on its own sequence, bit for bit. The other chunks of
+        the batch, and the division of its sequence into chunks, do not change it. The arguments are not modified.
 
         Args:
             q: Queries [T, heads, head_dim].

@@ -1,4 +1,4 @@
-"""Assignment of a checkpoint's stored tensors to the decoder's parameters, which accounts for every stored tensor."""
+"""Assignment of a checkpoint's stored tensors to the model's parameters, which accounts for every stored tensor."""
 
 from __future__ import annotations
 
@@ -6,13 +6,19 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from argosy.engine.execution.model_families import FAMILIES, checkpoint_tensor_names
+from argosy.engine.execution.model_families import (
+    checkpoint_tensor_names,
+    unused_tensor_patterns,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from pathlib import Path
 
+    from argosy.engine.execution.encoder_architecture import EncoderArchitecture
     from argosy.engine.execution.model_architecture import ModelArchitecture
+
+    OwnArchitecture = ModelArchitecture | EncoderArchitecture
 
 EMBEDDING = "embed.weight"
 HEAD = "head.weight"
@@ -42,17 +48,17 @@ class StoredPart:
 
 @dataclass(frozen=True, slots=True)
 class TensorAssignment:
-    """Stored parts of each parameter, and the stored tensors that the decoder does not need."""
+    """Stored parts of each parameter, and the stored tensors that the model does not need."""
 
     parts: Mapping[str, tuple[StoredPart, ...]]
-    """Parameter of the decoder -> parts whose concatenated rows are the parameter."""
+    """Parameter of the model -> parts whose concatenated rows are the parameter."""
     unused: tuple[str, ...]
 
 
 def assign_tensors(
     path: Path,
     files: Mapping[str, Path],
-    architecture: ModelArchitecture,
+    architecture: OwnArchitecture,
     parameters: Iterable[str],
 ) -> TensorAssignment:
     """Find the stored tensors of each parameter.
@@ -61,7 +67,7 @@ def assign_tensors(
         path: Directory of the checkpoint.
         files: File of each stored tensor.
         architecture: Architecture of the model.
-        parameters: Names of the decoder's parameters.
+        parameters: Names of the model's parameters.
 
     Raises:
         ValueError: A tensor is missing, or a stored tensor would not be read although it may change the results.
@@ -71,12 +77,11 @@ def assign_tensors(
         for name in parameters
     }
     unread = set(files).difference(part.name for found in parts.values() for part in found)
-    patterns = [
-        pattern.replace("{num_layers}", str(architecture.num_layers))
-        for pattern in (_UNUSED_BUFFERS, *FAMILIES[architecture.architecture].unused_tensors)
-    ]
+    patterns = (_UNUSED_BUFFERS, *unused_tensor_patterns(architecture))
     unused = {name for name in unread if any(re.match(pattern, name) for pattern in patterns)}
-    if architecture.tied_embeddings:  # a head that differs from the embedding is not tied
+    if (
+        architecture.tied_embeddings and architecture.has_head
+    ):  # a head that differs from the embedding is not tied
         unused |= unread.intersection(
             name for (name,) in checkpoint_tensor_names(architecture, HEAD)
         )
@@ -86,14 +91,14 @@ def assign_tensors(
 
 
 def find_parts(
-    architecture: ModelArchitecture, parameter: str, stored_names: Iterable[str]
+    architecture: OwnArchitecture, parameter: str, stored_names: Iterable[str]
 ) -> tuple[StoredPart, ...] | None:
     """Return the parts of a parameter, or None if the checkpoint does not have them.
 
     If the embedding is also the head, either may be stored, as in transformers.
     """
     sources = [parameter]
-    if architecture.tied_embeddings and parameter in (EMBEDDING, HEAD):
+    if architecture.tied_embeddings and architecture.has_head and parameter in (EMBEDDING, HEAD):
         sources = [EMBEDDING, HEAD]
     for source in sources:
         for texts in checkpoint_tensor_names(architecture, source):
@@ -104,7 +109,7 @@ def find_parts(
 
 
 def _raise_missing(
-    path: Path, architecture: ModelArchitecture, parameter: str
+    path: Path, architecture: OwnArchitecture, parameter: str
 ) -> tuple[StoredPart, ...]:
     alternatives = checkpoint_tensor_names(architecture, parameter)
     expected = " or ".join(" + ".join(parts) for parts in alternatives)
@@ -115,7 +120,7 @@ def _raise_missing(
 
 
 def _raise_unread(
-    path: Path, files: Mapping[str, Path], architecture: ModelArchitecture, names: list[str]
+    path: Path, files: Mapping[str, Path], architecture: OwnArchitecture, names: list[str]
 ) -> None:
     listed = ", ".join(names[:MAX_LISTED_TENSORS])
     if len(names) > MAX_LISTED_TENSORS:

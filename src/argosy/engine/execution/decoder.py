@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from argosy.engine.execution.batch import KvCacheShape
+from argosy.engine.execution.bidirectional_attention import BidirectionalAttention
 from argosy.engine.execution.latent_attention import LatentAttention
 from argosy.engine.execution.layers import DecoderLayer, LoadableModule, Mlp, Projection, RmsNorm
 from argosy.engine.execution.moe import MixtureOfExperts
@@ -45,7 +46,10 @@ class Embedding(LoadableModule):
 
 
 class Decoder(nn.Module):
-    """Decoder, which maps token ids to logits. Its parameters are on `meta` until `load_decoder` assigns them."""
+    """Decoder, which maps token ids to logits or hidden states.
+
+    Its parameters are on `meta` until `load_decoder` assigns them.
+    """
 
     def __init__(
         self,
@@ -75,7 +79,11 @@ class Decoder(nn.Module):
             self.norm = RmsNorm(
                 architecture.hidden_size, architecture.norm_kind, architecture.norm_eps
             )
-            self.head = Projection(architecture.hidden_size, architecture.vocab_size, bias=False)
+            self.head = (
+                Projection(architecture.hidden_size, architecture.vocab_size, bias=False)
+                if architecture.has_head
+                else None
+            )
         for name, module in self.named_modules():
             if isinstance(module, Projection):
                 module.weight_format = weight_format_for(name, quantize)
@@ -90,7 +98,12 @@ class Decoder(nn.Module):
     def create_attention(
         self, num_blocks: int, block_size: int, dtype: torch.dtype | None = None
     ) -> Attention:
-        """Allocate a KV cache in `dtype` (the model's by default), and create the attention over it."""
+        """Allocate a KV cache in `dtype` (the model's by default), and create the attention over it.
+
+        A model whose tokens attend in both directions has no KV cache.
+        """
+        if not self.architecture.is_causal:
+            return BidirectionalAttention()
         shape = KvCacheShape(
             num_layers=self.architecture.kv_layout.layers_per_block,
             num_heads=self.architecture.num_heads,
@@ -109,15 +122,21 @@ class Decoder(nn.Module):
     def forward(self, batch: Batch, attention: Attention) -> Tensor:
         """Return the logits of the flat tokens `batch.logit_index`, [L, vocab_size] float32. L may be 0.
 
-        `attention` writes the keys and values of every token of the batch.
+        A decoder without a head returns their hidden states, [L, hidden] float32. `attention` writes the keys and
+        values of every token of the batch.
         """
         x = self.embed.forward(batch.token_ids)
         rotations = [gather_rope_rotation(table, batch.positions) for table in self._rope_tables]
         for layer in self._layers:
             layer.forward(x, rotations[layer.rope_index], batch, attention)
         if not batch.logit_index.numel():
-            return torch.empty(0, self.architecture.vocab_size, device=x.device)
+            size = (
+                self.architecture.hidden_size if self.head is None else self.architecture.vocab_size
+            )
+            return torch.empty(0, size, device=x.device)
         last = self.norm.forward(x.index_select(0, batch.logit_index))
+        if self.head is None:
+            return last.float()
         logits = self.head.forward(last).float()
         softcap = self.architecture.logit_softcap
         return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)

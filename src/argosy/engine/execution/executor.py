@@ -151,7 +151,7 @@ class TorchExecutor:
     def submit(self, plan: StepPlan) -> StepHandle:
         """Move blocks, admit sequences, and launch the model and the sampler."""
         started_at = time.perf_counter()
-        corrupt = self._move_blocks(plan)
+        corrupt = move_blocks(plan, self._attention, self.host_store)
         for admission in plan.admissions:
             self._persistent_batch.admit(admission)
             params = admission.params
@@ -162,7 +162,7 @@ class TorchExecutor:
                 self._prompt_logprob_counts[admission.row] = params.prompt_logprobs
         self._persistent_batch.append_blocks(plan.block_appends)
         if plan.admissions or plan.block_appends:
-            self._attention.ensure_block(_highest_block(plan))
+            self._attention.ensure_block(highest_block(plan))
         if not plan.rows:
             return CompletedStep(StepResult([], corrupt_blocks=corrupt))
         masks = self._masks.start(
@@ -210,21 +210,6 @@ class TorchExecutor:
     def _compute(self, batch: Batch) -> Tensor:
         return self._model(batch, self._attention)
 
-    def _move_blocks(self, plan: StepPlan) -> list[int]:
-        """Offload, copy and restore blocks, and return the blocks whose restored data is corrupt."""
-        for block, slot in plan.block_offloads:
-            self.host_store.save(slot, self._attention.read_block(block))
-        if plan.block_copies:
-            self._attention.copy_blocks(plan.block_copies)
-        corrupt = []
-        for slot, block in plan.block_restores:
-            data = self.host_store.pop(slot)
-            if data is None:
-                corrupt.append(block)
-            else:
-                self._attention.write_block(block, data)
-        return corrupt
-
     def _sample(
         self,
         packed: PackedStep,
@@ -270,6 +255,22 @@ class TorchExecutor:
                 logits[first : first + count], next_tokens, self._prompt_logprob_counts[row]
             )
         return logprobs
+
+
+def move_blocks(plan: StepPlan, attention: Attention, host_store: HostBlockStore) -> list[int]:
+    """Offload, copy and restore blocks, and return the blocks whose restored data is corrupt."""
+    for block, slot in plan.block_offloads:
+        host_store.save(slot, attention.read_block(block))
+    if plan.block_copies:
+        attention.copy_blocks(plan.block_copies)
+    corrupt = []
+    for slot, block in plan.block_restores:
+        data = host_store.pop(slot)
+        if data is None:
+            corrupt.append(block)
+        else:
+            attention.write_block(block, data)
+    return corrupt
 
 
 def _flat_tokens(spans: PromptSpans) -> NDArray[np.int64] | None:
@@ -356,7 +357,7 @@ def _find_no_grammar(text: str) -> CompiledGrammar:
     raise KeyError(text)
 
 
-def _highest_block(plan: StepPlan) -> int:
+def highest_block(plan: StepPlan) -> int:
     """Return the highest KV block that rows get in this step."""
     admitted = (
         block

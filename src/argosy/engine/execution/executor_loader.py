@@ -27,27 +27,38 @@ from argosy.engine.execution.checkpoint_reader import CheckpointReader, StoredIn
 from argosy.engine.execution.compute_threads import ComputeThreads
 from argosy.engine.execution.decoder import Decoder
 from argosy.engine.execution.device import Device, create_cpu_device
+from argosy.engine.execution.encoder import Encoder
+from argosy.engine.execution.encoder_architecture import EncoderArchitecture
 from argosy.engine.execution.executor import Executor, TorchExecutor
 from argosy.engine.execution.generic_architecture import GenericArchitecture
+from argosy.engine.execution.generic_decoder import GenericDecoder
 from argosy.engine.execution.memory_estimate import MemoryNeeds, check_memory
+from argosy.engine.execution.model_architecture import ModelArchitecture
 from argosy.engine.execution.model_selection import (
     AnyArchitecture,
+    ModelSelection,
     build_transformers_model,
     select_implementation,
 )
 from argosy.engine.execution.pack_cache import PackCache, open_pack_cache
+from argosy.engine.execution.pooler import Pooler, load_pooler, output_size
+from argosy.engine.execution.pooling_executor import PoolingExecutor
+from argosy.engine.execution.pooling_layout import (
+    PoolingLayout,
+    read_pooling_architecture,
+    read_pooling_layout,
+)
 from argosy.engine.execution.self_test import MAX_MEDIAN_DIFFERENCE, find_or_run, run_self_test
-from argosy.engine.execution.weight_loader import load_decoder
+from argosy.engine.execution.weight_loader import load_decoder, load_encoder
 from argosy.engine.grammar import CompiledGrammar
+from argosy.engine.pooling import PoolingInfo, PoolingTask
 from argosy.engine.scheduling import AdmittedSequence, StepPlan
 from argosy.protocol import ArithmeticIdentity, SamplingParams
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from argosy.engine.execution.generic_decoder import GenericDecoder
-
-    AnyDecoder = Decoder | GenericDecoder
+    AnyDecoder = Decoder | Encoder | GenericDecoder
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 WARMUP_PARAMS = SamplingParams(max_tokens=1, temperature=0.0)
@@ -78,6 +89,8 @@ class LoadedExecutor:
     """Number of tokens whose computation takes as long as reading the weights."""
     compute_threads: ComputeThreads | None
     """CPU threads that compute, or None if the device is not a CPU."""
+    pooling: PoolingInfo | None = None
+    """Properties of a model that computes vectors, or None for one that generates."""
 
 
 def load_executor(
@@ -99,17 +112,21 @@ def load_executor(
     started_at = time.monotonic()
     path = resolve_model_path(config.model, config.revision)
     checkpoint_state = checkpoint_fingerprint(path)
-    selection = select_implementation(path, config.model_impl)
+    pooling_layout = read_pooling_layout(path, config.task)
+    selection = (
+        select_implementation(path, config.model_impl)
+        if pooling_layout is None
+        else ModelSelection("argosy", f"the layout of the checkpoint: {pooling_layout.head}")
+    )
     log.info("model_implementation_selected", **asdict(selection))
     progress("preparing the kernels", 0.0)  # compiled at the first start
     device = choose_device(config)
     dtype = device.default_dtype if config.dtype == "auto" else DTYPES[config.dtype]
     kv_dtype = torch.float8_e4m3fn if config.kv_dtype == "fp8" else dtype
-    plan = (
-        _plan_own(path, config)
-        if selection.implementation == "argosy"
-        else _plan_generic(path, config, dtype)
-    )
+    if selection.implementation == "argosy":
+        plan = _plan_own(path, config, pooling_layout)
+    else:
+        plan = _plan_generic(path, config, dtype)
     quantize = None if config.quantize == "none" else config.quantize
     stored = plan.stored if config.quantize is None and device.has_group_linear else None
     check_memory(
@@ -123,7 +140,10 @@ def load_executor(
     decoder, mapped_bytes = plan.load(
         device, dtype, layout, lambda done: progress(LOADING_WEIGHTS, done)
     )
-    factory = _ExecutorFactory(decoder, kv_dtype, device)
+    pooler = None
+    if pooling_layout is not None and not isinstance(decoder, GenericDecoder):
+        pooler = load_pooler(pooling_layout, decoder, CheckpointReader(path), device, dtype)
+    factory = _ExecutorFactory(decoder, kv_dtype, device, pooler)
     if kv_dtype != dtype:
         format_name += f", KV {_dtype_name(kv_dtype)}"
     limits = _resolve_limits(config, factory, f"{checkpoint_state} {format_name}", mapped_bytes)
@@ -144,13 +164,51 @@ def load_executor(
         fingerprint=f"{checkpoint_state} {arithmetic.id}",
         arithmetic=arithmetic,
         accelerator=device.name,
-        max_steps_in_flight=device.max_steps_in_flight
-        if config.max_steps_in_flight is None
-        else config.max_steps_in_flight,
+        max_steps_in_flight=_choose_max_steps_in_flight(config, device, pooler),
         ridge_tokens=device.ridge_tokens,
         compute_threads=device.compute_threads,
         backend=backend,
         is_exact=is_exact,
+        pooling=None
+        if pooling_layout is None
+        else _describe_pooling(path, pooling_layout, decoder.architecture, limits),
+    )
+
+
+def _choose_max_steps_in_flight(config: EngineConfig, device: Device, pooler: Pooler | None) -> int:
+    if pooler is not None:
+        return 0  # the executor waits for its results
+    if config.max_steps_in_flight is None:
+        return device.max_steps_in_flight
+    return config.max_steps_in_flight
+
+
+def _describe_pooling(
+    path: Path, layout: PoolingLayout, architecture: AnyArchitecture, limits: EngineLimits
+) -> PoolingInfo:
+    """Describe a pooling model for validation of requests and for `GET /v1/models`."""
+    if isinstance(architecture, GenericArchitecture):
+        raise ValueError(f"{path}: models of transformers compute no vectors")  # noqa: TRY004
+    tasks: tuple[PoolingTask, ...] = ("embed", "token_embed", "score")
+    if layout.head == "logit_score":
+        tasks = ("score",)
+    elif layout.head == "classification":
+        tasks = ("classify", "score") if len(layout.labels) == 1 else ("classify",)
+    return PoolingInfo(
+        tasks=tasks,
+        output_size=output_size(layout, architecture),
+        max_input_tokens=limits.max_model_len,
+        labels=layout.labels if layout.head == "classification" else None,
+        prompts=dict(layout.prompts),
+        default_prompt_name=layout.default_prompt_name,
+        matryoshka_dimensions=layout.matryoshka_dimensions,
+        is_normalized=layout.is_normalized,
+        activation=layout.activation,
+        similarity=layout.similarity,
+        reads_all_tokens=layout.reads_all_tokens,
+        includes_prompt=layout.includes_prompt,
+        is_lowercased=layout.is_lowercased,
+        renders_pairs=layout.head == "logit_score",
     )
 
 
@@ -161,6 +219,7 @@ class _ExecutorFactory:
     decoder: AnyDecoder
     kv_dtype: torch.dtype
     device: Device
+    pooler: Pooler | None = None
 
     def block_bytes(self, block_size: int) -> int:
         """Return the bytes of a KV block."""
@@ -172,12 +231,19 @@ class _ExecutorFactory:
         self,
         limits: EngineLimits,
         find_grammar: Callable[[str], CompiledGrammar] | None = None,
-    ) -> TorchExecutor:
-        """Create an executor with its own KV cache."""
+    ) -> TorchExecutor | PoolingExecutor:
+        """Create an executor with its own KV cache, if the model has one."""
         architecture = self.decoder.architecture
+        attention = self.decoder.create_attention(
+            limits.num_blocks, limits.block_size, self.kv_dtype
+        )
+        if self.pooler is not None:
+            return PoolingExecutor(
+                self.decoder, attention, self.pooler, limits=limits, device=self.device
+            )
         return TorchExecutor(
             self.decoder,
-            self.decoder.create_attention(limits.num_blocks, limits.block_size, self.kv_dtype),
+            attention,
             limits=limits,
             vocab_size=architecture.vocab_size,
             eos_token_ids=list(architecture.eos_token_ids),
@@ -235,7 +301,9 @@ def _resolve_limits(
     probe = EngineLimits(
         max_model_len=model_max_len,
         max_seqs=config.max_seqs,
-        max_step_tokens=max(config.max_step_tokens, config.max_seqs),
+        max_step_tokens=max(
+            config.max_step_tokens, config.max_seqs, 0 if kv_windows else model_max_len
+        ),
         block_size=config.block_size,
         num_blocks=1,
         host_blocks=0,
@@ -255,7 +323,7 @@ def _resolve_limits(
 
 
 def _warm_up(
-    executor: TorchExecutor,
+    executor: TorchExecutor | PoolingExecutor,
     limits: EngineLimits,
     sizes: tuple[int, ...],
     progress: Callable[[str, float], None],
@@ -284,10 +352,14 @@ class _LoadPlan:
     """Stored integers with which the decoder can compute."""
 
 
-def _plan_own(path: Path, config: EngineConfig) -> _LoadPlan:
-    """Plan to load Argosy's own decoder."""
-    architecture = read_architecture(path, config.generation_config)
+def _plan_own(path: Path, config: EngineConfig, layout: PoolingLayout | None) -> _LoadPlan:
+    """Plan to load Argosy's own decoder or encoder."""
+    architecture: ModelArchitecture | EncoderArchitecture
     max_model_len = config.max_model_len
+    if layout is not None:
+        architecture = read_pooling_architecture(path, layout, max_model_len)
+    else:
+        architecture = read_architecture(path, config.generation_config)
     if max_model_len is not None and max_model_len < architecture.max_model_len:
         # the rope tables are built for this length
         architecture = replace(architecture, max_model_len=max_model_len)
@@ -296,10 +368,21 @@ def _plan_own(path: Path, config: EngineConfig) -> _LoadPlan:
     def load(
         device: Device,
         dtype: torch.dtype,
-        layout: tuple[str, str, str],
+        identity: tuple[str, str, str],
         progress: Callable[[float], None],
     ) -> tuple[AnyDecoder, int]:
-        with _open_pack_cache(config, architecture.num_parameters, layout) as pack_cache:
+        with _open_pack_cache(config, architecture.num_parameters, identity) as pack_cache:
+            if isinstance(architecture, EncoderArchitecture):
+                encoder = load_encoder(
+                    checkpoint,
+                    architecture,
+                    device,
+                    dtype,
+                    progress,
+                    quantize=None if config.quantize == "none" else config.quantize,
+                    pack_cache=pack_cache,
+                )
+                return encoder, pack_cache.mapped_bytes
             decoder = load_decoder(
                 checkpoint,
                 architecture,
@@ -353,7 +436,7 @@ def _is_capturable(architecture: AnyArchitecture) -> bool:
 
     Experts count their tokens on the host, which a graph cannot include. The code of transformers may do so too.
     """
-    return not isinstance(architecture, GenericArchitecture) and architecture.moe is None
+    return isinstance(architecture, ModelArchitecture) and architecture.moe is None
 
 
 def choose_device(config: EngineConfig) -> Device:
@@ -387,7 +470,7 @@ def _max_prefill_tokens(limits: EngineLimits) -> int:
     return min(limits.max_model_len - 1, limits.max_step_tokens)
 
 
-def _run_largest_step(executor: TorchExecutor, limits: EngineLimits) -> None:
+def _run_largest_step(executor: TorchExecutor | PoolingExecutor, limits: EngineLimits) -> None:
     """Fill the token budget with the maximum number of sequences, sampled with the most expensive parameters."""
     remaining, counts = limits.max_step_tokens, []
     for sequences_left in reversed(range(limits.max_seqs)):
@@ -397,7 +480,10 @@ def _run_largest_step(executor: TorchExecutor, limits: EngineLimits) -> None:
 
 
 def _run_prefill(
-    executor: TorchExecutor, limits: EngineLimits, counts: list[int], params: SamplingParams
+    executor: TorchExecutor | PoolingExecutor,
+    limits: EngineLimits,
+    counts: list[int],
+    params: SamplingParams,
 ) -> None:
     """Compute sequences of `counts` tokens in one step. All use block 0, so the results are meaningless."""
     rows = list(range(len(counts)))

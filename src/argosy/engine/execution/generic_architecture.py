@@ -38,6 +38,11 @@ class GenericArchitecture:
     """Attention of each layer that has one, in the order of computation."""
 
     @property
+    def has_head(self) -> bool:
+        """Whether the model computes logits of tokens."""
+        return True
+
+    @property
     def num_layers(self) -> int:
         """Number of layers with keys and values."""
         return len(self.attention)

@@ -38,6 +38,11 @@ class KvCacheLayout:
         return kv_bytes_per_token // len(self.places) * self.layers_per_block * block_size
 
 
+def without_kv_cache(num_layers: int) -> KvCacheLayout:
+    """Return the layout of a model that computes every sequence in one step, and so keeps no keys and values."""
+    return KvCacheLayout((), num_layers, tuple(LayerPlace(0, i) for i in range(num_layers)))
+
+
 @cache
 def arrange_layers(windows: tuple[int | None, ...], max_model_len: int) -> KvCacheLayout:
     """Return the layout that needs the least memory for a sequence of `max_model_len` tokens.

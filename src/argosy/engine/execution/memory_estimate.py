@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from argosy.engine.execution.generic_architecture import GenericArchitecture
 from argosy.engine.execution.model_architecture import ModelArchitecture
 from argosy.engine.scheduling import KvCacheGroups
 
@@ -39,7 +40,7 @@ class MemoryEstimate:
 
     weight_bytes: int
     kv_bytes: int
-    """Smallest useful KV cache, or the one that the settings state."""
+    """Smallest useful KV cache, or the one that the settings state. 0 for a model without one."""
     working_bytes: int
     """Activations of the largest step, logits and tables of the rotary embedding."""
 
@@ -80,12 +81,14 @@ class MemoryNeeds:
         architecture = self.architecture
         quantize = None if self.config.quantize == "none" else self.config.quantize
         matrix = architecture.vocab_size * architecture.hidden_size
-        layers = architecture.num_parameters - matrix * (1 if architecture.tied_embeddings else 2)
+        has_head = architecture.has_head
+        num_stored = 1 if architecture.tied_embeddings or not has_head else 2
+        layers = architecture.num_parameters - matrix * num_stored
         head_format = "int8" if quantize == "int4" else quantize
         # A tied head is packed beside the embedding.
         weight_bytes = int(
             matrix * self.dtype_bytes
-            + matrix * self._bytes_per_weight(head_format)
+            + has_head * matrix * self._bytes_per_weight(head_format)
             + layers * self._bytes_per_weight(quantize)
         )
         if self.stored is None or self.config.quantize is not None:
@@ -99,6 +102,8 @@ class MemoryNeeds:
     def _kv_bytes(self) -> int:
         config = self.config
         layout = self.architecture.kv_layout
+        if not layout.windows:
+            return 0
         bytes_per_token = self.architecture.kv_bytes_per_token(self.kv_dtype_bytes)
         block_bytes = layout.block_bytes(bytes_per_token, config.block_size)
         if config.num_blocks is not None:
@@ -113,6 +118,7 @@ class MemoryNeeds:
         moe_size, rotary_dims = 0, 0
         if isinstance(architecture, ModelArchitecture):
             moe_size = 0 if architecture.moe is None else architecture.moe.intermediate_size
+        if not isinstance(architecture, GenericArchitecture):
             rotary_dims = sum(rope.rotary_dim for rope in architecture.ropes)
         heads = architecture.num_heads + 2 * architecture.num_kv_heads
         width = (
@@ -121,8 +127,11 @@ class MemoryNeeds:
             + 2 * heads * architecture.head_dim
         )
         rows = max(config.max_step_tokens, config.max_seqs)
+        if not architecture.kv_layout.windows:  # a step may have to hold a whole sequence
+            rows = max(rows, architecture.max_model_len)
         activations = rows * width * _ACTIVATION_BYTES
-        logits = config.max_seqs * architecture.vocab_size * _ACTIVATION_BYTES * _LOGIT_COPIES
+        vocab_size = architecture.vocab_size if architecture.has_head else 0
+        logits = config.max_seqs * vocab_size * _ACTIVATION_BYTES * _LOGIT_COPIES
         tables = architecture.max_model_len * rotary_dims * 4
         return activations + logits + tables
 

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from argosy.engine.engine_config import DEFAULT_BLOCK_SIZE
-from argosy.engine.execution.kv_cache_layout import KvCacheLayout, arrange_layers
+from argosy.engine.execution.kv_cache_layout import KvCacheLayout, arrange_layers, without_kv_cache
 from argosy.engine.scheduling import KvCacheGroups
 
 if TYPE_CHECKING:
+    from argosy.engine.execution.encoder_architecture import EncoderArchitecture
     from argosy.engine.execution.generic_architecture import GenericArchitecture
 
 Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
@@ -182,12 +183,16 @@ class ModelArchitecture:
     moe: MoeArchitecture | None
     latent: LatentArchitecture | None = None
     """Sizes of latent attention, whose cache has one KV head of `head_dim` elements and no separate values."""
+    is_causal: bool = True
+    """Whether tokens attend only to earlier ones. Otherwise sliding windows reach as far in both directions."""
+    has_head: bool = True
+    """Whether the model computes logits of tokens, and not only hidden states."""
 
     @property
     def num_parameters(self) -> int:
         """Number of weights in the checkpoint. A tied output matrix counts once."""
         embedding = self.vocab_size * self.hidden_size
-        embeddings = embedding if self.tied_embeddings else 2 * embedding
+        embeddings = embedding if self.tied_embeddings or not self.has_head else 2 * embedding
         return (
             embeddings
             + self.hidden_size
@@ -207,11 +212,15 @@ class ModelArchitecture:
     @property
     def kv_layout(self) -> KvCacheLayout:
         """KV cache groups of the layers."""
+        if not self.is_causal:
+            return without_kv_cache(self.num_layers)
         windows = tuple(layer.sliding_window for layer in self.layer_architectures)
         return arrange_layers(windows, self.max_model_len)
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
         """Return the bytes of keys and values of one token, all layers together."""
+        if not self.is_causal:
+            return 0
         parts = 2 if self.latent is None else 1
         return parts * self.num_layers * self.num_kv_heads * self.head_dim * dtype_bytes
 
@@ -275,7 +284,7 @@ class ModelSummary:
 
 
 def summarize_model(
-    architecture: ModelArchitecture | GenericArchitecture, dtype_bytes: int
+    architecture: ModelArchitecture | EncoderArchitecture | GenericArchitecture, dtype_bytes: int
 ) -> ModelSummary:
     """Compute a model's sizes with `dtype_bytes` bytes per element of weights and KV cache."""
     kv_bytes_per_token = architecture.kv_bytes_per_token(dtype_bytes)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
+from argosy.engine.execution.encoder_architecture import EncoderArchitecture
+from argosy.engine.execution.encoder_families import ENCODER_FAMILIES, encoder_tensor_names
+
 if TYPE_CHECKING:
     from argosy.engine.execution.model_architecture import (
         Activation,
@@ -285,17 +288,39 @@ FAMILIES: dict[str, ModelFamily] = {
     "Gemma3ForConditionalGeneration": _GEMMA_3,
 }
 """Model families by the name in `architectures`. To support a new family, add an entry."""
+_HEADLESS_SUFFIXES = (
+    "TextForSequenceClassification",
+    "ForSequenceClassification",
+    "TextModel",
+    "Model",
+)
+"""Ends of the names of decoders without a language-model head."""
+
+
+def find_decoder_family(name: str) -> str:
+    """Return the entry of `FAMILIES` that computes the hidden states of the architecture `name`.
+
+    Embedding models name the decoder without its head, and rerankers the one of a classifier.
+    """
+    for suffix in _HEADLESS_SUFFIXES:
+        if name.endswith(suffix):
+            return f"{name.removesuffix(suffix)}ForCausalLM"
+    return name
 
 
 def checkpoint_tensor_names(
-    architecture: ModelArchitecture, parameter: str
+    architecture: ModelArchitecture | EncoderArchitecture, parameter: str
 ) -> tuple[tuple[str, ...], ...]:
-    """Return the alternatives in which a checkpoint may store a parameter of the decoder, most common first.
+    """Return the alternatives in which a checkpoint may store a parameter of the model, most common first.
 
     An alternative names the tensors whose concatenated rows are the parameter. `name[i]` is entry i of the tensor
     `name`.
     """
+    if isinstance(architecture, EncoderArchitecture):
+        return encoder_tensor_names(architecture, parameter)
     family = FAMILIES[architecture.architecture]
+    # Embedding models store the decoder without a head, under names without a prefix.
+    prefixes = family.prefixes if architecture.has_head else (*family.prefixes, "")
     module, _, kind = parameter.rpartition(".")
     if module in ("embed", "head", "norm"):
         stored = {"embed": "embed_tokens", "head": "lm_head", "norm": "norm"}[module]
@@ -303,7 +328,7 @@ def checkpoint_tensor_names(
             return tuple(
                 (f"{prefix.removesuffix('model.')}lm_head.{kind}",) for prefix in family.prefixes
             )
-        return tuple((f"{prefix}{stored}.{kind}",) for prefix in family.prefixes)
+        return tuple((f"{prefix}{stored}.{kind}",) for prefix in prefixes)
     _, layer, weight_name = module.split(".", 2)
     expert = ""
     if weight_name.startswith("mlp.experts."):
@@ -311,8 +336,22 @@ def checkpoint_tensor_names(
         weight_name = f"mlp.experts.{weight_name}"
     return tuple(
         tuple(_tensor_name(f"{prefix}layers.{layer}.{part}", expert, kind) for part in parts)
-        for prefix in family.prefixes
+        for prefix in prefixes
         for parts in family.weight_names[weight_name]
+    )
+
+
+def unused_tensor_patterns(
+    architecture: ModelArchitecture | EncoderArchitecture,
+) -> tuple[str, ...]:
+    """Return patterns of stored tensors that the model does not need."""
+    if isinstance(architecture, EncoderArchitecture):
+        return ENCODER_FAMILIES[architecture.family].unused_tensors
+    patterns = FAMILIES[architecture.architecture].unused_tensors
+    if not architecture.has_head:
+        patterns += (r"(.*\.)?lm_head\.", r"score\.")  # the pooler reads what it needs of them
+    return tuple(
+        pattern.replace("{num_layers}", str(architecture.num_layers)) for pattern in patterns
     )
 
 

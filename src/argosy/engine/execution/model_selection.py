@@ -10,10 +10,15 @@ from typing import TYPE_CHECKING
 from argosy.engine.execution.architecture_config import read_architecture, read_eos_token_ids
 from argosy.engine.execution.checkpoint import read_config_values
 from argosy.engine.execution.checkpoint_config import CheckpointConfig
+from argosy.engine.execution.encoder_architecture import EncoderArchitecture
 from argosy.engine.execution.generation_config import AUTO_CONFIG
 from argosy.engine.execution.generic_architecture import GenericArchitecture
 from argosy.engine.execution.model_architecture import ModelArchitecture
 from argosy.engine.execution.model_families import FAMILIES
+from argosy.engine.execution.pooling_layout import (
+    read_pooling_architecture,
+    read_pooling_layout,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,8 +29,8 @@ if TYPE_CHECKING:
     from argosy.engine.execution.checkpoint_reader import StoredIntegers
     from argosy.engine.execution.generic_decoder import GenericModel
 
-AnyArchitecture = ModelArchitecture | GenericArchitecture
-"""Architecture of a model of either implementation."""
+AnyArchitecture = ModelArchitecture | EncoderArchitecture | GenericArchitecture
+"""Architecture of a decoder or an encoder of either implementation."""
 INSTALL_TRANSFORMERS = "pip install 'argosy[transformers]'"
 
 
@@ -104,6 +109,9 @@ def read_any_architecture(
     Raises:
         ValueError: The model cannot be served. The message says what to do.
     """
+    layout = read_pooling_layout(path)
+    if layout is not None:
+        return read_pooling_architecture(path, layout)
     if select_implementation(path, model_impl).implementation == "argosy":
         return read_architecture(path)
     import torch
@@ -122,7 +130,8 @@ def find_stored_integers(path: Path, architecture: AnyArchitecture) -> StoredInt
     _, values = read_config_values(path)
     text = values.get("text_config")
     is_quantized = "quantization_config" in (values | text if isinstance(text, dict) else values)
-    if isinstance(architecture, GenericArchitecture) or not (is_quantized or path.is_file()):
+    is_own_decoder = isinstance(architecture, ModelArchitecture)
+    if not is_own_decoder or not (is_quantized or path.is_file()):
         return None
     try:
         from argosy.engine.execution.checkpoint_reader import CheckpointReader

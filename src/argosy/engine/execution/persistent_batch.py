@@ -266,7 +266,7 @@ class PersistentBatch:
             block_ids = np.array([*blocks.values(), *[NO_BLOCK] * num_padding])
         return token_index, token_ids, block_index, block_ids
 
-    def gather_batch(self, inputs: DeviceInputs) -> Batch:
+    def gather_batch(self, inputs: DeviceInputs, token_types: Tensor | None = None) -> Batch:
         """Update the rows from the inputs and gather the batch, with device operations only."""
         tokens, block_tables = self._flat_tokens, self._flat_block_tables
         if len(inputs.new_tokens):
@@ -279,12 +279,15 @@ class PersistentBatch:
             query_start_loc=inputs.query_start_loc,
             seq_lens=inputs.seq_lens,
             block_tables=self._block_tables[..., : inputs.max_blocks].index_select(1, inputs.rows),
-            slot_mappings=inputs.slot_mappings.view(self._num_groups, -1)[
-                :, : len(inputs.positions)
-            ],
+            slot_mappings=self._split_groups(inputs.slot_mappings)[:, : len(inputs.positions)],
             rows=inputs.rows,
             logit_index=inputs.logit_index,
+            token_types=token_types,
         )
+
+    def _split_groups(self, slots: Tensor) -> Tensor:
+        """Return the slots of each KV cache group, [G, N]."""
+        return slots.view(self._num_groups, len(slots) // max(1, self._num_groups))
 
     def append_tokens(self, inputs: DeviceInputs, tokens: Tensor) -> None:
         """Append sampled tokens to their rows, in the order in which the rows were packed, without padding rows.

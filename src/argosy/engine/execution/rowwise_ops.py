@@ -148,12 +148,13 @@ def _sigmoid(x: Tensor) -> Tensor:
     return x.neg().exp_().add_(1.0).reciprocal_()
 
 
-def _silu(x: Tensor, inplace: bool = False) -> Tensor:  # noqa: FBT001, FBT002 - torch's signature
+def silu(x: Tensor, inplace: bool = False) -> Tensor:  # noqa: FBT001, FBT002 - torch's signature
+    """Compute SiLU, x * sigmoid(x) (Elfwing et al. 2017)."""
     del inplace
     return x / x.neg().exp_().add_(1.0)
 
 
-def _gelu(x: Tensor, approximate: str = "none") -> Tensor:
+def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     """Compute GELU (Hendrycks & Gimpel 2016)."""
     if approximate == "tanh":
         inner = (x * x).mul_(0.044715).add_(1.0).mul_(x).mul_(math.sqrt(2 / math.pi))
@@ -194,8 +195,8 @@ ROWWISE_FUNCTIONS: dict[Any, Callable[..., Tensor]] = {
     **dict.fromkeys(
         (torch.sigmoid, torch.Tensor.sigmoid, F.sigmoid, torch.special.expit), _in_float32(_sigmoid)
     ),
-    F.silu: _in_float32(_silu),
-    F.gelu: _in_float32(_gelu),
+    F.silu: _in_float32(silu),
+    F.gelu: _in_float32(gelu),
     F.softplus: _in_float32(_softplus),
     F.mish: _in_float32(_mish),
     F.elu: _in_float32(_elu),

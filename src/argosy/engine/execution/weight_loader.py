@@ -1,4 +1,4 @@
-"""Loader of a checkpoint's weights into a decoder, which maps, fuses, checks and packs them."""
+"""Loader of a checkpoint's weights into a decoder or an encoder, which maps, fuses, checks and packs them."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ from argosy.engine.execution.checkpoint_tensors import (
 )
 from argosy.engine.execution.decoder import Decoder
 from argosy.engine.execution.encoded_linear import create_encoded_linear
+from argosy.engine.execution.encoder import Encoder
 from argosy.engine.execution.layers import LoadableModule, Projection
 from argosy.engine.execution.pack_cache import PackCache
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from argosy.engine.engine_config import QuantizeSetting
+    from argosy.engine.engine_config import QuantizeSetting, WeightFormat
     from argosy.engine.execution.checkpoint_reader import CheckpointReader
-    from argosy.engine.execution.checkpoint_tensors import StoredPart
+    from argosy.engine.execution.checkpoint_tensors import StoredPart, TensorAssignment
     from argosy.engine.execution.device import Device
+    from argosy.engine.execution.encoder_architecture import EncoderArchitecture
     from argosy.engine.execution.model_architecture import ModelArchitecture
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger(__name__)
@@ -63,7 +65,9 @@ def load_decoder(
         ValueError: A tensor is missing, damaged, not finite or of the wrong shape, or would not be read. The message
             names file and tensor. Also raised if the device does not support the format `quantize`.
     """
-    is_tied = _is_head_tied(checkpoint, architecture)
+    is_tied = architecture.tied_embeddings
+    if architecture.has_head:
+        is_tied = _is_head_tied(checkpoint, architecture)
     head_differs = architecture.tied_embeddings and not is_tied
     architecture = replace(architecture, tied_embeddings=is_tied)
     decoder = Decoder(architecture, device, dtype, None if quantize == "none" else quantize)
@@ -79,26 +83,73 @@ def load_decoder(
         pack_cache=pack_cache or PackCache(),
     )
     loader.load(decoder, progress)
-    separate = "differs from the tied embedding" if head_differs else "separate"
+    if not architecture.has_head:
+        head = "none"
+    elif is_tied:
+        head = "tied"
+    else:
+        head = "differs from the tied embedding" if head_differs else "separate"
+    _log_loaded(checkpoint, architecture, loader, assignment, head)
+    _warn_of_long_factors(architecture)
+    return decoder
+
+
+def load_encoder(
+    checkpoint: CheckpointReader,
+    architecture: EncoderArchitecture,
+    device: Device,
+    dtype: torch.dtype,
+    progress: Callable[[float], None],
+    *,
+    quantize: WeightFormat | None = None,
+    pack_cache: PackCache | None = None,
+) -> Encoder:
+    """Build the encoder of `architecture` with the weights of a checkpoint.
+
+    The arguments and errors are those of `load_decoder`. None as `quantize` keeps weights in `dtype`.
+    """
+    encoder = Encoder(architecture, device, quantize)
+    parameters = [name for name, _ in encoder.named_parameters()]
+    assignment = assign_tensors(checkpoint.path, checkpoint.files, architecture, parameters)
+    loader = _Loader(
+        checkpoint,
+        assignment.parts,
+        device,
+        dtype,
+        keeps_stored_format=False,
+        head_differs=False,
+        pack_cache=pack_cache or PackCache(),
+    )
+    loader.load(encoder, progress)
+    head = "none" if architecture.classifier is None else "classifier"
+    _log_loaded(checkpoint, architecture, loader, assignment, head)
+    return encoder
+
+
+def _log_loaded(
+    checkpoint: CheckpointReader,
+    architecture: ModelArchitecture | EncoderArchitecture,
+    loader: _Loader,
+    assignment: TensorAssignment,
+    head: str,
+) -> None:
     log.info(
         "checkpoint_loaded",
         path=str(checkpoint.path),
         architecture=architecture.architecture,
         parameters=architecture.num_parameters,
-        head="tied" if is_tied else separate,
+        head=head,
         stored_format=checkpoint.stored_format,
         matrices=dict(loader.formats),
         unused_tensors=[*assignment.unused, *checkpoint.ignored],
         ropes=[rope.describe(architecture.max_model_len) for rope in architecture.ropes],
         eos_token_ids=list(architecture.eos_token_ids),
     )
-    _warn_of_long_factors(architecture)
-    return decoder
 
 
 @dataclass(frozen=True, slots=True)
 class _Loader:
-    """Loader of a decoder's modules, one after the other."""
+    """Loader of a model's modules, one after the other."""
 
     checkpoint: CheckpointReader
     parts: Mapping[str, tuple[StoredPart, ...]]
@@ -113,12 +164,12 @@ class _Loader:
     formats: Counter[str] = field(default_factory=Counter)
     """Number of matrices in each format."""
 
-    def load(self, decoder: Decoder, progress: Callable[[float], None]) -> None:
+    def load(self, model: nn.Module, progress: Callable[[float], None]) -> None:
         """Load all modules. `progress` is called with the finished fraction, 0 to 1."""
-        num_total = sum(parameter.numel() for parameter in decoder.parameters())
+        num_total = sum(parameter.numel() for parameter in model.parameters())
         num_done = 0
         progress(0.0)
-        for name, module in decoder.named_modules():
+        for name, module in model.named_modules():
             if isinstance(module, LoadableModule):
                 num_done += sum(declared.numel() for declared in module.parameters(recurse=False))
                 self._load_module(name, module)

@@ -15,7 +15,7 @@ class KvCacheGroups:
     """
 
     windows: tuple[int | None, ...]
-    """Sliding window of each group in tokens, longest first. None is all tokens."""
+    """Sliding window of each group in tokens, longest first. None is all tokens. Empty without a KV cache."""
     block_size: int
     """Tokens per block."""
 

@@ -56,7 +56,7 @@ class KvCacheManager:
             if window is not None
         ]
         """Groups of each sliding window."""
-        self._reported_suffixes = self._suffixes[: windows.count(windows[0])]
+        self._reported_suffixes = self._suffixes[: windows.count(windows[0]) if windows else 0]
         """Suffixes of the groups with the longest window, which alone decide whether a block is reported as cached."""
         self.pending = PendingBlocks()
         self.query_tokens = 0
@@ -160,7 +160,7 @@ class KvCacheManager:
             end = self._allocated_end(group, seq.computed_len, seq.length)
             while len(table) < end:
                 table.append(self.take_block(plan))
-        seq.capacity = min(map(len, seq.block_tables)) * size
+        seq.capacity = min(map(len, seq.block_tables), default=NEVER) * size
 
     def append_blocks(self, seq: Sequence, plan: StepPlan) -> bool:
         """Append a block to each group of a running sequence that needs one for the next token after `capacity`.
@@ -305,8 +305,8 @@ class KvCacheManager:
         return min(num_blocks, first + self._groups.max_blocks(group, length))
 
     def _can_use_prefix_cache(self, seq: Sequence) -> bool:
-        """Return whether cached blocks may be used. Prompt log-probabilities need the whole prompt computed."""
-        return self.prefix_cache and seq.params.prompt_logprobs is None
+        """Return whether cached blocks may be used."""
+        return self.prefix_cache and not seq.needs_whole_prompt
 
     def _announce_pending(self, seq: Sequence, num_hits: int) -> None:
         """Announce the blocks that the sequence will compute, up to `MAX_ANNOUNCED_BLOCKS`."""

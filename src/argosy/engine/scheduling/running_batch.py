@@ -110,6 +110,7 @@ class RunningBatch:
                 seq.prompt_len,
                 seq.params,
                 [list(table) for table in seq.block_tables],
+                seq.pooling,
             )
         )
         insort(self.sequences, seq, key=_priority_key)

@@ -51,6 +51,8 @@ class SchedulerLimits:
     host_blocks: int = 0
     kv_windows: tuple[int | None, ...] = (None,)
     """Sliding window of each KV cache group in tokens, longest first. None is all tokens."""
+    is_chunked: bool = True
+    """Whether a prompt may be divided among steps. Attention in both directions needs all of it in one step."""
 
 
 class SequenceUpdate(NamedTuple):
@@ -271,14 +273,17 @@ class Scheduler:
     def recover_out_of_memory(self) -> list[Sequence]:
         """Roll back all steps in flight after the oldest of them ran out of memory, and reduce the token budget.
 
-        No sequence ends, unless the step computed a single token and so cannot be smaller.
+        No sequence ends, unless the step cannot be smaller: it computed a single token, or one prompt that cannot be
+        divided.
 
         Returns:
             The sequence that ended, if any.
         """
         step_tokens = self._steps_in_flight[0][0].total_tokens
         self.token_budget.record_out_of_memory(step_tokens)
-        return self._roll_back_steps(self._oldest_step_sequences() if step_tokens == 1 else [])
+        seqs = self._oldest_step_sequences()
+        is_smallest = step_tokens == 1 or (len(seqs) == 1 and not self.limits.is_chunked)
+        return self._roll_back_steps(seqs if is_smallest else [])
 
     def check_invariants(self) -> None:
         """Raise AssertionError if an invariant that holds between steps is broken."""
@@ -330,8 +335,11 @@ class Scheduler:
     def _plan_prefill(
         self, seq: Sequence, budget: int, plan: StepPlan, seqs: list[Sequence]
     ) -> int:
-        """Plan up to `budget` of the sequence's remaining tokens, and return their number."""
-        count = min(seq.length - seq.computed_len, budget)
+        """Plan up to `budget` of the sequence's remaining tokens, or all or none of them, and return their number."""
+        remaining = seq.length - seq.computed_len
+        count = min(remaining, budget)
+        if count < remaining and not self.limits.is_chunked:
+            count = 0 if plan.rows else remaining  # alone if a reduced budget does not suffice
         if count <= 0:
             return 0
         if seq.computed_len + count > seq.capacity:

@@ -42,6 +42,7 @@ class Sequence:
         "next_full_length",
         "params",
         "parent",
+        "pooling",
         "preemptions",
         "prefill_cost",
         "priority_order",
@@ -69,6 +70,7 @@ class Sequence:
         self.tokens = request.prompt + request.resumed_tokens
         self.prompt_len = len(request.prompt)
         self.params = request.params
+        self.pooling = request.pooling
         self.stop_token_ids = stop_token_ids
         self.cache_salt = hashlib.sha256(request.cache_domain.encode()).digest()
         self.tier = request.tier
@@ -120,6 +122,12 @@ class Sequence:
             ids = array("i", self.tokens[start : start + block_size])
             hashes.append(hashlib.sha256(parent + ids.tobytes()).digest())
         return hashes[index]
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """Whether all tokens of the prompt must be computed, because their results are part of the output."""
+        reads_all = self.pooling is not None and self.pooling.reads_all_tokens
+        return reads_all or self.params.prompt_logprobs is not None
 
     @property
     def output_len(self) -> int:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    from argosy.engine.pooling import PoolingParams
     from argosy.protocol import SamplingParams
 
 
@@ -23,6 +24,8 @@ class AdmittedSequence(NamedTuple):
     params: SamplingParams
     block_tables: list[list[int]]
     """Blocks in order for each KV cache group. Those at the start may be `NO_BLOCK`."""
+    pooling: PoolingParams | None = None
+    """Parameters of a sequence that is pooled to a vector. None for one that is continued."""
 
 
 class BlockRestore(NamedTuple):
@@ -111,3 +114,5 @@ class StepResult:
     durations: StepDurations = ZERO_DURATIONS
     masked_rows: int = 0
     """Number of tokens that were sampled under a mask."""
+    pooled: dict[int, bytes] = field(default_factory=dict)
+    """Chunk -> vector of its sequence, as bytes of float32."""
