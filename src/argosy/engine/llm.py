@@ -5,14 +5,16 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, TypeVar, Unpack
 
 from argosy.engine.engine_config import COMPUTE_ENVIRONMENT, EngineConfig
+from argosy.engine.engine_request import EngineRequest
 from argosy.engine.llm_options import LLMOptions, build_engine_config
 from argosy.engine.offline_metrics import Metric, read_metrics
+from argosy.engine.offline_pooling import OfflinePooling
 from argosy.engine.offline_prompts import (
     Conversation,
     PromptsInput,
@@ -30,6 +32,12 @@ from argosy.engine.offline_request_processor import (
 from argosy.engine.offline_sampling_params import SamplingParams, to_plain
 from argosy.engine.offline_tokenizer import LLMTokenizer
 from argosy.engine.outputs import RequestOutput, RequestOutputCollector, build_failed_output
+from argosy.engine.pooling_outputs import (
+    ClassificationOutput,
+    EmbeddingOutput,
+    PoolingRequestOutput,
+    ScoringOutput,
+)
 from argosy.engine.progress_bar import (
     CallerProgressBar,
     NoProgressBar,
@@ -37,10 +45,14 @@ from argosy.engine.progress_bar import (
     RichProgressBar,
 )
 from argosy.engine.serving.core_messages import CoreStats
+from argosy.engine.serving.pooling.pooling_processor import read_vector
 from argosy.engine.unsupported_calls import UNSUPPORTED_METHODS, drop_neutral_options
 from argosy.protocol import ApiError
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from argosy.engine.serving.engine_core.core import EngineCore
 
 ProgressMode = Literal["auto", "off"]
@@ -91,9 +103,14 @@ class LLM:
         self._loaded_core: EngineCore | None = EngineCore(
             config, time.monotonic, lambda _what, _done: None
         )
-        self._processor = OfflineRequestProcessor(
-            config, self._core.info, chat_template=chat_template, seed=seed
-        )
+        self._pooling: OfflinePooling | None = None
+        if self._core.info.pooling is None:
+            self._generation: OfflineRequestProcessor | None = OfflineRequestProcessor(
+                config, self._core.info, chat_template=chat_template, seed=seed
+            )
+        else:
+            self._generation = None
+            self._pooling = OfflinePooling(config, self._core.info, self._run_pooling)
         self._stats = CoreStats()
 
     def __enter__(self) -> Self:
@@ -171,9 +188,100 @@ class LLM:
             on_error,
         )
 
+    def embed(
+        self,
+        prompts: PromptsInput,
+        *,
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[PoolingRequestOutput[EmbeddingOutput]]:
+        """Embed texts or token ids, and return one output per prompt, in order.
+
+        Args:
+            prompts: One prompt or several, as for `generate`.
+            prompt_name: Name of a prompt of the model, such as `query`, that precedes each text. None takes the
+                model's default prompt.
+            prompt: Text that precedes each text, instead of a prompt of the model.
+            dimensions: Number of leading elements that are kept, for models that were trained for it.
+            normalize: Whether vectors are scaled to length 1. None does what the model does.
+            truncate_prompt_tokens: Limit to which longer prompts are truncated, -1 for the model's.
+
+        Raises:
+            ApiError: A prompt cannot be served. All prompts are validated before the first step.
+            ValueError: The model computes no embeddings.
+        """
+        return self._require_pooling().embed(
+            split_prompts(prompts),
+            prompt_name=prompt_name,
+            prompt=prompt,
+            dimensions=dimensions,
+            normalize=normalize,
+            truncate_tokens=truncate_prompt_tokens,
+        )
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        *,
+        instruction: str | None = None,
+        use_activation: bool | None = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[PoolingRequestOutput[ScoringOutput]]:
+        """Score the relevance of documents to queries, and return one output per pair, in order.
+
+        Args:
+            data_1: One query for all documents, or one query per document.
+            data_2: Documents.
+            instruction: Description of the task, for models that take one.
+            use_activation: Whether the model's activation, such as the sigmoid, is applied. None applies it.
+            truncate_prompt_tokens: Limit to which longer pairs are truncated, -1 for the model's.
+
+        Raises:
+            ApiError: A pair cannot be served.
+            ValueError: The model computes no scores, or the numbers of queries and documents differ.
+        """
+        queries, documents = (
+            [texts] if isinstance(texts, str) else list(texts) for texts in (data_1, data_2)
+        )
+        if len(queries) == 1:
+            queries *= len(documents)
+        if len(queries) != len(documents):
+            raise ValueError(
+                f"{len(queries)} queries for {len(documents)} documents; give one query, or one per document"
+            )
+        return self._require_pooling().score(
+            list(zip(queries, documents, strict=True)),
+            instruction=instruction,
+            use_activation=use_activation,
+            truncate_tokens=truncate_prompt_tokens,
+        )
+
+    def classify(
+        self,
+        prompts: PromptsInput,
+        *,
+        use_activation: bool | None = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[PoolingRequestOutput[ClassificationOutput]]:
+        """Classify texts, and return the probabilities of the labels, one output per prompt, in order.
+
+        The arguments and errors are those of `embed` and `score`.
+        """
+        return self._require_pooling().classify(
+            split_prompts(prompts),
+            use_activation=use_activation,
+            truncate_tokens=truncate_prompt_tokens,
+        )
+
     def get_tokenizer(self) -> LLMTokenizer:
         """Return the model's tokenizer."""
-        return LLMTokenizer(self._processor)
+        if self._pooling is not None:
+            return LLMTokenizer(self._pooling.tokenizer)
+        return LLMTokenizer(self._processor.tokenizer, self._processor.processor)
 
     def get_metrics(self) -> list[Metric]:
         """Return the counters and gauges of the engine, as a replica exports them."""
@@ -195,6 +303,43 @@ class LLM:
         if self._loaded_core is None:
             raise RuntimeError("the LLM is closed; create another one")
         return self._loaded_core
+
+    @property
+    def _processor(self) -> OfflineRequestProcessor:
+        if self._generation is None:
+            raise ValueError(
+                "the model computes vectors and generates no text; call embed, score or classify"
+            )
+        return self._generation
+
+    def _require_pooling(self) -> OfflinePooling:
+        if self._pooling is None:
+            raise ValueError(
+                "the model generates text; use an embedding model or a reranker, "
+                "or set task='embed' to pool this one"
+            )
+        return self._pooling
+
+    def _run_pooling(self, requests: list[EngineRequest]) -> list[NDArray[np.float32]]:
+        """Step the engine until every request has its vector. On an error, abort the remaining requests."""
+        core = self._core
+        vectors: dict[str, NDArray[np.float32]] = {}
+        for request in requests:
+            core.add(request)
+        try:
+            while len(vectors) < len(requests):
+                outputs = core.step()
+                self._stats = outputs.stats
+                vectors |= {
+                    delta.id: read_vector(delta)
+                    for delta in outputs.deltas
+                    if delta.finish_reason is not None
+                }
+        finally:
+            core.abort([request.id for request in requests])
+            while core.has_work:
+                self._stats = core.step().stats
+        return [vectors[request.id] for request in requests]
 
     def _run(
         self,

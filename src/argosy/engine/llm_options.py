@@ -10,6 +10,7 @@ import structlog
 from argosy.engine.argument_errors import unknown_argument_error
 from argosy.engine.engine_config import EngineConfig, QuantizeSetting
 from argosy.engine.offline_sampling_params import to_plain
+from argosy.engine.pooling import ModelTask
 from argosy.models import BUNDLED_MODEL
 
 log = structlog.get_logger(__name__)
@@ -17,6 +18,9 @@ log = structlog.get_logger(__name__)
 
 class EngineOptions(TypedDict, total=False):
     """Options of the engine."""
+
+    task: ModelTask
+    """Use of the model: `generate`, `embed` or `score`. `auto` follows the layout of the checkpoint."""
 
     revision: str | None
     """Branch, tag or commit of a hub model."""
@@ -126,9 +130,8 @@ _REFUSED_OPTIONS = {
     "tensor_parallel_size": _OtherOption((1,), _ONE_PROCESS),
     "pipeline_parallel_size": _OtherOption((1,), _ONE_PROCESS),
     "data_parallel_size": _OtherOption((1,), _ONE_PROCESS),
-    "runner": _OtherOption(("generate",), "Only generation is supported."),
-    "task": _OtherOption(("generate",), "Only generation is supported."),
-    "convert": _OtherOption(("none",), "Only generation is supported."),
+    "runner": _OtherOption((), "Set task."),
+    "convert": _OtherOption(("none",), "Set task."),
     "tokenizer": _OtherOption((), "Put the tokenizer's files into the directory of the model."),
     "tokenizer_mode": _OtherOption((), "The tokenizer of the checkpoint is used."),
     "tokenizer_revision": _OtherOption((), "Set revision."),
@@ -141,7 +144,7 @@ _REFUSED_OPTIONS = {
     "logits_processors": _OtherOption(([],), "Use logit_bias or structured_outputs of a request."),
     "limit_mm_per_prompt": _OtherOption(({},), "Models take text only."),
     "mm_processor_kwargs": _OtherOption(({},), "Models take text only."),
-    "pooler_config": _OtherOption((), "Only generation is supported."),
+    "pooler_config": _OtherOption((), "The checkpoint states the pooling."),
     "generation_config": _OtherOption(("auto",), "Set SamplingParams."),
     "override_generation_config": _OtherOption(({},), "Set SamplingParams."),
     "logprobs_mode": _OtherOption(("raw_logprobs",), "Log-probabilities are those of raw logits."),

@@ -6,17 +6,20 @@ from collections.abc import Iterable
 from typing import Any
 
 from argosy.engine.offline_prompts import Conversation
-from argosy.engine.offline_request_processor import OfflineRequestProcessor, to_body
+from argosy.engine.offline_request_processor import to_body
 from argosy.engine.offline_sampling_params import to_plain
+from argosy.engine.serving.preprocessing.request_processor import RequestProcessor
+from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.protocol import TokenizeRequest
 
 
 class LLMTokenizer:
     """Tokenizer of a loaded model. Immutable and thread-safe."""
 
-    def __init__(self, processor: OfflineRequestProcessor) -> None:
-        self._tokenizer = processor.tokenizer
-        self._processor = processor.processor
+    def __init__(self, tokenizer: Tokenizer, processor: RequestProcessor | None = None) -> None:
+        """Wrap a tokenizer. Without a `processor`, there are no conversations."""
+        self._tokenizer = tokenizer
+        self._processor = processor
 
     def __len__(self) -> int:
         return self._tokenizer.vocab_size
@@ -59,7 +62,10 @@ class LLMTokenizer:
 
         Raises:
             ApiError: The template cannot render the conversation.
+            ValueError: The model generates no text.
         """
+        if self._processor is None:
+            raise ValueError("the model computes vectors and has no conversations; call encode")
         fields = {
             "messages": [dict(message) for message in conversation],
             "tools": tools,

@@ -6,14 +6,10 @@ from typing import Any
 
 from argosy.engine.offline_sampling_params import to_plain
 
-_ONLY_GENERATION = "Only generation is supported. Use another program for this model."
 UNSUPPORTED_METHODS = {
     "beam_search": "Call generate with SamplingParams(n=...), and rank the outputs by `cumulative_logprob`.",
-    "classify": _ONLY_GENERATION,
-    "embed": _ONLY_GENERATION,
-    "encode": _ONLY_GENERATION,
-    "reward": _ONLY_GENERATION,
-    "score": _ONLY_GENERATION,
+    "encode": "Call embed, score or classify.",
+    "reward": "Call score or classify with a model that has a classification head.",
     "enqueue": "Call generate with all prompts, or use AsyncLLM.",
     "enqueue_chat": "Call chat with all conversations, or use AsyncLLM.",
     "wait_for_completion": "generate and chat return when all outputs are complete.",

@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from argosy.engine.engine_request import EngineRequest
+from argosy.engine.pooling import PoolingInfo
 from argosy.engine.scheduling import Logprob
 from argosy.protocol import ArithmeticIdentity
 
@@ -48,6 +49,8 @@ class Delta(msgspec.Struct, kw_only=True, array_like=True):
     """Names of the prompt's first full KV blocks (`protocol.kv`), if they are cached. Set on the first delta."""
     error_code: str | None = None
     """Code of `error` from `protocol.ERROR_CODES`. None stands for `engine_error`."""
+    pooled: bytes = b""
+    """Vector of a pooled request as float32 in native byte order, or one for each token. Set on the last delta."""
 
 
 class CoreStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -136,6 +139,8 @@ class CoreReady(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=
     """Identity of everything that decides the bytes of outputs, the same on any machine. None if unknown."""
     is_exact: bool = True
     """Whether results depend only on their own sequence, bit for bit. Streams of other models cannot be resumed."""
+    pooling: PoolingInfo | None = None
+    """Properties of a model that computes vectors. None for a model that generates."""
 
 
 class KvChange(msgspec.Struct, frozen=True, array_like=True):

@@ -127,7 +127,8 @@ class ReplicaServer:
         finally:
             loading.cancel()
         processor = text_processing.create_processor(ready, self._engine_config)
-        self.replica_state.on_model_loaded(processor, text_processing, ready)
+        pooling_processor = text_processing.create_pooling_processor(ready, self._engine_config)
+        self.replica_state.on_model_loaded(processor, text_processing, ready, pooling_processor)
         output_format = text_processing.output_format
         log.info(
             "ready",

@@ -20,6 +20,7 @@ from argosy.engine.serving.api_server.preparation_threads import PreparationThre
 from argosy.engine.serving.api_server.replica_server_config import ReplicaServerConfig
 from argosy.engine.serving.core_messages import CoreReady, CoreStats, LoadProgress
 from argosy.engine.serving.engine_core.kv_cache_view import KvCacheView
+from argosy.engine.serving.pooling import PoolingProcessor, PoolingService
 from argosy.engine.serving.preprocessing.request_processor import RequestProcessor
 from argosy.engine.serving.preprocessing.text_processing import TextProcessing
 from argosy.protocol import (
@@ -83,6 +84,8 @@ class LoadedModel:
     ready: CoreReady
     created_at: int
     """Unix time in seconds at which serving began."""
+    pooling: PoolingService | None = None
+    """Service of a model that computes vectors. None for one that generates."""
 
 
 class ReplicaState:
@@ -160,10 +163,18 @@ class ReplicaState:
         return arithmetic, arithmetic_id
 
     def on_model_loaded(
-        self, processor: RequestProcessor, text_processing: TextProcessing, ready: CoreReady
+        self,
+        processor: RequestProcessor,
+        text_processing: TextProcessing,
+        ready: CoreReady,
+        pooling_processor: PoolingProcessor | None = None,
     ) -> None:
         """Store the loaded model and begin to accept requests."""
-        self._model = LoadedModel(processor, text_processing, ready, int(time.time()))
+        pooling = None
+        if pooling_processor is not None:
+            run_in_thread = self.preparation_threads.run
+            pooling = PoolingService(self.engine, pooling_processor, run_in_thread)
+        self._model = LoadedModel(processor, text_processing, ready, int(time.time()), pooling)
         self.metrics.set_kv_layout(ready.block_size, ready.num_blocks)
 
     def require_loaded(self) -> LoadedModel:

@@ -109,11 +109,13 @@ class EngineCore:
                 block_size=limits.block_size,
                 num_blocks=limits.num_blocks,
                 host_blocks=limits.host_blocks,
-                max_prefill_fraction=config.max_prefill_fraction,
+                # Without decodes, prefills leave no room for them.
+                max_prefill_fraction=config.max_prefill_fraction if loaded.pooling is None else 1.0,
                 watermark=config.watermark,
                 prefix_cache=config.prefix_cache,
                 ridge_tokens=loaded.ridge_tokens,
                 kv_windows=limits.kv_windows,
+                is_chunked=bool(limits.kv_windows),
             ),
             _build_batching_policy(config),
         )
@@ -131,6 +133,7 @@ class EngineCore:
             accelerator=loaded.accelerator,
             arithmetic=loaded.arithmetic,
             is_exact=loaded.is_exact,
+            pooling=loaded.pooling,
         )
         self._eos_token_ids = loaded.architecture.eos_token_ids
         self._held = HeldRequests()
@@ -151,7 +154,7 @@ class EngineCore:
         self._queue_reported_at = float("-inf")
         self._kv_reported_at = float("-inf")
         self._kv_reported_starts = 0
-        if config.warmup:
+        if config.warmup and loaded.pooling is None:
             self._grammars.warm_up()
 
     @property
@@ -184,7 +187,9 @@ class EngineCore:
             request,
             now=arrived_at,
             timeout_s=self._timeout_s(request),
-            stop_token_ids=end_token_ids(request.params, self._eos_token_ids),
+            stop_token_ids=end_token_ids(request.params, self._eos_token_ids)
+            if request.pooling is None
+            else frozenset(),
         )
         self._delta_builder.add_request(seq)
 
@@ -267,6 +272,12 @@ class EngineCore:
 
     def _rejection_reason(self, request: EngineRequest) -> str | None:
         """Return why a request cannot run, or None if it can."""
+        if (request.pooling is None) != (self.info.pooling is None):
+            return (
+                "the model computes vectors and generates no text"
+                if request.pooling is None
+                else "the model generates text and computes no vectors"
+            ) + "; send the request to another model"
         total = len(request.prompt) + max(request.params.max_tokens, len(request.resumed_tokens))
         if request.id in self.scheduler.requests or request.id in self._held:
             return "the request id is in use; choose another one"

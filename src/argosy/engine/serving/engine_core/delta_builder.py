@@ -67,6 +67,7 @@ class DeltaBuilder:
                 logprob,
                 prompt_logprobs=prompt_logprobs,
                 failure=result.failures.get(chunk),
+                pooled=result.pooled.get(chunk, b""),
             )
         self.generated_tokens_total += token >= 0
         is_first = self._mark_started(seq)
@@ -89,6 +90,7 @@ class DeltaBuilder:
         *,
         prompt_logprobs: list[Logprob] | None = None,
         failure: SequenceFailure | None = None,
+        pooled: bytes = b"",
     ) -> Delta:
         """Build the delta that ends a request."""
         self.generated_tokens_total += token >= 0
@@ -106,6 +108,7 @@ class DeltaBuilder:
             queue_s=_queue_s(seq) if is_first else None,
             prompt_block_names=self._prompt_block_names(seq) if is_first else b"",
             error_code=None if failure is None else failure.code,
+            pooled=pooled,
         )
 
     def _mark_started(self, seq: Sequence) -> bool:

@@ -150,6 +150,7 @@ def _append(pending: Delta, later: Delta) -> None:
     pending.prompt_logprobs += later.prompt_logprobs
     pending.finish_reason, pending.stop_token = later.finish_reason, later.stop_token
     pending.error, pending.error_code = later.error, later.error_code
+    pending.pooled = later.pooled
 
 
 def _ignore_notification() -> None:

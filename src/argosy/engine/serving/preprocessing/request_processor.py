@@ -28,6 +28,7 @@ from argosy.engine.serving.text.detokenizer import Detokenizer
 from argosy.engine.serving.text.parsed_choice import OutputPlan, ParsedChoice
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.protocol import (
+    ApiError,
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -156,6 +157,7 @@ class RequestProcessor:
         self._eos_token_ids = frozenset((*ready.eos_token_ids, *tokenizer.eos_token_ids))
         self._eos_unknown_to_core = self._eos_token_ids.difference(ready.eos_token_ids)
         self._timeout_s = config.request_timeout_s
+        self._generates = ready.pooling is None
 
     @property
     def max_context_tokens(self) -> int:
@@ -259,6 +261,12 @@ class RequestProcessor:
         return self._tokenizer.decode(body.tokens, skip_special_tokens=False)
 
     def _check_parameters(self, body: GenerationRequest) -> None:
+        if not self._generates:
+            raise ApiError(
+                400,
+                "unsupported_task",
+                "This model computes embeddings, scores or labels and generates no text. Use another model.",
+            )
         check_parameters(msgspec.structs.asdict(body))
         if body.timeout_s is not None:
             maximum = math.inf if self._timeout_s is None else self._timeout_s

@@ -15,6 +15,7 @@ from argosy.engine.execution.generation_config import AUTO_CONFIG
 from argosy.engine.grammar import GrammarCompiler, GrammarError, build_grammar_tokenizer
 from argosy.engine.serving.core_messages import CoreReady
 from argosy.engine.serving.output_parsing import FORMATS, OutputFormat, detect_format
+from argosy.engine.serving.pooling import PoolingProcessor
 from argosy.engine.serving.preprocessing.request_processor import RequestProcessor
 from argosy.engine.serving.preprocessing.sampling_defaults import (
     NO_SAMPLING_DEFAULTS,
@@ -97,7 +98,8 @@ class TextProcessing:
         compiler = GrammarCompiler(
             lambda: build_grammar_tokenizer(self.tokenizer, ready.vocab_size)
         )
-        compiler.warm_up()
+        if ready.pooling is None:
+            compiler.warm_up()
 
         def check_grammar(text: str, param: str) -> float:
             started_at, compiles = time.perf_counter(), compiler.compiles
@@ -126,6 +128,14 @@ class TextProcessing:
             check_grammar=check_grammar,
             sampling_defaults=self.sampling_defaults,
         )
+
+    def create_pooling_processor(
+        self, ready: CoreReady, config: EngineConfig
+    ) -> PoolingProcessor | None:
+        """Create the processor of a core whose model computes vectors, or return None for one that generates."""
+        if ready.pooling is None:
+            return None
+        return PoolingProcessor(self.tokenizer, self.template, ready, config)
 
 
 def _find_format(

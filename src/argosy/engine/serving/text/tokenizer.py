@@ -6,7 +6,7 @@ import hashlib
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import msgspec
 import tokenizers
@@ -19,6 +19,14 @@ from argosy.engine.serving.text.tokenizer_files import load_backend
 
 MAX_TOKEN_IDS = 1 << 24
 """Size of a vocabulary above which its file is damaged. No model comes near it."""
+
+
+class EncodedInput(NamedTuple):
+    """Token ids of a text or of a pair of texts."""
+
+    token_ids: list[int]
+    second_text_start: int | None
+    """Position at which the second text begins, if the tokenizer marks it."""
 
 
 class Tokenizer:
@@ -116,6 +124,44 @@ class Tokenizer:
         ids: list[int] = encoded.ids
         return ids
 
+    def encode_input(
+        self,
+        text: str,
+        second_text: str | None = None,
+        *,
+        max_tokens: int | None = None,
+        max_text_tokens: tuple[int | None, int | None] = (None, None),
+    ) -> EncodedInput:
+        """Encode a text, or a pair of texts, with the special tokens that an encoder was trained with.
+
+        Args:
+            text: The text.
+            second_text: Second text of a pair.
+            max_tokens: Limit of the result, to which the longer text is truncated first. None does not truncate.
+            max_text_tokens: Limit of each text, without special tokens.
+
+        Raises:
+            ValueError: A text is not valid Unicode (a lone surrogate).
+        """
+        texts = [text] if second_text is None else [text, second_text]
+        try:
+            parts = self._backend.encode_batch(texts, add_special_tokens=False)
+        except (UnicodeError, TypeError) as error:
+            raise ValueError(f"the text is not valid Unicode: {error}") from error
+        limits = [
+            len(part) if limit is None else min(limit, len(part))
+            for part, limit in zip(parts, max_text_tokens, strict=False)
+        ]
+        if max_tokens is not None:
+            num_special = self._backend.num_special_tokens_to_add(second_text is not None)
+            limits = _truncate_longest_first(limits, max(0, max_tokens - num_special))
+        for part, limit in zip(parts, limits, strict=True):
+            part.truncate(limit)
+        second = parts[1] if second_text is not None else None
+        encoding = self._backend.post_process(parts[0], second, add_special_tokens=True)
+        types: list[int] = encoding.type_ids
+        return EncodedInput(encoding.ids, types.index(1) if 1 in types else None)
+
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:  # noqa: FBT001, FBT002 - Hugging Face's signature
         """Decode a whole sequence. Invalid UTF-8 becomes U+FFFD, and unknown ids are ignored."""
         text = _decode_utf8(
@@ -190,6 +236,20 @@ def _read_eos_token_ids(path: Path, backend: tokenizers.Tokenizer) -> list[int]:
     if eos_token is not None and (token_id := backend.token_to_id(eos_token)) is not None:
         ids.append(token_id)
     return ids
+
+
+def _truncate_longest_first(lengths: list[int], max_tokens: int) -> list[int]:
+    """Return the lengths of one or two texts after truncation to `max_tokens` together, as the library does."""
+    if sum(lengths) <= max_tokens:
+        return lengths
+    if len(lengths) == 1:
+        return [max_tokens]
+    shorter, _ = sorted(lengths)
+    longer = shorter if shorter > max_tokens else max(shorter, max_tokens - shorter)
+    if shorter + longer > max_tokens:
+        shorter = max_tokens // 2
+        longer = max_tokens - shorter
+    return [longer, shorter] if lengths[0] > lengths[1] else [shorter, longer]
 
 
 def _decode_utf8(data: bytes) -> str:
