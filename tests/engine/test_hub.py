@@ -16,6 +16,7 @@ from argosy.engine.execution.checkpoint import model_revision, resolve_model_pat
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 LAYOUT = ["config.json", "tokenizer.json", "model.safetensors", "modeling_x.py", "README.md"]
+MODULES = ["1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors"]
 SPLIT = [f"UD-Q4_K_XL/m-UD-Q4_K_XL-0000{part}-of-00002.gguf" for part in (1, 2)]
 REPOSITORIES = {
     "o/plain": [*LAYOUT, "consolidated.safetensors", "onnx/config.json", "pytorch_model.bin"],
@@ -26,6 +27,7 @@ REPOSITORIES = {
         "training_args.bin",
     ],
     "o/both": [*LAYOUT, "m-Q8_0.gguf"],
+    "o/embedder": [*LAYOUT, *MODULES, "onnx/model.onnx", "openvino/config.json"],
     "o/one": ["config.json", "m.Q5_K_M.gguf", "mmproj-m-f16.gguf", "imatrix.gguf"],
     "o/many": ["m-Q4_K.gguf", "m-Q4_K_M.gguf", "m-Q4_K_S.gguf", "m-BF16[x].gguf", *SPLIT],
 }
@@ -84,6 +86,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
         ("https://huggingface.co/o/plain", PLAIN),
         ("o/torch", {"config.json", "pytorch_model.bin"}),
         ("o/both", PLAIN),
+        ("o/embedder", PLAIN.union(MODULES)),
         ("o/both:q8_0", {"m-Q8_0.gguf"}),
         ("o/one", {"m.Q5_K_M.gguf"}),
         ("hf.co/o/many:q4_k_m", {"m-Q4_K_M.gguf"}),

@@ -29,6 +29,8 @@ class ModelFit:
     path: str
     family: str
     architecture: str
+    output: str
+    """Description of what the model computes, such as text or embeddings."""
     parameters: int
     active_parameters: int
     vocab_size: int
@@ -116,7 +118,12 @@ def compute_model_fit(
     """
     import psutil
 
-    from argosy.engine import DEFAULT_KV_MEMORY_FRACTION, summarize_model, weight_files
+    from argosy.engine import (
+        DEFAULT_KV_MEMORY_FRACTION,
+        read_pooling_layout,
+        summarize_model,
+        weight_files,
+    )
 
     planned_dtype = dtype if dtype != "auto" else "bfloat16"
     sizes = summarize_model(spec, DTYPE_BYTES[planned_dtype])
@@ -124,12 +131,16 @@ def compute_model_fit(
     weight_bytes = sizes.weight_bytes
     if stored is not None:
         weight_bytes += stored.num_bytes - stored.num_weights * DTYPE_BYTES[planned_dtype]
-    cache = max(int((free - weight_bytes) * DEFAULT_KV_MEMORY_FRACTION), 0)
-    full_sequences = cache / sizes.kv_bytes_per_sequence
+    cache, full_sequences = 0, 0.0
+    if sizes.kv_bytes_per_sequence:  # encoders have no KV cache
+        cache = max(int((free - weight_bytes) * DEFAULT_KV_MEMORY_FRACTION), 0)
+        full_sequences = cache / sizes.kv_bytes_per_sequence
+    layout = read_pooling_layout(path)
     return ModelFit(
         path=str(path),
         family=spec.family,
         architecture=spec.architecture,
+        output="text" if layout is None else layout.describe(),
         parameters=sizes.num_parameters,
         active_parameters=sizes.num_active_parameters,
         vocab_size=spec.vocab_size,
@@ -154,8 +165,21 @@ def _print_fit(fit: ModelFit) -> None:
     all_active = fit.active_parameters == fit.parameters
     active = "" if all_active else f" ({format_count(fit.active_parameters)} active)"
     table = Table(title=fit.path, show_header=False, title_justify="left")
+    memory = ("memory available", format_size(fit.free_bytes))
+    has_kv_cache = fit.kv_bytes_per_sequence > 0
+    kv_rows = [("KV cache", "none"), memory]
+    if has_kv_cache:
+        kv_rows = [
+            ("KV cache per token", format_size(fit.kv_bytes_per_token)),
+            ("KV cache of a full context", format_size(fit.kv_bytes_per_sequence)),
+            memory,
+            ("of it for the KV cache", format_size(fit.kv_cache_bytes)),
+            ("tokens that fit", f"{fit.kv_tokens:,}"),
+            ("sequences at full context", f"{fit.full_sequences:,}"),
+        ]
     for name, value in (
         ("family", f"{fit.family} ({fit.architecture})"),
+        ("computes", fit.output),
         ("parameters", format_count(fit.parameters) + active),
         ("vocabulary", f"{fit.vocab_size:,} tokens"),
         ("context", f"{fit.max_model_len:,} tokens"),
@@ -164,19 +188,14 @@ def _print_fit(fit: ModelFit) -> None:
             f"weights in {' and '.join(filter(None, (fit.dtype, fit.stored_format)))}",
             format_size(fit.weight_bytes),
         ),
-        ("KV cache per token", format_size(fit.kv_bytes_per_token)),
-        ("KV cache of a full context", format_size(fit.kv_bytes_per_sequence)),
-        ("memory available", format_size(fit.free_bytes)),
-        ("of it for the KV cache", format_size(fit.kv_cache_bytes)),
-        ("tokens that fit", f"{fit.kv_tokens:,}"),
-        ("sequences at full context", f"{fit.full_sequences:,}"),
+        *kv_rows,
     ):
         table.add_row(name, value)
     console = Console()
     console.print(table)
     if fit.weight_bytes >= fit.free_bytes:
         console.print("[red]The weights alone do not fit in memory.[/red]")
-    elif not fit.full_sequences:
+    elif has_kv_cache and not fit.full_sequences:
         console.print(
             "No sequence of full context length fits; serve the model with a smaller --max-model-len."
         )

@@ -91,6 +91,14 @@ Quantize = Annotated[
         rich_help_panel=MODEL_PANEL,
     ),
 ]
+Task = Annotated[
+    Literal["auto", "generate", "embed", "score"],
+    Option(
+        help="Use of the model: generate text, embed texts or score pairs of texts. auto follows the files of the"
+        " checkpoint.",
+        rich_help_panel=MODEL_PANEL,
+    ),
+]
 ModelImplName = Annotated[
     Literal["auto", "argosy", "transformers"],
     Option(

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         find_stored_integers,
         read_any_architecture,
     )
+    from argosy.engine.execution.pooling_layout import read_pooling_layout
     from argosy.engine.llm import LLM
     from argosy.engine.offline_sampling_params import SamplingParams
     from argosy.engine.outputs import CompletionOutput, RequestOutput
@@ -54,6 +55,7 @@ __all__ = [
     "StoredIntegers",
     "find_stored_integers",
     "read_any_architecture",
+    "read_pooling_layout",
     "resolve_model_path",
     "serve_replica",
     "summarize_model",
@@ -80,6 +82,7 @@ _MODULE_BY_NAME = {
     "StoredIntegers": "execution.checkpoint_reader",
     "find_stored_integers": "execution.model_selection",
     "read_any_architecture": "execution.model_selection",
+    "read_pooling_layout": "execution.pooling_layout",
     "weight_files": "execution.checkpoint",
     "serve_replica": "serving.api_server.replica_server",
     "tool_format_names": "serving.preprocessing.text_processing",

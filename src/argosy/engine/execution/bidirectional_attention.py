@@ -50,7 +50,7 @@ class BidirectionalAttention:
             self._bind_batch(batch)
         if rope is not None:
             q, k = apply_rope(q, rope), apply_rope(k, rope)
-        outputs = []
+        out = q.new_empty(q.shape)
         for start, length, count in self._runs:
             rows = slice(start, start + length * count)
             queries, keys, values = (
@@ -64,8 +64,8 @@ class BidirectionalAttention:
             output = F.scaled_dot_product_attention(
                 queries, keys, values, attn_mask=mask, scale=params.scale
             )
-            outputs.append(output.transpose(1, 2).flatten(0, 1))
-        return torch.cat(outputs)
+            out[rows].view_as(output.transpose(1, 2)).copy_(output.transpose(1, 2))
+        return out
 
     def ensure_block(self, block: int) -> None:
         """Return at once, because there are no blocks."""

@@ -14,6 +14,7 @@ from argosy.engine.execution.checkpoint_formats.gguf_file import gguf_parts, is_
 from argosy.engine.execution.hub import (
     DOWNLOAD_PATTERNS,
     MAX_LISTED_FILES,
+    MODULE_PATTERNS,
     HubName,
     download_model,
     group_gguf_models,
@@ -25,7 +26,7 @@ SINGLE_FILE = "model.safetensors"
 TORCH_INDEX_FILE = "pytorch_model.bin.index.json"
 TORCH_SINGLE_FILE = "pytorch_model.bin"
 ADAPTER_FILE = "adapter_config.json"
-DIGEST_PATTERNS = (*DOWNLOAD_PATTERNS, "additional_chat_templates/*.jinja")
+DIGEST_PATTERNS = (*DOWNLOAD_PATTERNS, *MODULE_PATTERNS, "additional_chat_templates/*.jinja")
 """Patterns of the files that identify a checkpoint."""
 _COMMIT = re.compile("[0-9a-f]{40}")
 _SNAPSHOT_FOLDER = "snapshots"
@@ -135,7 +136,11 @@ def checkpoint_fingerprint(path: Path) -> str:
     The hash covers inodes and change times. Names, sizes and modification times alone are not enough, because files
     unpacked from archives may agree in all of them.
     """
-    files = [*([] if path.is_file() else sorted(path.glob("*.json"))), *weight_files(path)]
+    patterns = () if path.is_file() else ("*.json", *MODULE_PATTERNS)
+    files = [
+        *(file for pattern in patterns for file in sorted(path.glob(pattern))),
+        *weight_files(path),
+    ]
     states = [(file.name, file.stat()) for file in files]
     lines = [
         f"{name} {s.st_dev} {s.st_ino} {s.st_size} {s.st_mtime_ns} {s.st_ctime_ns}"

@@ -42,8 +42,8 @@ ACTIVATIONS: dict[EncoderActivation, Callable[[Tensor], Tensor]] = {
     "tanh": torch.tanh,
 }
 """Functions of float32 that treat all elements alike."""
-ACTIVATION_CHUNK_ROWS = 32
-"""Rows whose activation is computed at a time, so that its float32 intermediates stay in the CPU cache."""
+ACTIVATION_CHUNK_ELEMENTS = 1 << 18
+"""Elements whose activation is computed at a time, so that its float32 intermediates stay in the CPU cache."""
 
 
 class LayerNorm(LoadableModule):
@@ -160,14 +160,16 @@ class EncoderMlp(nn.Module):
         return self.down.forward(self._gate(self.up.forward(x)))
 
     def _gate(self, x: Tensor) -> Tensor:
-        parts = []
-        for rows in x.split(ACTIVATION_CHUNK_ROWS):
+        width = x.shape[1]
+        chunk_rows = max(1, ACTIVATION_CHUNK_ELEMENTS // width)
+        out = x.new_empty(len(x), width // 2 if self._is_gated else width)
+        for source, target in zip(x.split(chunk_rows), out.split(chunk_rows), strict=True):
             if self._is_gated:
-                gated, factor = rows.float().chunk(2, -1)
-                parts.append((self._activate(gated) * factor).to(x.dtype))
+                gated, factor = source.float().chunk(2, -1)
+                target.copy_(self._activate(gated) * factor)
             else:
-                parts.append(self._activate(rows.float()).to(x.dtype))
-        return torch.cat(parts)
+                target.copy_(self._activate(source.float()))
+        return out
 
 
 class EncoderLayer(nn.Module):

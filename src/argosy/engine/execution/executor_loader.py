@@ -30,7 +30,6 @@ from argosy.engine.execution.device import Device, create_cpu_device
 from argosy.engine.execution.encoder import Encoder
 from argosy.engine.execution.encoder_architecture import EncoderArchitecture
 from argosy.engine.execution.executor import Executor, TorchExecutor
-from argosy.engine.execution.generic_architecture import GenericArchitecture
 from argosy.engine.execution.generic_decoder import GenericDecoder
 from argosy.engine.execution.memory_estimate import MemoryNeeds, check_memory
 from argosy.engine.execution.model_architecture import ModelArchitecture
@@ -41,17 +40,18 @@ from argosy.engine.execution.model_selection import (
     select_implementation,
 )
 from argosy.engine.execution.pack_cache import PackCache, open_pack_cache
-from argosy.engine.execution.pooler import Pooler, load_pooler, output_size
+from argosy.engine.execution.pooler import Pooler, load_pooler
 from argosy.engine.execution.pooling_executor import PoolingExecutor
 from argosy.engine.execution.pooling_layout import (
     PoolingLayout,
+    describe_pooling,
     read_pooling_architecture,
     read_pooling_layout,
 )
 from argosy.engine.execution.self_test import MAX_MEDIAN_DIFFERENCE, find_or_run, run_self_test
 from argosy.engine.execution.weight_loader import load_decoder, load_encoder
 from argosy.engine.grammar import CompiledGrammar
-from argosy.engine.pooling import PoolingInfo, PoolingTask
+from argosy.engine.pooling import PoolingInfo
 from argosy.engine.scheduling import AdmittedSequence, StepPlan
 from argosy.protocol import ArithmeticIdentity, SamplingParams
 
@@ -171,7 +171,9 @@ def load_executor(
         is_exact=is_exact,
         pooling=None
         if pooling_layout is None
-        else _describe_pooling(path, pooling_layout, decoder.architecture, limits),
+        else describe_pooling(
+            pooling_layout, decoder.architecture.hidden_size, limits.max_model_len
+        ),
     )
 
 
@@ -181,35 +183,6 @@ def _choose_max_steps_in_flight(config: EngineConfig, device: Device, pooler: Po
     if config.max_steps_in_flight is None:
         return device.max_steps_in_flight
     return config.max_steps_in_flight
-
-
-def _describe_pooling(
-    path: Path, layout: PoolingLayout, architecture: AnyArchitecture, limits: EngineLimits
-) -> PoolingInfo:
-    """Describe a pooling model for validation of requests and for `GET /v1/models`."""
-    if isinstance(architecture, GenericArchitecture):
-        raise ValueError(f"{path}: models of transformers compute no vectors")  # noqa: TRY004
-    tasks: tuple[PoolingTask, ...] = ("embed", "token_embed", "score")
-    if layout.head == "logit_score":
-        tasks = ("score",)
-    elif layout.head == "classification":
-        tasks = ("classify", "score") if len(layout.labels) == 1 else ("classify",)
-    return PoolingInfo(
-        tasks=tasks,
-        output_size=output_size(layout, architecture),
-        max_input_tokens=limits.max_model_len,
-        labels=layout.labels if layout.head == "classification" else None,
-        prompts=dict(layout.prompts),
-        default_prompt_name=layout.default_prompt_name,
-        matryoshka_dimensions=layout.matryoshka_dimensions,
-        is_normalized=layout.is_normalized,
-        activation=layout.activation,
-        similarity=layout.similarity,
-        reads_all_tokens=layout.reads_all_tokens,
-        includes_prompt=layout.includes_prompt,
-        is_lowercased=layout.is_lowercased,
-        renders_pairs=layout.head == "logit_score",
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,14 +13,18 @@ if TYPE_CHECKING:
 
 DOWNLOAD_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py")
 """Patterns of files to download, which are configuration, weights, templates, tokenizers and code of the model."""
+MODULE_PATTERNS = tuple(
+    f"[0-9]*_*/{pattern}" for pattern in ("*.json", "*.safetensors", "pytorch_model.bin")
+)
+"""Patterns of the pooling and dense layers of an embedding model, which are in folders such as `1_Pooling`."""
 TORCH_PATTERNS = ("pytorch_model*.bin",)
 """Patterns of weights that are downloaded if the repository has no safetensors files."""
 IGNORED_PATTERNS = (
     "consolidated*",
-    *(f"*/{pattern}" for pattern in DOWNLOAD_PATTERNS if pattern != "*.jinja"),
-    *("*/*.bin", "*/*.gguf"),
+    *(f"[!0-9]*/{pattern}" for pattern in DOWNLOAD_PATTERNS if pattern != "*.jinja"),
+    *("[!0-9]*/*.bin", "*/*.gguf"),
 )
-"""Patterns of files not to download: weights in other layouts, and folders except those of chat templates."""
+"""Patterns of files not to download: weights in other layouts, and folders except those of templates and modules."""
 MAX_LISTED_FILES = 8
 """Maximum number of files that an error lists."""
 _PREFIX = re.compile(r"^(https://)?(huggingface\.co|hf\.co)/")
@@ -125,7 +129,8 @@ def _patterns(files: Iterable[str]) -> tuple[str, ...]:
     has_safetensors = any(
         re.fullmatch(r"(?!consolidated)[^/]+\.safetensors", file) for file in files
     )
-    return DOWNLOAD_PATTERNS if has_safetensors else (*DOWNLOAD_PATTERNS, *TORCH_PATTERNS)
+    patterns = (*DOWNLOAD_PATTERNS, *MODULE_PATTERNS)
+    return patterns if has_safetensors else (*patterns, *TORCH_PATTERNS)
 
 
 def select_gguf(name: HubName, files: Iterable[str]) -> list[str] | None:

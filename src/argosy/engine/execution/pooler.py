@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from argosy.engine.execution.checkpoint_reader import CheckpointReader
     from argosy.engine.execution.decoder import Decoder
     from argosy.engine.execution.device import Device
-    from argosy.engine.execution.pooling_layout import (
+    from argosy.engine.execution.pooling_layout import PoolingLayout
+    from argosy.engine.execution.sentence_transformers_files import (
         DenseActivation,
         DenseLayout,
-        PoolingLayout,
         PoolingMode,
     )
     from argosy.engine.pooling import PoolingParams
@@ -139,17 +139,6 @@ def load_pooler(
         stages.append(_load_dense(dense, device, dtype))
         width = dense.out_features
     return Pooler(modes, stages, reads_all_tokens=layout.reads_all_tokens)
-
-
-def output_size(
-    layout: PoolingLayout, architecture: EncoderArchitecture | ModelArchitecture
-) -> int:
-    """Return the number of elements of a result."""
-    if layout.head != "embedding":
-        return len(layout.labels)
-    if layout.dense:
-        return layout.dense[-1].out_features
-    return len(layout.modes) * architecture.hidden_size
 
 
 def _load_dense(
