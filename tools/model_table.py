@@ -32,6 +32,7 @@ from tools.model_comparison import (
     load_with_transformers,
     yes_or_no,
 )
+from tools.pooling_rows import POOLING_TABLE_HEAD, pooling_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -177,6 +178,7 @@ def transformers_rows(text: str) -> Iterator[Row]:
 SECTIONS = {
     "Argosy's own decoder": Section(own_rows),
     "Models of transformers": Section(transformers_rows),
+    "Embeddings and scores": Section(pooling_rows, POOLING_TABLE_HEAD),
     "Quantized checkpoints": Section(quantized_rows, FORMAT_TABLE_HEAD),
     "GGUF files": Section(gguf_rows, FORMAT_TABLE_HEAD),
 }

@@ -75,8 +75,9 @@ def test_scores_equal_those_of_a_language_model_with_logit_score(tmp_path: Path)
 
 
 def test_labels_have_the_probabilities_of_transformers(tmp_path: Path) -> None:
-    labels = {"id2label": {0: "bad", 1: "so so", 2: "good"}, "num_labels": 3}
-    case = PoolingCase("Bert", ENCODER | labels, "BertForSequenceClassification", "bert")
+    labels = {0: "bad", 1: "so so", 2: "good"}
+    options = ENCODER | {"id2label": labels, "num_labels": 3}
+    case = PoolingCase("Bert", options, "BertForSequenceClassification", "bert")
     model = save_transformer(tmp_path, case)
     with LLM(tmp_path, **OPTIONS) as llm:
         outputs = llm.classify(TEXTS, truncate_prompt_tokens=-1)
@@ -88,7 +89,7 @@ def test_labels_have_the_probabilities_of_transformers(tmp_path: Path) -> None:
             logits = model(torch.tensor([output.prompt_token_ids])).logits[0]
         expected = logits.softmax(-1).numpy()
         np.testing.assert_allclose(output.outputs.probs, expected, rtol=0, atol=TOLERANCE)
-        assert output.outputs.label == labels["id2label"][int(expected.argmax())]
+        assert output.outputs.label == labels[int(expected.argmax())]
     assert not np.isclose(raw.outputs.probs.sum(), 1)
 
 

@@ -59,7 +59,7 @@ async def test_service_computes_vectors_scores_and_vectors_of_tokens(
         assert vector.shape == (service.info.output_size,)
         np.testing.assert_allclose(vector, rows.mean(0), rtol=0, atol=1e-5)
     first, second = (vector / np.linalg.norm(vector) for vector in embedded.vectors[:2])
-    np.testing.assert_allclose(scores.values, [1, first @ second], rtol=0, atol=1e-5)
+    assert scores.values.tolist() == pytest.approx([1, float(first @ second)], abs=1e-5)
 
 
 async def test_largest_request_is_embedded_in_the_order_of_its_inputs(
