@@ -64,6 +64,12 @@ ERROR_CODES = (
     ),
     ErrorCode(
         400,
+        "unsupported_task",
+        "The model cannot do what the path asks for; the message has what it can do. `GET /v1/models` lists the"
+        " `tasks` of each model.",
+    ),
+    ErrorCode(
+        400,
         "no_chat_template",
         "The model has no chat template for these messages. Use `/v1/completions`, or start the replica with"
         " `--chat-template`.",

@@ -206,6 +206,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     parent: None = None
     max_model_len: int | None
     """Context length in tokens; None if unknown."""
+    tasks: list[str] | None = None
+    """Tasks of the model, like `generate` or `embed`; None if unknown."""
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):

@@ -32,22 +32,49 @@ from argosy.protocol.openai_responses import (
     TokenizeResponse,
     VersionResponse,
 )
+from argosy.protocol.pooling_requests import (
+    ClassifyRequest,
+    EmbeddingRequest,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
+from argosy.protocol.pooling_responses import (
+    ClassificationList,
+    EmbeddingList,
+    PoolingList,
+    RerankResponse,
+    ScoreList,
+)
 
 JSON_MEDIA_TYPE = "application/json"
 _REF_TEMPLATE = "#/components/schemas/{name}"
+_POOLED_TYPES = (
+    ClassificationList,
+    EmbeddingList,
+    PoolingList,
+    RerankResponse,
+    ScoreList,
+)
 _LENIENT_BODIES = (
     ChatCompletionRequest,
     ChatMessageParam,
     CompletionRequest,
     ContentPart,
     DetokenizeRequest,
+    ClassifyRequest,
+    EmbeddingRequest,
+    PoolingRequest,
+    RerankRequest,
     ResumeInput,
+    ScoreRequest,
     StreamOptions,
     TokenizeRequest,
 )
 """Objects in request bodies whose unknown fields are ignored by default."""
 _SHARED_TYPES = (
     *_LENIENT_BODIES,
+    *_POOLED_TYPES,
     ChatCompletion,
     Completion,
     DetokenizeResponse,
@@ -67,6 +94,15 @@ _GENERATION_OPERATIONS: tuple[_Operation, ...] = (
 _TOKENIZER_OPERATIONS: tuple[_Operation, ...] = (
     ("/tokenize", "tokenize", TokenizeRequest, TokenizeResponse),
     ("/detokenize", "detokenize", DetokenizeRequest, DetokenizeResponse),
+)
+_POOLING_OPERATIONS: tuple[_Operation, ...] = (
+    ("/v1/embeddings", "embed", EmbeddingRequest, EmbeddingList),
+    ("/pooling", "pool", PoolingRequest, PoolingList),
+    ("/classify", "classify", ClassifyRequest, ClassificationList),
+    ("/score", "score", ScoreRequest, ScoreList),
+    ("/v1/score", "scoreV1", ScoreRequest, ScoreList),
+    ("/rerank", "rerank", RerankRequest, RerankResponse),
+    ("/v1/rerank", "rerankV1", RerankRequest, RerankResponse),
 )
 _INTERNAL_ERROR = {"500": "Internal error. The log has the details under the request id."}
 
@@ -180,6 +216,8 @@ class OpenApiBuilder:
                 "text/event-stream": {"type": "string"},
             }
             self.add(path, "POST", self.describe(name, content, errors.generation, body=body))
+        for path, name, body, response in _POOLING_OPERATIONS:
+            self.add_json(path, "POST", name, response, errors.generation, body=body)
         self.add_json("/v1/models", "GET", "listModels", ModelList, errors.listing)
         self.add_json(
             "/v1/models/{model}",

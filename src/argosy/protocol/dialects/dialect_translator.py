@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -14,6 +15,8 @@ from argosy.protocol.sse import SSE_CONTENT_TYPE
 
 ErrorEncoder = Callable[[OutputError, str], bytes]
 """Encodes an error and the request id as the body of an error response."""
+MIN_THREADED_BYTES = 64 * 1024
+"""Bodies of at least this size are translated in a thread, because they would delay streams."""
 EndListener = Callable[[dict[str, Any]], Awaitable[None]]
 """Called with a response that has ended, before its end is sent to the client."""
 
@@ -82,11 +85,11 @@ class DialectTranslator:
         return self._output.drain()
 
 
-class ObjectTranslator:
-    """Translator of a response that is one JSON object and never a stream.
+class BodyTranslator:
+    """Translator of a response that is one JSON value and never a stream. A large one is translated in a thread.
 
     Args:
-        render: Returns the client's object for the one of the internal API.
+        render: Returns the client's body for the one of the internal API.
         encode_error: Encodes errors; None to keep them as they are.
     """
 
@@ -94,7 +97,7 @@ class ObjectTranslator:
 
     def __init__(
         self,
-        render: Callable[[dict[str, Any]], dict[str, Any]],
+        render: Callable[[bytes], bytes],
         encode_error: ErrorEncoder | None = None,
     ) -> None:
         self._render = render
@@ -109,8 +112,10 @@ class ObjectTranslator:
         if status != 200:
             return _translate_error(self._encode_error, status, body, request_id)
         try:
-            return msgspec.json.encode(self._render(msgspec.json.decode(body, type=dict[str, Any])))
-        except (msgspec.DecodeError, LookupError) as error:
+            if len(body) < MIN_THREADED_BYTES:
+                return self._render(body)
+            return await asyncio.to_thread(self._render, body)
+        except (ValueError, LookupError) as error:
             raise _malformed_response() from error
 
     def translate_events(self, events: bytes) -> bytes:
@@ -124,6 +129,22 @@ class ObjectTranslator:
     async def finish_stream(self) -> bytes:
         """Return no events."""
         return b""
+
+
+class ObjectTranslator(BodyTranslator):
+    """Translator of a response that is one small JSON object. `render` returns the client's for the internal one."""
+
+    def __init__(
+        self,
+        render: Callable[[dict[str, Any]], dict[str, Any]],
+        encode_error: ErrorEncoder | None = None,
+    ) -> None:
+        super().__init__(
+            lambda body: msgspec.json.encode(
+                render(msgspec.json.decode(body, type=dict[str, Any]))
+            ),
+            encode_error,
+        )
 
 
 def _translate_error(
