@@ -14,7 +14,8 @@ from argosy.protocol import SSE_DONE, format_event
 Json = dict[str, Any]
 
 MODELS: Json = {"object": "list", "data": [{"id": "rough", "object": "model"}]}
-GENERATION_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
+POOLING_PATHS = frozenset({"/v1/embeddings", "/pooling", "/classify", "/score", "/v1/rerank"})
+GENERATION_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"}) | POOLING_PATHS
 CHUNKED_HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 STREAM_HEAD = CHUNKED_HEAD[:-2] + b"content-type: text/event-stream\r\n\r\n"
 

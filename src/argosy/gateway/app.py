@@ -24,6 +24,7 @@ from argosy.gateway.http_route import ANY_METHOD, Handler, HttpRoute, PrefixRout
 from argosy.gateway.model_registry import ModelRouter
 from argosy.gateway.operations import OperationsHandlers
 from argosy.gateway.peer_gateways import PEER_REQUESTS_PREFIX
+from argosy.gateway.pooling_handlers import PoolingHandlers
 from argosy.gateway.principal import ANONYMOUS, Principal
 from argosy.gateway.proxy import CompletionHandlers
 from argosy.gateway.utility_handlers import (
@@ -85,12 +86,14 @@ class GatewayApp:
         self._config = config
         self._gateway_id = gateway_id
         refuse_unknown_fields = config.unknown_fields == "refuse"
+        pooling = PoolingHandlers(generation.handle, refuse_unknown_fields=refuse_unknown_fields)
         utility = UtilityHandlers(models, limits, refuse_unknown_fields=refuse_unknown_fields)
         self.dialects = DialectRoutes(
             models,
             response_state or ResponseState(None),
             chat=generation.chat_completions,
             completion=generation.completions,
+            embeddings=pooling.embeddings,
             tokenize=partial(utility.tokenize, path=TOKENIZE_PATH),
             refuse_unknown_fields=refuse_unknown_fields,
         )
@@ -111,6 +114,7 @@ class GatewayApp:
             HttpRoute("/health", "GET", self._health, is_public=True),
             HttpRoute("/ready", "GET", operations.ready, is_public=True),
             HttpRoute("/version", "GET", self._version, is_public=True),
+            *pooling.routes,
             *self.dialects.routes,
         )
         self._routes = {route.name: route for route in routes}

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 
-_AZURE_PATH = re.compile(r"/openai/(?:deployments/([^/]+)/((?:chat/)?completions)|v1/(.+))")
+_AZURE_PATH = re.compile(
+    r"/openai/(?:deployments/([^/]+)/((?:chat/)?completions|embeddings)|v1/(.+))"
+)
 
 
 def to_openai_path(path: str) -> str:

@@ -1,4 +1,4 @@
-"""State of one generation request while it runs, and the protocol of the request filters that it passes."""
+"""State of one request to a model while it runs, and the protocol of the request filters that it passes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from argosy.policy import (
     start_deadline,
 )
 from argosy.policy.placement import PlacementRequest
-from argosy.protocol import ApiError, EarlyStopReason
+from argosy.protocol import ApiError, EarlyStopReason, TaskName
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
@@ -39,20 +39,33 @@ CLIENT_ERROR_STATUSES = frozenset({400, 413, 422})
 replica."""
 
 
+GENERATE: frozenset[TaskName] = frozenset({"generate"})
+
+
 @dataclass(frozen=True, slots=True)
 class ApiShape:
-    """Differences between the generation APIs."""
+    """Differences between the APIs of models."""
 
     path: bytes
-    prompt_field: str
+    prompt_fields: tuple[str, ...]
+    """Names of the field with the prompt, the messages, the inputs or the documents."""
     id_prefix: str
-    object_type: str
+    object_type: str = "list"
     """Value of `object` in responses. Stream chunks have `chunk_object_type`."""
-    chunk_object_type: str
+    chunk_object_type: str = ""
+    tasks: frozenset[TaskName] = GENERATE
+    """Tasks of which a model needs one."""
+    query_fields: tuple[str, ...] = ()
+    """Names of the field with the query, which is computed with each document."""
+
+    @property
+    def generates(self) -> bool:
+        """Whether responses are generated token by token."""
+        return self.tasks is GENERATE
 
 
-CHAT = ApiShape(CHAT_PATH, "messages", "chatcmpl", "chat.completion", "chat.completion.chunk")
-COMPLETION = ApiShape(COMPLETION_PATH, "prompt", "cmpl", "text_completion", "text_completion")
+CHAT = ApiShape(CHAT_PATH, ("messages",), "chatcmpl", "chat.completion", "chat.completion.chunk")
+COMPLETION = ApiShape(COMPLETION_PATH, ("prompt",), "cmpl", "text_completion", "text_completion")
 
 
 class EndReason(enum.Enum):

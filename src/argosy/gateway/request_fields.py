@@ -1,11 +1,11 @@
-"""The fields of a generation request that the gateway reads. All other fields pass through unchanged."""
+"""The fields of a request to a model that the gateway reads. All other fields pass through unchanged."""
 
 from __future__ import annotations
 
 import math
 import random
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -24,12 +24,16 @@ MAX_TOKEN_BYTES = 128
 """Upper bound for the bytes of one token in any common tokenizer, runs of spaces included."""
 MAX_ESTIMATED_OUTPUT_TOKENS = 1 << 24
 """Upper bound of output estimates. Replicas reject requests for more."""
+MAX_ESTIMATED_PROMPT_TOKENS = 1 << 31
+"""Upper bound of prompt estimates, which a query that is repeated for millions of documents would exceed."""
 MAX_CHOICES = 1 << 14
 """Maximum choices of one request. The gateway writes a finish reason for each of them if it ends the response early."""
 ESTIMATED_MEDIA_TOKENS = 1024
 """Estimated tokens of one image or sound, about what vision models use per image."""
 MAX_NON_PROMPT_BYTES = 4 * 1024 * 1024
 """Maximum bytes of a body besides its prompt. Parsing millions of fields would take a second and a gigabyte."""
+TRUNCATING_FIELDS = frozenset({"truncate_prompt_tokens", "max_tokens_per_doc"})
+"""Fields that let a replica truncate prompts, inputs or documents."""
 NON_STREAMING_FIELDS = ("prompt_logprobs", "resume")
 """Fields that streaming requests do not support, or treat differently."""
 
@@ -66,6 +70,14 @@ class _LargeFields(msgspec.Struct, gc=False):
     prompt: Raw = Raw()
     messages: Raw = Raw()
     tokens: Raw = Raw()
+    input: Raw = Raw()
+    documents: Raw = Raw()
+    items: Raw = Raw()
+    queries: Raw = Raw()
+    text_1: Raw = Raw()
+    text_2: Raw = Raw()
+    data_1: Raw = Raw()
+    data_2: Raw = Raw()
 
 
 class _ContentPart(msgspec.Struct, gc=False):
@@ -84,7 +96,7 @@ class _ChatMessage(msgspec.Struct, gc=False):
 
 
 class RequestFields(msgspec.Struct, frozen=True, eq=False):
-    """Parsed fields of one chat or completion request."""
+    """Parsed fields of one request to a model."""
 
     raw: dict[str, Raw]
     """All fields of the body as raw JSON."""
@@ -110,6 +122,8 @@ class RequestFields(msgspec.Struct, frozen=True, eq=False):
     """Number of tiers by which the client lowers the priority of this request."""
     include_usage: bool = False
     """Whether the stream ends with a usage chunk."""
+    generates: bool = True
+    """Whether the response is generated token by token. Embeddings and scores are not."""
     has_generated_seed: bool = False
     """Whether the gateway generated the seed, because the client set none."""
     request_id: str = ""
@@ -128,9 +142,9 @@ class RequestFields(msgspec.Struct, frozen=True, eq=False):
         """Return whether one of the prompts has more than `max_tokens` tokens with any tokenizer.
 
         For messages only the text counts that every chat template includes. Malformed prompts return False and are left
-        to the replica to reject. So are requests with `truncate_prompt_tokens`.
+        to the replica to reject. So are requests that truncate their inputs.
         """
-        if len(self.raw_prompt) <= max_tokens or "truncate_prompt_tokens" in self.raw:
+        if len(self.raw_prompt) <= max_tokens or not TRUNCATING_FIELDS.isdisjoint(self.raw):
             return False
         try:
             return _exceeds_token_limit(bytes(self.raw_prompt), max_tokens)
@@ -140,7 +154,9 @@ class RequestFields(msgspec.Struct, frozen=True, eq=False):
     @property
     def can_aggregate_stream(self) -> bool:
         """Whether a non-streaming response can be aggregated from a native replica's stream."""
-        return all(bytes(self.raw.get(name, b"null")) == b"null" for name in NON_STREAMING_FIELDS)
+        return self.generates and all(
+            bytes(self.raw.get(name, b"null")) == b"null" for name in NON_STREAMING_FIELDS
+        )
 
 
 def parse_request_fields(
@@ -211,6 +227,69 @@ def parse_request_fields(
     )
 
 
+def parse_pooled_fields(
+    body: bytes,
+    input_fields: Sequence[str],
+    query_fields: Sequence[str] = (),
+    *,
+    cache_domain: str = "",
+    session_id: str = "",
+    default_model: str = "",
+) -> RequestFields:
+    """Parse the body of a request whose response is not generated, such as embeddings.
+
+    Args:
+        body: The JSON body.
+        input_fields: Names that the field with the inputs may have.
+        query_fields: Names that the field with the query may have, which is computed with each input.
+        cache_domain: Cache domain of the principal.
+        session_id: Session from the headers, used if the body names none.
+        default_model: Model of a request whose body names none; empty for the only suitable one.
+
+    Raises:
+        ApiError: 400 for a missing or ill-typed field, 413 for too large a body.
+    """
+    raw = parse_raw_fields(body)
+    known = decode_fields(_KnownFields, raw)
+    names = [
+        next((name for name in one if name in raw), None)
+        for one in (input_fields, query_fields)
+        if one
+    ]
+    for name, one in zip(names, (input_fields, query_fields), strict=False):
+        if name is None:
+            message = f"Missing parameter '{one[0]}'. Add it."
+            raise ApiError(400, "missing_required_parameter", message, param=one[0])
+    prompt_field, *query_field = [name for name in names if name is not None]
+    inputs = bytes(raw[prompt_field])
+    tokens = _estimate_tokens(inputs)
+    for name in query_field:
+        query = bytes(raw[name])
+        repetitions = _count_items(inputs) if _count_items(query) == 1 else 1
+        tokens += repetitions * _estimate_tokens(query)
+    return RequestFields(
+        raw=raw,
+        model=known.model or default_model,
+        stream=False,
+        choice_count=1,
+        max_output_tokens=0,
+        prompt_field=prompt_field,
+        estimated_prompt_tokens=min(tokens, MAX_ESTIMATED_PROMPT_TOKENS),
+        session_id=known.session_id or session_id,
+        timeout_s=math.inf if known.timeout_s is None else known.timeout_s,
+        priority=known.priority or 0,
+        generates=False,
+        request_id=known.request_id or "",
+        cache_domain=cache_domain,
+        body_bytes=len(body),
+    )
+
+
+def _count_items(value: bytes) -> int:
+    """Count the items of a JSON list; 1 for any other value."""
+    return len(msgspec.json.decode(value, type=list[Raw])) if value.startswith(b"[") else 1
+
+
 def _exceeds_token_limit(prompt: bytes, max_tokens: int) -> bool:
     """Implement `RequestFields.exceeds_token_limit`.
 
@@ -263,7 +342,7 @@ def decode_fields(fields_type: type[T], raw: Mapping[str, Raw]) -> T:
 
 def _check_non_prompt_bytes(body: bytes) -> None:
     large = parse_body(_LargeFields, body)
-    prompt_bytes = sum(len(bytes(value)) for value in (large.prompt, large.messages, large.tokens))
+    prompt_bytes = sum(len(bytes(getattr(large, name))) for name in large.__struct_fields__)
     if len(body) - prompt_bytes > MAX_NON_PROMPT_BYTES:
         message = (
             f"The body has more than {MAX_NON_PROMPT_BYTES} bytes besides its prompt. Send less."

@@ -232,6 +232,7 @@ async def test_ollama_client_finds_its_way(fleet: DialectFleet) -> None:
     assert shown.modelinfo is not None
     assert shown.modelinfo["argosy.context_length"] == 2048
     assert "tools" in (shown.capabilities or [])
+    assert "embedding" not in (shown.capabilities or [])
     assert [model.model for model in (await client.ps()).models] == [MODEL]
     assert (await client.pull(MODEL)).status == "success"
     assert (await client.generate(MODEL)).done_reason == "load"
@@ -242,10 +243,14 @@ async def test_ollama_client_finds_its_way(fleet: DialectFleet) -> None:
     raw = await client.generate(MODEL, "Hi", raw=True)
     assert raw.response == fleet.output
     assert fleet.prompts() == ["Hi"]
-    for refused in (client.delete(MODEL), client.embed(MODEL, "x"), client.push(MODEL)):
+    for refused, status in (
+        (client.delete(MODEL), 501),
+        (client.embed(MODEL, "x"), 400),
+        (client.push(MODEL), 501),
+    ):
         with pytest.raises(ollama.ResponseError) as error:
             await refused
-        assert error.value.status_code == 501
+        assert error.value.status_code == status
     with pytest.raises(ollama.ResponseError, match="missing"):
         await client.pull("missing")
     home = await fleet.client.get("/")

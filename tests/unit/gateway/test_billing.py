@@ -84,7 +84,7 @@ class NullWriter:
 def make_relay(body: Json) -> tuple[RequestContext, ResponseRelay, StreamContinuation]:
     """Return a request to the model "m", its relay and its continuation."""
     api = CHAT if "messages" in body else COMPLETION
-    fields = parse_request_fields(json.dumps(body).encode(), api.prompt_field)
+    fields = parse_request_fields(json.dumps(body).encode(), api.prompt_fields[0])
     exchange = cast("HttpExchange", None)  # no client is disconnected
     pool = Pool("m", [])
     context = RequestContext(exchange, fields, api, pool, "id", ANONYMOUS, ANONYMOUS.tier)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -27,6 +27,7 @@ class _ListedModel(msgspec.Struct):
     id: str = ""
     owned_by: str = ""
     max_model_len: int | None = None
+    tasks: frozenset[str] | None = None
 
 
 class _ModelListing(msgspec.Struct):
@@ -40,6 +41,8 @@ class DetectedBackend:
     kind: BackendKind
     models: dict[str, int | None]
     """Context length in tokens by model name; None if the server does not report it."""
+    tasks: dict[str, frozenset[str]] = field(default_factory=dict)
+    """Tasks by model name, as Argosy's replicas and gateways report them."""
 
 
 async def detect_backend(fetch: FetchPath) -> DetectedBackend | None:
@@ -56,15 +59,16 @@ async def detect_backend(fetch: FetchPath) -> DetectedBackend | None:
         return None
     listed = _parse_model_listing(body) if status == 200 else []
     models = {model.id: model.max_model_len or None for model in listed}
+    tasks = {model.id: model.tasks for model in listed if model.tasks is not None}
     owners = {model.owned_by for model in listed}
     for owner, kind in _KIND_BY_OWNER.items():
         if owner in owners:
             return DetectedBackend(kind, models)
     if "argosy" in owners and (await fetch(b"/load"))[0] != 404:  # a gateway has no /load
-        return DetectedBackend("argosy", models)
+        return DetectedBackend("argosy", models, tasks)
     if await _is_tgi(fetch):
         return DetectedBackend("tgi", models)
-    return DetectedBackend("openai", models)
+    return DetectedBackend("openai", models, tasks)
 
 
 def _parse_model_listing(body: bytes) -> list[_ListedModel]:

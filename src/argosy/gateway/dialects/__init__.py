@@ -6,7 +6,7 @@ responses and conversations in the store, and `BackgroundResponses` runs respons
 """
 
 from argosy.gateway.dialects.anthropic_handlers import VERSION_HEADER
-from argosy.gateway.dialects.dialect import ANTHROPIC, OLLAMA, Dialect
+from argosy.gateway.dialects.dialect import ANTHROPIC, OLLAMA, Dialect, translate_pooling
 from argosy.gateway.dialects.dialect_routes import DialectRoutes
 from argosy.gateway.dialects.openapi import (
     DIALECT_BODIES,
@@ -25,4 +25,5 @@ __all__ = [
     "DialectRoutes",
     "ResponseState",
     "add_dialect_operations",
+    "translate_pooling",
 ]

@@ -12,11 +12,13 @@ import msgspec
 from argosy.http_server import HttpExchange
 from argosy.protocol import IGNORED_FIELDS_HEADER, ApiError, format_names
 from argosy.protocol.dialects import (
+    BodyTranslator,
     DialectOutput,
     DialectTranslator,
     EndListener,
     ErrorEncoder,
     OutputIdentity,
+    TranslatedPooling,
     TranslatedRequest,
     encode_anthropic_error,
     encode_ollama_error,
@@ -93,6 +95,15 @@ def start_translation(
     name_ignored_fields(exchange, request.ignored)
     identity = identity or create_identity(exchange, request)
     translator = DialectTranslator(request.output, identity, encode_error, on_end)
+    exchange.translate(msgspec.json.encode(request.body), translator)
+
+
+def translate_pooling(
+    exchange: HttpExchange, request: TranslatedPooling, encode_error: ErrorEncoder | None = None
+) -> None:
+    """Replace a request by its internal form, embeddings or a reranking, and translate the response to it."""
+    name_ignored_fields(exchange, request.ignored)
+    translator = BodyTranslator(request.render, encode_error)
     exchange.translate(msgspec.json.encode(request.body), translator)
 
 

@@ -24,7 +24,7 @@ from argosy.gateway.http_route import ANY_METHOD, Handler, HttpRoute, PrefixRout
 from argosy.gateway.model_registry import ModelRouter
 
 OLLAMA_PREFIX = "/api/"
-_UNSUPPORTED_PATHS = ("push", "create", "copy", "delete", "embed", "embeddings")
+_UNSUPPORTED_PATHS = ("push", "create", "copy", "delete")
 
 
 class DialectRoutes:
@@ -35,6 +35,7 @@ class DialectRoutes:
         state: Stored responses and conversations.
         chat: Handler of chats.
         completion: Handler of text completions.
+        embeddings: Handler of embeddings.
         tokenize: Handler of `/tokenize`.
         refuse_unknown_fields: Whether unknown fields are errors.
     """
@@ -46,6 +47,7 @@ class DialectRoutes:
         *,
         chat: Handler,
         completion: Handler,
+        embeddings: Handler,
         tokenize: Handler,
         refuse_unknown_fields: bool,
     ) -> None:
@@ -64,7 +66,7 @@ class DialectRoutes:
         )
         conversations = ConversationHandlers(state)
         ollama = OllamaHandlers(
-            models, chat, completion, refuse_unknown_fields=refuse_unknown_fields
+            models, chat, completion, embeddings, refuse_unknown_fields=refuse_unknown_fields
         )
         messages = partial(HttpRoute, dialect=ANTHROPIC)
         api = partial(HttpRoute, dialect=OLLAMA)
@@ -84,6 +86,8 @@ class DialectRoutes:
             api("/api/version", "GET", ollama.version, is_public=True),
             api("/api/chat", "POST", ollama.chat),
             api("/api/generate", "POST", ollama.generate),
+            api("/api/embed", "POST", ollama.embed),
+            api("/api/embeddings", "POST", ollama.embeddings),
             api("/api/tags", "GET", ollama.tags),
             api("/api/ps", "GET", ollama.running),
             api("/api/show", "POST", ollama.show),

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from argosy.gateway.dialects.dialect import OLLAMA, start_translation
+from argosy.gateway.dialects.dialect import OLLAMA, start_translation, translate_pooling
 from argosy.gateway.http_route import Handler
 from argosy.gateway.model_registry import ModelRouter
 from argosy.gateway.principal import Principal
@@ -19,11 +19,14 @@ from argosy.protocol.dialects import (
     NDJSON_CONTENT_TYPE,
     OllamaModelRequest,
     OllamaOutput,
+    TranslatedPooling,
     TranslatedRequest,
     format_timestamp,
     is_load_request,
     strip_tag,
     translate_ollama_chat,
+    translate_ollama_embed,
+    translate_ollama_embeddings,
     translate_ollama_generate,
 )
 
@@ -31,18 +34,21 @@ OLLAMA_VERSION = "0.18.3"
 """Version of Ollama whose API is served. Clients parse it as three numbers."""
 _ARCHITECTURE = "argosy"
 _CAPABILITIES = ("completion", "tools", "thinking")
+_NO_VECTORS = b'{"data":[]}'
+"""Response to a request for the embeddings of no texts."""
 _ALWAYS = "9999-12-31T23:59:59Z"
 """Time at which a model leaves memory."""
 _encode = msgspec.json.encode
 
 
 class OllamaHandlers:
-    """Handlers that run Ollama's requests as chats or text completions.
+    """Handlers that run Ollama's requests as chats, text completions or embeddings.
 
     Args:
         models: The models.
         chat: Handler of chats.
         completion: Handler of text completions.
+        embeddings: Handler of embeddings.
         refuse_unknown_fields: Whether unknown fields are errors.
         clock: Returns seconds since the epoch.
     """
@@ -52,6 +58,7 @@ class OllamaHandlers:
         models: ModelRouter,
         chat: Handler,
         completion: Handler,
+        embeddings: Handler,
         *,
         refuse_unknown_fields: bool,
         clock: Callable[[], float] = time.time,
@@ -59,6 +66,7 @@ class OllamaHandlers:
         self._models = models
         self._chat = chat
         self._completion = completion
+        self._embeddings = embeddings
         self._refuse_unknown = refuse_unknown_fields
         self._clock = clock
 
@@ -73,6 +81,28 @@ class OllamaHandlers:
         body = await exchange.read_body()
         request = translate_ollama_generate(body, self._clock, refuse_unknown=self._refuse_unknown)
         await self._run(exchange, principal, request)
+
+    async def embed(self, exchange: HttpExchange, principal: Principal) -> None:
+        """`POST /api/embed`."""
+        body = await exchange.read_body()
+        request = translate_ollama_embed(body, self._clock, refuse_unknown=self._refuse_unknown)
+        await self._run_embedding(exchange, principal, request)
+
+    async def embeddings(self, exchange: HttpExchange, principal: Principal) -> None:
+        """`POST /api/embeddings`, which embeds one text."""
+        body = await exchange.read_body()
+        request = translate_ollama_embeddings(body, refuse_unknown=self._refuse_unknown)
+        await self._run_embedding(exchange, principal, request)
+
+    async def _run_embedding(
+        self, exchange: HttpExchange, principal: Principal, request: TranslatedPooling
+    ) -> None:
+        if not request.body["input"]:  # such a request loads the model
+            self._models.resolve_target(request.body["model"], principal, exchange.headers)
+            await exchange.send_response(200, request.render(_NO_VECTORS))
+            return
+        translate_pooling(exchange, request, OLLAMA.error_encoder)
+        await self._embeddings(exchange, principal)
 
     async def _run(
         self,
@@ -127,7 +157,7 @@ class OllamaHandlers:
                     "general.basename": card.id,
                     f"{_ARCHITECTURE}.context_length": card.max_model_len or 0,
                 },
-                "capabilities": _CAPABILITIES,
+                "capabilities": _list_capabilities(card.tasks),
             },
         )
 
@@ -153,17 +183,25 @@ class OllamaHandlers:
         await exchange.send_response(200, _encode({"status": "success"}) + b"\n", content_type)
 
     async def refuse(self, exchange: HttpExchange, principal: Principal) -> None:
-        """Paths of Ollama that manage models or embed texts.
+        """Paths of Ollama that manage models.
 
         Raises:
             ApiError: 501 always.
         """
         del principal
         message = (
-            f"{exchange.path[:200]} is not supported. Change the gateway's configuration to serve other models, and "
-            "use an OpenAI-compatible API for embeddings."
+            f"{exchange.path[:200]} is not supported. "
+            "Change the gateway's configuration to serve other models."
         )
         raise ApiError(501, "not_implemented", message)
+
+
+def _list_capabilities(tasks: list[str] | None) -> list[str]:
+    """Return what a model can do in Ollama's terms. A model whose tasks are unknown generates."""
+    if tasks is None:
+        return [*_CAPABILITIES]
+    generation = _CAPABILITIES if "generate" in tasks else ()
+    return [*generation, *(("embedding",) if "embed" in tasks else ())]
 
 
 async def _send(exchange: HttpExchange, content: dict[str, Any]) -> None:

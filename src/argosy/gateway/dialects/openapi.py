@@ -16,20 +16,28 @@ from argosy.gateway.dialects.stored_response_handlers import RetrieveQuery
 from argosy.protocol import JSON_MEDIA_TYPE, OpenApiBuilder, path_parameter, query_parameters
 from argosy.protocol.dialects import (
     NDJSON_CONTENT_TYPE,
+    CohereEmbedRequest,
+    CohereRerankRequest,
     CompactRequest,
     CountTokensRequest,
     MessagesRequest,
     OllamaChatRequest,
+    OllamaEmbeddingsRequest,
+    OllamaEmbedRequest,
     OllamaGenerateRequest,
     OllamaModelRequest,
     ResponsesRequest,
 )
 
 DIALECT_BODIES = (
+    CohereEmbedRequest,
+    CohereRerankRequest,
     CompactRequest,
     CountTokensRequest,
     MessagesRequest,
     OllamaChatRequest,
+    OllamaEmbeddingsRequest,
+    OllamaEmbedRequest,
     OllamaGenerateRequest,
     ResponsesRequest,
 )
@@ -112,6 +120,22 @@ def add_dialect_operations(
             "/api/generate",
             "POST",
             ollama("ollamaGenerate", lines, generation, body=OllamaGenerateRequest),
+        ),
+        ("/api/embed", "POST", ollama("ollamaEmbed", whole, generation, body=OllamaEmbedRequest)),
+        (
+            "/api/embeddings",
+            "POST",
+            ollama("ollamaEmbeddings", whole, generation, body=OllamaEmbeddingsRequest),
+        ),
+        (
+            "/v2/embed",
+            "POST",
+            builder.describe("cohereEmbed", whole, generation, body=CohereEmbedRequest),
+        ),
+        (
+            "/v2/rerank",
+            "POST",
+            builder.describe("cohereRerank", whole, generation, body=CohereRerankRequest),
         ),
         ("/api/show", "POST", ollama("ollamaShow", whole, utility, body=OllamaModelRequest)),
         ("/api/tags", "GET", ollama("ollamaTags", whole, listing)),

@@ -232,7 +232,8 @@ class LimitFilter:
             True,
         )
         if isinstance(outcome, list):
-            minimum_usage = running_usage(rates, TokenUsage(prompt_tokens, 0, 1))
+            minimum_tokens = TokenUsage(prompt_tokens, 0, min(1, output_tokens))
+            minimum_usage = running_usage(rates, minimum_tokens)
             outcome, backend_answered = await self._acquire(
                 limit_set, expected_usage, minimum_usage, now
             )

@@ -133,7 +133,7 @@ class LimitFilterState(msgspec.Struct, eq=False):
         if self.exceeded_limit is not None and context.status == "stopped":
             context.trace.limits += explain_rejected([self.exceeded_limit])
         self.reservation.settle(bill.quota, self.clock())
-        if context.status == "completed" and bill.quota.requests:
+        if context.status == "completed" and bill.quota.requests and context.fields.generates:
             output_length = bill.usage.output_tokens // context.fields.choice_count
             self.estimates.observe(self.limit_set.caller_key, output_length, DEFAULT_OUTPUT_TOKENS)
 

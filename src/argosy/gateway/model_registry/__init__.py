@@ -9,7 +9,7 @@ applies what operators decide about replicas.
 """
 
 from argosy.gateway.model_registry.model_entries import ModelEntries, build_model_entries
-from argosy.gateway.model_registry.model_router import ModelRouter
+from argosy.gateway.model_registry.model_router import ModelRouter, RouteTarget
 from argosy.gateway.model_registry.registry import ModelRegistry
 from argosy.gateway.model_registry.replica_admin import ReplicaAdmin, ReplicaChange
 
@@ -19,5 +19,6 @@ __all__ = [
     "ModelRouter",
     "ReplicaAdmin",
     "ReplicaChange",
+    "RouteTarget",
     "build_model_entries",
 ]

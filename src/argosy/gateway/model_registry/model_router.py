@@ -14,7 +14,7 @@ from argosy.gateway.auth import can_use_model, check_model_access
 from argosy.gateway.model_routes import ModelRoute, RouteConfig, compile_routes
 from argosy.gateway.pool import Pool
 from argosy.gateway.principal import Principal
-from argosy.protocol import ApiError, ModelCard, ModelList
+from argosy.protocol import ApiError, ModelCard, ModelList, TaskName
 from argosy.store import AccountSnapshot, Limit, Price, ReplicaSetting
 
 T = TypeVar("T", Limit, Price)
@@ -145,15 +145,28 @@ class ModelRouter:
         return requested_target
 
     def resolve_only_model(
-        self, principal: Principal, headers: Mapping[bytes, bytes]
+        self,
+        principal: Principal,
+        headers: Mapping[bytes, bytes],
+        tasks: frozenset[TaskName] = frozenset(),
     ) -> RouteTarget:
         """Return the pool for a request without a model name.
+
+        Args:
+            principal: Sender of the request.
+            headers: Request headers, which routes may match.
+            tasks: Tasks of which the model needs one; empty for any model.
 
         Raises:
             ApiError: 400 if there are several models.
         """
-        if len(self.pools) == 1:
-            return self.resolve_target(self.pools[0].model, principal, headers)
+        pools = [
+            pool
+            for pool in self.pools
+            if not tasks or pool.tasks is None or not pool.tasks.isdisjoint(tasks)
+        ]
+        if len(pools) == 1:
+            return self.resolve_target(pools[0].model, principal, headers)
         message = (
             "Missing parameter 'model'. Add it, since there are several models. See /v1/models."
         )
@@ -196,9 +209,13 @@ class ModelRouter:
         return next((alias for alias in reversed(self._wildcards) if _matches(alias, name)), name)
 
     def _model_card(self, name: str, pool: Pool) -> ModelCard:
-        max_model_len = pool.max_model_len
+        tasks = pool.tasks
         return ModelCard(
-            id=name, created=self._created_at, root=pool.model, max_model_len=max_model_len
+            id=name,
+            created=self._created_at,
+            root=pool.model,
+            max_model_len=pool.max_model_len,
+            tasks=None if tasks is None else sorted(tasks),
         )
 
     def _build_routes(self, snapshot: AccountSnapshot) -> tuple[ModelRoute, ...]:

@@ -40,7 +40,7 @@ def build_placement_request(
     deadline: float,
     unsuitable: set[str],
 ) -> PlacementRequest:
-    """Build the placement request of a generation request.
+    """Build the placement request of a request to a model.
 
     Args:
         request_id: Id of its response.
@@ -57,7 +57,9 @@ def build_placement_request(
         tier,
         principal.weight,
         fields.estimated_prompt_tokens,
-        compute_block_keys=partial(compute_block_keys, fields, principal.cache_domain, model),
+        compute_block_keys=partial(compute_block_keys, fields, principal.cache_domain, model)
+        if fields.generates
+        else list,
         compute_digest=partial(compute_prompt_digest, fields, principal.tenant),
         tool_tokens=fields.estimated_tool_tokens,
         prompt_bytes=len(fields.raw_prompt),

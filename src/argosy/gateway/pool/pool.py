@@ -50,6 +50,13 @@ class Pool(PlacementPool[ReplicaEndpoint]):
         lengths = [r.max_model_len for r in self.replicas.values() if r.max_model_len is not None]
         return max(lengths, default=None)
 
+    @property
+    def tasks(self) -> frozenset[str] | None:
+        """Tasks of the model, like `generate` or `embed`; None if a replica does not report them."""
+        tasks = [replica.tasks for replica in self.replicas.values()]
+        known = [each for each in tasks if each is not None]
+        return frozenset[str]().union(*known) if known and len(known) == len(tasks) else None
+
     def set_capacity_listener(self, listener: Callable[[], None]) -> None:
         """Call `listener` after changes that are no part of an attempt and may give a replica more free slots."""
         self._on_capacity_change = listener

@@ -128,6 +128,7 @@ class Prober:
             sources = replica.adapter.load_sources
             self._load_parsers = {source.path: source.parse for source in sources}
         replica.max_model_len = detected.models.get(replica.upstream_model)
+        replica.tasks = detected.tasks.get(replica.upstream_model)
         return _configured_profile(replica)
 
     async def _fetch(self, path: bytes) -> tuple[int, bytes]:

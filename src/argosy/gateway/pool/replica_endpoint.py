@@ -72,6 +72,8 @@ class ReplicaEndpoint(PlacementReplica):
     """Callback for a new `arithmetic_id`."""
     max_model_len: int | None = None
     """Context length in tokens (prompt and output); None until the replica reports it."""
+    tasks: frozenset[str] | None = None
+    """Tasks of the model, like `generate` or `embed`; None if the replica does not report them."""
     report: LoadResponse | None = None
     """Latest load report of a native replica."""
     gateway_header: tuple[bytes, bytes] = field(default_factory=_new_gateway_header, init=False)

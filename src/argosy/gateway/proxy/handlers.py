@@ -1,4 +1,4 @@
-"""Handlers of the generation APIs: parse a request, run the filters, and proxy it to a replica."""
+"""Handlers of the APIs of models: parse a request, run the filters, and proxy it to a replica."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 
+import msgspec
+
 from argosy.gateway.azure_paths import find_deployment
 from argosy.gateway.backends import BackendKind, StreamContinuation, count_resume_tokens
 from argosy.gateway.config import GatewayConfig
-from argosy.gateway.model_registry import ModelRouter
+from argosy.gateway.model_registry import ModelRouter, RouteTarget
 from argosy.gateway.pool import Pool
 from argosy.gateway.principal import TIERS, Principal
 from argosy.gateway.proxy.constraint_check import (
@@ -38,7 +40,11 @@ from argosy.gateway.request_context import (
     complete_filters,
     run_filters,
 )
-from argosy.gateway.request_fields import RequestFields, parse_request_fields
+from argosy.gateway.request_fields import (
+    RequestFields,
+    parse_pooled_fields,
+    parse_request_fields,
+)
 from argosy.gateway.request_trace import RequestTrace
 from argosy.gateway.upstream import UpstreamResponse
 from argosy.http_server import (
@@ -49,14 +55,14 @@ from argosy.http_server import (
     internal_error,
 )
 from argosy.policy.placement import PlacementLimits, QueueLimits
-from argosy.protocol import ApiError, format_event, invalid_request
+from argosy.protocol import ApiError, format_event, invalid_request, unsupported_task_error
 
 RESUMABLE_KINDS = frozenset[BackendKind]({"argosy", "auto"})
 """Kinds of servers that may support `resume`: native replicas, and servers whose kind is not yet detected."""
 
 
 class CompletionHandlers:
-    """Handlers of chat and text completions."""
+    """Handlers of chat and text completions, and of the other APIs of models."""
 
     def __init__(
         self,
@@ -118,11 +124,11 @@ class CompletionHandlers:
 
     async def chat_completions(self, exchange: HttpExchange, principal: Principal) -> None:
         """`POST /v1/chat/completions`."""
-        await self._handle(exchange, principal, CHAT)
+        await self.handle(exchange, principal, CHAT)
 
     async def completions(self, exchange: HttpExchange, principal: Principal) -> None:
         """`POST /v1/completions`."""
-        await self._handle(exchange, principal, COMPLETION)
+        await self.handle(exchange, principal, COMPLETION)
 
     async def monitor_streams(self) -> None:
         """Check the timeouts of streams every second. Runs until it is cancelled."""
@@ -142,13 +148,29 @@ class CompletionHandlers:
 
     # --- one request ---------------------------------------------------------------------------
 
-    async def _handle(self, exchange: HttpExchange, principal: Principal, api: ApiShape) -> None:
-        session_id = exchange.get_header(b"x-session-affinity")
-        fields = parse_request_fields(
-            await exchange.read_body(),
-            api.prompt_field,
+    async def handle(
+        self,
+        exchange: HttpExchange,
+        principal: Principal,
+        api: ApiShape,
+        body: bytes | None = None,
+    ) -> None:
+        """Handle a request to a model: admit it, and proxy it to a replica.
+
+        Args:
+            exchange: The client's request.
+            principal: Its sender.
+            api: Its API.
+            body: Its body, if it has been read.
+
+        Raises:
+            ApiError: The request was refused, or failed.
+        """
+        fields = _parse_fields(
+            await exchange.read_body() if body is None else body,
+            api,
             principal.cache_domain,
-            session_id,
+            exchange.get_header(b"x-session-affinity"),
             find_deployment(exchange.requested_path),
         )
         exchange.set_request_id(fields.request_id)
@@ -187,7 +209,9 @@ class CompletionHandlers:
         Raises:
             ApiError: The model does not exist for the principal, or no replica of it could serve the request.
         """
-        pool, route = self._models.resolve_target(fields.model, principal, exchange.headers)
+        pool, route = self._resolve_target(exchange, fields, api, principal)
+        if not fields.model:
+            fields = msgspec.structs.replace(fields, model=pool.model)
         max_model_len = pool.max_model_len
         if max_model_len is not None and fields.exceeds_token_limit(max_model_len):
             # OpenAI's status and wording, by which clients recognise that the prompt is too long.
@@ -195,14 +219,16 @@ class CompletionHandlers:
                 f"This model's maximum context length is {max_model_len} tokens, and the prompt is longer. "
                 "Send a shorter one, or truncate it with truncate_prompt_tokens."
             )
-            raise invalid_request(message, api.prompt_field, "context_length_exceeded")
+            raise invalid_request(message, fields.prompt_field, "context_length_exceeded")
         if count_resume_tokens(fields) and not _can_resume(pool):
             message = (
                 "Only Argosy replicas support 'resume', and this model has none. "
                 "Send the tokens as text in the prompt."
             )
             raise invalid_request(message, "resume")
-        unsupporting = find_unsupporting_replicas(pool, fields, api.path)
+        unsupporting = (
+            find_unsupporting_replicas(pool, fields, api.path) if api.generates else set()
+        )
         now = self._clock()
         return RequestContext(
             exchange,
@@ -219,6 +245,22 @@ class CompletionHandlers:
             trace=RequestTrace(arrived_at=exchange.arrived_at, parsed_at=now),
             started_at=time.time() - (now - exchange.arrived_at),
         )
+
+    def _resolve_target(
+        self, exchange: HttpExchange, fields: RequestFields, api: ApiShape, principal: Principal
+    ) -> RouteTarget:
+        """Return the pool that answers, which is that of the only suitable model if the request names none.
+
+        Raises:
+            ApiError: The model does not exist for the principal, or has none of the API's tasks.
+        """
+        if not fields.model:
+            return self._models.resolve_only_model(principal, exchange.headers, api.tasks)
+        target = self._models.resolve_target(fields.model, principal, exchange.headers)
+        tasks = target.pool.tasks
+        if tasks is not None and tasks.isdisjoint(api.tasks):
+            raise unsupported_task_error(fields.model, api.path.decode(), tasks)
+        return target
 
     async def _execute(
         self, context: RequestContext, filter_states: list[FilterState], writer: ResponseWriter
@@ -259,7 +301,8 @@ class CompletionHandlers:
         pool.active_requests += 1
         try:
             if await run_filters(self._filters, filter_states, context):
-                await self._request_checker.check(pool, context.fields, context.api.path)
+                if context.api.generates:
+                    await self._request_checker.check(pool, context.fields, context.api.path)
                 context.trace.admitted_at = self._clock()
                 if context.fields.stream:
                     self._early_starts.add(relay)
@@ -286,6 +329,24 @@ class CompletionHandlers:
         await writer.finish()
         is_stopped = context.end_reason is EndReason.STOPPED
         context.status = "stopped" if is_stopped else context.final_status
+
+
+def _parse_fields(
+    body: bytes, api: ApiShape, cache_domain: str, session_id: str, default_model: str | None
+) -> RequestFields:
+    """Parse the body of a request. Raises as `parse_request_fields` does."""
+    if api.generates:
+        return parse_request_fields(
+            body, api.prompt_fields[0], cache_domain, session_id, default_model
+        )
+    return parse_pooled_fields(
+        body,
+        api.prompt_fields,
+        api.query_fields,
+        cache_domain=cache_domain,
+        session_id=session_id,
+        default_model=default_model or "",
+    )
 
 
 async def _end_stream_with_error(exchange: HttpExchange, error: ApiError) -> None:

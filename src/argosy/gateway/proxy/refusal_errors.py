@@ -39,7 +39,12 @@ def build_refusal_error(
             message = f"The replica refused the request: {detail.rstrip('.')}."
             return ApiError(refusal.status, REFUSED_BY_REPLICA, message)
         case RefusalReason.TOO_LARGE:
-            message = f"The response is too large: {detail}. Request less output, or stream it."
+            remedy = (
+                "Request less output, or stream it"
+                if context.fields.generates
+                else "Send fewer inputs, or set encoding_format to base64"
+            )
+            message = f"The response is too large: {detail}. {remedy}."
             return ApiError(413, REQUEST_TOO_LARGE, message)
         case RefusalReason.INTERRUPTED:
             return _interrupted_error(context)

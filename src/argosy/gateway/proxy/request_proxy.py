@@ -126,7 +126,7 @@ class RequestProxy:
             request.queued_at,
             request.queued_ahead,
         )
-        if request.state is RequestState.WAITING:
+        if request.state is RequestState.WAITING and context.api.generates:
             check_queued_parameters(context.pool, context.fields, context.api.path)
         try:
             while not await self._run_attempt(await self._wait_for_attempt()):

@@ -205,7 +205,9 @@ class ResponseRelay:
         usage.apply_to(delivered)
         delivered.prompt_tokens += resumed
         tokens_per_choice = None
-        if usage.completion_tokens is None:
+        if not context.fields.generates:
+            delivered.output_tokens = 0
+        elif usage.completion_tokens is None:
             delivered.output_tokens = estimate_response_tokens(body)
         else:
             tokens_per_choice = usage.completion_tokens / context.fields.choice_count

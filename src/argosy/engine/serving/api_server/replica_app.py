@@ -160,6 +160,7 @@ class ReplicaApp:
             created=model.created_at,
             root=self._replica.model_names[0],
             max_model_len=model.ready.max_model_len,
+            tasks=["generate"],
         )
 
     async def _tokenize(self, exchange: HttpExchange) -> None:

@@ -1,0 +1,118 @@
+"""Handlers of models that pool: embeddings, classification, scores and reranking, in the shapes of several APIs.
+
+Each request passes the same filters, queue and placement as a generation. Its response is sent in one piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+from typing import Protocol
+
+from argosy.gateway.dialects import translate_pooling
+from argosy.gateway.http_route import HttpRoute
+from argosy.gateway.principal import Principal
+from argosy.gateway.request_context import ApiShape
+from argosy.http_server import HttpExchange
+from argosy.protocol.dialects import (
+    is_tei_request,
+    translate_cohere_embed,
+    translate_cohere_rerank,
+    translate_tei_rerank,
+)
+
+EMBEDDINGS = ApiShape(b"/v1/embeddings", ("input",), "embd", tasks=frozenset({"embed"}))
+POOLING = ApiShape(
+    b"/pooling", ("input",), "pool", tasks=frozenset({"embed", "token_embed", "classify"})
+)
+CLASSIFY = ApiShape(b"/classify", ("input",), "classify", tasks=frozenset({"classify"}))
+SCORE = ApiShape(
+    b"/score",
+    ("text_2", "documents", "items", "data_2"),
+    "score",
+    tasks=frozenset({"score"}),
+    query_fields=("text_1", "queries", "data_1"),
+)
+RERANK = ApiShape(
+    b"/v1/rerank",
+    ("documents",),
+    "rerank",
+    tasks=frozenset({"score"}),
+    query_fields=("query",),
+)
+
+
+class ModelHandler(Protocol):
+    """Handler of requests to models (see `CompletionHandlers.handle`)."""
+
+    def __call__(
+        self,
+        exchange: HttpExchange,
+        principal: Principal,
+        api: ApiShape,
+        body: bytes | None = None,
+    ) -> Awaitable[None]:
+        """Handle a request."""
+
+
+class PoolingHandlers:
+    """Handlers that run requests of several APIs on models that pool.
+
+    Args:
+        run: Runs a request.
+        refuse_unknown_fields: Whether unknown fields of other APIs than vLLM's are errors.
+    """
+
+    def __init__(self, run: ModelHandler, *, refuse_unknown_fields: bool) -> None:
+        self._run = run
+        self._refuse_unknown = refuse_unknown_fields
+        self.routes = (
+            HttpRoute("/v1/embeddings", "POST", self.embeddings),
+            HttpRoute("/pooling", "POST", self.pooling),
+            HttpRoute("/classify", "POST", self.classify),
+            HttpRoute("/score", "POST", self.score),
+            HttpRoute("/v1/score", "POST", self.score),
+            HttpRoute("/rerank", "POST", self.rerank),
+            HttpRoute("/v1/rerank", "POST", self.rerank),
+            HttpRoute("/v2/rerank", "POST", self.cohere_rerank),
+            HttpRoute("/v2/embed", "POST", self.cohere_embed),
+        )
+
+    async def embeddings(self, exchange: HttpExchange, principal: Principal) -> None:
+        """`POST /v1/embeddings`."""
+        await self._run(exchange, principal, EMBEDDINGS)
+
+    async def pooling(self, exchange: HttpExchange, principal: Principal) -> None:
+        """`POST /pooling`."""
+        await self._run(exchange, principal, POOLING)
+
+    async def classify(self, exchange: HttpExchange, principal: Principal) -> None:
+        """`POST /classify`."""
+        await self._run(exchange, principal, CLASSIFY)
+
+    async def score(self, exchange: HttpExchange, principal: Principal) -> None:
+        """`POST /score`."""
+        await self._run(exchange, principal, SCORE)
+
+    async def rerank(self, exchange: HttpExchange, principal: Principal) -> None:
+        """`POST /rerank`, in the shape of Jina, Cohere's v1 API and vLLM, or of text-embeddings-inference."""
+        body = await exchange.read_body()
+        if is_tei_request(body):
+            request = translate_tei_rerank(body, refuse_unknown=self._refuse_unknown)
+            translate_pooling(exchange, request)
+            await self._run(exchange, principal, RERANK)
+        else:
+            await self._run(exchange, principal, RERANK, body)
+
+    async def cohere_rerank(self, exchange: HttpExchange, principal: Principal) -> None:
+        """`POST /v2/rerank`."""
+        body = await exchange.read_body()
+        request = translate_cohere_rerank(body, refuse_unknown=self._refuse_unknown)
+        translate_pooling(exchange, request)
+        await self._run(exchange, principal, RERANK)
+
+    async def cohere_embed(self, exchange: HttpExchange, principal: Principal) -> None:
+        """`POST /v2/embed`."""
+        body = await exchange.read_body()
+        request = translate_cohere_embed(body, refuse_unknown=self._refuse_unknown)
+        translate_pooling(exchange, request)
+        await self._run(exchange, principal, EMBEDDINGS)
