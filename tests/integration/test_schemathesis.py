@@ -20,7 +20,8 @@ from schemathesis.specs.openapi.checks import (
 )
 from tests.support.fake_engine import FakeEngine
 from tests.support.gateway_client import run_gateway_server
-from tests.support.replica_servers import MODEL, RunningReplica
+from tests.support.pooling_engine import EMBEDDER, pooling_engine
+from tests.support.replica_servers import MODEL, RunningReplica, serve
 
 from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig
 from argosy.store import StoreConfig
@@ -64,6 +65,23 @@ DIALECT_OPERATIONS = [
     ("/api/ps", "GET"),
     ("/api/version", "GET"),
 ]
+POOLING_EXAMPLES: dict[str, dict[str, Any]] = {
+    "/v1/embeddings": {"input": "Hello"},
+    "/pooling": {"input": ["Hello"]},
+    "/score": {"text_1": "Hello", "text_2": "Bye"},
+    "/v1/score": {"queries": "Hello", "documents": ["Bye"]},
+    "/rerank": {"query": "Hello", "documents": ["Bye"]},
+    "/v1/rerank": {"query": "Hello", "documents": ["Bye"]},
+    "/v2/rerank": {"query": "Hello", "documents": ["Bye"]},
+}
+"""Bodies of models that pool."""
+GATEWAY_POOLING_EXAMPLES = POOLING_EXAMPLES | {
+    "/v2/embed": {"texts": ["Hello"]},
+    "/api/embed": {"input": "Hello"},
+    "/api/embeddings": {"prompt": "Hello"},
+}
+EXAMPLES = GATEWAY_POOLING_EXAMPLES | {"/tokenize": {"prompt": "Hello"}}
+"""Valid bodies by path, of which few are generated."""
 STATE_OPERATIONS = [
     ("/v1/responses/{id}", "GET"),
     ("/v1/responses/{id}/input_items", "GET"),
@@ -111,6 +129,8 @@ async def explore(url: str, path: str, method: str, max_examples: int, **known: 
         def check(case: schemathesis.Case[Any], data: st.DataObject) -> None:
             if isinstance(case.body, dict):
                 case.body = drop_optional_fields(case.body, data)
+            if path in EXAMPLES and data.draw(st.booleans()):
+                case.body = {"model": MODEL, **EXAMPLES[path]}
             for name in sorted(case.path_parameters.keys() & known.keys()):
                 case.path_parameters[name] = data.draw(st.sampled_from([known[name], "x/y", "%00"]))
             response = case.call_and_validate(checks=CHECKS)
@@ -128,6 +148,18 @@ async def test_replica_conforms_to_its_openapi_document(
 ) -> None:
     await explore(replica_server.url, path, method, 25)
     assert not engine.live
+
+
+@pytest.mark.filterwarnings("ignore:Do not use the `random` module inside strategies")
+async def test_models_that_pool_conform_to_the_openapi_documents() -> None:
+    async with serve(pooling_engine(EMBEDDER)) as replica:
+        for path in POOLING_EXAMPLES:
+            await explore(replica.url, path, "POST", 6)
+        endpoint = ReplicaConfig(url=replica.url, name=REPLICA, model=MODEL)
+        config = GatewayConfig(port=0, models=[ModelConfig(name=MODEL, replicas=[endpoint])])
+        async with run_gateway_server(config) as (_, client):
+            for path in GATEWAY_POOLING_EXAMPLES:
+                await explore(str(client.base_url).rstrip("/"), path, "POST", 6)
 
 
 # The gateway's background tasks draw random numbers in the same process while Hypothesis generates examples.
@@ -189,7 +221,9 @@ async def test_documents_list_the_endpoints_of_their_server(replica_server: Runn
     assert paths - shared - {"/replicas/{name}/metrics"} == {
         path
         for path in paths
-        if path.startswith(("/api/", "/v1/responses", "/v1/messages", "/v1/conversations"))
+        if path.startswith(
+            ("/api/", "/v1/responses", "/v1/messages", "/v1/conversations", "/v2/embed")
+        )
     }
     assert "Argosy gateway" in document["info"]["title"]
     for path, operations in admin["paths"].items():

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from argosy.engine.engine_request import EngineRequest
+from argosy.engine.pooling import PoolingInfo
 from argosy.engine.scheduling import Logprob
 from argosy.engine.serving.core_messages import (
     CoreReady,
@@ -41,6 +42,8 @@ class Script:
     """Wait for `FakeEngine.may_continue` after this many tokens."""
     crash: Exception | None = None
     """Exception raised after the tokens instead of a delta."""
+    pooled: bytes = b""
+    """Vector of a model that pools, whose output has no tokens."""
 
 
 def arithmetic(**parts: str) -> ArithmeticIdentity:
@@ -68,6 +71,8 @@ class FakeEngine:
     max_model_len: int = 512
     arithmetic: ArithmeticIdentity | None = None
     """Arithmetic identity that the core reports."""
+    pooling: PoolingInfo | None = None
+    """Properties of a model that pools; None for one that generates."""
     load_progress: LoadProgress | None = None
     requests: list[EngineRequest] = field(default_factory=list)
     live: set[str] = field(default_factory=set)
@@ -105,6 +110,7 @@ class FakeEngine:
             fingerprint="",
             accelerator="fake accelerator",
             arithmetic=self.arithmetic,
+            pooling=self.pooling,
         )
 
     async def start(self, on_step: Callable[[CoreStats], None] | None = None) -> CoreReady:
@@ -214,6 +220,7 @@ class FakeDeltaStream:
             error=script.error,
             cached_tokens=min(engine.cached, len(request.prompt)) if first else None,
             queue_s=0.001 if first else None,
+            pooled=b"" if finish is None else script.pooled,
         )
 
     def _aborted(self, _: DeltaStream) -> None:

@@ -37,11 +37,6 @@ ERROR_CODES = (
     ),
     ErrorCode(
         400,
-        "unsupported_task",
-        "The model does not compute what was asked for, such as embeddings or scores. Use another model.",
-    ),
-    ErrorCode(
-        400,
         "invalid_schema",
         "A JSON schema is not valid, exceeds a limit or is satisfied by no document. The message has the JSON pointer.",
     ),

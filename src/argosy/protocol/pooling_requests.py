@@ -46,13 +46,15 @@ class PooledRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     add_special_tokens: bool | None = None
     use_activation: bool | None = None
     """Whether the model's last step is applied: normalisation of vectors, sigmoid or softmax of scores."""
-    priority: int | None = None
+    priority: Annotated[int, Meta(ge=0, le=8)] | None = None
+    """Number of tiers by which the client lowers the priority of this request."""
     request_id: str | None = None
     session_id: str | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
 
     # Extension of Argosy
-    timeout_s: float | None = None
+    timeout_s: Annotated[float, Meta(gt=0, le=86_400)] | None = None
+    """Seconds after which the request fails."""
 
     def check_tokenization(self) -> None:
         """Refuse ways of tokenization that are not supported.

@@ -23,7 +23,11 @@ from argosy.engine.serving.api_server.ignored_fields import (
     report_ignored_fields,
     report_relaxed_keywords,
 )
-from argosy.engine.serving.api_server.replica_state import LoadedModel, ReplicaState
+from argosy.engine.serving.api_server.replica_state import (
+    LoadedModel,
+    ReplicaState,
+    RunningRequest,
+)
 from argosy.engine.serving.api_server.report_writer import ReportWriter
 from argosy.engine.serving.api_server.request_metrics import RequestMetrics, abort_reason
 from argosy.engine.serving.api_server.response_spec import ResponseSpec, new_response_id
@@ -50,6 +54,7 @@ from argosy.protocol import (
     ignored_parameters,
     invalid_request,
     parse_request_body,
+    unsupported_task_error,
 )
 
 MIN_THREADED_BODY_BYTES = 32 * 1024
@@ -166,6 +171,8 @@ class GenerationHandlers:
         model = self._replica.require_ready()
         headers = parse_gateway_headers(exchange, new_response_id(endpoint.id_prefix))
         refuse_unknown = refuses_unknown_fields(self._replica.config, exchange)
+        if model.pooling is not None:
+            raise unsupported_task_error(self._replica.model_names[0], exchange.path, model.tasks)
         prepare = partial(self._prepare_in_thread, endpoint, model, raw, headers, refuse_unknown)
         is_quick = (
             not endpoint.renders_template
@@ -211,7 +218,7 @@ class GenerationHandlers:
         replica = self._replica
         with Generation(replica.engine, spec.choices, metrics.record_delta) as generation:
             replica.on_generation_start(generation, exchange.get_header(b"x-argosy-gateway"))
-            watch = exchange.listen_for_disconnect(partial(_on_disconnect, generation))
+            watch = exchange.listen_for_disconnect(partial(end_disconnected, generation))
             try:
                 if body.stream:
                     writer = self._create_writer(exchange, endpoint, spec)
@@ -277,12 +284,12 @@ class GenerationHandlers:
         await exchange.end_stream()
 
 
-def _on_disconnect(generation: Generation) -> None:
-    """Fail the generation of a disconnected client.
+def end_disconnected(request: RunningRequest) -> None:
+    """End the request of a disconnected client.
 
     Each call creates its own error, since a raised error keeps its request's frames alive.
     """
-    generation.fail(ApiError(499, "client_closed_request", "The client closed the connection."))
+    request.fail(ApiError(499, "client_closed_request", "The client closed the connection."))
 
 
 def _raise_if_timed_out(spec: ResponseSpec) -> None:

@@ -17,6 +17,7 @@ from argosy.engine.serving.api_server.ignored_fields import (
     report_ignored_fields,
 )
 from argosy.engine.serving.api_server.kv_events_handler import KvEventsHandler
+from argosy.engine.serving.api_server.pooling_handlers import PoolingHandlers
 from argosy.engine.serving.api_server.replica_state import LoadedModel, ReplicaState
 from argosy.http_server import (
     HttpExchange,
@@ -84,6 +85,7 @@ class ReplicaApp:
         post_handlers = {
             "/v1/chat/completions": generation_handlers.chat,
             "/v1/completions": generation_handlers.completion,
+            **PoolingHandlers(replica).handlers,
             "/tokenize": self._tokenize,
             "/detokenize": self._detokenize,
             "/drain": self._drain,
@@ -160,7 +162,7 @@ class ReplicaApp:
             created=model.created_at,
             root=self._replica.model_names[0],
             max_model_len=model.ready.max_model_len,
-            tasks=["generate"],
+            tasks=sorted(model.tasks),
         )
 
     async def _tokenize(self, exchange: HttpExchange) -> None:

@@ -9,6 +9,8 @@ from argosy.protocol import (
     KvEvent,
     LoadResponse,
     OpenApiBuilder,
+    RerankRequest,
+    RerankResponse,
     SharedErrors,
     StatusResponse,
 )
@@ -48,6 +50,9 @@ def render_openapi() -> bytes:
         )
     )
     builder.add_json("/tokenizer_info", "GET", "tokenizerInfo", dict, _UNAVAILABLE)
+    builder.add_json(
+        "/v2/rerank", "POST", "rerankV2", RerankResponse, _GENERATION_ERRORS, body=RerankRequest
+    )
     builder.add_json("/load", "GET", "load", LoadResponse, _UNAVAILABLE)
     events = {"text/event-stream": builder.schema(KvEvent)}
     builder.add("/kv_events", "GET", builder.describe("followKvEvents", events, _UNAVAILABLE))

@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from argosy.engine.engine_config import LOADING_WEIGHTS, WARMING_UP
-from argosy.engine.serving.api_server.generation import Generation, TokenGenerator
+from argosy.engine.serving.api_server.generation import TokenGenerator
 from argosy.engine.serving.api_server.preparation_threads import PreparationThreads
 from argosy.engine.serving.api_server.replica_server_config import ReplicaServerConfig
 from argosy.engine.serving.core_messages import CoreReady, CoreStats, LoadProgress
@@ -30,6 +30,7 @@ from argosy.protocol import (
     LoadPhase,
     LoadResponse,
     StartupProgress,
+    TaskName,
 )
 from argosy.telemetry import ReplicaMetrics
 
@@ -75,6 +76,15 @@ class ReplicaEngine(TokenGenerator, Protocol):
         """Stop the core."""
 
 
+class RunningRequest(Protocol):
+    """Request that the engine computes."""
+
+    tier: int
+
+    def fail(self, error: ApiError) -> None:
+        """End the request with an error."""
+
+
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """Request processor, text processing and limits of the model, available once it is loaded."""
@@ -86,6 +96,11 @@ class LoadedModel:
     """Unix time in seconds at which serving began."""
     pooling: PoolingService | None = None
     """Service of a model that computes vectors. None for one that generates."""
+
+    @property
+    def tasks(self) -> tuple[TaskName, ...]:
+        """Tasks of the model."""
+        return ("generate",) if self.pooling is None else self.pooling.info.tasks
 
 
 class ReplicaState:
@@ -111,8 +126,8 @@ class ReplicaState:
         self._generation_requests = 0
         self._model: LoadedModel | None = None
         self._draining = False
-        self._senders: dict[Generation, str] = {}
-        """Id of the gateway that sent each running generation. Empty for direct clients."""
+        self._senders: dict[RunningRequest, str] = {}
+        """Id of the gateway that sent each running request. Empty for direct clients."""
         self._idle = asyncio.Event()
         self._idle.set()
         self._drain_timer: asyncio.TimerHandle | None = None
@@ -250,8 +265,8 @@ class ReplicaState:
     def abort_all(self) -> None:
         """End every running request with the error code `draining`."""
         message = "The replica is shutting down and its drain deadline has passed. Send the request again."
-        for generation in list(self._senders):
-            generation.fail(
+        for request in list(self._senders):
+            request.fail(
                 ApiError(503, "draining", message, retry_after_s=self.config.retry_after_s)
             )
 
@@ -281,13 +296,13 @@ class ReplicaState:
         finally:
             self._generation_requests -= 1
 
-    def on_generation_start(self, generation: Generation, gateway: str) -> None:
-        """Record a generation and the gateway that sent it. The gateway id is empty for direct clients."""
-        self._senders[generation] = gateway
+    def on_generation_start(self, request: RunningRequest, gateway: str) -> None:
+        """Record a running request and the gateway that sent it. The gateway id is empty for direct clients."""
+        self._senders[request] = gateway
 
-    def on_generation_end(self, generation: Generation) -> None:
-        """Record that a generation ended."""
-        self._senders.pop(generation, None)
+    def on_generation_end(self, request: RunningRequest) -> None:
+        """Record that a request ended."""
+        self._senders.pop(request, None)
 
     def load_report(self, gateway: str) -> LoadResponse:
         """Return the load report for one gateway."""
@@ -329,7 +344,7 @@ class ReplicaState:
 
     def _other_gateways(self, gateway: str) -> list[dict[int, int]]:
         tiers_by_gateway: dict[str, Counter[int]] = {}
-        for generation, sender in self._senders.items():
+        for request, sender in self._senders.items():
             if sender != gateway:
-                tiers_by_gateway.setdefault(sender, Counter())[generation.tier] += 1
+                tiers_by_gateway.setdefault(sender, Counter())[request.tier] += 1
         return list(tiers_by_gateway.values())

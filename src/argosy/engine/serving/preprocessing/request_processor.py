@@ -342,7 +342,7 @@ class RequestProcessor:
                 resumed_tokens=resumed_tokens,
                 params=choice_params,
                 parent_id=f"{headers.request_id}-{index - choice}" if choice else None,
-                cache_domain=_salted_domain(headers.cache_domain, body.cache_salt),
+                cache_domain=salt_cache_domain(headers.cache_domain, body.cache_salt),
                 tenant=headers.tenant,
                 tier=headers.tier + (body.priority or 0),
                 weight=headers.weight,
@@ -445,7 +445,7 @@ def _set_fields(body: GenerationRequest) -> dict[str, Any]:
     }
 
 
-def _salted_domain(domain: str, salt: str | None) -> str:
+def salt_cache_domain(domain: str, salt: str | None) -> str:
     """Return the tenant's cache domain, or the part of it that requests with the same salt share."""
     if salt is None:
         return domain

@@ -1,0 +1,214 @@
+"""Handlers of models that pool: validate the body, compute the result, and send it in one piece."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Generic
+
+import msgspec
+
+from argosy.engine.serving.api_server.generation_handlers import (
+    MIN_THREADED_BODY_BYTES,
+    end_disconnected,
+    parse_gateway_headers,
+)
+from argosy.engine.serving.api_server.ignored_fields import (
+    refuses_unknown_fields,
+    report_ignored_fields,
+)
+from argosy.engine.serving.api_server.pooling_endpoints import (
+    CLASSIFY,
+    COHERE_RERANK,
+    EMBEDDINGS,
+    POOLING,
+    RERANK,
+    SCORE,
+    Body,
+    Inputs,
+    PooledOutput,
+    PoolingEndpoint,
+    ResponseHead,
+)
+from argosy.engine.serving.api_server.replica_state import ReplicaState
+from argosy.engine.serving.api_server.request_metrics import abort_reason
+from argosy.engine.serving.api_server.response_spec import new_response_id
+from argosy.engine.serving.pooling import PoolingService
+from argosy.engine.serving.preprocessing.request_processor import GatewayHeaders, salt_cache_domain
+from argosy.http_server import HttpExchange
+from argosy.protocol import ApiError, PoolingUsage, parse_request_body, unsupported_task_error
+from argosy.telemetry import SequenceTimes
+
+MIN_THREADED_VALUES = 8192
+"""Vectors with at least this many values are encoded in a thread, so that streams are not delayed."""
+
+_encode = msgspec.json.Encoder().encode
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingCall(Generic[Body, Inputs]):
+    """Validated request."""
+
+    model_name: str
+    """Name under which the client knows the model."""
+    service: PoolingService
+    body: Body
+    inputs: Inputs
+    headers: GatewayHeaders
+
+
+class PoolingRun:
+    """Running request, which `fail` ends early."""
+
+    def __init__(self, tier: int) -> None:
+        self.tier = tier
+        self._task: asyncio.Future[PooledOutput] | None = None
+        self._error: ApiError | None = None
+
+    async def wait(self, computing: Awaitable[PooledOutput]) -> PooledOutput:
+        """Return the result.
+
+        Raises:
+            ApiError: The request failed.
+        """
+        self._task = asyncio.ensure_future(computing)
+        try:
+            return await self._task
+        except asyncio.CancelledError:
+            if self._error is None:
+                raise
+            raise self._error from None
+        finally:
+            self._task.cancel()
+
+    def fail(self, error: ApiError) -> None:
+        """End the request with `error`. Later errors are ignored."""
+        if self._error is None and self._task is not None:
+            self._error = error
+            self._task.cancel()
+
+
+class PoolingHandlers:
+    """Handlers of the APIs of models that pool."""
+
+    def __init__(self, replica: ReplicaState) -> None:
+        self._replica = replica
+        endpoints: dict[str, PoolingEndpoint[Any, Any]] = {
+            "/v1/embeddings": EMBEDDINGS,
+            "/pooling": POOLING,
+            "/classify": CLASSIFY,
+            "/score": SCORE,
+            "/v1/score": SCORE,
+            "/rerank": RERANK,
+            "/v1/rerank": RERANK,
+            "/v2/rerank": COHERE_RERANK,
+        }
+        self.handlers: dict[str, Callable[[HttpExchange], Awaitable[None]]] = {
+            path: partial(self._handle, endpoint=endpoint) for path, endpoint in endpoints.items()
+        }
+        """Handler of `POST` by path."""
+
+    async def _handle(
+        self, exchange: HttpExchange, endpoint: PoolingEndpoint[Body, Inputs]
+    ) -> None:
+        replica = self._replica
+        with replica.track_generation():
+            try:
+                replica.require_ready()  # reject before the body is read
+                raw = await exchange.read_body()
+                call = await self._prepare(exchange, endpoint, raw)
+            except ApiError as error:
+                replica.metrics.record_rejection(error.status)
+                raise
+            output = await self._compute(exchange, endpoint, call)
+            encode = partial(_encode_response, call, output)
+            is_quick = output.num_values < MIN_THREADED_VALUES
+            body = encode() if is_quick else await replica.preparation_threads.run(encode)
+            await exchange.send_response(200, body)
+
+    async def _prepare(
+        self, exchange: HttpExchange, endpoint: PoolingEndpoint[Body, Inputs], raw: bytes
+    ) -> PoolingCall[Body, Inputs]:
+        """Validate a request.
+
+        Raises:
+            ApiError: The request is invalid, or the model has none of the endpoint's tasks.
+        """
+        model = self._replica.require_ready()
+        headers = parse_gateway_headers(exchange, new_response_id(endpoint.id_prefix))
+        refuse_unknown = refuses_unknown_fields(self._replica.config, exchange)
+
+        def read() -> tuple[Body, Inputs, tuple[str, ...]]:
+            body, ignored = parse_request_body(
+                endpoint.request_type, raw, refuse_unknown=refuse_unknown
+            )
+            body.check_tokenization()
+            return body, endpoint.read_inputs(body), ignored
+
+        is_quick = len(raw) < MIN_THREADED_BODY_BYTES
+        body, inputs, ignored = (
+            read() if is_quick else await self._replica.preparation_threads.run(read)
+        )
+        name = self._replica.model_names[0] if body.model is None else body.model
+        self._replica.check_model(name)
+        if model.pooling is None or endpoint.tasks.isdisjoint(model.tasks):
+            raise unsupported_task_error(name, exchange.path, model.tasks)
+        report_ignored_fields(exchange, ignored)
+        if body.request_id is not None:
+            exchange.set_request_id(body.request_id)
+        headers = replace(
+            headers,
+            tier=headers.tier + (body.priority or 0),
+            cache_domain=salt_cache_domain(headers.cache_domain, body.cache_salt),
+        )
+        return PoolingCall(name, model.pooling, body, inputs, headers)
+
+    async def _compute(
+        self,
+        exchange: HttpExchange,
+        endpoint: PoolingEndpoint[Body, Inputs],
+        call: PoolingCall[Body, Inputs],
+    ) -> PooledOutput:
+        """Compute the result, until the client disconnects.
+
+        Raises:
+            ApiError: The request failed, or an input is invalid for the model.
+        """
+        replica, run, submitted_at = self._replica, PoolingRun(call.headers.tier), time.monotonic()
+        replica.metrics.record_accepted(len(call.inputs))
+        replica.on_generation_start(run, exchange.get_header(b"x-argosy-gateway"))
+        watch = exchange.listen_for_disconnect(partial(end_disconnected, run))
+        try:
+            output = await run.wait(
+                endpoint.compute(call.service, call.body, call.inputs, call.headers)
+            )
+        except (Exception, asyncio.CancelledError) as error:
+            if isinstance(error, ApiError) and error.status == 400:
+                replica.metrics.record_rejection(error.status)
+            else:
+                replica.metrics.record_abort(abort_reason(error))
+            raise
+        finally:
+            watch.cancel()
+            replica.on_generation_end(run)
+        now = time.monotonic()
+        times = SequenceTimes(exchange.arrived_at, None, submitted_at, None, None, now)
+        for tokens in output.prompt_tokens:
+            replica.metrics.record_sequence_end(
+                "stop", times, prompt_tokens=tokens, output_tokens=0, max_tokens=0
+            )
+        return output
+
+
+def _encode_response(call: PoolingCall[Any, Any], output: PooledOutput) -> bytes:
+    num_tokens = sum(output.prompt_tokens)
+    head: ResponseHead = {
+        "id": call.headers.request_id,
+        "model": call.model_name,
+        "usage": PoolingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens),
+    }
+    created = call.headers.created_at
+    return _encode(output.build(head, int(time.time()) if created is None else created))
