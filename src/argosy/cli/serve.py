@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 
@@ -14,12 +16,36 @@ from argosy.engine import EngineConfig, ReplicaServerConfig
 from argosy.process import format_os_error
 
 
+def parse_embedding_models(values: Sequence[str], taken_names: Sequence[str]) -> dict[str, str]:
+    """Return the paths or hub names of embedding models by their public names.
+
+    Args:
+        values: Models, each alone or after its name and `=`.
+        taken_names: Names that other models have.
+
+    Raises:
+        ValueError: Two models have the same name.
+    """
+    models: dict[str, str] = {}
+    for value in values:
+        name, separator, model = value.partition("=")
+        if not separator or Path(value).exists():
+            (name,), model = ReplicaServerConfig().model_names_for(value), value
+        if name in models or name in taken_names:
+            raise ValueError(
+                f"two models are called {name!r}; name one with --embedding-model NAME={model}"
+            )
+        models[name] = model
+    return models
+
+
 @with_shared_options
 def serve(
     server: ReplicaServerConfig,
     engine: EngineConfig,
     *,
     replicas: serve_options.ReplicaCount = 1,
+    embedding_model: serve_options.EmbeddingModels = None,
     gpus: serve_options.GpuSharingOption = "own",
     store: StoreUrl = None,
     auth: serve_options.AuthModeOption = "auto",
@@ -39,8 +65,15 @@ def serve(
         try:
             assignments = assign_devices(replicas, usable_gpus(engine.device, os.environ), gpus)
             auth_bootstrap = AuthBootstrap(store, auth, host, allowed_origins)
+            names = server.model_names_for(engine.model)
             fleet = LocalFleet(
-                server, engine, assignments, auth_bootstrap, display, log_content=log_content
+                server,
+                engine,
+                assignments,
+                auth_bootstrap,
+                display,
+                log_content=log_content,
+                embedding_models=parse_embedding_models(embedding_model or (), names),
             )
             fleet.serve()
         except ValueError as error:

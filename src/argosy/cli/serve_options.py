@@ -297,6 +297,14 @@ ReplicaCount = Annotated[
         help="Number of replica processes, each on its own GPU; without GPUs they share CPUs and memory.",
     ),
 ]
+EmbeddingModels = Annotated[
+    list[str] | None,
+    Option(
+        "--embedding-model",
+        metavar="[NAME=]MODEL",
+        help="Embedding model or reranker to serve at the same address, on the CPU; may be given several times.",
+    ),
+]
 GpuSharingOption = Annotated[
     Literal["own", "shared"],
     Option(

@@ -1,15 +1,27 @@
-"""HTTP client of a running server for `argosy chat` and `argosy explain`."""
+"""HTTP client of a running server for `argosy chat`, `argosy embed` and `argosy explain`."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
 
-from argosy.cli.failure import fail
+import typer
+
+from argosy.cli.failure import EXIT_FAILURE, fail
 from argosy.cli.output import strip_control_characters
 
 if TYPE_CHECKING:
     import httpx2
 
+ServerUrl = Annotated[
+    str, typer.Option("--url", help="URL of the server, or unix:PATH.", envvar="ARGOSY_URL")
+]
+ServerApiKey = Annotated[
+    str | None,
+    typer.Option("--api-key", help="Sent as a bearer token.", envvar="ARGOSY_API_KEY"),
+]
+DEFAULT_URL = "http://127.0.0.1:8000"
 CONNECT_TIMEOUT_S = 5.0
 
 
@@ -47,6 +59,20 @@ def open_client(url: str, api_key: str | None) -> httpx2.Client:
     if client.base_url.scheme not in ("http", "https") or not client.base_url.host:
         fail(f"{url!r} is not a URL of a server; write it like http://127.0.0.1:8000")
     return client
+
+
+@contextlib.contextmanager
+def fail_without_server(url: str) -> Iterator[None]:
+    """End the command if no server answers at `url`, or the connection breaks."""
+    import httpx2
+
+    try:
+        yield
+    except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
+        reason = explain_connect_error(error, "start one with: argosy serve")
+        fail(f"no server answers at {url}: {reason}")
+    except httpx2.HTTPError as error:
+        fail(f"the connection to {url} broke ({error}); see the server's log", EXIT_FAILURE)
 
 
 def explain_connect_error(error: Exception, remedy: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Self
 
 from rich.console import Console
@@ -53,6 +54,7 @@ class StartupDisplay:
         url: str,
         model: str,
         *,
+        embedding_models: Sequence[str] = (),
         key_required: bool,
         tls: TlsConfig | None = None,
         store_url: str | None = None,
@@ -62,6 +64,7 @@ class StartupDisplay:
         Args:
             url: URL at which the server listens.
             model: Public name of the model.
+            embedding_models: Public names of the embedding models beside it.
             key_required: Whether requests need an API key.
             tls: TLS settings of the server.
             store_url: Store URL, unless it is the default.
@@ -74,6 +77,8 @@ class StartupDisplay:
         if key_required and not self._first_key_shown:
             self._print(key_hint(store_url))
         self._print(usage_hint(client_url(url, tls), model, key_required=key_required, tls=tls))
+        if embedding_models:
+            self._print(f"Embeddings:   {', '.join(embedding_models)} at /v1/embeddings")
         self._print("Press Ctrl-C to stop the server.")
 
     def show_draining(self, drain_deadline_s: float) -> None:
