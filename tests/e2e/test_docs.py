@@ -16,9 +16,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from tests.support.minilm import minilm_path
 from tests.support.serve_process import ServeProcess
 
-TUTORIALS = Path(__file__).parents[2] / "docs/tutorials"
+DOCS = Path(__file__).parents[2] / "docs"
+TUTORIALS = DOCS / "tutorials"
+PAGES = [*sorted(TUTORIALS.glob("*.md")), DOCS / "how-to/embeddings-and-rerank.md"]
+"""Pages whose commands are run."""
 PORTS = ("8000", "8001", "8002")
 SMALL = "--threads 1 --kv-memory 64MiB"
 END_OF_BLOCK = "end-of-block"
@@ -34,8 +38,8 @@ class Block(NamedTuple):
     text: str
 
 
-def read_blocks(page: str) -> list[Block]:
-    text = (TUTORIALS / page).read_text()
+def read_blocks(page: Path) -> list[Block]:
+    text = page.read_text()
     pattern = r'^```(\w+)(?: title="([^"]*)")?\n(.*?)^```$'
     found = re.findall(pattern, text, re.MULTILINE | re.DOTALL)
     return [Block(*parts) for parts in found]
@@ -44,7 +48,7 @@ def read_blocks(page: str) -> list[Block]:
 PYTHON = [
     block
     for page in ("first-server.md", "agents.md", "offline.md")
-    for block in read_blocks(page)
+    for block in read_blocks(TUTORIALS / page)
     if block.language == "python"
 ]
 
@@ -103,8 +107,8 @@ def serving(command: str, terminal_environment: dict[str, str], folder: Path) ->
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("page", sorted(path.name for path in TUTORIALS.glob("*.md")))
-def test_tutorial_commands_print_the_shown_output(page: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_tutorial_commands_print_the_shown_output(page: Path, tmp_path: Path) -> None:
     ports = free_ports()
     environment = os.environ | {
         "XDG_STATE_HOME": str(tmp_path / "state"),
@@ -117,6 +121,7 @@ def test_tutorial_commands_print_the_shown_output(page: str, tmp_path: Path) -> 
     def adapt(text: str) -> str:
         """Use free ports, and servers that are small."""
         text = text.replace("make serve", ".venv/bin/argosy serve --port 8000")
+        text = text.replace("sentence-transformers/all-MiniLM-L6-v2", str(minilm_path()))
         text = re.sub(r"argosy (serve|replica) ", rf"argosy \1 {SMALL} ", text)
         text = text.replace("fleet.yaml\n", "fleet.yaml --port 8000\n")
         return re.sub(
