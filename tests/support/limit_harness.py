@@ -9,9 +9,10 @@ from typing import Any, cast
 from argosy.gateway.filters.limit_filter import LimitFilter
 from argosy.gateway.filters.limit_filter_state import LimitFilterState
 from argosy.gateway.pool.pool import Pool
+from argosy.gateway.pooling_handlers import EMBEDDINGS
 from argosy.gateway.principal import Principal
 from argosy.gateway.request_context import CHAT, FilterState, RequestContext
-from argosy.gateway.request_fields import parse_request_fields
+from argosy.gateway.request_fields import parse_pooled_fields, parse_request_fields
 from argosy.http_server import HttpExchange
 from argosy.policy import RequestStatus
 from argosy.protocol import ApiError
@@ -95,6 +96,16 @@ def make_context(
     pool = Pool("big", [], "round-robin")
     return RequestContext(
         cast("HttpExchange", None), fields, CHAT, pool, "id", principal, principal.tier
+    )
+
+
+def make_embedding_context(principal: Principal = PRINCIPAL) -> RequestContext:
+    """Return a request for embeddings of about 10 tokens."""
+    body = json.dumps({"model": "big", "input": "x" * 38}).encode()
+    fields = parse_pooled_fields(body, EMBEDDINGS.prompt_fields)
+    pool = Pool("big", [], "round-robin")
+    return RequestContext(
+        cast("HttpExchange", None), fields, EMBEDDINGS, pool, "id", principal, principal.tier
     )
 
 

@@ -23,6 +23,7 @@ from tests.support.limit_harness import (
     find_rejection,
     is_admitted,
     make_context,
+    make_embedding_context,
     make_limit,
     make_snapshot,
 )
@@ -30,6 +31,7 @@ from tests.support.limit_harness import (
 from argosy.gateway.filters.limit_filter import LimitsConfig, open_quota_backend
 from argosy.gateway.filters.limit_responses import format_duration
 from argosy.gateway.request_context import RequestContext
+from argosy.gateway.request_fields import DEFAULT_OUTPUT_TOKENS
 from argosy.policy import RequestStatus
 from argosy.protocol import ApiError
 from argosy.store import Limit, LocalQuotaBackend, Price, UsageReportRow
@@ -53,6 +55,28 @@ def make_filter(
 
 
 # --- admission and its responses -----------------------------------------------------------------
+
+
+async def test_embeddings_use_no_output_and_teach_no_length(clock: FakeClock) -> None:
+    limits = make_filter(
+        clock, make_limit("input_tokens", 25), make_limit("output_tokens", 300), prices=(PRICE,)
+    )
+    for _ in range(2):
+        context = make_embedding_context()
+        await limits.on_request(context)
+        context.delivered.prompt_tokens = 10
+        complete(limits, context)
+        assert (context.bill.usage.prompt_tokens, context.bill.usage.output_tokens) == (10, 0)
+        assert context.bill.nano_dollars == 10 * PRICE.input
+    rejection = await find_rejection(limits, make_embedding_context())
+    assert rejection is not None
+    assert (rejection.status, "input tokens" in rejection.message) == (429, True)
+    clock.now += 61
+    chat_context = make_context(max_tokens=None)
+    await limits.on_request(chat_context)
+    assert chat_context.trace.limits  # the expected output is still the default of 256 tokens
+    state = limits.states[id(chat_context)]
+    assert getattr(state, "expected_output_tokens", None) == DEFAULT_OUTPUT_TOKENS
 
 
 async def test_principal_without_limits_is_not_limited(clock: FakeClock) -> None:

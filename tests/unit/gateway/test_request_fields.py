@@ -15,6 +15,7 @@ from argosy.gateway.request_fields import (
     MAX_CHOICES,
     MAX_TOKEN_BYTES,
     RequestFields,
+    parse_pooled_fields,
     parse_request_fields,
 )
 from argosy.protocol import ApiError
@@ -207,3 +208,24 @@ def test_prompt_list_is_recognised_behind_white_space(count: int, white: str) ->
     assert choices(f"[{space}[1, 2], [3]]") == 2
     assert choices(f"[{space}1, 2]") == 1
     assert choices(f"[{space}]") == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "tokens"),
+    [
+        ({"query": "q" * 78, "documents": ["d" * 38]}, 20 + 10),
+        ({"query": "q" * 78, "documents": ["d" * 38] * 4}, 4 * 20 + 41),
+        ({"text_1": ["q" * 76], "text_2": ["d" * 38] * 2}, 2 * 20 + 20),
+        ({"text_1": ["q" * 37] * 2, "text_2": ["d" * 38] * 2}, 20 + 20),
+    ],
+)
+def test_query_is_estimated_for_each_document(body: dict[str, object], tokens: int) -> None:
+    fields = parse_pooled_fields(
+        json.dumps(body).encode(), ("documents", "text_2"), ("query", "text_1")
+    )
+    assert abs(fields.estimated_prompt_tokens - tokens) <= 1
+    assert (fields.max_output_tokens, fields.generates, fields.can_aggregate_stream) == (
+        0,
+        False,
+        False,
+    )
