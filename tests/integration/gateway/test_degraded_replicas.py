@@ -366,7 +366,7 @@ async def test_breaker_closes_only_after_a_generation(
         async with run_gateway([], config) as gateway:
             (replica,) = gateway.replicas
             open_breaker(replica)
-            upstream.probe_script = script
+            upstream.probe_script = upstream.script = script
             await gateway.probe()
             assert replica.health.breaker.is_closed == closes
 

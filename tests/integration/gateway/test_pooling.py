@@ -16,6 +16,7 @@ from tests.support.fake_upstream import (
     reset_connection,
     respond_500,
 )
+from tests.support.gateway_harness import open_breaker
 from tests.support.metered_gateway import PRICE, run_metered_gateway
 
 VECTOR = [0.5, -1.0]
@@ -158,6 +159,22 @@ async def test_models_refuse_what_they_cannot_do(tmp_path: Path) -> None:
     assert "its tasks are embed, score" in refused["error"]["message"]
     assert classified.status_code == 400
     assert embedded.status_code == 200  # the only model that embeds needs no name
+
+
+@pytest.mark.parametrize("upstream_type", [FakeUpstream, PoolingUpstream])
+async def test_ejected_replica_is_tested_with_what_it_can_do(
+    upstream_type: type[FakeUpstream], tmp_path: Path
+) -> None:
+    async def refuse_chat(request: UpstreamRequest) -> None:
+        request.send_json(501, {"error": {"message": "start it without --embeddings"}})
+
+    upstream = upstream_type(respond_pooled, probe_script=refuse_chat)
+    async with listening(upstream), run_metered_gateway(tmp_path, upstream.url) as gateway:
+        (replica,) = gateway.running.replicas
+        open_breaker(replica)
+        await gateway.running.probe()
+        assert not replica.health.is_ejected
+    assert [request.path for request in upstream.requests] == ["/v1/embeddings"]
 
 
 async def test_ollama_receives_errors_in_its_shape(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import msgspec
 import structlog
@@ -13,6 +14,7 @@ from argosy.gateway.backends import CHAT_PATH, DetectedBackend, detect_backend
 from argosy.gateway.pool.replica_endpoint import ReplicaEndpoint
 from argosy.gateway.upstream import UpstreamError, fetch_path, fetch_response
 from argosy.policy import (
+    UNSUPPORTED_STATUSES,
     AttemptOutcome,
     FindingKind,
     HealthCheck,
@@ -25,13 +27,21 @@ from argosy.policy import (
     WakeAt,
     start_deadline,
 )
-from argosy.protocol import LoadResponse
+from argosy.protocol import LoadResponse, TaskName
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
 MAX_LOAD_REPORT_BYTES = 1024 * 1024
 """Maximum size of a load report in bytes. Parsing blocks the event loop, and a probe repeats it every second."""
 MAX_LOGGED_MODELS = 10
+
+_TEST_REQUESTS: tuple[tuple[TaskName, bytes, dict[str, Any]], ...] = (
+    ("generate", CHAT_PATH, {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}),
+    ("embed", b"/v1/embeddings", {"input": "Hi"}),
+    ("score", b"/v1/rerank", {"query": "Hi", "documents": ["Hi"]}),
+    ("classify", b"/classify", {"input": "Hi"}),
+)
+"""Requests that test an ejected replica, by the task that its model needs."""
 
 _HEADERS = [(b"content-type", b"application/json")]
 
@@ -171,14 +181,23 @@ class Prober:
         return await self._post(b"/" + probe.kind.value.encode(), b"")
 
     async def _run_test_generation(self, probe: Probe) -> ProbeAnswer:
-        """Let the replica generate one token."""
+        """Let the replica generate one token, or compute what its model can compute instead.
+
+        If its tasks are unknown, the first request is tried that it supports.
+        """
         del probe
         replica, priority_sign = self._replica, self._replica.adapter.priority_sign
-        message = {"role": "user", "content": "Hi"}
-        body = {"model": replica.upstream_model, "messages": [message], "max_tokens": 1}
-        if priority_sign:
-            body["priority"] = priority_sign * int(start_deadline(0, time.time()))
-        return await self._post(CHAT_PATH, msgspec.json.encode(body))
+        answer = ProbeAnswer(0)
+        for task, path, fields in _TEST_REQUESTS:
+            if replica.tasks is not None and task not in replica.tasks:
+                continue
+            body = {"model": replica.upstream_model, **fields}
+            if priority_sign:
+                body["priority"] = priority_sign * int(start_deadline(0, time.time()))
+            answer = await self._post(path, msgspec.json.encode(body))
+            if answer.status not in UNSUPPORTED_STATUSES:
+                break
+        return answer
 
     async def _post(self, path: bytes, body: bytes) -> ProbeAnswer:
         upstream = self._replica.upstream
