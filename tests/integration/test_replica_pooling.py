@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from tests.support.fake_engine import FakeEngine, Script, constant_script
+from tests.support.javascript_sdk import run_javascript
 from tests.support.pooling_engine import (
     CLASSIFIER,
     EMBEDDER,
@@ -65,6 +66,12 @@ async def test_vectors_have_the_requested_encoding() -> None:
                 if dtype == "bfloat16":
                     numbers = (numbers.astype(np.uint32) << 16).view(np.float32)
                 assert np.allclose(numbers, vector, atol=tolerance, rtol=0)
+
+
+async def test_javascript_sdk_decodes_vectors() -> None:
+    async with serve(pooling_engine(EMBEDDER)) as replica:
+        vectors = await run_javascript("embeddings.mjs", f"{replica.url}/v1", MODEL, *TEXTS)
+    assert np.allclose(vectors, expected_vectors(TEXTS), atol=1e-6)
 
 
 async def test_large_responses_equal_small_ones() -> None:
