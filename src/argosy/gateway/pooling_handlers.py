@@ -20,11 +20,13 @@ from argosy.protocol.dialects import (
     translate_tei_rerank,
 )
 
-EMBEDDINGS = ApiShape(b"/v1/embeddings", ("input",), "embd", tasks=frozenset({"embed"}))
+_INPUT_FIELDS = ("input", "messages")
+"""Names of the inputs. vLLM also embeds and classifies chats."""
+EMBEDDINGS = ApiShape(b"/v1/embeddings", _INPUT_FIELDS, "embd", tasks=frozenset({"embed"}))
 POOLING = ApiShape(
-    b"/pooling", ("input",), "pool", tasks=frozenset({"embed", "token_embed", "classify"})
+    b"/pooling", _INPUT_FIELDS, "pool", tasks=frozenset({"embed", "token_embed", "classify"})
 )
-CLASSIFY = ApiShape(b"/classify", ("input",), "classify", tasks=frozenset({"classify"}))
+CLASSIFY = ApiShape(b"/classify", _INPUT_FIELDS, "classify", tasks=frozenset({"classify"}))
 SCORE = ApiShape(
     b"/score",
     ("text_2", "documents", "items", "data_2"),

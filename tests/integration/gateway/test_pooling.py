@@ -52,7 +52,12 @@ CASES: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
     ("/v1/embeddings", EMBEDDINGS, "/v1/embeddings", {"object": "list"}),
     ("/openai/deployments/big/embeddings", EMBEDDINGS, "/v1/embeddings", {"object": "list"}),
     ("/pooling", EMBEDDINGS, "/pooling", {"object": "list"}),
-    ("/classify", EMBEDDINGS, "/classify", {"object": "list"}),
+    (
+        "/classify",
+        {"messages": [{"role": "user", "content": "x"}]},
+        "/classify",
+        {"object": "list"},
+    ),
     ("/score", {"text_1": "q", "text_2": ["a"]}, "/score", {"object": "list"}),
     ("/v1/score", {"queries": "q", "documents": ["a"]}, "/score", {"object": "list"}),
     ("/rerank", RERANKING, "/v1/rerank", {"id": "x-1", "object": "list"}),
