@@ -368,7 +368,7 @@ async def test_invalid_request_is_rejected_by_gateway(
         ("/responses", "Use '/v1/responses'"),
         ("/v1/v1/messages/count_tokens", "Use '/v1/messages/count_tokens'"),
         ("/v1/", "See /openapi.json"),
-        ("/v1/embeddings", "See /openapi.json"),
+        ("/embeddings", "Use '/v1/embeddings'"),
         ("/nowhere", "See /openapi.json"),
     ],
 )
