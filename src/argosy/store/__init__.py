@@ -2,10 +2,10 @@
 
 `Store` opens a database by URL. Its `accounts`, `limits_and_prices` and `replica_settings` change records in audited
 transactions, and `load_snapshot` reads all of them as one `AccountSnapshot` that gateways hold in memory. Its `ledger`
-adds, sums and rolls up usage records. Its `responses` and `conversations` hold the state of the Responses API. A
-`UsageLog` holds usage on the gateway's disk until the ledger has it, so no request waits for the database. Separate
-from the store, a `QuotaBackend` counts limits across gateways and an `IdempotencyStore` holds the responses of
-repeatable requests.
+adds, sums and rolls up usage records. Its `responses` and `conversations` hold the state of the Responses API. Its
+`fleets` hold declared fleets: revisions, events, and the lease of the leading controller. A `UsageLog` holds usage on
+the gateway's disk until the ledger has it, so no request waits for the database. Separate from the store, a
+`QuotaBackend` counts limits across gateways and an `IdempotencyStore` holds the responses of repeatable requests.
 """
 
 from argosy.store.accounts import Accounts
@@ -19,6 +19,14 @@ from argosy.store.errors import (
     NotFoundError,
     StoreError,
     StoreUnavailableError,
+)
+from argosy.store.fleet_store import (
+    DeposedError,
+    FleetEvent,
+    FleetLease,
+    FleetRevision,
+    FleetStore,
+    PoolGeneration,
 )
 from argosy.store.gateway_registry import GatewayRecord, GatewayRegistry
 from argosy.store.idempotency_store import (
@@ -104,6 +112,11 @@ __all__ = [
     "Clock",
     "ConflictError",
     "ConversationStore",
+    "DeposedError",
+    "FleetEvent",
+    "FleetLease",
+    "FleetRevision",
+    "FleetStore",
     "GatewayRecord",
     "GatewayRegistry",
     "HistoryTooLongError",
@@ -128,6 +141,7 @@ __all__ = [
     "Organisation",
     "OwnerKind",
     "PageRequest",
+    "PoolGeneration",
     "Price",
     "Project",
     "QuotaBackend",

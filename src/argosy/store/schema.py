@@ -353,3 +353,53 @@ secrets = Table(
     Column("created_at", Double, nullable=False),
 )
 """Random keys that all gateways on the store share."""
+
+fleet_revisions = Table(
+    "fleet_revisions",
+    metadata,
+    Column("fleet", Text, primary_key=True),
+    Column("number", Integer, primary_key=True, autoincrement=False),
+    Column("applied_at", Double, nullable=False),
+    Column("author", Text, nullable=False),
+    Column("reason", Text, nullable=False),
+    Column("rollback_of", Integer),
+    Column("declaration", LargeBinary, nullable=False),
+    Column("generations", LargeBinary, nullable=False),
+)
+"""Applied declarations of each fleet, as JSON. `generations` has a `PoolGeneration` for each pool of any revision."""
+
+fleet_events = Table(
+    "fleet_events",
+    metadata,
+    Column("fleet", Text, primary_key=True),
+    Column("number", Integer, primary_key=True, autoincrement=False),
+    Column("at", Double, nullable=False),
+    Column("epoch", Integer, nullable=False),
+    *(Column(name, Text, nullable=False) for name in ("kind", "pool", "replica", "reason")),
+    Column("outcome", Text, nullable=False),
+)
+"""Events of each fleet: actions of controllers with their outcomes, and changes of replicas."""
+
+fleet_leases = Table(
+    "fleet_leases",
+    metadata,
+    Column("fleet", Text, primary_key=True),
+    Column("epoch", Integer, nullable=False),
+    Column("holder", Text, nullable=False),
+    Column("renewals", BigInteger, nullable=False),
+    Column("renewed_at", Double, nullable=False),
+    Column("last_event", Integer, nullable=False),
+)
+"""The controller that leads each fleet. `epoch` counts the leaders, and `last_event` numbers the fleet's events.
+
+`renewed_at` is shown to operators. No decision depends on it.
+"""
+
+fleet_records = Table(
+    "fleet_records",
+    metadata,
+    Column("fleet", Text, primary_key=True),
+    Column("name", Text, primary_key=True),
+    Column("record", LargeBinary, nullable=False),
+)
+"""Memory of each fleet's controllers, as JSON, about replicas, gateways and start-up times."""

@@ -19,6 +19,7 @@ from argosy.store.audit import AuditLog
 from argosy.store.conversation_store import ConversationStore
 from argosy.store.database import Database, parse_url
 from argosy.store.errors import StoreError
+from argosy.store.fleet_store import FleetStore
 from argosy.store.gateway_registry import GatewayRegistry
 from argosy.store.ledger import Ledger
 from argosy.store.limits_and_prices import LimitsAndPrices
@@ -76,6 +77,7 @@ class Store:
         self.responses = ResponseStore(database, clock)
         self.conversations = ConversationStore(database, clock)
         self.secrets = SecretStore(database, clock)
+        self.fleets = FleetStore(database, clock)
 
     def migrate(self) -> None:
         """Migrate the tables to the newest version. Any number of processes may call this at the same time."""

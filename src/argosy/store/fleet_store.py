@@ -1,0 +1,390 @@
+"""Declared fleets: numbered revisions, the lease of the leading controller, its records, and the event log."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+from sqlalchemy import Connection, Row, delete, insert, select, update
+from sqlalchemy.dialects import postgresql, sqlite
+
+from argosy.store import schema
+from argosy.store.database import Database
+from argosy.store.errors import ConflictError, NotFoundError, StoreError
+
+_revisions = schema.fleet_revisions.c
+_events = schema.fleet_events.c
+_leases = schema.fleet_leases.c
+_records = schema.fleet_records.c
+
+
+class DeposedError(StoreError):
+    """Another controller leads the fleet now. The caller must stop acting for it."""
+
+
+class PoolGeneration(msgspec.Struct, frozen=True):
+    """Version of the replica settings of a pool. Names of replicas contain its number."""
+
+    generation: int
+    digest: str
+    """Digest of the settings that the replicas' processes depend on."""
+
+
+class FleetRevision(msgspec.Struct, frozen=True, kw_only=True):
+    """A declaration that was applied."""
+
+    number: int
+    applied_at: float
+    """Seconds since the epoch."""
+    author: str
+    reason: str = ""
+    rollback_of: int | None = None
+    """Number of the revision whose declaration this one repeats."""
+    declaration: bytes
+    """The declaration as JSON."""
+    generations: Mapping[str, PoolGeneration]
+    """Generation of each pool, by name. Removed pools keep theirs, so that no name of a replica is used again."""
+
+
+class FleetEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """Entry of a fleet's event log."""
+
+    number: int = 0
+    """1, 2, 3, ... The store sets it."""
+    at: float = 0.0
+    """Seconds since the epoch. The store sets it."""
+    epoch: int = 0
+    """Epoch of the controller. The store sets it."""
+    kind: str
+    """Kind of the event, such as `replica_start` or `replica_phase`."""
+    pool: str = ""
+    replica: str = ""
+    reason: str = ""
+    """Why, as a sentence."""
+    outcome: str = ""
+    """`ok`, an error message, or the new phase of a replica."""
+
+
+class FleetLease(msgspec.Struct, frozen=True, kw_only=True):
+    """Right of one controller to act for a fleet, as long as it renews it.
+
+    Clocks of machines differ, so a lease has no time of expiry. A standby takes it over once it has seen the same
+    `renewals` for as long as the lease lasts.
+    """
+
+    fleet: str
+    epoch: int
+    """Number of the leader: 1, 2, 3, ... Launchers and the store refuse actions with a lower one."""
+    holder: str
+    renewals: int
+
+
+class FleetStore:
+    """State of declared fleets by name. Every call may block on the database."""
+
+    def __init__(self, database: Database, clock: Callable[[], float]) -> None:
+        self._database = database
+        self._clock = clock
+
+    # --- revisions -------------------------------------------------------------------------------
+
+    def apply(
+        self,
+        fleet: str,
+        declaration: bytes,
+        digests: Mapping[str, str],
+        *,
+        author: str,
+        reason: str = "",
+        rollback_of: int | None = None,
+        after: int | None = None,
+    ) -> FleetRevision:
+        """Add a revision.
+
+        Args:
+            fleet: Name of the fleet.
+            declaration: The declaration as JSON.
+            digests: Digest of the replica settings of each declared pool. A changed one is a new generation.
+            author: Who applies it.
+            reason: Why.
+            rollback_of: Number of the revision whose declaration this one repeats.
+            after: Number of the revision that the author has seen as the latest (0: none); None to replace any.
+
+        Raises:
+            ConflictError: The latest revision is not `after`.
+        """
+        with self._database.write_transaction() as connection:
+            _lock(connection, fleet)
+            latest = self._read_latest(connection, fleet)
+            number = latest.number if latest else 0
+            if after not in {None, number}:
+                raise ConflictError(
+                    f"Revision {number} of the fleet {fleet!r} was applied meanwhile. Look at `argosy diff` and repeat."
+                )
+            revision = FleetRevision(
+                number=number + 1,
+                applied_at=self._clock(),
+                author=author,
+                reason=reason,
+                rollback_of=rollback_of,
+                declaration=declaration,
+                generations=_advance_generations(latest.generations if latest else {}, digests),
+            )
+            row = msgspec.structs.asdict(revision) | {
+                "fleet": fleet,
+                "generations": msgspec.json.encode(revision.generations),
+            }
+            connection.execute(insert(schema.fleet_revisions), row)
+        return revision
+
+    def latest_revision(self, fleet: str) -> FleetRevision | None:
+        """Return the revision in force, or None if the fleet was never applied."""
+        with self._database.read_transaction() as connection:
+            return self._read_latest(connection, fleet)
+
+    def get_revision(self, fleet: str, number: int) -> FleetRevision:
+        """Return one revision.
+
+        Raises:
+            NotFoundError: The fleet has no such revision.
+        """
+        query = select(schema.fleet_revisions).where(
+            _revisions.fleet == fleet, _revisions.number == number
+        )
+        with self._database.read_transaction() as connection:
+            row = connection.execute(query).one_or_none()
+        if row is None:
+            raise NotFoundError(
+                f"The fleet {fleet!r} has no revision {number}. `argosy history` lists them."
+            )
+        return _decode_revision(row)
+
+    def list_fleets(self) -> list[str]:
+        """Return the names of all fleets that were ever applied."""
+        query = select(_revisions.fleet).distinct().order_by(_revisions.fleet)
+        with self._database.read_transaction() as connection:
+            return list(connection.execute(query).scalars())
+
+    def list_revisions(self, fleet: str, limit: int = 100) -> list[FleetRevision]:
+        """Return the latest revisions, newest first."""
+        query = (
+            select(schema.fleet_revisions)
+            .where(_revisions.fleet == fleet)
+            .order_by(_revisions.number.desc())
+            .limit(limit)
+        )
+        with self._database.read_transaction() as connection:
+            return [_decode_revision(row) for row in connection.execute(query)]
+
+    # --- lease -----------------------------------------------------------------------------------
+
+    def read_lease(self, fleet: str) -> FleetLease:
+        """Return the current lease. Before the first controller its epoch is 0."""
+        with self._database.read_transaction() as connection:
+            row = _read_lease_row(connection, fleet)
+        return _decode_lease(row, fleet)
+
+    def acquire_lease(self, holder: str, expired: FleetLease) -> FleetLease | None:
+        """Take the lease over, with the next epoch.
+
+        Args:
+            holder: Name of the controller.
+            expired: The lease whose renewal the holder has waited for, without success.
+
+        Returns:
+            None if it was renewed or taken over meanwhile.
+        """
+        fleet = expired.fleet
+        with self._database.write_transaction() as connection:
+            _lock(connection, fleet)
+            if _decode_lease(_read_lease_row(connection, fleet), fleet) != expired:
+                return None
+            lease = FleetLease(fleet=fleet, epoch=expired.epoch + 1, holder=holder, renewals=0)
+            connection.execute(
+                update(schema.fleet_leases)
+                .where(_leases.fleet == fleet)
+                .values(epoch=lease.epoch, holder=holder, renewals=0, renewed_at=self._clock())
+            )
+        return lease
+
+    def renew_lease(self, lease: FleetLease) -> FleetLease:
+        """Renew the lease.
+
+        Raises:
+            DeposedError: Another controller has taken it over.
+        """
+        with self._database.write_transaction() as connection:
+            _require_leader(connection, lease)
+            renewed = connection.execute(
+                update(schema.fleet_leases)
+                .where(_leases.fleet == lease.fleet)
+                .values(renewals=_leases.renewals + 1, renewed_at=self._clock())
+                .returning(_leases.renewals)
+            ).scalar_one()
+        return msgspec.structs.replace(lease, renewals=renewed)
+
+    def release_lease(self, lease: FleetLease) -> None:
+        """Let a standby take over at once. Does nothing if another controller has the lease."""
+        with self._database.write_transaction() as connection:
+            connection.execute(
+                update(schema.fleet_leases)
+                .where(_leases.fleet == lease.fleet, _leases.epoch == lease.epoch)
+                .values(holder="")
+            )
+
+    def lease_age_s(self, fleet: str) -> float | None:
+        """Return the seconds since the lease was last renewed, by the clocks of this machine and the leader's.
+
+        Returns None before the first controller.
+        """
+        with self._database.read_transaction() as connection:
+            row = _read_lease_row(connection, fleet)
+        return None if row is None or not row.epoch else self._clock() - row.renewed_at
+
+    # --- records ---------------------------------------------------------------------------------
+
+    def read_records(self, fleet: str) -> dict[str, bytes]:
+        """Return the records that controllers saved, by name."""
+        query = select(_records.name, _records.record).where(_records.fleet == fleet)
+        with self._database.read_transaction() as connection:
+            return {row.name: bytes(row.record) for row in connection.execute(query)}
+
+    def save_records(self, lease: FleetLease, records: Mapping[str, bytes | None]) -> None:
+        """Replace records. None deletes one.
+
+        Raises:
+            DeposedError: Another controller leads by now. Nothing was saved.
+        """
+        if not records:
+            return
+        with self._database.write_transaction() as connection:
+            _require_leader(connection, lease)
+            connection.execute(
+                delete(schema.fleet_records).where(
+                    _records.fleet == lease.fleet, _records.name.in_(records)
+                )
+            )
+            rows = [
+                {"fleet": lease.fleet, "name": name, "record": record}
+                for name, record in records.items()
+                if record is not None
+            ]
+            if rows:
+                connection.execute(insert(schema.fleet_records), rows)
+
+    # --- events ----------------------------------------------------------------------------------
+
+    def append_events(self, lease: FleetLease, events: Sequence[FleetEvent]) -> None:
+        """Append events of the leading controller.
+
+        Raises:
+            DeposedError: Another controller leads by now. Nothing was appended.
+        """
+        if not events:
+            return
+        with self._database.write_transaction() as connection:
+            last = _require_leader(connection, lease, new_events=len(events))
+            stamp = {"fleet": lease.fleet, "epoch": lease.epoch, "at": self._clock()}
+            rows = [
+                msgspec.structs.asdict(event) | stamp | {"number": number}
+                for number, event in enumerate(events, last - len(events) + 1)
+            ]
+            connection.execute(insert(schema.fleet_events), rows)
+
+    def list_events(
+        self, fleet: str, *, after: int = 0, limit: int = 100, replica: str | None = None
+    ) -> list[FleetEvent]:
+        """Return events with numbers above `after`, oldest first; with `after` 0 the latest ones.
+
+        Args:
+            fleet: Name of the fleet.
+            after: Number of the last event that the caller has.
+            limit: Maximum number of events.
+            replica: Only events of this replica.
+        """
+        query = select(schema.fleet_events).where(_events.fleet == fleet, _events.number > after)
+        if replica is not None:
+            query = query.where(_events.replica == replica)
+        order = _events.number if after else _events.number.desc()
+        with self._database.read_transaction() as connection:
+            rows = connection.execute(query.order_by(order).limit(limit)).all()
+        events = [_decode_event(row) for row in rows]
+        return events if after else events[::-1]
+
+    @staticmethod
+    def _read_latest(connection: Connection, fleet: str) -> FleetRevision | None:
+        query = (
+            select(schema.fleet_revisions)
+            .where(_revisions.fleet == fleet)
+            .order_by(_revisions.number.desc())
+            .limit(1)
+        )
+        row = connection.execute(query).one_or_none()
+        return None if row is None else _decode_revision(row)
+
+
+def _lock(connection: Connection, fleet: str) -> None:
+    """Lock the fleet's row until the end of the transaction, after creating it where it does not exist."""
+    is_sqlite = connection.dialect.name == "sqlite"
+    statement = (sqlite.insert if is_sqlite else postgresql.insert)(schema.fleet_leases).values(
+        fleet=fleet, epoch=0, holder="", renewals=0, renewed_at=0.0, last_event=0
+    )
+    connection.execute(statement.on_conflict_do_nothing(index_elements=["fleet"]))
+    connection.execute(select(_leases.epoch).where(_leases.fleet == fleet).with_for_update())
+
+
+def _require_leader(connection: Connection, lease: FleetLease, *, new_events: int = 0) -> int:
+    """Lock the fleet's row, count new events, and return the number of the last one.
+
+    Raises:
+        DeposedError: The lease has another epoch.
+    """
+    last_event: int | None = connection.execute(
+        update(schema.fleet_leases)
+        .where(_leases.fleet == lease.fleet, _leases.epoch == lease.epoch)
+        .values(last_event=_leases.last_event + new_events)
+        .returning(_leases.last_event)
+    ).scalar_one_or_none()
+    if last_event is None:
+        raise DeposedError(
+            f"Another controller leads the fleet {lease.fleet!r} since epoch {lease.epoch} ended. This one stands by."
+        )
+    return last_event
+
+
+def _read_lease_row(connection: Connection, fleet: str) -> Row[Any] | None:
+    query = select(schema.fleet_leases).where(_leases.fleet == fleet)
+    return connection.execute(query).one_or_none()
+
+
+def _decode_lease(row: Row[Any] | None, fleet: str) -> FleetLease:
+    if row is None:
+        return FleetLease(fleet=fleet, epoch=0, holder="", renewals=0)
+    return FleetLease(fleet=fleet, epoch=row.epoch, holder=row.holder, renewals=row.renewals)
+
+
+def _decode_revision(row: Row[Any]) -> FleetRevision:
+    fields = row._asdict()
+    del fields["fleet"]
+    generations = msgspec.json.decode(fields.pop("generations"), type=dict[str, PoolGeneration])
+    declaration = bytes(fields.pop("declaration"))
+    return FleetRevision(**fields, declaration=declaration, generations=generations)
+
+
+def _decode_event(row: Row[Any]) -> FleetEvent:
+    fields = row._asdict()
+    del fields["fleet"]
+    return FleetEvent(**fields)
+
+
+def _advance_generations(
+    current: Mapping[str, PoolGeneration], digests: Mapping[str, str]
+) -> dict[str, PoolGeneration]:
+    advanced = dict(current)
+    for pool, digest in digests.items():
+        previous = current.get(pool)
+        if previous is None or previous.digest != digest:
+            number = 1 if previous is None else previous.generation + 1
+            advanced[pool] = PoolGeneration(number, digest)
+    return advanced

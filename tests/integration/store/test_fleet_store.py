@@ -1,0 +1,109 @@
+"""Fleets in the store on both databases: revisions with generations, one leader at a time, events of leaders only."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from tests.support.fake_clock import FakeClock
+
+from argosy.store import (
+    ConflictError,
+    DeposedError,
+    FleetEvent,
+    FleetLease,
+    NotFoundError,
+    PoolGeneration,
+    Store,
+)
+
+FLEET = "demo"
+
+
+def lead(store: Store, holder: str) -> FleetLease:
+    lease = store.fleets.acquire_lease(holder, store.fleets.read_lease(FLEET))
+    assert lease is not None
+    return lease
+
+
+def test_numbers_revisions_and_generations(store: Store, clock: FakeClock) -> None:
+    def apply(digests: dict[str, str], **options: int) -> dict[str, PoolGeneration]:
+        clock.now += 1
+        revision = store.fleets.apply(
+            FLEET, b'{"a": 1}', digests, author="ann", reason="because", **options
+        )
+        assert revision == store.fleets.latest_revision(FLEET)
+        return dict(revision.generations)
+
+    assert store.fleets.latest_revision(FLEET) is None
+    assert apply({"a": "x", "b": "y"}, after=0) == {
+        "a": PoolGeneration(1, "x"),
+        "b": PoolGeneration(1, "y"),
+    }
+    changed = apply({"a": "z", "b": "y"}, after=1)
+    assert changed["a"] == PoolGeneration(2, "z"), "changed settings are a new generation"
+    assert changed["b"] == PoolGeneration(1, "y")
+    assert apply({"b": "y"})["a"] == PoolGeneration(2, "z"), "a removed pool keeps its generation"
+    back = apply({"a": "x", "b": "y"}, rollback_of=1)
+    assert back["a"] == PoolGeneration(3, "x"), "names of replicas are never used again"
+    with pytest.raises(ConflictError, match="Revision 4"):
+        apply({}, after=3)
+    revisions = store.fleets.list_revisions(FLEET, limit=3)
+    assert [revision.number for revision in revisions] == [4, 3, 2]
+    assert (revisions[0].author, revisions[0].reason) == ("ann", "because")
+    assert revisions[0].rollback_of == 1
+    assert revisions[1].applied_at == clock() - 2  # the conflict advanced the clock too
+    assert store.fleets.get_revision(FLEET, 4) == revisions[0]
+    with pytest.raises(NotFoundError, match="no revision 9"):
+        store.fleets.get_revision(FLEET, 9)
+    assert store.fleets.latest_revision("other") is None
+
+
+def test_of_many_candidates_one_leads(store: Store) -> None:
+    seen = store.fleets.read_lease(FLEET)
+    assert seen.epoch == 0
+    with ThreadPoolExecutor(8) as threads:
+        leases = list(
+            threads.map(lambda name: store.fleets.acquire_lease(str(name), seen), range(8))
+        )
+    (lease,) = filter(None, leases)
+    assert lease.epoch == 1
+    assert store.fleets.read_lease(FLEET) == lease
+
+
+def test_a_renewed_lease_is_not_taken_over(store: Store) -> None:
+    first = lead(store, "first")
+    renewed = store.fleets.renew_lease(first)
+    assert store.fleets.acquire_lease("second", first) is None
+    second = store.fleets.acquire_lease("second", renewed)
+    assert second is not None
+    assert second.epoch == 2
+    with pytest.raises(DeposedError, match="stands by"):
+        store.fleets.renew_lease(renewed)
+    store.fleets.release_lease(renewed)
+    assert store.fleets.read_lease(FLEET) == second, "a deposed leader releases nothing"
+    store.fleets.release_lease(second)
+    assert store.fleets.read_lease(FLEET).holder == ""
+
+
+def test_only_the_leader_writes(store: Store, clock: FakeClock) -> None:
+    first = lead(store, "first")
+    events = [FleetEvent(kind="replica_start", pool="a", replica=f"a-1-{n}") for n in range(3)]
+    store.fleets.append_events(first, events)
+    clock.now += 1
+    second = lead(store, "second")
+    store.fleets.save_records(second, {"a": b"1", "b": b"2"})
+    store.fleets.save_records(second, {"a": b"3", "b": None, "c": b"4"})
+    with pytest.raises(DeposedError):
+        store.fleets.append_events(first, events)
+    with pytest.raises(DeposedError):
+        store.fleets.save_records(first, {"a": None})
+    assert store.fleets.read_records(FLEET) == {"a": b"3", "c": b"4"}
+    store.fleets.append_events(second, [FleetEvent(kind="replica_stop", outcome="ok")])
+    logged = store.fleets.list_events(FLEET)
+    assert [event.number for event in logged] == [1, 2, 3, 4]
+    assert [event.epoch for event in logged] == [1, 1, 1, 2]
+    assert logged[3].at == clock()
+    assert store.fleets.list_events(FLEET, after=2) == logged[2:]
+    assert store.fleets.list_events(FLEET, limit=1) == logged[3:]
+    assert store.fleets.list_events(FLEET, replica="a-1-1") == logged[1:2]
