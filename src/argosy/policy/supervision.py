@@ -69,6 +69,8 @@ class RestartLimits:
     """Silence after a response from which a replica counts as hung."""
     start_timeout_s: float = 120.0
     """Silence after the start from which a replica counts as hung."""
+    step_timeout_s: float = 60.0
+    """Time without a step of an engine that has requests, from which a replica counts as hung."""
     max_failed_starts: int = 5
     """Consecutive failed starts after which the replica is given up."""
     give_up_retry_interval_s: float = 60.0

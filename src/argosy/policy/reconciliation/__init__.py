@@ -1,0 +1,60 @@
+"""Reconciliation: the pure function that decides how a fleet becomes what is declared.
+
+    desired state + observed state + time  --->  reconcile  --->  actions, phases
+
+The controller observes and carries out, `reconcile` decides. A `PoolReconciler` treats each pool on its own. It selects
+the replicas that leave and those in the rotation, and asks the `DisruptionBudget` whether one may be taken out now. The
+module `restarts` says when a missing replica is started. `liveness` finds hung replicas, and `phases` says in which
+phase each one is.
+"""
+
+from argosy.policy.reconciliation.actions import (
+    Action,
+    Admit,
+    Drain,
+    PhaseReport,
+    Reconciliation,
+    Remove,
+    ReplicaPhase,
+    Start,
+    Stop,
+    Warm,
+    Withdraw,
+)
+from argosy.policy.reconciliation.desired import DesiredFleet, DesiredPool
+from argosy.policy.reconciliation.observed import (
+    MAX_PAST_RUNS,
+    LaunchState,
+    ObservedFleet,
+    ObservedReplica,
+    ReplicaRun,
+    WarmUpState,
+    continue_observation,
+    replica_name,
+)
+from argosy.policy.reconciliation.reconciler import reconcile
+
+__all__ = [
+    "MAX_PAST_RUNS",
+    "Action",
+    "Admit",
+    "DesiredFleet",
+    "DesiredPool",
+    "Drain",
+    "LaunchState",
+    "ObservedFleet",
+    "ObservedReplica",
+    "PhaseReport",
+    "Reconciliation",
+    "Remove",
+    "ReplicaPhase",
+    "ReplicaRun",
+    "Start",
+    "Stop",
+    "Warm",
+    "WarmUpState",
+    "Withdraw",
+    "continue_observation",
+    "reconcile",
+    "replica_name",
+]

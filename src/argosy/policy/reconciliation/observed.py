@@ -1,0 +1,129 @@
+"""Observed state of a fleet: the replicas that exist, as far as the controller knows them."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+
+import msgspec
+
+MAX_PAST_RUNS = 16
+"""Number of past runs of a replica that the controller keeps. The longest back-off is reached before."""
+
+
+class LaunchState(enum.StrEnum):
+    """State of a replica in its environment, according to its launcher."""
+
+    PROVISIONING = "provisioning"
+    """Accepted, but not yet running, for the reason that the launcher states."""
+    RUNNING = "running"
+    DRAINING = "draining"
+    """Running, and asked to exit when its requests have ended."""
+    EXITED = "exited"
+
+
+class WarmUpState(enum.StrEnum):
+    """Progress of the requests that are sent to a replica before it enters the rotation."""
+
+    NOT_STARTED = "not_started"
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+
+
+class ReplicaRun(msgspec.Struct, frozen=True, kw_only=True):
+    """A run of a replica that has ended, or an attempt to launch it that failed. Times are seconds since the epoch."""
+
+    attempt: int
+    started_at: float
+    ready_at: float | None = None
+    """When it first served; None if it never did, or if its warm-up failed."""
+    exited_at: float
+    reason: str = ""
+    """Why it ended, such as `it exited with status 3`."""
+
+
+class ObservedReplica(msgspec.Struct, frozen=True, kw_only=True):
+    """A replica that a launcher, the published rotation or the history of runs contains.
+
+    All fields apply to its latest attempt, and times are seconds since the epoch. Each field names who supplies it:
+    the launcher's listing, the controller's health checks, the gateways, or the store, which keeps what cannot
+    be observed after a restart of the controller.
+    """
+
+    name: str
+    """By `replica_name`."""
+    pool: str
+    generation: int
+    ordinal: int
+    launcher: str
+    """Name of the launcher that runs it."""
+    state: LaunchState | None = None
+    """Launcher. None if it does not list the replica."""
+    reason: str = ""
+    """Launcher: why the replica waits, or why it exited."""
+    attempt: int = 0
+    """Launcher: number of times that it was started."""
+    started_at: float = 0.0
+    """Launcher: when the latest attempt started."""
+    exited_at: float | None = None
+    """Launcher."""
+    start_error: str = ""
+    """Launcher: message of a replica that cannot start, such as a missing model. It is not restarted soon."""
+    activity: str = ""
+    """Launcher or health check: activity of its start, such as `loading weights, 40 %`."""
+    last_response_at: float | None = None
+    """Health check: when it last answered any HTTP request. One before `started_at` does not count."""
+    last_step_at: float | None = None
+    """Health check: when its engine's step counter last advanced, or when it last had no request. None if the engine
+    reports no counter."""
+    is_serving: bool = False
+    """Health check: whether its `/ready` answers 200 at present."""
+    ready_at: float | None = None
+    """Store: when this attempt first served. The controller records it at the first health check that succeeds."""
+    warm_up: WarmUpState = WarmUpState.NOT_STARTED
+    """Store: the warm-up of this attempt. One that was running when its controller ended has not started."""
+    warm_up_error: str = ""
+    """Store: why the warm-up failed."""
+    in_rotation: bool = False
+    """Store: whether the latest version of the pools that was published for the gateways contains it."""
+    is_routed: bool = False
+    """Gateways: whether all that can be reached route to it. True if the fleet has no gateway, but not if none of them
+    can be reached, because these may still route by an older version."""
+    is_routed_by_any: bool = False
+    """Gateways: whether at least one that can be reached routes to it."""
+    past_runs: tuple[ReplicaRun, ...] = ()
+    """Store: up to `MAX_PAST_RUNS` earlier runs, oldest first. See `Start.ended_run`."""
+
+
+class ObservedFleet(msgspec.Struct, frozen=True, kw_only=True):
+    """The observed state of a fleet at one moment."""
+
+    replicas: tuple[ObservedReplica, ...] = ()
+    """All replicas that a launcher lists, that are published for the gateways, or that have a history. Those of a
+    launcher that cannot list its replicas are the ones of its last listing."""
+    observing_since: float = 0.0
+    """Time since which the controller observes without a gap. See `continue_observation`."""
+    unavailable_launchers: Mapping[str, str] = {}
+    """Launchers that cannot list their replicas, and why. What they run is unknown, so nothing is done to it."""
+
+
+def replica_name(pool: str, generation: int, ordinal: int) -> str:
+    """Return the name of a replica, so that two controllers that start the same replica start it once."""
+    return f"{pool}-{generation}-{ordinal}"
+
+
+def continue_observation(
+    observing_since: float, last_observed_at: float, now: float, max_gap_s: float
+) -> float:
+    """Return the new `ObservedFleet.observing_since` for an observation at `now`.
+
+    After a gap, for example because the controller was suspended, the silence of a replica is no evidence against it.
+
+    Args:
+        observing_since: The value of the last observation.
+        last_observed_at: Time of the last observation.
+        now: Time of this observation.
+        max_gap_s: Longest time between two observations without a gap; at most half of the shortest hang timeout.
+    """
+    return observing_since if 0.0 <= now - last_observed_at <= max_gap_s else now

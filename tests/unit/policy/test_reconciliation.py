@@ -1,0 +1,349 @@
+"""Reconciliation under a virtual clock: any history of failures and changes ends in the declared state."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from itertools import islice
+from random import Random
+from typing import Never
+
+import msgspec
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    rule,
+    run_state_machine_as_test,
+)
+from tests.support import virtual_fleet_controller
+from tests.support.virtual_fleet_controller import (
+    LAUNCHER,
+    FleetSimulation,
+    VirtualController,
+    VirtualFleet,
+    VirtualStore,
+)
+
+from argosy.fleet.launchers import (
+    LaunchError,
+    SimulatedBehaviour,
+    SimulatedCluster,
+    StaleEpochError,
+)
+from argosy.policy.reconciliation import DesiredPool, ObservedReplica, pool_reconciler
+from argosy.policy.reconciliation import member as member_module
+from argosy.policy.reconciliation.disruption_budget import DisruptionBudget
+from argosy.policy.reconciliation.liveness import HangDeadline
+from argosy.policy.reconciliation.member import Member
+from argosy.policy.reconciliation.pool_reconciler import PoolReconciler
+
+
+def pool(name: str, replicas: int, **fields: object) -> DesiredPool:
+    desired = DesiredPool(name=name, launcher=LAUNCHER, generation=1, replicas=replicas)
+    return msgspec.structs.replace(desired, **fields)
+
+
+SHARES = st.sampled_from([(1, 0), (0, 1), (2, 1), (0, 2), (1, 1)])
+"""Pairs of `max_surge` and `max_unavailable`."""
+
+
+class FleetMachine(RuleBasedStateMachine):
+    """Any order of failures, changes of the declaration, and changes of the controller, with two pools."""
+
+    @initialize(seed=st.integers(0, 1000), gateways=st.integers(0, 2), warm=st.booleans())
+    def create(self, seed: int, gateways: int, *, warm: bool) -> None:
+        pools = [
+            pool("a", 3, spares=1, requires_warm_up=warm),
+            pool("b", 2, max_surge=0, max_unavailable=1),
+        ]
+        self.simulation = FleetSimulation(pools, seed, gateways)
+        self.fleet = self.simulation.fleet
+        self.generation = 1
+
+    def replica(self, index: int) -> str:
+        names = sorted(self.fleet.cluster.list_replicas())
+        return names[index % len(names)] if names else ""
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 5.0, 20.0, 70.0]))
+    def wait(self, seconds: float) -> None:
+        self.simulation.run(seconds)
+
+    @rule(index=st.integers(0, 9), failure=st.sampled_from(["crash", "hang", "engine", "drain"]))
+    def fail(self, index: int, failure: str) -> None:
+        name = self.replica(index)
+        match failure:
+            case "crash":
+                self.fleet.cluster.kill(name, "it crashed with SIGSEGV")
+            case "drain":
+                self.fleet.cluster.drain(name)
+            case _:
+                self.fleet.cluster.hang(name, engine_only=failure == "engine")
+        self.simulation.reconcile()
+
+    @rule(
+        name=st.sampled_from("ab"),
+        replicas=st.integers(0, 4),
+        spares=st.integers(0, 2),
+        shares=SHARES,
+    )
+    def scale(self, name: str, replicas: int, spares: int, shares: tuple[int, int]) -> None:
+        declared = self.fleet.pools.get(name) or pool(name, 2)
+        self.fleet.declare(
+            msgspec.structs.replace(
+                declared,
+                replicas=replicas,
+                spares=spares,
+                max_surge=shares[0],
+                max_unavailable=shares[1],
+            )
+        )
+        self.simulation.reconcile()
+
+    @rule(name=st.sampled_from("ab"), back=st.integers(0, 2), broken=st.booleans())
+    def change_generation(self, name: str, back: int, *, broken: bool) -> None:
+        """Change to a new generation, or back to an older one."""
+        if name not in self.fleet.pools:
+            return
+        if back == 0:
+            self.generation += 1
+        generation = max(1, self.generation - back)
+        if broken and back == 0:
+            self.fleet.broken.add((name, generation))
+        self.fleet.declare(msgspec.structs.replace(self.fleet.pools[name], generation=generation))
+        self.simulation.reconcile()
+
+    @rule(name=st.sampled_from("ab"))
+    def remove_pool(self, name: str) -> None:
+        self.fleet.pools.pop(name, None)
+        self.simulation.reconcile()
+
+    @rule(node=st.sampled_from(["node-0", "node-1"]), restored=st.booleans())
+    def lose_node(self, node: str, *, restored: bool) -> None:
+        self.fleet.cluster.lose_node(node)
+        self.simulation.reconcile()
+        if restored:
+            self.fleet.cluster.restore_node(node)
+
+    @rule(reason=st.sampled_from(["", "connection refused"]))
+    def change_reachability_of_launcher(self, reason: str) -> None:
+        self.fleet.cluster.unreachable_reason = reason
+
+    @rule(index=st.integers(0, 1), reachable=st.booleans())
+    def change_reachability_of_gateway(self, index: int, *, reachable: bool) -> None:
+        if self.fleet.gateways:
+            gateway = self.fleet.gateways[index % len(self.fleet.gateways)]
+            gateway.is_reachable = reachable
+
+    @rule(wrong=st.booleans())
+    def change_health_signal(self, *, wrong: bool) -> None:
+        """Let all health checks fail from now on, or succeed again."""
+        self.fleet.set_health_signal(is_wrong=wrong)
+
+    @rule(seconds=st.sampled_from([5.0, 100.0]))
+    def suspend_controller(self, seconds: float) -> None:
+        self.fleet.advance(self.fleet.now + seconds)
+        self.simulation.reconcile()
+
+    @rule()
+    def take_over(self) -> None:
+        self.simulation.take_over()
+
+    @rule(failed=st.sampled_from([0.0, 0.5]), slow=st.sampled_from([0.0, 0.5]))
+    def change_behaviour(self, failed: float, slow: float) -> None:
+        self.fleet.cluster.behaviour = SimulatedBehaviour(
+            failed_start_share=failed, slow_start_share=slow, lifetime_s=100.0, hang_share=0.3
+        )
+
+    def teardown(self) -> None:
+        if hasattr(self, "simulation"):
+            self.simulation.settle()
+
+
+FEW_OR_MANY = pytest.mark.parametrize(
+    "number",
+    [pytest.param(20, id="few"), pytest.param(1000, marks=pytest.mark.exhaustive, id="many")],
+)
+
+
+@FEW_OR_MANY
+def test_any_history_ends_in_declared_state(number: int) -> None:
+    run_state_machine_as_test(
+        FleetMachine, settings=settings(max_examples=number, stateful_step_count=25)
+    )
+
+
+class TwoControllers:
+    """A leader that is suspended at any point and woken later, while the next one leads.
+
+    Each step is an observation or a single action of one of them.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.random = random = Random(seed)
+        pools = [
+            pool("a", 2, spares=1, requires_warm_up=True),
+            pool("b", 2, max_surge=0, max_unavailable=1),
+        ]
+        self.fleet = VirtualFleet(pools, seed)
+        self.fleet.cluster.behaviour = SimulatedBehaviour(
+            failed_start_share=0.2, lifetime_s=60.0, hang_share=0.3
+        )
+        self.pending: dict[VirtualController, deque[Callable[[], None]]] = {}
+        """Next steps of each controller that has not lost the lead."""
+        self.lead()
+        self.takes_over_at = self.fleet.now + random.uniform(0.0, 120.0)
+        self.wakes_at = self.takes_over_at + random.uniform(0.0, 60.0)
+        self.num_refused = 0
+
+    def lead(self) -> None:
+        controller = VirtualController(self.fleet)
+        self.pending[controller] = deque([controller.fence])
+
+    def step(self, controller: VirtualController) -> None:
+        pending = self.pending[controller]
+        try:
+            if pending:
+                pending.popleft()()
+            else:
+                actions = controller.decide().actions
+                pending += [partial(controller.carry_out, action) for action in actions]
+        except StaleEpochError:
+            self.num_refused += 1
+            del self.pending[controller]
+
+    def run(self, seconds: float) -> None:
+        fleet, random, end = self.fleet, self.random, self.fleet.now + seconds
+        while fleet.now < end:
+            if fleet.now >= self.takes_over_at:
+                self.lead()
+                self.takes_over_at = end
+            if random.random() < 0.02:
+                self._change()
+            _, *new = self.pending
+            is_suspended = bool(new) and fleet.now < self.wakes_at
+            controllers = new if is_suspended else list(self.pending)
+            self.step(random.choice(controllers))
+            if random.random() < 0.3:
+                fleet.advance(fleet.now + random.uniform(0.0, 3.0))
+
+    def _change(self) -> None:
+        random, name = self.random, self.random.choice("ab")
+        changed = msgspec.structs.replace(
+            self.fleet.pools[name],
+            replicas=random.randint(1, 3),
+            generation=self.fleet.pools[name].generation + random.randint(0, 1),
+        )
+        self.fleet.declare(changed)
+
+
+def run_two_controllers(number: int) -> None:
+    num_refused = 0
+    for seed in range(number):
+        controllers = TwoControllers(seed)
+        controllers.run(200.0)
+        num_refused += controllers.num_refused
+        assert max(controllers.fleet.effects.values()) == 1
+    assert num_refused > number / 2
+
+
+@FEW_OR_MANY
+def test_two_controllers_never_double_an_action(number: int) -> None:
+    run_two_controllers(number)
+
+
+def run_history() -> None:
+    """Replace, scale, break and repair a fleet in one fixed order."""
+    surging, replacing = pool("a", 3, spares=1), pool("b", 2, max_surge=0, max_unavailable=1)
+    simulation = FleetSimulation([surging, replacing], seed=1)
+    fleet = simulation.fleet
+    simulation.settle()
+    for changed in (surging, replacing):
+        fleet.declare(msgspec.structs.replace(changed, generation=2))
+    simulation.settle()
+    for replica, engine_only in (("a-2-0", False), ("b-2-1", True)):
+        fleet.cluster.hang(replica, engine_only=engine_only)
+        simulation.settle()
+    fleet.cluster.unreachable_reason = "connection refused"
+    fleet.declare(msgspec.structs.replace(surging, generation=3, replicas=2))
+    simulation.run(10.0)
+    simulation.settle()
+    fleet.advance(fleet.now + 100.0)
+    simulation.reconcile()
+    fleet.set_health_signal(is_wrong=True)
+    simulation.run(200.0)
+    simulation.settle()
+
+
+def test_fleet_follows_a_fixed_history() -> None:
+    run_history()
+
+
+@pytest.mark.parametrize(("max_unavailable", "spares"), [(1, 0), (0, 1)])
+def test_replacement_makes_room_where_old_replicas_occupy_all_gpus(
+    max_unavailable: int, spares: int
+) -> None:
+    declared = pool("a", 4 - spares, spares=spares, max_unavailable=max_unavailable)
+    simulation = FleetSimulation([declared], accelerators=2)
+    simulation.settle()
+    simulation.fleet.declare(msgspec.structs.replace(declared, generation=2))
+    simulation.settle()
+
+
+INIT_MEMBER = Member.__init__
+
+
+def plant_in_members(**wrong: bool) -> Callable[..., None]:
+    """Return a constructor of members that makes them believe something wrong of their replica."""
+
+    def create(
+        member: Member, replica: ObservedReplica, desired: DesiredPool, *others: Never
+    ) -> None:
+        INIT_MEMBER(member, msgspec.structs.replace(replica, **wrong), desired, *others)
+
+    return create
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "planted"),
+    [
+        pytest.param(DisruptionBudget, "_take_out", lambda *_: True, id="no-budget"),
+        pytest.param(PoolReconciler, "_is_known", lambda *_: True, id="unknown-is-absent"),
+        pytest.param(
+            pool_reconciler, "islice", lambda free, number: islice(free, number + 5), id="too-many"
+        ),
+        pytest.param(
+            Member, "__init__", plant_in_members(is_routed_by_any=False), id="drained-while-routed"
+        ),
+        pytest.param(
+            Member, "__init__", plant_in_members(is_routed=True), id="withdrawn-before-routed"
+        ),
+        pytest.param(
+            member_module,
+            "hang_deadline",
+            lambda *_: HangDeadline(math.inf, 0.0, ""),
+            id="hangs-stay",
+        ),
+        pytest.param(
+            virtual_fleet_controller,
+            "continue_observation",
+            lambda since, *_: since,
+            id="suspension-is-silence",
+        ),
+        pytest.param(SimulatedCluster, "check_epoch", lambda *_: None, id="no-fencing"),
+    ],
+)
+def test_planted_bug_is_found(
+    monkeypatch: pytest.MonkeyPatch, owner: object, name: str, planted: Callable[..., object]
+) -> None:
+    monkeypatch.setattr(owner, name, planted)
+    search = run_history
+    if owner is SimulatedCluster:
+        monkeypatch.setattr(VirtualStore, name, planted)
+        search = partial(run_two_controllers, 50)
+    with pytest.raises((AssertionError, LaunchError)):
+        search()
