@@ -32,3 +32,18 @@ def _xdg_folder(variable: str, default: str) -> Path:
         return Path.home() / default / "argosy"
     except RuntimeError as error:  # a user id without a name, as in some containers
         raise FileNotFoundError(f"this user has no home folder; set HOME or {variable}") from error
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file atomically: readers see the old or the new content. For one writer at a time.
+
+    Raises:
+        OSError: The file cannot be written. The old content stays.
+    """
+    new = path.with_name(f".{path.name}.new")
+    try:
+        new.write_bytes(content)
+        new.replace(path)
+    except OSError:
+        new.unlink(missing_ok=True)
+        raise

@@ -78,7 +78,7 @@ async def serve_admin_api(
         return find_explanation(request)
 
     handler = build_admin_app(
-        store, authenticator, explain, on_change, ReplicaAdmin(ModelRouter({}), store)
+        store, authenticator, explain, on_change, ReplicaAdmin(ModelRouter({}), store), "demo"
     )
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -522,6 +522,8 @@ async def test_responses_conform_to_the_openapi_document(
             def check(case: schemathesis.Case[Any], data: st.DataObject) -> None:
                 if "id" in case.path_parameters:
                     case.path_parameters["id"] = data.draw(st.sampled_from(ids))
+                if "wait_s" in case.query:
+                    case.query["wait_s"] = 0
                 if "group_by" in case.query:
                     case.query["group_by"] = data.draw(st.sampled_from(["day,key", "", "x"]))
                 response = case.call_and_validate(

@@ -59,7 +59,8 @@ def parse_overrides(text: str) -> dict[str, float | None]:
 Model = Annotated[
     str | None,
     Argument(
-        help="A directory in Hugging Face layout, a GGUF file, or a name on the hub (owner/name, owner/name:Q4_K_M)."
+        help="A directory in Hugging Face layout, a GGUF file, a name on the hub (owner/name, owner/name:Q4_K_M), or"
+        " the name of a bundled model (argosy-mini)."
     ),
 ]
 Host = Annotated[str, Option(help="Address to listen on.")]

@@ -1,18 +1,10 @@
-"""Parsing and formatting of sizes (`8GiB`, `500MB`) and large counts."""
+"""Options that are sizes (`8GiB`, `500MB`), and formatting of sizes and large counts."""
 
 from __future__ import annotations
 
-import re
-
 import typer
 
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12} | {
-    "ki": 2**10,
-    "mi": 2**20,
-    "gi": 2**30,
-    "ti": 2**40,
-}
-_SIZE_PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", re.IGNORECASE)
+from argosy import settings
 
 
 def parse_size(text: str) -> int:
@@ -21,11 +13,10 @@ def parse_size(text: str) -> int:
     Raises:
         typer.BadParameter: `text` is not a size.
     """
-    match = _SIZE_PATTERN.fullmatch(text)
-    if match is None:
-        raise typer.BadParameter(f"{text!r} is not a size; write it like 8GiB or 500MB")
-    number, unit = match.groups()
-    return int(float(number) * _UNITS[(unit or "").lower()])
+    try:
+        return settings.parse_size(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 def format_size(size_bytes: float) -> str:

@@ -8,30 +8,51 @@ background, `AccountSync` polls the store for accounts, and on SIGHUP `ConfigRel
 """
 
 from argosy.gateway.auth import AuthConfig, check_exposure, is_loopback
+from argosy.gateway.backends import BackendKind
 from argosy.gateway.config import (
+    RENAMED_SETTINGS,
     GatewayConfig,
     ModelConfig,
+    ModelName,
     QueueConfig,
     ReplicaConfig,
     Timeouts,
     load_config,
+    validate_config,
+)
+from argosy.gateway.config_reloader import RELOADABLE_SETTINGS
+from argosy.gateway.fleet_pools import (
+    FleetPools,
+    GatewayPoolsClient,
+    PoolsStatus,
+    RoutedReplica,
 )
 from argosy.gateway.model_routes import RouteConfig
 from argosy.gateway.server import GatewayServer, serve_gateway
-from argosy.gateway.upstream import UpstreamTls
+from argosy.gateway.upstream import UpstreamError, UpstreamTls
 
 __all__ = [
+    "RELOADABLE_SETTINGS",
+    "RENAMED_SETTINGS",
     "AuthConfig",
+    "BackendKind",
+    "FleetPools",
     "GatewayConfig",
+    "GatewayPoolsClient",
     "GatewayServer",
     "ModelConfig",
+    "ModelName",
+    "PoolsStatus",
     "QueueConfig",
     "ReplicaConfig",
     "RouteConfig",
+    "RoutedReplica",
     "Timeouts",
+    "UpstreamError",
     "UpstreamTls",
     "check_exposure",
     "is_loopback",
     "load_config",
     "serve_gateway",
+    "validate_config",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Literal
@@ -18,11 +18,11 @@ from argosy.gateway.filters import LimitsConfig
 from argosy.gateway.model_routes import RouteConfig, route_name, validate_route
 from argosy.gateway.pool import DiscoveryMode
 from argosy.gateway.request_trace import ExplainConfig
-from argosy.gateway.settings_file import decode_settings
 from argosy.gateway.upstream import UpstreamTls
 from argosy.http_server import TlsConfig
 from argosy.policy import RoutingPolicyName
 from argosy.protocol import parse_endpoint
+from argosy.settings import SettingError, SettingPath, SettingsDocument
 from argosy.store import IdempotencyConfig, ReplicaWeight, StoreConfig
 
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
@@ -144,8 +144,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     hedging."""
     giving_way: GivingWayConfig = GivingWayConfig()
     """When running streams pause for waiting requests."""
-    replicas: Annotated[list[ReplicaConfig], Meta(min_length=1)]
-    """The servers behind the model."""
+    replicas: list[ReplicaConfig] = []
+    """The servers behind the model. Required, unless a controller runs the model's replicas."""
 
 
 class Timeouts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -184,11 +184,18 @@ class QueueConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All settings of a gateway."""
 
-    models: Annotated[list[ModelConfig], Meta(min_length=1)]
-    """Models and the replicas that answer for them."""
+    models: Sequence[ModelConfig] = ()
+    """Models and the replicas that answer for them. A gateway of a `fleet` may have none, because its controller
+    publishes them."""
     routes: list[RouteConfig] = []
     """Routes in order. The first that matches a request decides which model answers. Without a match the requested
     model answers."""
+    fleet: Annotated[str, Meta(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")] | None = None
+    """Name of the fleet whose controller publishes models, replicas and routes to this gateway. They replace those of
+    this file. Needs a store."""
+    pools_file: str | None = None
+    """File in which the gateway keeps what the controller published, to serve by it while no controller runs. By
+    default a file in the user's state folder."""
     host: str = "127.0.0.1"
     """Address to listen on."""
     port: Annotated[int, Meta(ge=0, le=65535)] = 8000
@@ -263,92 +270,104 @@ def load_config(path: Path) -> GatewayConfig:
     Raises:
         ValueError: The file cannot be read or a setting is invalid. The message names the file and the key.
     """
-    try:
-        config = decode_settings(path.read_bytes(), GatewayConfig, RENAMED_SETTINGS)
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+    document = SettingsDocument.read([path])
+    return document.decode(GatewayConfig, RENAMED_SETTINGS, validate_config)
+
+
+def validate_config(config: GatewayConfig, *, has_controller: bool = False) -> None:
+    """Check settings for contradictions.
+
+    Args:
+        config: The settings.
+        has_controller: Whether a controller runs replicas, so that models need none in the settings.
+
+    Raises:
+        SettingError: The settings contradict each other. The message says what to change.
+    """
+    if not (config.models or config.fleet):
+        raise SettingError("no model is configured. Add `models`.", ("models",))
+    if config.fleet is not None and config.store is None and not has_controller:
+        raise SettingError(
+            "the controller of a fleet finds its gateways in their store. Add `store`.", ("fleet",)
+        )
     names = [name for model in config.models for name in (model.name, *model.aliases)]
-    _reject_duplicates(path, "model name", names)
-    for model in config.models:
-        _check_replicas(path, model)
-    _check_routes(path, config, names)
+    _reject_duplicates("model name", names, ("models",))
+    for index, model in enumerate(config.models):
+        if not (model.replicas or has_controller or config.fleet):
+            raise SettingError(
+                f"model {model.name!r} has no replicas. Add `replicas` with at least one `url`.",
+                ("models", index),
+            )
+        _check_replicas(model, ("models", index, "replicas"))
+    _check_routes(config, names)
     if config.advertise_url is not None:
         try:
             parse_endpoint(config.advertise_url)
         except ValueError as error:
-            raise ValueError(f"{path}: advertise_url: {error}") from error
+            raise SettingError(f"advertise_url: {error}", ("advertise_url",)) from error
     if config.store is None and config.limits.redis is not None:
-        raise ValueError(
-            f"{path}: limits.redis shares the limits of accounts, which need a store. "
-            "Add `store`, or remove limits.redis."
+        raise SettingError(
+            "limits.redis shares the limits of accounts, which need a store. Add `store`, or remove limits.redis.",
+            ("limits", "redis"),
         )
     if config.store is None and config.auth.mode == "required" and config.auth.jwt is None:
-        raise ValueError(
-            f"{path}: auth.mode is required, but without a store no key exists. Add `store` or auth.jwt."
+        raise SettingError(
+            "auth.mode is required, but without a store no key exists. Add `store` or auth.jwt.",
+            ("auth", "mode"),
         )
-    return config
 
 
-def _check_replicas(path: Path, model: ModelConfig) -> None:
+def _check_replicas(model: ModelConfig, path: SettingPath) -> None:
     names = [replica.name or replica.url for replica in model.replicas]
-    _reject_duplicates(path, f"model {model.name!r}, replica", names)
+    _reject_duplicates(f"model {model.name!r}, replica", names, path)
     discovered = {
         name
         for name, config in zip(names, model.replicas, strict=True)
         if config.discover is not None
     }
-    for name, replica in zip(names, model.replicas, strict=True):
+    for index, (name, replica) in enumerate(zip(names, model.replicas, strict=True)):
         if name.rpartition("@")[0] in discovered:
-            raise ValueError(
-                f"{path}: discovery may give the name {name!r} to another replica. Rename this one."
+            raise SettingError(
+                f"discovery may give the name {name!r} to another replica. Rename this one.",
+                (*path, index),
             )
-        if replica.discover is not None:
-            _check_discovered(path, replica)
-        if replica.tls != UpstreamTls() and not replica.url.startswith("https:"):
-            raise ValueError(
-                f"{path}: {replica.url}: tls needs an https URL. Write https, or remove tls."
-            )
-        if replica.kv_events is not None and replica.kind not in {"auto", "vllm", "sglang"}:
-            raise ValueError(
-                f"{path}: {replica.url}: kv_events is only supported for kind vllm or sglang. Remove it."
-            )
-        if replica.arithmetic is not None and replica.kind == "argosy":
-            raise ValueError(
-                f"{path}: {replica.url}: a replica of kind argosy reports its arithmetic. Remove `arithmetic`."
-            )
-        if replica.priority_scheduling and replica.kind not in {"auto", "vllm", "sglang"}:
-            raise ValueError(
-                f"{path}: {replica.url}: priority_scheduling is only supported for kind vllm or sglang. Remove it."
-            )
+        problem = _find_contradiction(replica)
+        if problem is not None:
+            raise SettingError(f"{replica.url}: {problem}", (*path, index))
 
 
-def _check_routes(path: Path, config: GatewayConfig, model_names: list[str]) -> None:
+def _find_contradiction(replica: ReplicaConfig) -> str | None:
+    """Return what contradicts itself in the settings of a replica, with the remedy; None if nothing does."""
+    if replica.discover is not None:
+        if not replica.url.startswith(("http:", "https:")):
+            return "discover needs a URL with a host name. Write http://HOST:PORT."
+        if replica.kv_events is not None and not replica.kv_events.has_wildcard_host:
+            return "kv_events names one server, but discover finds several. Write tcp://*:PORT."
+    if replica.tls != UpstreamTls() and not replica.url.startswith("https:"):
+        return "tls needs an https URL. Write https, or remove tls."
+    if replica.kv_events is not None and replica.kind not in {"auto", "vllm", "sglang"}:
+        return "kv_events is only supported for kind vllm or sglang. Remove it."
+    if replica.arithmetic is not None and replica.kind == "argosy":
+        return "a replica of kind argosy reports its arithmetic. Remove `arithmetic`."
+    if replica.priority_scheduling and replica.kind not in {"auto", "vllm", "sglang"}:
+        return "priority_scheduling is only supported for kind vllm or sglang. Remove it."
+    return None
+
+
+def _check_routes(config: GatewayConfig, model_names: list[str]) -> None:
     names = [route_name(route, index) for index, route in enumerate(config.routes)]
-    _reject_duplicates(path, "route", names)
-    for name, route in zip(names, config.routes, strict=True):
+    _reject_duplicates("route", names, ("routes",))
+    for index, (name, route) in enumerate(zip(names, config.routes, strict=True)):
         try:
             validate_route(route, model_names, has_accounts=config.store is not None)
         except ValueError as error:
-            raise ValueError(f"{path}: route {name!r}: {error}") from error
+            raise SettingError(f"route {name!r}: {error}", ("routes", index)) from error
 
 
-def _check_discovered(path: Path, replica: ReplicaConfig) -> None:
-    if not replica.url.startswith(("http:", "https:")):
-        raise ValueError(
-            f"{path}: {replica.url}: discover needs a URL with a host name. Write http://HOST:PORT."
-        )
-    if replica.kv_events is not None and not replica.kv_events.has_wildcard_host:
-        raise ValueError(
-            f"{path}: {replica.url}: kv_events names one server, but discover finds several. Write tcp://*:PORT."
-        )
-
-
-def _reject_duplicates(path: Path, subject: str, names: list[str]) -> None:
+def _reject_duplicates(subject: str, names: list[str], path: SettingPath) -> None:
     duplicates = {name for name in names if names.count(name) > 1}
     if duplicates:
-        raise ValueError(f"{path}: {subject} {min(duplicates)!r} is defined twice. Keep one.")
+        raise SettingError(f"{subject} {min(duplicates)!r} is defined twice. Keep one.", path)
 
 
 def build_configured_headers(replica: ReplicaConfig) -> tuple[tuple[bytes, bytes], ...]:

@@ -56,9 +56,12 @@ class OperationsHandlers:
         """`GET /ready`.
 
         Raises:
-            ApiError: 503 if no replica is available for one of the models.
+            ApiError: 503 if no replica is available for one of the models, or if the controller has published none yet.
         """
         del principal
+        if not self._models.pools:
+            message = "The controller of the fleet has published no model yet. Start it, or wait."
+            raise ApiError(503, "no_replica", message, retry_after_s=RETRY_AFTER_S)
         unavailable_models = [pool.model for pool in self._models.pools if not pool.is_available()]
         if unavailable_models:
             message = (

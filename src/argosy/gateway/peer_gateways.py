@@ -1,19 +1,10 @@
-"""Questions between the gateways of one store: the explanation of a request that another gateway served.
-
-Each gateway registers its address and a secret of its own in the store. A question is signed with the secret of the
-gateway that it is sent to, so only a reader of the store can ask. A TLS certificate is compared with the one that the
-gateway registered. Addresses inside a cluster rarely are names of a certificate.
-"""
+"""Questions between the gateways of one store: the explanation of a request that another gateway served."""
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 import secrets
 import socket
-import ssl
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,11 +13,17 @@ from urllib.parse import parse_qs, quote, unquote
 import msgspec
 import structlog
 
+from argosy.gateway.peer_connection import (
+    PEER_TOKEN_HEADER,
+    check_peer_token,
+    connect_gateway,
+    sign_peer_token,
+)
 from argosy.gateway.principal import Principal
-from argosy.gateway.upstream import Upstream, UpstreamError, fetch_path
+from argosy.gateway.upstream import UpstreamError, fetch_path
 from argosy.http_server import HttpExchange, TlsConfig, listen_url
 from argosy.process import run_in_daemon_thread
-from argosy.protocol import ApiError, parse_endpoint
+from argosy.protocol import ApiError
 from argosy.store import GatewayRecord, Store, StoreError
 
 PEER_REQUESTS_PREFIX = "/peer/requests/"
@@ -34,9 +31,6 @@ HEARTBEAT_INTERVAL_S = 15.0
 PEER_TIMEOUT_S = 2.0
 """Time in which another gateway must answer."""
 STORE_TIMEOUT_S = 5.0
-TOKEN_LIFETIME_S = 60.0
-"""How long a signed question is valid. The clocks of the gateways may differ by as much."""
-_TOKEN_HEADER = b"x-argosy-peer-token"
 _REMOTE_ADDRESS = ("192.0.2.1", 9)
 """Address of a documentation network. Looking up its route sends nothing."""
 
@@ -61,7 +55,8 @@ class PeerGateways:
         self._store = store
         self._url = url
         self._tls = tls
-        self._secret = secrets.token_hex(32)
+        self.secret = secrets.token_hex(32)
+        """Key with which requests of other processes of the store to this gateway are signed."""
         self._is_failing = False
         """Whether the last heartbeat could not be recorded."""
 
@@ -98,7 +93,7 @@ class PeerGateways:
         certificate = "" if self._tls is None else Path(self._tls.certificate).read_text()
         self._store.gateways.record_heartbeat(
             GatewayRecord(
-                id=self._gateway_id, url=self._url, secret=self._secret, certificate=certificate
+                id=self._gateway_id, url=self._url, secret=self.secret, certificate=certificate
             )
         )
 
@@ -118,18 +113,15 @@ class PeerGateways:
         """
         query = "" if organisation is None else f"?organisation={quote(organisation, safe='')}"
         path = f"{PEER_REQUESTS_PREFIX}{quote(identifier, safe='')}{query}"
-        expires_at = int(time.time() + TOKEN_LIFETIME_S)
-        token = _sign(peer.secret, expires_at, identifier, organisation)
+        token = sign_peer_token(peer.secret, _describe_question(identifier, organisation))
         try:
-            upstream = Upstream(parse_endpoint(peer.url), tls=self._client_context(peer))
+            upstream = connect_gateway(peer, self._tls)
         except (OSError, ValueError) as error:
             log.warning("peer_gateway_unreachable", gateway=peer.id, reason=str(error))
             return None
         try:
             async with asyncio.timeout(PEER_TIMEOUT_S):
-                status, body = await fetch_path(
-                    upstream, path.encode(), (_TOKEN_HEADER, token.encode())
-                )
+                status, body = await fetch_path(upstream, path.encode(), (PEER_TOKEN_HEADER, token))
             return msgspec.json.decode(body, type=dict[str, Any]) if status == 200 else None
         except (UpstreamError, TimeoutError, msgspec.DecodeError) as error:
             reason = str(error) or "it does not answer"
@@ -138,21 +130,9 @@ class PeerGateways:
         finally:
             upstream.close()
 
-    def _client_context(self, peer: GatewayRecord) -> ssl.SSLContext | None:
-        """Return a TLS context that accepts exactly the certificate that the gateway registered."""
-        if not peer.certificate:
-            return None
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.check_hostname = False
-        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-        context.load_verify_locations(cadata=peer.certificate)
-        if self._tls is not None:  # gateways may require client certificates
-            context.load_cert_chain(self._tls.certificate, self._tls.key)
-        return context
-
     def build_handler(self, find_trace: FindTrace) -> PeerRequestHandler:
         """Return the handler that answers the questions of other gateways."""
-        return PeerRequestHandler(self._secret, find_trace)
+        return PeerRequestHandler(self.secret, find_trace)
 
 
 class PeerRequestHandler:
@@ -170,9 +150,7 @@ class PeerRequestHandler:
         del principal  # the signature authenticates the gateway
         identifier = unquote(exchange.path.removeprefix(PEER_REQUESTS_PREFIX))
         organisation = parse_qs(exchange.query.decode("latin-1")).get("organisation", [None])[0]
-        token = exchange.get_header(_TOKEN_HEADER)
-        if not _is_valid(token, self._secret, identifier, organisation):
-            raise ApiError(404, "not_found", "The path does not exist. See /openapi.json.")
+        check_peer_token(exchange, self._secret, _describe_question(identifier, organisation))
         explanation = self._find_trace(identifier, organisation)
         if explanation is None:
             raise ApiError(404, "not_found", "This gateway has no trace of the request.")
@@ -200,18 +178,7 @@ def advertised_url(listen_socket: socket.socket, scheme: str, configured: str | 
             return f"{scheme}://{socket.gethostname()}:{port}"
 
 
-def _sign(secret: str, expires_at: int, identifier: str, organisation: str | None) -> str:
-    """Return a token for one question: the time until which it is valid, and a signature."""
+def _describe_question(identifier: str, organisation: str | None) -> str:
+    """Return what the token of a question signs."""
     scope = "all" if organisation is None else f"organisation {organisation}"
-    signed = f"{expires_at}\n{scope}\n{identifier}".encode()
-    return f"{expires_at}.{hmac.new(secret.encode(), signed, hashlib.sha256).hexdigest()}"
-
-
-def _is_valid(token: str, secret: str, identifier: str, organisation: str | None) -> bool:
-    expires_at = token.partition(".")[0]
-    if not (expires_at.isascii() and expires_at.isdigit() and len(expires_at) <= 12):
-        return False
-    if not -TOKEN_LIFETIME_S <= int(expires_at) - time.time() <= 2 * TOKEN_LIFETIME_S:
-        return False
-    expected = _sign(secret, int(expires_at), identifier, organisation)
-    return hmac.compare_digest(token.encode(), expected.encode())
+    return f"{scope}\n{identifier}"

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, TypeVar
 
+import msgspec
 import structlog
 import uvloop
 
@@ -30,6 +31,7 @@ from argosy.gateway.filters import (
     open_idempotency_store,
     open_quota_backend,
 )
+from argosy.gateway.fleet_pools import FleetPoolsHandler, load_fleet_pools
 from argosy.gateway.model_registry import ModelRegistry, ReplicaAdmin, build_model_entries
 from argosy.gateway.openapi import render_openapi
 from argosy.gateway.operations import OperationsHandlers, list_replica_readings
@@ -78,6 +80,13 @@ class GatewayServer:
         Raises:
             ValueError: The settings are invalid. The message says what to change.
         """
+        pools = None
+        if config.fleet is not None:
+            pools = load_fleet_pools(config)
+            if pools.version:
+                config = msgspec.structs.replace(
+                    config, models=list(pools.models), routes=list(pools.routes)
+                )
         self._config = config
         self._on_ready = on_ready
         self._registry = ModelRegistry(build_model_entries(config), config.routes, resolver)
@@ -90,8 +99,13 @@ class GatewayServer:
         self._gateway_id = new_gateway_id()
         self._http_server: HttpServer | None = None
         self._account_sync: AccountSync | None = None
+        self._fleet_pools = (
+            None
+            if pools is None
+            else FleetPoolsHandler(config, pools, self._registry, self._on_models_changed)
+        )
         self._config_reloader: ConfigReloader | None = None
-        if load_config is not None:
+        if load_config is not None and pools is None:
             self._config_reloader = ConfigReloader(
                 config, load_config, self._registry, self._on_models_changed
             )
@@ -226,6 +240,7 @@ class GatewayServer:
                 ReplicaAdmin(
                     self._models, None if account_sync is None else account_sync.accounting.store
                 ),
+                self._config.fleet,
             ),
             render_openapi=render_openapi,
             cors=self._cors,
@@ -234,6 +249,9 @@ class GatewayServer:
             limits=None if account_sync is None else account_sync.limits,
             gateway_id=self._gateway_id,
             answer_peer=None if peers is None else peers.build_handler(self._find_trace),
+            answer_controller=None
+            if peers is None or self._fleet_pools is None
+            else self._fleet_pools.build_handler(peers.secret),
             response_state=response_state,
         )
         await self._registry.start()

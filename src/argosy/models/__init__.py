@@ -6,7 +6,9 @@ tokenizer. The scripts in the repository's `models` folder train and evaluate bo
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 _HERE = Path(__file__).resolve().parent
 
@@ -16,4 +18,9 @@ BUNDLED_MODEL: Path = _HERE / "argosy-mini"
 DRAFT_MODEL: Path = _HERE / "argosy-mini-draft"
 """Smaller model with the same tokenizer, for speculative decoding."""
 
-__all__ = ["BUNDLED_MODEL", "DRAFT_MODEL"]
+BUNDLED_MODELS: Mapping[str, Path] = MappingProxyType(
+    {path.name: path for path in (BUNDLED_MODEL, DRAFT_MODEL)}
+)
+"""Path of each bundled model by its name."""
+
+__all__ = ["BUNDLED_MODEL", "BUNDLED_MODELS", "DRAFT_MODEL"]

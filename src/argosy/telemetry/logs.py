@@ -195,7 +195,8 @@ def configure_logging(log_format: LogFormat, level: str = "info", replica: str =
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(level.upper())
-    logging.getLogger("alembic").setLevel(logging.WARNING)  # it logs every step
+    for name in ("alembic", "httpx2"):  # they log every step and every request
+        logging.getLogger(name).setLevel(logging.WARNING)
 
 
 def _add_replica_name(replica: str) -> Processor:

@@ -19,6 +19,7 @@ from argosy.engine.execution.hub import (
     download_model,
     group_gguf_models,
 )
+from argosy.models import BUNDLED_MODELS
 
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
@@ -40,6 +41,8 @@ _MAX_DIGEST_SAMPLES = 1024
 def resolve_model_path(model: str, revision: str | None) -> Path:
     """Return the directory of `model`, or its GGUF file, downloading it if `model` is a hub name (`HubName`).
 
+    The names of bundled models are known too. A directory of that name in the current folder comes first.
+
     Raises:
         ValueError: The model does not exist, is not a model, or cannot be downloaded. The message says what to do.
     """
@@ -50,6 +53,8 @@ def resolve_model_path(model: str, revision: str | None) -> Path:
         return gguf_parts(path)[0]
     if path.exists():
         raise ValueError(f"{path} is a file; give the directory that contains it, or a GGUF file")
+    if model in BUNDLED_MODELS:
+        return BUNDLED_MODELS[model]
     name = HubName.parse(model)
     if path.is_absolute() or model.startswith((".", "~")) or name is None:
         kind = "file" if path.suffix == ".gguf" else "directory"

@@ -12,7 +12,7 @@ import msgspec
 import structlog
 from starlette.routing import Route, Router
 
-from argosy.gateway.admin import keys, limits_and_prices, replicas, reports, tenants
+from argosy.gateway.admin import fleet, keys, limits_and_prices, replicas, reports, tenants
 from argosy.gateway.admin.endpoints import AdminEndpoint, AdminEndpoints, AdminRequest, AdminScope
 from argosy.gateway.admin.openapi import add_openapi_endpoint
 from argosy.gateway.admin.organisation_limiter import OrganisationLimiter
@@ -45,6 +45,7 @@ ENDPOINTS = add_openapi_endpoint(
             *keys.endpoints,
             *limits_and_prices.endpoints,
             *replicas.endpoints,
+            *fleet.endpoints,
             *reports.endpoints,
         ]
     ),
@@ -58,6 +59,7 @@ def build_admin_app(
     explain: Callable[[str, str | None], Awaitable[dict[str, Any] | None]],
     on_accounts_changed: Callable[[], None],
     replica_admin: ReplicaAdmin | None = None,
+    fleet_name: str | None = None,
 ) -> AsgiApp:
     """Build the application for /admin, which serves requests that `HttpExchange` forwards.
 
@@ -70,11 +72,10 @@ def build_admin_app(
             gateway). Called on the event loop's thread.
         on_accounts_changed: Called on the event loop's thread after accounts changed and the authenticator is updated.
         replica_admin: Pools and replicas.
+        fleet_name: Name of the declared fleet that the gateway belongs to.
     """
-    admin_scope, limiter = (
-        AdminScope(store, replica_admin, explain),
-        OrganisationLimiter(),
-    )
+    admin_scope = AdminScope(store, replica_admin, explain, fleet_name=fleet_name)
+    limiter = OrganisationLimiter()
     by_path: dict[str, dict[str, AdminEndpoint]] = {}
     for endpoint in ENDPOINTS:
         by_path.setdefault(endpoint.path, {})[endpoint.method] = endpoint

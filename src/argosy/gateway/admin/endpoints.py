@@ -13,7 +13,16 @@ from argosy.gateway.auth import organisation_scope
 from argosy.gateway.model_registry import ReplicaAdmin
 from argosy.gateway.principal import Principal
 from argosy.protocol import JSON_MEDIA_TYPE, ApiError
-from argosy.store import Accounts, AuditLog, Ledger, LimitsAndPrices, Role, RoleScope, Store
+from argosy.store import (
+    Accounts,
+    AuditLog,
+    FleetStore,
+    Ledger,
+    LimitsAndPrices,
+    Role,
+    RoleScope,
+    Store,
+)
 
 Method = Literal["GET", "POST", "PATCH", "DELETE"]
 CSV_MEDIA_TYPE = "text/csv; charset=utf-8"
@@ -55,6 +64,8 @@ class AdminScope:
     """Returns the explanation of a request by its id and an organisation's id, as shown by `argosy explain`."""
     organisation_id: str | None = None
     """Id of the organisation, or None for the whole gateway."""
+    fleet_name: str | None = None
+    """Name of the declared fleet that the gateway belongs to."""
 
     def for_principal(self, principal: Principal) -> AdminScope:
         """Return the scope restricted to the reach of the caller's role. Endpoints only receive such a scope."""
@@ -78,6 +89,14 @@ class AdminScope:
         if self.replica_admin is None:
             raise ApiError(404, "not_found", "This gateway has no pools.")
         return self.replica_admin
+
+    @property
+    def fleet(self) -> tuple[str, FleetStore]:
+        """Name and records of the gateway's fleet."""
+        if self.fleet_name is None:
+            message = "This gateway belongs to no declared fleet. Add `fleet` to its settings."
+            raise ApiError(404, "not_found", message)
+        return self.fleet_name, self._store.fleets
 
     @property
     def accounts(self) -> Accounts:

@@ -1,0 +1,245 @@
+"""Models and replicas that the controller of a fleet publishes to its gateways, kept on disk for its absence."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+import structlog
+
+from argosy.folders import state_folder
+from argosy.gateway.config import GatewayConfig, ModelConfig
+from argosy.gateway.http_route import Handler
+from argosy.gateway.model_registry import ModelRegistry, build_model_entries
+from argosy.gateway.model_routes import RouteConfig
+from argosy.gateway.peer_connection import (
+    PEER_TOKEN_HEADER,
+    check_peer_token,
+    connect_gateway,
+    sign_peer_token,
+)
+from argosy.gateway.principal import Principal
+from argosy.gateway.upstream import UpstreamError, fetch_response
+from argosy.http_server import HttpExchange, TlsConfig
+from argosy.policy import ReplicaStatus
+from argosy.process import run_in_daemon_thread
+from argosy.protocol import ApiError, parse_body
+from argosy.store import GatewayRecord
+
+POOLS_PATH = "/peer/pools"
+PUBLISH_TIMEOUT_S = 5.0
+
+log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
+
+
+class FleetPools(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Version of the models, replicas and routes of a fleet. Versions are ordered by epoch, then by number."""
+
+    fleet: str
+    epoch: int = 0
+    """Epoch of the controller that published it."""
+    version: int = 0
+    models: Sequence[ModelConfig] = ()
+    routes: Sequence[RouteConfig] = ()
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Key by which a later version is greater."""
+        return self.epoch, self.version
+
+
+class RoutedReplica(msgspec.Struct, frozen=True):
+    """Replica as one gateway sees it."""
+
+    model: str
+    replica: str
+    status: ReplicaStatus
+    reason: str = ""
+
+
+class PoolsStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer of a gateway to its controller."""
+
+    epoch: int
+    version: int
+    replicas: Sequence[RoutedReplica] = ()
+
+
+def load_fleet_pools(config: GatewayConfig) -> FleetPools:
+    """Return the last version that the controller of the gateway's fleet published, or an empty one.
+
+    A file that is damaged or of another fleet is logged and counts as none.
+    """
+    path, none = _pools_path(config), FleetPools(fleet=config.fleet or "")
+    try:
+        pools = msgspec.json.decode(path.read_bytes(), type=FleetPools)
+        build_model_entries(msgspec.structs.replace(config, models=list(pools.models)))
+    except FileNotFoundError:
+        return none
+    except (OSError, ValueError) as error:
+        log.warning("fleet_pools_unreadable", path=str(path), reason=str(error))
+        return none
+    return pools if pools.fleet == config.fleet else none
+
+
+def _save(path: Path, pools: FleetPools) -> None:
+    """Replace the file atomically. Only this user can read it, since headers may be secret. Raises OSError."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        with os.fdopen(os.open(temporary, flags, mode=0o600), "wb") as file:
+            file.write(msgspec.json.encode(pools))
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _pools_path(config: GatewayConfig) -> Path:
+    if config.pools_file is not None:
+        return Path(config.pools_file)
+    return state_folder() / "fleets" / (config.fleet or "") / "pools.json"
+
+
+class FleetPoolsHandler:
+    """Handler of `/peer/pools`: the controller reads (GET) and replaces (PUT) this gateway's models and replicas.
+
+    Not thread-safe: use it from one event loop.
+    """
+
+    def __init__(
+        self,
+        config: GatewayConfig,
+        pools: FleetPools,
+        registry: ModelRegistry,
+        on_models_changed: Callable[[], None],
+    ) -> None:
+        """Create the handler.
+
+        Args:
+            config: The gateway's settings.
+            pools: The version in force.
+            registry: The models and routes to update.
+            on_models_changed: Called after the registry was updated.
+        """
+        self._config = config
+        self._pools = pools
+        self._registry = registry
+        self._on_models_changed = on_models_changed
+        self._lock = asyncio.Lock()
+
+    def build_handler(self, secret: str) -> Handler:
+        """Return the HTTP handler for requests that are signed with `secret`.
+
+        It raises ApiError: 404 for other requests, 409 for an outdated version, 400 for an invalid one.
+        """
+
+        async def handle(exchange: HttpExchange, principal: Principal) -> None:
+            del principal  # the signature authenticates the controller
+            body = await exchange.read_body()
+            check_peer_token(exchange, secret, _describe_request(exchange.method, body))
+            if exchange.method == "PUT":
+                async with self._lock:
+                    await self._apply(parse_body(FleetPools, body))
+            await exchange.send_response(200, msgspec.json.encode(self._read_status()))
+
+        return handle
+
+    async def _apply(self, pools: FleetPools) -> None:
+        if pools.fleet != self._pools.fleet:
+            message = f"This gateway belongs to the fleet {self._pools.fleet!r}, not {pools.fleet!r}. Check `fleet`."
+            raise ApiError(409, "other_fleet", message)
+        if pools.order < self._pools.order:
+            message = (
+                f"This gateway has version {self._pools.version} of epoch {self._pools.epoch}. "
+                "Another controller leads the fleet."
+            )
+            raise ApiError(409, "stale_version", message)
+        if pools.order == self._pools.order:
+            return
+        config = msgspec.structs.replace(self._config, models=list(pools.models))
+        try:
+            entries = await run_in_daemon_thread(build_model_entries, config)
+        except (ValueError, OSError) as error:
+            raise ApiError(400, "invalid_value", str(error)) from error
+        self._registry.apply_config(entries, pools.routes)
+        self._pools = pools
+        self._on_models_changed()
+        log.info("fleet_pools_applied", epoch=pools.epoch, version=pools.version)
+        try:
+            await run_in_daemon_thread(_save, _pools_path(self._config), pools)
+        except OSError as error:  # routing matters more than the copy for times without controller
+            log.error("fleet_pools_not_saved", reason=str(error))  # noqa: TRY400 - the reason suffices
+
+    def _read_status(self) -> PoolsStatus:
+        now = time.monotonic()
+        return PoolsStatus(
+            epoch=self._pools.epoch,
+            version=self._pools.version,
+            replicas=[
+                RoutedReplica(
+                    pool.model, replica.name, replica.health.status(now), replica.health.reason(now)
+                )
+                for pool in self._registry.router.pools
+                for replica in pool.replicas.values()
+            ],
+        )
+
+
+class GatewayPoolsClient:
+    """The controller's side: publishes pools to registered gateways and reads what they route to.
+
+    Args:
+        tls: Certificate of the controller, for gateways that require client certificates.
+    """
+
+    def __init__(self, tls: TlsConfig | None = None) -> None:
+        self._tls = tls
+
+    async def publish(self, gateway: GatewayRecord, pools: FleetPools) -> PoolsStatus:
+        """Replace a gateway's pools. One with this version or a later one keeps it, and a later one raises `ApiError`.
+
+        Raises:
+            UpstreamError: The gateway cannot be reached.
+            ApiError: It refuses the version.
+        """
+        return await self._send(gateway, b"PUT", msgspec.json.encode(pools))
+
+    async def read_status(self, gateway: GatewayRecord) -> PoolsStatus:
+        """Return what a gateway routes to. Raises as `publish`."""
+        return await self._send(gateway, b"GET", b"")
+
+    async def _send(self, gateway: GatewayRecord, method: bytes, body: bytes) -> PoolsStatus:
+        token = sign_peer_token(gateway.secret, _describe_request(method.decode(), body))
+        try:
+            upstream = connect_gateway(gateway, self._tls)
+        except (OSError, ValueError) as error:
+            raise UpstreamError(str(error), before_response=True) from error
+        try:
+            request = upstream.build_request(
+                method, POOLS_PATH.encode(), body, [(PEER_TOKEN_HEADER, token)]
+            )
+            async with asyncio.timeout(PUBLISH_TIMEOUT_S):
+                status, answer = await fetch_response(upstream, request)
+            if status != 200:
+                raise ApiError(status, "gateway_refused", answer[:500].decode(errors="replace"))
+            return msgspec.json.decode(answer, type=PoolsStatus)
+        except TimeoutError as error:
+            message = f"no answer within {PUBLISH_TIMEOUT_S:g} s"
+            raise UpstreamError(message, before_response=True) from error
+        except msgspec.MsgspecError as error:
+            raise UpstreamError(f"it answers {error}", before_response=False) from error
+        finally:
+            upstream.close()
+
+
+def _describe_request(method: str, body: bytes) -> str:
+    """Return what the token of a request signs."""
+    return f"{method} {POOLS_PATH}\n{hashlib.sha256(body).hexdigest()}"

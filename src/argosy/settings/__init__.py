@@ -1,0 +1,27 @@
+"""Settings files: YAML that is decoded into msgspec structs, with errors that name file, key, problem and remedy.
+
+`SettingsDocument` reads one file, or several of which each is an overlay of those before it (`overlays`). `yaml_nodes`
+parses a file within limits, so that no file can exhaust memory. The document converts its value into a struct
+(`conversion`). Then it runs the caller's validation, which raises `SettingError` for a setting. `secret_names`
+recognises settings that hold secrets, and `sizes` parses sizes such as `8GiB`.
+"""
+
+from argosy.settings.conversion import SettingError, SettingPath, convert_settings, format_path
+from argosy.settings.document import SettingsDocument
+from argosy.settings.secret_names import is_secret_name, is_secret_value
+from argosy.settings.sizes import Size, parse_size
+from argosy.settings.yaml_nodes import MAX_SETTINGS_BYTES, dump_yaml
+
+__all__ = [
+    "MAX_SETTINGS_BYTES",
+    "SettingError",
+    "SettingPath",
+    "SettingsDocument",
+    "Size",
+    "convert_settings",
+    "dump_yaml",
+    "format_path",
+    "is_secret_name",
+    "is_secret_value",
+    "parse_size",
+]

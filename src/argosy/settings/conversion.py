@@ -1,0 +1,128 @@
+"""Conversion of a settings value into a struct. Errors name the setting, its value and a remedy."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import msgspec
+
+from argosy.settings.secret_names import is_secret_name, is_secret_value
+from argosy.settings.suggestions import find_unknown_field, suggest_fix
+
+T = TypeVar("T")
+
+SettingPath = tuple[str | int, ...]
+"""Path of a setting: keys of mappings and positions in lists."""
+
+MAX_SHOWN_VALUE = 100
+"""Length up to which error messages show an invalid value."""
+_SECRET_SECTIONS = frozenset({"environment", "headers"})
+_ERROR_PATH = re.compile(r" - at `(?P<key>key` in `)?\$(?P<path>[^`]*)`$")
+_PATH_ITEM = re.compile(r"\.(\w+)|\[(\d+)\]|\[\.\.\.\]")
+_ANY_KEY = "..."
+"""Stands for the key of a mapping whose value is invalid. msgspec does not name it."""
+
+
+class SettingError(ValueError):
+    """Raised if a setting is invalid. The message contains the remedy."""
+
+    def __init__(self, message: str, path: SettingPath = ()) -> None:
+        super().__init__(message)
+        self.path = path
+
+
+def convert_settings(
+    value: Any,  # noqa: ANN401 - what a YAML file can hold
+    settings_type: type[T],
+    renamed: Mapping[str, str] = MappingProxyType({}),
+    path: SettingPath = (),
+) -> T:
+    """Convert a value of dictionaries, lists and scalars into a struct.
+
+    Args:
+        value: The value.
+        settings_type: A type that msgspec supports.
+        renamed: New name by path of an old setting (`timeouts.total_s`) or value (`auth.mode=keys`).
+        path: Path of the value, for the error.
+
+    Raises:
+        SettingError: The value is invalid.
+    """
+    try:
+        return msgspec.convert(value, settings_type)
+    except msgspec.ValidationError as error:
+        text = str(error)
+        match = _ERROR_PATH.search(text)
+        below: list[str | int] = [] if match is None else _parse_path(match["path"])
+        while _ANY_KEY in below:
+            position = below.index(_ANY_KEY)
+            below[position] = _find_invalid_key(value, below[:position], settings_type, text)
+        is_key = match is not None and match["key"] is not None
+        problem = text if match is None else text[: match.start()]
+        fix = suggest_fix(problem, below, settings_type, renamed)
+        if not fix and not is_key:
+            fix = _describe_value(problem, (*path, *below), _find_value(value, below))
+        where = format_path((*path, *below))
+        place = f" - at {'`key` in ' if is_key else ''}`${where}`" if where else ""
+        unknown = find_unknown_field(problem)
+        raise SettingError(
+            f"{problem}{place}{fix}",
+            (*path, *below) if unknown is None else (*path, *below, unknown),
+        ) from error
+
+
+def format_path(path: Sequence[str | int]) -> str:
+    """Format a path: `.pools[0].options`."""
+    return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path)
+
+
+def _parse_path(text: str) -> list[str | int]:
+    return [name or (int(index) if index else _ANY_KEY) for name, index in _PATH_ITEM.findall(text)]
+
+
+def _find_value(value: Any, path: Sequence[str | int]) -> Any:  # noqa: ANN401
+    for key in path:
+        value = value[key]
+    return value
+
+
+def _find_invalid_key(
+    document: Any,  # noqa: ANN401
+    path: Sequence[str | int],
+    settings_type: Any,  # noqa: ANN401
+    problem: str,
+) -> str:
+    """Return the key below `path` whose value causes the problem: the first with which alone it remains."""
+    parent = _find_value(document, path)
+    entries = dict(parent)
+    try:
+        for key, value in entries.items():
+            parent.clear()
+            parent[key] = value
+            try:
+                msgspec.convert(document, settings_type)
+            except msgspec.ValidationError as error:
+                if str(error) == problem:
+                    return str(key)
+    finally:
+        parent.clear()
+        parent.update(entries)
+    raise AssertionError(problem)
+
+
+def _describe_value(problem: str, path: SettingPath, value: object) -> str:
+    """Return text that names the invalid value. Empty if it is long, or may be a secret."""
+    names = [key for key in path if isinstance(key, str)]
+    if (
+        isinstance(value, (dict, list))
+        or len(str(value)) > MAX_SHOWN_VALUE
+        or problem.startswith("Invalid enum value")  # contains the value
+        or is_secret_value(str(value))
+        or not _SECRET_SECTIONS.isdisjoint(names)
+        or any(map(is_secret_name, names))
+    ):
+        return ""
+    return f", but it is {'null' if value is None else repr(value)}"

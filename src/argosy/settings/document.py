@@ -1,0 +1,101 @@
+"""Settings of one or several files, decoded into a struct. Errors name the file that the setting comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Self, TypeVar
+
+import yaml
+
+from argosy.settings.conversion import SettingError, SettingPath, convert_settings
+from argosy.settings.overlays import merge_nodes
+from argosy.settings.yaml_nodes import construct_value, find_child, parse_yaml, read_settings_file
+
+T = TypeVar("T")
+
+
+class SettingsDocument:
+    """Content of settings files."""
+
+    def __init__(self, nodes: Sequence[tuple[str, yaml.Node]]) -> None:
+        self._names = [name for name, _ in nodes]
+        (_, self._root), *overlays = nodes
+        for _, overlay in overlays:
+            self._root = merge_nodes(self._root, overlay)
+
+    @classmethod
+    def read(cls, paths: Sequence[Path]) -> Self:
+        """Read settings files, of which each is an overlay of those before it.
+
+        Raises:
+            ValueError: A file cannot be read or is not valid YAML. The message names it.
+        """
+        return cls([_parse(read_settings_file(path), str(path)) for path in paths])
+
+    @classmethod
+    def parse(cls, content: bytes, name: str) -> Self:
+        """Parse settings that do not come from a file. Error messages call them `name`.
+
+        Raises:
+            ValueError: The content is not valid YAML.
+        """
+        return cls([_parse(content, name)])
+
+    def decode(
+        self,
+        settings_type: type[T],
+        renamed: Mapping[str, str] = MappingProxyType({}),
+        validate: Callable[[T], None] | None = None,
+    ) -> T:
+        """Decode the settings.
+
+        Args:
+            settings_type: The msgspec struct of the settings.
+            renamed: New name by path of an old setting (`timeouts.total_s`) or value (`auth.mode=keys`).
+            validate: Raises SettingError if settings contradict each other.
+
+        Raises:
+            SettingError: The settings are invalid. The message names the file, the line, the key, the problem and a
+                remedy.
+        """
+        try:
+            settings = convert_settings(construct_value(self._root), settings_type, renamed)
+            if validate is not None:
+                validate(settings)
+        except SettingError as error:
+            raise SettingError(f"{self._locate(error.path)}: {error}", error.path) from error
+        except ValueError as error:
+            raise SettingError(f"{', '.join(self._names)}: {error}") from error
+        return settings
+
+    def file_of(self, path: SettingPath) -> str:
+        """Return the name of the file that a setting comes from. A missing setting belongs to its parent's file."""
+        *_, node = self._walk(path)
+        return str(node.start_mark.name)
+
+    def _locate(self, path: SettingPath) -> str:
+        """Return the file and the line of a setting; all files for the settings as a whole."""
+        if not path:
+            return ", ".join(self._names)
+        *_, node = self._walk(path)
+        return f"{node.start_mark.name}: line {node.start_mark.line + 1}"
+
+    def _walk(self, path: SettingPath) -> Iterator[yaml.Node]:
+        """Yield the nodes on a path from the root, as far as they exist."""
+        node = self._root
+        yield node
+        for key in path:
+            child = find_child(node, key)
+            if child is None:
+                return
+            node = child
+            yield node
+
+
+def _parse(content: bytes, name: str) -> tuple[str, yaml.Node]:
+    try:
+        return name, parse_yaml(content, name)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error

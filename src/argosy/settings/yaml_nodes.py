@@ -1,0 +1,213 @@
+"""Parser of YAML into nodes, which know their file and line. It refuses files that would exhaust memory."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+from yaml.composer import Composer
+from yaml.constructor import ConstructorError, SafeConstructor
+from yaml.cyaml import CParser
+from yaml.resolver import Resolver
+
+MAX_SETTINGS_BYTES = 4 * 1024 * 1024
+"""Maximum size of a settings file. Ten thousand replicas need one."""
+MAX_NODES = 200_000
+"""Maximum number of values of a file, where a value counts once for each alias of it."""
+
+_TAG = "tag:yaml.org,2002:"
+_BOOL, _FLOAT, _INT, _MERGE, _NULL, _TEXT = (
+    f"{_TAG}{name}" for name in ("bool", "float", "int", "merge", "null", "str")
+)
+_CORE_TAGS = frozenset({_BOOL, _FLOAT, _INT, _NULL, _TEXT, f"{_TAG}map", f"{_TAG}seq"})
+_PLAIN_SCALARS = (
+    (_BOOL, "true|True|TRUE|false|False|FALSE", "tTfF"),
+    (_INT, r"[-+]?[0-9][0-9_]*|0o[0-7]+|0x[0-9a-fA-F]+", "-+0123456789"),
+    (
+        _FLOAT,
+        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        "-+.0123456789",
+    ),
+)
+"""Tag, pattern and first characters of the scalars that YAML 1.2 resolves otherwise than YAML 1.1."""
+
+
+class _Loader(Composer, CParser, SafeConstructor, Resolver):  # type: ignore[misc]
+    """YAML loader that resolves plain scalars as YAML 1.2: `off` and dates (such as `2024-01-01`) are strings.
+
+    It parses in C. It composes nodes in Python, where deep nesting ends in an error and not in a stack overflow.
+    """
+
+    def __init__(self, content: bytes, name: str = "") -> None:
+        stream = io.BytesIO(content)
+        stream.name = name  # for the marks
+        CParser.__init__(self, stream)
+        Composer.__init__(self)
+        SafeConstructor.__init__(self)
+        Resolver.__init__(self)
+        self._node_count = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: object) -> yaml.Node:
+        self._node_count += 1
+        if self._node_count > MAX_NODES:
+            raise _too_many_values()
+        return super().compose_node(parent, index)
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:  # noqa: ANN401, FBT001, FBT002 - as the base
+        try:
+            return super().construct_object(node, deep)
+        except (KeyError, ValueError) as error:
+            kind = node.tag.removeprefix(_TAG)
+            problem = f"{str(node.value)[:100]!r} is not a valid {kind}"
+            raise ConstructorError(None, None, problem, node.start_mark) from error
+
+
+class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
+    """YAML writer that quotes text which YAML 1.1 or 1.2 would resolve to something else."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag in {_MERGE, _NULL}]
+    for first, resolvers in Resolver.yaml_implicit_resolvers.items()
+}
+for _tag, _pattern, _first in _PLAIN_SCALARS:
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(_tag, re.compile(rf"^(?:{_pattern})$"), list(_first))
+_Loader.yaml_constructors = {
+    tag: construct
+    for tag, construct in SafeConstructor.yaml_constructors.items()
+    if tag is None or tag in _CORE_TAGS
+}
+_Loader.add_constructor(
+    _INT, lambda _, node: int(node.value, 0 if node.value[1:2] in {"o", "x"} else 10)
+)
+
+
+def dump_yaml(document: object) -> str:
+    """Return a value of dictionaries, lists and scalars as YAML text, from which `parse_yaml` makes an equal value."""
+    return str(yaml.dump(document, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100))
+
+
+def read_settings_file(path: Path) -> bytes:
+    """Return the content of a settings file.
+
+    Raises:
+        ValueError: The file cannot be read, or is too large.
+    """
+    try:
+        with path.open("rb") as file:
+            return file.read(MAX_SETTINGS_BYTES + 1)  # `parse_yaml` refuses more
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def parse_yaml(content: bytes, name: str) -> yaml.Node:
+    """Parse a YAML file. An empty file is an empty mapping. Merge keys (`<<`) are resolved.
+
+    Args:
+        content: The YAML text.
+        name: Name of the file, for the nodes' marks and for error messages.
+
+    Raises:
+        ValueError: The text is not valid YAML, has a key twice, or is too large.
+    """
+    if len(content) > MAX_SETTINGS_BYTES:
+        raise ValueError(
+            f"the file is larger than {MAX_SETTINGS_BYTES >> 20} MiB. Is it a settings file? Split it if it is."
+        )
+    try:
+        loader = _Loader(content, name)
+        node = loader.get_single_node()
+        if node is None or is_null(node):
+            mark = yaml.Mark(name, 0, 0, 0, None, None)
+            return yaml.MappingNode("tag:yaml.org,2002:map", [], mark, mark)
+        _check_node(node, loader, {})
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
+    except RecursionError as error:
+        raise ValueError("the settings are nested too deeply. Remove levels.") from error
+    return node
+
+
+def construct_value(node: yaml.Node) -> Any:  # noqa: ANN401 - what a YAML file can hold
+    """Return the value of a node as dictionaries, lists and scalars.
+
+    Raises:
+        ValueError: A scalar is invalid, or has a tag that settings do not use.
+    """
+    try:
+        return _Loader(b"").construct_document(node)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
+
+
+def is_null(node: yaml.Node) -> bool:
+    """Return whether a node is `null`."""
+    return bool(node.tag == _NULL)
+
+
+def find_child(node: yaml.Node, key: str | int) -> yaml.Node | None:
+    """Return the value of a mapping's key or a sequence's item; None if there is none."""
+    if isinstance(node, yaml.SequenceNode) and isinstance(key, int):
+        return node.value[key] if key < len(node.value) else None
+    if isinstance(node, yaml.MappingNode):
+        found = [value for name, value in node.value if name.value == key]
+        return found[-1] if found else None
+    return None
+
+
+def _check_node(node: yaml.Node, loader: _Loader, sizes: dict[int, int]) -> int:
+    """Reject duplicate keys, which PyYAML resolves to the last value, and resolve merge keys.
+
+    Args:
+        node: The node to check.
+        loader: The loader that parsed it.
+        sizes: Size by id of each node that was checked before, and 0 of those that contain this node.
+
+    Returns:
+        The number of values in the node, where a value counts once for each alias of it.
+
+    Raises:
+        ValueError: A key is not text or defined twice, a value contains itself, or there are too many values.
+    """
+    known = sizes.get(id(node))
+    if known == 0:
+        raise ValueError(
+            f"the alias in line {node.start_mark.line + 1} contains itself. Write the value out."
+        )
+    if known is not None:
+        return known
+    sizes[id(node)] = 0
+    size = 1
+    if isinstance(node, yaml.SequenceNode):
+        size += sum(_check_node(item, loader, sizes) for item in node.value)
+    elif isinstance(node, yaml.MappingNode):
+        lines: dict[str, int] = {}
+        for key, value in node.value:
+            name, line = str(key.value), key.start_mark.line + 1
+            if key.tag not in {_TEXT, _MERGE}:
+                shown = f"{name[:100]!r} " if isinstance(key, yaml.ScalarNode) else ""
+                raise ValueError(f"the key {shown}in line {line} is not text. Quote it.")
+            if name in lines:
+                raise ValueError(
+                    f"{name!r} is defined twice, in line {lines[name]} and in line {line}. Keep one."
+                )
+            lines[name] = line
+            size += 1 + _check_node(value, loader, sizes)
+    if size > MAX_NODES:
+        raise _too_many_values()
+    if isinstance(node, yaml.MappingNode):
+        loader.flatten_mapping(
+            node
+        )  # after the check of the size, because merges of merges multiply
+    sizes[id(node)] = size
+    return size
+
+
+def _too_many_values() -> ValueError:
+    return ValueError(
+        f"the settings have more than {MAX_NODES:,} values, aliases included. Remove some."
+    )

@@ -1,0 +1,153 @@
+"""Pools that the controller of a fleet publishes: authenticated, in order, and kept for times without a controller."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import httpx2
+import msgspec
+import pytest
+from tests.support.fake_upstream import fake_upstream
+from tests.support.gateway_client import BODIES, COMPLETION, run_gateway_server
+
+from argosy.gateway import (
+    FleetPools,
+    GatewayConfig,
+    GatewayPoolsClient,
+    ModelConfig,
+    ReplicaConfig,
+    RouteConfig,
+    load_config,
+)
+from argosy.policy import ReplicaStatus
+from argosy.protocol import ApiError
+from argosy.store import FleetEvent, GatewayRecord, StoreConfig, open_store
+
+FLEET = "demo"
+BODY = BODIES[COMPLETION] | {"max_tokens": 3}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> GatewayConfig:
+    return GatewayConfig(
+        port=0,
+        fleet=FLEET,
+        store=StoreConfig(url=f"sqlite:///{tmp_path / 'argosy.db'}"),
+        pools_file=str(tmp_path / "state" / "pools.json"),
+    )
+
+
+def find_gateway(config: GatewayConfig) -> GatewayRecord:
+    assert config.store is not None
+    assert config.store.url is not None
+    store = open_store(config.store.url)
+    (record,) = store.gateways.list_running()
+    store.close()
+    return record
+
+
+def pools(url: str, version: int, epoch: int = 1, **fields: object) -> FleetPools:
+    model = ModelConfig(
+        name="big",
+        aliases=("large",),
+        replicas=[ReplicaConfig(name=f"big-1-{version}", url=url, kind="openai")],
+    )
+    return msgspec.structs.replace(
+        FleetPools(
+            fleet=FLEET,
+            epoch=epoch,
+            version=version,
+            models=[model],
+            routes=[RouteConfig(model="big", headers={"x-none": "*"}, target_model="large")],
+        ),
+        **fields,
+    )
+
+
+def damage(config: GatewayConfig) -> None:
+    Path(config.pools_file or "").write_bytes(b"{broken")
+
+
+async def status_of(client: httpx2.AsyncClient) -> int:
+    return (await client.post(COMPLETION, json=BODY)).status_code
+
+
+async def test_gateway_serves_what_the_controller_publishes_and_remembers_it(
+    config: GatewayConfig,
+) -> None:
+    controller = GatewayPoolsClient()
+    async with fake_upstream() as replica:
+        async with run_gateway_server(config) as (_, client):
+            assert await status_of(client) == 404
+            assert (await client.get("/ready")).status_code == 503
+            gateway = find_gateway(config)
+            published = await controller.publish(gateway, pools(replica.url, 2))
+            assert (published.epoch, published.version) == (1, 2)
+            assert await status_of(client) == 200
+
+            (routed,) = (await controller.read_status(gateway)).replicas
+            while routed.status != ReplicaStatus.READY:
+                (routed,) = (await controller.read_status(gateway)).replicas
+            assert (routed.model, routed.replica) == ("big", "big-1-2")
+            for outdated in (pools(replica.url, 1), pools(replica.url, 9, epoch=0)):
+                with pytest.raises(ApiError) as refusal:
+                    await controller.publish(gateway, outdated)
+                assert refusal.value.status == 409
+            await controller.publish(gateway, pools("http://127.0.0.1:9", 2))  # the same version
+            assert await status_of(client) == 200
+        async with run_gateway_server(config) as (_, client):
+            assert await status_of(client) == 200, "without a controller"
+            await controller.publish(find_gateway(config), pools(replica.url, 1, epoch=2))
+        damage(config)
+        async with run_gateway_server(config) as (_, client):
+            assert await status_of(client) == 404
+
+
+async def test_only_the_controller_of_the_fleet_publishes(config: GatewayConfig) -> None:
+    async with run_gateway_server(config) as (_, client):
+        gateway = find_gateway(config)
+        assert (await client.put("/peer/pools", json={})).status_code == 404
+        guessed = msgspec.structs.replace(gateway, secret="guess")
+        refusals = []
+        for record, version in (
+            (guessed, pools("http://127.0.0.1:9", 1)),
+            (gateway, pools("http://127.0.0.1:9", 1, fleet="other")),
+            (gateway, pools("nonsense", 1)),
+        ):
+            with pytest.raises(ApiError) as refusal:
+                await GatewayPoolsClient().publish(record, version)
+            refusals.append(refusal.value.status)
+        assert refusals == [404, 409, 400]
+        assert (await client.get("/v1/models")).json()["data"] == []
+
+
+async def test_gateway_lists_and_awaits_events_of_its_fleet(config: GatewayConfig) -> None:
+    assert config.store is not None
+    assert config.store.url is not None
+    store = open_store(config.store.url)
+    async with run_gateway_server(config) as (_, client):
+        lease = store.fleets.acquire_lease("a", store.fleets.read_lease(FLEET))
+        assert lease is not None
+        store.fleets.append_events(lease, [FleetEvent(kind="replica_start", replica="big-1-0")])
+        listed = (await client.get("/admin/events")).json()
+        assert [event["replica"] for event in listed["data"]] == ["big-1-0"]
+        waiting = asyncio.create_task(
+            client.get("/admin/events", params={"after": listed["last"], "wait_s": 60})
+        )
+        store.fleets.append_events(lease, [FleetEvent(kind="replica_stop")])
+        assert [event["number"] for event in (await waiting).json()["data"]] == [2]
+    store.close()
+    async with run_gateway_server(msgspec.structs.replace(config, fleet=None)) as (_, client):
+        assert (await client.get("/admin/events")).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("{}", "no model"), ("fleet: demo", "Add `store`"), ("fleet: Ab\nstore: {}", "fleet")],
+)
+def test_incomplete_settings_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "gateway.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        load_config(path)
