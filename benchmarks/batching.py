@@ -21,7 +21,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from argosy.engine.engine_config import COMPUTE_ENVIRONMENT, EngineConfig
+from argosy.engine.compute_environment import COMPUTE_ENVIRONMENT
+from argosy.engine.engine_config import EngineConfig
 from benchmarks.checkpoints import SHAPES, make_checkpoint
 
 if TYPE_CHECKING:

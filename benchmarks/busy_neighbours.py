@@ -20,7 +20,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from argosy.engine.engine_config import COMPUTE_ENVIRONMENT, EngineConfig
+from argosy.engine.compute_environment import COMPUTE_ENVIRONMENT
+from argosy.engine.engine_config import EngineConfig
 from argosy.models import BUNDLED_MODEL
 from benchmarks.checkpoints import SHAPES, make_checkpoint
 

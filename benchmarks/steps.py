@@ -29,7 +29,8 @@ from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
-from argosy.engine.engine_config import COMPUTE_ENVIRONMENT, EngineConfig
+from argosy.engine.compute_environment import COMPUTE_ENVIRONMENT
+from argosy.engine.engine_config import EngineConfig
 from argosy.engine.engine_request import EngineRequest
 from argosy.models import BUNDLED_MODEL
 from argosy.protocol import SamplingParams

@@ -18,7 +18,8 @@ import statistics
 import time
 from dataclasses import dataclass, field, replace
 
-from argosy.engine.engine_config import COMPUTE_ENVIRONMENT, EngineConfig
+from argosy.engine.compute_environment import COMPUTE_ENVIRONMENT
+from argosy.engine.engine_config import EngineConfig
 from argosy.engine.engine_request import EngineRequest
 from argosy.engine.scheduling import Scheduler
 from argosy.models import BUNDLED_MODEL

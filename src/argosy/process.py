@@ -58,15 +58,6 @@ def max_clients(descriptors_per_client: int) -> int:
     return max(1, (limit - RESERVED_DESCRIPTORS) // descriptors_per_client)
 
 
-def count_oom_kills() -> int:
-    """Return how many processes of this process's cgroup (v2) the system has killed for lack of memory, or 0."""
-    with contextlib.suppress(OSError, ValueError):
-        cgroup = Path("/proc/self/cgroup").read_text().rpartition("0::")[2].strip()
-        events = Path(f"/sys/fs/cgroup{cgroup}/memory.events").read_text().split()
-        return int(events[events.index("oom_kill") + 1])
-    return 0
-
-
 def format_os_error(error: OSError) -> str:
     """Return the error's reason for a message, with the file name if there is one."""
     reason = error.strerror or str(error)

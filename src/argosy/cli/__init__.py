@@ -7,10 +7,17 @@ The module `output` prints records as tables or JSON, and `failure` ends a comma
 Modules import heavy packages inside functions, so that `argosy --help` stays fast.
 """
 
+from __future__ import annotations
+
+import contextlib
 import errno
 import io
 import signal
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from argosy.engine import PrestartedCore
 
 
 def main() -> None:
@@ -18,6 +25,17 @@ def main() -> None:
     handles_interrupt = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if handles_interrupt:  # nothing needs a clean-up yet, and a traceback of imports would not help
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    with contextlib.ExitStack() as stack:
+        core = None
+        if sys.argv[1:2] == ["replica"]:
+            from argosy.engine import PrestartedCore
+
+            # Its slow imports run in parallel with those of the command line and the server.
+            core = stack.enter_context(PrestartedCore())
+        _run_command(core, handles_interrupt=handles_interrupt)
+
+
+def _run_command(core: PrestartedCore | None, *, handles_interrupt: bool) -> None:
     from typer.main import get_command
 
     from argosy.cli.app import app
@@ -30,7 +48,7 @@ def main() -> None:
     if handles_interrupt:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        command()
+        command(obj=core)
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise

@@ -2,41 +2,54 @@
 
 from __future__ import annotations
 
+import os
+
 import msgspec
+import typer
 
 from argosy.cli import serve_options
 from argosy.cli.failure import EXIT_FAILURE, EXIT_USAGE, fail
 from argosy.cli.serve_settings import with_shared_options
 from argosy.engine import EngineConfig, PrestartedCore, ReplicaServerConfig
 from argosy.process import format_os_error
+from argosy.process_monitor import StartupReporter
 
 
 @with_shared_options
 def replica(
-    server: ReplicaServerConfig, engine: EngineConfig, *, log_level: serve_options.LogLevel = "info"
+    server: ReplicaServerConfig,
+    engine: EngineConfig,
+    *,
+    context: typer.Context,
+    log_level: serve_options.LogLevel = "info",
 ) -> None:
     """Serve a model as one replica of a fleet, for a gateway to route to."""
-    server = msgspec.structs.replace(server, log_format="json", log_level=log_level)
-    try:
-        # The core's slow imports run in parallel with this process's.
-        with PrestartedCore() as core:
-            _serve(server, engine, core)
-    except OSError as error:
-        fail(format_os_error(error))
-
-
-def _serve(server: ReplicaServerConfig, engine: EngineConfig, core: PrestartedCore) -> None:
     from argosy.engine import EngineFailedError, serve_replica
 
-    has_served = False
+    server = msgspec.structs.replace(server, log_format="json", log_level=log_level)
+    reporter = StartupReporter(os.environ)
+    status = EXIT_USAGE
 
     def on_ready(_url: str) -> None:
-        nonlocal has_served
-        has_served = True
+        nonlocal status
+        status = EXIT_FAILURE
+        reporter.report_serving()
 
     try:
-        serve_replica(server, engine, on_ready=on_ready, prestarted_core=core)
+        serve_replica(
+            server,
+            engine,
+            on_ready=on_ready,
+            on_load_progress=reporter.report_progress,
+            prestarted_core=context.find_object(PrestartedCore),
+        )
     except ValueError as error:
-        fail(str(error))
+        message, status = str(error), EXIT_USAGE
     except EngineFailedError as error:
-        fail(str(error), EXIT_FAILURE if has_served else EXIT_USAGE)
+        message = str(error)
+    except OSError as error:
+        message, status = format_os_error(error), EXIT_USAGE
+    else:
+        return
+    reporter.report_error(message)
+    fail(message, status)

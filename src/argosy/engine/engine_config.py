@@ -21,13 +21,6 @@ QuantizeSetting = Literal["int8", "int4", "fp8", "none"]
 """Weight format, or none for the dtype of the activations."""
 
 
-COMPUTE_ENVIRONMENT = {"GOMP_SPINCOUNT": "10000"}
-"""Default environment variables of processes that compute with torch, set before torch is imported.
-
-OpenMP threads that wait for each other spin for about ten microseconds and then sleep
-(docs/decisions/0004-short-spin.md)."""
-
-
 DEFAULT_BLOCK_SIZE = 16
 """Default number of tokens per KV block."""
 DEFAULT_PACK_CACHE_BYTES = 32 << 30

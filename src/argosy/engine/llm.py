@@ -10,7 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, TypeVar, Unpack
 
-from argosy.engine.engine_config import COMPUTE_ENVIRONMENT, EngineConfig
+from argosy.engine.compute_environment import COMPUTE_ENVIRONMENT
+from argosy.engine.engine_config import EngineConfig
 from argosy.engine.engine_request import EngineRequest
 from argosy.engine.llm_options import LLMOptions, build_engine_config
 from argosy.engine.offline_metrics import Metric, read_metrics

@@ -25,7 +25,7 @@ from argosy.fleet.launch_messages import (
 )
 from argosy.fleet.runtime_folder import ensure_folder
 from argosy.policy import ProcessRun
-from argosy.process import count_oom_kills
+from argosy.process_monitor import count_oom_kills, own_cgroup
 
 HEALTH_CHECK_INTERVAL_S = 1.0
 HEALTH_CHECK_TIMEOUT_S = 5.0
@@ -99,7 +99,7 @@ class _ReplicaProcess:
         changed: asyncio.Event,
     ) -> None:
         self.run = ProcessRun(time.monotonic())
-        self._oom_kills = count_oom_kills()
+        self._oom_kills = count_oom_kills(own_cgroup())
         self._name = spec.name
         self._drain_timeout_s = spec.server.drain_deadline_s + SHUTDOWN_GRACE_S
         self._socket = socket
@@ -148,7 +148,7 @@ class _ReplicaProcess:
             self.run,
             exited_at=time.monotonic(),
             exit_status=status,
-            ran_out_of_memory=count_oom_kills() > self._oom_kills,
+            ran_out_of_memory=count_oom_kills(own_cgroup()) > self._oom_kills,
         )
         log.info("replica_exited", replica=self._name, status=status, reason=self.run.exit_reason)
         if self._process.stdin is not None:

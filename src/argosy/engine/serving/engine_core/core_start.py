@@ -10,7 +10,7 @@ import subprocess
 import sys
 from typing import Self
 
-from argosy.engine.engine_config import COMPUTE_ENVIRONMENT
+from argosy.engine.compute_environment import COMPUTE_ENVIRONMENT
 
 DEFAULT_CORE_FACTORY = "argosy.engine.serving.engine_core.core:EngineCore"
 """Default factory of the core (`core_process.CoreFactory`)."""

@@ -1,0 +1,85 @@
+"""Keeper of a controller on this machine: `python -m argosy.controller_keeper FOLDER COMMAND...`.
+
+It starts the controller again whenever it ends, for as long as the fleet is declared. It does nothing else, so that it
+need not be restarted itself. Where systemd or Kubernetes restarts the controller, no keeper is needed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+LOCK_NAME = "keeper.lock"
+LOG_NAME = "controller.log"
+MAX_LOG_BYTES = 32 * 1024 * 1024
+BASE_BACKOFF_S = 0.25
+MAX_BACKOFF_S = 10.0
+HEALTHY_AFTER_S = 30.0
+"""Run time of a controller after which the next restart does not wait."""
+
+
+def start_keeper(folder: Path, command: Sequence[str]) -> None:
+    """Start a keeper in the background, unless one runs for this folder.
+
+    Args:
+        folder: Folder of the fleet's state. The log of the controller is there.
+        command: Command line of the controller.
+
+    Raises:
+        OSError: The process cannot be started.
+    """
+    subprocess.Popen(  # noqa: S603 - starts this program
+        [sys.executable, "-P", "-m", "argosy.controller_keeper", str(folder), *command],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    ).returncode = 0  # it runs on, so its end is not awaited
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Keep the controller running until it exits with status 0, or until SIGTERM."""
+    folder, command = Path(arguments[0]), list(arguments[1:])
+    with (folder / LOCK_NAME).open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return 0
+        backoff_s = BASE_BACKOFF_S
+        while True:
+            started_at = time.monotonic()
+            status = _run(folder / LOG_NAME, command)
+            if status == 0:
+                return 0
+            if time.monotonic() - started_at >= HEALTHY_AFTER_S:
+                backoff_s = BASE_BACKOFF_S
+            time.sleep(backoff_s)
+            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+
+
+def _run(log_path: Path, command: Sequence[str]) -> int:
+    """Run the controller once and return its exit status. SIGTERM is passed on to it."""
+    if log_path.exists() and log_path.stat().st_size > MAX_LOG_BYTES:
+        log_path.replace(log_path.with_suffix(".log.1"))
+    with log_path.open("ab") as log:
+        process = subprocess.Popen(  # noqa: S603 - the command line of `argosy up`
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+        )
+
+    def stop(*_: object) -> None:
+        process.terminate()
+        process.wait()
+        os._exit(0)
+
+    signal.signal(signal.SIGTERM, stop)
+    return process.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

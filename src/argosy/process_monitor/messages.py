@@ -1,0 +1,81 @@
+"""Messages between a launcher, a monitor and its process, as JSON."""
+
+from __future__ import annotations
+
+import signal
+
+import msgspec
+
+DRAIN_SIGNAL = signal.SIGTERM
+"""Signal that makes a monitor drain its process."""
+STOP_SIGNAL = signal.SIGUSR1
+"""Signal that makes a monitor kill its process with all descendants."""
+REPORT_VARIABLE = "ARGOSY_REPORT_FD"
+"""Variable with the descriptor to which a process may write `ProcessReport`s, one per line."""
+
+
+class MonitorSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Process to monitor and its limits. The launcher writes it as one line to the monitor's standard input."""
+
+    command: tuple[str, ...]
+    environment: dict[str, str]
+    """Variables of the process in addition to those of the monitor."""
+    attempt: int
+    status_path: str
+    """File in which the monitor keeps the `ProcessStatus`."""
+    log_path: str | None
+    """Log file of the process's output. None leaves the output on the monitor's standard error."""
+    max_log_bytes: int
+    """Size at which the log is rotated. One older file is kept."""
+    drain_signal: int
+    drain_timeout_s: float
+    """Time from the drain signal to the kill."""
+    memory_bytes: int | None = None
+    cpus: tuple[int, ...] = ()
+    """CPUs on which the process may run; empty for all."""
+    die_with_launcher: bool = False
+    """Whether to kill the process when the monitor's standard input is closed."""
+
+
+class StartResult(msgspec.Struct, frozen=True):
+    """Line that the monitor writes to standard output when the process was created, or could not be."""
+
+    error: str = ""
+
+
+class ProcessReport(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Report of a process about its start. A field that is not set leaves the earlier value."""
+
+    activity: str | None = None
+    """Current activity, such as `loading weights`."""
+    progress: float | None = None
+    """Progress of the start, from 0 to 1."""
+    is_serving: bool | None = None
+    """Whether it accepts requests."""
+    error: str | None = None
+    """Why it exits."""
+
+
+class ProcessStatus(msgspec.Struct, kw_only=True):
+    """State of one attempt to run a process. Times are seconds since the epoch."""
+
+    attempt: int
+    monitor_pid: int
+    pid: int
+    activity: str = ""
+    progress: float = 0.0
+    is_serving: bool = False
+    error: str = ""
+    """Error that the process reported."""
+    is_draining: bool = False
+    is_stopping: bool = False
+    """Whether it is being killed."""
+    kill_reason: str = ""
+    """Why the monitor killed it."""
+    exited_at: float | None = None
+    """When the process and all its descendants had exited."""
+    exit_status: int | None = None
+    """Exit status, or the negative number of the signal that ended it."""
+    ran_out_of_memory: bool = False
+    last_output: str = ""
+    """Last line of the output, set at exit."""

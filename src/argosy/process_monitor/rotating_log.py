@@ -1,0 +1,75 @@
+"""Log file that is rotated by size."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from pathlib import Path
+
+MAX_LAST_LINE_LEN = 300
+_TAIL_BYTES = 4096
+_FRAME = " \t│|"
+_WORD = re.compile(r"\w")
+
+
+class RotatingLog:
+    """Appends to a file, and renames it to `<name>.1` when it is full. Writing never fails.
+
+    The writer owns the pipe of the process, so no line is lost at a rotation, as copying and truncating would lose it.
+    """
+
+    def __init__(self, path: Path, max_bytes: int) -> None:
+        self._path = path
+        self._max_bytes = max_bytes
+        self._fd = self._open()
+        self._lost_bytes = 0
+        self._tail = b""
+
+    @property
+    def last_line(self) -> str:
+        """Last line with words, without frames of terminals, and without its beginning if it is long."""
+        lines = self._tail.decode(errors="replace").splitlines()
+        texts = [line.strip(_FRAME) for line in lines if _WORD.search(line)]
+        return texts[-1][-MAX_LAST_LINE_LEN:] if texts else ""
+
+    def write(self, data: bytes) -> None:
+        """Append output. Output that cannot be written, because the disk is full, is counted and dropped."""
+        self._tail = (self._tail + data)[-_TAIL_BYTES:]
+        try:
+            self._rotate_if_full()
+            if self._lost_bytes:
+                self._append(b"[%d bytes of output could not be written]\n" % self._lost_bytes)
+                self._lost_bytes = 0
+            self._append(data)
+        except OSError:
+            self._lost_bytes += len(data)
+
+    def _append(self, data: bytes) -> None:
+        while data:
+            data = data[os.write(self._fd, data) :]
+
+    def _rotate_if_full(self) -> None:
+        if os.fstat(self._fd).st_size >= self._max_bytes:
+            self._path.replace(_rotated(self._path))
+            new = self._open()
+            os.close(self._fd)
+            self._fd = new
+
+    def _open(self) -> int:
+        return os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+
+def read_log_end(path: Path, max_bytes: int) -> bytes:
+    """Return the last bytes of a log and of the older file that its rotation left."""
+    end = b""
+    for file in (path, _rotated(path)):
+        with contextlib.suppress(FileNotFoundError), file.open("rb") as log:
+            wanted = max_bytes - len(end)
+            log.seek(max(0, log.seek(0, os.SEEK_END) - wanted))
+            end = log.read(wanted) + end
+    return end
+
+
+def _rotated(path: Path) -> Path:
+    return path.with_name(f"{path.name}.1")
