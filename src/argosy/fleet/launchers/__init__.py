@@ -1,0 +1,35 @@
+"""Launchers: one `Launcher` for each environment in which replicas run."""
+
+from argosy.fleet.launchers.launcher import (
+    LaunchedReplica,
+    Launcher,
+    LaunchError,
+    LaunchResources,
+    LaunchSpec,
+    StaleEpochError,
+)
+from argosy.fleet.launchers.local import LocalProcessLauncher
+from argosy.fleet.launchers.simulated import SimulatedLauncher
+from argosy.fleet.launchers.simulated_cluster import (
+    SimulatedBehaviour,
+    SimulatedCluster,
+    SimulatedHealth,
+    SimulatedNode,
+)
+from argosy.policy.reconciliation import LaunchState
+
+__all__ = [
+    "LaunchError",
+    "LaunchResources",
+    "LaunchSpec",
+    "LaunchState",
+    "LaunchedReplica",
+    "Launcher",
+    "LocalProcessLauncher",
+    "SimulatedBehaviour",
+    "SimulatedCluster",
+    "SimulatedHealth",
+    "SimulatedLauncher",
+    "SimulatedNode",
+    "StaleEpochError",
+]

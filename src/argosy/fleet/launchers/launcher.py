@@ -1,0 +1,138 @@
+"""Interface of launchers, which run replicas in some environment: processes, Ray, Kubernetes, or a simulation."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Protocol
+
+import msgspec
+
+from argosy.policy.reconciliation import LaunchState
+
+
+class StaleEpochError(RuntimeError):
+    """Raised for an action of a controller that is no longer the leader. The environment has seen a newer epoch."""
+
+
+class LaunchError(RuntimeError):
+    """Raised if a replica cannot be launched. The message says why and contains the remedy."""
+
+
+class LaunchResources(msgspec.Struct, frozen=True, kw_only=True):
+    """Needs of one replica on its machine or node."""
+
+    accelerators: int = 0
+    """Number of GPUs of its own."""
+    cpus: float | None = None
+    """Number of CPU cores. None does not restrict it."""
+    memory_bytes: int | None = None
+    """Maximum memory. None does not restrict it."""
+    zones: tuple[str, ...] = ()
+    """Zones in which it may run, best first; empty for any."""
+    labels: Mapping[str, str] = {}
+    """Labels that its node must have."""
+
+
+class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that a launcher needs to start one replica. Two specs with the same name are the same replica."""
+
+    name: str
+    """Derived from pool, generation and ordinal, so that starting it twice is starting it once."""
+    pool: str
+    generation: int
+    """Number of the version of the pool's replica settings."""
+    ordinal: int
+    command: tuple[str, ...]
+    """Program and arguments. `{host}`, `{port}`, `{socket}` and `{name}` stand for what the launcher assigns."""
+    environment: Mapping[str, str] = {}
+    """Variables in addition to those of the launcher's own environment."""
+    resources: LaunchResources = LaunchResources()
+    drain_deadline_s: float = 30.0
+    """How long running requests may take after `drain`, before the replica is killed."""
+    drain_signal: str = "SIGTERM"
+    """Signal by which `drain` asks the process to exit."""
+    url: str | None = None
+    """Address of its server if the command fixes it. Otherwise the launcher assigns it."""
+    image: str | None = None
+    """Container image, for launchers that use containers."""
+
+
+class LaunchedReplica(msgspec.Struct, frozen=True, kw_only=True):
+    """State of a replica that was started, until it is removed. Times are seconds since the epoch."""
+
+    name: str
+    pool: str
+    generation: int
+    ordinal: int
+    state: LaunchState
+    reason: str = ""
+    """Why it waits, such as `waiting for a GPU on any node of zone a`, or why it exited."""
+    url: str | None = None
+    """Address of its HTTP server, such as `http://10.0.0.5:8000` or `unix:///run/replica.sock`. None before that."""
+    node: str = ""
+    """Machine or node on which it runs."""
+    zone: str = ""
+    attempt: int = 1
+    """Number of times that it was started."""
+    started_at: float = 0.0
+    """When the latest attempt started."""
+    exited_at: float | None = None
+    exit_status: int | None = None
+    """Exit status, or the negative number of the signal that ended it."""
+    ran_out_of_memory: bool = False
+    activity: str = ""
+    """Activity that it reported, such as `loading weights`. Only some engines report."""
+    progress: float = 0.0
+    """Reported progress of its start, from 0 to 1."""
+    has_reported_ready: bool = False
+    """Whether it reported that it accepts requests."""
+    start_error: str = ""
+    """Reported reason why it cannot serve, or no longer."""
+
+
+class Launcher(Protocol):
+    """Starts and stops replicas. All methods are idempotent.
+
+    Replicas run on when the controller or the launcher ends. The next launcher finds them by `list_replicas`.
+    `epoch` is the fencing epoch of the controller's lease. The environment, not this object, remembers the highest
+    epoch that it has seen, and every action with a lower one raises `StaleEpochError`.
+    """
+
+    @property
+    def changed(self) -> asyncio.Event:
+        """Event that is set whenever the state of a replica changes. The waiting task clears it."""
+        ...
+
+    async def list_replicas(self) -> Mapping[str, LaunchedReplica]:
+        """Return all replicas that were started and not removed, by name."""
+        ...
+
+    async def start(self, spec: LaunchSpec, epoch: int) -> None:
+        """Start the replica unless it runs. One that has exited is started again as its next attempt.
+
+        Raises:
+            LaunchError: It cannot be launched.
+            StaleEpochError: The epoch is outdated.
+        """
+        ...
+
+    async def drain(self, name: str, epoch: int) -> None:
+        """Ask the replica to exit once its requests have ended, or after its drain deadline. Does not wait for it."""
+        ...
+
+    async def stop(self, name: str, epoch: int) -> None:
+        """Kill the replica. Returns after its exit."""
+        ...
+
+    async def remove(self, name: str, epoch: int) -> None:
+        """Forget a replica that has exited, and delete what it left, except its logs."""
+        ...
+
+    async def read_log(self, name: str, max_bytes: int) -> bytes:
+        """Return the end of the replica's log. It outlives the process."""
+        ...
+
+    async def close(self) -> None:
+        """Release this launcher's own resources. Replicas run on."""
+        ...

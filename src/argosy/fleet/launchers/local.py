@@ -1,0 +1,450 @@
+"""Launcher of replicas as processes on this machine that outlive the launcher."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from urllib.parse import quote
+
+import msgspec
+import structlog
+
+from argosy.fleet.device_assignment import (
+    VISIBLE_DEVICES_VARIABLE,
+    count_installed_gpus,
+    visible_gpus,
+)
+from argosy.fleet.launchers.launcher import (
+    LaunchedReplica,
+    LaunchError,
+    LaunchSpec,
+    StaleEpochError,
+)
+from argosy.fleet.launchers.machine_resources import (
+    LOCAL_HOST,
+    choose_cpus,
+    choose_gpus,
+    choose_port,
+)
+from argosy.fleet.launchers.monitor_processes import MonitorProcesses
+from argosy.fleet.launchers.replica_description import describe_replica
+from argosy.fleet.launchers.replica_folder import LaunchRecord, ReplicaFolder
+from argosy.policy.reconciliation import LaunchState
+from argosy.process import format_os_error, run_in_daemon_thread
+from argosy.process_monitor import (
+    DRAIN_SIGNAL,
+    STOP_SIGNAL,
+    MonitorSettings,
+    StartResult,
+    read_log_end,
+)
+
+SHUTDOWN_GRACE_S = 10.0
+MAX_LOG_BYTES = 32 * 1024 * 1024
+START_POLL_INTERVAL_S = 0.1
+"""Interval at which the reports of starting replicas are read."""
+FIRST_REPORT_TIMEOUT_S = 30.0
+"""Time after which a replica without a report counts as one that reports nothing."""
+POLL_INTERVAL_S = 1.0
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+_PLACEHOLDER = re.compile(r"\{(host|port|socket|name)\}")
+
+log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.fleet")
+
+
+@dataclass(frozen=True, slots=True)
+class _WaitingStart:
+    """Start that waits for a GPU. Only in memory, because nothing was started that could be lost."""
+
+    spec: LaunchSpec
+    epoch: int
+    reason: str
+
+
+class LocalProcessLauncher:
+    """`Launcher` of processes on this machine. Not thread-safe: use it from one event loop.
+
+    Each replica is the child of a monitor (`argosy.process_monitor`) in a session of its own. Both outlive this
+    launcher, and any launcher of the same folder continues to control them.
+
+    Args:
+        folder: Private folder for the state of the replicas, their sockets and their logs.
+        die_with_launcher: Whether replicas are killed when this launcher is closed or its process ends. Their output
+            then goes to this process's standard error instead of a log.
+        shutdown_grace_s: Time that a replica has after its drain deadline to close its engine.
+        max_log_bytes: Size at which a log is rotated. One older file is kept.
+        count_gpus: Returns the number of installed GPUs.
+
+    Raises:
+        LaunchError: The folder cannot be used.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        die_with_launcher: bool = False,
+        shutdown_grace_s: float = SHUTDOWN_GRACE_S,
+        max_log_bytes: int = MAX_LOG_BYTES,
+        count_gpus: Callable[[], int] = count_installed_gpus,
+    ) -> None:
+        try:
+            self._folder = ReplicaFolder(folder)
+        except OSError as error:
+            raise LaunchError(f"replicas cannot be launched: {format_os_error(error)}") from error
+        self._die_with_launcher = die_with_launcher
+        self._shutdown_grace_s = shutdown_grace_s
+        self._max_log_bytes = max_log_bytes
+        self._gpus = visible_gpus(os.environ, count_gpus)
+        self._monitors = MonitorProcesses(self._folder)
+        self._waiting: dict[str, _WaitingStart] = {}
+        self._children: dict[str, subprocess.Popen[bytes]] = {}
+        """Monitors that this launcher started, by replica."""
+        self._pidfds: dict[str, int] = {}
+        """Descriptors that become readable when the monitor of a running replica exits."""
+        self._watch_task: asyncio.Task[None] | None = None
+        self._wake = asyncio.Event()
+        self.changed = asyncio.Event()
+
+    # --- interface -------------------------------------------------------------------------------
+
+    async def list_replicas(self) -> Mapping[str, LaunchedReplica]:
+        self._ensure_watch()
+        replicas = {}
+        for name, record in self._folder.read_records().items():
+            is_running = self._folder.is_running(name)
+            status = self._folder.read_status(record)
+            if not is_running and (status is None or status.exited_at is None):
+                status = await self._monitors.record_lost_exit(record)
+            replicas[name] = describe_replica(record, status)
+        for name, waiting in self._waiting.items():
+            spec, previous = waiting.spec, replicas.get(name)
+            replicas[name] = LaunchedReplica(
+                name=name,
+                pool=spec.pool,
+                generation=spec.generation,
+                ordinal=spec.ordinal,
+                state=LaunchState.PROVISIONING,
+                reason=waiting.reason,
+                node=socket.gethostname(),
+                attempt=1 if previous is None else previous.attempt + 1,
+            )
+        return replicas
+
+    async def start(self, spec: LaunchSpec, epoch: int) -> None:
+        self._ensure_watch()
+        self._check_spec(spec)
+        await self._start(spec, epoch, self._waiting.get(spec.name))
+
+    async def _start(self, spec: LaunchSpec, epoch: int, waiting: _WaitingStart | None) -> None:
+        """Start a replica, unless the start that waited has been cancelled meanwhile."""
+        await self._monitors.wait_for_release(spec.name)
+        async with self._folder.locked(epoch):
+            if self._waiting.get(spec.name) is not waiting:
+                return
+            if self._folder.is_running(spec.name):
+                self._waiting.pop(spec.name, None)
+                return
+            previous = self._folder.read_record(spec.name)
+            try:
+                record = self._assign_resources(spec, previous)
+                if record is None:
+                    self._wait_for_gpus(spec, epoch)
+                    return
+                monitor = self._monitors.spawn(
+                    record, self._build_monitor_settings(spec, record), self._log_path(spec.name)
+                )
+            except OSError as error:
+                self._folder.restore_record(spec.name, previous)
+                raise LaunchError(
+                    f"replica {spec.name} cannot be started: {format_os_error(error)}"
+                ) from error
+            self._waiting.pop(spec.name, None)
+            self._reap(spec.name)
+            self._children[spec.name] = monitor
+        assert monitor.stdout is not None  # noqa: S101 - it is a pipe
+        with monitor.stdout:
+            line = await run_in_daemon_thread(monitor.stdout.readline)
+        result = (
+            msgspec.json.decode(line, type=StartResult)
+            if line
+            else StartResult("its monitor was killed")
+        )
+        if result.error:
+            await run_in_daemon_thread(monitor.wait)
+            await self._undo_start(record, previous)
+            raise LaunchError(f"replica {spec.name} cannot be started: {result.error}")
+        log.info("replica_started", replica=spec.name, attempt=record.attempt)
+        self._wake.set()
+        self.changed.set()
+
+    async def drain(self, name: str, epoch: int) -> None:
+        async with self._folder.locked(epoch):
+            if self._waiting.pop(name, None) is not None:
+                self.changed.set()
+            record = self._folder.read_record(name)
+            if record is None or not await self._monitors.send_signal(record, DRAIN_SIGNAL):
+                return
+        await self._monitors.wait_for_status(
+            record, lambda status: status.is_draining or status.exited_at is not None
+        )
+        self.changed.set()
+
+    async def stop(self, name: str, epoch: int) -> None:
+        async with self._folder.locked(epoch):
+            if self._waiting.pop(name, None) is not None:
+                self.changed.set()
+            record = self._folder.read_record(name)
+            if record is None:
+                return
+            await self._monitors.send_signal(record, STOP_SIGNAL)
+        if not await self._monitors.wait_for_status(
+            record, lambda status: status.is_stopping or status.exited_at is not None
+        ):
+            await self._monitors.kill_processes(record)
+        await self._monitors.wait_for_exit(record)
+        self.changed.set()
+
+    async def remove(self, name: str, epoch: int) -> None:
+        await self._monitors.wait_for_release(name)
+        async with self._folder.locked(epoch):
+            if self._waiting.pop(name, None) is not None:
+                self.changed.set()
+            record = self._folder.read_record(name)
+            if record is None:
+                return
+            if self._folder.is_running(name):
+                raise LaunchError(f"replica {name} is running; stop it before removing it")
+            try:
+                self._folder.remove(record)
+            except OSError as error:
+                raise LaunchError(
+                    f"replica {name} cannot be removed: {format_os_error(error)}"
+                ) from error
+        self.changed.set()
+
+    async def read_log(self, name: str, max_bytes: int) -> bytes:
+        return read_log_end(self._folder.log_path(name), max_bytes)
+
+    async def close(self) -> None:
+        if self._watch_task is not None:
+            self._watch_task.cancel()
+            await asyncio.gather(self._watch_task, return_exceptions=True)
+            self._watch_task = None
+        for name in list(self._pidfds):
+            self._forget_pidfd(name)
+        for monitor in self._children.values():
+            if monitor.stdin is not None:
+                monitor.stdin.close()
+            if self._die_with_launcher:
+                await run_in_daemon_thread(monitor.wait)
+            elif monitor.poll() is None:
+                monitor.returncode = 0  # avoids the warning that it still runs, as it shall
+        self._children.clear()
+        self._waiting.clear()
+
+    # --- start -----------------------------------------------------------------------------------
+
+    def _check_spec(self, spec: LaunchSpec) -> None:
+        """Refuse what can never be started, before anything is changed."""
+        if not _NAME.fullmatch(spec.name):
+            raise LaunchError(
+                f"replica name {spec.name!r} is not a file name; use letters, digits, '.', '_' and '-'"
+            )
+        if not spec.command:
+            raise LaunchError(f"pool {spec.pool!r} has an empty command")
+        program = spec.command[0]
+        environment = os.environ | dict(spec.environment)
+        if shutil.which(program, path=environment.get("PATH")) is None:
+            raise LaunchError(
+                f"program {program!r} of pool {spec.pool!r} is not an executable file in PATH; "
+                "install it, or write its full path in the command"
+            )
+        if spec.drain_signal not in signal.Signals.__members__:
+            raise LaunchError(
+                f"drain signal {spec.drain_signal!r} of pool {spec.pool!r} is unknown; use a name such as SIGTERM"
+            )
+        if spec.resources.accelerators > len(self._gpus):
+            raise LaunchError(
+                f"a replica of pool {spec.pool!r} needs {spec.resources.accelerators} GPUs, but this machine has "
+                f"{len(self._gpus)} to use; lower `accelerators` or choose another launcher"
+            )
+
+    def _assign_resources(
+        self, spec: LaunchSpec, previous: LaunchRecord | None
+    ) -> LaunchRecord | None:
+        """Return the record of the next attempt, or None while too few GPUs are free."""
+        running = [
+            record
+            for record in self._folder.read_records().values()
+            if self._monitors.is_running(record)
+        ]
+        gpus = choose_gpus(
+            spec.resources.accelerators,
+            self._gpus,
+            {gpu for record in running for gpu in record.gpus},
+        )
+        if gpus is None:
+            return None
+        placeholders = {name for part in spec.command for name in _PLACEHOLDER.findall(part)}
+        url = port = uds = None
+        if "socket" in placeholders:
+            uds = str(self._folder.prepare_socket(spec.name, previous))
+            url = f"unix://{quote(uds)}"
+        elif "port" in placeholders:
+            reserved = {record.port for record in running if record.port is not None}
+            port = choose_port(None if previous is None else previous.port, reserved)
+            url = f"http://{LOCAL_HOST}:{port}"
+        else:
+            url = spec.url
+        return LaunchRecord(
+            name=spec.name,
+            pool=spec.pool,
+            generation=spec.generation,
+            ordinal=spec.ordinal,
+            attempt=1 if previous is None else previous.attempt + 1,
+            started_at=time.time(),
+            url=url,
+            port=port,
+            socket=uds,
+            gpus=gpus,
+            cpus=choose_cpus(
+                spec.resources.cpus, (cpu for record in running for cpu in record.cpus)
+            ),
+        )
+
+    def _wait_for_gpus(self, spec: LaunchSpec, epoch: int) -> None:
+        count = spec.resources.accelerators
+        reason = "waiting for a GPU" if count == 1 else f"waiting for {count} GPUs"
+        self._set_waiting(_WaitingStart(spec, epoch, f"{reason} of this machine"))
+
+    def _set_waiting(self, waiting: _WaitingStart) -> None:
+        if self._waiting.get(waiting.spec.name) != waiting:
+            self._waiting[waiting.spec.name] = waiting
+            self.changed.set()
+
+    def _build_monitor_settings(self, spec: LaunchSpec, record: LaunchRecord) -> MonitorSettings:
+        values = {
+            "host": LOCAL_HOST,
+            "port": str(record.port),
+            "socket": record.socket or "",
+            "name": spec.name,
+        }
+        visible = {VISIBLE_DEVICES_VARIABLE: ",".join(record.gpus)} if self._gpus else {}
+        log_path = self._log_path(spec.name)
+        return MonitorSettings(
+            command=tuple(
+                _PLACEHOLDER.sub(lambda match: values[match[1]], part) for part in spec.command
+            ),
+            environment={**visible, **spec.environment},
+            attempt=record.attempt,
+            status_path=str(self._folder.status_path(spec.name)),
+            log_path=None if log_path is None else str(log_path),
+            max_log_bytes=self._max_log_bytes,
+            drain_signal=signal.Signals[spec.drain_signal],
+            drain_timeout_s=spec.drain_deadline_s + self._shutdown_grace_s,
+            memory_bytes=spec.resources.memory_bytes,
+            cpus=record.cpus,
+            die_with_launcher=self._die_with_launcher,
+        )
+
+    def _log_path(self, name: str) -> Path | None:
+        return None if self._die_with_launcher else self._folder.log_path(name)
+
+    async def _undo_start(self, record: LaunchRecord, previous: LaunchRecord | None) -> None:
+        """Remove what a failed start left, unless another attempt has begun."""
+        async with self._folder.locked():
+            if self._folder.read_record(record.name) == record:
+                self._folder.restore_record(record.name, previous)
+
+    # --- watch -----------------------------------------------------------------------------------
+
+    def _ensure_watch(self) -> None:
+        if self._watch_task is None:
+            self._watch_task = asyncio.create_task(self._watch(), name="watch-replicas")
+
+    async def _watch(self) -> None:
+        """Set `changed` when a status changes, and start waiting replicas when GPUs may be free. Runs until closed."""
+        seen: dict[str, tuple[int, ...]] = {}
+        while True:
+            self._wake.clear()
+            await self._start_waiting()
+            interval_s = POLL_INTERVAL_S
+            with contextlib.suppress(OSError, LaunchError):  # `list_replicas` raises it too
+                interval_s = self._watch_running()
+                current = self._read_versions()  # now that later exits wake this task
+                if current != seen:
+                    seen = current
+                    self.changed.set()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(interval_s):
+                    await self._wake.wait()
+
+    def _read_versions(self) -> dict[str, tuple[int, ...]]:
+        """Return the version of the status of each replica."""
+        versions = {}
+        for name in self._folder.read_records():
+            version: tuple[int, ...] = ()
+            with contextlib.suppress(OSError):
+                stat = self._folder.status_path(name).stat()
+                version = (stat.st_mtime_ns, stat.st_ino)
+            versions[name] = (self._folder.is_running(name), *version)
+        return versions
+
+    def _watch_running(self) -> float:
+        """Watch for the exit of running replicas, and return the time to the next look at their reports."""
+        interval_s = POLL_INTERVAL_S
+        for name, record in self._folder.read_records().items():
+            if not self._monitors.is_running(record):
+                self._forget_pidfd(name)
+                continue
+            status = self._folder.read_status(record)
+            is_young = time.time() - record.started_at < FIRST_REPORT_TIMEOUT_S
+            if status is None or (not status.is_serving and (status.activity or is_young)):
+                interval_s = START_POLL_INTERVAL_S
+            if status is not None and name not in self._pidfds and hasattr(os, "pidfd_open"):
+                with contextlib.suppress(ProcessLookupError):
+                    pidfd = os.pidfd_open(status.monitor_pid)
+                    self._pidfds[name] = pidfd
+                    asyncio.get_running_loop().add_reader(pidfd, self._on_monitor_exit, name)
+        return interval_s
+
+    def _on_monitor_exit(self, name: str) -> None:
+        self._forget_pidfd(name)
+        self._wake.set()
+
+    def _forget_pidfd(self, name: str) -> None:
+        pidfd = self._pidfds.pop(name, None)
+        if pidfd is not None:
+            asyncio.get_running_loop().remove_reader(pidfd)
+            os.close(pidfd)
+        if not self._folder.is_running(name):
+            self._reap(name)
+
+    def _reap(self, name: str) -> None:
+        """Wait for a monitor of this launcher that has released its lock, because it exits."""
+        monitor = self._children.pop(name, None)
+        if monitor is not None:
+            monitor.wait()
+            if monitor.stdin is not None:
+                monitor.stdin.close()
+
+    async def _start_waiting(self) -> None:
+        for name, waiting in list(self._waiting.items()):
+            try:
+                await self._start(waiting.spec, waiting.epoch, waiting)
+            except StaleEpochError:
+                self._waiting.pop(name, None)  # the next leader decides about it
+                self.changed.set()
+            except LaunchError as error:
+                self._set_waiting(replace(waiting, reason=str(error)))

@@ -1,0 +1,61 @@
+"""Choice of the GPUs, CPUs and ports of a replica on this machine."""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+
+LOCAL_HOST = "127.0.0.1"
+MAX_PORT_ATTEMPTS = 100
+
+
+def choose_gpus(
+    count: int, installed: Sequence[str], used: Collection[str]
+) -> tuple[str, ...] | None:
+    """Return free GPUs, or None while there are too few."""
+    free = [gpu for gpu in installed if gpu not in used]
+    return tuple(free[:count]) if len(free) >= count else None
+
+
+def choose_cpus(cpus: float | None, used: Iterable[int]) -> tuple[int, ...]:
+    """Return the CPUs to pin a replica to, those with the fewest other replicas first.
+
+    Args:
+        cpus: Number of CPUs that it needs, rounded up; all if there are fewer. None pins it to none.
+        used: CPUs of the running replicas, one for each replica.
+    """
+    if cpus is None or not hasattr(os, "sched_getaffinity"):
+        return ()
+    replicas_by_cpu = Counter(used)
+    usable = sorted(os.sched_getaffinity(0), key=lambda cpu: (replicas_by_cpu[cpu], cpu))
+    return tuple(sorted(usable[: max(1, math.ceil(cpus))]))
+
+
+def choose_port(previous: int | None, reserved: Collection[int]) -> int:
+    """Return a port that no process listens at and no other replica has reserved, if possible the previous one.
+
+    Raises:
+        OSError: No port is free.
+    """
+    if previous is not None and previous not in reserved and _is_free(previous):
+        return previous
+    for _ in range(MAX_PORT_ATTEMPTS):
+        with socket.socket() as listener:
+            listener.bind((LOCAL_HOST, 0))
+            port: int = listener.getsockname()[1]
+        if port not in reserved:
+            return port
+    raise OSError("no port is free")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
+        try:
+            listener.bind((LOCAL_HOST, port))
+        except OSError:
+            return False
+    return True

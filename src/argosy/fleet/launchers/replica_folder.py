@@ -1,0 +1,271 @@
+"""Folder with the state of the replicas on one machine, which outlives the processes that use it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+
+import msgspec
+
+from argosy.fleet.launchers.launcher import LaunchError, StaleEpochError
+from argosy.folders import replace_file
+from argosy.process import MAX_SOCKET_PATH_BYTES, create_socket_folder, format_os_error
+from argosy.process_monitor import ProcessStatus
+
+LOCK_TIMEOUT_S = 10.0
+LOCK_RETRY_INTERVAL_S = 0.005
+MAX_KEPT_LOGS = 100
+"""Number of removed replicas whose logs are kept."""
+_EPOCH_BYTES = 20
+
+
+class LaunchRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Decisions of the launcher about the latest attempt of a replica. Contains no environment, thus no secrets."""
+
+    name: str
+    pool: str
+    generation: int
+    ordinal: int
+    attempt: int
+    started_at: float
+    """Seconds since the epoch."""
+    url: str | None
+    port: int | None
+    socket: str | None
+    gpus: tuple[str, ...]
+    """GPUs of its own, in the syntax of `CUDA_VISIBLE_DEVICES`."""
+    cpus: tuple[int, ...]
+    """CPUs to which it is pinned; empty for all."""
+
+
+class ReplicaFolder:
+    """Records, statuses, locks and logs of replicas, and the highest epoch seen.
+
+    A lock file for each replica shows whether it runs. The monitor inherits the lock from the launcher, and the
+    operating system releases it when the monitor ends. Neither a killed launcher nor a reused pid can mislead.
+
+    Raises:
+        OSError: The folder cannot be created, or belongs to another user.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.absolute()
+        self._replicas = self.path / "replicas"
+        self._logs = self.path / "logs"
+        for folder in (self.path, self._replicas, self._logs):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if self.path.stat().st_uid != os.getuid():
+            raise PermissionError(f"{self.path} belongs to another user; choose another folder")
+        self.path.chmod(0o700)
+
+    # --- locks -----------------------------------------------------------------------------------
+
+    @contextlib.asynccontextmanager
+    async def locked(self, epoch: int | None = None) -> AsyncIterator[None]:
+        """Exclude all other actions in this folder, also those of other processes.
+
+        Args:
+            epoch: Epoch of the action; None for one that repairs.
+
+        Raises:
+            LaunchError: The lock cannot be acquired.
+            StaleEpochError: The folder has seen a higher epoch.
+        """
+        lock_path = self.path / "lock"
+        try:
+            lock = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise LaunchError(format_os_error(error)) from error
+        try:
+            await self._wait_for_lock(lock)
+            if epoch is not None:
+                _check_epoch(lock, epoch)
+            yield
+        finally:
+            os.close(lock)
+
+    async def _wait_for_lock(self, lock: int) -> None:
+        deadline = time.monotonic() + LOCK_TIMEOUT_S
+        while not _try_lock(lock, fcntl.LOCK_EX):
+            if time.monotonic() > deadline:
+                raise LaunchError(
+                    f"another process has held the lock of {self.path} for {LOCK_TIMEOUT_S:g} s; "
+                    "it may be stopped: find it with `lslocks` and continue or kill it"
+                )
+            await asyncio.sleep(LOCK_RETRY_INTERVAL_S)
+
+    def is_running(self, name: str) -> bool:
+        """Return whether a monitor of the replica runs, or is being started."""
+        try:
+            lock = os.open(self._run_lock_path(name), os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        try:
+            return not _try_lock(lock, fcntl.LOCK_SH)
+        finally:
+            os.close(lock)
+
+    def lock_run(self, name: str) -> int:
+        """Return the descriptor of the lock of a replica that does not run. The folder must be locked.
+
+        Raises:
+            OSError: The file cannot be opened.
+        """
+        self._replica(name).mkdir(mode=0o700, exist_ok=True)
+        lock = os.open(self._run_lock_path(name), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX)  # waits only for `is_running` of other processes
+        return lock
+
+    # --- records ---------------------------------------------------------------------------------
+
+    def read_records(self) -> dict[str, LaunchRecord]:
+        """Return the records of all replicas by name."""
+        records = map(self.read_record, sorted(os.listdir(self._replicas)))  # noqa: PTH208 - only names
+        return {record.name: record for record in records if record is not None}
+
+    def read_record(self, name: str) -> LaunchRecord | None:
+        """Return the record of a replica, or None if it was never started.
+
+        Raises:
+            LaunchError: The record is damaged.
+        """
+        path = self._record_path(name)
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=LaunchRecord)
+        except FileNotFoundError:
+            return None
+        except msgspec.DecodeError as error:
+            raise LaunchError(
+                f"{path} is damaged ({error}); end the replica's processes, then remove {path.parent}"
+            ) from error
+
+    def write_record(self, record: LaunchRecord) -> None:
+        """Write the record of a replica. The folder must be locked.
+
+        Raises:
+            OSError: It cannot be written. The old one stays.
+        """
+        replace_file(self._record_path(record.name), msgspec.json.encode(record))
+
+    def restore_record(self, name: str, record: LaunchRecord | None) -> None:
+        """Write back the record that preceded a failed start. The folder must be locked."""
+        with contextlib.suppress(OSError):
+            if record is None:
+                self._remove_replica(name)
+            else:
+                self.write_record(record)
+
+    def read_status(self, record: LaunchRecord) -> ProcessStatus | None:
+        """Return the status that the monitor of the record's attempt wrote, or None if it wrote none."""
+        try:
+            content = self.status_path(record.name).read_bytes()
+        except FileNotFoundError:
+            return None
+        status = msgspec.json.decode(content, type=ProcessStatus)
+        return status if status.attempt == record.attempt else None
+
+    def write_status(self, name: str, status: ProcessStatus) -> None:
+        """Write the status in place of a monitor that does not run. The folder must be locked.
+
+        Raises:
+            OSError: It cannot be written. The old one stays.
+        """
+        replace_file(self.status_path(name), msgspec.json.encode(status))
+
+    def remove(self, record: LaunchRecord) -> None:
+        """Remove all of a replica that does not run except its logs. The folder must be locked.
+
+        Raises:
+            OSError: The record cannot be removed.
+        """
+        self._remove_replica(record.name)
+        if record.socket is not None:
+            self._remove_socket(Path(record.socket))
+        self._prune_logs()
+
+    def _remove_replica(self, name: str) -> None:
+        self._record_path(name).unlink(
+            missing_ok=True
+        )  # first, because it decides whether there is a replica
+        shutil.rmtree(self._replica(name), ignore_errors=True)
+
+    # --- other files -----------------------------------------------------------------------------
+
+    def status_path(self, name: str) -> Path:
+        """Return the path of the file in which the monitor keeps the status."""
+        return self._replica(name) / "status.json"
+
+    def log_path(self, name: str) -> Path:
+        """Return the path of the replica's log."""
+        return self._logs / f"{name}.log"
+
+    def prepare_socket(self, name: str, previous: LaunchRecord | None) -> Path:
+        """Return the path of the replica's Unix socket, at which no file is left.
+
+        It is the same for all attempts. If the path in this folder is too long for a socket, it is in a folder for
+        temporary files.
+
+        Raises:
+            OSError: The file of the last attempt cannot be removed, or no folder can be created.
+        """
+        socket = self.path / f"{name}.sock"
+        if previous is not None and previous.socket is not None:
+            socket = Path(previous.socket)
+        if len(os.fsencode(socket)) > MAX_SOCKET_PATH_BYTES or not socket.parent.is_dir():
+            return create_socket_folder("argosy-replica-", len("http.sock")) / "http.sock"
+        socket.unlink(missing_ok=True)
+        return socket
+
+    def _remove_socket(self, socket: Path) -> None:
+        with contextlib.suppress(OSError):
+            socket.unlink(missing_ok=True)
+            if socket.parent != self.path:
+                socket.parent.rmdir()
+
+    def _prune_logs(self) -> None:
+        """Remove the oldest logs of removed replicas."""
+        names: Mapping[str, object] = self.read_records()
+        logs = [log for log in self._logs.glob("*.log") if log.stem not in names]
+        with contextlib.suppress(OSError):
+            logs.sort(key=lambda log: log.stat().st_mtime)
+            for log in logs[:-MAX_KEPT_LOGS]:
+                log.unlink()
+                log.with_name(f"{log.name}.1").unlink(missing_ok=True)
+
+    def _replica(self, name: str) -> Path:
+        return self._replicas / name
+
+    def _record_path(self, name: str) -> Path:
+        return self._replica(name) / "record.json"
+
+    def _run_lock_path(self, name: str) -> Path:
+        return self._replica(name) / "run.lock"
+
+
+def _try_lock(lock: int, kind: int) -> bool:
+    try:
+        fcntl.flock(lock, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _check_epoch(lock: int, epoch: int) -> None:
+    """Compare an epoch with the highest one, which the lock file contains, and store it there if it is higher."""
+    highest = int(os.pread(lock, _EPOCH_BYTES, 0) or b"0")
+    if epoch < highest:
+        raise StaleEpochError(
+            f"epoch {epoch} is outdated; a controller with epoch {highest} has taken over"
+        )
+    if epoch > highest:
+        try:
+            # One write of constant length, so that a killed process leaves the old or the new epoch.
+            os.pwrite(lock, b"%0*d" % (_EPOCH_BYTES, epoch), 0)
+        except OSError as error:
+            raise LaunchError(f"the epoch cannot be stored: {format_os_error(error)}") from error

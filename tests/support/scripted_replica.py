@@ -1,0 +1,57 @@
+"""Replica process for tests of launchers, quick to start: answers each HTTP request with its pid.
+
+Arguments: a socket path or port, then what it does. It imports little and needs no package.
+"""
+
+import os
+import signal
+import socket
+import sys
+import time
+
+RESPONSE = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s"
+
+
+def main(address: str, *behaviours: str) -> None:
+    for behaviour in behaviours:
+        match behaviour.partition("="):
+            case ("crash", _, status):
+                print("starting", flush=True)  # noqa: T201 - output for the log
+                print("cannot open the model", file=sys.stderr, flush=True)  # noqa: T201 - as above
+                sys.exit(int(status))
+            case ("ignore-sigterm", _, _):
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            case ("allocate", _, count):
+                globals()["memory"] = b"x" * int(count)
+            case ("print", _, count):
+                for number in range(int(count)):
+                    print(f"line {number}", flush=True)  # noqa: T201 - as above
+            case ("fork", _, _):
+                if os.fork() == 0:
+                    os.setsid()
+                    while True:
+                        time.sleep(60)
+            case ("report", _, line):
+                os.write(int(os.environ["ARGOSY_REPORT_FD"]), line.encode() + b"\n")
+            case ("printenv", _, name):
+                print(f"{name}={os.environ.get(name)}", flush=True)  # noqa: T201 - as above
+    serve(address)
+
+
+def serve(address: str) -> None:
+    if address.isdigit():
+        server = socket.create_server(("127.0.0.1", int(address)))
+    else:
+        server = socket.socket(socket.AF_UNIX)
+        server.bind(address)
+        server.listen()
+    print("listening", flush=True)  # noqa: T201 - as above
+    body = str(os.getpid()).encode()
+    while True:
+        client, _ = server.accept()
+        with client:
+            client.recv(65536)
+            client.sendall(RESPONSE % (len(body), body))
+
+
+main(*sys.argv[1:])

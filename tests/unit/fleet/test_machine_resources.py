@@ -1,0 +1,41 @@
+"""Choice of GPUs and CPUs for replicas on one machine."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from argosy.fleet.launchers.machine_resources import choose_cpus, choose_gpus
+
+
+@pytest.mark.parametrize(
+    ("count", "used", "chosen"),
+    [
+        (0, set(), ()),
+        (2, set(), ("0", "1")),
+        (2, {"0"}, ("1", "2")),
+        (3, {"1"}, None),
+    ],
+)
+def test_replica_gets_free_gpus_or_waits(
+    count: int, used: set[str], chosen: tuple[str, ...] | None
+) -> None:
+    assert choose_gpus(count, ("0", "1", "2"), used) == chosen
+
+
+@pytest.mark.parametrize(
+    ("cpus", "used", "chosen"),
+    [
+        (None, [], ()),
+        (0.5, [], (2,)),
+        (1.5, [2], (4, 6)),
+        (2, [2, 4, 4, 6], (2, 6)),
+        (64, [2], (2, 4, 6)),
+    ],
+)
+def test_replica_is_pinned_to_least_used_cpus(
+    monkeypatch: pytest.MonkeyPatch, cpus: float | None, used: list[int], chosen: tuple[int, ...]
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {2, 4, 6})
+    assert choose_cpus(cpus, used) == chosen
