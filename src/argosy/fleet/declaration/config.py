@@ -1,0 +1,180 @@
+"""The declaration of a fleet: the gateway's settings, and the models, pools and engines that a controller runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from argosy.fleet.declaration.engine_kind import EngineKind, OptionName, OptionValue
+from argosy.gateway import GatewayConfig, ModelConfig, ModelName
+from argosy.settings import Size, parse_size
+
+NonNegative = Annotated[int, Meta(ge=0)]
+Positive = Annotated[float, Meta(gt=0)]
+Name = Annotated[str, Meta(max_length=40, pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$")]
+"""Name that Kubernetes and Ray accept. It is short, because replicas are named `NAME-GENERATION-ORDINAL`."""
+ReplicaCount = Annotated[int, Meta(ge=0, le=10_000)]
+Share = (
+    Annotated[int, Meta(ge=0, le=10_000)] | Annotated[str, Meta(pattern=r"^(100|[1-9]?[0-9])%$")]
+)
+"""Number of replicas, or a share of the pool's replicas such as `25%`."""
+VariableName = Annotated[str, Meta(max_length=200, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+LauncherName = Literal["local", "ray", "kubernetes", "simulated"]
+LabelText = Annotated[
+    str, Meta(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._/-]*[A-Za-z0-9])?$", max_length=253)
+]
+
+
+class SecretReference(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where a secret is found when a replica starts. The declaration itself contains no secrets."""
+
+    env: VariableName | None = None
+    """Environment variable of the controller."""
+    file: Annotated[str, Meta(pattern="^/")] | None = None
+    """Path of a file on the controller's machine."""
+
+
+class FleetModelConfig(ModelConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A public model name, and the replicas that answer for it: those of its pools, and those listed by URL."""
+
+    source: (
+        Annotated[str, Meta(min_length=1, max_length=2000, pattern=r"^[^\s\x00-\x1f]+$")] | None
+    ) = None
+    """Location of the weights: path of a directory or a GGUF file, name on the hub (owner/name), or name of a bundled
+    model (`argosy-mini`). A path starts with `/`, `./`, `../` or `~`. It is relative to the folder of its settings
+    file."""
+    revision: Annotated[str, Meta(min_length=1, max_length=200, pattern=r"^[^\s-]\S*$")] | None = (
+        None
+    )
+    """Branch, tag or commit of the source."""
+    digest: Annotated[str, Meta(pattern="^sha256:[0-9a-f]{64}$")] | None = None
+    """SHA-256 digest of the model's manifest. Another digest is another model, so its replicas are replaced."""
+
+
+class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Replicas of one model that are alike."""
+
+    name: Name
+    """Name of the pool. Its replicas are named `NAME-GENERATION-ORDINAL`."""
+    model: ModelName
+    """Name of the model that the replicas run."""
+    engine: str = "argosy"
+    """Engine kind: `argosy`, `vllm`, `sglang`, `llama-cpp`, or one of `engines`."""
+    options: dict[OptionName, OptionValue] = {}
+    """Options of the engine's command line, without dashes, such as `max_seqs: 16`."""
+    environment: dict[VariableName, str | SecretReference] = {}
+    """Environment variables of the replicas. Secrets are references to a variable or a file of the controller:
+    `{env: HF_TOKEN}`."""
+    accelerators: Annotated[int, Meta(ge=0, le=1024)] = 0
+    """Number of GPUs of each replica."""
+    cpus: Annotated[float, Meta(gt=0, le=4096)] | None = None
+    """Number of CPU cores of each replica. None does not restrict it."""
+    memory: Size | None = None
+    """Maximum memory of each replica, such as `16GiB`. None does not restrict it."""
+    replicas: ReplicaCount | None = None
+    """Number of replicas that serve. 1 if neither it nor `min_replicas` is set."""
+    min_replicas: ReplicaCount | None = None
+    """Fewest replicas that serve. The autoscaler acts between it and `max_replicas`."""
+    max_replicas: ReplicaCount | None = None
+    """Most replicas that serve."""
+    spares: ReplicaCount = 0
+    """Number of further replicas that are started and warm, and serve when another one is lost."""
+    launcher: LauncherName = "local"
+    """Where the replicas run: as processes on the controller's machine, on Ray, on Kubernetes, or in a simulation."""
+    zones: tuple[LabelText, ...] = ()
+    """Zones over which the replicas are spread. Empty for any."""
+    labels: dict[LabelText, LabelText] = {}
+    """Labels that a node must have to run a replica."""
+    max_surge: Share = 1
+    """Number or share (rounded up) of replicas that a replacement may start before others have ended."""
+    max_unavailable: Share = "25%"
+    """Number or share (rounded down) of replicas that may be out of service at once because of the controller."""
+    drain_deadline_s: Annotated[float, Meta(ge=0, le=86_400)] = 30.0
+    """How long the running requests of a replica may take when it stops."""
+    start_timeout_s: Positive = 600.0
+    """Time without an answer after the start from which a replica is killed and restarted."""
+    hang_timeout_s: Positive = 10.0
+    """Time without an answer from which a replica that has served is killed and restarted."""
+    warm_up: bool = True
+    """Send requests to a replica before it serves, so that no client waits for what the first request prepares."""
+    image: Annotated[str, Meta(min_length=1, pattern=r"^\S+$")] | None = None
+    """Container image. Used by launchers that run containers, and required by `kubernetes`."""
+
+    @property
+    def initial_replicas(self) -> int:
+        """Number of replicas to start with: the declared one, or the fewest that the autoscaler may keep."""
+        return next((n for n in (self.replicas, self.min_replicas) if n is not None), 1)
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """Maximum memory of a replica in bytes."""
+        return None if self.memory is None else parse_size(self.memory)
+
+    def max_surge_count(self, replicas: int) -> int:
+        """Return the maximum number of replicas beyond `replicas` during a replacement."""
+        return _count_share(self.max_surge, replicas, rounds_up=True)
+
+    def max_unavailable_count(self, replicas: int) -> int:
+        """Return the maximum number of `replicas` that may be out of service at once.
+
+        It is at least 1 if there is neither a surge nor a spare, because no replica could be replaced otherwise.
+        """
+        count = _count_share(self.max_unavailable, replicas, rounds_up=False)
+        return count or int(self.max_surge_count(replicas) + self.spares == 0)
+
+
+class ControllerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of the controllers, one of which is the leader."""
+
+    lease_s: Annotated[float, Meta(ge=1, le=60)] = 5.0
+    """How long a leader may be silent before a standby takes over."""
+
+
+class ObjectivesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Service levels that the fleet is to meet."""
+
+    ttft_p95_s: Positive | None = None
+    """Time to the first token that 95 % of the requests stay below."""
+    itl_p95_s: Positive | None = None
+    """Time between two tokens that 95 % of the tokens stay below."""
+
+
+class FleetConfig(GatewayConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A fleet: the settings of its gateways, and what a controller runs behind them.
+
+    A file without `pools` is a gateway's settings file, and means a fleet that something else runs.
+    """
+
+    fleet: Name | None = None
+    """Name of the fleet. Defaults to the name of the file, without its ending."""
+    models: Annotated[Sequence[FleetModelConfig], Meta(min_length=1)]
+    """Models, and where their weights come from."""
+    engines: dict[Name, EngineKind] = msgspec.field(default_factory=dict)
+    """Engine kinds in addition to the built-in ones, by name."""
+    pools: tuple[PoolConfig, ...] = ()
+    """Replicas to run."""
+    gateways: Annotated[int, Meta(ge=0, le=64)] = 1
+    """Number of gateways that the controller starts on its machine. The first listens on `port`, each further one on
+    the next port. With 0 they run elsewhere, with the same `store` and `fleet` in their settings."""
+    controller: ControllerConfig = ControllerConfig()
+    """The controllers."""
+    objectives: ObjectivesConfig = ObjectivesConfig()
+    """Service levels that the fleet is to meet."""
+
+    def model_of(self, pool: PoolConfig) -> FleetModelConfig:
+        """Return the model that a pool runs."""
+        return next(model for model in self.models if model.name == pool.model)
+
+    def find_pool(self, name: str) -> PoolConfig | None:
+        """Return the pool of this name, or None."""
+        return next((pool for pool in self.pools if pool.name == name), None)
+
+
+def _count_share(share: int | str, total: int, *, rounds_up: bool) -> int:
+    if isinstance(share, int):
+        return share
+    hundredths = total * int(share.removesuffix("%"))
+    return -(-hundredths // 100) if rounds_up else hundredths // 100

@@ -1,0 +1,174 @@
+"""Launch specification of a pool's replicas, and the digest that shows whether running ones must be replaced."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from argosy.fleet.declaration.config import (
+    FleetConfig,
+    FleetModelConfig,
+    PoolConfig,
+    SecretReference,
+)
+from argosy.fleet.declaration.engine_catalog import ARGOSY_ENGINE, find_engine
+from argosy.fleet.declaration.engine_kind import EngineKind, OptionValue, fill_placeholders
+from argosy.fleet.launchers import LaunchError, LaunchResources, LaunchSpec
+
+ON_THIS_MACHINE = frozenset({"local", "simulated"})
+"""Launchers whose replicas run on the controller's machine."""
+
+
+def build_launch_spec(
+    config: FleetConfig,
+    pool: PoolConfig,
+    generation: int,
+    ordinal: int,
+    environ: Mapping[str, str] | None = None,
+) -> LaunchSpec:
+    """Build what a launcher needs to start one replica of a pool.
+
+    Args:
+        config: The fleet's declaration, which is valid.
+        pool: One of its pools.
+        generation: Number of the version of the pool's replica settings.
+        ordinal: Number of the replica within the generation.
+        environ: Variables to which secrets refer. By default those of this process.
+
+    Raises:
+        LaunchError: A secret does not exist. The message says which.
+    """
+    command = _build_command(config, pool)
+    if pool.engine == ARGOSY_ENGINE and pool.launcher in ON_THIS_MACHINE:
+        command = (
+            sys.executable,
+            "-P",
+            "-m",
+            "argosy.cli",
+            *command[1:],
+        )  # this version, wherever it is
+    return LaunchSpec(
+        name=f"{pool.name}-{generation}-{ordinal}",
+        pool=pool.name,
+        generation=generation,
+        ordinal=ordinal,
+        command=command,
+        environment={
+            name: value
+            if isinstance(value, str)
+            else _read_secret(
+                value, f"pool {pool.name}: {name}", os.environ if environ is None else environ
+            )
+            for name, value in pool.environment.items()
+        },
+        resources=_build_resources(pool),
+        drain_deadline_s=pool.drain_deadline_s,
+        drain_signal=find_engine(config, pool).drain_signal,
+        image=pool.image,
+    )
+
+
+def replica_digest(config: FleetConfig, pool: PoolConfig) -> str:
+    """Return a digest (SHA-256) of everything that changes the processes of a pool's replicas.
+
+    References to secrets count, but not the secrets. Two pools with equal digests run equal replicas.
+    """
+    parts: dict[str, Any] = {
+        "command": _build_command(config, pool),
+        "digest": config.model_of(pool).digest,
+        "environment": msgspec.to_builtins(pool.environment, order="sorted"),
+        "launcher": pool.launcher,
+        "resources": msgspec.to_builtins(_build_resources(pool), order="sorted"),
+        "image": pool.image,
+    }
+    return hashlib.sha256(msgspec.json.encode(parts, order="sorted")).hexdigest()
+
+
+def _build_resources(pool: PoolConfig) -> LaunchResources:
+    return LaunchResources(
+        accelerators=pool.accelerators,
+        cpus=pool.cpus,
+        memory_bytes=pool.memory_bytes,
+        zones=pool.zones,
+        labels=pool.labels,
+    )
+
+
+def _build_command(config: FleetConfig, pool: PoolConfig) -> tuple[str, ...]:
+    """Return the command line, in which the launcher's placeholders remain."""
+    engine, model = find_engine(config, pool), config.model_of(pool)
+    return tuple(_fill_command(engine, pool, _placeholder_values(model, pool)))
+
+
+def _placeholder_values(model: FleetModelConfig, pool: PoolConfig) -> dict[str, str | None]:
+    source = model.source or ""
+    is_path = Path(source).is_absolute()
+    return {
+        "drain_deadline_s": str(math.ceil(pool.drain_deadline_s)),
+        "hub_model": None if is_path else source,
+        "model": source,
+        "model_path": source if is_path else None,
+        "revision": model.revision,
+        "served_name": model.name,
+    }
+
+
+def _fill_command(
+    engine: EngineKind, pool: PoolConfig, values: Mapping[str, str | None]
+) -> Iterator[str]:
+    listens_on_socket = engine.socket_arguments and pool.launcher in ON_THIS_MACHINE
+    groups = (
+        engine.command,
+        *engine.optional_arguments,
+        engine.socket_arguments if listens_on_socket else engine.port_arguments,
+    )
+    for group in groups:
+        filled = [fill_placeholders(argument, values) for argument in group]
+        if None not in filled:
+            yield from (argument for argument in filled if argument is not None)
+    for name, value in sorted(pool.options.items()):
+        yield from _format_option(engine, name, value)
+
+
+def _format_option(engine: EngineKind, name: str, value: OptionValue) -> Iterator[str]:
+    flag = f"--{name.replace('_', '-')}"
+    match value:
+        case True:
+            yield flag
+        case False:
+            if engine.false_options == "no-prefix":
+                yield f"--no-{name.replace('_', '-')}"
+        case dict():
+            yield from (flag, msgspec.json.encode(value, order="sorted").decode())
+        case list() if engine.list_options == "append":
+            yield from (flag, *map(str, value))
+        case list():
+            for item in value:
+                yield from (flag, str(item))
+        case _:
+            yield from (flag, str(value))
+
+
+def _read_secret(reference: SecretReference, purpose: str, environ: Mapping[str, str]) -> str:
+    if reference.env is not None:
+        value = environ.get(reference.env)
+        if not value:
+            raise LaunchError(
+                f"{purpose}: the environment variable {reference.env} of the controller is not set. Set it."
+            )
+        return value
+    assert reference.file is not None  # noqa: S101 - checked by the validation
+    try:
+        return Path(reference.file).read_text(encoding="utf-8").rstrip("\n")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise LaunchError(
+            f"{purpose}: the file {reference.file} cannot be read ({reason}). Create it."
+        ) from error

@@ -1,0 +1,63 @@
+"""Reading of declarations: from files with overlays, or from the text that the store keeps."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from argosy.fleet.declaration.config import FleetConfig, FleetModelConfig
+from argosy.fleet.declaration.validation import validate_fleet
+from argosy.gateway import RENAMED_SETTINGS
+from argosy.settings import SettingsDocument
+
+_LOCAL_PATH = re.compile(r"(\.{1,2}|~[^/]*)?/|\.{1,2}$|~")
+
+
+def load_fleet(paths: Sequence[Path]) -> FleetConfig:
+    """Read a declaration from files, of which each is an overlay of those before it.
+
+    The fleet's name defaults to that of the first file. Relative sources of models become absolute.
+
+    Raises:
+        ValueError: A file cannot be read or a setting is invalid. The message names the file and the setting.
+    """
+    document = SettingsDocument.read(paths)
+    config = document.decode(FleetConfig, RENAMED_SETTINGS, validate_fleet)
+    models = [
+        _resolve_source(model, Path(document.file_of(("models", index, "source"))))
+        for index, model in enumerate(config.models)
+    ]
+    return msgspec.structs.replace(
+        config, fleet=config.fleet or _name_from(paths[0]), models=models
+    )
+
+
+def parse_fleet(text: str | bytes, name: str = "the declaration") -> FleetConfig:
+    """Decode a declaration in YAML or JSON, such as one that `dump_fleet` wrote.
+
+    Args:
+        text: The declaration.
+        name: What error messages call it, such as `revision 7`.
+
+    Raises:
+        ValueError: The declaration is invalid.
+    """
+    content = text.encode() if isinstance(text, str) else text
+    return SettingsDocument.parse(content, name).decode(
+        FleetConfig, RENAMED_SETTINGS, validate_fleet
+    )
+
+
+def _resolve_source(model: FleetModelConfig, file: Path) -> FleetModelConfig:
+    if model.source is None or not _LOCAL_PATH.match(model.source):
+        return model
+    path = file.parent / Path(model.source).expanduser()
+    return msgspec.structs.replace(model, source=str(path.resolve()))
+
+
+def _name_from(path: Path) -> str:
+    """Return a fleet's name from the name of its file, with what a name may not contain replaced by dashes."""
+    return re.sub(r"[^a-z0-9]+", "-", path.stem.lower())[:40].strip("-") or "fleet"

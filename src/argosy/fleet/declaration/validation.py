@@ -1,0 +1,258 @@
+"""Validation of a declaration: references that lead nowhere, contradictions, impossible sizes and secrets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from difflib import get_close_matches
+from urllib.parse import urlsplit
+
+from argosy.fleet.declaration.argosy_options import FLEET_OPTIONS, ArgosyOptions
+from argosy.fleet.declaration.config import FleetConfig, FleetModelConfig, PoolConfig
+from argosy.fleet.declaration.documents import to_document
+from argosy.fleet.declaration.engine_catalog import ARGOSY_ENGINE, BUILT_IN_ENGINES, find_engine
+from argosy.fleet.declaration.engine_kind import (
+    PLACEHOLDERS,
+    EngineKind,
+    find_placeholders,
+)
+from argosy.fleet.declaration.secret_check import check_secrets
+from argosy.gateway import validate_config
+from argosy.settings import (
+    SettingError,
+    SettingPath,
+    convert_settings,
+    format_path,
+)
+
+GATEWAY_POOL = "gateway"
+"""Name of the pool of gateways that the controller runs. No pool of a declaration has it."""
+MIN_MEMORY_BYTES = 128 * 1024 * 1024
+"""No engine starts with less."""
+
+
+def validate_fleet(config: FleetConfig) -> None:
+    """Check a declaration for contradictions.
+
+    Raises:
+        SettingError: The declaration contradicts itself. The message says what to change.
+    """
+    document = to_document(config)
+    _check_values(document, ())
+    if config.pools:
+        check_secrets(document)
+    validate_config(config, has_controller=True)
+    for name, engine in config.engines.items():
+        _check_engine(name, engine)
+    _check_pool_names(config)
+    for index, pool in enumerate(config.pools):
+        path = ("pools", index)
+        _check_references(config, pool, path)
+        _check_counts(pool, path)
+        _check_placement(pool, path)
+        _check_environment(pool, path)
+        _check_options(find_engine(config, pool), pool, path)
+    for index, model in enumerate(config.models):
+        _check_model(config, model, ("models", index))
+    _check_gateways(config)
+
+
+def _fail(path: SettingPath, setting: str, problem: str) -> SettingError:
+    """Return an error about a setting below `path`, or about the structure at `path` if `setting` is empty."""
+    below = tuple(setting.split(".")) if setting else ()
+    where = format_path((*path, *below)).removeprefix(".")
+    return SettingError(f"{where}: {problem}", (*path, *below))
+
+
+def _did_you_mean(name: str, known: Iterator[str] | list[str]) -> str:
+    names = sorted(known)
+    close = get_close_matches(name, names, n=1)
+    return f"Did you mean {close[0]!r}?" if close else f"Use one of {', '.join(names)}."
+
+
+def _check_values(value: object, path: SettingPath) -> None:
+    """Refuse values that the store (JSON) or a command line could not contain."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise _fail(path, "", f"{value} is not a finite number. Remove it for no limit.")
+    if isinstance(value, int) and abs(value) >= 1 << 63:
+        raise _fail(path, "", "the number has more than 64 bits. Lower it.")
+    if isinstance(value, str) and "\0" in value:
+        raise _fail(path, "", "it contains a NUL character. Remove it.")
+    if isinstance(value, dict):
+        for key, item in value.items():
+            _check_values(item, (*path, key))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            _check_values(item, (*path, index))
+
+
+def _check_pool_names(config: FleetConfig) -> None:
+    names = [pool.name for pool in config.pools]
+    for index, name in enumerate(names):
+        if name == GATEWAY_POOL:
+            problem = "the gateways of the controller have this name. Use another one."
+            raise _fail(("pools", index), "name", problem)
+        if name in names[:index]:
+            raise _fail(("pools", index), "name", f"the pool {name!r} is defined twice. Keep one.")
+
+
+def _check_engine(name: str, engine: EngineKind) -> None:
+    path: SettingPath = ("engines", name)
+    if name in BUILT_IN_ENGINES:
+        raise _fail(path, "", "an engine of this name is built in. Use another name.")
+    used = {placeholder for text in engine.arguments() for placeholder in find_placeholders(text)}
+    unknown = min(used - PLACEHOLDERS, default=None)
+    if unknown is not None:
+        problem = f"the placeholder {{{unknown}}} is unknown. {_did_you_mean(unknown, list(PLACEHOLDERS))}"
+        raise _fail(path, "", problem)
+    if used.isdisjoint({"port", "socket"}):
+        raise _fail(path, "command", "it has no {port}, so that no gateway could reach it. Add it.")
+    required = {item for text in engine.command for item in find_placeholders(text)}
+    optional = required & {"revision", "hub_model", "model_path"}
+    if optional:
+        name = min(optional)
+        raise _fail(
+            path, "command", f"{{{name}}} may have no value. Move it to `optional_arguments`."
+        )
+
+
+def _check_references(config: FleetConfig, pool: PoolConfig, path: SettingPath) -> None:
+    names = [model.name for model in config.models]
+    if pool.model not in names:
+        problem = f"no model has the name {pool.model!r}. {_did_you_mean(pool.model, names)}"
+        raise _fail(path, "model", problem)
+    model = config.model_of(pool)
+    if model.source is None:
+        raise _fail(
+            path,
+            "model",
+            f"the model {pool.model!r} has no `source` that a replica could load. Add it to the model.",
+        )
+    engines = [*BUILT_IN_ENGINES, *config.engines]
+    if pool.engine not in engines:
+        problem = f"no engine has the name {pool.engine!r}. {_did_you_mean(pool.engine, engines)}"
+        raise _fail(path, "engine", problem)
+    arguments = " ".join(find_engine(config, pool).arguments())
+    if model.revision is not None and "{revision}" not in arguments:
+        raise _fail(
+            path,
+            "engine",
+            f"the engine {pool.engine!r} cannot load a certain revision, but the model {pool.model!r} has one. "
+            "Remove `revision` of the model, or use another engine.",
+        )
+
+
+def _check_model(config: FleetConfig, model: FleetModelConfig, path: SettingPath) -> None:
+    if model.source is None:
+        for setting in ("revision", "digest"):
+            if getattr(model, setting) is not None:
+                raise _fail(
+                    path, setting, "it belongs to a `source`. Add the source, or remove it."
+                )
+    is_down = not (config.pools or config.gateways)  # see `stop_everything`
+    if not (is_down or model.replicas or model.name in {pool.model for pool in config.pools}):
+        raise _fail(
+            path,
+            "",
+            f"nothing serves the model {model.name!r}. Add a pool with `model: {model.name}`, or `replicas` to the "
+            "model.",
+        )
+
+
+def _check_counts(pool: PoolConfig, path: SettingPath) -> None:
+    minimum, maximum = pool.min_replicas, pool.max_replicas
+    if pool.replicas is not None and (minimum is not None or maximum is not None):
+        raise _fail(
+            path, "replicas", "it contradicts min_replicas and max_replicas. Keep it, or those two."
+        )
+    if (minimum is None) != (maximum is None):
+        missing, given = (
+            ("min_replicas", "max_replicas")
+            if minimum is None
+            else ("max_replicas", "min_replicas")
+        )
+        raise _fail(path, given, f"it needs {missing}. Add it, or use `replicas`.")
+    if minimum is not None and maximum is not None and minimum > maximum:
+        raise _fail(
+            path, "min_replicas", f"{minimum} is more than max_replicas ({maximum}). Lower it."
+        )
+    if pool.max_surge in {0, "0%"} and pool.max_unavailable in {0, "0%"}:
+        raise _fail(
+            path, "max_surge", "with max_unavailable 0 no replica could be replaced. Set one to 1."
+        )
+    memory = pool.memory_bytes
+    if memory is not None and memory < MIN_MEMORY_BYTES:
+        raise _fail(
+            path,
+            "memory",
+            f"{pool.memory!r} is less than any engine needs. Give it at least {MIN_MEMORY_BYTES >> 20}MiB.",
+        )
+
+
+def _check_placement(pool: PoolConfig, path: SettingPath) -> None:
+    if pool.launcher == "kubernetes" and pool.image is None:
+        raise _fail(path, "image", "the launcher kubernetes needs a container image. Add `image`.")
+    if pool.launcher == "local":
+        for setting in ("zones", "labels"):
+            if getattr(pool, setting):
+                raise _fail(
+                    path,
+                    setting,
+                    "the launcher local knows one machine only. Remove it, or use the launcher ray or kubernetes.",
+                )
+    if len(set(pool.zones)) < len(pool.zones):
+        raise _fail(path, "zones", "a zone is listed twice. Keep one.")
+
+
+def _check_environment(pool: PoolConfig, path: SettingPath) -> None:
+    for name, value in pool.environment.items():
+        if not isinstance(value, str) and (value.env is None) == (value.file is None):
+            raise _fail(path, f"environment.{name}", "write either `env` or `file`.")
+
+
+def _check_options(engine: EngineKind, pool: PoolConfig, path: SettingPath) -> None:
+    path = (*path, "options")
+    if pool.engine == ARGOSY_ENGINE:
+        _check_argosy_options(pool, path)
+    else:
+        _check_own_options(engine, pool, path)
+
+
+def _check_argosy_options(pool: PoolConfig, path: SettingPath) -> None:
+    for name in pool.options:
+        if name in FLEET_OPTIONS:
+            setting = FLEET_OPTIONS[name]
+            remedy = f"Use {setting} instead." if setting else "Remove it."
+            raise _fail(path, name, f"the fleet sets this option itself. {remedy}")
+    options = convert_settings(pool.options, ArgosyOptions, path=path)
+    if pool.accelerators > 1:
+        raise _fail(path[:-1], "accelerators", "the engine argosy uses one GPU. Write 0 or 1.")
+    if options.device == "cuda" and pool.accelerators == 0:
+        raise _fail(path, "device", "cuda needs a GPU. Set accelerators of the pool to 1.")
+    if options.device == "cpu" and pool.accelerators:
+        raise _fail(path, "device", "cpu leaves the GPU unused. Remove accelerators of the pool.")
+
+
+def _check_own_options(engine: EngineKind, pool: PoolConfig, path: SettingPath) -> None:
+    """Refuse options that the engine's template sets."""
+    used = {text.partition("=")[0] for text in engine.arguments()}
+    for name in pool.options:
+        if f"--{name.replace('_', '-')}" in used:
+            raise _fail(path, name, "the fleet sets this option itself. Remove it.")
+
+
+def _check_gateways(config: FleetConfig) -> None:
+    if not config.pools:
+        return
+    if config.gateways > 1 and config.uds is not None:
+        raise _fail((), "uds", "several gateways cannot listen on one socket. Use `port`.")
+    if config.port and config.port + config.gateways - 1 > 65_535:
+        raise _fail((), "port", f"{config.gateways} gateways do not fit above it. Lower it.")
+    if config.store is not None:
+        _reject_password("store.url", config.store.url, "set PGPASSWORD in the environment")
+    _reject_password("limits.redis", config.limits.redis, "use limits.password_env")
+
+
+def _reject_password(setting: str, url: str | None, remedy: str) -> None:
+    if url is not None and urlsplit(url).password:
+        raise _fail((), setting, f"it contains a password. Remove it there, and {remedy}.")

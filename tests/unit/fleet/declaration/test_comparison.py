@@ -1,0 +1,173 @@
+"""Comparison of declarations: every difference is listed with the effect that applying it has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from argosy.fleet.declaration import (
+    ChangeAction,
+    ChangeEffect,
+    FleetConfig,
+    PlannedChange,
+    compare_fleets,
+    parse_fleet,
+    replica_digest,
+)
+
+BASE: dict[str, Any] = {
+    "models": [
+        {"name": "chat", "source": "/chat"},
+        {"name": "code", "source": "/code", "replicas": [{"url": "http://a", "name": "a"}]},
+    ],
+    "pools": [
+        {"name": "chat", "model": "chat", "replicas": 4, "options": {"max_seqs": 16}},
+        {"name": "batch", "model": "chat", "replicas": 2, "spares": 1, "max_unavailable": 2},
+        {"name": "own", "model": "code", "engine": "mine", "min_replicas": 1, "max_replicas": 3},
+    ],
+    "engines": {"mine": {"command": ["serve", "{model}", "{port}"]}},
+    "routes": [{"name": "r", "target_model": "code"}],
+}
+
+
+def parse(*overlays: str) -> FleetConfig:
+    """Return the base declaration, changed by `path=value` in JSON, where a path contains names of list items."""
+    document = msgspec.json.decode(msgspec.json.encode(BASE))
+    for overlay in overlays:
+        path, _, value = overlay.partition("=")
+        *parents, key = path.split("/")
+        parent = document
+        for name in parents:
+            is_list = isinstance(parent, list)
+            parent = next(p for p in parent if p["name"] == name) if is_list else parent[name]
+        if isinstance(parent, list):
+            parent.append(msgspec.json.decode(value))
+        else:
+            parent[key] = msgspec.json.decode(value)
+    return parse_fleet(msgspec.json.encode(document))
+
+
+@pytest.mark.parametrize(
+    ("overlay", "path", "effect", "pools", "counts"),
+    [
+        ("pools/chat/replicas=6", "pools[chat].replicas", "replicas started", ["chat"], (2, 2, 0)),
+        ("pools/chat/replicas=0", "pools[chat].replicas", "replicas stopped", ["chat"], (4, 4, 0)),
+        ("pools/batch/spares=3", "pools[batch].spares", "replicas started", ["batch"], (2, 2, 0)),
+        ("pools/own/max_replicas=9", "pools[own].max_replicas", "none", [], (0, 0, 0)),
+        ("pools/own/min_replicas=2", "pools[own].min_replicas", "replicas started", ["own"], (1, 1, 0)),
+        ("pools/chat/options/max_seqs=8", "pools[chat].options.max_seqs", "replicas replaced", ["chat"], (4, 2, 1)),
+        ('pools/chat/memory="1GiB"', "pools[chat].memory", "replicas replaced", ["chat"], (4, 2, 1)),
+        ('pools/chat/model="code"', "pools[chat].model", "replicas replaced", ["chat"], (4, 2, 1)),
+        ("pools/chat/max_surge=3", "pools[chat].max_surge", "none", [], (0, 0, 0)),
+        ('pools/x={"name":"x","model":"chat"}', "pools[x]", "replicas started", ["x"], (1, 1, 0)),
+        ('models/chat/source="/other"', "models[chat].source", "replicas replaced", ["chat", "batch"], (7, 5, 3)),
+        ('models/chat/aliases=["c"]', "models[chat].aliases", "gateway reload", [], (0, 0, 0)),
+        ("models/code/replicas/a/weight=2", "models[code].replicas[a].weight", "gateway reload", [], (0, 0, 0)),
+        ('routes/r/target_model="chat"', "routes[r].target_model", "gateway reload", [], (0, 0, 0)),
+        ('engines/mine/command=["x","{port}"]', "engines.mine.command", "replicas replaced", ["own"], (1, 1, 0)),
+        ('engines/mine/kind="openai"', "engines.mine.kind", "gateway reload", [], (0, 0, 0)),
+        ('engines/mine/ready_path="/r"', "engines.mine.ready_path", "none", [], (0, 0, 0)),
+        ('engines/new={"command":["{port}"]}', "engines.new", "none", [], (0, 0, 0)),
+        ("gateways=3", "gateways", "gateways started", [], (2, 0, 0)),
+        ("port=9000", "port", "gateway restart", [], (0, 0, 0)),
+        ('timeouts={"connect_timeout_s":1}', "timeouts.connect_timeout_s", "gateway restart", [], (0, 0, 0)),
+        ('controller={"lease_s":9}', "controller.lease_s", "none", [], (0, 0, 0)),
+        ('objectives={"ttft_p95_s":1}', "objectives.ttft_p95_s", "none", [], (0, 0, 0)),
+    ],
+)  # fmt: skip
+def test_change_has_its_effect(
+    overlay: str,
+    path: str,
+    effect: str,
+    pools: list[str],
+    counts: tuple[int, int, int],
+) -> None:
+    (change,) = compare_fleets(parse(), parse(overlay))
+    assert change.path == path
+    assert (change.effect, list(change.pools)) == (effect, pools)
+    assert (change.count, change.at_once, change.max_unavailable) == counts
+    (undone,) = compare_fleets(parse(overlay), parse())
+    assert (undone.old, undone.new) == (change.new, change.old)
+    assert msgspec.json.decode(msgspec.json.encode(change), type=PlannedChange) == change
+
+
+def test_first_start_lists_every_setting() -> None:
+    changes = {change.path: change for change in compare_fleets(None, parse("port=9000"))}
+    assert {change.action for change in changes.values()} == {ChangeAction.ADD}
+    assert changes.keys() >= {"models[chat]", "pools[chat]", "pools[batch]", "routes", "port"}
+    assert (changes["pools[batch]"].effect, changes["pools[batch]"].count) == (
+        ChangeEffect.REPLICAS_STARTED,
+        3,
+    )
+    assert changes["pools[batch]"].new == BASE["pools"][1]
+    assert changes["gateways"].effect == ChangeEffect.GATEWAYS_STARTED
+
+
+def test_pool_that_leaves_is_not_replaced_too() -> None:
+    before = parse()
+    after = msgspec.structs.replace(
+        parse('models/chat/source="/other"'),
+        pools=[pool for pool in before.pools if pool.name != "batch"],
+    )
+    changes = {change.path: change for change in compare_fleets(before, after)}
+    assert changes["models[chat].source"].pools == ("chat",)
+    assert (changes["pools[batch]"].effect, changes["pools[batch]"].count) == (
+        ChangeEffect.REPLICAS_STOPPED,
+        3,
+    )
+
+
+def test_order_of_items_is_a_change() -> None:
+    before = parse()
+    after = msgspec.structs.replace(before, models=before.models[::-1])
+    (change,) = compare_fleets(before, after)
+    assert (change.path, change.old, change.new) == ("models", ["chat", "code"], ["code", "chat"])
+
+
+OVERLAYS = [
+    "pools/chat/replicas=6",
+    "pools/chat/options/max_seqs=8",
+    "pools/chat/cpus=2",
+    "pools/batch/spares=0",
+    "pools/batch/drain_deadline_s=1",
+    "pools/own/min_replicas=3",
+    'models/chat/revision="x"',
+    'models/code/source="/y"',
+    'engines/mine/command=["z", "{port}"]',
+    'routes/r/model="chat"',
+    "gateways=2",
+    "log_content=true",
+]
+
+
+@settings(max_examples=15)
+@given(first=st.sets(st.sampled_from(OVERLAYS)), second=st.sets(st.sampled_from(OVERLAYS)))
+def test_plan_replaces_exactly_the_pools_whose_digest_changes(
+    first: set[str], second: set[str]
+) -> None:
+    old, new = parse(*sorted(first)), parse(*sorted(second))
+    changes = compare_fleets(old, new)
+    assert len(changes) == len(first ^ second)
+    replaced = {
+        name
+        for change in changes
+        if change.effect == ChangeEffect.REPLICAS_REPLACED
+        for name in change.pools
+    }
+    pools = zip(old.pools, new.pools, strict=True)
+    assert replaced == {
+        pool.name
+        for pool, other in pools
+        if replica_digest(old, pool) != replica_digest(new, other)
+    }
+    added = sum(
+        change.count if change.effect == ChangeEffect.REPLICAS_STARTED else -change.count
+        for change in changes
+        if change.effect in {ChangeEffect.REPLICAS_STARTED, ChangeEffect.REPLICAS_STOPPED}
+    )
+    totals = [sum(pool.initial_replicas + pool.spares for pool in one.pools) for one in (old, new)]
+    assert added == totals[1] - totals[0]

@@ -1,0 +1,152 @@
+"""Example files: each one loads and round-trips, and is refused with the path of whatever is wrong in it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema_rs
+import msgspec
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from argosy.fleet.declaration import (
+    FleetConfig,
+    build_gateway_config,
+    compare_fleets,
+    dump_fleet,
+    load_fleet,
+    parse_fleet,
+    replica_digest,
+    validate_fleet,
+)
+from argosy.settings import SettingError, convert_settings
+
+ROOT = Path(__file__).parents[4]
+EXAMPLES = ROOT / "examples"
+OVERLAY = EXAMPLES / "prod.yaml"
+FILES = sorted(path for path in EXAMPLES.glob("*.yaml") if path != OVERLAY)
+DOCUMENTS = {path.name: yaml.safe_load(path.read_text()) for path in FILES}
+SCHEMA = jsonschema_rs.validator_for(
+    msgspec.json.decode((ROOT / "docs/reference/fleet.schema.json").read_bytes())
+)
+FREE_MAPPINGS = frozenset({"environment", "headers", "labels"})
+"""Mappings whose keys are names that the user chooses."""
+
+Path_ = tuple[str | int, ...]
+
+
+def test_every_example_has_a_purpose_and_a_schema() -> None:
+    assert len(FILES) >= 7
+    for path in FILES:
+        lines = path.read_text().splitlines()
+        assert lines[0] == "# yaml-language-server: $schema=../docs/reference/fleet.schema.json"
+        assert lines[1].startswith("# ")
+
+
+@pytest.mark.parametrize(
+    "files", [[path] for path in FILES] + [[EXAMPLES / "two-pools.yaml", OVERLAY]]
+)
+def test_example_loads_and_round_trips(files: list[Path]) -> None:
+    config = load_fleet(files)
+    assert parse_fleet(dump_fleet(config)) == config
+    assert parse_fleet(dump_fleet(config, "json")) == config
+    assert compare_fleets(config, config) == ()
+    assert SCHEMA.is_valid(msgspec.json.decode(dump_fleet(config, "json")))
+    assert [model.name for model in build_gateway_config(config).models] == [
+        model.name for model in config.models
+    ]
+    assert len({replica_digest(config, pool) for pool in config.pools}) == len(config.pools)
+
+
+def list_values(document: Any, path: Path_ = ()) -> Iterator[tuple[Path_, Any]]:  # noqa: ANN401
+    """Yield all values of a document with their paths, mappings and lists included."""
+    yield path, document
+    items = (
+        document.items()
+        if isinstance(document, dict)
+        else enumerate(document)
+        if isinstance(document, list)
+        else ()
+    )
+    for key, value in items:
+        yield from list_values(value, (*path, key))
+
+
+def replace_value(document: Any, path: Path_, value: Any) -> Any:  # noqa: ANN401
+    changed = copy.deepcopy(document)
+    if not path:
+        return value
+    parent = changed
+    for key in path[:-1]:
+        parent = parent[key]
+    parent[path[-1]] = value
+    return changed
+
+
+def list_broken_documents(document: Any) -> Iterator[tuple[Path_, Any]]:  # noqa: ANN401
+    """Yield documents with one invalid value each, and the path of the value."""
+    engines = [pool.get("engine", "argosy") for pool in document["pools"]]
+    for path, value in list_values(document):
+        is_option = "options" in path and engines[int(path[1])] != "argosy"
+        yield path, replace_value(document, path, [[]])  # no setting is a list of lists
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and not is_option:
+            yield path, replace_value(document, path, -1)
+        if isinstance(value, dict) and not is_option and path and path[-1] not in FREE_MAPPINGS:
+            yield path, replace_value(document, path, {**value, "unknwon_setting": 1})
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_broken_value_is_refused_with_its_path(name: str) -> None:
+    broken = list(list_broken_documents(DOCUMENTS[name]))
+    assert len(broken) >= 20
+    for path, document in broken:
+        with pytest.raises(SettingError) as error:
+            validate_fleet(convert_settings(document, FleetConfig))
+        shown = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path)
+        assert shown.removeprefix(".") in str(error.value)
+        assert error.value.path[: len(path)] == path
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_schema_refuses_unknown_settings_and_wrong_types(name: str) -> None:
+    for path, document in list_broken_documents(DOCUMENTS[name]):
+        assert not SCHEMA.is_valid(document), path
+
+
+@given(data=st.data())
+@settings(max_examples=20)
+def test_any_value_anywhere_is_refused_or_round_trips(data: st.DataObject) -> None:
+    document = DOCUMENTS[data.draw(st.sampled_from(sorted(DOCUMENTS)))]
+    path, _ = data.draw(st.sampled_from(list(list_values(document))))
+    leaf = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.just("1GiB")
+    value = data.draw(
+        st.recursive(
+            leaf, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=4
+        )
+    )
+    try:
+        config = convert_settings(replace_value(document, path, value), FleetConfig)
+        validate_fleet(config)
+    except SettingError:
+        return
+    assert parse_fleet(dump_fleet(config, "json")) == config
+    assert parse_fleet(dump_fleet(config)) == config
+
+
+def test_truncated_file_is_refused_by_name_or_is_valid(tmp_path: Path) -> None:
+    content = (EXAMPLES / "two-pools.yaml").read_bytes()
+    path = tmp_path / "fleet.yaml"
+    errors = []
+    for length in range(0, len(content) - 1, 5):
+        path.write_bytes(content[:length])
+        try:
+            load_fleet([path])
+        except ValueError as error:
+            errors.append(str(error))
+    assert len(errors) > 50
+    assert all(error.startswith(f"{path}: ") for error in errors)

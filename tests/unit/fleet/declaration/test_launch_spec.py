@@ -1,0 +1,161 @@
+"""Launch specifications of each engine kind, digests of replicas, and settings of the gateways."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import typer.main
+
+from argosy.cli.app import app
+from argosy.fleet.declaration import (
+    ArgosyOptions,
+    FleetConfig,
+    PoolConfig,
+    build_gateway_config,
+    build_launch_spec,
+    parse_fleet,
+    replica_digest,
+)
+from argosy.fleet.declaration.argosy_options import FLEET_OPTIONS
+from argosy.fleet.launchers import LaunchError
+
+MODELS = """
+models:
+  - {name: chat, source: /models/chat, revision: v1}
+  - {name: hub, source: owner/name}
+"""
+
+
+def parse_pool(text: str) -> tuple[FleetConfig, PoolConfig]:
+    other = "hub" if "model: chat" in text else "chat"
+    config = parse_fleet(MODELS + f"pools: [{text}, {{name: other, model: {other}}}]")
+    return config, config.pools[0]
+
+
+def command_of(text: str) -> str:
+    config, pool = parse_pool(text)
+    command = " ".join(build_launch_spec(config, pool, 1, 0).command)
+    return command.replace(f"{sys.executable} -P -m argosy.cli", "PYTHON")
+
+
+COMMANDS = {
+    """{name: p, model: chat, drain_deadline_s: 5, options: {max_seqs: 4, prefix_cache: false, trust_remote_code: true,
+    override_generation_config: {top_p: 0.5}}}""": """PYTHON replica /models/chat --served-model-name chat
+    --drain-deadline 5 --revision v1 --uds {socket} --max-seqs 4 --override-generation-config {"top_p":0.5}
+    --no-prefix-cache --trust-remote-code""",
+    "{name: p, model: hub, launcher: ray}": """argosy replica owner/name --served-model-name hub
+    --drain-deadline 30 --host {host} --port {port}""",
+    """{name: p, model: chat, engine: vllm, options: {enable_prefix_caching: false, max_num_seqs: 8,
+    lora_modules: [a=b, c=d], async_scheduling: true}}""": """vllm serve /models/chat --served-model-name chat
+    --shutdown-timeout 30 --revision v1 --host {host} --port {port} --async-scheduling --no-enable-prefix-caching
+    --lora-modules a=b c=d --max-num-seqs 8""",
+    "{name: p, model: hub, engine: sglang, options: {disable_radix_cache: false, tp: 2}}": """python3 -m
+    sglang.launch_server --model-path owner/name --served-model-name hub --host {host} --port {port} --tp 2""",
+    "{name: p, model: hub, engine: llama-cpp, options: {mmap: false, lora: [a, b]}}": """llama-server --alias hub
+    --hf-repo owner/name --host {host} --port {port} --lora a --lora b --no-mmap""",
+}
+"""Command line of each pool."""
+
+
+@pytest.mark.parametrize(("pool", "command"), COMMANDS.items(), ids=range(len(COMMANDS)))
+def test_command_line_of_built_in_engine(pool: str, command: str) -> None:
+    assert command_of(pool) == " ".join(command.split())
+
+
+def test_argosy_options_are_those_of_the_command() -> None:
+    command: Any = typer.main.get_command(app)
+    replica = command.get_command(command.context_class(command, info_name="argosy"), "replica")
+    names = {parameter.name: parameter for parameter in replica.params}
+    declared = {field.name for field in msgspec.structs.fields(ArgosyOptions)}
+    assert declared | FLEET_OPTIONS.keys() == names.keys() - {"help"}
+    for name in declared:
+        assert f"--{name.replace('_', '-')}" in names[name].opts
+        if getattr(ArgosyOptions(), name) is False:
+            assert not names[name].secondary_opts  # `--no-x` does not exist
+
+
+def test_secrets_are_resolved_when_a_replica_starts(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("from-file\n")
+    config, pool = parse_pool(
+        f"{{name: p, model: hub, environment: {{A: plain, B: {{env: SECRET}}, C: {{file: {secret}}}}}}}"
+    )
+    spec = build_launch_spec(config, pool, 3, 1, {"SECRET": "from-variable"})
+    assert spec.environment == {"A": "plain", "B": "from-variable", "C": "from-file"}
+    assert (spec.name, spec.generation, spec.ordinal) == ("p-3-1", 3, 1)
+    with pytest.raises(LaunchError, match=r"pool p: B: the environment variable SECRET .* Set it"):
+        build_launch_spec(config, pool, 3, 1, {})
+    secret.unlink()
+    with pytest.raises(LaunchError, match=r"pool p: C: the file .* \(No such file"):
+        build_launch_spec(config, pool, 3, 1, {"SECRET": "x"})
+
+
+@pytest.mark.parametrize(
+    ("change", "changes_digest"),
+    [
+        ("replicas: 5", False),
+        ("spares: 1", False),
+        ("max_surge: 2", False),
+        ("max_unavailable: 50%", False),
+        ("hang_timeout_s: 60", False),
+        ("warm_up: false", False),
+        ("memory: 1073741824", False),  # 1GiB, written otherwise
+        ("memory: 2GiB", True),
+        ("cpus: 2", True),
+        ("options: {batch: 8}", True),
+        ("environment: {A: c}", True),
+        ("environment: {A: {env: A}}", True),
+        ("drain_deadline_s: 60", False),  # no option of SGLang
+        ("launcher: ray", True),
+        ("image: x", True),
+        ("model: hub", True),
+        ("engine: vllm", True),
+    ],
+)
+def test_digest_changes_with_what_changes_the_process(change: str, *, changes_digest: bool) -> None:
+    base = {
+        "name": "p",
+        "model": "chat",
+        "memory": "1GiB",
+        "environment": "{A: b}",
+        "options": "{batch: 4}",
+        "engine": "sglang",
+    }
+    key, _, value = change.partition(": ")
+    digests = []
+    for settings in (base, base | {key: value}):
+        config, pool = parse_pool(f"{{{', '.join(f'{k}: {v}' for k, v in settings.items())}}}")
+        digests.append(replica_digest(config, pool))
+    assert (digests[0] != digests[1]) is changes_digest
+
+
+def test_digest_ignores_routes_limits_and_order_of_options() -> None:
+    def digest(top: str, options: str) -> str:
+        text = f"{MODELS}pools: [{{name: p, model: chat, options: {options}}}, {{name: q, model: hub}}]\n{top}"
+        config = parse_fleet(text)
+        return replica_digest(config, config.pools[0])
+
+    routes = "routes: [{model: hub, target_model: chat}]\nlog_level: debug\nqueue: {timeout_s: 1}"
+    options = "{max_seqs: 4, threads: 2}"
+    assert digest("", options) == digest(routes, "{threads: 2, max_seqs: 4}")
+    assert digest("", options) != digest("", "{max_seqs: 4, threads: 1}")
+
+
+def test_drain_deadline_is_an_option_of_native_replicas() -> None:
+    pools = [parse_pool(f"{{name: p, model: hub, drain_deadline_s: {s}}}") for s in (1, 2)]
+    assert len({replica_digest(*pool) for pool in pools}) == 2
+
+
+def test_each_gateway_has_its_port_and_no_settings_of_the_controller() -> None:
+    config, _ = parse_pool("{name: p, model: hub}")
+    first, second = build_gateway_config(config), build_gateway_config(config, 1)
+    assert (first.port, second.port) == (8000, 8001)
+    assert type(first) is not type(config)
+    assert not hasattr(first, "pools")
+    assert not hasattr(first.models[0], "source")
+    free = msgspec.structs.replace(config, port=0)
+    assert build_gateway_config(free, 1).port == 0

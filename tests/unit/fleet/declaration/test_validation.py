@@ -1,0 +1,138 @@
+"""Contradictions, impossible sizes, dead references and secrets are refused with their path and a remedy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from argosy.fleet.declaration import load_fleet, parse_fleet
+from argosy.gateway import load_config
+
+FLEET = "models: [{name: chat, source: argosy-mini}]\npools: [{name: chat, model: chat, %s}]\n"
+GATEWAY = "models: [{name: m, replicas: [{url: 'http://a'}]}]\n"
+SECRET_HEADER = (
+    FLEET.replace("mini}", "mini, replicas: [{url: 'http://a', headers: {Authorization: ':pw@'}}]}")
+    % "replicas: 1"
+)
+DIGEST = "sha256:" + "0" * 64
+
+
+@pytest.mark.parametrize(
+    ("pool", "message"),
+    [
+        ("model: chta", "pools[0].model: no model has the name 'chta'. Did you mean 'chat'?"),
+        ("engine: vlm", "pools[0].engine: no engine has the name 'vlm'. Did you mean 'vllm'?"),
+        ("replicas: 1, min_replicas: 1", "pools[0].replicas: it contradicts min_replicas"),
+        ("min_replicas: 1", "pools[0].min_replicas: it needs max_replicas"),
+        ("max_replicas: 1", "pools[0].max_replicas: it needs min_replicas"),
+        ("min_replicas: 3, max_replicas: 2", "pools[0].min_replicas: 3 is more than max_replicas (2)"),
+        ("max_surge: 0, max_unavailable: 0%", "pools[0].max_surge: with max_unavailable 0 no replica"),
+        ("max_unavailable: 101%", "matching regex"),
+        ("max_unavailable: 0.25", "Expected `int | str`, got `float` - at `$.pools[0].max_unavailable`"),
+        ("memory: 16 apples", "matching regex"),
+        ("memory: 1MiB", "pools[0].memory: '1MiB' is less than any engine needs"),
+        ("accelerators: 2", "pools[0].accelerators: the engine argosy uses one GPU"),
+        ("launcher: kubernetes", "pools[0].image: the launcher kubernetes needs a container image"),
+        ("zones: [a]", "pools[0].zones: the launcher local knows one machine only"),
+        ("launcher: ray, zones: [a, a]", "pools[0].zones: a zone is listed twice"),
+        ("options: {max_num_seqs: 1}", "`max_num_seqs` - at `$.pools[0].options`; did you mean `max_seqs`?"),
+        ("options: {max_seqs: many}", "got `str` - at `$.pools[0].options.max_seqs`, but it is 'many'"),
+        ("options: {device: tpu}", "at `$.pools[0].options.device`; write auto, cpu or cuda"),
+        ("options: {revision: main}", "options.revision: the fleet sets this option itself. Use models[].revision"),
+        ("options: {port: 1}", "pools[0].options.port: the fleet sets this option itself. Remove it"),
+        ("options: {device: cuda}", "pools[0].options.device: cuda needs a GPU"),
+        ("accelerators: 1, options: {device: cpu}", "pools[0].options.device: cpu leaves the GPU unused"),
+        ("options: {--max-seqs: 1}", "Expected `str` matching regex"),
+        ("engine: vllm, options: {served_model_name: x}", "pools[0].options.served_model_name: the fleet sets"),
+        ("engine: vllm, options: {api_key: abc}", "pools[0].options.api_key: it looks like a secret"),
+        ("engine: vllm, options: {x: .inf}", "pools[0].options.x: inf is not a finite number"),
+        ("engine: vllm, options: {x: 18446744073709551616}", "pools[0].options.x: the number has more than 64 bits"),
+        ('engine: vllm, options: {x: "a\\0b"}', "pools[0].options.x: it contains a NUL character"),
+        ("environment: {HF_TOKEN: abc}", "pools[0].environment.HF_TOKEN: it looks like a secret"),
+        ("environment: {X: hf_abcdefghijklmnopqrst}", "pools[0].environment.X: it looks like a secret"),
+        ("engine: vllm, options: {x: {y: [sk-abcdefghijklmnopqrstu]}}", "options.x.y[0]: it looks like a secret"),
+        ("environment: {X: {}}", "pools[0].environment.X: write either `env` or `file`"),
+        ("environment: {X: {env: A, file: /b}}", "pools[0].environment.X: write either `env` or `file`"),
+        ("environment: {A-B: x}", "Expected `str` matching regex"),
+        ("name: gateway", "pools[0].name: the gateways of the controller have this name"),
+        ("name: Chat", "Expected `str` matching regex"),
+    ],
+)  # fmt: skip
+def test_invalid_pool_is_refused(pool: str, message: str) -> None:
+    key = pool.partition(":")[0]
+    head, pools = FLEET.split("\n", 1)
+    text = pools.replace(f"{key}: chat, ", "", 1) if key in {"name", "model"} else pools
+    with pytest.raises(ValueError, match=r"^the declaration: ") as error:
+        parse_fleet(f"{head}\n{text % pool}")
+    assert message in str(error.value)
+    assert "abc" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("models: [{name: m}]", "models[0]: nothing serves the model 'm'. Add a pool"),
+        ("models: [{name: m, source: x}]", "models[0]: nothing serves the model 'm'. Add a pool"),
+        (GATEWAY + "pools: [{name: p, model: m}]", "pools[0].model: the model 'm' has no `source`"),
+        (GATEWAY.replace("name: m,", f"name: m, digest: '{DIGEST}',"), "models[0].digest: it belongs to a `source`"),
+        (GATEWAY.replace("name: m,", "name: m, source: x, digest: abc,"), "matching regex '^sha256:"),
+        (SECRET_HEADER, "models[0].replicas[0].headers.Authorization: it looks like a secret"),
+        (FLEET % "replicas: 1" + "gateways: 2\nuds: /x", "uds: several gateways cannot listen on one socket"),
+        (FLEET % "replicas: 1" + "gateways: 2\nport: 65535", "port: 2 gateways do not fit above it"),
+        (FLEET % "replicas: 1" + "store: {url: 'postgresql://u:pw@h/d'}", "store.url: it contains a password"),
+        (FLEET % "replicas: 1}, {name: chat, model: chat", "pools[1].name: the pool 'chat' is defined twice"),
+        (FLEET.replace("mini}", "mini, revision: x}") % "engine: llama-cpp", "cannot load a certain revision"),
+        (GATEWAY + "engines: {vllm: {command: ['{port}']}}", "engines.vllm: an engine of this name is built in"),
+        (GATEWAY + "engines: {e: {command: [x]}}", "engines.e.command: it has no {port}"),
+        (GATEWAY + "engines: {e: {command: ['{prot}']}}", "engines.e: the placeholder {prot} is unknown. Did you"),
+        (GATEWAY + "engines: {e: {command: ['{port}', '{revision}']}}", "e.command: {revision} may have no value"),
+        (GATEWAY + "engines: {e: {command: ['{port}'], kind: x}}", "at `$.engines.e.kind`; write argosy"),
+        ("fleet: x", "Object missing required field `models`"),
+    ],
+)  # fmt: skip
+def test_invalid_fleet_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=r"^the declaration: ") as error:
+        parse_fleet(text)
+    assert message in str(error.value)
+    assert ":pw@" not in str(error.value)
+
+
+def test_gateway_file_is_a_fleet_that_something_else_runs(tmp_path: Path) -> None:
+    path = tmp_path / "My Fleet.yaml"
+    path.write_text(GATEWAY + "store: {url: 'postgresql://u:pw@h/d'}")
+    config = load_fleet([path])
+    assert (config.fleet, config.pools) == ("my-fleet", ())
+    assert config.models[0].replicas == load_config(path).models[0].replicas
+
+
+def test_gateway_without_controller_needs_replicas(tmp_path: Path) -> None:
+    path = tmp_path / "gateway.yaml"
+    path.write_text("port: 1\nmodels:\n- name: m")
+    with pytest.raises(ValueError, match=r"gateway.yaml: line 3: model 'm' has no replicas. Add"):
+        load_config(path)
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [("./m", "{folder}/m"), ("../m.gguf", "{parent}/m.gguf"), ("/m", "/m"), ("owner/m", "owner/m")],
+)
+def test_relative_source_starts_at_folder_of_its_file(
+    tmp_path: Path, source: str, expected: str
+) -> None:
+    base, overlay = tmp_path / "base.yaml", tmp_path / "production" / "overlay.yaml"
+    overlay.parent.mkdir()
+    base.write_text(FLEET % "replicas: 1")
+    overlay.write_text(f"models: [{{name: chat, source: '{source}'}}]")
+    config = load_fleet([base, overlay])
+    assert config.fleet == "base"
+    folder = overlay.parent.resolve()
+    assert config.models[0].source == expected.format(folder=folder, parent=folder.parent)
+
+
+def test_contradiction_names_file_of_the_setting(tmp_path: Path) -> None:
+    base, overlay = tmp_path / "base.yaml", tmp_path / "overlay.yaml"
+    base.write_text(FLEET % "replicas: 1")
+    overlay.write_text("pools:\n- name: chat\n  memory: 1kB")
+    with pytest.raises(ValueError, match=r"overlay\.yaml: line 3: pools\[0\]\.memory: "):
+        load_fleet([base, overlay])
