@@ -1,9 +1,13 @@
-"""Fleet controller: starts, watches and restarts the replicas of one machine.
+"""Fleets: replicas as they are declared, on one machine or many.
 
-The function `assign_devices` distributes the replicas over the GPUs. A `Supervisor` compares the wanted replicas with
-the running processes. By the decisions of `policy.FleetSupervision` it calls a `Launcher` to start or kill processes.
-The `LocalLauncher` runs each replica as a process (`replica_process`) behind a Unix socket in the folder of
-`runtime_folder`. Launcher and process exchange the JSON lines of `launch_messages` over standard input and output.
+`declaration` reads what a fleet shall consist of, `launchers` run replicas, and `control` has the controller that keeps
+a fleet as it is declared.
+
+`argosy serve` runs its replicas by a `Supervisor`. The function `assign_devices` distributes them over the GPUs. The
+`Supervisor` compares the wanted replicas with the running processes. By the decisions of `policy.FleetSupervision` it
+calls a `Launcher` to start or kill processes. The `LocalLauncher` runs each replica as a process (`replica_process`)
+behind a Unix socket in the folder of `runtime_folder`. Launcher and process exchange the JSON lines of
+`launch_messages` over standard input and output.
 """
 
 from argosy.fleet.device_assignment import DeviceAssignment, GpuSharing, assign_devices, usable_gpus

@@ -1,0 +1,39 @@
+"""Control plane of a declared fleet.
+
+The store keeps each applied declaration as a numbered revision. A `Controller` that leads the fleet reads it as a
+`DeclaredFleet`. In its `LeaderTerm` it observes the replicas through launchers and health checks, and carries out what
+`policy.reconciliation` decides. A `GatewayPublisher` publishes the replicas in the rotation to the gateways. With
+`read_fleet_status` operators see what it recorded. A keeper (`argosy.controller_keeper`) restarts the controller on
+machines without systemd.
+"""
+
+from argosy.fleet.control.controller import DEFAULT_LEASE_S, Controller
+from argosy.fleet.control.declared_fleet import (
+    gateway_url,
+    pool_digests,
+    set_replicas,
+    stop_everything,
+)
+from argosy.fleet.control.environment import fleet_folder, open_launcher
+from argosy.fleet.control.fleet_records import ReplicaRecord, decode_records
+from argosy.fleet.control.leader_term import FleetContext
+from argosy.fleet.control.leadership import process_holder
+from argosy.fleet.control.status import FleetStatus, PoolStatus, read_fleet_status
+
+__all__ = [
+    "DEFAULT_LEASE_S",
+    "Controller",
+    "FleetContext",
+    "FleetStatus",
+    "PoolStatus",
+    "ReplicaRecord",
+    "decode_records",
+    "fleet_folder",
+    "gateway_url",
+    "open_launcher",
+    "pool_digests",
+    "process_holder",
+    "read_fleet_status",
+    "set_replicas",
+    "stop_everything",
+]

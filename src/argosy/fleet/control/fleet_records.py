@@ -1,0 +1,134 @@
+"""Records of replicas that a controller keeps in the store, for the next controller and for `argosy status`."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+
+import msgspec
+
+from argosy.policy.reconciliation import ReplicaPhase, ReplicaRun, WarmUpState
+
+REPLICA_PREFIX = "replica/"
+PENDING_PREFIX = "pending/"
+START_TIMES_PREFIX = "start-times/"
+MAX_START_TIMES = 9
+
+
+class ReplicaRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A replica as its controller knows it. Times are seconds since the epoch."""
+
+    name: str
+    pool: str
+    generation: int
+    ordinal: int
+    launcher: str
+    attempt: int = 0
+    """Attempt that the next fields belong to."""
+    ready_at: float | None = None
+    """When this attempt first served."""
+    warm_up: WarmUpState = WarmUpState.NOT_STARTED
+    warm_up_error: str = ""
+    in_rotation: bool = False
+    """Whether the pools that are published for the gateways contain it."""
+    past_runs: tuple[ReplicaRun, ...] = ()
+    phase: ReplicaPhase = ReplicaPhase.PENDING
+    reason: str = ""
+    """Why it is in this phase."""
+    phase_since: float = 0.0
+    url: str = ""
+    node: str = ""
+    zone: str = ""
+    started_at: float = 0.0
+    running: int = 0
+    """Requests that it runs, by its latest report."""
+    cached_tokens: int = 0
+    """Tokens in its prefix cache, by its latest report."""
+
+    def for_attempt(self, attempt: int) -> ReplicaRecord:
+        """Return the record for an attempt: what belongs to an earlier one is forgotten."""
+        if attempt == self.attempt:
+            return self
+        return msgspec.structs.replace(
+            self,
+            attempt=attempt,
+            ready_at=None,
+            warm_up=WarmUpState.NOT_STARTED,
+            warm_up_error="",
+        )
+
+
+class FleetRecords:
+    """Records of one fleet in memory, and what of them the store does not have yet."""
+
+    def __init__(self) -> None:
+        self._saved: dict[str, bytes] = {}
+        self.replicas: dict[str, ReplicaRecord] = {}
+        """Record of each replica, by name."""
+        self.pending: dict[str, ReplicaRecord] = {}
+        """Replicas of which nothing exists yet, by name. Only shown to operators, and not read again."""
+        self.start_times: dict[str, tuple[float, ...]] = {}
+        """Latest seconds from start to ready, by source of the model."""
+
+    def load(self, records: Mapping[str, bytes]) -> None:
+        """Continue with the records in the store. Those that cannot be decoded are dropped."""
+        self._saved = dict(records)
+        self.replicas, self.start_times = decode_records(
+            {
+                name: record
+                for name, record in records.items()
+                if not name.startswith(PENDING_PREFIX)
+            }
+        )
+
+    def changes(self) -> dict[str, bytes | None]:
+        """Return what the store does not have yet, as `FleetStore.save_records` takes it."""
+        current = {
+            f"{prefix}{name}": msgspec.json.encode(record)
+            for prefix, records in ((REPLICA_PREFIX, self.replicas), (PENDING_PREFIX, self.pending))
+            for name, record in records.items()
+        } | {
+            f"{START_TIMES_PREFIX}{source}": msgspec.json.encode(times)
+            for source, times in self.start_times.items()
+        }
+        changed: dict[str, bytes | None] = {
+            name: record for name, record in current.items() if self._saved.get(name) != record
+        }
+        return changed | dict.fromkeys(self._saved.keys() - current.keys())
+
+    def on_saved(self, changes: Mapping[str, bytes | None]) -> None:
+        """Record that the store has these changes."""
+        for name, record in changes.items():
+            if record is None:
+                self._saved.pop(name, None)
+            else:
+                self._saved[name] = record
+
+    def add_start_time(self, source: str, seconds: float) -> None:
+        """Record how long a replica of a model took from its start until it served."""
+        times = (*self.start_times.get(source, ()), round(seconds, 3))
+        self.start_times[source] = times[-MAX_START_TIMES:]
+
+    def expected_start_s(self, source: str) -> float | None:
+        """Return how long a start of a model takes, or None before the first."""
+        times = self.start_times.get(source)
+        return statistics.median(times) if times else None
+
+
+def decode_records(
+    records: Mapping[str, bytes],
+) -> tuple[dict[str, ReplicaRecord], dict[str, tuple[float, ...]]]:
+    """Return the records of replicas by name, and start times by source. Skips those of other versions."""
+    replicas: dict[str, ReplicaRecord] = {}
+    start_times: dict[str, tuple[float, ...]] = {}
+    for name, encoded in records.items():
+        try:
+            if name.startswith((REPLICA_PREFIX, PENDING_PREFIX)):
+                record = msgspec.json.decode(encoded, type=ReplicaRecord)
+                replicas[record.name] = record
+            elif name.startswith(START_TIMES_PREFIX):
+                times = msgspec.json.decode(encoded, type=tuple[float, ...])
+                start_times[name.removeprefix(START_TIMES_PREFIX)] = times
+        except msgspec.MsgspecError:
+            continue
+    return replicas, start_times

@@ -1,0 +1,105 @@
+"""Publishes the pools of a fleet to all its gateways, and reads which replicas they route to."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Mapping
+
+import structlog
+
+from argosy.gateway import FleetPools, GatewayPoolsClient, PoolsStatus, UpstreamError
+from argosy.policy import ReplicaStatus
+from argosy.process import run_in_daemon_thread
+from argosy.protocol import ApiError
+from argosy.store import GatewayRecord, GatewayRegistry, StoreError
+
+POLL_INTERVAL_S = 1.0
+
+log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.fleet")
+
+
+class GatewayPublisher:
+    """Keeps the gateways of a store at the latest version. Not thread-safe: use it from one event loop.
+
+    Args:
+        registry: Where gateways register.
+        on_changed: Called after each round in which an answer of a gateway changed.
+    """
+
+    def __init__(self, registry: GatewayRegistry, on_changed: Callable[[], None]) -> None:
+        self._registry = registry
+        self._on_changed = on_changed
+        self._client = GatewayPoolsClient()
+        self._pools: FleetPools | None = None
+        self._statuses: dict[str, PoolsStatus | None] = {}
+        """Latest answer of each registered gateway, by id; None if it cannot be reached."""
+        self._published = asyncio.Event()
+
+    @property
+    def statuses(self) -> Mapping[str, PoolsStatus | None]:
+        """Latest answer of each registered gateway, by id; None if it cannot be reached."""
+        return self._statuses
+
+    def publish(self, pools: FleetPools) -> None:
+        """Replace the pools. Sent at once by `run`."""
+        self._pools = pools
+        self._published.set()
+
+    def is_routed(self, replica: str) -> bool:
+        """Return whether all gateways that can be reached route to a replica. Without gateways, all do."""
+        answers = [status for status in self._statuses.values() if status is not None]
+        if not self._statuses:
+            return True
+        return bool(answers) and all(self._routes_to(status, replica) for status in answers)
+
+    def is_routed_by_any(self, replica: str) -> bool:
+        """Return whether at least one gateway that can be reached routes to a replica."""
+        return any(
+            status is not None and self._routes_to(status, replica)
+            for status in self._statuses.values()
+        )
+
+    async def run(self) -> None:
+        """Publish and poll until cancelled."""
+        while True:
+            self._published.clear()
+            pools = self._pools
+            if pools is not None:
+                await self._run_round(pools)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(POLL_INTERVAL_S):
+                    await self._published.wait()
+
+    async def _run_round(self, pools: FleetPools) -> None:
+        try:
+            gateways = await run_in_daemon_thread(self._registry.list_running)
+        except StoreError as error:
+            log.warning("store_unavailable", reason=str(error))
+            return
+        answers = await asyncio.gather(*(self._synchronise(gateway, pools) for gateway in gateways))
+        statuses = {gateway.id: answer for gateway, answer in zip(gateways, answers, strict=True)}
+        if statuses != self._statuses:
+            self._statuses = statuses
+            self._on_changed()
+
+    async def _synchronise(self, gateway: GatewayRecord, pools: FleetPools) -> PoolsStatus | None:
+        """Return a gateway's answer after it has the version; None if it cannot be reached or refuses it."""
+        try:
+            status = self._statuses.get(gateway.id)
+            if status is not None and (status.epoch, status.version) == pools.order:
+                status = await self._client.read_status(gateway)
+            if status is None or (status.epoch, status.version) != pools.order:
+                status = await self._client.publish(gateway, pools)
+        except (UpstreamError, ApiError) as error:
+            if self._statuses.get(gateway.id, gateway) is not None:
+                log.warning("gateway_not_updated", gateway=gateway.id, reason=str(error))
+            return None
+        return status
+
+    @staticmethod
+    def _routes_to(status: PoolsStatus, replica: str) -> bool:
+        return any(
+            routed.replica == replica and routed.status is ReplicaStatus.READY
+            for routed in status.replicas
+        )

@@ -1,0 +1,592 @@
+"""Term of a leading controller, in which it observes the fleet, reconciles it, acts, publishes, and records."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import structlog
+
+from argosy.fleet.control.declared_fleet import (
+    DeclaredFleet,
+    RoutedMember,
+    find_newest_revision,
+)
+from argosy.fleet.control.fleet_records import FleetRecords, ReplicaRecord
+from argosy.fleet.control.gateway_publisher import GatewayPublisher
+from argosy.fleet.control.leadership import Leadership
+from argosy.fleet.control.replica_monitor import CheckPaths, ReplicaMonitor, warm_up_replica
+from argosy.fleet.declaration import GATEWAY_POOL
+from argosy.fleet.launchers import LaunchedReplica, Launcher, LaunchError
+from argosy.gateway import FleetPools
+from argosy.policy.reconciliation import (
+    MAX_PAST_RUNS,
+    Action,
+    Admit,
+    Drain,
+    ObservedFleet,
+    ObservedReplica,
+    PhaseReport,
+    Remove,
+    ReplicaPhase,
+    ReplicaRun,
+    Start,
+    Stop,
+    Warm,
+    WarmUpState,
+    Withdraw,
+    continue_observation,
+    reconcile,
+)
+from argosy.process import run_in_daemon_thread
+from argosy.protocol import LoadResponse
+from argosy.store import DeposedError, FleetEvent, FleetLease, FleetRevision, Store, StoreError
+
+OBSERVATION_INTERVAL_S = 1.0
+MAX_OBSERVATION_GAP_S = 5.0
+"""Time without observation after which the silence of a replica is no evidence against it."""
+LOAD_UPDATE_INTERVAL_S = 5.0
+"""Interval at which the load of replicas is written to the store."""
+MAX_KNOWN_REVISIONS = 200
+"""Number of revisions in which the settings of replicas of earlier generations are looked up."""
+
+log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.fleet")
+
+LauncherFactory = Callable[[str], Launcher]
+"""Returns the launcher of a name. Raises LaunchError if it cannot be used on this machine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetContext:
+    """The fleet that a controller works for, and its means."""
+
+    store: Store
+    """The store of the fleet."""
+    store_url: str
+    """URL of the store, for the gateways."""
+    fleet: str
+    """Name of the fleet."""
+    create_launcher: LauncherFactory
+    folder: Path
+    """Private folder for the settings of the gateways."""
+    clock: Callable[[], float] = time.time
+    """Returns seconds since the epoch."""
+
+
+class LeaderTerm:
+    """Term of a leader, with all that it knows of the fleet."""
+
+    def __init__(self, context: FleetContext, leadership: Leadership) -> None:
+        self._context = context
+        self._leadership = leadership
+        self._store = context.store
+        self._fleet = context.fleet
+        self._clock = context.clock
+        self._wake = asyncio.Event()
+        self._records = FleetRecords()
+        self._monitor = ReplicaMonitor(self._clock, self._wake.set)
+        self._publisher = GatewayPublisher(self._store.gateways, self._wake.set)
+        self._launchers: dict[str, Launcher] = {}
+        self._listings: dict[str, Mapping[str, LaunchedReplica]] = {}
+        """Latest listing of each launcher."""
+        self._background: set[asyncio.Task[None]] = set()
+        self._pending: dict[str, asyncio.Task[None]] = {}
+        """Running actions of each pool. Until they end, the pool gets no others, since it is not as it was observed."""
+        self._warm_ups: dict[str, asyncio.Task[None]] = {}
+        self._events: list[FleetEvent] = []
+        self._declared: DeclaredFleet | None = None
+        self._pools = FleetPools(fleet=self._fleet)
+        self._observing_since = self._last_observed_at = self._clock()
+        self._loads_updated_at = float("-inf")
+        self._save_lock = asyncio.Lock()
+        self._error: BaseException | None = None
+
+    async def run(self, lease: FleetLease, *, until_empty: bool) -> None:
+        """Lead until cancelled, or until the fleet is empty.
+
+        Raises:
+            DeposedError, StaleEpochError: Another controller leads by now.
+        """
+        self._records.load(await run_in_daemon_thread(self._store.fleets.read_records, self._fleet))
+        for record in self._records.replicas.values():
+            if record.warm_up is WarmUpState.RUNNING:  # that of the last leader
+                self._update(record.name, warm_up=WarmUpState.NOT_STARTED)
+        self._pools = FleetPools(fleet=self._fleet, epoch=lease.epoch)
+        self._record("controller_leads", reason=f"epoch {lease.epoch}")
+        self._run_in_background(self._publisher.run())
+        while True:
+            self._wake.clear()
+            wake_at: float | None = None
+            is_empty = False
+            try:
+                wake_at = await self._reconcile()
+                is_empty = self._is_empty()  # as it is saved now
+                await self._save()
+            except DeposedError:
+                raise
+            except StoreError as error:
+                log.warning("store_unavailable", reason=str(error))
+            if self._error is not None:
+                raise self._error
+            if until_empty and is_empty:
+                return
+            interval_s = OBSERVATION_INTERVAL_S
+            if wake_at is not None:
+                interval_s = min(interval_s, max(0.0, wake_at - self._clock()))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(interval_s):
+                    await self._wake.wait()
+
+    async def close(self) -> None:
+        """End the actions and checks of this term. Replicas run on."""
+        tasks = [*self._background, *self._pending.values(), *self._warm_ups.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._monitor.close()
+        for launcher in self._launchers.values():
+            await launcher.close()
+
+    # --- one round -------------------------------------------------------------------------------
+
+    async def _reconcile(self) -> float | None:
+        """Observe, decide and act once. Returns when to do it again even if nothing changes."""
+        declared = await self._read_declaration()
+        if declared is None:
+            return None
+        unavailable = await self._list_replicas(declared)
+        now = self._clock()
+        self._observing_since = continue_observation(
+            self._observing_since, self._last_observed_at, now, MAX_OBSERVATION_GAP_S
+        )
+        self._last_observed_at = now
+        observed = ObservedFleet(
+            replicas=tuple(self._observe(now)),
+            observing_since=self._observing_since,
+            unavailable_launchers=unavailable,
+        )
+        result = reconcile(declared.desired_state(), observed, now)
+        self._record_phases(result.phases, declared, now)
+        self._start_actions(result.actions)
+        self._publish(declared)
+        return result.wake_at
+
+    async def _read_declaration(self) -> DeclaredFleet | None:
+        """Return the revision in force, or the last valid one; None before the first."""
+        store = self._store.fleets
+        revision = await run_in_daemon_thread(store.latest_revision, self._fleet)
+        if revision is None or (self._declared and self._declared.number == revision.number):
+            return self._declared
+        known = await run_in_daemon_thread(store.list_revisions, self._fleet, MAX_KNOWN_REVISIONS)
+
+        def find_revision(pool: str, generation: int) -> FleetRevision | None:
+            return find_newest_revision(known, pool, generation)
+
+        try:
+            declared = DeclaredFleet(
+                revision, find_revision, self._context.folder, self._context.store_url
+            )
+        except ValueError as error:
+            log.error("declaration_invalid", revision=revision.number, reason=str(error))  # noqa: TRY400 - the reason suffices
+            return self._declared
+        self._declared = declared
+        log.info("revision_in_force", fleet=self._fleet, revision=revision.number)
+        self._record("revision_in_force", reason=f"revision {revision.number}")
+        return declared
+
+    async def _list_replicas(self, declared: DeclaredFleet) -> dict[str, str]:
+        """Update listings and checks. Returns the launchers that cannot list their replicas, with the reason."""
+        names = {
+            *declared.launchers,
+            *(record.launcher for record in self._records.replicas.values()),
+        }
+        unavailable: dict[str, str] = {}
+        for name in sorted(names):
+            try:
+                launcher = self._launcher(name)
+                if name not in self._listings:
+                    # From now on the environment refuses what the last leader may still do.
+                    await launcher.drain("", self._leadership.lease.epoch)
+                self._listings[name] = await launcher.list_replicas()
+            except (LaunchError, OSError) as error:
+                unavailable[name] = str(error)
+        launched = [replica for listing in self._listings.values() for replica in listing.values()]
+
+        def check_paths(replica: LaunchedReplica) -> CheckPaths:
+            return declared.check_paths(replica.pool)
+
+        self._monitor.watch(launched, check_paths)
+        await self._monitor.wait_first_checks()
+        return unavailable
+
+    def _launcher(self, name: str) -> Launcher:
+        launcher = self._launchers.get(name)
+        if launcher is None:
+            launcher = self._launchers[name] = self._context.create_launcher(name)
+            self._run_in_background(self._forward_changes(launcher))
+        return launcher
+
+    async def _forward_changes(self, launcher: Launcher) -> None:
+        while True:
+            await launcher.changed.wait()
+            launcher.changed.clear()
+            self._wake.set()
+
+    def _observe(self, now: float) -> list[ObservedReplica]:
+        """Join listings, checks, records and gateways."""
+        observed = []
+        updates_loads = now - self._loads_updated_at >= LOAD_UPDATE_INTERVAL_S
+        if updates_loads:
+            self._loads_updated_at = now
+        listed = {
+            name: (launcher, replica)
+            for launcher, listing in self._listings.items()
+            for name, replica in listing.items()
+        }
+        for name, (launcher, replica) in listed.items():
+            record = self._records.replicas.get(name) or ReplicaRecord(
+                name=name,
+                pool=replica.pool,
+                generation=replica.generation,
+                ordinal=replica.ordinal,
+                launcher=launcher,
+            )
+            reading = self._monitor.reading(replica)
+            record = record.for_attempt(replica.attempt)
+            if reading.is_serving and record.ready_at is None:
+                record = msgspec.structs.replace(record, ready_at=now)
+                self._learn_start_time(record, replica.started_at)
+            record = msgspec.structs.replace(
+                record,
+                url=replica.url or "",
+                node=replica.node,
+                zone=replica.zone,
+                started_at=replica.started_at,
+            )
+            if updates_loads and reading.load is not None:
+                load = reading.load
+                record = msgspec.structs.replace(
+                    record,
+                    running=load.running + load.waiting,
+                    cached_tokens=load.kv_blocks_cached * load.block_size,
+                )
+            self._records.replicas[name] = record
+            observed.append(
+                ObservedReplica(
+                    name=name,
+                    pool=record.pool,
+                    generation=record.generation,
+                    ordinal=record.ordinal,
+                    launcher=launcher,
+                    state=replica.state,
+                    reason=replica.reason,
+                    attempt=replica.attempt,
+                    started_at=replica.started_at,
+                    exited_at=replica.exited_at,
+                    start_error=replica.start_error,
+                    activity=_describe_activity(replica, reading.load),
+                    last_response_at=reading.last_response_at,
+                    last_step_at=reading.last_step_at,
+                    is_serving=reading.is_serving,
+                    **self._remembered(record),
+                )
+            )
+        for name, record in self._records.replicas.items():
+            if name not in listed:
+                observed.append(
+                    ObservedReplica(
+                        name=name,
+                        pool=record.pool,
+                        generation=record.generation,
+                        ordinal=record.ordinal,
+                        launcher=record.launcher,
+                        attempt=record.attempt,
+                        **self._remembered(record),
+                    )
+                )
+        return observed
+
+    def _remembered(self, record: ReplicaRecord) -> dict[str, Any]:
+        """Return the fields of an observation that only the store and the gateways know."""
+        is_gateway = record.pool == GATEWAY_POOL
+        return {
+            "ready_at": record.ready_at,
+            "warm_up": record.warm_up,
+            "warm_up_error": record.warm_up_error,
+            "in_rotation": record.in_rotation,
+            "is_routed": is_gateway or self._publisher.is_routed(record.name),
+            "is_routed_by_any": not is_gateway and self._publisher.is_routed_by_any(record.name),
+            "past_runs": record.past_runs,
+        }
+
+    def _learn_start_time(self, record: ReplicaRecord, started_at: float) -> None:
+        if self._declared is not None and record.ready_at is not None:
+            source = self._declared.source(record.pool)
+            if source:
+                self._records.add_start_time(source, max(0.0, record.ready_at - started_at))
+
+    def _record_phases(
+        self, phases: Mapping[str, PhaseReport], declared: DeclaredFleet, now: float
+    ) -> None:
+        """Keep the phases for `argosy status`, and record their changes as events."""
+        pending, self._records.pending = self._records.pending, {}
+        for name, report in phases.items():
+            record = self._records.replicas.get(name)
+            if record is None:
+                if report.phase is not ReplicaPhase.PENDING:
+                    continue  # removed since it was observed
+                self._records.pending[name] = _describe_pending(
+                    name, report, pending.get(name), now
+                )
+                continue
+            changed = report.phase is not record.phase
+            if changed or not record.phase_since:
+                self._record(
+                    "replica_phase",
+                    record.pool,
+                    name,
+                    reason=report.reason,
+                    outcome=report.phase,
+                )
+                log.info(
+                    "replica_phase_changed",
+                    replica=name,
+                    phase=report.phase,
+                    previous=record.phase,
+                    reason=report.reason,
+                )
+            self._records.replicas[name] = msgspec.structs.replace(
+                record,
+                phase=report.phase,
+                reason=report.reason + self._estimate(record, report, declared, now),
+                phase_since=record.phase_since if not changed and record.phase_since else now,
+            )
+
+    def _estimate(
+        self, record: ReplicaRecord, report: PhaseReport, declared: DeclaredFleet, now: float
+    ) -> str:
+        """Return how long a start will take by what earlier ones took, to complete the reason of the phase."""
+        if report.phase is not ReplicaPhase.LOADING:
+            return ""
+        expected_s = self._records.expected_start_s(declared.source(record.pool))
+        if expected_s is None:
+            return ""
+        left_s = record.started_at + expected_s - now
+        return f"; about {max(1, round(left_s))} s left" if left_s > -expected_s else ""
+
+    # --- actions ---------------------------------------------------------------------------------
+
+    def _start_actions(self, actions: tuple[Action, ...]) -> None:
+        """Start the actions of each pool that has none, in their order."""
+        by_pool: dict[str, list[Action]] = {}
+        for action in actions:
+            if isinstance(action, Warm):
+                self._start_warm_up(action)
+            elif action.pool not in self._pending:
+                by_pool.setdefault(action.pool, []).append(action)
+        for pool, pool_actions in by_pool.items():
+            task = asyncio.create_task(self._run_actions(pool_actions), name=f"actions-{pool}")
+            self._pending[pool] = task
+            task.add_done_callback(partial(self._on_actions_ended, pool))
+
+    def _on_actions_ended(self, pool: str, task: asyncio.Task[None]) -> None:
+        self._pending.pop(pool, None)
+        if not task.cancelled():
+            self._error = self._error or task.exception()
+        self._wake.set()
+
+    async def _run_actions(self, actions: list[Action]) -> None:
+        for action in actions:
+            outcome = "ok"
+            try:
+                await self._run_action(action)
+            except (LaunchError, OSError) as error:
+                outcome = str(error)
+                log.error("action_failed", replica=action.replica, reason=outcome)  # noqa: TRY400 - the reason suffices
+            self._record(
+                f"replica_{type(action).__name__.lower()}",
+                action.pool,
+                action.replica,
+                reason=action.reason,
+                outcome=outcome,
+            )
+
+    async def _run_action(self, action: Action) -> None:
+        """Carry out an action.
+
+        Raises:
+            LaunchError, OSError: It failed. It is decided again by what is observed then.
+            DeposedError, StaleEpochError: Another controller leads by now.
+        """
+        lease = self._leadership.lease
+        match action:
+            case Start():
+                await self._start_replica(action, lease)
+            case Admit():
+                self._update(action.replica, in_rotation=True)
+            case Withdraw():
+                self._update(action.replica, in_rotation=False)
+            case Drain():
+                await self._launcher(action.launcher).drain(action.replica, lease.epoch)
+            case Stop():
+                await self._launcher(action.launcher).stop(action.replica, lease.epoch)
+            case Remove():
+                await self._launcher(action.launcher).remove(action.replica, lease.epoch)
+                self._records.replicas.pop(action.replica, None)
+                listing = self._listings.get(action.launcher, {})
+                self._listings[action.launcher] = {
+                    name: replica for name, replica in listing.items() if name != action.replica
+                }
+
+    async def _start_replica(self, action: Start, lease: FleetLease) -> None:
+        record = self._records.replicas.get(action.replica) or ReplicaRecord(
+            name=action.replica,
+            pool=action.pool,
+            generation=action.generation,
+            ordinal=action.ordinal,
+            launcher=action.launcher,
+        )
+        ended = action.ended_run
+        if ended is not None and all(run.attempt != ended.attempt for run in record.past_runs):
+            record = _append_run(record, ended)
+        self._records.replicas[action.replica] = record
+        await self._save()  # before the start, after which the ended run cannot be observed
+        if self._declared is None:
+            return
+        try:
+            spec = self._declared.launch_spec(action.pool, action.generation, action.ordinal)
+            await self._launcher(action.launcher).start(spec, lease.epoch)
+        except LaunchError as error:
+            now = self._clock()
+            failed = ReplicaRun(
+                attempt=record.attempt + 1, started_at=now, exited_at=now, reason=str(error)
+            )
+            self._records.replicas[action.replica] = _append_run(record, failed)
+            raise
+
+    def _start_warm_up(self, action: Warm) -> None:
+        record = self._records.replicas.get(action.replica)
+        model = None if self._declared is None else self._declared.model_name(action.pool)
+        if action.replica in self._warm_ups or record is None or model is None:
+            return
+        self._update(action.replica, warm_up=WarmUpState.RUNNING)
+        task = asyncio.create_task(self._warm_up(action, record, model))
+        self._warm_ups[action.replica] = task
+        task.add_done_callback(lambda _: self._warm_ups.pop(action.replica, None))
+
+    async def _warm_up(self, action: Warm, record: ReplicaRecord, model: str) -> None:
+        state, reason = WarmUpState.SUCCEEDED, ""
+        try:
+            await warm_up_replica(record.url, model)
+        except RuntimeError as error:
+            state, reason = WarmUpState.FAILED, str(error)
+        current = self._records.replicas.get(record.name)
+        if current is not None and current.attempt == record.attempt:
+            self._update(record.name, warm_up=state, warm_up_error=reason)
+        outcome = reason or "ok"
+        self._record("replica_warm", action.pool, action.replica, action.reason, outcome)
+        self._wake.set()
+
+    # --- publication and records -----------------------------------------------------------------
+
+    def _publish(self, declared: DeclaredFleet) -> None:
+        """Publish the rotation to the gateways if it has changed."""
+        members = [
+            RoutedMember(record.name, record.pool, record.url)
+            for record in sorted(self._records.replicas.values(), key=lambda record: record.name)
+            if record.in_rotation and record.url
+        ]
+        pools = msgspec.structs.replace(
+            self._pools,
+            models=declared.published_models(members),
+            routes=list(declared.config.routes),
+        )
+        if not self._pools.version or pools != self._pools:
+            self._pools = msgspec.structs.replace(pools, version=self._pools.version + 1)
+            self._publisher.publish(self._pools)
+
+    def _is_empty(self) -> bool:
+        return (
+            self._declared is not None
+            and not (self._declared.config.pools or self._declared.config.gateways)
+            and not (self._records.replicas or self._records.pending)
+            and not any(self._listings.values())
+        )
+
+    def _update(self, replica: str, **fields: object) -> None:
+        record = self._records.replicas.get(replica)
+        if record is not None:
+            self._records.replicas[replica] = msgspec.structs.replace(record, **fields)
+
+    def _record(
+        self, kind: str, pool: str = "", replica: str = "", reason: str = "", outcome: str = ""
+    ) -> None:
+        self._events.append(
+            FleetEvent(kind=kind, pool=pool, replica=replica, reason=reason, outcome=outcome)
+        )
+
+    async def _save(self) -> None:
+        """Write records and events.
+
+        Raises:
+            DeposedError: Another controller leads by now.
+            StoreError: The store cannot be used. They are written by a later call.
+        """
+        async with self._save_lock:
+            lease, changes, events = (
+                self._leadership.lease,
+                self._records.changes(),
+                list(self._events),
+            )
+            await run_in_daemon_thread(self._store.fleets.save_records, lease, changes)
+            self._records.on_saved(changes)
+            await run_in_daemon_thread(self._store.fleets.append_events, lease, events)
+            del self._events[: len(events)]
+
+    def _run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._on_background_ended)
+
+    def _on_background_ended(self, task: asyncio.Task[None]) -> None:
+        self._background.discard(task)
+        if not task.cancelled():
+            self._error = self._error or task.exception()
+            self._wake.set()
+
+
+def _describe_activity(replica: LaunchedReplica, load: LoadResponse | None) -> str:
+    """Return what a starting replica does, such as `loading weights, 40 %`; empty if it reports nothing."""
+    activity, fraction = replica.activity, replica.progress
+    if load is not None and load.startup is not None:
+        activity, fraction = load.startup.activity, load.startup.fraction
+    return f"{activity}, {fraction:.0%}" if activity and fraction else activity
+
+
+def _describe_pending(
+    name: str, report: PhaseReport, previous: ReplicaRecord | None, now: float
+) -> ReplicaRecord:
+    """Return the record of a replica of which nothing exists yet, for `argosy status`."""
+    pool, generation, ordinal = name.rsplit("-", 2)
+    return ReplicaRecord(
+        name=name,
+        pool=pool,
+        generation=int(generation),
+        ordinal=int(ordinal),
+        launcher="",
+        phase=report.phase,
+        reason=report.reason,
+        phase_since=now if previous is None else previous.phase_since,
+    )
+
+
+def _append_run(record: ReplicaRecord, run: ReplicaRun) -> ReplicaRecord:
+    runs = (*record.past_runs, run)[-MAX_PAST_RUNS:]
+    return msgspec.structs.replace(record, past_runs=runs)

@@ -1,0 +1,194 @@
+"""Controllers of a fleet of real processes: what is declared runs, whatever ends meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx2
+import msgspec
+import pytest
+from tests.support.waiting import until
+
+from argosy.fleet.control import (
+    Controller,
+    FleetContext,
+    FleetStatus,
+    open_launcher,
+    pool_digests,
+    read_fleet_status,
+    set_replicas,
+    stop_everything,
+)
+from argosy.fleet.declaration import FleetConfig, dump_fleet, parse_fleet
+from argosy.fleet.launchers import LocalProcessLauncher
+from argosy.store import FleetEvent, open_store
+
+FLEET = "demo"
+LEASE_S = 1.0
+REPLICA = Path(__file__).parents[2] / "support" / "scripted_replica.py"
+
+
+def declare(**pool: object) -> FleetConfig:
+    """Return a fleet of two processes that answer every request with their process id."""
+    return parse_fleet(
+        msgspec.json.encode(
+            {
+                "fleet": FLEET,
+                "gateways": 0,
+                "models": [{"name": "chat", "source": "owner/chat"}],
+                "engines": {
+                    "scripted": {
+                        "command": [sys.executable, str(REPLICA), "{port}", "print=1"],
+                        "kind": "openai",
+                    }
+                }
+                | {"broken": {"command": [sys.executable, str(REPLICA), "{port}", "crash=3"]}},
+                "pools": [
+                    {
+                        "name": "chat",
+                        "model": "chat",
+                        "engine": "scripted",
+                        "replicas": 2,
+                        "drain_deadline_s": 0,
+                    }
+                    | pool
+                ],
+            }
+        ).replace(b"print=1", b"print=1")
+    )
+
+
+@dataclass
+class Fleet:
+    """A fleet with its store, and the controllers that a test starts."""
+
+    folder: Path
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.url = f"sqlite:///{self.folder / 'argosy.db'}"
+        self.store = open_store(self.url)
+        self.store.migrate()
+
+    def apply(self, config: FleetConfig) -> None:
+        self.store.fleets.apply(
+            FLEET, dump_fleet(config, "json").encode(), pool_digests(config), author="test"
+        )
+
+    def start_controller(self, name: str) -> asyncio.Task[None]:
+        context = FleetContext(
+            store=self.store,
+            store_url=self.url,
+            fleet=FLEET,
+            create_launcher=lambda name: open_launcher(name, self.folder),
+            folder=self.folder,
+        )
+        task = asyncio.create_task(Controller(context, name, LEASE_S).run(until_empty=True))
+        self.tasks.append(task)
+        return task
+
+    @property
+    def status(self) -> FleetStatus:
+        return read_fleet_status(self.store.fleets, FLEET)
+
+    async def as_declared(self, *names: str) -> dict[str, int]:
+        """Wait until exactly these replicas are ready, and return their process ids."""
+        await until(
+            lambda: (
+                self.status.is_as_declared
+                and {replica.name for replica in self.status.replicas} == {*names}
+            )
+        )
+        pids = {}
+        async with httpx2.AsyncClient() as client:
+            for replica in self.status.replicas:
+                pids[replica.name] = int((await client.get(replica.url)).text)
+        return pids
+
+    def events(self, kind: str) -> list[FleetEvent]:
+        events = self.store.fleets.list_events(FLEET, limit=10_000)
+        return [event for event in events if event.kind == kind]
+
+    async def wait_for_reason(self, has_reason: Callable[[str], bool]) -> None:
+        await until(lambda: any(has_reason(replica.reason) for replica in self.status.replicas))
+
+
+@pytest.fixture(autouse=True)
+def _short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("argosy.fleet.control.replica_monitor.CHECK_INTERVAL_S", 0.05)
+    monkeypatch.setattr("argosy.fleet.control.leader_term.OBSERVATION_INTERVAL_S", 0.05)
+
+
+@pytest.fixture
+async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
+    fleet = Fleet(tmp_path)
+    yield fleet
+    for task in fleet.tasks:
+        task.cancel()
+    await asyncio.gather(*fleet.tasks, return_exceptions=True)
+    launcher = LocalProcessLauncher(tmp_path / "replicas")
+    for name in await launcher.list_replicas():
+        await launcher.stop(name, 1_000_000)
+    await launcher.close()
+    fleet.store.close()
+
+
+async def test_fleet_becomes_what_is_declared(fleet: Fleet) -> None:
+    fleet.apply(declare())
+    controller = fleet.start_controller("first")
+    first = await fleet.as_declared("chat-1-0", "chat-1-1")
+
+    os.kill(first["chat-1-0"], signal.SIGKILL)
+    await until(lambda: len(fleet.events("replica_start")) == 3)
+    second = await fleet.as_declared("chat-1-0", "chat-1-1")
+    assert second["chat-1-0"] != first["chat-1-0"]
+    assert second["chat-1-1"] == first["chat-1-1"], "only the one that was killed"
+
+    fleet.apply(set_replicas(declare(), "chat", 1))
+    third = await fleet.as_declared("chat-1-0")
+    assert third["chat-1-0"] == second["chat-1-0"]
+
+    fleet.apply(declare(replicas=2, environment={"MODE": "new"}))
+    await fleet.as_declared("chat-2-0", "chat-2-1")
+    fleet.apply(stop_everything(declare()))
+    await controller
+    assert fleet.status.replicas == []
+    assert [event.outcome for event in fleet.events("replica_remove")] == ["ok"] * 4
+
+
+async def test_next_controller_adopts_what_runs(fleet: Fleet) -> None:
+    fleet.apply(declare())
+    first = fleet.start_controller("first")
+    pids = await fleet.as_declared("chat-1-0", "chat-1-1")
+    standby = fleet.start_controller("standby")
+    first.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await first
+    await until(lambda: fleet.status.leader == "standby")
+    os.kill(pids["chat-1-1"], signal.SIGKILL)
+    await until(lambda: len(fleet.events("replica_start")) == 3)
+    adopted = await fleet.as_declared("chat-1-0", "chat-1-1")
+    assert adopted["chat-1-0"] == pids["chat-1-0"]
+    assert [event.epoch for event in fleet.events("replica_start")] == [1, 1, 2]
+    assert not standby.done()
+
+
+async def test_status_says_why_replicas_do_not_run(fleet: Fleet) -> None:
+    fleet.apply(declare(engine="broken", replicas=1))
+    fleet.start_controller("first")
+    await fleet.wait_for_reason(
+        lambda reason: "crashed 2 times" in reason and "cannot open the model" in reason
+    )
+    fleet.apply(declare(replicas=1, environment={"KEY": {"env": "NO_SUCH_VARIABLE"}}))
+    await fleet.wait_for_reason(lambda reason: "NO_SUCH_VARIABLE" in reason)
+    fleet.apply(declare(replicas=1, launcher="ray"))
+    await fleet.wait_for_reason(lambda reason: "no launcher 'ray'" in reason)
+    fleet.apply(declare(replicas=1))
+    await until(lambda: fleet.status.is_as_declared)
