@@ -71,7 +71,7 @@ check: .venv/.dev
 	$(BIN)/lint-imports
 	$(BIN)/python tools/lint_prose.py
 	$(BIN)/python tools/lint_commits.py
-	$(BIN)/python tools/generate_docs.py --check
+	$(BIN)/python -m tools.generate_docs --check
 	$(MAKE) docs/site-check
 	$(MAKE) test
 
@@ -89,7 +89,7 @@ else
 endif
 
 docs: .venv/.docs
-	$(BIN)/python tools/generate_docs.py
+	$(BIN)/python -m tools.generate_docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "The documentation is in site/index.html."
 

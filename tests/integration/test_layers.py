@@ -34,6 +34,7 @@ PACKAGES = (
     "argosy.engine.serving",
     "argosy.gateway",
     "argosy.fleet",
+    "argosy.process_monitor",
     "argosy.cli",
 )
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from argosy.fleet.declaration import load_fleet
 from argosy.gateway import load_config
 from argosy.protocol import ERROR_CODES
 from argosy.telemetry import GatewayGauges, GatewayMetrics, QuotaBackendGauges
@@ -74,8 +75,12 @@ def test_yaml_examples_are_valid(page: Path, tmp_path: Path) -> None:
     for block in read_blocks(page, "yaml"):
         document = msgspec.yaml.decode(block)
         if "models" in document:
-            (tmp_path / "fleet.yaml").write_text(block)
-            load_config(tmp_path / "fleet.yaml")
+            path = tmp_path / "fleet.yaml"
+            path.write_text(block)
+            if "pools" in document:
+                load_fleet([path])
+            else:
+                load_config(path)
 
 
 def test_pages_name_existing_tests_and_results() -> None:

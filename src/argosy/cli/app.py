@@ -11,8 +11,11 @@ from argosy.cli import (
     audit,
     bench,
     chat,
+    controller,
     embed,
     explain,
+    fleet,
+    fleet_status,
     gateway,
     keys,
     models,
@@ -36,6 +39,18 @@ app = typer.Typer(
 app.command("serve")(serve.serve)
 app.command("replica")(replica.replica)
 app.command("gateway")(gateway.gateway)
+app.command("up")(fleet.up)
+app.command("plan")(fleet.plan)
+app.command("apply")(fleet.apply)
+app.command("diff")(fleet.diff)
+app.command("status")(fleet_status.status)
+app.command("history")(fleet.history)
+app.command("rollback")(fleet.rollback)
+app.command("scale")(fleet.scale)
+app.command("down")(fleet.down)
+app.command("events")(fleet_status.events)
+app.command("logs")(fleet_status.logs)
+app.command("controller")(controller.controller)
 app.command("chat")(chat.chat)
 app.command("embed")(embed.embed)
 app.add_typer(keys.app, name="keys")

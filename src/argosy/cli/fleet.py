@@ -1,0 +1,351 @@
+"""Commands for a declared fleet: `argosy up`, `plan`, `apply`, `diff`, `history`, `rollback`, `scale`, `down`."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from argosy.cli.failure import EXIT_FAILURE, fail
+from argosy.cli.fleet_progress import read_status, wait_until_gone, wait_until_ready
+from argosy.cli.fleet_target import (
+    FilesArgument,
+    FilesOption,
+    FleetOption,
+    FleetTarget,
+    Reason,
+    StoreUrl,
+    Timeout,
+    Wait,
+    open_declared,
+    open_fleet,
+    parse_revision,
+)
+from argosy.cli.output import JsonOutput, print_json, print_records
+from argosy.cli.timestamps import format_timestamp
+
+if TYPE_CHECKING:
+    from argosy.fleet.declaration import FleetConfig, PlannedChange
+    from argosy.store import FleetRevision
+
+EXIT_CHANGES = 2
+"""Exit status of `plan --exit-code` if something would change."""
+DEFAULT_TIMEOUT_S = 600.0
+
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
+Number = Annotated[int, typer.Argument(min=1, help="Number of a revision, see `argosy history`.")]
+
+
+def up(
+    files: FilesArgument = None,
+    *,
+    overlays: FilesOption = None,
+    reason: Reason = "",
+    wait: Wait = True,
+    timeout: Timeout = DEFAULT_TIMEOUT_S,
+    store: StoreUrl = None,
+    json: JsonOutput = False,
+) -> None:
+    """Apply a declaration, and run a controller for it in the background on this machine.
+
+    The fleet runs on when the command ends. `argosy down` stops it.
+    """
+    with open_declared(files, overlays, store) as (target, config):
+        _apply(target, config, reason, asks=False, quiet=json)
+        _start_controller(target)
+        _finish(target, wait=wait, timeout=timeout, json=json)
+
+
+def plan(
+    files: FilesArgument = None,
+    *,
+    overlays: FilesOption = None,
+    exit_code: Annotated[
+        bool, typer.Option("--exit-code", help="Exit with status 2 if something would change.")
+    ] = False,
+    store: StoreUrl = None,
+    json: JsonOutput = False,
+) -> None:
+    """Show what `apply` would change, and what it would disturb. Nothing is changed."""
+    with open_declared(files, overlays, store) as (target, config):
+        changes = _compare(target.latest(), config)
+        _show_changes(target, changes, json=json)
+    if exit_code and changes:
+        raise typer.Exit(EXIT_CHANGES)
+
+
+def apply(
+    files: FilesArgument = None,
+    *,
+    overlays: FilesOption = None,
+    reason: Reason = "",
+    yes: Yes = False,
+    wait: Wait = False,
+    timeout: Timeout = DEFAULT_TIMEOUT_S,
+    store: StoreUrl = None,
+    json: JsonOutput = False,
+) -> None:
+    """Put a declaration in force as a new revision. The controller carries it out.
+
+    Shows the plan and asks for confirmation on a terminal.
+    """
+    with open_declared(files, overlays, store) as (target, config):
+        _apply(target, config, reason, asks=not yes, quiet=json)
+        _finish(target, wait=wait, timeout=timeout, json=json)
+
+
+def diff(
+    files: FilesArgument = None,
+    *,
+    overlays: FilesOption = None,
+    store: StoreUrl = None,
+    json: JsonOutput = False,
+) -> None:
+    """Show how a declaration differs from the one in force. Exits with status 1 if it does."""
+    with open_declared(files, overlays, store) as (target, config):
+        changes = _compare(target.latest(), config)
+        if json:
+            print_json(list(changes))
+        else:
+            for change in changes:
+                typer.echo(_format_change(change))
+    if changes:
+        raise typer.Exit(EXIT_FAILURE)
+
+
+def history(
+    number: Annotated[
+        int | None, typer.Argument(min=1, help="Show the changes of this revision.")
+    ] = None,
+    *,
+    files: FilesOption = None,
+    fleet: FleetOption = None,
+    limit: Annotated[int, typer.Option(min=1, help="Number of revisions.")] = 20,
+    store: StoreUrl = None,
+    json: JsonOutput = False,
+) -> None:
+    """List the revisions of a fleet, or the changes of one."""
+    with open_fleet(files, fleet, store) as target:
+        if number is not None:
+            _show_changes(target, _changes_of(target, number), json=json, disturbs=False)
+            return
+        counted = [
+            (revision, len(_changes_of(target, revision.number)))
+            for revision in target.store.fleets.list_revisions(target.name, limit)
+        ]
+    if json:
+        print_json(
+            [
+                {
+                    "revision": revision.number,
+                    "applied_at": revision.applied_at,
+                    "author": revision.author,
+                    "reason": revision.reason,
+                    "rollback_of": revision.rollback_of,
+                    "changes": changes,
+                }
+                for revision, changes in counted
+            ]
+        )
+        return
+    print_records(
+        counted,
+        ("revision", "applied at", "author", "changes", "rollback of", "reason"),
+        lambda row: (
+            row[0].number,
+            format_timestamp(row[0].applied_at, "seconds"),
+            row[0].author,
+            row[1],
+            row[0].rollback_of,
+            row[0].reason,
+        ),
+        "The fleet was never applied.",
+        json=False,
+    )
+
+
+def rollback(
+    number: Number,
+    *,
+    files: FilesOption = None,
+    fleet: FleetOption = None,
+    reason: Reason = "",
+    yes: Yes = False,
+    wait: Wait = False,
+    timeout: Timeout = DEFAULT_TIMEOUT_S,
+    store: StoreUrl = None,
+    json: JsonOutput = False,
+) -> None:
+    """Put the declaration of an earlier revision in force again, as a new revision."""
+    with open_fleet(files, fleet, store) as target:
+        config = parse_revision(target.store.fleets.get_revision(target.name, number))
+        _apply(target, config, reason, asks=not yes, quiet=json, rollback_of=number)
+        _finish(target, wait=wait, timeout=timeout, json=json)
+
+
+def scale(
+    pool: Annotated[str, typer.Argument(help="Name of the pool.")],
+    replicas: Annotated[int, typer.Argument(min=0, help="Number of replicas.")],
+    *,
+    files: FilesOption = None,
+    fleet: FleetOption = None,
+    reason: Reason = "",
+    wait: Wait = False,
+    timeout: Timeout = DEFAULT_TIMEOUT_S,
+    store: StoreUrl = None,
+    json: JsonOutput = False,
+) -> None:
+    """Change the number of replicas of a pool, as a new revision.
+
+    The next `apply` of the file puts its own number in force again.
+    """
+    from argosy.fleet.control import set_replicas
+
+    with open_fleet(files, fleet, store) as target:
+        try:
+            config = set_replicas(parse_revision(target.require_latest()), pool, replicas)
+        except ValueError as error:
+            fail(str(error))
+        reason = reason or f"scale {pool} to {replicas}"
+        _apply(target, config, reason, asks=False, quiet=json)
+        _finish(target, wait=wait, timeout=timeout, json=json)
+
+
+def down(
+    *,
+    files: FilesOption = None,
+    fleet: FleetOption = None,
+    reason: Reason = "down",
+    wait: Annotated[bool, typer.Option(help="Wait until everything has stopped.")] = True,
+    timeout: Timeout = DEFAULT_TIMEOUT_S,
+    store: StoreUrl = None,
+) -> None:
+    """Drain and stop all replicas and gateways of a fleet. `argosy up` or `rollback` starts them again."""
+    from argosy.fleet.control import stop_everything
+
+    with open_fleet(files, fleet, store) as target:
+        config = stop_everything(parse_revision(target.require_latest()))
+        _apply(target, config, reason, asks=False, quiet=True)
+        if wait:
+            wait_until_gone(target, timeout)
+            typer.echo(f"The fleet {target.name} is down.", err=True)
+
+
+# --- shared --------------------------------------------------------------------------------------
+
+
+def _apply(
+    target: FleetTarget,
+    config: FleetConfig,
+    reason: str,
+    *,
+    asks: bool,
+    quiet: bool,
+    rollback_of: int | None = None,
+) -> None:
+    """Put a declaration in force, unless it is already."""
+    latest = target.latest()
+    changes = _compare(latest, config)
+    if not changes and latest is not None:
+        if not quiet:
+            typer.echo(f"Nothing changes: revision {latest.number} is in force.", err=True)
+        return
+    if not quiet:
+        _show_changes(target, changes, json=False)
+    if asks and sys.stdin.isatty() and not typer.confirm("Apply?"):
+        raise typer.Exit(EXIT_FAILURE)
+    revision = target.apply(
+        config, reason, after=0 if latest is None else latest.number, rollback_of=rollback_of
+    )
+    if not quiet:
+        typer.echo(f"Revision {revision.number} of the fleet {target.name} is in force.", err=True)
+        if asks and not read_status(target).has_leader:
+            typer.echo("No controller carries it out. Start one with `argosy up`.", err=True)
+
+
+def _finish(target: FleetTarget, *, wait: bool, timeout: float, json: bool) -> None:
+    if wait:
+        wait_until_ready(target, timeout, quiet=json)
+    if json:
+        revision = target.require_latest()
+        print_json({"fleet": target.name, "revision": revision.number})
+
+
+def _start_controller(target: FleetTarget) -> None:
+    """Start a controller that runs on, unless one runs for the fleet on this machine."""
+    from argosy.controller_keeper import start_keeper
+
+    folder = target.folder
+    command = [sys.executable, "-P", "-m", "argosy.cli", "controller", "--until-down"]
+    command += ["--fleet", target.name, "--store", target.store_url]
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        start_keeper(folder, command)
+    except OSError as error:
+        fail(f"the controller cannot be started: {error.strerror} ({folder})")
+
+
+def _compare(latest: FleetRevision | None, config: FleetConfig) -> tuple[PlannedChange, ...]:
+    from argosy.fleet.declaration import compare_fleets
+
+    return compare_fleets(None if latest is None else parse_revision(latest), config)
+
+
+def _changes_of(target: FleetTarget, number: int) -> tuple[PlannedChange, ...]:
+    """Return how a revision differs from the one before it."""
+    fleets = target.store.fleets
+    before = fleets.get_revision(target.name, number - 1) if number > 1 else None
+    return _compare(before, parse_revision(fleets.get_revision(target.name, number)))
+
+
+def _show_changes(
+    target: FleetTarget, changes: tuple[PlannedChange, ...], *, json: bool, disturbs: bool = True
+) -> None:
+    from argosy.fleet.control import decode_records
+
+    replicas, _ = decode_records(target.store.fleets.read_records(target.name))
+    moved = {pool for change in changes if _stops_replicas(change) for pool in change.pools}
+    affected = [record for record in replicas.values() if record.pool in moved]
+    running = sum(record.running for record in affected)
+    cached_tokens = sum(record.cached_tokens for record in affected)
+    if json:
+        disturbed = {"running_requests": running, "cached_tokens": cached_tokens}
+        print_json({"changes": list(changes), "disturbs": disturbed})
+        return
+    if not changes:
+        typer.echo("Nothing changes.")
+    for change in changes:
+        typer.echo(_format_change(change))
+    if disturbs and affected:
+        typer.echo(
+            f"Moves up to {running} running requests, and gives up {cached_tokens:,} cached prompt tokens."
+        )
+
+
+def _stops_replicas(change: PlannedChange) -> bool:
+    from argosy.fleet.declaration import ChangeEffect
+
+    return change.effect in {ChangeEffect.REPLICAS_REPLACED, ChangeEffect.REPLICAS_STOPPED}
+
+
+def _format_change(change: PlannedChange) -> str:
+    """Return a change as one line, such as `~ pools[chat].replicas: 2 -> 3   (1 replicas started)`."""
+    import msgspec
+
+    def show(value: object) -> str:
+        return msgspec.json.encode(value).decode()
+
+    signs = {"add": "+", "change": "~", "remove": "-"}
+    values = {
+        "add": show(change.new),
+        "change": f"{show(change.old)} -> {show(change.new)}",
+        "remove": show(change.old),
+    }
+    effect = "" if change.effect == "none" else str(change.effect)
+    if change.count:
+        effect = f"{change.count} {effect}"
+    if effect.endswith("replaced"):
+        effect += f", {change.at_once} at a time"
+    line = f"{signs[change.action]} {change.path}: {values[change.action]}"
+    return f"{line}   ({effect})" if effect else line

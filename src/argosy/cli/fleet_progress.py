@@ -1,0 +1,92 @@
+"""Waiting for a fleet, with live progress on a terminal."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import typer
+
+from argosy.cli.failure import EXIT_FAILURE, fail
+from argosy.cli.fleet_target import FleetTarget
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from argosy.fleet.control import FleetStatus, ReplicaRecord
+
+POLL_INTERVAL_S = 0.5
+
+
+def wait_until_ready(target: FleetTarget, timeout_s: float, *, quiet: bool) -> None:
+    """Wait until the fleet is as declared. Ends the command with status 1 after the timeout, or if a start fails."""
+    from rich.live import Live
+
+    deadline = time.monotonic() + timeout_s
+    shown: dict[str, str] = {}
+    with Live(auto_refresh=False, transient=True) as live:
+        is_terminal = live.console.is_terminal
+        while True:
+            status = read_status(target)
+            if status.is_as_declared:
+                break
+            if is_terminal and not quiet:
+                live.update(render_replicas(status.replicas), refresh=True)
+            elif not quiet:
+                _print_changes(status.replicas, shown)
+            if time.monotonic() >= deadline:
+                live.stop()
+                _fail_unready(status)
+            time.sleep(POLL_INTERVAL_S)
+    if not quiet:
+        replicas = sum(pool.ready for pool in status.pools)
+        where = f" at {status.url}" if status.url else ""
+        typer.echo(f"The fleet {target.name} is ready{where} ({replicas} replicas).", err=True)
+
+
+def wait_until_gone(target: FleetTarget, timeout_s: float) -> None:
+    """Wait until no replica and no controller of the fleet is left. Ends the command after the timeout."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        status = read_status(target)
+        if not status.replicas:
+            return
+        if time.monotonic() >= deadline:
+            names = ", ".join(record.name for record in status.replicas)
+            fail(f"still running after {timeout_s:g} s: {names}", EXIT_FAILURE)
+        time.sleep(POLL_INTERVAL_S)
+
+
+def read_status(target: FleetTarget) -> FleetStatus:
+    """Return the status of the fleet as its controller last recorded it."""
+    from argosy.fleet.control import read_fleet_status
+
+    return read_fleet_status(target.store.fleets, target.name)
+
+
+def render_replicas(replicas: Sequence[ReplicaRecord]) -> Table:
+    """Return a table of replicas for a terminal."""
+    from rich.table import Table
+
+    table = Table("replica", "phase", "reason", box=None)
+    for record in replicas:
+        table.add_row(record.name, record.phase, record.reason)
+    return table
+
+
+def _print_changes(replicas: Sequence[ReplicaRecord], shown: dict[str, str]) -> None:
+    """Print a line for each replica whose phase has changed."""
+    for record in replicas:
+        if shown.get(record.name) != record.phase:
+            shown[record.name] = record.phase
+            typer.echo(f"{record.name}: {record.phase} ({record.reason})", err=True)
+
+
+def _fail_unready(status: FleetStatus) -> None:
+    waiting = [
+        f"{record.name} is {record.phase}: {record.reason}"
+        for record in status.replicas
+        if record.phase != "ready"
+    ]
+    fail("; ".join(waiting) or "no controller has carried out the revision yet", EXIT_FAILURE)

@@ -1,0 +1,127 @@
+"""`argosy status`, `events` and `logs`: what a fleet does, as its controller recorded it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from argosy.cli.failure import EXIT_FAILURE, fail
+from argosy.cli.fleet_progress import read_status
+from argosy.cli.fleet_target import FilesOption, FleetOption, StoreUrl, open_fleet
+from argosy.cli.output import JsonOutput, print_json, print_records, strip_control_characters
+from argosy.cli.timestamps import format_timestamp
+
+if TYPE_CHECKING:
+    from argosy.fleet.control import FleetStatus
+
+FOLLOW_INTERVAL_S = 1.0
+
+
+def status(
+    *,
+    files: FilesOption = None,
+    fleet: FleetOption = None,
+    exit_code: Annotated[
+        bool, typer.Option("--exit-code", help="Exit with status 1 unless all is as declared.")
+    ] = False,
+    store: StoreUrl = None,
+    json: JsonOutput = False,
+) -> None:
+    """Show the pools and replicas of a fleet, each with its phase and the reason."""
+    with open_fleet(files, fleet, store) as target:
+        shown = read_status(target)
+    if json:
+        print_json(shown)
+    else:
+        typer.echo(f"Fleet {shown.fleet}, revision {shown.revision}, {_describe_leader(shown)}")
+        for pool in shown.pools:
+            typer.echo(f"  {pool.name}: {pool.ready} of {pool.desired} replicas are ready")
+        now = time.time()
+        print_records(
+            shown.replicas,
+            ("replica", "phase", "for", "requests", "node", "reason"),
+            lambda record: (
+                record.name,
+                record.phase,
+                f"{max(0, now - record.phase_since):.0f} s",
+                record.running,
+                record.node,
+                record.reason,
+            ),
+            "No replicas exist.",
+            json=False,
+        )
+    if exit_code and not shown.is_as_declared:
+        raise typer.Exit(EXIT_FAILURE)
+
+
+def _describe_leader(shown: FleetStatus) -> str:
+    if shown.has_leader:
+        host, _, process = shown.leader.partition("/")
+        return f"led by process {process.partition('/')[0]} of {host} (epoch {shown.epoch})"
+    since = "" if shown.lease_age_s is None else f" for {shown.lease_age_s:.0f} s"
+    return f"without a controller{since}; start one with `argosy up`"
+
+
+def events(
+    *,
+    files: FilesOption = None,
+    fleet: FleetOption = None,
+    replica: Annotated[str | None, typer.Option(help="Only events of this replica.")] = None,
+    follow: Annotated[bool, typer.Option("--follow", help="Wait for further events.")] = False,
+    limit: Annotated[int, typer.Option(min=1, help="Number of past events.")] = 50,
+    store: StoreUrl = None,
+    json: JsonOutput = False,
+) -> None:
+    """List what controllers did with a fleet, and why. With --json, one event per line."""
+    import msgspec
+
+    with open_fleet(files, fleet, store) as target:
+        fleets, last = target.store.fleets, 0
+        while True:
+            for event in fleets.list_events(target.name, after=last, limit=limit, replica=replica):
+                last = event.number
+                if json:
+                    typer.echo(msgspec.json.encode(event).decode())
+                    continue
+                at = format_timestamp(event.at, "seconds")
+                outcome = "" if event.outcome in {"", "ok"} else f" -> {event.outcome}"
+                line = f"{at}  {event.kind}  {event.replica}  {event.reason}{outcome}"
+                typer.echo(strip_control_characters(line))
+            if not follow:
+                return
+            time.sleep(FOLLOW_INTERVAL_S)
+
+
+def logs(
+    pool: Annotated[str, typer.Argument(help="Name of a pool or a replica.")],
+    *,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=1, help="Lines per replica.")] = 50,
+    files: FilesOption = None,
+    fleet: FleetOption = None,
+    store: StoreUrl = None,
+) -> None:
+    """Print the end of the logs of a pool's replicas. They outlive their processes."""
+    from argosy.fleet.control import open_launcher
+
+    with open_fleet(files, fleet, store) as target:
+        replicas = [
+            record for record in read_status(target).replicas if pool in {record.pool, record.name}
+        ]
+        if not replicas:
+            fail(f"there is no pool or replica {pool!r}; see `argosy status`", EXIT_FAILURE)
+
+        async def read_log(launcher: str, name: str) -> bytes:
+            opened = open_launcher(launcher, target.folder)
+            try:
+                return await opened.read_log(name, lines * 2000)
+            finally:
+                await opened.close()
+
+        for record in replicas:
+            text = asyncio.run(read_log(record.launcher, record.name)).decode(errors="replace")
+            for line in text.splitlines()[-lines:]:
+                typer.echo(strip_control_characters(f"{record.name}  {line}"))

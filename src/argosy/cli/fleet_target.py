@@ -1,0 +1,172 @@
+"""The fleet that a command is about: its declaration, its store and its folder."""
+
+from __future__ import annotations
+
+import getpass
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from argosy.cli.account_lookup import StoreUrl, open_or_create_store
+from argosy.cli.failure import fail
+
+if TYPE_CHECKING:
+    from argosy.fleet.declaration import FleetConfig
+    from argosy.store import FleetRevision, Store
+
+DEFAULT_FILE = Path("fleet.yaml")
+
+FilesArgument = Annotated[
+    list[Path] | None,
+    typer.Argument(metavar="[FILE]...", help="Declaration and its overlays. Default: fleet.yaml."),
+]
+FilesOption = Annotated[
+    list[Path] | None,
+    typer.Option("--file", "-f", help="Declaration, or an overlay of it. May be repeated."),
+]
+FleetOption = Annotated[
+    str | None, typer.Option("--fleet", help="Name of the fleet, if no file is given.")
+]
+Reason = Annotated[str, typer.Option("--reason", "-m", help="Why, for the history.")]
+Wait = Annotated[
+    bool, typer.Option(help="Wait until every replica is ready, and show what happens.")
+]
+Timeout = Annotated[
+    float, typer.Option(min=0, help="Seconds to wait before the command fails with status 1.")
+]
+__all__ = [
+    "DEFAULT_FILE",
+    "FilesArgument",
+    "FilesOption",
+    "FleetOption",
+    "FleetTarget",
+    "Reason",
+    "StoreUrl",
+    "Timeout",
+    "Wait",
+    "open_declared",
+    "open_fleet",
+    "parse_revision",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class FleetTarget:
+    """A fleet in its open store."""
+
+    name: str
+    store: Store
+    store_url: str
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the fleet's state on this machine."""
+        from argosy.fleet.control import fleet_folder
+
+        return fleet_folder(self.name)
+
+    def latest(self) -> FleetRevision | None:
+        """Return the revision in force."""
+        return self.store.fleets.latest_revision(self.name)
+
+    def require_latest(self) -> FleetRevision:
+        """Return the revision in force. Without one the command fails."""
+        revision = self.latest()
+        if revision is None:
+            fail(f"the fleet {self.name!r} was never applied; use `argosy up FILE`")
+        return revision
+
+    def apply(
+        self, config: FleetConfig, reason: str, *, after: int, rollback_of: int | None = None
+    ) -> FleetRevision:
+        """Add a revision, unless another one was added after the revision `after`."""
+        from argosy.fleet.control import pool_digests
+        from argosy.fleet.declaration import dump_fleet
+
+        return self.store.fleets.apply(
+            self.name,
+            dump_fleet(config, "json").encode(),
+            pool_digests(config),
+            author=f"{getpass.getuser()}@{socket.gethostname()}",
+            reason=reason,
+            rollback_of=rollback_of,
+            after=after,
+        )
+
+
+def load_declaration(
+    arguments: Sequence[Path] | None, options: Sequence[Path] | None
+) -> FleetConfig:
+    """Read the declaration from the given files, or from fleet.yaml. An invalid one ends the command."""
+    from argosy.fleet.declaration import load_fleet
+
+    files = [*(arguments or ()), *(options or ())]
+    if not files and not DEFAULT_FILE.exists():
+        fail(f"no declaration: give its file, or create {DEFAULT_FILE}")
+    try:
+        return load_fleet(files or [DEFAULT_FILE])
+    except ValueError as error:
+        fail(str(error))
+
+
+@contextmanager
+def open_declared(
+    arguments: Sequence[Path] | None, options: Sequence[Path] | None, store_url: str | None
+) -> Iterator[tuple[FleetTarget, FleetConfig]]:
+    """Open the fleet of a declaration. Its store is created if it does not exist."""
+    config = load_declaration(arguments, options)
+    declared = None if config.store is None else config.store.url
+    with _open(config.fleet or "", store_url or declared) as target:
+        yield target, config
+
+
+@contextmanager
+def open_fleet(
+    options: Sequence[Path] | None, fleet: str | None, store_url: str | None
+) -> Iterator[FleetTarget]:
+    """Open a fleet by its declaration or by name. Without both, it is the only one of the store."""
+    if options or (fleet is None and DEFAULT_FILE.exists()):
+        with open_declared(None, options, store_url) as (target, _):
+            yield target
+        return
+    with _open(fleet or "", store_url) as target:
+        names = [fleet] if fleet else target.store.fleets.list_fleets()
+        if len(names) != 1:
+            known = ", ".join(names) or "none"
+            fail(f"name the fleet with --fleet, or its declaration with -f (fleets: {known})")
+        yield FleetTarget(names[0], target.store, target.store_url)
+
+
+def parse_revision(revision: FleetRevision) -> FleetConfig:
+    """Return the declaration of a revision. One of another version that is invalid by now ends the command."""
+    from argosy.fleet.declaration import parse_fleet
+
+    try:
+        return parse_fleet(revision.declaration, f"revision {revision.number}")
+    except ValueError as error:
+        fail(str(error))
+
+
+@contextmanager
+def _open(fleet: str, store_url: str | None) -> Iterator[FleetTarget]:
+    from argosy.store import ConflictError, NotFoundError, StoreError, default_store_url
+
+    try:
+        url = _absolute(store_url or default_store_url())
+        with open_or_create_store(url, is_expected=True) as store:
+            yield FleetTarget(fleet, store, url)
+    except (StoreError, ConflictError, NotFoundError) as error:
+        fail(str(error))
+
+
+def _absolute(url: str) -> str:
+    """Return a URL that means the same in every working directory."""
+    prefix = "sqlite:///"
+    return (
+        prefix + str(Path(url.removeprefix(prefix)).absolute()) if url.startswith(prefix) else url
+    )

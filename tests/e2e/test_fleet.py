@@ -1,0 +1,116 @@
+"""`argosy up` as a user starts it: a fleet that repairs itself, changes as declared, and ends with `argosy down`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import msgspec
+import psutil
+import pytest
+from tests.support.waiting import until
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "laptop.yaml"
+CHAT = {
+    "messages": [{"role": "user", "content": "Count to three."}],
+    "max_tokens": 8,
+    "temperature": 0,
+}
+
+
+class Commands:
+    """Commands about one fleet, with a state folder of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        self.overlay = folder / "overlay.yaml"
+        self._environment = os.environ | {"XDG_STATE_HOME": str(folder)}
+        self.folder = folder
+
+    def declare(self, **settings: object) -> None:
+        self.overlay.write_bytes(msgspec.json.encode({"port": self.port} | settings))
+
+    def run(self, *command: str, status: int = 0) -> str:
+        result = subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "argosy.cli",
+                *command,
+                "-f",
+                str(EXAMPLE),
+                "-f",
+                str(self.overlay),
+            ],
+            env=self._environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert result.returncode == status, result.stderr
+        return result.stdout
+
+    def status(self) -> dict[str, Any]:
+        return msgspec.json.decode(self.run("status", "--json"), type=dict[str, Any])
+
+    def processes(self) -> dict[str, psutil.Process]:
+        """Return controller, gateway and replica by the subcommand that runs them."""
+        found = {}
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                command = process.cmdline()
+                if "argosy.cli" in command[:4] and str(self.folder) in " ".join(command):
+                    found[command[command.index("argosy.cli") + 1]] = process
+        return found
+
+    def survivors(self, before: Mapping[str, psutil.Process]) -> set[psutil.Process]:
+        return {*before.values()} & {*self.processes().values()}
+
+    def chat(self) -> str:
+        url = f"http://127.0.0.1:{self.port}/v1/chat/completions"
+        response = httpx2.post(url, json=CHAT | {"model": self.model}, timeout=60)
+        text: str = response.raise_for_status().json()["choices"][0]["message"]["content"]
+        return text
+
+    @property
+    def model(self) -> str:
+        models = httpx2.get(f"http://127.0.0.1:{self.port}/v1/models", timeout=60).json()
+        model: str = models["data"][0]["id"]
+        return model
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[Commands]:
+    commands = Commands(tmp_path)
+    commands.declare()
+    yield commands
+    for process in commands.processes().values():
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+
+
+async def test_declared_fleet_repairs_itself(fleet: Commands) -> None:
+    fleet.run("diff", status=1)
+    fleet.run("up", "--reason", "first")
+    fleet.run("diff")
+    text = fleet.chat()
+    before = fleet.processes()
+    assert before.keys() == {"controller", "gateway", "replica"}
+    for process in before.values():
+        process.kill()
+    await until(lambda: fleet.processes().keys() == before.keys() and not fleet.survivors(before))
+    fleet.run("up")  # applies nothing, and waits
+    assert fleet.chat() == text
+    (revision,) = msgspec.json.decode(fleet.run("history", "--json"))
+    assert (revision["revision"], revision["reason"]) == (1, "first")
+    fleet.run("down")
+    await until(lambda: not fleet.processes())
+    assert fleet.status()["replicas"] == []
