@@ -15,8 +15,8 @@ from argosy.fleet.control.declared_fleet import (
     stop_everything,
 )
 from argosy.fleet.control.environment import fleet_folder, open_launcher
+from argosy.fleet.control.fleet_context import FleetContext
 from argosy.fleet.control.fleet_records import ReplicaRecord, decode_records
-from argosy.fleet.control.leader_term import FleetContext
 from argosy.fleet.control.leadership import process_holder
 from argosy.fleet.control.status import FleetStatus, PoolStatus, read_fleet_status
 

@@ -6,7 +6,8 @@ import asyncio
 
 import structlog
 
-from argosy.fleet.control.leader_term import FleetContext, LeaderTerm
+from argosy.fleet.control.fleet_context import FleetContext
+from argosy.fleet.control.leader_term import LeaderTerm
 from argosy.fleet.control.leadership import Leadership
 from argosy.fleet.launchers import StaleEpochError
 from argosy.store import DeposedError

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
-from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
+from collections.abc import Coroutine, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,12 +16,13 @@ from argosy.fleet.control.declared_fleet import (
     RoutedMember,
     find_newest_revision,
 )
+from argosy.fleet.control.fleet_context import FleetContext
+from argosy.fleet.control.fleet_observer import FleetObserver
 from argosy.fleet.control.fleet_records import FleetRecords, ReplicaRecord
 from argosy.fleet.control.gateway_publisher import GatewayPublisher
 from argosy.fleet.control.leadership import Leadership
-from argosy.fleet.control.replica_monitor import CheckPaths, ReplicaMonitor, warm_up_replica
-from argosy.fleet.declaration import GATEWAY_POOL
-from argosy.fleet.launchers import LaunchedReplica, Launcher, LaunchError
+from argosy.fleet.control.replica_monitor import warm_up_replica
+from argosy.fleet.launchers import LaunchError
 from argosy.gateway import FleetPools
 from argosy.policy.reconciliation import (
     MAX_PAST_RUNS,
@@ -32,7 +30,6 @@ from argosy.policy.reconciliation import (
     Admit,
     Drain,
     ObservedFleet,
-    ObservedReplica,
     PhaseReport,
     Remove,
     ReplicaPhase,
@@ -46,38 +43,15 @@ from argosy.policy.reconciliation import (
     reconcile,
 )
 from argosy.process import run_in_daemon_thread
-from argosy.protocol import LoadResponse
-from argosy.store import DeposedError, FleetEvent, FleetLease, FleetRevision, Store, StoreError
+from argosy.store import DeposedError, FleetEvent, FleetLease, FleetRevision, StoreError
 
 OBSERVATION_INTERVAL_S = 1.0
 MAX_OBSERVATION_GAP_S = 5.0
 """Time without observation after which the silence of a replica is no evidence against it."""
-LOAD_UPDATE_INTERVAL_S = 5.0
-"""Interval at which the load of replicas is written to the store."""
 MAX_KNOWN_REVISIONS = 200
 """Number of revisions in which the settings of replicas of earlier generations are looked up."""
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.fleet")
-
-LauncherFactory = Callable[[str], Launcher]
-"""Returns the launcher of a name. Raises LaunchError if it cannot be used on this machine."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FleetContext:
-    """The fleet that a controller works for, and its means."""
-
-    store: Store
-    """The store of the fleet."""
-    store_url: str
-    """URL of the store, for the gateways."""
-    fleet: str
-    """Name of the fleet."""
-    create_launcher: LauncherFactory
-    folder: Path
-    """Private folder for the settings of the gateways."""
-    clock: Callable[[], float] = time.time
-    """Returns seconds since the epoch."""
 
 
 class LeaderTerm:
@@ -91,11 +65,8 @@ class LeaderTerm:
         self._clock = context.clock
         self._wake = asyncio.Event()
         self._records = FleetRecords()
-        self._monitor = ReplicaMonitor(self._clock, self._wake.set)
         self._publisher = GatewayPublisher(self._store.gateways, self._wake.set)
-        self._launchers: dict[str, Launcher] = {}
-        self._listings: dict[str, Mapping[str, LaunchedReplica]] = {}
-        """Latest listing of each launcher."""
+        self._observer = FleetObserver(context, self._records, self._publisher, self._wake.set)
         self._background: set[asyncio.Task[None]] = set()
         self._pending: dict[str, asyncio.Task[None]] = {}
         """Running actions of each pool. Until they end, the pool gets no others, since it is not as it was observed."""
@@ -104,7 +75,6 @@ class LeaderTerm:
         self._declared: DeclaredFleet | None = None
         self._pools = FleetPools(fleet=self._fleet)
         self._observing_since = self._last_observed_at = self._clock()
-        self._loads_updated_at = float("-inf")
         self._save_lock = asyncio.Lock()
         self._error: BaseException | None = None
 
@@ -150,9 +120,7 @@ class LeaderTerm:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._monitor.close()
-        for launcher in self._launchers.values():
-            await launcher.close()
+        await self._observer.close()
 
     # --- one round -------------------------------------------------------------------------------
 
@@ -161,14 +129,14 @@ class LeaderTerm:
         declared = await self._read_declaration()
         if declared is None:
             return None
-        unavailable = await self._list_replicas(declared)
+        unavailable = await self._observer.list_replicas(declared, self._leadership.lease.epoch)
         now = self._clock()
         self._observing_since = continue_observation(
             self._observing_since, self._last_observed_at, now, MAX_OBSERVATION_GAP_S
         )
         self._last_observed_at = now
         observed = ObservedFleet(
-            replicas=tuple(self._observe(now)),
+            replicas=tuple(self._observer.observe(declared, now)),
             observing_since=self._observing_since,
             unavailable_launchers=unavailable,
         )
@@ -200,137 +168,6 @@ class LeaderTerm:
         log.info("revision_in_force", fleet=self._fleet, revision=revision.number)
         self._record("revision_in_force", reason=f"revision {revision.number}")
         return declared
-
-    async def _list_replicas(self, declared: DeclaredFleet) -> dict[str, str]:
-        """Update listings and checks. Returns the launchers that cannot list their replicas, with the reason."""
-        names = {
-            *declared.launchers,
-            *(record.launcher for record in self._records.replicas.values()),
-        }
-        unavailable: dict[str, str] = {}
-        for name in sorted(names):
-            try:
-                launcher = self._launcher(name)
-                if name not in self._listings:
-                    # From now on the environment refuses what the last leader may still do.
-                    await launcher.drain("", self._leadership.lease.epoch)
-                self._listings[name] = await launcher.list_replicas()
-            except (LaunchError, OSError) as error:
-                unavailable[name] = str(error)
-        launched = [replica for listing in self._listings.values() for replica in listing.values()]
-
-        def check_paths(replica: LaunchedReplica) -> CheckPaths:
-            return declared.check_paths(replica.pool)
-
-        self._monitor.watch(launched, check_paths)
-        await self._monitor.wait_first_checks()
-        return unavailable
-
-    def _launcher(self, name: str) -> Launcher:
-        launcher = self._launchers.get(name)
-        if launcher is None:
-            launcher = self._launchers[name] = self._context.create_launcher(name)
-            self._run_in_background(self._forward_changes(launcher))
-        return launcher
-
-    async def _forward_changes(self, launcher: Launcher) -> None:
-        while True:
-            await launcher.changed.wait()
-            launcher.changed.clear()
-            self._wake.set()
-
-    def _observe(self, now: float) -> list[ObservedReplica]:
-        """Join listings, checks, records and gateways."""
-        observed = []
-        updates_loads = now - self._loads_updated_at >= LOAD_UPDATE_INTERVAL_S
-        if updates_loads:
-            self._loads_updated_at = now
-        listed = {
-            name: (launcher, replica)
-            for launcher, listing in self._listings.items()
-            for name, replica in listing.items()
-        }
-        for name, (launcher, replica) in listed.items():
-            record = self._records.replicas.get(name) or ReplicaRecord(
-                name=name,
-                pool=replica.pool,
-                generation=replica.generation,
-                ordinal=replica.ordinal,
-                launcher=launcher,
-            )
-            reading = self._monitor.reading(replica)
-            record = record.for_attempt(replica.attempt)
-            if reading.is_serving and record.ready_at is None:
-                record = msgspec.structs.replace(record, ready_at=now)
-                self._learn_start_time(record, replica.started_at)
-            record = msgspec.structs.replace(
-                record,
-                url=replica.url or "",
-                node=replica.node,
-                zone=replica.zone,
-                started_at=replica.started_at,
-            )
-            if updates_loads and reading.load is not None:
-                load = reading.load
-                record = msgspec.structs.replace(
-                    record,
-                    running=load.running + load.waiting,
-                    cached_tokens=load.kv_blocks_cached * load.block_size,
-                )
-            self._records.replicas[name] = record
-            observed.append(
-                ObservedReplica(
-                    name=name,
-                    pool=record.pool,
-                    generation=record.generation,
-                    ordinal=record.ordinal,
-                    launcher=launcher,
-                    state=replica.state,
-                    reason=replica.reason,
-                    attempt=replica.attempt,
-                    started_at=replica.started_at,
-                    exited_at=replica.exited_at,
-                    start_error=replica.start_error,
-                    activity=_describe_activity(replica, reading.load),
-                    last_response_at=reading.last_response_at,
-                    last_step_at=reading.last_step_at,
-                    is_serving=reading.is_serving,
-                    **self._remembered(record),
-                )
-            )
-        for name, record in self._records.replicas.items():
-            if name not in listed:
-                observed.append(
-                    ObservedReplica(
-                        name=name,
-                        pool=record.pool,
-                        generation=record.generation,
-                        ordinal=record.ordinal,
-                        launcher=record.launcher,
-                        attempt=record.attempt,
-                        **self._remembered(record),
-                    )
-                )
-        return observed
-
-    def _remembered(self, record: ReplicaRecord) -> dict[str, Any]:
-        """Return the fields of an observation that only the store and the gateways know."""
-        is_gateway = record.pool == GATEWAY_POOL
-        return {
-            "ready_at": record.ready_at,
-            "warm_up": record.warm_up,
-            "warm_up_error": record.warm_up_error,
-            "in_rotation": record.in_rotation,
-            "is_routed": is_gateway or self._publisher.is_routed(record.name),
-            "is_routed_by_any": not is_gateway and self._publisher.is_routed_by_any(record.name),
-            "past_runs": record.past_runs,
-        }
-
-    def _learn_start_time(self, record: ReplicaRecord, started_at: float) -> None:
-        if self._declared is not None and record.ready_at is not None:
-            source = self._declared.source(record.pool)
-            if source:
-                self._records.add_start_time(source, max(0.0, record.ready_at - started_at))
 
     def _record_phases(
         self, phases: Mapping[str, PhaseReport], declared: DeclaredFleet, now: float
@@ -434,16 +271,13 @@ class LeaderTerm:
             case Withdraw():
                 self._update(action.replica, in_rotation=False)
             case Drain():
-                await self._launcher(action.launcher).drain(action.replica, lease.epoch)
+                await self._observer.launcher(action.launcher).drain(action.replica, lease.epoch)
             case Stop():
-                await self._launcher(action.launcher).stop(action.replica, lease.epoch)
+                await self._observer.launcher(action.launcher).stop(action.replica, lease.epoch)
             case Remove():
-                await self._launcher(action.launcher).remove(action.replica, lease.epoch)
+                await self._observer.launcher(action.launcher).remove(action.replica, lease.epoch)
                 self._records.replicas.pop(action.replica, None)
-                listing = self._listings.get(action.launcher, {})
-                self._listings[action.launcher] = {
-                    name: replica for name, replica in listing.items() if name != action.replica
-                }
+                self._observer.forget(action.launcher, action.replica)
 
     async def _start_replica(self, action: Start, lease: FleetLease) -> None:
         record = self._records.replicas.get(action.replica) or ReplicaRecord(
@@ -462,7 +296,7 @@ class LeaderTerm:
             return
         try:
             spec = self._declared.launch_spec(action.pool, action.generation, action.ordinal)
-            await self._launcher(action.launcher).start(spec, lease.epoch)
+            await self._observer.launcher(action.launcher).start(spec, lease.epoch)
         except LaunchError as error:
             now = self._clock()
             failed = ReplicaRun(
@@ -517,7 +351,7 @@ class LeaderTerm:
             self._declared is not None
             and not (self._declared.config.pools or self._declared.config.gateways)
             and not (self._records.replicas or self._records.pending)
-            and not any(self._listings.values())
+            and self._observer.is_empty
         )
 
     def _update(self, replica: str, **fields: object) -> None:
@@ -560,14 +394,6 @@ class LeaderTerm:
         if not task.cancelled():
             self._error = self._error or task.exception()
             self._wake.set()
-
-
-def _describe_activity(replica: LaunchedReplica, load: LoadResponse | None) -> str:
-    """Return what a starting replica does, such as `loading weights, 40 %`; empty if it reports nothing."""
-    activity, fraction = replica.activity, replica.progress
-    if load is not None and load.startup is not None:
-        activity, fraction = load.startup.activity, load.startup.fraction
-    return f"{activity}, {fraction:.0%}" if activity and fraction else activity
 
 
 def _describe_pending(

@@ -1,0 +1,213 @@
+"""Observation of a fleet by listings of launchers, health checks, answers of gateways, and records."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from argosy.fleet.control.declared_fleet import DeclaredFleet
+from argosy.fleet.control.fleet_context import FleetContext
+from argosy.fleet.control.fleet_records import FleetRecords, ReplicaRecord
+from argosy.fleet.control.gateway_publisher import GatewayPublisher
+from argosy.fleet.control.replica_monitor import CheckPaths, ReplicaMonitor
+from argosy.fleet.declaration import GATEWAY_POOL
+from argosy.fleet.launchers import LaunchedReplica, Launcher, LaunchError
+from argosy.policy.reconciliation import ObservedReplica
+from argosy.protocol import LoadResponse
+
+LOAD_UPDATE_INTERVAL_S = 5.0
+"""Interval at which the load of replicas is written to the store."""
+
+
+class FleetObserver:
+    """Observes all replicas of a fleet. Not thread-safe: use it from one event loop.
+
+    Args:
+        context: The fleet.
+        records: Memory of the controllers, which it updates.
+        publisher: Source of what the gateways route to.
+        on_changed: Called when an observation may give another result.
+    """
+
+    def __init__(
+        self,
+        context: FleetContext,
+        records: FleetRecords,
+        publisher: GatewayPublisher,
+        on_changed: Callable[[], None],
+    ) -> None:
+        self._create_launcher = context.create_launcher
+        self._records = records
+        self._publisher = publisher
+        self._on_changed = on_changed
+        self._monitor = ReplicaMonitor(context.clock, on_changed)
+        self._launchers: dict[str, Launcher] = {}
+        self._listings: dict[str, Mapping[str, LaunchedReplica]] = {}
+        """Latest listing of each launcher."""
+        self._tasks: list[asyncio.Task[None]] = []
+        self._loads_updated_at = float("-inf")
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no launcher lists a replica."""
+        return not any(self._listings.values())
+
+    def forget(self, launcher: str, replica: str) -> None:
+        """Leave out a replica that was removed since the last listing."""
+        listing = self._listings.get(launcher, {})
+        self._listings[launcher] = {
+            name: listed for name, listed in listing.items() if name != replica
+        }
+
+    async def close(self) -> None:
+        """End all checks. Replicas run on."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._monitor.close()
+        for launcher in self._launchers.values():
+            await launcher.close()
+
+    async def list_replicas(self, declared: DeclaredFleet, epoch: int) -> dict[str, str]:
+        """Update listings and checks. Returns the launchers that cannot list their replicas, with the reason."""
+        names = {
+            *declared.launchers,
+            *(record.launcher for record in self._records.replicas.values()),
+        }
+        unavailable: dict[str, str] = {}
+        for name in sorted(names):
+            try:
+                launcher = self.launcher(name)
+                if name not in self._listings:
+                    # From now on the environment refuses what the last leader may still do.
+                    await launcher.drain("", epoch)
+                self._listings[name] = await launcher.list_replicas()
+            except (LaunchError, OSError) as error:
+                unavailable[name] = str(error)
+        launched = [replica for listing in self._listings.values() for replica in listing.values()]
+
+        def check_paths(replica: LaunchedReplica) -> CheckPaths:
+            return declared.check_paths(replica.pool)
+
+        self._monitor.watch(launched, check_paths)
+        await self._monitor.wait_first_checks()
+        return unavailable
+
+    def launcher(self, name: str) -> Launcher:
+        """Return the launcher of a name. Raises LaunchError if it cannot be used on this machine."""
+        launcher = self._launchers.get(name)
+        if launcher is None:
+            launcher = self._launchers[name] = self._create_launcher(name)
+            self._tasks.append(asyncio.create_task(self._forward_changes(launcher)))
+        return launcher
+
+    async def _forward_changes(self, launcher: Launcher) -> None:
+        while True:
+            await launcher.changed.wait()
+            launcher.changed.clear()
+            self._on_changed()
+
+    def observe(self, declared: DeclaredFleet, now: float) -> list[ObservedReplica]:
+        """Join listings, checks, records and gateways. Updates the records with what is seen."""
+        observed = []
+        updates_loads = now - self._loads_updated_at >= LOAD_UPDATE_INTERVAL_S
+        if updates_loads:
+            self._loads_updated_at = now
+        listed = {
+            name: (launcher, replica)
+            for launcher, listing in self._listings.items()
+            for name, replica in listing.items()
+        }
+        for name, (launcher, replica) in listed.items():
+            record = self._records.replicas.get(name) or ReplicaRecord(
+                name=name,
+                pool=replica.pool,
+                generation=replica.generation,
+                ordinal=replica.ordinal,
+                launcher=launcher,
+            )
+            reading = self._monitor.reading(replica)
+            record = record.for_attempt(replica.attempt)
+            if reading.is_serving and record.ready_at is None:
+                record = msgspec.structs.replace(record, ready_at=now)
+                self._learn_start_time(declared, record, replica.started_at)
+            record = msgspec.structs.replace(
+                record,
+                url=replica.url or "",
+                node=replica.node,
+                zone=replica.zone,
+                started_at=replica.started_at,
+            )
+            if updates_loads and reading.load is not None:
+                load = reading.load
+                record = msgspec.structs.replace(
+                    record,
+                    running=load.running + load.waiting,
+                    cached_tokens=load.kv_blocks_cached * load.block_size,
+                )
+            self._records.replicas[name] = record
+            observed.append(
+                ObservedReplica(
+                    name=name,
+                    pool=record.pool,
+                    generation=record.generation,
+                    ordinal=record.ordinal,
+                    launcher=launcher,
+                    state=replica.state,
+                    reason=replica.reason,
+                    attempt=replica.attempt,
+                    started_at=replica.started_at,
+                    exited_at=replica.exited_at,
+                    start_error=replica.start_error,
+                    activity=_describe_activity(replica, reading.load),
+                    last_response_at=reading.last_response_at,
+                    last_step_at=reading.last_step_at,
+                    is_serving=reading.is_serving,
+                    **self._remembered(record),
+                )
+            )
+        for name, record in self._records.replicas.items():
+            if name not in listed:
+                observed.append(
+                    ObservedReplica(
+                        name=name,
+                        pool=record.pool,
+                        generation=record.generation,
+                        ordinal=record.ordinal,
+                        launcher=record.launcher,
+                        attempt=record.attempt,
+                        **self._remembered(record),
+                    )
+                )
+        return observed
+
+    def _remembered(self, record: ReplicaRecord) -> dict[str, Any]:
+        """Return the fields of an observation that only the store and the gateways know."""
+        is_gateway = record.pool == GATEWAY_POOL
+        return {
+            "ready_at": record.ready_at,
+            "warm_up": record.warm_up,
+            "warm_up_error": record.warm_up_error,
+            "in_rotation": record.in_rotation,
+            "is_routed": is_gateway or self._publisher.is_routed(record.name),
+            "is_routed_by_any": not is_gateway and self._publisher.is_routed_by_any(record.name),
+            "past_runs": record.past_runs,
+        }
+
+    def _learn_start_time(
+        self, declared: DeclaredFleet, record: ReplicaRecord, started_at: float
+    ) -> None:
+        source = declared.source(record.pool)
+        if source and record.ready_at is not None:
+            self._records.add_start_time(source, max(0.0, record.ready_at - started_at))
+
+
+def _describe_activity(replica: LaunchedReplica, load: LoadResponse | None) -> str:
+    """Return what a starting replica does, such as `loading weights, 40 %`; empty if it reports nothing."""
+    activity, fraction = replica.activity, replica.progress
+    if load is not None and load.startup is not None:
+        activity, fraction = load.startup.activity, load.startup.fraction
+    return f"{activity}, {fraction:.0%}" if activity and fraction else activity
