@@ -67,7 +67,8 @@ class Commands:
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 command = process.cmdline()
-                if "argosy.cli" in command[:4] and str(self.folder) in " ".join(command):
+                state = process.environ().get("XDG_STATE_HOME")
+                if "argosy.cli" in command[:4] and state == str(self.folder):
                     found[command[command.index("argosy.cli") + 1]] = process
         return found
 

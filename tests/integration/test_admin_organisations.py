@@ -114,6 +114,7 @@ CASES: dict[str, EndpointCase] = {
     "list_pools": EndpointCase("viewer", "gateway", is_organisation_independent=True),
     "list_replicas": EndpointCase("viewer", "gateway", is_organisation_independent=True),
     "list_replica_events": EndpointCase("viewer", "gateway", is_organisation_independent=True),
+    "list_fleet_events": EndpointCase("viewer", "gateway", is_organisation_independent=True),
     "cordon_replica": EndpointCase("operator", "gateway", body=replica_fields),
     "drain_replica": EndpointCase("operator", "gateway", body=replica_fields),
     "undrain_replica": EndpointCase("operator", "gateway", body=replica_fields),

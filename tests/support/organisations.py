@@ -138,6 +138,7 @@ async def run_admin_gateway(store_url: str) -> AsyncIterator[AdminGateway]:
             port=0,
             models=[ModelConfig(name="big", replicas=replicas)],
             store=StoreConfig(url=store_url),
+            fleet="demo",
         )
         ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         server = GatewayServer(config, ready.set_result)

@@ -144,6 +144,16 @@ ERROR_CODES = (
     ),
     ErrorCode(
         409,
+        "other_fleet",
+        "Between controller and gateway: the gateway belongs to another fleet. Check `fleet` in its settings.",
+    ),
+    ErrorCode(
+        409,
+        "stale_version",
+        "Between controller and gateway: the gateway has a later version of the pools. Another controller leads.",
+    ),
+    ErrorCode(
+        409,
         "other_model",
         "Between gateway and replica: the replica has another model or another arithmetic (data type, quantization,"
         " kernels, instruction set) than the one that began the response.",

@@ -41,7 +41,10 @@ class HostTensorAttention(TritonAttention):
         rope: RopeRotation | None,
     ) -> Tensor:
         q, k, v = q.to(DEVICE), k.to(DEVICE), None if v is None else v.to(DEVICE)
-        on_device: Any = {each.name: getattr(batch, each.name).to(DEVICE) for each in fields(batch)}
+        values = {each.name: getattr(batch, each.name) for each in fields(batch)}
+        on_device: Any = {
+            name: None if value is None else value.to(DEVICE) for name, value in values.items()
+        }
         if rope is not None:
             rope = rope[0].to(DEVICE), rope[1].to(DEVICE)
         if params.sinks is not None:

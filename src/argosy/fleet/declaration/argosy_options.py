@@ -21,6 +21,8 @@ class ArgosyOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Device that runs the model."""
     quantize: Literal["int8", "int4", "fp8", "none"] | None = None
     """Quantize weights while they are loaded."""
+    task: Literal["auto", "generate", "embed", "score"] | None = None
+    """Use of the model: text, embeddings or scores."""
     model_impl: Literal["auto", "argosy", "transformers"] | None = None
     """Implementation of the model."""
     trust_remote_code: bool = False
