@@ -205,11 +205,10 @@ async def test_background_response_is_polled_and_followed(fleet: DialectFleet) -
     await until(lambda: any(engine.paused.is_set() for engine in fleet.engines))
     running = await client.responses.retrieve(created.id)
     assert (running.status, running.output) == ("in_progress", [])
-    followed = [asyncio.create_task(read_events(client, created.id, after)) for after in (None, 3)]
-    await asyncio.sleep(0)
+    followed = [await open_events(client, created.id, after) for after in (None, 3)]
     for engine in fleet.engines:
         engine.may_continue.set()
-    whole, rest = await asyncio.gather(*followed)
+    whole, rest = [[event async for event in events] for events in followed]
     assert [event.sequence_number for event in whole] == list(range(len(whole)))
     assert [event.sequence_number for event in rest] == list(range(4, len(whole)))
     final = await wait_for_end(client, created.id)
@@ -251,13 +250,19 @@ async def test_repeated_background_request_gets_the_first_response(fleet: Dialec
     assert len(await fleet.take_rows(1)) == 1
 
 
+async def open_events(
+    client: openai.AsyncOpenAI, response_id: str, starting_after: int | None
+) -> openai.AsyncStream[Any]:
+    extra: dict[str, Any] = {} if starting_after is None else {"starting_after": starting_after}
+    events: openai.AsyncStream[Any]
+    events = await client.responses.retrieve(response_id, stream=True, **extra)
+    return events
+
+
 async def read_events(
     client: openai.AsyncOpenAI, response_id: str, starting_after: int | None
 ) -> list[Any]:
-    extra: dict[str, Any] = {} if starting_after is None else {"starting_after": starting_after}
-    return [
-        event async for event in await client.responses.retrieve(response_id, stream=True, **extra)
-    ]
+    return [event async for event in await open_events(client, response_id, starting_after)]
 
 
 async def test_background_stream_goes_on_without_its_client(fleet: DialectFleet) -> None:
