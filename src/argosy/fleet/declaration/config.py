@@ -51,7 +51,8 @@ class FleetModelConfig(ModelConfig, frozen=True, kw_only=True, forbid_unknown_fi
     )
     """Branch, tag or commit of the source."""
     digest: Annotated[str, Meta(pattern="^sha256:[0-9a-f]{64}$")] | None = None
-    """SHA-256 digest of the model's manifest. Another digest is another model, so its replicas are replaced."""
+    """SHA-256 digest of the model's manifest. Another digest is another model, so its replicas are replaced. Loaded
+    weights are not compared with it yet."""
 
 
 class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -77,13 +78,13 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     replicas: ReplicaCount | None = None
     """Number of replicas that serve. 1 if neither it nor `min_replicas` is set."""
     min_replicas: ReplicaCount | None = None
-    """Fewest replicas that serve. The autoscaler acts between it and `max_replicas`."""
+    """Fewest replicas that serve, and their number without `replicas`. There is no autoscaler yet."""
     max_replicas: ReplicaCount | None = None
     """Most replicas that serve."""
     spares: ReplicaCount = 0
     """Number of further replicas that are started and warm, and serve when another one is lost."""
     launcher: LauncherName = "local"
-    """Where the replicas run: as processes on the controller's machine, on Ray, on Kubernetes, or in a simulation."""
+    """Where the replicas run. This version has `local` only: processes on the controller's machine."""
     zones: tuple[LabelText, ...] = ()
     """Zones over which the replicas are spread. Empty for any."""
     labels: dict[LabelText, LabelText] = {}
@@ -162,7 +163,7 @@ class FleetConfig(GatewayConfig, frozen=True, kw_only=True, forbid_unknown_field
     controller: ControllerConfig = ControllerConfig()
     """The controllers."""
     objectives: ObjectivesConfig = ObjectivesConfig()
-    """Service levels that the fleet is to meet."""
+    """Service levels that the fleet is to meet. Nothing acts on them yet."""
 
     def model_of(self, pool: PoolConfig) -> FleetModelConfig:
         """Return the model that a pool runs."""
