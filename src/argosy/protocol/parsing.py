@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -19,8 +20,7 @@ _MISSING_FIELD = re.compile(r"missing required field `([^`]*)`")
 _ERROR_PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 _MAX_NAME_CHARS = 100
 _MAX_PROBLEM_CHARS = 300
-_get_decoder: Callable[[Any], msgspec.json.Decoder[Any]] = functools.cache(msgspec.json.Decoder)
-"""Return the cached decoder of a type."""
+_decoder_lock = threading.Lock()
 _MAX_DELIMITERS = {
     b'"': (1 << 20, "strings"),
     b"[": (1 << 19, "lists"),
@@ -82,6 +82,19 @@ def parse_request_body(
         raise _to_api_error(str(error)) from error
 
 
+def _build_decoder(body_type: Any) -> msgspec.json.Decoder[Any]:  # noqa: ANN401 - any type that msgspec supports
+    """Build the decoder of a type, one at a time.
+
+    While msgspec builds the fields of a struct, another thread that uses the type crashes the process (msgspec 0.22).
+    """
+    with _decoder_lock:
+        return msgspec.json.Decoder(body_type)
+
+
+_get_decoder: Callable[[Any], msgspec.json.Decoder[Any]] = functools.cache(_build_decoder)
+"""Return the cached decoder of a type."""
+
+
 def _decode(body_type: type[T], body: bytes) -> T:
     """Decode a JSON body.
 
@@ -121,6 +134,7 @@ def parse_query(query_type: type[T], parameters: Mapping[str, str]) -> T:
     Raises:
         ApiError(400): A parameter is invalid; see `parse_body`.
     """
+    _get_decoder(query_type)  # builds the type in one thread
     try:
         return msgspec.convert(dict(parameters), type=query_type, strict=False)
     except msgspec.ValidationError as error:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from typing import Annotated
 
 import msgspec
@@ -205,3 +207,33 @@ def test_invalid_query_parameter_is_named(query: dict[str, str]) -> None:
     with pytest.raises(ApiError) as caught:
         parse_query(Query, query)
     assert (caught.value.status, caught.value.param) == (400, next(iter(query)))
+
+
+def test_threads_may_decode_a_type_for_the_first_time_at_once() -> None:
+    """In a process of its own, because msgspec reads a type that is half built beyond its end."""
+    script = """
+import threading
+from typing import Any
+import msgspec
+from argosy.protocol import parse_body
+
+first_has_begun, second_has_ended = threading.Event(), threading.Event()
+
+def slow_annotation():
+    first_has_begun.set()
+    second_has_ended.wait(0.2)  # times out if the second waits for the first
+    return int
+
+Part = msgspec.defstruct("Part", [("c", "slow_annotation()")], module=__name__)
+Body = msgspec.defstruct("Body", [("a", Part), ("b", int)], module=__name__)
+results = []
+first = threading.Thread(target=lambda: results.append(parse_body(Body, b'{"a": {"c": 1}, "b": 2}')))
+first.start()
+first_has_begun.wait()
+results.append(parse_body(Body, b'{"a": {"c": 1}, "b": 2}'))
+second_has_ended.set()
+first.join()
+assert results == [Body(Part(1), 2)] * 2
+"""
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, check=False)
+    assert process.returncode == 0, process.stderr.decode()
