@@ -198,7 +198,6 @@ async def test_streams_survive_signal_to_replica(
     await victim.restart()
 
 
-@pytest.mark.exhaustive  # half a minute of two cores
 async def test_streams_of_all_apis_survive_killed_replica(
     fleet: ReplicaFleet, tmp_path: Path
 ) -> None:

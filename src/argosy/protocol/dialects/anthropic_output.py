@@ -81,6 +81,8 @@ class AnthropicOutput(DialectOutput):
         """Whether the last block is open."""
 
     def start(self, identity: OutputIdentity, tokens: OutputTokens) -> None:
+        # The first event of a replica has as many tokens as were ready, so the number would differ between runs.
+        tokens = msgspec.structs.replace(tokens, output=min(tokens.output, 1), reasoning=0)
         self._message = {
             "id": f"msg_{identity.id}",
             "type": "message",
