@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from typing import Annotated
 
 import typer
 
+from argosy.cli.account_lookup import StoreUrl
 from argosy.cli.failure import fail
 from argosy.cli.fleet_target import (
     FilesOption,
     FleetOption,
-    StoreUrl,
     open_fleet,
     parse_revision,
 )
+
+EXIT_TERMINATED = 128 + signal.SIGTERM
 
 
 def controller(
@@ -71,6 +74,10 @@ def controller(
                 await asyncio.wait({work})
             if not work.cancelled():
                 work.result()
+            elif until_down:
+                raise typer.Exit(
+                    EXIT_TERMINATED
+                )  # so that a keeper does not take the fleet for down
 
         try:
             asyncio.run(run())

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from argosy.cli.account_lookup import StoreUrl
 from argosy.cli.failure import EXIT_FAILURE, fail
 from argosy.cli.fleet_progress import read_status, wait_until_gone, wait_until_ready
 from argosy.cli.fleet_target import (
@@ -15,7 +16,6 @@ from argosy.cli.fleet_target import (
     FleetOption,
     FleetTarget,
     Reason,
-    StoreUrl,
     Timeout,
     Wait,
     open_declared,

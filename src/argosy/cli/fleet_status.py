@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from argosy.cli.account_lookup import StoreUrl
 from argosy.cli.failure import EXIT_FAILURE, fail
 from argosy.cli.fleet_progress import read_status
-from argosy.cli.fleet_target import FilesOption, FleetOption, StoreUrl, open_fleet
+from argosy.cli.fleet_target import FilesOption, FleetOption, open_fleet
 from argosy.cli.output import JsonOutput, print_json, print_records, strip_control_characters
 from argosy.cli.timestamps import format_timestamp
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from argosy.cli.account_lookup import StoreUrl, open_or_create_store
+from argosy.cli.account_lookup import open_or_create_store
 from argosy.cli.failure import fail
 
 if TYPE_CHECKING:
@@ -38,20 +38,6 @@ Wait = Annotated[
 ]
 Timeout = Annotated[
     float, typer.Option(min=0, help="Seconds to wait before the command fails with status 1.")
-]
-__all__ = [
-    "DEFAULT_FILE",
-    "FilesArgument",
-    "FilesOption",
-    "FleetOption",
-    "FleetTarget",
-    "Reason",
-    "StoreUrl",
-    "Timeout",
-    "Wait",
-    "open_declared",
-    "open_fleet",
-    "parse_revision",
 ]
 
 

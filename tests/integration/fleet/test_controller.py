@@ -28,7 +28,7 @@ from argosy.fleet.control import (
 )
 from argosy.fleet.declaration import FleetConfig, dump_fleet, parse_fleet
 from argosy.fleet.launchers import LocalProcessLauncher
-from argosy.store import FleetEvent, open_store
+from argosy.store import FleetEvent, StoreUnavailableError, open_store
 
 FLEET = "demo"
 LEASE_S = 1.0
@@ -192,3 +192,27 @@ async def test_status_says_why_replicas_do_not_run(fleet: Fleet) -> None:
     await fleet.wait_for_reason(lambda reason: "no launcher 'ray'" in reason)
     fleet.apply(declare(replicas=1))
     await until(lambda: fleet.status.is_as_declared)
+
+
+async def test_controller_outlives_failures_of_the_store(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet.apply(declare())
+    controller = fleet.start_controller("first")
+    before = await fleet.as_declared("chat-1-0", "chat-1-1")
+    num_failures = 0
+
+    def fail(*_: object) -> None:
+        nonlocal num_failures
+        num_failures += 1
+        raise StoreUnavailableError("The database cannot be used: it is gone.")
+
+    with monkeypatch.context() as patched:
+        for name in ("save_records", "append_events", "renew_lease"):
+            patched.setattr(fleet.store.fleets, name, fail)
+        os.kill(before["chat-1-0"], signal.SIGKILL)
+        await until(lambda: num_failures > 10)
+    await until(lambda: [e.outcome for e in fleet.events("replica_start")].count("ok") == 3)
+    after = await fleet.as_declared("chat-1-0", "chat-1-1")
+    assert after["chat-1-1"] == before["chat-1-1"]
+    assert not controller.done()

@@ -10,7 +10,7 @@ from argosy.fleet.control.fleet_context import FleetContext
 from argosy.fleet.control.leader_term import LeaderTerm
 from argosy.fleet.control.leadership import Leadership
 from argosy.fleet.launchers import StaleEpochError
-from argosy.store import DeposedError
+from argosy.store import StoreError
 
 DEFAULT_LEASE_S = 5.0
 
@@ -53,7 +53,7 @@ class Controller:
         try:
             await asyncio.wait({keep_lease, lead}, return_when=asyncio.FIRST_COMPLETED)
             await (lead if lead.done() else keep_lease)
-        except (DeposedError, StaleEpochError) as error:
+        except (StaleEpochError, StoreError) as error:
             log.warning("leadership_lost", fleet=self._context.fleet, reason=str(error))
             return False
         finally:

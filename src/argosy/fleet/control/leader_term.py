@@ -72,6 +72,8 @@ class LeaderTerm:
         """Running actions of each pool. Until they end, the pool gets no others, since it is not as it was observed."""
         self._warm_ups: dict[str, asyncio.Task[None]] = {}
         self._events: list[FleetEvent] = []
+        self._read_revision = 0
+        """Number of the revision that was read last, also if it is invalid."""
         self._declared: DeclaredFleet | None = None
         self._pools = FleetPools(fleet=self._fleet)
         self._observing_since = self._last_observed_at = self._clock()
@@ -150,13 +152,14 @@ class LeaderTerm:
         """Return the revision in force, or the last valid one; None before the first."""
         store = self._store.fleets
         revision = await run_in_daemon_thread(store.latest_revision, self._fleet)
-        if revision is None or (self._declared and self._declared.number == revision.number):
+        if revision is None or revision.number == self._read_revision:
             return self._declared
         known = await run_in_daemon_thread(store.list_revisions, self._fleet, MAX_KNOWN_REVISIONS)
 
         def find_revision(pool: str, generation: int) -> FleetRevision | None:
             return find_newest_revision(known, pool, generation)
 
+        self._read_revision = revision.number
         try:
             declared = DeclaredFleet(
                 revision, find_revision, self._context.folder, self._context.store_url
@@ -244,7 +247,9 @@ class LeaderTerm:
             outcome = "ok"
             try:
                 await self._run_action(action)
-            except (LaunchError, OSError) as error:
+            except DeposedError:
+                raise
+            except (LaunchError, OSError, StoreError) as error:
                 outcome = str(error)
                 log.error("action_failed", replica=action.replica, reason=outcome)  # noqa: TRY400 - the reason suffices
             self._record(
@@ -259,7 +264,7 @@ class LeaderTerm:
         """Carry out an action.
 
         Raises:
-            LaunchError, OSError: It failed. It is decided again by what is observed then.
+            LaunchError, OSError, StoreError: It failed. It is decided again by what is observed then.
             DeposedError, StaleEpochError: Another controller leads by now.
         """
         lease = self._leadership.lease
