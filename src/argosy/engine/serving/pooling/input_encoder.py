@@ -10,10 +10,8 @@ from argosy.engine.pooling import PoolingInfo
 from argosy.engine.serving.preprocessing import token_id_rules
 from argosy.engine.serving.text.chat_template import ChatTemplate
 from argosy.engine.serving.text.tokenizer import EncodedInput, Tokenizer
-from argosy.protocol import ApiError, invalid_request
+from argosy.protocol import MODEL_LIMIT, ApiError, invalid_request
 
-TRUNCATE_TO_LIMIT = -1
-"""Value of `truncate_tokens` that stands for the model's limit."""
 _PREFIX = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
     'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
@@ -97,7 +95,7 @@ class InputEncoder:
         limit = limits.truncate_tokens
         if limit is None:
             return None
-        if limit == TRUNCATE_TO_LIMIT:
+        if limit == MODEL_LIMIT:
             return self._info.max_input_tokens
         if limit < 1:
             raise invalid_request(

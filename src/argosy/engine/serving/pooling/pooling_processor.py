@@ -24,10 +24,8 @@ from argosy.engine.serving.pooling.results import (
 from argosy.engine.serving.preprocessing.request_processor import GatewayHeaders
 from argosy.engine.serving.text.chat_template import ChatTemplate
 from argosy.engine.serving.text.tokenizer import EncodedInput, Tokenizer
-from argosy.protocol import ApiError, SamplingParams, invalid_request
+from argosy.protocol import MAX_INPUTS, ApiError, SamplingParams, invalid_request
 
-MAX_INPUTS = 2048
-"""Maximum number of inputs of one request, as of the OpenAI API."""
 NO_TOKENS = SamplingParams(max_tokens=0)
 QUERY_PROMPTS = ("query",)
 DOCUMENT_PROMPTS = ("document", "passage", "corpus")
