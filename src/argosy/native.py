@@ -1,4 +1,4 @@
-"""Build of C++ sources with the system's compiler on first use, and a cache of the built libraries."""
+"""Build of C++ sources with the system's compiler, in advance or on first use, and a cache of the built libraries."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ LOAD_FAILURE_REMEDY = (
 )
 """Remedy for the error message of a built library that does not load."""
 CHECKSUM_BYTES = hashlib.sha256().digest_size
+PREBUILT_VARIABLE = "ARGOSY_NATIVE_FOLDER"
+"""Environment variable with the folder of `prebuild_library`, for machines without a compiler."""
 
 
 class NativeUnavailableError(Exception):
@@ -49,18 +51,47 @@ def build_library(
     Args:
         sources: Folder of the C++ sources.
         flags: Compiler flags.
-        compiler: Name or path; None for $CXX, or else c++, g++ or clang++.
+        compiler: Name or path; None for the library that was built in advance, or else $CXX, c++, g++ or clang++.
         build_folder: Folder of the cached builds.
 
     Raises:
         NativeUnavailableError: The library cannot be built.
     """
+    prebuilt_folder = os.environ.get(PREBUILT_VARIABLE)
+    if prebuilt_folder and compiler is None:
+        prebuilt = _prebuilt_path(Path(prebuilt_folder), sources, flags)
+        if _is_intact(prebuilt):
+            return prebuilt
     program = _find_compiler(compiler)
     folder = build_folder or _default_build_folder()
     path = folder / _fingerprint(sources, program, flags) / f"{sources.parent.name}.so"
     if not _is_intact(path):
         _compile_library(sources, program, flags, path)
     return path
+
+
+def prebuild_library(sources: Path, flags: tuple[str, ...], folder: Path) -> Path:
+    """Build a library for machines without a compiler, which find it by `$ARGOSY_NATIVE_FOLDER`.
+
+    The flags must select a CPU, not `native`: the library is loaded on any machine of the same architecture.
+
+    Raises:
+        NativeUnavailableError: The library cannot be built.
+    """
+    program = _find_compiler(None)
+    path = _prebuilt_path(folder, sources, flags)
+    _compile_library(sources, program, flags, path)
+    _version_path(path).write_text(_compiler_version(program), encoding="utf-8")
+    return path
+
+
+def _prebuilt_path(folder: Path, sources: Path, flags: tuple[str, ...]) -> Path:
+    return folder / _digest_inputs(sources, flags).hexdigest()[:24] / f"{sources.parent.name}.so"
+
+
+def _version_path(library: Path) -> Path:
+    """Return the path of the version of the compiler that built a library in advance."""
+    return library.with_suffix(".compiler")
 
 
 def _find_compiler(compiler: str | None) -> str:
@@ -101,12 +132,18 @@ def _temporary_folder() -> Path:
 
 def _fingerprint(sources: Path, program: str, flags: tuple[str, ...]) -> str:
     """Return a hash of the inputs of a build, which are sources, flags, compiler version and CPU features."""
+    digest = _digest_inputs(sources, flags)
+    digest.update("\0".join((program, _cpu_features(), _compiler_version(program))).encode())
+    return digest.hexdigest()[:24]
+
+
+def _digest_inputs(sources: Path, flags: tuple[str, ...]) -> hashlib._Hash:
+    """Return a hash of the inputs of a build that do not depend on the machine's compiler and CPU."""
     digest = hashlib.sha256()
     for source in sorted(sources.iterdir()):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
-    digest.update("\0".join((program, *flags, platform.machine(), _cpu_features())).encode())
-    digest.update(_compiler_version(program).encode())
-    return digest.hexdigest()[:24]
+    digest.update("\0".join((*flags, platform.machine(), "")).encode())
+    return digest
 
 
 def _cpu_features() -> str:
@@ -121,13 +158,19 @@ def _cpu_features() -> str:
     )
 
 
-def compiler_version(compiler: str | None = None) -> str:
-    """Return the first line of the compiler's version, such as `c++ (Debian 12.2.0) 12.2.0`.
+def compiler_version(library: Path) -> str:
+    """Return the first line of the version of a library's compiler, such as `c++ (Debian 12.2.0) 12.2.0`.
 
     Raises:
-        NativeUnavailableError: No compiler is found, or it cannot be run.
+        NativeUnavailableError: The compiler is not found any more, or cannot be run.
     """
-    return _compiler_version(_find_compiler(compiler)).partition("\n")[0]
+    try:
+        version = _version_path(library).read_text(encoding="utf-8")
+    except (
+        FileNotFoundError
+    ):  # built on this machine, or a new compiler would have built another library
+        version = _compiler_version(_find_compiler(None))
+    return version.partition("\n")[0]
 
 
 @cache

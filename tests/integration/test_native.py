@@ -13,7 +13,13 @@ from pathlib import Path
 import pytest
 from tests.support.home_folders import remove_home
 
-from argosy.native import CompilerError, NativeUnavailableError, build_library
+from argosy.native import (
+    CompilerError,
+    NativeUnavailableError,
+    build_library,
+    compiler_version,
+    prebuild_library,
+)
 
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
 
@@ -42,6 +48,23 @@ def test_complete_build_is_reused(sources: Path, tmp_path: Path) -> None:
     first = build_library(sources, FLAGS, build_folder=tmp_path)
     inode = first.stat().st_ino
     assert build_library(sources, FLAGS, build_folder=tmp_path).stat().st_ino == inode
+
+
+def test_prebuilt_library_is_used_without_a_compiler(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prebuilt = prebuild_library(sources, FLAGS, tmp_path / "prebuilt")
+    version = compiler_version(prebuilt)
+    monkeypatch.setenv("ARGOSY_NATIVE_FOLDER", str(tmp_path / "prebuilt"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    assert build_library(sources, FLAGS) == prebuilt
+    assert compiler_version(prebuilt) == version != ""
+    with pytest.raises(NativeUnavailableError, match="install g"):
+        build_library(sources, (*FLAGS, "-O2"))
+    prebuilt.write_bytes(prebuilt.read_bytes()[:-1])
+    with pytest.raises(NativeUnavailableError, match="install g"):
+        build_library(sources, FLAGS)
 
 
 SYNCHRONIZED_COMPILER = """#!/bin/sh

@@ -10,6 +10,7 @@ import typer
 from argosy.cli import (
     audit,
     bench,
+    build_native,
     chat,
     controller,
     embed,
@@ -62,6 +63,7 @@ app.add_typer(store.app, name="store")
 app.add_typer(models.app, name="models")
 app.add_typer(replicas.app, name="replicas")
 app.add_typer(bench.app, name="bench")
+app.command("build-native")(build_native.build_native)
 
 
 @app.command("version")

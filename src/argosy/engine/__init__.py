@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         find_stored_integers,
         read_any_architecture,
     )
+    from argosy.engine.execution.native_kernels import prebuild_kernels
     from argosy.engine.execution.pooling_layout import read_pooling_layout
     from argosy.engine.llm import LLM
     from argosy.engine.offline_sampling_params import SamplingParams
@@ -54,6 +55,7 @@ __all__ = [
     "SamplingParams",
     "StoredIntegers",
     "find_stored_integers",
+    "prebuild_kernels",
     "read_any_architecture",
     "read_pooling_layout",
     "resolve_model_path",
@@ -81,6 +83,7 @@ _MODULE_BY_NAME = {
     "resolve_model_path": "execution.checkpoint",
     "StoredIntegers": "execution.checkpoint_reader",
     "find_stored_integers": "execution.model_selection",
+    "prebuild_kernels": "execution.native_kernels",
     "read_any_architecture": "execution.model_selection",
     "read_pooling_layout": "execution.pooling_layout",
     "weight_files": "execution.checkpoint",

@@ -28,6 +28,7 @@ from argosy.gateway.fleet_pools import (
     RoutedReplica,
 )
 from argosy.gateway.model_routes import RouteConfig
+from argosy.gateway.proxy import prebuild_fast_path
 from argosy.gateway.server import GatewayServer, serve_gateway
 from argosy.gateway.upstream import UpstreamError, UpstreamTls
 
@@ -53,6 +54,7 @@ __all__ = [
     "check_exposure",
     "is_loopback",
     "load_config",
+    "prebuild_fast_path",
     "serve_gateway",
     "validate_config",
 ]

@@ -268,7 +268,10 @@ class _CpuDevice:
 
     @property
     def kernel_compiler(self) -> str:
-        return "" if active_kernels_name() == TORCH_ISA_NAME else compiler_version()
+        try:
+            return compiler_version(load_kernels().path)
+        except NativeUnavailableError:
+            return ""
 
     def instruction_set(self, dtype: torch.dtype, weight_format: WeightFormat | None) -> str:
         kernels = active_kernels_name()

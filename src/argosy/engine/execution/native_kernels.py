@@ -11,9 +11,15 @@ from typing import TYPE_CHECKING, get_args
 import structlog
 import torch
 
-from argosy.engine.execution.isa import TORCH_ISA_NAME, Isa, candidate_isas
+from argosy.engine.execution.isa import ISAS, TORCH_ISA_NAME, Isa, candidate_isas
 from argosy.engine.execution.model_architecture import Activation
-from argosy.native import LOAD_FAILURE_REMEDY, CompilerError, NativeUnavailableError, build_library
+from argosy.native import (
+    LOAD_FAILURE_REMEDY,
+    CompilerError,
+    NativeUnavailableError,
+    build_library,
+    prebuild_library,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -152,6 +158,26 @@ def load_kernels(
     if isinstance(kernels, str):
         raise NativeUnavailableError(kernels)
     return kernels
+
+
+def prebuild_kernels(folder: Path) -> dict[str, Path]:
+    """Build the kernels for machines without a compiler, by the name of the instruction set.
+
+    An instruction set that the compiler does not know is left out. So is one without a name that all CPUs share.
+
+    Raises:
+        NativeUnavailableError: There is no compiler, or the folder cannot be written.
+    """
+    built = {}
+    for isa in ISAS:
+        if "-march=native" in isa.compiler_flags:
+            continue
+        try:
+            flags = (*COMPILER_FLAGS, *isa.compiler_flags)
+            built[isa.name] = prebuild_library(KERNEL_SOURCES, flags, folder)
+        except CompilerError as error:
+            log.warning("kernel_build_failed", isa=isa.name, reason=str(error))
+    return built
 
 
 def active_kernels_name() -> str:

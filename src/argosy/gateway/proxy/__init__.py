@@ -7,7 +7,7 @@ the client through a `ResponseWriter`. An `AttemptMeter` reports its speed, and 
 `FastPathSwitch` moves both sockets of a regular stream to the native `FastPath`.
 """
 
-from argosy.gateway.proxy.fast_path import FastPath, load_fast_path
+from argosy.gateway.proxy.fast_path import FastPath, load_fast_path, prebuild_fast_path
 from argosy.gateway.proxy.handlers import CompletionHandlers
 from argosy.gateway.proxy.refusal_errors import RETRY_AFTER_S, no_replica_error
 from argosy.gateway.proxy.upstream_headers import REFUSE_UNKNOWN_FIELDS, forward_notes
@@ -20,4 +20,5 @@ __all__ = [
     "forward_notes",
     "load_fast_path",
     "no_replica_error",
+    "prebuild_fast_path",
 ]

@@ -16,7 +16,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from argosy.native import LOAD_FAILURE_REMEDY, NativeUnavailableError, build_library
+from argosy.native import (
+    LOAD_FAILURE_REMEDY,
+    NativeUnavailableError,
+    build_library,
+    prebuild_library,
+)
 
 SOURCE_FOLDER = Path(__file__).parent / "csrc"
 COMPILER_FLAGS = ("-std=c++17", "-O2", "-fPIC", "-pthread")
@@ -230,3 +235,12 @@ def load_fast_path() -> FastPathLibrary:
         raise NativeUnavailableError(
             f"{path} does not load ({error}); {LOAD_FAILURE_REMEDY}"
         ) from error
+
+
+def prebuild_fast_path(folder: Path) -> Path:
+    """Build the native library for machines without a compiler.
+
+    Raises:
+        NativeUnavailableError: There is no compiler, or the folder cannot be written.
+    """
+    return prebuild_library(SOURCE_FOLDER, COMPILER_FLAGS, folder)
