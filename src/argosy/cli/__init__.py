@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
+import os
 import signal
 import sys
 from typing import TYPE_CHECKING
@@ -25,6 +26,8 @@ def main() -> None:
     handles_interrupt = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if handles_interrupt:  # nothing needs a clean-up yet, and a traceback of imports would not help
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if os.getpid() == 1:  # of a container: the system ignores what process 1 does not handle
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with contextlib.ExitStack() as stack:
         core = None
         if sys.argv[1:2] == ["replica"]:
