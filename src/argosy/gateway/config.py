@@ -253,7 +253,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     run requests. The maximum does not apply to `auth.trusted_proxies`. None means three quarters of the connections
     that the limit on open files permits, and no maximum for addresses of the gateway's own machine."""
     fast_path: Literal["auto", "off"] = "auto"
-    """Forward streams in native code where possible. `auto` needs a C++ compiler."""
+    """Forward streams in native code where possible. `auto` needs a C++ compiler, or code that was built in advance."""
     drain_deadline_s: Annotated[float, Meta(ge=0)] = 30.0
     """How long running requests may take after SIGTERM."""
     drain_keepalive_s: Annotated[float, Meta(ge=0)] = 1.0
