@@ -23,6 +23,7 @@ from tests.integration.fleet.launcher_suite import (
     spec,
     wait_for,
 )
+from tests.support.waiting import until
 
 from argosy.fleet.launchers import (
     LaunchError,
@@ -118,13 +119,14 @@ async def test_drain_deadline_holds_without_launcher(
     launcher: LocalProcessLauncher, environment: LocalEnvironment
 ) -> None:
     await launcher.start(spec("ignore-sigterm", drain_deadline_s=0.2), 1)
-    await read_pid((await launcher.list_replicas())["a-1-0"])
+    monitor = monitor_of(await read_pid((await launcher.list_replicas())["a-1-0"]))
     await launcher.drain("a-1-0", 1)
     assert (await launcher.list_replicas())["a-1-0"].state == LaunchState.DRAINING
     await launcher.close()
     adopter = environment.create_launcher()
     killed = await wait_for(adopter, has_exited)
     assert killed.reason == "it did not exit within 0.2 s of the drain and was killed"
+    await until(lambda: not monitor.is_running())  # reaped, although its launcher is closed
     await adopter.close()
 
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import Thread
 from urllib.parse import quote
 
 import msgspec
@@ -243,13 +244,14 @@ class LocalProcessLauncher:
             self._watch_task = None
         for name in list(self._pidfds):
             self._forget_pidfd(name)
-        for monitor in self._children.values():
+        for name, monitor in self._children.items():
             if monitor.stdin is not None:
                 monitor.stdin.close()
             if self._die_with_launcher:
                 await run_in_daemon_thread(monitor.wait)
             elif monitor.poll() is None:
-                monitor.returncode = 0  # avoids the warning that it still runs, as it shall
+                # It runs on as a child of this process, which has to reap it whenever it ends.
+                Thread(target=monitor.wait, name=f"reap-{name}", daemon=True).start()
         self._children.clear()
         self._waiting.clear()
 
