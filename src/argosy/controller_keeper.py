@@ -7,7 +7,6 @@ need not be restarted itself. Where systemd or Kubernetes restarts the controlle
 from __future__ import annotations
 
 import fcntl
-import os
 import signal
 import subprocess
 import sys
@@ -21,7 +20,7 @@ MAX_LOG_BYTES = 32 * 1024 * 1024
 BASE_BACKOFF_S = 0.25
 MAX_BACKOFF_S = 10.0
 LOCK_TIMEOUT_S = 10.0
-"""Time in which the controller of a fleet that is down ends. After `argosy down` and `up`, the new keeper waits for it."""
+"""Time that a new keeper waits for another one to end, which `argosy down` may just have ended."""
 LOCK_RETRY_INTERVAL_S = 0.1
 HEALTHY_AFTER_S = 30.0
 """Run time of a controller after which the next restart does not wait."""

@@ -17,6 +17,19 @@ def fleet_folder(fleet: str) -> Path:
     return state_folder() / "fleets" / fleet
 
 
+def check_launcher(name: str) -> None:
+    """Check that this installation can use a launcher.
+
+    Args:
+        name: Name of the launcher in declarations.
+
+    Raises:
+        LaunchError: It cannot. The message contains the remedy.
+    """
+    if name != "local":
+        raise LaunchError(f"this version has no launcher {name!r}; use `launcher: local`")
+
+
 def open_launcher(name: str, folder: Path) -> Launcher:
     """Return a launcher by the name that declarations use.
 
@@ -27,6 +40,5 @@ def open_launcher(name: str, folder: Path) -> Launcher:
     Raises:
         LaunchError: It cannot be used on this machine.
     """
-    if name == "local":
-        return LocalProcessLauncher(folder / "replicas")
-    raise LaunchError(f"this version has no launcher {name!r}; use `launcher: local`")
+    check_launcher(name)
+    return LocalProcessLauncher(folder / "replicas")
