@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import msgspec
@@ -12,6 +13,10 @@ from sqlalchemy.dialects import postgresql, sqlite
 from argosy.store import schema
 from argosy.store.database import Database
 from argosy.store.errors import ConflictError, NotFoundError, StoreError
+
+IDLE_TIMEOUT_S = 2.0
+"""Time between two queries after which PostgreSQL ends a transaction. A leader that is stopped inside one holds the
+lock of the fleet, without which no standby can take over."""
 
 _revisions = schema.fleet_revisions.c
 _events = schema.fleet_events.c
@@ -114,7 +119,7 @@ class FleetStore:
         Raises:
             ConflictError: The latest revision is not `after`.
         """
-        with self._database.write_transaction() as connection:
+        with self._write_transaction() as connection:
             _lock(connection, fleet)
             latest = self._read_latest(connection, fleet)
             number = latest.number if latest else 0
@@ -196,7 +201,7 @@ class FleetStore:
             None if it was renewed or taken over meanwhile.
         """
         fleet = expired.fleet
-        with self._database.write_transaction() as connection:
+        with self._write_transaction() as connection:
             _lock(connection, fleet)
             if _decode_lease(_read_lease_row(connection, fleet), fleet) != expired:
                 return None
@@ -214,7 +219,7 @@ class FleetStore:
         Raises:
             DeposedError: Another controller has taken it over.
         """
-        with self._database.write_transaction() as connection:
+        with self._write_transaction() as connection:
             _require_leader(connection, lease)
             renewed = connection.execute(
                 update(schema.fleet_leases)
@@ -226,7 +231,7 @@ class FleetStore:
 
     def release_lease(self, lease: FleetLease) -> None:
         """Let a standby take over at once. Does nothing if another controller has the lease."""
-        with self._database.write_transaction() as connection:
+        with self._write_transaction() as connection:
             connection.execute(
                 update(schema.fleet_leases)
                 .where(_leases.fleet == lease.fleet, _leases.epoch == lease.epoch)
@@ -258,7 +263,7 @@ class FleetStore:
         """
         if not records:
             return
-        with self._database.write_transaction() as connection:
+        with self._write_transaction() as connection:
             _require_leader(connection, lease)
             connection.execute(
                 delete(schema.fleet_records).where(
@@ -283,7 +288,7 @@ class FleetStore:
         """
         if not events:
             return
-        with self._database.write_transaction() as connection:
+        with self._write_transaction() as connection:
             last = _require_leader(connection, lease, new_events=len(events))
             stamp = {"fleet": lease.fleet, "epoch": lease.epoch, "at": self._clock()}
             rows = [
@@ -311,6 +316,9 @@ class FleetStore:
             rows = connection.execute(query.order_by(order).limit(limit)).all()
         events = [_decode_event(row) for row in rows]
         return events if after else events[::-1]
+
+    def _write_transaction(self) -> AbstractContextManager[Connection]:
+        return self._database.write_transaction(idle_timeout_s=IDLE_TIMEOUT_S)
 
     @staticmethod
     def _read_latest(connection: Connection, fleet: str) -> FleetRevision | None:

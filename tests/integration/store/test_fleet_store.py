@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import pytest
 from tests.support.fake_clock import FakeClock
@@ -15,6 +16,8 @@ from argosy.store import (
     NotFoundError,
     PoolGeneration,
     Store,
+    StoreError,
+    open_store,
 )
 
 FLEET = "demo"
@@ -84,6 +87,24 @@ def test_a_renewed_lease_is_not_taken_over(store: Store) -> None:
     assert store.fleets.read_lease(FLEET) == second, "a deposed leader releases nothing"
     store.fleets.release_lease(second)
     assert store.fleets.read_lease(FLEET).holder == ""
+
+
+@pytest.mark.parametrize("database_kind", ["postgresql"])
+def test_leader_stopped_in_a_transaction_is_deposed(
+    store: Store, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("argosy.store.fleet_store.IDLE_TIMEOUT_S", 0.1)
+    lease = lead(store, "first")
+
+    def take_over_and_continue() -> float:
+        assert store.fleets.acquire_lease("second", lease) is not None
+        return 0.0
+
+    with closing(open_store(url, clock=take_over_and_continue)) as stopped:
+        with pytest.raises(StoreError, match="idle-in-transaction timeout"):
+            stopped.fleets.renew_lease(lease)  # it asks for the time while it holds the lock
+        with pytest.raises(DeposedError):
+            stopped.fleets.renew_lease(lease)
 
 
 def test_only_the_leader_writes(store: Store, clock: FakeClock) -> None:
