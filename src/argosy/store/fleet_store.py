@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import msgspec
-from sqlalchemy import Connection, Row, delete, insert, select, update
+from sqlalchemy import Connection, Row, delete, insert, or_, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
 from argosy.store import schema
@@ -316,6 +316,23 @@ class FleetStore:
             rows = connection.execute(query.order_by(order).limit(limit)).all()
         events = [_decode_event(row) for row in rows]
         return events if after else events[::-1]
+
+    def prune_events(self, lease: FleetLease, *, keep_s: float, max_count: int) -> int:
+        """Delete old events, and return how many.
+
+        Args:
+            lease: Lease of the leading controller.
+            keep_s: Age from which events are deleted, in seconds.
+            max_count: Number of events from which the oldest are deleted.
+
+        Raises:
+            DeposedError: Another controller leads by now. Nothing was deleted.
+        """
+        with self._write_transaction() as connection:
+            last = _require_leader(connection, lease)
+            is_old = or_(_events.at < self._clock() - keep_s, _events.number <= last - max_count)
+            pruned = delete(schema.fleet_events).where(_events.fleet == lease.fleet, is_old)
+            return connection.execute(pruned).rowcount
 
     def _write_transaction(self) -> AbstractContextManager[Connection]:
         return self._database.write_transaction(idle_timeout_s=IDLE_TIMEOUT_S)

@@ -128,3 +128,26 @@ def test_only_the_leader_writes(store: Store, clock: FakeClock) -> None:
     assert store.fleets.list_events(FLEET, after=2) == logged[2:]
     assert store.fleets.list_events(FLEET, limit=1) == logged[3:]
     assert store.fleets.list_events(FLEET, replica="a-1-1") == logged[1:2]
+
+
+def test_old_events_are_deleted_by_age_and_count(store: Store, clock: FakeClock) -> None:
+    lease = lead(store, "first")
+    for _ in range(6):
+        store.fleets.append_events(lease, [FleetEvent(kind="replica_start")])
+        clock.now += 1
+
+    def prune(keep_s: float, max_count: int) -> list[int]:
+        before = store.fleets.list_events(FLEET)
+        deleted = store.fleets.prune_events(lease, keep_s=keep_s, max_count=max_count)
+        after = store.fleets.list_events(FLEET)
+        assert after == before[deleted:]
+        return [event.number for event in after]
+
+    assert prune(60.0, 100) == [1, 2, 3, 4, 5, 6]
+    assert prune(4.5, 100) == [3, 4, 5, 6]
+    assert prune(60.0, 2) == [5, 6]
+    store.fleets.append_events(lease, [FleetEvent(kind="replica_stop")])
+    assert prune(0.0, 100) == [7], "numbers go on"
+    lead(store, "second")
+    with pytest.raises(DeposedError):
+        prune(0.0, 1)
