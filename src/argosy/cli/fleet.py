@@ -72,7 +72,7 @@ def plan(
 ) -> None:
     """Show what `apply` would change, and what it would disturb. Nothing is changed."""
     with open_declared(files, overlays, store) as (target, config):
-        check_launchers(config)
+        check_launchers(target, config)
         changes = _compare(target.latest(), config)
         _show_changes(target, changes, json=json)
     if exit_code and changes:
@@ -249,7 +249,7 @@ def _apply(
     rollback_of: int | None = None,
 ) -> None:
     """Put a declaration in force, unless it is already."""
-    check_launchers(config)
+    check_launchers(target, config)
     latest = target.latest()
     changes = _compare(latest, config)
     if not changes and latest is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,16 +16,15 @@ if TYPE_CHECKING:
     from argosy.fleet.declaration import FleetConfig
 
 
-def check_launchers(config: FleetConfig) -> None:
-    """End the command if a pool has a launcher that this installation cannot use."""
-    from argosy.fleet.control import check_launcher
+def check_launchers(target: FleetTarget, config: FleetConfig) -> None:
+    """End the command if a launcher of the declaration cannot be used from this machine."""
+    from argosy.fleet.control import check_launchers
     from argosy.fleet.launchers import LaunchError
 
-    for pool in config.pools:
-        try:
-            check_launcher(pool.launcher)
-        except LaunchError as error:
-            fail(f"the pool {pool.name} cannot be launched: {error}")
+    try:
+        asyncio.run(check_launchers(config, target.folder))
+    except LaunchError as error:
+        fail(str(error))
 
 
 def check_ports(target: FleetTarget, config: FleetConfig) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from argosy.fleet.declaration import FleetConfig
 from argosy.fleet.launchers import Launcher, LaunchError, LocalProcessLauncher
 from argosy.folders import state_folder
 
@@ -17,19 +18,6 @@ def fleet_folder(fleet: str) -> Path:
     return state_folder() / "fleets" / fleet
 
 
-def check_launcher(name: str) -> None:
-    """Check that this installation can use a launcher.
-
-    Args:
-        name: Name of the launcher in declarations.
-
-    Raises:
-        LaunchError: It cannot. The message contains the remedy.
-    """
-    if name != "local":
-        raise LaunchError(f"this version has no launcher {name!r}; use `launcher: local`")
-
-
 def open_launcher(name: str, folder: Path) -> Launcher:
     """Return a launcher by the name that declarations use.
 
@@ -40,5 +28,20 @@ def open_launcher(name: str, folder: Path) -> Launcher:
     Raises:
         LaunchError: It cannot be used on this machine.
     """
-    check_launcher(name)
-    return LocalProcessLauncher(folder / "replicas")
+    if name == "local":
+        return LocalProcessLauncher(folder / "replicas")
+    raise LaunchError(f"this version has no launcher {name!r}; use `launcher: local`")
+
+
+async def check_launchers(config: FleetConfig, folder: Path) -> None:
+    """Check that the launchers of a declaration can be used from this machine. Nothing is changed.
+
+    Raises:
+        LaunchError: One cannot be used. The message contains the remedy.
+    """
+    for name in sorted({pool.launcher for pool in config.pools} - {"local"}):
+        launcher = open_launcher(name, folder)
+        try:
+            await launcher.list_replicas()
+        finally:
+            await launcher.close()
