@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import msgspec
-from sqlalchemy import Connection, Row, delete, insert, or_, select, update
+from sqlalchemy import Connection, Row, Table, delete, insert, or_, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
 from argosy.store import schema
@@ -17,6 +17,9 @@ from argosy.store.errors import ConflictError, NotFoundError, StoreError
 IDLE_TIMEOUT_S = 2.0
 """Time between two queries after which PostgreSQL ends a transaction. A leader that is stopped inside one holds the
 lock of the fleet, without which no standby can take over."""
+
+MAX_INSERTED_ROWS = 500
+"""Number of rows of one statement, below the limits of both databases for its parameters."""
 
 _revisions = schema.fleet_revisions.c
 _events = schema.fleet_events.c
@@ -275,8 +278,7 @@ class FleetStore:
                 for name, record in records.items()
                 if record is not None
             ]
-            if rows:
-                connection.execute(insert(schema.fleet_records), rows)
+            _insert_rows(connection, schema.fleet_records, rows)
 
     # --- events ----------------------------------------------------------------------------------
 
@@ -295,7 +297,7 @@ class FleetStore:
                 msgspec.structs.asdict(event) | stamp | {"number": number}
                 for number, event in enumerate(events, last - len(events) + 1)
             ]
-            connection.execute(insert(schema.fleet_events), rows)
+            _insert_rows(connection, schema.fleet_events, rows)
 
     def list_events(
         self, fleet: str, *, after: int = 0, limit: int = 100, replica: str | None = None
@@ -347,6 +349,16 @@ class FleetStore:
         )
         row = connection.execute(query).one_or_none()
         return None if row is None else _decode_revision(row)
+
+
+def _insert_rows(connection: Connection, table: Table, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Insert rows, many by one statement.
+
+    A separate statement for each would be pipelined by psycopg, after which PostgreSQL (15.18) does not apply the idle
+    timeout to the transaction.
+    """
+    for start in range(0, len(rows), MAX_INSERTED_ROWS):
+        connection.execute(insert(table).values(rows[start : start + MAX_INSERTED_ROWS]))
 
 
 def _lock(connection: Connection, fleet: str) -> None:

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import pytest
+from sqlalchemy import Connection, Engine, event
 from tests.support.fake_clock import FakeClock
 
 from argosy.store import (
@@ -94,17 +95,23 @@ def test_leader_stopped_in_a_transaction_is_deposed(
     store: Store, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("argosy.store.fleet_store.IDLE_TIMEOUT_S", 0.1)
-    lease = lead(store, "first")
+    events = [FleetEvent(kind="replica_start")] * 3
+    for write in (
+        lambda fleets, lease: fleets.renew_lease(lease),
+        lambda fleets, lease: fleets.save_records(lease, {"a": b"1", "b": b"2"}),
+        lambda fleets, lease: fleets.append_events(lease, events),
+    ):
+        lease = lead(store, "first")
+        with closing(open_store(url)) as stopped:
 
-    def take_over_and_continue() -> float:
-        assert store.fleets.acquire_lease("second", lease) is not None
-        return 0.0
+            @event.listens_for(Engine, "commit", once=True)
+            def take_over(_: Connection, lease: FleetLease = lease) -> None:
+                assert store.fleets.acquire_lease("second", lease) is not None
 
-    with closing(open_store(url, clock=take_over_and_continue)) as stopped:
-        with pytest.raises(StoreError, match="idle-in-transaction timeout"):
-            stopped.fleets.renew_lease(lease)  # it asks for the time while it holds the lock
-        with pytest.raises(DeposedError):
-            stopped.fleets.renew_lease(lease)
+            with pytest.raises(StoreError, match="idle-in-transaction timeout"):
+                write(stopped.fleets, lease)
+            with pytest.raises(DeposedError):
+                write(stopped.fleets, lease)
 
 
 def test_only_the_leader_writes(store: Store, clock: FakeClock) -> None:
