@@ -7,7 +7,6 @@ need not be restarted itself. Where systemd or Kubernetes restarts the controlle
 from __future__ import annotations
 
 import fcntl
-import os
 import signal
 import subprocess
 import sys
@@ -20,6 +19,9 @@ LOG_NAME = "controller.log"
 MAX_LOG_BYTES = 32 * 1024 * 1024
 BASE_BACKOFF_S = 0.25
 MAX_BACKOFF_S = 10.0
+LOCK_TIMEOUT_S = 10.0
+"""Time that a new keeper waits for another one to end, which `argosy down` may just have ended."""
+LOCK_RETRY_INTERVAL_S = 0.1
 HEALTHY_AFTER_S = 30.0
 """Run time of a controller after which the next restart does not wait."""
 
@@ -47,10 +49,9 @@ def main(arguments: Sequence[str]) -> int:
     """Keep the controller running until it exits with status 0, or until SIGTERM."""
     folder, command = Path(arguments[0]), list(arguments[1:])
     with (folder / LOCK_NAME).open("a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not _wait_for_lock(lock.fileno()):
             return 0
+        signal.signal(signal.SIGTERM, _raise_exit)
         backoff_s = BASE_BACKOFF_S
         while True:
             started_at = time.monotonic()
@@ -64,21 +65,38 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _run(log_path: Path, command: Sequence[str]) -> int:
-    """Run the controller once and return its exit status. SIGTERM is passed on to it."""
+    """Run the controller once and return its exit status. If SIGTERM ends the keeper, the controller ends too."""
     if log_path.exists() and log_path.stat().st_size > MAX_LOG_BYTES:
         log_path.replace(log_path.with_suffix(".log.1"))
     with log_path.open("ab") as log:
         process = subprocess.Popen(  # noqa: S603 - the command line of `argosy up`
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log
         )
-
-    def stop(*_: object) -> None:
+    try:
+        return process.wait()
+    except SystemExit:
         process.terminate()
         process.wait()
-        os._exit(0)
+        raise
 
-    signal.signal(signal.SIGTERM, stop)
-    return process.wait()
+
+def _raise_exit(*_: object) -> None:
+    """Handle SIGTERM. It may interrupt `process.wait`, which therefore is not called here."""
+    raise SystemExit(0)
+
+
+def _wait_for_lock(lock: int) -> bool:
+    """Return whether this is the only keeper of the folder. Waits a while, since another one may be about to end."""
+    deadline = time.monotonic() + LOCK_TIMEOUT_S
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(LOCK_RETRY_INTERVAL_S)
+        else:
+            return True
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Count of installed GPUs, as a driver library reports it."""
+"""Count and identity of installed GPUs, as a driver library reports them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,17 @@ from pathlib import Path
 import pytest
 
 from argosy.fleet.device_assignment import count_installed_gpus
+from argosy.fleet.launchers.gpu_reservations import read_gpu_uuids
 
 NVML = """
+#include <stdio.h>
 static int ready;
 int nvmlInit_v2(void) { ready = 1; return INIT; }
 int nvmlDeviceGetCount_v2(unsigned int *count) { *count = 3; return ready ? COUNT : 1; }
+int nvmlDeviceGetHandleByIndex_v2(unsigned int index, void **device) { *device = (void *)(long)index; return !ready; }
+int nvmlDeviceGetUUID(void *device, char *uuid, unsigned int size) {
+    return snprintf(uuid, size, "GPU-%ld", (long)device) >= size || !ready;
+}
 int nvmlShutdown(void) { ready = 0; return 0; }
 """
 
@@ -32,7 +38,9 @@ def test_gpus_are_counted_by_the_driver(
     macros = [f"-DINIT={init_status}", f"-DCOUNT={count_status}"]
     subprocess.run([compiler, "-shared", "-fPIC", *macros, "-o", library, source], check=True)
     assert count_installed_gpus(str(library)) == gpus
+    assert read_gpu_uuids(str(library)) == ["GPU-0", "GPU-1", "GPU-2"][:gpus]
 
 
 def test_no_gpus_without_a_driver() -> None:
     assert count_installed_gpus("libno-such-driver.so.1") == 0
+    assert read_gpu_uuids("libno-such-driver.so.1") == []

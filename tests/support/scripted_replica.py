@@ -3,6 +3,7 @@
 Arguments: a socket path or port, then what it does. It imports little and needs no package.
 """
 
+import fcntl
 import os
 import signal
 import socket
@@ -19,6 +20,12 @@ def main(address: str, *behaviours: str) -> None:
                 print("starting", flush=True)  # noqa: T201 - output for the log
                 print("cannot open the model", file=sys.stderr, flush=True)  # noqa: T201 - as above
                 sys.exit(int(status))
+            case ("exclusive", _, path):
+                lock = os.open(path, os.O_RDWR | os.O_CREAT)
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    os.close(os.open(f"{path}.doubled", os.O_CREAT))
             case ("ignore-sigterm", _, _):
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
             case ("allocate", _, count):

@@ -9,6 +9,7 @@ import typer
 
 from argosy.cli.account_lookup import StoreUrl
 from argosy.cli.failure import EXIT_FAILURE, fail
+from argosy.cli.fleet_preflight import check_launchers, check_ports, created_folder
 from argosy.cli.fleet_progress import read_status, wait_until_gone, wait_until_ready
 from argosy.cli.fleet_target import (
     FilesArgument,
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from argosy.fleet.declaration import FleetConfig, PlannedChange
     from argosy.store import FleetRevision
 
-EXIT_CHANGES = 2
+EXIT_CHANGES = 3
 """Exit status of `plan --exit-code` if something would change."""
 DEFAULT_TIMEOUT_S = 600.0
 
@@ -52,7 +53,9 @@ def up(
     The fleet runs on when the command ends. `argosy down` stops it.
     """
     with open_declared(files, overlays, store) as (target, config):
-        _apply(target, config, reason, asks=False, quiet=json)
+        check_ports(target, config)
+        with created_folder(target.folder):
+            _apply(target, config, reason, asks=False, quiet=json)
         _start_controller(target)
         _finish(target, wait=wait, timeout=timeout, json=json)
 
@@ -62,13 +65,14 @@ def plan(
     *,
     overlays: FilesOption = None,
     exit_code: Annotated[
-        bool, typer.Option("--exit-code", help="Exit with status 2 if something would change.")
+        bool, typer.Option("--exit-code", help="Exit with status 3 if something would change.")
     ] = False,
     store: StoreUrl = None,
     json: JsonOutput = False,
 ) -> None:
     """Show what `apply` would change, and what it would disturb. Nothing is changed."""
     with open_declared(files, overlays, store) as (target, config):
+        check_launchers(target, config)
         changes = _compare(target.latest(), config)
         _show_changes(target, changes, json=json)
     if exit_code and changes:
@@ -245,6 +249,7 @@ def _apply(
     rollback_of: int | None = None,
 ) -> None:
     """Put a declaration in force, unless it is already."""
+    check_launchers(target, config)
     latest = target.latest()
     changes = _compare(latest, config)
     if not changes and latest is not None:
@@ -276,14 +281,12 @@ def _start_controller(target: FleetTarget) -> None:
     """Start a controller that runs on, unless one runs for the fleet on this machine."""
     from argosy.controller_keeper import start_keeper
 
-    folder = target.folder
     command = [sys.executable, "-P", "-m", "argosy.cli", "controller", "--until-down"]
     command += ["--fleet", target.name, "--store", target.store_url]
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        start_keeper(folder, command)
+        start_keeper(target.folder, command)
     except OSError as error:
-        fail(f"the controller cannot be started: {error.strerror} ({folder})")
+        fail(f"the controller cannot be started: {error.strerror}")
 
 
 def _compare(latest: FleetRevision | None, config: FleetConfig) -> tuple[PlannedChange, ...]:

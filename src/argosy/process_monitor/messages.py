@@ -33,6 +33,8 @@ class MonitorSettings(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int | None = None
     cpus: tuple[int, ...] = ()
     """CPUs on which the process may run; empty for all."""
+    inherited_fds: tuple[int, ...] = ()
+    """Descriptors that the process shares with the monitor, such as the locks of its GPUs."""
     die_with_launcher: bool = False
     """Whether to kill the process when the monitor's standard input is closed."""
 

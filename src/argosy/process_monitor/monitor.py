@@ -85,7 +85,7 @@ class ProcessMonitor:
             stdin=subprocess.DEVNULL,
             stdout=output_fd,
             stderr=output_fd,
-            pass_fds=(report_fd,),
+            pass_fds=(report_fd, *settings.inherited_fds),
             start_new_session=True,
             preexec_fn=_prepare_child(os.getpid(), settings.cpus),  # noqa: PLW1509 - there is one thread
         )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
 import re
+import select
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,8 @@ MAX_SETTINGS_BYTES = 4 * 1024 * 1024
 """Maximum size of a settings file. Ten thousand replicas need one."""
 MAX_NODES = 200_000
 """Maximum number of values of a file, where a value counts once for each alias of it."""
+PIPE_TIMEOUT_S = 30.0
+"""Time in which a program writes to a pipe that is a settings file."""
 
 _TAG = "tag:yaml.org,2002:"
 _BOOL, _FLOAT, _INT, _MERGE, _NULL, _TEXT = (
@@ -98,10 +102,22 @@ def read_settings_file(path: Path) -> bytes:
         ValueError: The file cannot be read, or is too large.
     """
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=_open_without_waiting) as file:
+            poll = select.poll()
+            poll.register(file, select.POLLIN)
+            if not poll.poll(PIPE_TIMEOUT_S * 1000):
+                raise ValueError(
+                    f"{path} cannot be read: no program has written to this pipe for {PIPE_TIMEOUT_S:g} s"
+                )
+            os.set_blocking(file.fileno(), True)
             return file.read(MAX_SETTINGS_BYTES + 1)  # `parse_yaml` refuses more
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+    """Open a file. A named pipe to which no program writes would block for ever otherwise."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def parse_yaml(content: bytes, name: str) -> yaml.Node:

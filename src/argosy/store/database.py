@@ -184,10 +184,15 @@ class Database:
             yield connection
 
     @contextmanager
-    def write_transaction(self, *, is_snapshot: bool = False) -> Iterator[Connection]:
+    def write_transaction(
+        self, *, is_snapshot: bool = False, idle_timeout_s: float | None = None
+    ) -> Iterator[Connection]:
         """Open a transaction that is committed at the end, or rolled back if the block raises.
 
-        With `is_snapshot` it sees only the state of the database at its first query and its own writes.
+        Args:
+            is_snapshot: Whether it sees only the state of the database at its first query and its own writes.
+            idle_timeout_s: Time between two queries after which PostgreSQL ends the transaction, as when this process
+                is stopped. None for `POSTGRES_IDLE_TIMEOUT_S`.
         """
         with self.translate_errors(), self._engine.connect() as connection:
             connection.execution_options(
@@ -195,8 +200,10 @@ class Database:
             )
             with connection.begin():
                 if connection.dialect.name == "postgresql":
-                    statement = f"SET LOCAL idle_in_transaction_session_timeout = '{POSTGRES_IDLE_TIMEOUT_S}s'"
-                    connection.exec_driver_sql(statement)
+                    timeout_s = idle_timeout_s or POSTGRES_IDLE_TIMEOUT_S
+                    connection.exec_driver_sql(
+                        f"SET LOCAL idle_in_transaction_session_timeout = '{timeout_s * 1000:.0f}ms'"
+                    )
                 yield connection
 
     def close(self) -> None:

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import msgspec
-from sqlalchemy import Connection, Row, delete, insert, select, update
+from sqlalchemy import Connection, Row, Table, delete, insert, or_, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
 from argosy.store import schema
 from argosy.store.database import Database
 from argosy.store.errors import ConflictError, NotFoundError, StoreError
+
+IDLE_TIMEOUT_S = 2.0
+"""Time between two queries after which PostgreSQL ends a transaction. A leader that is stopped inside one holds the
+lock of the fleet, without which no standby can take over."""
+
+MAX_INSERTED_ROWS = 500
+"""Number of rows of one statement, below the limits of both databases for its parameters."""
 
 _revisions = schema.fleet_revisions.c
 _events = schema.fleet_events.c
@@ -114,7 +122,7 @@ class FleetStore:
         Raises:
             ConflictError: The latest revision is not `after`.
         """
-        with self._database.write_transaction() as connection:
+        with self._write_transaction() as connection:
             _lock(connection, fleet)
             latest = self._read_latest(connection, fleet)
             number = latest.number if latest else 0
@@ -196,7 +204,7 @@ class FleetStore:
             None if it was renewed or taken over meanwhile.
         """
         fleet = expired.fleet
-        with self._database.write_transaction() as connection:
+        with self._write_transaction() as connection:
             _lock(connection, fleet)
             if _decode_lease(_read_lease_row(connection, fleet), fleet) != expired:
                 return None
@@ -214,7 +222,7 @@ class FleetStore:
         Raises:
             DeposedError: Another controller has taken it over.
         """
-        with self._database.write_transaction() as connection:
+        with self._write_transaction() as connection:
             _require_leader(connection, lease)
             renewed = connection.execute(
                 update(schema.fleet_leases)
@@ -226,7 +234,7 @@ class FleetStore:
 
     def release_lease(self, lease: FleetLease) -> None:
         """Let a standby take over at once. Does nothing if another controller has the lease."""
-        with self._database.write_transaction() as connection:
+        with self._write_transaction() as connection:
             connection.execute(
                 update(schema.fleet_leases)
                 .where(_leases.fleet == lease.fleet, _leases.epoch == lease.epoch)
@@ -258,7 +266,7 @@ class FleetStore:
         """
         if not records:
             return
-        with self._database.write_transaction() as connection:
+        with self._write_transaction() as connection:
             _require_leader(connection, lease)
             connection.execute(
                 delete(schema.fleet_records).where(
@@ -270,8 +278,7 @@ class FleetStore:
                 for name, record in records.items()
                 if record is not None
             ]
-            if rows:
-                connection.execute(insert(schema.fleet_records), rows)
+            _insert_rows(connection, schema.fleet_records, rows)
 
     # --- events ----------------------------------------------------------------------------------
 
@@ -283,14 +290,14 @@ class FleetStore:
         """
         if not events:
             return
-        with self._database.write_transaction() as connection:
+        with self._write_transaction() as connection:
             last = _require_leader(connection, lease, new_events=len(events))
             stamp = {"fleet": lease.fleet, "epoch": lease.epoch, "at": self._clock()}
             rows = [
                 msgspec.structs.asdict(event) | stamp | {"number": number}
                 for number, event in enumerate(events, last - len(events) + 1)
             ]
-            connection.execute(insert(schema.fleet_events), rows)
+            _insert_rows(connection, schema.fleet_events, rows)
 
     def list_events(
         self, fleet: str, *, after: int = 0, limit: int = 100, replica: str | None = None
@@ -312,6 +319,26 @@ class FleetStore:
         events = [_decode_event(row) for row in rows]
         return events if after else events[::-1]
 
+    def prune_events(self, lease: FleetLease, *, keep_s: float, max_count: int) -> int:
+        """Delete old events, and return how many.
+
+        Args:
+            lease: Lease of the leading controller.
+            keep_s: Age from which events are deleted, in seconds.
+            max_count: Number of events from which the oldest are deleted.
+
+        Raises:
+            DeposedError: Another controller leads by now. Nothing was deleted.
+        """
+        with self._write_transaction() as connection:
+            last = _require_leader(connection, lease)
+            is_old = or_(_events.at < self._clock() - keep_s, _events.number <= last - max_count)
+            pruned = delete(schema.fleet_events).where(_events.fleet == lease.fleet, is_old)
+            return connection.execute(pruned).rowcount
+
+    def _write_transaction(self) -> AbstractContextManager[Connection]:
+        return self._database.write_transaction(idle_timeout_s=IDLE_TIMEOUT_S)
+
     @staticmethod
     def _read_latest(connection: Connection, fleet: str) -> FleetRevision | None:
         query = (
@@ -322,6 +349,16 @@ class FleetStore:
         )
         row = connection.execute(query).one_or_none()
         return None if row is None else _decode_revision(row)
+
+
+def _insert_rows(connection: Connection, table: Table, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Insert rows, many by one statement.
+
+    A separate statement for each would be pipelined by psycopg, after which PostgreSQL (15.18) does not apply the idle
+    timeout to the transaction.
+    """
+    for start in range(0, len(rows), MAX_INSERTED_ROWS):
+        connection.execute(insert(table).values(rows[start : start + MAX_INSERTED_ROWS]))
 
 
 def _lock(connection: Connection, fleet: str) -> None:

@@ -82,6 +82,14 @@ class Fleet:
             FLEET, dump_fleet(config, "json").encode(), pool_digests(config), author="test"
         )
 
+    def append_old_event(self, kind: str) -> None:
+        """Append an event of a controller that led the fleet in 1970."""
+        with contextlib.closing(open_store(self.url, clock=lambda: 0.0)) as past:
+            lease = past.fleets.acquire_lease("past", past.fleets.read_lease(FLEET))
+            assert lease is not None
+            past.fleets.append_events(lease, [FleetEvent(kind=kind)])
+            past.fleets.release_lease(lease)
+
     def start_controller(self, name: str) -> asyncio.Task[None]:
         context = FleetContext(
             store=self.store,
@@ -141,6 +149,7 @@ async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
 
 
 async def test_fleet_becomes_what_is_declared(fleet: Fleet) -> None:
+    fleet.append_old_event("replica_lost")
     fleet.apply(declare())
     controller = fleet.start_controller("first")
     first = await fleet.as_declared("chat-1-0", "chat-1-1")
@@ -161,6 +170,7 @@ async def test_fleet_becomes_what_is_declared(fleet: Fleet) -> None:
     await controller
     assert fleet.status.replicas == []
     assert [event.outcome for event in fleet.events("replica_remove")] == ["ok"] * 4
+    assert not fleet.events("replica_lost"), "events are kept for 30 days"
 
 
 async def test_next_controller_adopts_what_runs(fleet: Fleet) -> None:

@@ -23,6 +23,7 @@ from tests.integration.fleet.launcher_suite import (
     spec,
     wait_for,
 )
+from tests.support.waiting import until
 
 from argosy.fleet.launchers import (
     LaunchError,
@@ -30,6 +31,7 @@ from argosy.fleet.launchers import (
     LaunchState,
     LocalProcessLauncher,
 )
+from argosy.fleet.launchers.gpu_reservations import GpuReservations
 
 
 class LocalEnvironment:
@@ -56,6 +58,12 @@ async def launcher(environment: LocalEnvironment) -> AsyncIterator[LocalProcessL
     for name in await launcher.list_replicas():
         await launcher.stop(name, 1_000)
     await launcher.close()
+
+
+@pytest.fixture
+def gpus(tmp_path: Path) -> GpuReservations:
+    """Two GPUs of this machine that no other test uses."""
+    return GpuReservations(tmp_path / "gpus", lambda: ["GPU-zero-1", "GPU-one-2"])
 
 
 def replica_processes(folder: Path) -> list[psutil.Process]:
@@ -118,13 +126,14 @@ async def test_drain_deadline_holds_without_launcher(
     launcher: LocalProcessLauncher, environment: LocalEnvironment
 ) -> None:
     await launcher.start(spec("ignore-sigterm", drain_deadline_s=0.2), 1)
-    await read_pid((await launcher.list_replicas())["a-1-0"])
+    monitor = monitor_of(await read_pid((await launcher.list_replicas())["a-1-0"]))
     await launcher.drain("a-1-0", 1)
     assert (await launcher.list_replicas())["a-1-0"].state == LaunchState.DRAINING
     await launcher.close()
     adopter = environment.create_launcher()
     killed = await wait_for(adopter, has_exited)
     assert killed.reason == "it did not exit within 0.2 s of the drain and was killed"
+    await until(lambda: not monitor.is_running())  # reaped, although its launcher is closed
     await adopter.close()
 
 
@@ -150,8 +159,10 @@ async def test_port_is_reserved_and_replaced_if_taken(launcher: LocalProcessLaun
         await read_pid(moved)
 
 
-async def test_replica_waits_for_a_gpu_until_another_exits(environment: LocalEnvironment) -> None:
-    launcher = environment.create_launcher(count_gpus=lambda: 2)
+async def test_replica_waits_for_a_gpu_until_another_exits(
+    environment: LocalEnvironment, gpus: GpuReservations
+) -> None:
+    launcher = environment.create_launcher(count_gpus=lambda: 2, gpu_reservations=gpus)
     names = ["a-1-0", "a-1-1", "a-1-2"]
     resources = LaunchResources(accelerators=1)
     for name in names:
@@ -181,6 +192,33 @@ async def test_replica_waits_for_a_gpu_until_another_exits(environment: LocalEnv
     for name in await launcher.list_replicas():
         await launcher.stop(name, 1)
     await launcher.close()
+
+
+async def test_fleets_of_one_machine_share_its_gpus(
+    tmp_path: Path, gpus: GpuReservations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resources = LaunchResources(accelerators=1)
+    launchers = []
+    for fleet, visible in (("a", "0"), ("b", "GPU-zero"), ("c", "1,GPU-zero")):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        launchers.append(
+            LocalProcessLauncher(tmp_path / fleet, count_gpus=lambda: 2, gpu_reservations=gpus)
+        )
+        await launchers[-1].start(spec(name=f"{fleet}-1-0", resources=resources), 1)
+    first, second, third = launchers
+    (waiting,) = (await second.list_replicas()).values()
+    assert waiting.reason == "waiting for a GPU of this machine"
+    await read_pid((await third.list_replicas())["c-1-0"])
+    monitor_of(await read_pid((await first.list_replicas())["a-1-0"])).kill()
+    await first.close()  # its replica keeps the GPU
+    assert (await second.list_replicas())["b-1-0"].state == LaunchState.PROVISIONING
+    adopter = LocalProcessLauncher(tmp_path / "a", count_gpus=lambda: 2, gpu_reservations=gpus)
+    await wait_for(adopter, has_exited)  # it ends what the killed monitor left
+    await wait_for(second, lambda replica: replica.state == LaunchState.RUNNING, "b-1-0")
+    for launcher in (adopter, second, third):
+        for name in await launcher.list_replicas():
+            await launcher.stop(name, 1)
+        await launcher.close()
 
 
 async def test_limits_cpus_and_memory(
@@ -262,6 +300,18 @@ async def test_full_disk_starts_nothing(
     assert await launcher.list_replicas() == {}
     assert replica_processes(environment.folder) == []
     await launcher.start(spec(), 1)
+
+
+def test_unusable_locks_of_gpus_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "gpus").symlink_to(tmp_path)
+    (tmp_path / "0.lock").symlink_to(tmp_path / "other")
+    for folder in (tmp_path / "gpus", tmp_path):
+        with (
+            pytest.raises(LaunchError, match="let this user write to"),
+            GpuReservations(folder).reserve(1, ["0"]),
+        ):
+            pass
+    assert not (tmp_path / "other").exists()
 
 
 def test_unusable_folder_is_refused(tmp_path: Path) -> None:

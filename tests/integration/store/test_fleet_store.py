@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import pytest
+from sqlalchemy import Connection, Engine, event
 from tests.support.fake_clock import FakeClock
 
 from argosy.store import (
@@ -15,6 +17,8 @@ from argosy.store import (
     NotFoundError,
     PoolGeneration,
     Store,
+    StoreError,
+    open_store,
 )
 
 FLEET = "demo"
@@ -86,6 +90,30 @@ def test_a_renewed_lease_is_not_taken_over(store: Store) -> None:
     assert store.fleets.read_lease(FLEET).holder == ""
 
 
+@pytest.mark.parametrize("database_kind", ["postgresql"])
+def test_leader_stopped_in_a_transaction_is_deposed(
+    store: Store, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("argosy.store.fleet_store.IDLE_TIMEOUT_S", 0.1)
+    events = [FleetEvent(kind="replica_start")] * 3
+    for write in (
+        lambda fleets, lease: fleets.renew_lease(lease),
+        lambda fleets, lease: fleets.save_records(lease, {"a": b"1", "b": b"2"}),
+        lambda fleets, lease: fleets.append_events(lease, events),
+    ):
+        lease = lead(store, "first")
+        with closing(open_store(url)) as stopped:
+
+            @event.listens_for(Engine, "commit", once=True)
+            def take_over(_: Connection, lease: FleetLease = lease) -> None:
+                assert store.fleets.acquire_lease("second", lease) is not None
+
+            with pytest.raises(StoreError, match="idle-in-transaction timeout"):
+                write(stopped.fleets, lease)
+            with pytest.raises(DeposedError):
+                write(stopped.fleets, lease)
+
+
 def test_only_the_leader_writes(store: Store, clock: FakeClock) -> None:
     first = lead(store, "first")
     events = [FleetEvent(kind="replica_start", pool="a", replica=f"a-1-{n}") for n in range(3)]
@@ -107,3 +135,26 @@ def test_only_the_leader_writes(store: Store, clock: FakeClock) -> None:
     assert store.fleets.list_events(FLEET, after=2) == logged[2:]
     assert store.fleets.list_events(FLEET, limit=1) == logged[3:]
     assert store.fleets.list_events(FLEET, replica="a-1-1") == logged[1:2]
+
+
+def test_old_events_are_deleted_by_age_and_count(store: Store, clock: FakeClock) -> None:
+    lease = lead(store, "first")
+    for _ in range(6):
+        store.fleets.append_events(lease, [FleetEvent(kind="replica_start")])
+        clock.now += 1
+
+    def prune(keep_s: float, max_count: int) -> list[int]:
+        before = store.fleets.list_events(FLEET)
+        deleted = store.fleets.prune_events(lease, keep_s=keep_s, max_count=max_count)
+        after = store.fleets.list_events(FLEET)
+        assert after == before[deleted:]
+        return [event.number for event in after]
+
+    assert prune(60.0, 100) == [1, 2, 3, 4, 5, 6]
+    assert prune(4.5, 100) == [3, 4, 5, 6]
+    assert prune(60.0, 2) == [5, 6]
+    store.fleets.append_events(lease, [FleetEvent(kind="replica_stop")])
+    assert prune(0.0, 100) == [7], "numbers go on"
+    lead(store, "second")
+    with pytest.raises(DeposedError):
+        prune(0.0, 1)

@@ -1,4 +1,4 @@
-"""Choice of GPUs and CPUs for replicas on one machine."""
+"""Choice of CPUs for replicas on one machine."""
 
 from __future__ import annotations
 
@@ -6,22 +6,7 @@ import os
 
 import pytest
 
-from argosy.fleet.launchers.machine_resources import choose_cpus, choose_gpus
-
-
-@pytest.mark.parametrize(
-    ("count", "used", "chosen"),
-    [
-        (0, set(), ()),
-        (2, set(), ("0", "1")),
-        (2, {"0"}, ("1", "2")),
-        (3, {"1"}, None),
-    ],
-)
-def test_replica_gets_free_gpus_or_waits(
-    count: int, used: set[str], chosen: tuple[str, ...] | None
-) -> None:
-    assert choose_gpus(count, ("0", "1", "2"), used) == chosen
+from argosy.fleet.launchers.machine_resources import choose_cpus
 
 
 @pytest.mark.parametrize(

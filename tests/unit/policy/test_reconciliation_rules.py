@@ -305,6 +305,14 @@ def test_phase_has_reason(fields: dict[str, object], phase: str, reason: str) ->
 
 
 @pytest.mark.parametrize(
+    ("fields", "reason"), [(LOADING, "it starts"), ({}, "it accepts requests")]
+)
+def test_phase_of_gateway_names_no_model(fields: dict[str, object], reason: str) -> None:
+    result = run(replica(0, **fields), replica(1), changes={"serves_model": False})
+    assert result.phases["a-2-0"].reason == reason
+
+
+@pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"replicas": -1}, "replicas of pool a must be 0 or more"),

@@ -96,6 +96,7 @@ class DeclaredFleet:
                     replicas=self.config.gateways,
                     max_surge=0,
                     max_unavailable=1,
+                    serves_model=False,
                 )
             )
         return DesiredFleet(pools=tuple(pools))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from argosy.fleet.declaration import FleetConfig
 from argosy.fleet.launchers import Launcher, LaunchError, LocalProcessLauncher
 from argosy.folders import state_folder
 
@@ -30,3 +31,17 @@ def open_launcher(name: str, folder: Path) -> Launcher:
     if name == "local":
         return LocalProcessLauncher(folder / "replicas")
     raise LaunchError(f"this version has no launcher {name!r}; use `launcher: local`")
+
+
+async def check_launchers(config: FleetConfig, folder: Path) -> None:
+    """Check that the launchers of a declaration can be used from this machine. Nothing is changed.
+
+    Raises:
+        LaunchError: One cannot be used. The message contains the remedy.
+    """
+    for name in sorted({pool.launcher for pool in config.pools} - {"local"}):
+        launcher = open_launcher(name, folder)
+        try:
+            await launcher.list_replicas()
+        finally:
+            await launcher.close()

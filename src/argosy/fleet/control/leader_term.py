@@ -45,9 +45,12 @@ from argosy.policy.reconciliation import (
 from argosy.process import run_in_daemon_thread
 from argosy.store import DeposedError, FleetEvent, FleetLease, FleetRevision, StoreError
 
+DAY_S = 86_400.0
 OBSERVATION_INTERVAL_S = 1.0
 MAX_OBSERVATION_GAP_S = 5.0
 """Time without observation after which the silence of a replica is no evidence against it."""
+EVENT_PRUNE_INTERVAL_S = 600.0
+"""Interval at which old events are deleted."""
 MAX_KNOWN_REVISIONS = 200
 """Number of revisions in which the settings of replicas of earlier generations are looked up."""
 
@@ -78,6 +81,7 @@ class LeaderTerm:
         self._pools = FleetPools(fleet=self._fleet)
         self._observing_since = self._last_observed_at = self._clock()
         self._save_lock = asyncio.Lock()
+        self._events_pruned_at = float("-inf")
         self._error: BaseException | None = None
 
     async def run(self, lease: FleetLease, *, until_empty: bool) -> None:
@@ -101,6 +105,7 @@ class LeaderTerm:
                 wake_at = await self._reconcile()
                 is_empty = self._is_empty()  # as it is saved now
                 await self._save()
+                await self._prune_events()
             except DeposedError:
                 raise
             except StoreError as error:
@@ -388,6 +393,29 @@ class LeaderTerm:
             self._records.on_saved(changes)
             await run_in_daemon_thread(self._store.fleets.append_events, lease, events)
             del self._events[: len(events)]
+
+    async def _prune_events(self) -> None:
+        """Delete old events at an interval.
+
+        Raises:
+            DeposedError: Another controller leads by now.
+            StoreError: The store cannot be used. A later call tries again.
+        """
+        now = self._clock()
+        if self._declared is None or now - self._events_pruned_at < EVENT_PRUNE_INTERVAL_S:
+            return
+        settings = self._declared.config.controller
+        deleted = await run_in_daemon_thread(
+            partial(
+                self._store.fleets.prune_events,
+                self._leadership.lease,
+                keep_s=settings.keep_events_days * DAY_S,
+                max_count=settings.max_events,
+            )
+        )
+        self._events_pruned_at = now
+        if deleted:
+            log.info("fleet_events_deleted", fleet=self._fleet, count=deleted)
 
     def _run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

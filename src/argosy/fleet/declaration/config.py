@@ -132,6 +132,10 @@ class ControllerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     lease_s: Annotated[float, Meta(ge=1, le=60)] = 5.0
     """How long a leader may be silent before a standby takes over."""
+    keep_events_days: Annotated[int, Meta(ge=1, le=3650)] = 30
+    """Days to keep events. The leader deletes older ones."""
+    max_events: Annotated[int, Meta(ge=1000, le=10_000_000)] = 100_000
+    """Number of events to keep. The leader deletes the oldest ones beyond it."""
 
 
 class ObjectivesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import Thread
 from urllib.parse import quote
 
 import msgspec
@@ -24,6 +25,7 @@ from argosy.fleet.device_assignment import (
     count_installed_gpus,
     visible_gpus,
 )
+from argosy.fleet.launchers.gpu_reservations import GpuReservations
 from argosy.fleet.launchers.launcher import (
     LaunchedReplica,
     LaunchError,
@@ -33,7 +35,6 @@ from argosy.fleet.launchers.launcher import (
 from argosy.fleet.launchers.machine_resources import (
     LOCAL_HOST,
     choose_cpus,
-    choose_gpus,
     choose_port,
 )
 from argosy.fleet.launchers.monitor_processes import MonitorProcesses
@@ -84,6 +85,7 @@ class LocalProcessLauncher:
         shutdown_grace_s: Time that a replica has after its drain deadline to close its engine.
         max_log_bytes: Size at which a log is rotated. One older file is kept.
         count_gpus: Returns the number of installed GPUs.
+        gpu_reservations: GPUs that replicas of all fleets on this machine share. None for those of this machine.
 
     Raises:
         LaunchError: The folder cannot be used.
@@ -97,6 +99,7 @@ class LocalProcessLauncher:
         shutdown_grace_s: float = SHUTDOWN_GRACE_S,
         max_log_bytes: int = MAX_LOG_BYTES,
         count_gpus: Callable[[], int] = count_installed_gpus,
+        gpu_reservations: GpuReservations | None = None,
     ) -> None:
         try:
             self._folder = ReplicaFolder(folder)
@@ -106,6 +109,7 @@ class LocalProcessLauncher:
         self._shutdown_grace_s = shutdown_grace_s
         self._max_log_bytes = max_log_bytes
         self._gpus = visible_gpus(os.environ, count_gpus)
+        self._gpu_reservations = gpu_reservations or GpuReservations()
         self._monitors = MonitorProcesses(self._folder)
         self._waiting: dict[str, _WaitingStart] = {}
         self._children: dict[str, subprocess.Popen[bytes]] = {}
@@ -156,19 +160,23 @@ class LocalProcessLauncher:
                 self._waiting.pop(spec.name, None)
                 return
             previous = self._folder.read_record(spec.name)
-            try:
-                record = self._assign_resources(spec, previous)
-                if record is None:
+            accelerators = spec.resources.accelerators
+            with self._gpu_reservations.reserve(accelerators, self._gpus) as reservation:
+                if reservation is None:
                     self._wait_for_gpus(spec, epoch)
                     return
-                monitor = self._monitors.spawn(
-                    record, self._build_monitor_settings(spec, record), self._log_path(spec.name)
-                )
-            except OSError as error:
-                self._folder.restore_record(spec.name, previous)
-                raise LaunchError(
-                    f"replica {spec.name} cannot be started: {format_os_error(error)}"
-                ) from error
+                try:
+                    record = self._assign_resources(spec, previous, reservation.gpus)
+                    monitor = self._monitors.spawn(
+                        record,
+                        self._build_monitor_settings(spec, record, reservation.locks),
+                        self._log_path(spec.name),
+                    )
+                except OSError as error:
+                    self._folder.restore_record(spec.name, previous)
+                    raise LaunchError(
+                        f"replica {spec.name} cannot be started: {format_os_error(error)}"
+                    ) from error
             self._waiting.pop(spec.name, None)
             self._reap(spec.name)
             self._children[spec.name] = monitor
@@ -243,13 +251,14 @@ class LocalProcessLauncher:
             self._watch_task = None
         for name in list(self._pidfds):
             self._forget_pidfd(name)
-        for monitor in self._children.values():
+        for name, monitor in self._children.items():
             if monitor.stdin is not None:
                 monitor.stdin.close()
             if self._die_with_launcher:
                 await run_in_daemon_thread(monitor.wait)
             elif monitor.poll() is None:
-                monitor.returncode = 0  # avoids the warning that it still runs, as it shall
+                # It runs on as a child of this process, which has to reap it whenever it ends.
+                Thread(target=monitor.wait, name=f"reap-{name}", daemon=True).start()
         self._children.clear()
         self._waiting.clear()
 
@@ -281,21 +290,14 @@ class LocalProcessLauncher:
             )
 
     def _assign_resources(
-        self, spec: LaunchSpec, previous: LaunchRecord | None
-    ) -> LaunchRecord | None:
-        """Return the record of the next attempt, or None while too few GPUs are free."""
+        self, spec: LaunchSpec, previous: LaunchRecord | None, gpus: tuple[str, ...]
+    ) -> LaunchRecord:
+        """Return the record of the next attempt."""
         running = [
             record
             for record in self._folder.read_records().values()
             if self._monitors.is_running(record)
         ]
-        gpus = choose_gpus(
-            spec.resources.accelerators,
-            self._gpus,
-            {gpu for record in running for gpu in record.gpus},
-        )
-        if gpus is None:
-            return None
         placeholders = {name for part in spec.command for name in _PLACEHOLDER.findall(part)}
         url = port = uds = None
         if "socket" in placeholders:
@@ -333,7 +335,9 @@ class LocalProcessLauncher:
             self._waiting[waiting.spec.name] = waiting
             self.changed.set()
 
-    def _build_monitor_settings(self, spec: LaunchSpec, record: LaunchRecord) -> MonitorSettings:
+    def _build_monitor_settings(
+        self, spec: LaunchSpec, record: LaunchRecord, gpu_locks: tuple[int, ...]
+    ) -> MonitorSettings:
         values = {
             "host": LOCAL_HOST,
             "port": str(record.port),
@@ -355,6 +359,7 @@ class LocalProcessLauncher:
             drain_timeout_s=spec.drain_deadline_s + self._shutdown_grace_s,
             memory_bytes=spec.resources.memory_bytes,
             cpus=record.cpus,
+            inherited_fds=gpu_locks,
             die_with_launcher=self._die_with_launcher,
         )
 

@@ -1,4 +1,4 @@
-"""Choice of the GPUs, CPUs and ports of a replica on this machine."""
+"""Choice of the CPUs and ports of a replica on this machine."""
 
 from __future__ import annotations
 
@@ -6,18 +6,10 @@ import math
 import os
 import socket
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 
 LOCAL_HOST = "127.0.0.1"
 MAX_PORT_ATTEMPTS = 100
-
-
-def choose_gpus(
-    count: int, installed: Sequence[str], used: Collection[str]
-) -> tuple[str, ...] | None:
-    """Return free GPUs, or None while there are too few."""
-    free = [gpu for gpu in installed if gpu not in used]
-    return tuple(free[:count]) if len(free) >= count else None
 
 
 def choose_cpus(cpus: float | None, used: Iterable[int]) -> tuple[int, ...]:

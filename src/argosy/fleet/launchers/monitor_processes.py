@@ -38,7 +38,7 @@ class MonitorProcesses:
     def spawn(
         self, record: LaunchRecord, settings: MonitorSettings, log_path: Path | None
     ) -> subprocess.Popen[bytes]:
-        """Write the record and start the monitor, which inherits the lock of the replica. The folder must be locked.
+        """Write the record and start the monitor, which inherits the locks. The folder must be locked.
 
         Killed at any point, this process leaves either a monitor that holds the lock, or no lock. A monitor starts
         nothing before it has read its settings to the end.
@@ -62,7 +62,7 @@ class MonitorProcesses:
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=log,
-                    pass_fds=(lock,),
+                    pass_fds=(lock, *settings.inherited_fds),
                     start_new_session=True,  # keeps signals of the terminal from it
                 )
         finally:

@@ -32,6 +32,8 @@ class DesiredPool(msgspec.Struct, frozen=True, kw_only=True):
     restart_limits: RestartLimits = RestartLimits()
     requires_warm_up: bool = False
     """Whether a replica enters the rotation, or becomes a spare, only after its warm-up."""
+    serves_model: bool = True
+    """Whether its replicas serve a model behind gateways. Otherwise they are the gateways. Only phases depend on it."""
 
     def __post_init__(self) -> None:
         for field in ("replicas", "spares", "max_surge", "max_unavailable"):

@@ -9,6 +9,7 @@ from argosy.policy.reconciliation.observed import LaunchState, WarmUpState
 from argosy.policy.reconciliation.restarts import RestartPlan
 
 _ROUTED = PhaseReport(ReplicaPhase.READY, "every gateway routes to it")
+_ACCEPTS = PhaseReport(ReplicaPhase.READY, "it accepts requests")
 _SPARE = PhaseReport(ReplicaPhase.READY, "it is a spare")
 
 
@@ -45,8 +46,9 @@ def describe_member(member: Member, pool: DesiredPool) -> PhaseReport:
 def _describe_running(member: Member, pool: DesiredPool) -> PhaseReport:
     replica = member.replica
     if not replica.is_serving:
-        loads = "it loads its model" if replica.ready_at is None else "it has stopped serving"
-        return PhaseReport(ReplicaPhase.LOADING, replica.activity or loads)
+        starts = "it loads its model" if pool.serves_model else "it starts"
+        reason = starts if replica.ready_at is None else "it has stopped serving"
+        return PhaseReport(ReplicaPhase.LOADING, replica.activity or reason)
     if pool.requires_warm_up and replica.warm_up is not WarmUpState.SUCCEEDED:
         failed = replica.warm_up is WarmUpState.FAILED
         error = f"its warm-up failed: {replica.warm_up_error}"
@@ -58,7 +60,7 @@ def _describe_running(member: Member, pool: DesiredPool) -> PhaseReport:
         return _SPARE
     if not replica.is_routed:
         return PhaseReport(ReplicaPhase.WARMING, "not every gateway routes to it yet")
-    return _ROUTED
+    return _ROUTED if pool.serves_model else _ACCEPTS
 
 
 def _format_seconds(seconds: float) -> str:

@@ -1,0 +1,157 @@
+"""Reservations of the GPUs of this machine, so that no two replicas use one, whatever fleets they belong to."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from argosy.fleet.device_assignment import NVML_LIBRARY
+from argosy.fleet.launchers.launcher import LaunchError
+from argosy.process import format_os_error
+
+FOLDER_NAME = "argosy-gpus"
+_SHARED_FOLDERS = (Path("/run/lock"), Path("/tmp"))  # noqa: S108 - safe against links, see `_open_lock`
+"""Folders in which every user may create files, best first."""
+_SHARED_MODE = stat.S_ISVTX | 0o777
+_MAX_UUID_BYTES = 96
+
+
+@dataclass(frozen=True, slots=True)
+class GpuReservation:
+    """Reserved GPUs."""
+
+    gpus: tuple[str, ...]
+    """In the syntax of `CUDA_VISIBLE_DEVICES`."""
+    locks: tuple[int, ...]
+    """Descriptors of their locks. A GPU is reserved until all processes that inherit its lock have ended."""
+
+
+class GpuReservations:
+    """GPUs of this machine, each with a lock file that all fleets and users share.
+
+    Args:
+        folder: Folder of the lock files. None for one that does not depend on the user.
+        read_uuids: Returns the UUIDs of the installed GPUs, by which a GPU with several names has one lock.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None = None,
+        read_uuids: Callable[[], Sequence[str]] | None = None,
+    ) -> None:
+        self._folder = folder or shared_folder() / FOLDER_NAME
+        self._uuids = (read_uuids or read_gpu_uuids)()
+
+    @contextlib.contextmanager
+    def reserve(self, count: int, gpus: Sequence[str]) -> Iterator[GpuReservation | None]:
+        """Reserve some of the given GPUs, or none while too few are free.
+
+        On exit this process gives its locks up. Processes that have inherited them keep the reservation.
+
+        Raises:
+            LaunchError: The lock files cannot be used.
+        """
+        locks: list[int] = []
+        reserved: list[str] = []
+        try:
+            for gpu in gpus:
+                if len(reserved) == count:
+                    break
+                lock = self._try_lock(gpu)
+                if lock is not None:
+                    locks.append(lock)
+                    reserved.append(gpu)
+            is_complete = len(reserved) == count
+            yield GpuReservation(tuple(reserved), tuple(locks)) if is_complete else None
+        finally:
+            for lock in locks:
+                os.close(lock)
+
+    def _try_lock(self, gpu: str) -> int | None:
+        """Return the descriptor of a GPU's lock, or None if another process has it."""
+        try:
+            self._create_folder()
+            lock = _open_lock(self._folder / f"{self._identify(gpu).replace('/', '_')}.lock")
+        except OSError as error:
+            raise LaunchError(
+                f"no GPU can be reserved: {format_os_error(error)}; let this user write to {self._folder}"
+            ) from error
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            return None
+        return lock
+
+    def _create_folder(self) -> None:
+        try:
+            self._folder.mkdir()
+            self._folder.chmod(_SHARED_MODE)  # whatever the umask is
+        except FileExistsError:
+            if not stat.S_ISDIR(self._folder.lstat().st_mode):
+                raise
+
+    def _identify(self, gpu: str) -> str:
+        """Return one name for all names of a GPU: its UUID, if the driver reports it."""
+        if gpu.isdigit():
+            return self._uuids[int(gpu)] if int(gpu) < len(self._uuids) else gpu
+        found = [uuid for uuid in self._uuids if uuid.startswith(gpu)]  # CUDA takes abbreviations
+        return found[0] if len(found) == 1 else gpu
+
+
+def shared_folder() -> Path:
+    """Return the folder for temporary files that is the same for all users of this machine."""
+    return next(
+        (
+            folder
+            for folder in _SHARED_FOLDERS
+            if folder.is_dir() and folder.stat().st_mode & _SHARED_MODE == _SHARED_MODE
+        ),
+        _SHARED_FOLDERS[-1],
+    )
+
+
+def read_gpu_uuids(library: str = NVML_LIBRARY) -> list[str]:
+    """Return the UUIDs of the installed GPUs in the driver's order. Empty without a driver."""
+    try:
+        nvml = ctypes.CDLL(library)
+    except OSError:
+        return []
+    if nvml.nvmlInit_v2():
+        return []
+    uuids: list[str] = []
+    count, device = ctypes.c_uint(0), ctypes.c_void_p()
+    text = ctypes.create_string_buffer(_MAX_UUID_BYTES)
+    try:
+        if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
+            return []
+        for index in range(count.value):
+            if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)) or (
+                nvml.nvmlDeviceGetUUID(device, text, _MAX_UUID_BYTES)
+            ):
+                return []
+            uuids.append(text.value.decode())
+    finally:
+        nvml.nvmlShutdown()
+    return uuids
+
+
+def _open_lock(path: Path) -> int:
+    """Open a lock file that any user may have created. Locking needs no permission to write.
+
+    Raises:
+        OSError: It cannot be opened or created, or is a link.
+    """
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+    with contextlib.suppress(FileExistsError):
+        # O_EXCL, because a system may refuse O_CREAT for files of others in such a folder.
+        lock = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o644)
+        os.fchmod(lock, 0o644)  # whatever the umask is
+        return lock
+    return os.open(path, flags)

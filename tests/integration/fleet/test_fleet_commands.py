@@ -1,0 +1,169 @@
+"""Commands for a declared fleet that are refused: each gives one clear error, and changes nothing."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from argosy.cli.app import app
+from argosy.store import open_store
+
+COMMANDS = ("up", "plan", "apply")
+DECLARATION = """\
+fleet: demo
+port: {port}
+models:
+  - {{name: chat, source: argosy-mini}}
+pools:
+  - {{name: chat, model: chat, launcher: {launcher}}}
+"""
+BOMB = "a0: &a0 [x, x]\n" + "".join(
+    f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 9)}]\n" for level in range(1, 12)
+)
+HUGE_BYTES = 100_000_000
+
+runner = CliRunner()
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Folder for the state of fleets and the default store, which does not exist yet."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "state"
+
+
+def declare(launcher: str = "local", port: int = 0) -> None:
+    Path("fleet.yaml").write_text(DECLARATION.format(launcher=launcher, port=port))
+
+
+def refuse(command: str, *arguments: str) -> str:
+    """Run a command that is refused, and return its error."""
+    result = runner.invoke(app, [command, *arguments])
+    assert result.exit_code == 2, result.output
+    assert isinstance(result.exception, SystemExit)
+    assert result.stderr.startswith("argosy: ")
+    return result.stderr
+
+
+def list_fleets(url: str) -> list[str]:
+    with closing(open_store(url)) as store:
+        store.migrate()
+        return store.fleets.list_fleets()
+
+
+def write_huge_file(path: Path) -> None:
+    with path.open("w") as file:
+        file.truncate(HUGE_BYTES)
+
+
+@pytest.mark.parametrize(
+    ("write", "error"),
+    [
+        (Path.touch, "`models`"),
+        (write_huge_file, "larger than 4 MiB"),
+        (lambda path: path.write_text("[" * 100_000), "nested too deeply"),
+        (lambda path: path.write_text(BOMB), "aliases included"),
+        (lambda path: path.write_bytes(bytes(range(256)) * 100), "not allowed"),
+        (os.mkfifo, "no program has written to this pipe"),
+        (lambda path: path.symlink_to("/dev/zero"), "larger than 4 MiB"),
+        (lambda path: path.symlink_to("/dev/null"), "`models`"),
+        (Path.mkdir, "Is a directory"),
+    ],
+    ids=[
+        *("empty", "huge", "nested", "aliases", "binary"),
+        *("pipe", "device", "null-device", "folder"),
+    ],
+)
+def test_file_that_is_no_declaration(
+    write: Callable[[Path], object], error: str, state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("argosy.settings.yaml_nodes.PIPE_TIMEOUT_S", 0.01)
+    write(Path("fleet.yaml"))
+    message = refuse("up")
+    assert "fleet.yaml" in message
+    assert error in message
+    assert not state.exists()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_truncated_file(command: str, state: Path) -> None:
+    declare()
+    content = Path("fleet.yaml").read_text()
+    for end in (content.index("}"), content.index("pools"), len(content) - 3):
+        Path("fleet.yaml").write_text(content[:end])
+        assert "fleet.yaml" in refuse(command)
+    assert not state.exists()
+
+
+@pytest.mark.parametrize(
+    ("url", "error"),
+    [
+        ("postgresql://user:hidden@127.0.0.1:1/x", "Connection refused. Check that it is running"),
+        ("sqlite:////proc/argosy.db", "Give a path that this user can write to"),
+        ("sqlite:///fleet.yaml", "file is not a database"),
+    ],
+)
+def test_unusable_store(url: str, error: str, state: Path) -> None:
+    declare()
+    message = refuse("up", "--store", url)
+    assert error in message
+    assert "hidden" not in message
+    assert not state.exists()
+
+
+@contextmanager
+def full_disk(size_bytes: int) -> Iterator[None]:
+    """Let no file of this process grow beyond a size."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.parametrize("store_exists", [False, True])
+def test_full_disk(store_exists: bool, state: Path) -> None:
+    declare()
+    url = f"sqlite:///{Path('argosy.db').absolute()}"
+    if store_exists:
+        list_fleets(url)
+    with full_disk(0):
+        assert "disk I/O error" in refuse("up", "--store", url)
+    assert list_fleets(url) == []
+    assert not (state / "argosy/fleets/demo").exists()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_launcher_that_is_not_installed(command: str, state: Path) -> None:
+    declare(launcher="simulated")
+    assert "use `launcher: local`" in refuse(command)
+    assert not (state / "argosy/fleets/demo").exists()
+    assert list_fleets(f"sqlite:///{state}/argosy/argosy.db") == []
+
+
+def test_port_in_use(state: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as occupied:
+        port = occupied.getsockname()[1]
+        declare(port=port)
+        message = refuse("up")
+    assert f"127.0.0.1:{port} (Address already in use)" in message
+    assert "change `port`" in message
+    assert not (state / "argosy/fleets/demo").exists()
+    assert list_fleets(f"sqlite:///{state}/argosy/argosy.db") == []
+
+
+def test_folder_that_cannot_be_created(state: Path) -> None:
+    declare()
+    url = f"sqlite:///{Path('argosy.db').absolute()}"
+    state.touch()
+    assert "set XDG_STATE_HOME" in refuse("up", "--store", url)
+    assert list_fleets(url) == []
