@@ -1,9 +1,11 @@
 """Launchers: one `Launcher` for each environment in which replicas run."""
 
+from argosy.fleet.launchers.kubernetes_settings import KubernetesSettings
 from argosy.fleet.launchers.launcher import (
     LaunchedReplica,
     Launcher,
     LaunchError,
+    LaunchProbes,
     LaunchResources,
     LaunchSpec,
     StaleEpochError,
@@ -19,7 +21,9 @@ from argosy.fleet.launchers.simulated_cluster import (
 from argosy.policy.reconciliation import LaunchState
 
 __all__ = [
+    "KubernetesSettings",
     "LaunchError",
+    "LaunchProbes",
     "LaunchResources",
     "LaunchSpec",
     "LaunchState",
