@@ -254,7 +254,7 @@ def _build_access(config: FleetConfig, name: str, labels: dict[str, str]) -> lis
     """Return the service account of the controllers, with the rights that the launcher needs."""
     namespace = config.kubernetes.namespace
     cluster_name = f"argosy-{namespace}-{name}"
-    write = ["get", "list", "watch", "create", "patch", "delete"]
+    write = ["get", "list", "watch", "create", "update", "patch", "delete"]
     rules = [
         {"apiGroups": ["apps"], "resources": ["deployments", "daemonsets"], "verbs": write},
         {"apiGroups": ["policy"], "resources": ["poddisruptionbudgets"], "verbs": write},

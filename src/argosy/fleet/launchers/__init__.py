@@ -1,5 +1,6 @@
 """Launchers: one `Launcher` for each environment in which replicas run."""
 
+from argosy.fleet.launchers.kubernetes import KubernetesLauncher
 from argosy.fleet.launchers.kubernetes_settings import KubernetesSettings
 from argosy.fleet.launchers.launcher import (
     LaunchedReplica,
@@ -21,6 +22,7 @@ from argosy.fleet.launchers.simulated_cluster import (
 from argosy.policy.reconciliation import LaunchState
 
 __all__ = [
+    "KubernetesLauncher",
     "KubernetesSettings",
     "LaunchError",
     "LaunchProbes",
