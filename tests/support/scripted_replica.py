@@ -1,6 +1,6 @@
 """Replica process for tests of launchers, quick to start: answers each HTTP request with its pid.
 
-Arguments: a socket path or port, then what it does. It imports little and needs no package.
+Arguments: a socket path, port or HOST:PORT, then what it does. It imports little and needs no package.
 """
 
 import fcntl
@@ -48,6 +48,9 @@ def main(address: str, *behaviours: str) -> None:
 def serve(address: str) -> None:
     if address.isdigit():
         server = socket.create_server(("127.0.0.1", int(address)))
+    elif address.rpartition(":")[2].isdigit():
+        host, _, port = address.rpartition(":")
+        server = socket.create_server((host, int(port)))
     else:
         server = socket.socket(socket.AF_UNIX)
         server.bind(address)

@@ -20,6 +20,7 @@ from argosy.cli import (
     gateway,
     keys,
     models,
+    render,
     replica,
     replicas,
     serve,
@@ -51,6 +52,7 @@ app.command("scale")(fleet.scale)
 app.command("down")(fleet.down)
 app.command("events")(fleet_status.events)
 app.command("logs")(fleet_status.logs)
+app.add_typer(render.app, name="render")
 app.command("controller")(controller.controller)
 app.command("chat")(chat.chat)
 app.command("embed")(embed.embed)

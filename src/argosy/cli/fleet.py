@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from typing import TYPE_CHECKING, Annotated
 
@@ -70,7 +71,10 @@ def plan(
     store: StoreUrl = None,
     json: JsonOutput = False,
 ) -> None:
-    """Show what `apply` would change, and what it would disturb. Nothing is changed."""
+    """Show what `apply` would change, and what it would disturb. Nothing is changed.
+
+    Fails if this machine cannot reach the cluster in which the fleet runs.
+    """
     with open_declared(files, overlays, store) as (target, config):
         check_launchers(target, config)
         changes = _compare(target.latest(), config)

@@ -72,7 +72,12 @@ class _Loader(Composer, CParser, SafeConstructor, Resolver):  # type: ignore[mis
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
     """YAML writer that quotes text which YAML 1.1 or 1.2 would resolve to something else."""
 
+    def represent_str(self, text: str) -> yaml.ScalarNode:
+        """Write a text of several lines as such, where its characters permit."""
+        return self.represent_scalar("tag:yaml.org,2002:str", text, "|" if "\n" in text else None)
 
+
+_Dumper.add_representer(str, _Dumper.represent_str)
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag in {_MERGE, _NULL}]
     for first, resolvers in Resolver.yaml_implicit_resolvers.items()

@@ -90,12 +90,17 @@ class Fleet:
             past.fleets.append_events(lease, [FleetEvent(kind=kind)])
             past.fleets.release_lease(lease)
 
+    def declaration(self) -> FleetConfig:
+        revision = self.store.fleets.latest_revision(FLEET)
+        assert revision is not None
+        return parse_fleet(revision.declaration)
+
     def start_controller(self, name: str) -> asyncio.Task[None]:
         context = FleetContext(
             store=self.store,
             store_url=self.url,
             fleet=FLEET,
-            create_launcher=lambda name: open_launcher(name, self.folder),
+            create_launcher=lambda name: open_launcher(name, self.folder, self.declaration()),
             folder=self.folder,
         )
         task = asyncio.create_task(Controller(context, name, LEASE_S).run(until_empty=True))

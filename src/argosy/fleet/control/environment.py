@@ -5,7 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from argosy.fleet.declaration import FleetConfig
-from argosy.fleet.launchers import Launcher, LaunchError, LocalProcessLauncher
+from argosy.fleet.launchers import (
+    KubernetesLauncher,
+    Launcher,
+    LaunchError,
+    LocalProcessLauncher,
+)
 from argosy.folders import state_folder
 
 
@@ -18,29 +23,38 @@ def fleet_folder(fleet: str) -> Path:
     return state_folder() / "fleets" / fleet
 
 
-def open_launcher(name: str, folder: Path) -> Launcher:
+def open_launcher(name: str, folder: Path, config: FleetConfig | None = None) -> Launcher:
     """Return a launcher by the name that declarations use.
 
     Args:
-        name: `local`.
+        name: `local` or `kubernetes`.
         folder: Folder of the fleet.
+        config: The fleet's declaration, with the settings of the launcher. Not needed for `local`.
 
     Raises:
         LaunchError: It cannot be used on this machine.
     """
     if name == "local":
         return LocalProcessLauncher(folder / "replicas")
-    raise LaunchError(f"this version has no launcher {name!r}; use `launcher: local`")
+    if name == "kubernetes":
+        if config is None:
+            raise LaunchError(
+                "the fleet has no declaration that says where its cluster is; apply one"
+            )
+        return KubernetesLauncher(config.fleet or "", config.kubernetes)
+    raise LaunchError(
+        f"this version has no launcher {name!r}; use `launcher: local` or `launcher: kubernetes`"
+    )
 
 
 async def check_launchers(config: FleetConfig, folder: Path) -> None:
     """Check that the launchers of a declaration can be used from this machine. Nothing is changed.
 
     Raises:
-        LaunchError: One cannot be used. The message contains the remedy.
+        LaunchError: One cannot be used. The message says why.
     """
     for name in sorted({pool.launcher for pool in config.pools} - {"local"}):
-        launcher = open_launcher(name, folder)
+        launcher = open_launcher(name, folder, config)
         try:
             await launcher.list_replicas()
         finally:

@@ -139,6 +139,8 @@ class _Effects:
             return self._plan_pool(difference)
         if section == "models" and difference.setting in _MODEL_IDENTITY:
             return self._plan_replacement(difference, self._pools_with_other_model(difference))
+        if section == "kubernetes":
+            return self._plan_replacement(difference, self._pools_with_other_pods(difference))
         if section == "engines":
             return self._plan_engine(difference)
         if section == "gateways":
@@ -200,6 +202,16 @@ class _Effects:
             pool.name
             for pool in self._old.pools
             if pool.model == name and self._has_other_digest(pool, pool, changed)
+        ]
+
+    def _pools_with_other_pods(self, difference: _Difference) -> list[str]:
+        setting = difference.path[1]
+        kubernetes = msgspec.structs.replace(
+            self._old.kubernetes, **{setting: getattr(self._new.kubernetes, setting)}
+        )
+        changed = msgspec.structs.replace(self._old, kubernetes=kubernetes)
+        return [
+            pool.name for pool in self._old.pools if self._has_other_digest(pool, pool, changed)
         ]
 
     def _has_other_digest(self, old: PoolConfig, new: PoolConfig, new_config: FleetConfig) -> bool:

@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from argosy.fleet.declaration.engine_kind import EngineKind, OptionName, OptionValue
+from argosy.fleet.launchers import KubernetesSettings
 from argosy.gateway import GatewayConfig, ModelConfig, ModelName
 from argosy.settings import Size, parse_size
 
@@ -29,12 +30,20 @@ LabelText = Annotated[
 
 
 class SecretReference(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where a secret is found when a replica starts. The declaration itself contains no secrets."""
+    """Where a secret is found when a replica starts. The declaration itself contains no secrets.
+
+    For pools with `launcher: kubernetes` it is a key of the Secret that `kubernetes.secret_name` names.
+    """
 
     env: VariableName | None = None
     """Environment variable of the controller."""
     file: Annotated[str, Meta(pattern="^/")] | None = None
     """Path of a file on the controller's machine."""
+
+    @property
+    def key(self) -> str:
+        """Key of the secret in a Secret of Kubernetes: the variable's name, or that of the file."""
+        return self.env or (self.file or "").rpartition("/")[2]
 
 
 class FleetModelConfig(ModelConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -84,7 +93,8 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     spares: ReplicaCount = 0
     """Number of further replicas that are started and warm, and serve when another one is lost."""
     launcher: LauncherName = "local"
-    """Where the replicas run. This version has `local` only: processes on the controller's machine."""
+    """Where the replicas run: `local` are processes on the controller's machine, `kubernetes` are pods of a cluster.
+    This version has no others."""
     zones: tuple[LabelText, ...] = ()
     """Zones over which the replicas are spread. Empty for any."""
     labels: dict[LabelText, LabelText] = {}
@@ -103,6 +113,15 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Send requests to a replica before it serves, so that no client waits for what the first request prepares."""
     image: Annotated[str, Meta(min_length=1, pattern=r"^\S+$")] | None = None
     """Container image. Used by launchers that run containers, and required by `kubernetes`."""
+
+    @property
+    def secret_references(self) -> dict[str, SecretReference]:
+        """Variables of the replicas whose values are secrets."""
+        return {
+            name: value
+            for name, value in self.environment.items()
+            if isinstance(value, SecretReference)
+        }
 
     @property
     def initial_replicas(self) -> int:
@@ -166,6 +185,8 @@ class FleetConfig(GatewayConfig, frozen=True, kw_only=True, forbid_unknown_field
     the next port. With 0 they run elsewhere, with the same `store` and `fleet` in their settings."""
     controller: ControllerConfig = ControllerConfig()
     """The controllers."""
+    kubernetes: KubernetesSettings = KubernetesSettings()
+    """The pools with `launcher: kubernetes`, and the manifests of `argosy render kubernetes`."""
     objectives: ObjectivesConfig = ObjectivesConfig()
     """Service levels that the fleet is to meet. Nothing acts on them yet."""
 

@@ -7,15 +7,18 @@ from typing import Any, Literal
 
 import msgspec
 
-from argosy.fleet.declaration.config import FleetConfig
+from argosy.gateway import GatewayConfig
 from argosy.settings import dump_yaml
 
 _NOT_IN_YAML = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
 """Characters that JSON may contain as they are, but YAML only escaped."""
 
 
-def dump_fleet(config: FleetConfig, format: Literal["yaml", "json"] = "yaml") -> str:  # noqa: A002
-    """Return the canonical text of a declaration: equal declarations have equal texts. Defaults are left out."""
+def dump_fleet(config: GatewayConfig, format: Literal["yaml", "json"] = "yaml") -> str:  # noqa: A002
+    """Return the canonical text of a declaration, or of the settings of a gateway.
+
+    Equal ones have equal texts. Defaults are left out.
+    """
     document = to_document(config)
     if format == "json":
         text = msgspec.json.format(msgspec.json.encode(document)).decode()

@@ -20,7 +20,7 @@ from argosy.fleet.declaration.config import (
 )
 from argosy.fleet.declaration.engine_catalog import ARGOSY_ENGINE, find_engine
 from argosy.fleet.declaration.engine_kind import EngineKind, OptionValue, fill_placeholders
-from argosy.fleet.launchers import LaunchError, LaunchResources, LaunchSpec
+from argosy.fleet.launchers import LaunchError, LaunchProbes, LaunchResources, LaunchSpec
 
 ON_THIS_MACHINE = frozenset({"local", "simulated"})
 """Launchers whose replicas run on the controller's machine."""
@@ -54,6 +54,8 @@ def build_launch_spec(
             "argosy.cli",
             *command[1:],
         )  # this version, wherever it is
+    engine = find_engine(config, pool)
+    in_kubernetes = pool.launcher == "kubernetes"
     return LaunchSpec(
         name=f"{pool.name}-{generation}-{ordinal}",
         pool=pool.name,
@@ -67,11 +69,23 @@ def build_launch_spec(
                 value, f"pool {pool.name}: {name}", os.environ if environ is None else environ
             )
             for name, value in pool.environment.items()
+            if isinstance(value, str) or not in_kubernetes
         },
+        secret_keys={name: value.key for name, value in pool.secret_references.items()}
+        if in_kubernetes
+        else {},
         resources=_build_resources(pool),
         drain_deadline_s=pool.drain_deadline_s,
-        drain_signal=find_engine(config, pool).drain_signal,
+        drain_signal=engine.drain_signal,
         image=pool.image,
+        probes=LaunchProbes(
+            ready_path=engine.ready_path,
+            live_path="/health" if engine.kind == "argosy" else engine.ready_path,
+            start_timeout_s=pool.start_timeout_s,
+            hang_timeout_s=pool.hang_timeout_s,
+        ),
+        max_unavailable=pool.max_unavailable_count(pool.initial_replicas),
+        kubernetes=config.kubernetes if in_kubernetes else None,
     )
 
 
@@ -88,6 +102,8 @@ def replica_digest(config: FleetConfig, pool: PoolConfig) -> str:
         "resources": msgspec.to_builtins(_build_resources(pool), order="sorted"),
         "image": pool.image,
     }
+    if pool.launcher == "kubernetes":
+        parts["kubernetes"] = config.kubernetes.pod_settings()
     return hashlib.sha256(msgspec.json.encode(parts, order="sorted")).hexdigest()
 
 

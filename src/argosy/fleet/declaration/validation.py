@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from difflib import get_close_matches
 from urllib.parse import urlsplit
@@ -29,6 +30,8 @@ GATEWAY_POOL = "gateway"
 """Name of the pool of gateways that the controller runs. No pool of a declaration has it."""
 MIN_MEMORY_BYTES = 128 * 1024 * 1024
 """No engine starts with less."""
+_LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
+"""Name or value of a label of Kubernetes."""
 
 
 def validate_fleet(config: FleetConfig) -> None:
@@ -50,6 +53,8 @@ def validate_fleet(config: FleetConfig) -> None:
         _check_references(config, pool, path)
         _check_counts(pool, path)
         _check_placement(pool, path)
+        if pool.launcher == "kubernetes":
+            _check_kubernetes(config, pool, path)
         _check_environment(pool, path)
         _check_options(find_engine(config, pool), pool, path)
     for index, model in enumerate(config.models):
@@ -190,8 +195,6 @@ def _check_counts(pool: PoolConfig, path: SettingPath) -> None:
 
 
 def _check_placement(pool: PoolConfig, path: SettingPath) -> None:
-    if pool.launcher == "kubernetes" and pool.image is None:
-        raise _fail(path, "image", "the launcher kubernetes needs a container image. Add `image`.")
     if pool.launcher == "local":
         for setting in ("zones", "labels"):
             if getattr(pool, setting):
@@ -202,6 +205,23 @@ def _check_placement(pool: PoolConfig, path: SettingPath) -> None:
                 )
     if len(set(pool.zones)) < len(pool.zones):
         raise _fail(path, "zones", "a zone is listed twice. Keep one.")
+
+
+def _check_kubernetes(config: FleetConfig, pool: PoolConfig, path: SettingPath) -> None:
+    if pool.image is None:
+        raise _fail(path, "image", "the launcher kubernetes needs a container image. Add `image`.")
+    if pool.secret_references and config.kubernetes.secret_name is None:
+        name = min(pool.secret_references)
+        problem = "it refers to a secret. Set `kubernetes.secret_name` to the name of the Secret with its value."
+        raise _fail(path, f"environment.{name}", problem)
+    for key, value in pool.labels.items():
+        prefix, _, name = key.rpartition("/")
+        if not all(_LABEL.fullmatch(text) for text in (name, value)) or len(prefix) > 253:
+            problem = (
+                "Kubernetes has no such label. Name and value have at most 63 letters, digits, '-', '_' and '.'; "
+                "the name may follow a domain and a '/'."
+            )
+            raise _fail(path, f"labels.{key}", problem)
 
 
 def _check_environment(pool: PoolConfig, path: SettingPath) -> None:

@@ -1,9 +1,12 @@
 """Launchers: one `Launcher` for each environment in which replicas run."""
 
+from argosy.fleet.launchers.kubernetes import KubernetesLauncher
+from argosy.fleet.launchers.kubernetes_settings import KubernetesSettings
 from argosy.fleet.launchers.launcher import (
     LaunchedReplica,
     Launcher,
     LaunchError,
+    LaunchProbes,
     LaunchResources,
     LaunchSpec,
     StaleEpochError,
@@ -19,7 +22,10 @@ from argosy.fleet.launchers.simulated_cluster import (
 from argosy.policy.reconciliation import LaunchState
 
 __all__ = [
+    "KubernetesLauncher",
+    "KubernetesSettings",
     "LaunchError",
+    "LaunchProbes",
     "LaunchResources",
     "LaunchSpec",
     "LaunchState",

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import msgspec
 
+from argosy.fleet.launchers.kubernetes_settings import KubernetesSettings
 from argosy.policy.reconciliation import LaunchState
 
 
@@ -34,6 +35,19 @@ class LaunchResources(msgspec.Struct, frozen=True, kw_only=True):
     """Labels that its node must have."""
 
 
+class LaunchProbes(msgspec.Struct, frozen=True, kw_only=True):
+    """Health checks for launchers whose environment checks replicas too, also while no controller runs."""
+
+    ready_path: str = "/health"
+    """Answers 200 once the replica accepts requests."""
+    live_path: str = "/health"
+    """Answers 200 unless the replica must be restarted."""
+    start_timeout_s: float = 600.0
+    """Time after the start in which it must become ready."""
+    hang_timeout_s: float = 10.0
+    """Time without an answer after which the controller restarts it. The environment waits longer."""
+
+
 class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that a launcher needs to start one replica. Two specs with the same name are the same replica."""
 
@@ -56,6 +70,13 @@ class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Address of its server if the command fixes it. Otherwise the launcher assigns it."""
     image: str | None = None
     """Container image, for launchers that use containers."""
+    secret_keys: Mapping[str, str] = {}
+    """Variables whose values the environment itself keeps as secrets, with their keys there."""
+    probes: LaunchProbes = LaunchProbes()
+    max_unavailable: int = 1
+    """How many replicas of the pool the environment may evict at once, for example to update its nodes."""
+    kubernetes: KubernetesSettings | None = None
+    """Settings for Kubernetes, if that is where the replica runs."""
 
 
 class LaunchedReplica(msgspec.Struct, frozen=True, kw_only=True):

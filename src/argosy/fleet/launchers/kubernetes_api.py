@@ -1,0 +1,288 @@
+"""Requests to the API of a Kubernetes cluster by kubernetes-asyncio, with objects as dictionaries."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from argosy.fleet.launchers.kubernetes_objects import KubernetesObject
+from argosy.fleet.launchers.launcher import LaunchError
+
+if TYPE_CHECKING:
+    import aiohttp
+    from kubernetes_asyncio.client.api_client import ApiClient
+
+REQUEST_TIMEOUT_S = 30.0
+CONNECT_TIMEOUT_S = 10.0
+WATCH_TIMEOUT_S = 240
+"""Time after which the server ends a watch."""
+MAX_SILENCE_S = 90.0
+"""Time without a byte of a watch after which its connection counts as lost. Bookmarks come about once a minute."""
+LIST_LIMIT = 500
+MAX_TRIES = 6
+MAX_RETRY_AFTER_S = 10.0
+MERGE_PATCH = "application/merge-patch+json"
+
+Query = Mapping[str, str | int]
+
+
+class KubernetesApiError(LaunchError):
+    """Raised if the API refuses a request.
+
+    Args:
+        status: Status of the response.
+        message: Its message.
+        reason: Its reason in one word, such as `AlreadyExists`.
+    """
+
+    def __init__(self, status: int, message: str, reason: str = "") -> None:
+        super().__init__(message)
+        self.status = status
+        self.reason = reason
+
+
+class KubernetesApi:
+    """Client of one cluster. Not thread-safe: use it from one event loop.
+
+    All methods raise `KubernetesApiError` if the API refuses the request, and `LaunchError` if it cannot be reached.
+    A request that the API rejects because it is overloaded is repeated after the time that it states.
+
+    Args:
+        context: Context of the kubeconfig file. None for its current one, or for the service account of this pod.
+    """
+
+    def __init__(self, context: str | None = None) -> None:
+        self._context = context
+        self._client: ApiClient | None = None
+
+    async def get(self, path: str) -> KubernetesObject:
+        """Return an object."""
+        return await self._request("GET", path)
+
+    async def find(self, path: str) -> KubernetesObject | None:
+        """Return an object, or None if it does not exist."""
+        try:
+            return await self.get(path)
+        except KubernetesApiError as error:
+            if error.status == 404:
+                return None
+            raise
+
+    async def list(self, path: str, selector: str) -> tuple[list[KubernetesObject], str]:
+        """Return all objects with the labels, and the version of the collection from which to watch."""
+        while True:
+            objects: list[KubernetesObject] = []
+            query: dict[str, str | int] = {"labelSelector": selector, "limit": LIST_LIMIT}
+            try:
+                while True:
+                    page = await self._request("GET", path, query=query)
+                    objects += page["items"]
+                    query["continue"] = page["metadata"].get("continue", "")
+                    if not query["continue"]:
+                        return objects, page["metadata"]["resourceVersion"]
+            except KubernetesApiError as error:
+                if error.status != 410 or "continue" not in query:
+                    raise  # otherwise the continue token is too old
+
+    async def create(self, path: str, body: KubernetesObject) -> KubernetesObject:
+        """Create an object in a collection."""
+        return await self._request("POST", path, body)
+
+    async def replace(self, path: str, body: KubernetesObject) -> KubernetesObject:
+        """Replace an object. With a `resourceVersion` only that version of it (409 otherwise)."""
+        return await self._request("PUT", path, body)
+
+    async def merge(self, path: str, body: KubernetesObject) -> KubernetesObject:
+        """Change fields of an object. With a `resourceVersion` only of that version of it (409 otherwise)."""
+        return await self._request("PATCH", path, body, content_type=MERGE_PATCH)
+
+    async def delete(self, path: str, options: KubernetesObject) -> None:
+        """Delete an object, unless it does not exist."""
+        body = {"apiVersion": "v1", "kind": "DeleteOptions", **options}
+        try:
+            await self._request("DELETE", path, body)
+        except KubernetesApiError as error:
+            if error.status != 404:
+                raise
+
+    async def read_text(self, path: str, query: Query) -> bytes:
+        """Return a response that is not an object, such as a log."""
+        return await self._read(await self._send("GET", path, query=query))
+
+    async def watch(
+        self, path: str, selector: str, version: str
+    ) -> AsyncIterator[tuple[str, KubernetesObject]]:
+        """Yield the changes since a version, each with its type, until the server ends the watch.
+
+        See https://kubernetes.io/docs/reference/using-api/api-concepts/#efficient-detection-of-changes. The first item
+        has the type CONNECTED and no object.
+        """
+        query: Query = {
+            "watch": "true",
+            "labelSelector": selector,
+            "resourceVersion": version,
+            "allowWatchBookmarks": "true",
+            "timeoutSeconds": WATCH_TIMEOUT_S,
+        }
+        async with await self._send("GET", path, query=query, is_watch=True) as response:
+            yield "CONNECTED", {}
+            while True:
+                try:
+                    line = await response.content.readline()
+                except _transport_errors() as error:
+                    raise self._unreachable(error) from error
+                if not line:
+                    return
+                event = msgspec.json.decode(line)
+                if event["type"] == "ERROR":
+                    raise _to_error(int(event["object"].get("code", 500)), event["object"])
+                yield event["type"], event["object"]
+
+    async def close(self) -> None:
+        """Close all connections."""
+        if self._client is not None:
+            await self._client.close()
+            self._client = None
+
+    async def _request(
+        self,
+        method: str,
+        path: str,
+        body: KubernetesObject | None = None,
+        *,
+        query: Query | None = None,
+        content_type: str = "application/json",
+    ) -> KubernetesObject:
+        response = await self._send(method, path, body, query=query, content_type=content_type)
+        decoded: KubernetesObject = msgspec.json.decode(await self._read(response))
+        return decoded
+
+    async def _read(self, response: aiohttp.ClientResponse) -> bytes:
+        try:
+            async with response:
+                return await response.read()
+        except _transport_errors() as error:
+            raise self._unreachable(error) from error
+
+    async def _send(
+        self,
+        method: str,
+        path: str,
+        body: KubernetesObject | None = None,
+        *,
+        query: Query | None = None,
+        content_type: str = "application/json",
+        is_watch: bool = False,
+    ) -> aiohttp.ClientResponse:
+        """Send a request until it is neither throttled nor refused for an expired token."""
+        client = await self._connect()
+        from aiohttp import ClientTimeout
+
+        timeout = (
+            ClientTimeout(sock_connect=CONNECT_TIMEOUT_S, sock_read=MAX_SILENCE_S)
+            if is_watch
+            else ClientTimeout(total=REQUEST_TIMEOUT_S, sock_connect=CONNECT_TIMEOUT_S)
+        )
+        tries = 0
+        while True:
+            tries += 1
+            try:
+                response: aiohttp.ClientResponse = await client.call_api(
+                    path,
+                    method,
+                    query_params=list((query or {}).items()),
+                    header_params={"Accept": "application/json", "Content-Type": content_type},
+                    body=body,
+                    auth_settings=["BearerToken"],
+                    _preload_content=False,
+                    _request_timeout=timeout,
+                )
+            except _transport_errors() as error:
+                raise self._unreachable(error) from error
+            if response.status < 400:
+                return response
+            content = await self._read(response)
+            retry_after_s = _parse_retry_after(response)
+            if response.status == 401 and tries == 1:
+                await self.close()
+                client = await self._connect()  # a token of the kubeconfig file may be renewed
+            elif retry_after_s is None or tries == MAX_TRIES:
+                raise _parse_error(response.status, content)
+            else:
+                await asyncio.sleep(min(retry_after_s, MAX_RETRY_AFTER_S))
+
+    async def _connect(self) -> ApiClient:
+        """Return the client. The settings are read at its first use, and again after `close`."""
+        if self._client is not None:
+            return self._client
+        try:
+            from kubernetes_asyncio.client.api_client import ApiClient
+            from kubernetes_asyncio.client.configuration import Configuration
+            from kubernetes_asyncio.config import (
+                ConfigException,
+                load_incluster_config,
+                load_kube_config,
+            )
+        except ImportError as error:
+            raise LaunchError(
+                "pools on Kubernetes need a further package; install it with: pip install 'argosy[kubernetes]'"
+            ) from error
+        configuration = Configuration()
+        file = os.environ.get("KUBECONFIG") or "~/.kube/config"
+        is_pod = "KUBERNETES_SERVICE_HOST" in os.environ
+        has_file = "KUBECONFIG" in os.environ or Path(file).expanduser().exists()  # noqa: ASYNC240 - once
+        try:
+            if is_pod and not has_file and self._context is None:
+                load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
+            else:
+                await load_kube_config(file, self._context, configuration)
+        except (ConfigException, OSError, ValueError) as error:
+            raise LaunchError(
+                f"no Kubernetes cluster is configured: {error}; set KUBECONFIG, or `kubernetes.context`"
+            ) from error
+        self._client = ApiClient(configuration)
+        return self._client
+
+    def _unreachable(self, error: Exception) -> LaunchError:
+        host = "" if self._client is None else f" at {self._client.configuration.host}"
+        reason = str(error) or type(error).__name__
+        return LaunchError(f"the Kubernetes API{host} cannot be reached: {reason}")
+
+
+def _transport_errors() -> tuple[type[Exception], ...]:
+    """Return the errors of a connection. Its library is imported only where a cluster is used."""
+    from aiohttp import ClientError
+
+    return ClientError, OSError, TimeoutError
+
+
+def _parse_retry_after(response: aiohttp.ClientResponse) -> float | None:
+    """Return the seconds after which the API permits the request again, or None.
+
+    See https://kubernetes.io/docs/concepts/cluster-administration/flow-control/.
+    """
+    value = response.headers.get("Retry-After", "")
+    is_temporary = response.status in {429, 500, 503, 504}
+    return float(value) if is_temporary and value.isdigit() else None
+
+
+def _parse_error(status: int, content: bytes) -> KubernetesApiError:
+    try:
+        body = msgspec.json.decode(content)
+    except msgspec.DecodeError:
+        body = None
+    if not isinstance(body, dict):
+        body = {"message": content[:200].decode(errors="replace")}
+    return _to_error(status, body)
+
+
+def _to_error(status: int, body: Mapping[str, Any]) -> KubernetesApiError:
+    message = f"the Kubernetes API answers {status}: {body.get('message') or 'no message'}"
+    if status in {401, 403}:
+        message += "; the role in `argosy render kubernetes` has the rights that are needed"
+    return KubernetesApiError(status, message, str(body.get("reason", "")))
