@@ -9,6 +9,7 @@ from argosy.fleet.launchers.launcher import (
     StaleEpochError,
 )
 from argosy.fleet.launchers.local import LocalProcessLauncher
+from argosy.fleet.launchers.ray import RayLauncher
 from argosy.fleet.launchers.simulated import SimulatedLauncher
 from argosy.fleet.launchers.simulated_cluster import (
     SimulatedBehaviour,
@@ -26,6 +27,7 @@ __all__ = [
     "LaunchedReplica",
     "Launcher",
     "LocalProcessLauncher",
+    "RayLauncher",
     "SimulatedBehaviour",
     "SimulatedCluster",
     "SimulatedHealth",
