@@ -40,7 +40,7 @@ def controller(
         open_launcher,
         process_holder,
     )
-    from argosy.fleet.launchers import LaunchError
+    from argosy.fleet.launchers import Launcher, LaunchError
     from argosy.process import handle_signals, raise_file_limit
     from argosy.telemetry import configure_logging
 
@@ -58,11 +58,16 @@ def controller(
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             fail(f"{folder} cannot be created: {error.strerror}")
+
+        def create_launcher(name: str) -> Launcher:
+            latest = target.latest()
+            return open_launcher(name, folder, None if latest is None else parse_revision(latest))
+
         context = FleetContext(
             store=target.store,
             store_url=target.store_url,
             fleet=target.name,
-            create_launcher=lambda name: open_launcher(name, folder),
+            create_launcher=create_launcher,
             folder=folder,
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from typing import TYPE_CHECKING, Annotated
 
@@ -52,6 +53,7 @@ def up(
     The fleet runs on when the command ends. `argosy down` stops it.
     """
     with open_declared(files, overlays, store) as (target, config):
+        _check_launchers(target, config)
         _apply(target, config, reason, asks=False, quiet=json)
         _start_controller(target)
         _finish(target, wait=wait, timeout=timeout, json=json)
@@ -69,6 +71,7 @@ def plan(
 ) -> None:
     """Show what `apply` would change, and what it would disturb. Nothing is changed."""
     with open_declared(files, overlays, store) as (target, config):
+        _check_launchers(target, config)
         changes = _compare(target.latest(), config)
         _show_changes(target, changes, json=json)
     if exit_code and changes:
@@ -270,6 +273,17 @@ def _finish(target: FleetTarget, *, wait: bool, timeout: float, json: bool) -> N
     if json:
         revision = target.require_latest()
         print_json({"fleet": target.name, "revision": revision.number})
+
+
+def _check_launchers(target: FleetTarget, config: FleetConfig) -> None:
+    """End the command if this machine cannot use the launchers of a declaration."""
+    from argosy.fleet.control import check_launchers
+    from argosy.fleet.launchers import LaunchError
+
+    try:
+        asyncio.run(check_launchers(config, target.folder))
+    except LaunchError as error:
+        fail(str(error))
 
 
 def _start_controller(target: FleetTarget) -> None:

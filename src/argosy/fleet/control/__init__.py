@@ -14,7 +14,7 @@ from argosy.fleet.control.declared_fleet import (
     set_replicas,
     stop_everything,
 )
-from argosy.fleet.control.environment import fleet_folder, open_launcher
+from argosy.fleet.control.environment import check_launchers, fleet_folder, open_launcher
 from argosy.fleet.control.fleet_context import FleetContext
 from argosy.fleet.control.fleet_records import ReplicaRecord, decode_records
 from argosy.fleet.control.leadership import process_holder
@@ -27,6 +27,7 @@ __all__ = [
     "FleetStatus",
     "PoolStatus",
     "ReplicaRecord",
+    "check_launchers",
     "decode_records",
     "fleet_folder",
     "gateway_url",
