@@ -11,7 +11,7 @@ import typer
 from argosy.cli.account_lookup import StoreUrl
 from argosy.cli.failure import EXIT_FAILURE, fail
 from argosy.cli.fleet_progress import read_status
-from argosy.cli.fleet_target import FilesOption, FleetOption, open_fleet
+from argosy.cli.fleet_target import FilesOption, FleetOption, open_fleet, parse_revision
 from argosy.cli.output import JsonOutput, print_json, print_records, strip_control_characters
 from argosy.cli.timestamps import format_timestamp
 
@@ -107,6 +107,7 @@ def logs(
 ) -> None:
     """Print the end of the logs of a pool's replicas. They outlive their processes."""
     from argosy.fleet.control import open_launcher
+    from argosy.fleet.launchers import LaunchError
 
     with open_fleet(files, fleet, store) as target:
         replicas = [
@@ -115,14 +116,27 @@ def logs(
         if not replicas:
             fail(f"there is no pool or replica {pool!r}; see `argosy status`", EXIT_FAILURE)
 
-        async def read_log(launcher: str, name: str) -> bytes:
-            opened = open_launcher(launcher, target.folder)
-            try:
-                return await opened.read_log(name, lines * 2000)
-            finally:
-                await opened.close()
+        config = parse_revision(target.require_latest())
 
-        for record in replicas:
-            text = asyncio.run(read_log(record.launcher, record.name)).decode(errors="replace")
+        async def read_logs() -> list[bytes]:
+            launchers = {
+                name: open_launcher(name, target.folder, config)
+                for name in {record.launcher for record in replicas}
+            }
+            try:
+                return [
+                    await launchers[record.launcher].read_log(record.name, lines * 2000)
+                    for record in replicas
+                ]
+            finally:
+                for launcher in launchers.values():
+                    await launcher.close()
+
+        try:
+            logs = asyncio.run(read_logs())
+        except LaunchError as error:
+            fail(str(error))
+        for record, log in zip(replicas, logs, strict=True):
+            text = log.decode(errors="replace")
             for line in text.splitlines()[-lines:]:
                 typer.echo(strip_control_characters(f"{record.name}  {line}"))
