@@ -97,7 +97,7 @@ class RayLauncher:
         Raises:
             LaunchError: The cluster cannot be reached.
         """
-        await self._connect(CONNECT_TIMEOUT_S)
+        await self._connect(None)
 
     # --- connection ------------------------------------------------------------------------------
 
@@ -109,7 +109,7 @@ class RayLauncher:
             self._changes = asyncio.create_task(self._follow_changes(driver))
         return await driver.call(request, timeout_s)
 
-    async def _connect(self, timeout_s: float) -> _Driver:
+    async def _connect(self, timeout_s: float | None) -> _Driver:
         """Return the connected driver. A connection that takes longer goes on in the background."""
         now = asyncio.get_running_loop().time()
         connection = self._connection
@@ -227,16 +227,17 @@ class _Driver:
         """End the process."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
-        await self._process.wait()
-        self._reader.cancel()
         await asyncio.gather(self._reader, return_exceptions=True)
 
     async def _read_responses(self) -> None:
-        assert self._process.stdout is not None  # noqa: S101 - it is a pipe
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None and stdout is not None  # noqa: S101, PT018 - they are pipes
         try:
-            while line := await self._process.stdout.readline():
+            while line := await stdout.readline():
                 self._on_response(msgspec.json.decode(line, type=RayResponse))
+            await self._process.wait()
         finally:
+            stdin.close()
             for pending in self._pending.values():
                 if not pending.done():
                     pending.set_exception(LaunchError(self._end_reason))

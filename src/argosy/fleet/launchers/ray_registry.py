@@ -55,7 +55,7 @@ class ReplicaRecord(msgspec.Struct, kw_only=True):
 
     replica: LaunchedReplica
     past_attempts: int = 0
-    """Attempts on nodes where it ran before."""
+    """Attempts that its supervisor does not count, since they were on other nodes."""
     node_id: str = ""
 
 
@@ -335,7 +335,12 @@ class ReplicaRegistry:
         supervisor = replica.supervisor
         assert supervisor is not None  # noqa: S101 - the caller has checked it
         await self._ask(supervisor.start.remote(msgspec.json.encode(spec), self._epoch))
-        self._on_status(replica, await self._ask(supervisor.wait_for_status.remote(b"")))
+        status = await self._ask(supervisor.wait_for_status.remote(b""))
+        started = decode_status(status)
+        if replica.state is LaunchState.PROVISIONING and started is not None:
+            # A supervisor counts the attempts on its node, also those of earlier supervisors.
+            replica.record.past_attempts = replica.record.replica.attempt - started.attempt
+        self._on_status(replica, status)
 
     async def _cancel_placement(self, replica: _Replica) -> None:
         """End the wait for a node. A replica that never ran is forgotten."""

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from argosy.fleet.device_assignment import VISIBLE_DEVICES_VARIABLE, count_installed_gpus
 from argosy.fleet.launchers.launcher import LaunchedReplica, LaunchResources, LaunchSpec
 from argosy.fleet.launchers.local import LocalProcessLauncher
 from argosy.folders import state_folder
@@ -38,7 +39,11 @@ class ReplicaSupervisor:
         os.environ["PATH"] = os.pathsep.join((programs, os.environ.get("PATH", os.defpath)))
         self._folder = state_folder() / "ray" / node_id / namespace / replica
         self._launcher = LocalProcessLauncher(
-            self._folder, host=host, die_with_launcher=True, keeps_log=True
+            self._folder,
+            host=host,
+            die_with_launcher=True,
+            keeps_log=True,
+            count_gpus=_count_gpus,
         )
 
     async def start(self, spec: bytes, epoch: int) -> None:
@@ -84,6 +89,13 @@ class ReplicaSupervisor:
         """End the process if it runs, and delete its files."""
         await self._launcher.close()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _count_gpus() -> int:
+    """Return the number of GPUs on this node, of which Ray may know some that the driver does not report."""
+    selected = os.environ.get(VISIBLE_DEVICES_VARIABLE, "").split(",")
+    highest = max((int(gpu) for gpu in selected if gpu.isdigit()), default=-1)
+    return max(count_installed_gpus(), highest + 1)
 
 
 def decode_status(status: bytes) -> LaunchedReplica | None:
