@@ -28,12 +28,13 @@ CHAT = {
 class Commands:
     """Commands about one fleet, with a state folder of its own."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, example: Path = EXAMPLE) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
         self.overlay = folder / "overlay.yaml"
         self._environment = os.environ | {"XDG_STATE_HOME": str(folder)}
         self.folder = folder
+        self.example = example
 
     def declare(self, **settings: object) -> None:
         self.overlay.write_bytes(msgspec.json.encode({"port": self.port} | settings))
@@ -46,7 +47,7 @@ class Commands:
                 "argosy.cli",
                 *command,
                 "-f",
-                str(EXAMPLE),
+                str(self.example),
                 "-f",
                 str(self.overlay),
             ],

@@ -118,17 +118,25 @@ def logs(
 
         config = parse_revision(target.require_latest())
 
-        async def read_log(launcher: str, name: str) -> bytes:
-            opened = open_launcher(launcher, target.folder, config)
+        async def read_logs() -> list[bytes]:
+            launchers = {
+                name: open_launcher(name, target.folder, config)
+                for name in {record.launcher for record in replicas}
+            }
             try:
-                return await opened.read_log(name, lines * 2000)
+                return [
+                    await launchers[record.launcher].read_log(record.name, lines * 2000)
+                    for record in replicas
+                ]
             finally:
-                await opened.close()
+                for launcher in launchers.values():
+                    await launcher.close()
 
-        for record in replicas:
-            try:
-                text = asyncio.run(read_log(record.launcher, record.name)).decode(errors="replace")
-            except LaunchError as error:
-                fail(str(error), EXIT_FAILURE)
+        try:
+            logs = asyncio.run(read_logs())
+        except LaunchError as error:
+            fail(str(error))
+        for record, log in zip(replicas, logs, strict=True):
+            text = log.decode(errors="replace")
             for line in text.splitlines()[-lines:]:
                 typer.echo(strip_control_characters(f"{record.name}  {line}"))

@@ -89,6 +89,13 @@ def is_alive(pid: int) -> bool:
 class LauncherSuite:
     """Inherited by the tests of each launcher, which provide the fixture `environment`."""
 
+    address = "{socket}"
+    """Placeholder for what the launcher assigns to the replicas to listen at."""
+
+    def spec(self, *behaviours: str, **fields: object) -> LaunchSpec:
+        """Return the spec of a scripted replica that listens at the launcher's kind of address."""
+        return spec(*behaviours, **{"address": self.address, **fields})  # type: ignore[arg-type]
+
     @pytest.fixture
     async def launcher(self, environment: LauncherEnvironment) -> AsyncIterator[Launcher]:
         launcher = environment.create_launcher()
@@ -101,11 +108,11 @@ class LauncherSuite:
         self, launcher: Launcher, environment: LauncherEnvironment
     ) -> None:
         other = environment.create_launcher()
-        await asyncio.gather(*(each.start(spec(), 1) for each in (launcher, other) * 3))
+        await asyncio.gather(*(each.start(self.spec(), 1) for each in (launcher, other) * 3))
         await other.close()
         (replica,) = (await launcher.list_replicas()).values()
         pid = await read_pid(replica)
-        await launcher.start(spec(), 1)
+        await launcher.start(self.spec(), 1)
         assert await read_pid((await launcher.list_replicas())["a-1-0"]) == pid
         assert (replica.name, replica.pool, replica.generation, replica.ordinal) == (
             *("a-1-0", "a"),
@@ -119,7 +126,7 @@ class LauncherSuite:
         assert (exited.state, exited.exit_status) == (LaunchState.EXITED, -9)
         assert exited.exited_at is not None
         assert exited.started_at <= exited.exited_at
-        await launcher.start(spec(), 1)
+        await launcher.start(self.spec(), 1)
         again = (await launcher.list_replicas())["a-1-0"]
         assert (again.state, again.attempt, again.url) == (LaunchState.RUNNING, 2, replica.url)
         assert await read_pid(again) != pid
@@ -127,7 +134,7 @@ class LauncherSuite:
     async def test_drains_stops_and_removes(self, launcher: Launcher) -> None:
         for action in (launcher.drain, launcher.stop, launcher.remove):
             await action("unknown-1-0", 1)
-        await launcher.start(spec(), 1)
+        await launcher.start(self.spec(), 1)
         with pytest.raises(LaunchError, match="stop it"):
             await launcher.remove("a-1-0", 1)
         await launcher.drain("a-1-0", 1)
@@ -142,11 +149,11 @@ class LauncherSuite:
         assert await launcher.list_replicas() == {}
 
     async def test_reports_reason_of_crash_and_keeps_log(self, launcher: Launcher) -> None:
-        await launcher.start(spec("crash=3"), 1)
+        await launcher.start(self.spec("crash=3"), 1)
         crashed = await wait_for(launcher, has_exited)
         assert crashed.exit_status == 3
         assert "cannot open the model" in crashed.reason
-        await launcher.start(spec("crash=4"), 1)
+        await launcher.start(self.spec("crash=4"), 1)
         crashed = await wait_for(
             launcher, lambda replica: has_exited(replica) and replica.attempt == 2
         )
@@ -160,11 +167,11 @@ class LauncherSuite:
     async def test_refuses_actions_of_outdated_epoch(
         self, launcher: Launcher, environment: LauncherEnvironment
     ) -> None:
-        await launcher.start(spec(), 7)
+        await launcher.start(self.spec(), 7)
         pid = await read_pid((await launcher.list_replicas())["a-1-0"])
         old_leader = environment.create_launcher()
         actions: list[Callable[[], Awaitable[None]]] = [
-            lambda: old_leader.start(spec(name="b-1-0"), 6),
+            lambda: old_leader.start(self.spec(name="b-1-0"), 6),
             lambda: old_leader.drain("a-1-0", 6),
             lambda: old_leader.stop("a-1-0", 6),
             lambda: old_leader.remove("a-1-0", 6),
@@ -180,13 +187,13 @@ class LauncherSuite:
     async def test_next_launcher_adopts_replicas(
         self, launcher: Launcher, environment: LauncherEnvironment
     ) -> None:
-        await launcher.start(spec(), 1)
+        await launcher.start(self.spec(), 1)
         before = await launcher.list_replicas()
         pid = await read_pid(before["a-1-0"])
         await launcher.close()
         adopter = environment.create_launcher()
         assert await adopter.list_replicas() == before
-        await adopter.start(spec(), 2)
+        await adopter.start(self.spec(), 2)
         assert await read_pid((await adopter.list_replicas())["a-1-0"]) == pid
         os.kill(pid, 9)
         killed = await wait_for(adopter, has_exited)
@@ -196,5 +203,5 @@ class LauncherSuite:
 
     async def test_refuses_what_cannot_be_started(self, launcher: Launcher) -> None:
         with pytest.raises(LaunchError, match="no-such-program"):
-            await launcher.start(spec(command=("no-such-program",)), 1)
+            await launcher.start(self.spec(command=("no-such-program",)), 1)
         assert await launcher.list_replicas() == {}

@@ -203,8 +203,8 @@ async def test_status_says_why_replicas_do_not_run(fleet: Fleet) -> None:
     )
     fleet.apply(declare(replicas=1, environment={"KEY": {"env": "NO_SUCH_VARIABLE"}}))
     await fleet.wait_for_reason(lambda reason: "NO_SUCH_VARIABLE" in reason)
-    fleet.apply(declare(replicas=1, launcher="ray"))
-    await fleet.wait_for_reason(lambda reason: "no launcher 'ray'" in reason)
+    fleet.apply(declare(replicas=1, launcher="simulated"))
+    await fleet.wait_for_reason(lambda reason: "no launcher 'simulated'" in reason)
     fleet.apply(declare(replicas=1))
     await until(lambda: fleet.status.is_as_declared)
 

@@ -10,6 +10,7 @@ from argosy.fleet.launchers import (
     Launcher,
     LaunchError,
     LocalProcessLauncher,
+    RayLauncher,
 )
 from argosy.folders import state_folder
 
@@ -27,7 +28,7 @@ def open_launcher(name: str, folder: Path, config: FleetConfig | None = None) ->
     """Return a launcher by the name that declarations use.
 
     Args:
-        name: `local` or `kubernetes`.
+        name: `local`, `ray` or `kubernetes`.
         folder: Folder of the fleet.
         config: The fleet's declaration, with the settings of the launcher. Not needed for `local`.
 
@@ -36,14 +37,15 @@ def open_launcher(name: str, folder: Path, config: FleetConfig | None = None) ->
     """
     if name == "local":
         return LocalProcessLauncher(folder / "replicas")
+    if config is None:
+        raise LaunchError("the fleet has no declaration that says where its cluster is; apply one")
+    if name == "ray":
+        ray = config.ray
+        return RayLauncher(ray.namespace or f"argosy-{folder.name}", ray.address)
     if name == "kubernetes":
-        if config is None:
-            raise LaunchError(
-                "the fleet has no declaration that says where its cluster is; apply one"
-            )
         return KubernetesLauncher(config.fleet or "", config.kubernetes)
     raise LaunchError(
-        f"this version has no launcher {name!r}; use `launcher: local` or `launcher: kubernetes`"
+        f"this version has no launcher {name!r}; use `launcher: local`, `ray` or `kubernetes`"
     )
 
 
@@ -56,6 +58,9 @@ async def check_launchers(config: FleetConfig, folder: Path) -> None:
     for name in sorted({pool.launcher for pool in config.pools} - {"local"}):
         launcher = open_launcher(name, folder, config)
         try:
-            await launcher.list_replicas()
+            if isinstance(launcher, RayLauncher):
+                await launcher.connect()  # listing would create the registry
+            else:
+                await launcher.list_replicas()
         finally:
             await launcher.close()

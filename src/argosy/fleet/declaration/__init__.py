@@ -20,6 +20,7 @@ from argosy.fleet.declaration.config import (
     FleetModelConfig,
     ObjectivesConfig,
     PoolConfig,
+    RayConfig,
     SecretReference,
 )
 from argosy.fleet.declaration.documents import dump_fleet
@@ -43,6 +44,7 @@ __all__ = [
     "ObjectivesConfig",
     "PlannedChange",
     "PoolConfig",
+    "RayConfig",
     "SecretReference",
     "build_gateway_config",
     "build_launch_spec",

@@ -13,7 +13,7 @@ from argosy.fleet.declaration.documents import to_document
 from argosy.fleet.declaration.launch_spec import replica_digest
 from argosy.gateway import RELOADABLE_SETTINGS
 
-_CONTROLLER_SETTINGS = frozenset({"fleet", "controller", "objectives"})
+_CONTROLLER_SETTINGS = frozenset({"fleet", "controller", "objectives", "ray"})
 _MODEL_IDENTITY = frozenset({"source", "revision", "digest"})
 _POOL_COUNTS = ("replicas", "min_replicas", "max_replicas")
 

@@ -93,12 +93,14 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     spares: ReplicaCount = 0
     """Number of further replicas that are started and warm, and serve when another one is lost."""
     launcher: LauncherName = "local"
-    """Where the replicas run: `local` are processes on the controller's machine, `kubernetes` are pods of a cluster.
-    This version has no others."""
+    """Where the replicas run: `local` are processes on the controller's machine, `ray` are nodes of a Ray cluster, and
+    `kubernetes` are pods. This version has no others."""
     zones: tuple[LabelText, ...] = ()
     """Zones over which the replicas are spread. Empty for any."""
     labels: dict[LabelText, LabelText] = {}
     """Labels that a node must have to run a replica."""
+    custom_resources: dict[LabelText, Annotated[float, Meta(gt=0, le=1_000_000)]] = {}
+    """Amounts of custom resources of a Ray cluster that each replica takes from its node."""
     max_surge: Share = 1
     """Number or share (rounded up) of replicas that a replacement may start before others have ended."""
     max_unavailable: Share = "25%"
@@ -157,6 +159,20 @@ class ControllerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """Number of events to keep. The leader deletes the oldest ones beyond it."""
 
 
+class RayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The Ray cluster of pools with `launcher: ray`.
+
+    A controller reads it when it begins to lead. Stop the fleet before a change, since a controller does not find
+    replicas in another cluster or namespace.
+    """
+
+    address: Annotated[str, Meta(min_length=1, max_length=300, pattern=r"^[^\s/]+$")] | None = None
+    """Address of the head node, such as `10.0.0.1:6379`. By default that of the controller's variable RAY_ADDRESS,
+    or of the cluster that the controller's machine is a node of."""
+    namespace: Name | None = None
+    """Namespace of the fleet's actors. Defaults to `argosy-` with the name of the fleet."""
+
+
 class ObjectivesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Service levels that the fleet is to meet."""
 
@@ -185,6 +201,8 @@ class FleetConfig(GatewayConfig, frozen=True, kw_only=True, forbid_unknown_field
     the next port. With 0 they run elsewhere, with the same `store` and `fleet` in their settings."""
     controller: ControllerConfig = ControllerConfig()
     """The controllers."""
+    ray: RayConfig = RayConfig()
+    """The Ray cluster of pools with `launcher: ray`."""
     kubernetes: KubernetesSettings = KubernetesSettings()
     """The pools with `launcher: kubernetes`, and the manifests of `argosy render kubernetes`."""
     objectives: ObjectivesConfig = ObjectivesConfig()

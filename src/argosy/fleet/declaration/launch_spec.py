@@ -114,6 +114,7 @@ def _build_resources(pool: PoolConfig) -> LaunchResources:
         memory_bytes=pool.memory_bytes,
         zones=pool.zones,
         labels=pool.labels,
+        custom=pool.custom_resources,
     )
 
 

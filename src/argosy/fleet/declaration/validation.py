@@ -32,6 +32,8 @@ MIN_MEMORY_BYTES = 128 * 1024 * 1024
 """No engine starts with less."""
 _LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 """Name or value of a label of Kubernetes."""
+_RAY_RESOURCES = {"CPU": "cpus", "GPU": "accelerators", "memory": "memory"}
+"""Resources of Ray's nodes that are no custom ones, with the settings for them."""
 
 
 def validate_fleet(config: FleetConfig) -> None:
@@ -203,6 +205,17 @@ def _check_placement(pool: PoolConfig, path: SettingPath) -> None:
                     setting,
                     "the launcher local knows one machine only. Remove it, or use the launcher ray or kubernetes.",
                 )
+    if pool.custom_resources and pool.launcher != "ray":
+        problem = f"the launcher {pool.launcher} has none. Remove it, or use the launcher ray."
+        raise _fail(path, "custom_resources", problem)
+    for name, amount in pool.custom_resources.items():
+        own = _RAY_RESOURCES.get(name)
+        if own is not None:
+            problem = f"this resource of Ray has a setting of its own. Use `{own}` of the pool."
+            raise _fail(path, f"custom_resources.{name}", problem)
+        if amount > 1 and amount != int(amount):
+            problem = f"Ray divides only single units, but it is {amount:g}. Write a whole number."
+            raise _fail(path, f"custom_resources.{name}", problem)
     if len(set(pool.zones)) < len(pool.zones):
         raise _fail(path, "zones", "a zone is listed twice. Keep one.")
 

@@ -12,6 +12,7 @@ from argosy.fleet.launchers.launcher import (
     StaleEpochError,
 )
 from argosy.fleet.launchers.local import LocalProcessLauncher
+from argosy.fleet.launchers.ray import RayLauncher
 from argosy.fleet.launchers.simulated import SimulatedLauncher
 from argosy.fleet.launchers.simulated_cluster import (
     SimulatedBehaviour,
@@ -32,6 +33,7 @@ __all__ = [
     "LaunchedReplica",
     "Launcher",
     "LocalProcessLauncher",
+    "RayLauncher",
     "SimulatedBehaviour",
     "SimulatedCluster",
     "SimulatedHealth",

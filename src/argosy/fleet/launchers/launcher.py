@@ -33,6 +33,8 @@ class LaunchResources(msgspec.Struct, frozen=True, kw_only=True):
     """Zones in which it may run, best first; empty for any."""
     labels: Mapping[str, str] = {}
     """Labels that its node must have."""
+    custom: Mapping[str, float] = {}
+    """Amounts of resources with names of their own that its node must have."""
 
 
 class LaunchProbes(msgspec.Struct, frozen=True, kw_only=True):

@@ -80,8 +80,10 @@ class LocalProcessLauncher:
 
     Args:
         folder: Private folder for the state of the replicas, their sockets and their logs.
-        die_with_launcher: Whether replicas are killed when this launcher is closed or its process ends. Their output
-            then goes to this process's standard error instead of a log.
+        host: Address at which replicas with a port listen.
+        die_with_launcher: Whether replicas are killed when this launcher is closed or its process ends.
+        keeps_log: Whether the output of replicas goes to a log. Otherwise it goes to this process's standard error.
+            Defaults to the opposite of `die_with_launcher`.
         shutdown_grace_s: Time that a replica has after its drain deadline to close its engine.
         max_log_bytes: Size at which a log is rotated. One older file is kept.
         count_gpus: Returns the number of installed GPUs.
@@ -95,7 +97,9 @@ class LocalProcessLauncher:
         self,
         folder: Path,
         *,
+        host: str = LOCAL_HOST,
         die_with_launcher: bool = False,
+        keeps_log: bool | None = None,
         shutdown_grace_s: float = SHUTDOWN_GRACE_S,
         max_log_bytes: int = MAX_LOG_BYTES,
         count_gpus: Callable[[], int] = count_installed_gpus,
@@ -105,7 +109,9 @@ class LocalProcessLauncher:
             self._folder = ReplicaFolder(folder)
         except OSError as error:
             raise LaunchError(f"replicas cannot be launched: {format_os_error(error)}") from error
+        self._host = host
         self._die_with_launcher = die_with_launcher
+        self._keeps_log = not die_with_launcher if keeps_log is None else keeps_log
         self._shutdown_grace_s = shutdown_grace_s
         self._max_log_bytes = max_log_bytes
         self._gpus = visible_gpus(os.environ, count_gpus)
@@ -305,8 +311,8 @@ class LocalProcessLauncher:
             url = f"unix://{quote(uds)}"
         elif "port" in placeholders:
             reserved = {record.port for record in running if record.port is not None}
-            port = choose_port(None if previous is None else previous.port, reserved)
-            url = f"http://{LOCAL_HOST}:{port}"
+            port = choose_port(self._host, None if previous is None else previous.port, reserved)
+            url = f"http://{f'[{self._host}]' if ':' in self._host else self._host}:{port}"
         else:
             url = spec.url
         return LaunchRecord(
@@ -339,7 +345,7 @@ class LocalProcessLauncher:
         self, spec: LaunchSpec, record: LaunchRecord, gpu_locks: tuple[int, ...]
     ) -> MonitorSettings:
         values = {
-            "host": LOCAL_HOST,
+            "host": self._host,
             "port": str(record.port),
             "socket": record.socket or "",
             "name": spec.name,
@@ -364,7 +370,7 @@ class LocalProcessLauncher:
         )
 
     def _log_path(self, name: str) -> Path | None:
-        return None if self._die_with_launcher else self._folder.log_path(name)
+        return self._folder.log_path(name) if self._keeps_log else None
 
     async def _undo_start(self, record: LaunchRecord, previous: LaunchRecord | None) -> None:
         """Remove what a failed start left, unless another attempt has begun."""

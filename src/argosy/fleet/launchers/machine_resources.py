@@ -26,28 +26,32 @@ def choose_cpus(cpus: float | None, used: Iterable[int]) -> tuple[int, ...]:
     return tuple(sorted(usable[: max(1, math.ceil(cpus))]))
 
 
-def choose_port(previous: int | None, reserved: Collection[int]) -> int:
-    """Return a port that no process listens at and no other replica has reserved, if possible the previous one.
+def choose_port(host: str, previous: int | None, reserved: Collection[int]) -> int:
+    """Return a port of an address that no process listens at and no replica has reserved, if possible the previous one.
 
     Raises:
         OSError: No port is free.
     """
-    if previous is not None and previous not in reserved and _is_free(previous):
+    if previous is not None and previous not in reserved and _is_free(host, previous):
         return previous
     for _ in range(MAX_PORT_ATTEMPTS):
-        with socket.socket() as listener:
-            listener.bind((LOCAL_HOST, 0))
+        with socket.socket(_family(host)) as listener:
+            listener.bind((host, 0))
             port: int = listener.getsockname()[1]
         if port not in reserved:
             return port
     raise OSError("no port is free")
 
 
-def _is_free(port: int) -> bool:
-    with socket.socket() as listener:
+def _is_free(host: str, port: int) -> bool:
+    with socket.socket(_family(host)) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
         try:
-            listener.bind((LOCAL_HOST, port))
+            listener.bind((host, port))
         except OSError:
             return False
     return True
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET

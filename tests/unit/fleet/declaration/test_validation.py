@@ -35,6 +35,12 @@ DIGEST = "sha256:" + "0" * 64
         ("accelerators: 2", "pools[0].accelerators: the engine argosy uses one GPU"),
         ("launcher: kubernetes", "pools[0].image: the launcher kubernetes needs a container image"),
         ("zones: [a]", "pools[0].zones: the launcher local knows one machine only"),
+        ("custom_resources: {board: 1}", "pools[0].custom_resources: the launcher local has none"),
+        (
+            "launcher: ray, custom_resources: {GPU: 1}",
+            "pools[0].custom_resources.GPU: this resource of Ray has a setting of its own. Use `accelerators`",
+        ),
+        ("launcher: ray, custom_resources: {board: 1.5}", "Write a whole number"),
         ("launcher: ray, zones: [a, a]", "pools[0].zones: a zone is listed twice"),
         ("options: {max_num_seqs: 1}", "`max_num_seqs` - at `$.pools[0].options`; did you mean `max_seqs`?"),
         ("options: {max_seqs: many}", "got `str` - at `$.pools[0].options.max_seqs`, but it is 'many'"),
