@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.simulated_pool import CAPACITY, SimulatedPool
 
@@ -60,9 +60,9 @@ def observations(draw: st.DrawFn) -> list[PoolObservation]:
 
 @given(observations(), st.sampled_from([SETTINGS, IDLE_SETTINGS]))
 def test_any_observation_gives_a_count_within_the_limits(
-    steps: list[PoolObservation], settings: AutoscalerSettings
+    steps: list[PoolObservation], pool_settings: AutoscalerSettings
 ) -> None:
-    autoscaler = Autoscaler(settings)
+    autoscaler = Autoscaler(pool_settings)
     previous_at = 0.0
     for step in steps:
         decision = autoscaler.decide(step)
@@ -70,13 +70,13 @@ def test_any_observation_gives_a_count_within_the_limits(
             continue
         previous_at = step.at
         desired = step.desired_replicas
-        assert settings.min_replicas <= decision.target <= settings.max_replicas
+        assert pool_settings.min_replicas <= decision.target <= pool_settings.max_replicas
         assert decision.target <= max(2 * desired, desired + 2)
-        assert decision.spares == (settings.spares if decision.target else 0)
+        assert decision.spares == (pool_settings.spares if decision.target else 0)
         assert decision.reason.endswith(".")
-        if step.find_defect(settings.stale_after_s) and desired:
-            assert decision.target == min(max(desired, settings.min_replicas), 20)
-        if decision.target < desired <= settings.max_replicas and decision.target:
+        if step.find_defect(pool_settings.stale_after_s) and desired:
+            assert decision.target == min(max(desired, pool_settings.min_replicas), 20)
+        if decision.target < desired <= pool_settings.max_replicas and decision.target:
             assert decision.target >= decision.arithmetic.needed
 
 
@@ -96,6 +96,7 @@ def test_a_restarted_controller_decides_as_if_it_had_run_on(
     assert msgspec.json.encode(undisturbed.state) == msgspec.json.encode(restarted.state)
 
 
+@settings(max_examples=25)
 @given(
     st.floats(10.0, 1200.0),
     st.floats(10.0, 1200.0),
@@ -220,8 +221,8 @@ def test_failing_replicas_are_replaced_but_do_not_fill_the_pool() -> None:
 
 
 def test_trend_is_used_only_where_it_is_better_than_the_last_value() -> None:
-    settings = msgspec.structs.replace(SETTINGS, uses_trend=True)
-    ramp, constant = (SimulatedPool(settings, replicas=4, startup_s=300.0) for _ in range(2))
+    with_trend = msgspec.structs.replace(SETTINGS, uses_trend=True)
+    ramp, constant = (SimulatedPool(with_trend, replicas=4, startup_s=300.0) for _ in range(2))
     ramp.run(5400, lambda second: 300.0 + second / 5.0)
     constant.run(5400, lambda second: 300.0 + 50.0 * (second % 60.0 < 30.0))
     assert ramp.decisions[-1].arithmetic.demand_basis == "forecast"
@@ -253,8 +254,8 @@ def test_schedule_raises_the_minimum_early_enough_for_the_start() -> None:
     window = msgspec.convert(
         {"min_replicas": 6, "start": "08:00:00", "end": "18:00:00"}, ScheduleWindow
     )
-    settings = msgspec.structs.replace(SETTINGS, schedule=(window,))
-    pool = SimulatedPool(settings, replicas=2, startup_s=600.0)
+    scheduled = msgspec.structs.replace(SETTINGS, schedule=(window,))
+    pool = SimulatedPool(scheduled, replicas=2, startup_s=600.0)
     day = 1_036_800.0  # midnight
     pool.now = day + 7 * 3600 + 2900.0
     assert set(pool.run(90, 50.0)) == {2}
