@@ -83,15 +83,27 @@ class PeakEwma:
         return decay_factor(max(0.0, now - self._at) / self._half_life_s)
 
 
+LineMoments = tuple[float, float, float, float, float]
+NO_MOMENTS: LineMoments = (0.0, 0.0, 0.0, 0.0, 0.0)
+
+
 class OnlineLinearFit:
     """Least-squares line `y = a + b * x` with exponentially decaying weights; `b` is never negative."""
 
     __slots__ = ("_decay", "_n", "_x", "_xx", "_xy", "_y")
 
-    def __init__(self, half_life_points: float) -> None:
-        """Create a fit in which a point counts half once `half_life_points` points have followed it."""
+    def __init__(self, half_life_points: float, moments: LineMoments = NO_MOMENTS) -> None:
+        """Create a fit in which a point counts half once `half_life_points` points have followed it.
+
+        `moments` are those of an earlier fit, which is continued.
+        """
         self._decay = decay_factor(1.0 / half_life_points)
-        self._n = self._x = self._y = self._xx = self._xy = 0.0
+        self._n, self._x, self._y, self._xx, self._xy = moments
+
+    @property
+    def moments(self) -> LineMoments:
+        """Weighted number of points, and sums of x, y, x * x and x * y."""
+        return self._n, self._x, self._y, self._xx, self._xy
 
     def add(self, x: float, y: float) -> None:
         """Add a point."""

@@ -1,0 +1,266 @@
+"""Properties of the autoscaler: bounds, missing metrics, slow starts, restarts of the controller, owners."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.support.simulated_pool import CAPACITY, SimulatedPool
+
+from argosy.policy.autoscaling import (
+    ArrivedTokens,
+    Autoscaler,
+    AutoscalerSettings,
+    AutoscalerState,
+    ManualScale,
+    PoolObservation,
+    ScalingAction,
+    ScalingOwner,
+    ScheduleWindow,
+)
+
+SETTINGS = AutoscalerSettings(min_replicas=1, max_replicas=20)
+IDLE_SETTINGS = AutoscalerSettings(min_replicas=0, max_replicas=20, spares=1)
+
+amounts = st.floats(0.0, 1e6) | st.sampled_from([math.nan, math.inf, -1.0])
+counts = st.integers(0, 30)
+
+
+@st.composite
+def observations(draw: st.DrawFn) -> list[PoolObservation]:
+    """Draw successive observations of any kind, also impossible and stale ones."""
+    result = []
+    at = 1e6
+    for _ in range(draw(st.integers(1, 12))):
+        at += draw(st.sampled_from([0.0, 0.1, 5.0, 5.0, 60.0, 900.0]))
+        result.append(
+            PoolObservation(
+                at=at,
+                desired_replicas=draw(counts),
+                ready_replicas=draw(counts),
+                failing_replicas=draw(counts),
+                arrivals=(ArrivedTokens(draw(amounts), draw(amounts)),),
+                queued_requests=draw(counts),
+                queued_tokens=draw(amounts),
+                queue_age_s=draw(amounts),
+                running_requests=draw(counts),
+                kv_used_replicas=draw(amounts),
+                capacity_tokens_per_s=draw(st.none() | amounts),
+                startup_s=draw(amounts),
+                metrics_age_s=draw(st.none() | st.sampled_from([1.0, 100.0, math.nan])),
+                rollout_in_progress=draw(st.booleans()),
+            )
+        )
+    return result
+
+
+@given(observations(), st.sampled_from([SETTINGS, IDLE_SETTINGS]))
+def test_any_observation_gives_a_count_within_the_limits(
+    steps: list[PoolObservation], pool_settings: AutoscalerSettings
+) -> None:
+    autoscaler = Autoscaler(pool_settings)
+    previous_at = 0.0
+    for step in steps:
+        decision = autoscaler.decide(step)
+        if step.at == previous_at:
+            continue
+        previous_at = step.at
+        desired = step.desired_replicas
+        assert pool_settings.min_replicas <= decision.target <= pool_settings.max_replicas
+        assert decision.target <= max(2 * desired, desired + 2)
+        assert decision.spares == (pool_settings.spares if decision.target else 0)
+        assert decision.reason.endswith(".")
+        if step.find_defect(pool_settings.stale_after_s) and desired:
+            assert decision.target == min(max(desired, pool_settings.min_replicas), 20)
+        if decision.target < desired <= pool_settings.max_replicas and decision.target:
+            assert decision.target >= decision.arithmetic.needed
+
+
+@given(observations(), st.data())
+def test_a_restarted_controller_decides_as_if_it_had_run_on(
+    steps: list[PoolObservation], data: st.DataObject
+) -> None:
+    undisturbed, restarted = Autoscaler(IDLE_SETTINGS), Autoscaler(IDLE_SETTINGS)
+    for step in steps:
+        expected = undisturbed.decide(step)
+        assert undisturbed.decide(step) == expected, "the same tick counts once"
+        assert restarted.decide(step) == expected
+        if data.draw(st.booleans()):
+            stored = msgspec.json.encode(restarted.state)
+            state = msgspec.json.decode(stored, type=AutoscalerState)
+            restarted = Autoscaler(IDLE_SETTINGS, state)
+    assert msgspec.json.encode(undisturbed.state) == msgspec.json.encode(restarted.state)
+
+
+@settings(max_examples=25)
+@given(
+    st.floats(10.0, 1200.0),
+    st.floats(10.0, 1200.0),
+    st.sampled_from([30.0, 120.0, 600.0, math.inf]),
+)
+def test_slow_starts_do_not_multiply_replicas(
+    before: float, after: float, startup_s: float
+) -> None:
+    """Without a backlog that grows, the count never exceeds what the larger load needs."""
+    pool = SimulatedPool(SETTINGS, replicas=math.ceil(before / CAPACITY) + 1, startup_s=startup_s)
+    # Nothing is queued, as if what does not fit was rejected.
+    quiet = {"queued_requests": 0, "queued_tokens": 0.0, "queue_age_s": 0.0}
+    counts = pool.run(300, before, **quiet) + pool.run(1200, after, **quiet)
+    needed = math.ceil(1.15 * max(before, after) / CAPACITY - 1e-9)
+    assert max(counts) <= max(needed, math.ceil(before / CAPACITY) + 1)
+
+
+@pytest.mark.parametrize(("startup_s", "growth"), [(30.0, 0.2), (600.0, 0.05)])
+def test_monotone_demand_causes_no_reversal(startup_s: float, growth: float) -> None:
+    pool = SimulatedPool(SETTINGS, replicas=3, startup_s=startup_s)
+    peak = 165.0 + 5400.0 * growth
+    rising = pool.run(5400, lambda second: 165.0 + second * growth) + pool.run(2400, peak)
+    falling = pool.run(9000, lambda second: max(165.0, peak - second * growth))
+    assert rising == sorted(rising)
+    assert falling == sorted(falling, reverse=True)
+    assert falling[-1] == 3
+    assert pool.decisions[-1].reason == (
+        "Hold 3: (1.15 x 165.0 tokens/s (mean of 120 s)) / 100.0 tokens/s = 1.90 replicas; "
+        f"2 would not hold the peak of {max(600.0, 2.0 * startup_s):.0f} s."
+    )
+
+
+def test_burst_of_seconds_is_met_before_the_mean_of_two_minutes_shows_it() -> None:
+    pool = SimulatedPool(SETTINGS, replicas=4)
+    pool.run(600, lambda second: 250.0 + 10.0 * (second % 10.0))
+    assert pool.desired == 4
+    assert pool.run(5, 800.0)[0] > 4
+    assert pool.decisions[-1].arithmetic.demand_basis == "mean of 6 s"
+
+
+def test_full_kv_caches_need_replicas_although_few_tokens_arrive() -> None:
+    pool = SimulatedPool(SETTINGS, replicas=4)
+    assert pool.run(10, 100.0, kv_used_replicas=3.9)[-1] == 5
+    assert pool.decisions[-1].reason == (
+        "Hold 5: the KV caches in use need 4.88 replicas; none can be removed."
+    )
+    assert min(pool.run(2000, 100.0, kv_used_replicas=3.3)) == 5
+
+
+@pytest.mark.parametrize("capacity", [None, 10 * CAPACITY], ids=["unknown", "overestimated"])
+def test_old_queue_adds_one_replica_at_a_time_if_the_capacity_misleads(
+    capacity: float | None,
+) -> None:
+    pool = SimulatedPool(SETTINGS, replicas=2)
+    counts = pool.run(400, 250.0, capacity_tokens_per_s=capacity)
+    assert 3 <= counts[-1] <= 5
+    assert all(after - before in {0, 1} for before, after in pairwise(counts))
+    up = next(each for each in pool.decisions if each.action is ScalingAction.SCALE_UP)
+    assert "a request has waited for" in up.reason
+
+
+def test_idle_pool_is_scaled_to_zero_and_woken_by_the_queue() -> None:
+    pool = SimulatedPool(IDLE_SETTINGS, replicas=3)
+    pool.run(900, 100.0)
+    assert pool.run(595, 0.0)[-1] >= 1
+    assert pool.run(10, 0.0)[-1] == 0
+    assert pool.decisions[-1].spares == 0
+    assert set(pool.run(3600, 0.0)) == {0}
+    assert pool.run(5, 0.0, queued_requests=1, metrics_age_s=None) == [1]
+    assert pool.decisions[-1].spares == 1
+    assert set(pool.run(120, 0.0, queued_requests=1)) == {1}
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"running_requests": 1}, "none can be removed"),
+        ({"rollout_in_progress": True}, "a rollout is in progress"),
+    ],
+    ids=["long-stream", "rollout"],
+)
+def test_pool_is_not_scaled_to_zero_while_it_is_in_use(
+    fields: dict[str, object], reason: str
+) -> None:
+    pool = SimulatedPool(IDLE_SETTINGS)
+    assert set(pool.run(1800, 0.0, **fields)) == {1}
+    assert reason in pool.decisions[-1].reason
+
+
+def test_operator_pauses_the_autoscaler() -> None:
+    pool = SimulatedPool(SETTINGS, replicas=4)
+    manual = ManualScale(replicas=7, set_by="alice")
+    assert set(pool.run(900, 1000.0, manual_scale=manual)) == {7}
+    paused = pool.decisions[-1]
+    assert paused.owner is ScalingOwner.OPERATOR
+    assert paused.recommended > 7
+    assert paused.reason.startswith("Paused, because alice scaled to 7 by hand")
+    assert pool.run(5, 1000.0)[-1] > 7
+
+
+def test_advisory_autoscaler_only_recommends() -> None:
+    pool = SimulatedPool(msgspec.structs.replace(SETTINGS, is_advisory=True), replicas=2)
+    assert set(pool.run(300, 500.0)) == {2}
+    assert pool.decisions[-1].owner is ScalingOwner.DECLARATION
+    assert pool.decisions[-1].recommended == 4
+
+
+def test_rollout_divides_the_sum_that_the_autoscaler_decides() -> None:
+    pool = SimulatedPool(SETTINGS, replicas=2)
+    assert pool.run(5, 300.0, rollout_in_progress=True) == [4]
+    assert pool.decisions[-1].reason.endswith(
+        "The rollout divides this number between its versions."
+    )
+
+
+def test_failing_replicas_are_replaced_but_do_not_fill_the_pool() -> None:
+    pool = SimulatedPool(SETTINGS, replicas=12)
+    assert set(pool.run(60, 900.0, failing_replicas=2, ready_replicas=10)) == {13}
+    broken = SimulatedPool(SETTINGS, replicas=4)
+    counts = broken.run(600, 300.0, ready_replicas=0, failing_replicas=4)
+    assert max(counts) <= 6
+
+
+def test_trend_is_used_only_where_it_is_better_than_the_last_value() -> None:
+    with_trend = msgspec.structs.replace(SETTINGS, uses_trend=True)
+    ramp, constant = (SimulatedPool(with_trend, replicas=4, startup_s=300.0) for _ in range(2))
+    ramp.run(5400, lambda second: 300.0 + second / 5.0)
+    constant.run(5400, lambda second: 300.0 + 50.0 * (second % 60.0 < 30.0))
+    assert ramp.decisions[-1].arithmetic.demand_basis == "forecast"
+    assert ramp.decisions[-1].arithmetic.trend_error == pytest.approx(0.0, abs=0.05)
+    assert constant.decisions[-1].arithmetic.demand_basis != "forecast"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"min_replicas": 30}, "at most max_replicas"),
+        ({"min_replicas": 0, "max_replicas": 0}, "max_replicas must be at least 1"),
+        ({"kv_limit": 0.0}, "kv_limit must be above 0"),
+        ({"drain_s": 0.0}, "drain_s must be above 0"),
+        ({"spares": -1}, "spares must be 0 or more"),
+        ({"spare_fraction": -0.1}, "spare_fraction must be 0 or more"),
+        (
+            {"schedule": [{"min_replicas": 21, "start": "08:00:00", "end": "18:00:00"}]},
+            "raise max_replicas",
+        ),
+    ],
+)
+def test_contradictory_settings_are_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(msgspec.ValidationError, match=message):
+        msgspec.convert({"max_replicas": 20, **changes}, AutoscalerSettings)
+
+
+def test_schedule_raises_the_minimum_early_enough_for_the_start() -> None:
+    window = msgspec.convert(
+        {"min_replicas": 6, "start": "08:00:00", "end": "18:00:00"}, ScheduleWindow
+    )
+    scheduled = msgspec.structs.replace(SETTINGS, schedule=(window,))
+    pool = SimulatedPool(scheduled, replicas=2, startup_s=600.0)
+    day = 1_036_800.0  # midnight
+    pool.now = day + 7 * 3600 + 2900.0
+    assert set(pool.run(90, 50.0)) == {2}
+    assert pool.run(15, 50.0)[-1] == 6
+    assert "the minimum is 6 now" in next(
+        d.reason for d in reversed(pool.decisions) if d.target > d.arithmetic.desired_replicas
+    )
+    assert set(pool.run(10 * 3600, 50.0, metrics_age_s=None)) == {6}
