@@ -118,6 +118,10 @@ def open_fleet(
     """Open a fleet by its declaration or by name. Without both, it is the only one of the store."""
     if options or (fleet is None and DEFAULT_FILE.exists()):
         with open_declared(None, options, store_url) as (target, _):
+            if fleet not in {None, target.name}:
+                fail(
+                    f"the declaration is of the fleet {target.name!r}, not {fleet!r}; give one of them"
+                )
             yield target
         return
     with _open(fleet or "", store_url) as target:

@@ -24,6 +24,7 @@ from argosy.gateway.config_reloader import RELOADABLE_SETTINGS
 from argosy.gateway.fleet_pools import (
     FleetPools,
     GatewayPoolsClient,
+    OtherFleetError,
     PoolsStatus,
     RoutedReplica,
 )
@@ -43,6 +44,7 @@ __all__ = [
     "GatewayServer",
     "ModelConfig",
     "ModelName",
+    "OtherFleetError",
     "PoolsStatus",
     "QueueConfig",
     "ReplicaConfig",

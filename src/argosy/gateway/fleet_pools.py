@@ -28,7 +28,7 @@ from argosy.gateway.upstream import UpstreamError, fetch_response
 from argosy.http_server import HttpExchange, TlsConfig
 from argosy.policy import ReplicaStatus
 from argosy.process import run_in_daemon_thread
-from argosy.protocol import ApiError, parse_body
+from argosy.protocol import ApiError, ErrorBody, parse_body
 from argosy.store import GatewayRecord
 
 POOLS_PATH = "/peer/pools"
@@ -60,6 +60,10 @@ class RoutedReplica(msgspec.Struct, frozen=True):
     replica: str
     status: ReplicaStatus
     reason: str = ""
+
+
+class OtherFleetError(RuntimeError):
+    """Raised if a gateway on the same store belongs to another fleet, or to none."""
 
 
 class PoolsStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -209,6 +213,7 @@ class GatewayPoolsClient:
         Raises:
             UpstreamError: The gateway cannot be reached.
             ApiError: It refuses the version.
+            OtherFleetError: It does not belong to the fleet.
         """
         return await self._send(gateway, b"PUT", msgspec.json.encode(pools))
 
@@ -228,6 +233,8 @@ class GatewayPoolsClient:
             )
             async with asyncio.timeout(PUBLISH_TIMEOUT_S):
                 status, answer = await fetch_response(upstream, request)
+            if status == 404 or (status == 409 and _read_error_code(answer) == "other_fleet"):
+                raise OtherFleetError(gateway.id)  # a gateway without a fleet has no such path
             if status != 200:
                 raise ApiError(status, "gateway_refused", answer[:500].decode(errors="replace"))
             return msgspec.json.decode(answer, type=PoolsStatus)
@@ -238,6 +245,13 @@ class GatewayPoolsClient:
             raise UpstreamError(f"it answers {error}", before_response=False) from error
         finally:
             upstream.close()
+
+
+def _read_error_code(answer: bytes) -> str | None:
+    try:
+        return msgspec.json.decode(answer, type=ErrorBody).error.code
+    except msgspec.MsgspecError:
+        return None
 
 
 def _describe_request(method: str, body: bytes) -> str:

@@ -167,3 +167,9 @@ def test_folder_that_cannot_be_created(state: Path) -> None:
     state.touch()
     assert "set XDG_STATE_HOME" in refuse("up", "--store", url)
     assert list_fleets(url) == []
+
+
+def test_name_of_another_fleet() -> None:
+    declare()
+    message = refuse("status", "-f", "fleet.yaml", "--fleet", "other")
+    assert "is of the fleet 'demo', not 'other'" in message

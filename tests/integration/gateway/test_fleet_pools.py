@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from pathlib import Path
 
 import httpx2
@@ -10,12 +11,15 @@ import msgspec
 import pytest
 from tests.support.fake_upstream import fake_upstream
 from tests.support.gateway_client import BODIES, COMPLETION, run_gateway_server
+from tests.support.waiting import until
 
+from argosy.fleet.control.gateway_publisher import GatewayPublisher
 from argosy.gateway import (
     FleetPools,
     GatewayConfig,
     GatewayPoolsClient,
     ModelConfig,
+    OtherFleetError,
     ReplicaConfig,
     RouteConfig,
     load_config,
@@ -109,17 +113,42 @@ async def test_only_the_controller_of_the_fleet_publishes(config: GatewayConfig)
         gateway = find_gateway(config)
         assert (await client.put("/peer/pools", json={})).status_code == 404
         guessed = msgspec.structs.replace(gateway, secret="guess")
-        refusals = []
-        for record, version in (
-            (guessed, pools("http://127.0.0.1:9", 1)),
-            (gateway, pools("http://127.0.0.1:9", 1, fleet="other")),
-            (gateway, pools("nonsense", 1)),
+        for record, version, error in (
+            (guessed, pools("http://127.0.0.1:9", 1), OtherFleetError),
+            (gateway, pools("http://127.0.0.1:9", 1, fleet="other"), OtherFleetError),
+            (gateway, pools("nonsense", 1), ApiError),
         ):
-            with pytest.raises(ApiError) as refusal:
+            with pytest.raises(error):
                 await GatewayPoolsClient().publish(record, version)
-            refusals.append(refusal.value.status)
-        assert refusals == [404, 409, 400]
         assert (await client.get("/v1/models")).json()["data"] == []
+
+
+async def test_fleets_on_one_store_do_not_wait_for_each_other(
+    config: GatewayConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("argosy.fleet.control.gateway_publisher.POLL_INTERVAL_S", 0.01)
+    with contextlib.closing(open_store(config.store.url)) as store:  # type: ignore[union-attr, arg-type]
+        num_rounds = 0
+        list_running = store.gateways.list_running
+
+        def count_rounds() -> list[GatewayRecord]:
+            nonlocal num_rounds
+            num_rounds += 1
+            return list_running()
+
+        monkeypatch.setattr(store.gateways, "list_running", count_rounds)
+        publishers = [GatewayPublisher(store.gateways, lambda: None) for _ in range(2)]
+        async with run_gateway_server(config):
+            for publisher, fleet in zip(publishers, (FLEET, "other"), strict=True):
+                publisher.publish(pools("http://127.0.0.1:9", 1, fleet=fleet))
+            tasks = [asyncio.create_task(publisher.run()) for publisher in publishers]
+            await until(lambda: publishers[0].statuses and num_rounds > 4)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+    ours, other = publishers
+    assert not ours.is_routed("big-1-1"), "its gateway cannot reach it"
+    assert other.is_routed("big-1-1"), "no gateway of this fleet exists"
 
 
 async def test_gateway_lists_and_awaits_events_of_its_fleet(config: GatewayConfig) -> None:

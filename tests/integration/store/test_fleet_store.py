@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
@@ -14,6 +15,7 @@ from argosy.store import (
     DeposedError,
     FleetEvent,
     FleetLease,
+    FleetStore,
     NotFoundError,
     PoolGeneration,
     Store,
@@ -96,11 +98,12 @@ def test_leader_stopped_in_a_transaction_is_deposed(
 ) -> None:
     monkeypatch.setattr("argosy.store.fleet_store.IDLE_TIMEOUT_S", 0.1)
     events = [FleetEvent(kind="replica_start")] * 3
-    for write in (
+    writes: list[Callable[[FleetStore, FleetLease], object]] = [
         lambda fleets, lease: fleets.renew_lease(lease),
         lambda fleets, lease: fleets.save_records(lease, {"a": b"1", "b": b"2"}),
         lambda fleets, lease: fleets.append_events(lease, events),
-    ):
+    ]
+    for write in writes:
         lease = lead(store, "first")
         with closing(open_store(url)) as stopped:
 

@@ -8,7 +8,13 @@ from collections.abc import Callable, Mapping
 
 import structlog
 
-from argosy.gateway import FleetPools, GatewayPoolsClient, PoolsStatus, UpstreamError
+from argosy.gateway import (
+    FleetPools,
+    GatewayPoolsClient,
+    OtherFleetError,
+    PoolsStatus,
+    UpstreamError,
+)
 from argosy.policy import ReplicaStatus
 from argosy.process import run_in_daemon_thread
 from argosy.protocol import ApiError
@@ -34,6 +40,8 @@ class GatewayPublisher:
         self._pools: FleetPools | None = None
         self._statuses: dict[str, PoolsStatus | None] = {}
         """Latest answer of each registered gateway, by id; None if it cannot be reached."""
+        self._others: set[str] = set()
+        """Ids of gateways on the same store that do not belong to the fleet, by the latest round."""
         self._published = asyncio.Event()
 
     @property
@@ -77,8 +85,13 @@ class GatewayPublisher:
         except StoreError as error:
             log.warning("store_unavailable", reason=str(error))
             return
+        self._others.clear()
         answers = await asyncio.gather(*(self._synchronise(gateway, pools) for gateway in gateways))
-        statuses = {gateway.id: answer for gateway, answer in zip(gateways, answers, strict=True)}
+        statuses = {
+            gateway.id: answer
+            for gateway, answer in zip(gateways, answers, strict=True)
+            if gateway.id not in self._others
+        }
         if statuses != self._statuses:
             self._statuses = statuses
             self._on_changed()
@@ -91,6 +104,9 @@ class GatewayPublisher:
                 status = await self._client.read_status(gateway)
             if status is None or (status.epoch, status.version) != pools.order:
                 status = await self._client.publish(gateway, pools)
+        except OtherFleetError:
+            self._others.add(gateway.id)
+            return None
         except (UpstreamError, ApiError) as error:
             if self._statuses.get(gateway.id, gateway) is not None:
                 log.warning("gateway_not_updated", gateway=gateway.id, reason=str(error))
