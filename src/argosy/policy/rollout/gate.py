@@ -6,8 +6,6 @@ import enum
 import math
 from typing import NamedTuple
 
-import msgspec
-
 from argosy.policy.rollout.gate_record import GateRecord, StepRecord
 from argosy.policy.rollout.gate_settings import TIGHT_SHARE, GateSettings
 from argosy.policy.rollout.metrics import EVENTS, EVENTS_OF, Metric
@@ -52,6 +50,8 @@ class GateVerdict(NamedTuple):
 
     result: GateResult
     reason: str
+    step: int | None
+    """Step that is open; None before the first."""
     regression: float
     """Mean e-value of all metrics. At 1 / `max_false_rollbacks` the candidate is rejected."""
     metrics: tuple[MetricVerdict, ...]
@@ -202,21 +202,23 @@ class RolloutGate:
         """
         record, step = self.record, self.record.step
         if step is None:
-            return GateVerdict(GateResult.INCONCLUSIVE, "no step has traffic yet", 1.0, ())
+            return GateVerdict(GateResult.INCONCLUSIVE, "no step has traffic yet", None, 1.0, ())
         verdicts = self._metric_verdicts(step)
         evidence = sum(each.regression for each in verdicts) / len(verdicts)
         if record.rejection:
-            return GateVerdict(GateResult.ROLL_BACK, record.rejection, evidence, verdicts)
+            return GateVerdict(
+                GateResult.ROLL_BACK, record.rejection, step.index, evidence, verdicts
+            )
         reason = self._missing_data(step, now)
         if not reason:
             waiting = [each for each in verdicts if not each.has_passed]
             if not waiting:
                 reason = "no metric is worse than its margin"
-                return GateVerdict(GateResult.PROMOTE, reason, evidence, verdicts)
+                return GateVerdict(GateResult.PROMOTE, reason, step.index, evidence, verdicts)
             needed = 1.0 / self._settings.max_false_promotions
             parts = (f"{each.metric} {min(each.equivalence, needed):.2g}" for each in waiting)
             reason = f"not enough evidence yet, {needed:g} needed: {', '.join(parts)}"
-        return GateVerdict(GateResult.INCONCLUSIVE, reason, evidence, verdicts)
+        return GateVerdict(GateResult.INCONCLUSIVE, reason, step.index, evidence, verdicts)
 
     def _missing_data(self, step: StepRecord, now: float) -> str:
         if step.last_batch_at is None:
@@ -287,8 +289,3 @@ def _is_valid(batch: OutcomeBatch) -> bool:
         and all(math.isfinite(each) and each >= 0.0 for each in expected)
         and math.isfinite(batch.ended_at)
     )
-
-
-def copy_record(record: GateRecord) -> GateRecord:
-    """Return a copy that does not change with the gate."""
-    return msgspec.convert(msgspec.to_builtins(record), GateRecord)
