@@ -1,6 +1,6 @@
 """Simulate rollouts through the gate: false rollbacks of identical versions, and detection of worse ones.
 
-    python -m benchmarks.rollouts [--rollouts 1000] [--regressions 200] [--seed 1]
+    python -m benchmarks.rollouts [--rollouts 1000] [--unknown 200] [--regressions 200] [--seed 1]
 
 Prints JSON lines. Each rollout has its own 2,000 users. Their activity follows Zipf's law, they differ in errors,
 refusals and output length, and they send their requests in sessions. Routing is sticky, with the best of 60 salts.
@@ -137,7 +137,7 @@ def draw_requests(
     random: np.random.Generator,
     population: Population,
     count: int,
-    is_candidate_user: Flags,
+    candidates: Flags | float,
     num_warm: int,
     change: Change,
 ) -> Requests:
@@ -147,14 +147,17 @@ def draw_requests(
         random: Source of randomness.
         population: Users.
         count: Number of requests.
-        is_candidate_user: Which users get the candidate.
+        candidates: Which users get the candidate; or the part of the sessions, if these are assigned.
         num_warm: Requests that have already filled the candidate's cache.
         change: What is different in the candidate.
     """
     lengths = random.geometric(1.0 / SESSION_REQUESTS, count)
     sessions = random.choice(USERS, count, p=population.activity)
     user = np.repeat(sessions, lengths)[:count]
-    is_candidate = is_candidate_user[user]
+    if isinstance(candidates, float):
+        is_candidate = np.repeat(random.random(count) < candidates, lengths)[:count]
+    else:
+        is_candidate = candidates[user]
     burst = random.random(count // 200 + 1) < 0.05
     in_burst = burst[np.arange(count) // 200]
     filled = np.exp(-(num_warm + np.cumsum(is_candidate)) / CACHE_FILL_REQUESTS)
@@ -337,8 +340,23 @@ def choose_points(points: Floats, weights: Floats) -> Floats:
     return best
 
 
-def simulate(seed: int, change: Change, settings: GateSettings) -> Result:
-    """Run one rollout."""
+def simulate(
+    seed: int,
+    change: Change,
+    settings: GateSettings,
+    *,
+    knows_users: bool = True,
+    by_session: bool = False,
+) -> Result:
+    """Run one rollout.
+
+    Args:
+        seed: Seed of all its randomness.
+        change: What is different in the candidate.
+        settings: Settings of the gate.
+        knows_users: Whether a history of users exists. Without one, all have the same rates and the salt is arbitrary.
+        by_session: Whether sessions are assigned instead of users.
+    """
     random = np.random.default_rng(seed)
     population = create_population(random)
     no_user = np.zeros(USERS, np.bool_)
@@ -349,13 +367,16 @@ def simulate(seed: int, change: Change, settings: GateSettings) -> Result:
     by_user = [event for event, kind in enumerate(EVENTS) if kind.by_user]
     weights = np.stack([requests_by_user, *(requests_by_user * rates[each] for each in by_user)], 1)
     points = choose_points(random.random((NUM_SALTS, USERS)), weights)
+    if not knows_users:
+        rates, points = np.ones_like(rates), random.random(USERS)
     gate = RolloutGate.start("r", settings, len(SHARES))
     now = 0.0
     total = sequence = 0
     promoted_after: list[int | None] = []
     for step, share in enumerate(SHARES):
         gate.open_step(step, share, now)
-        requests = draw_requests(random, population, STEP_REQUESTS, points < share, total, change)
+        candidates = share if by_session else points < share
+        requests = draw_requests(random, population, STEP_REQUESTS, candidates, total, change)
         size = max(100, round(5 / share))
         first = OutcomeBatch(
             rollout="r", step=step, gateway="g", sequence=sequence + 1, ended_at=now
@@ -405,19 +426,33 @@ def summarise(label: str, results: list[Result]) -> Mapping[str, object]:
 
 
 def main() -> None:
-    """Print one row for identical versions, then one for each regression."""
+    """Print rows for identical versions, then one for each regression."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--rollouts", type=int, default=1_000, help="of identical versions")
+    parser.add_argument("--unknown", type=int, default=200, help="the same without a history")
     parser.add_argument("--regressions", type=int, default=200, help="of each worse version")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     settings = GateSettings()
-    for label, change, count in (
-        ("identical versions", Change(), options.rollouts),
-        *((label, change, options.regressions) for label, change in CHANGES.items()),
+    unknown = "identical versions, users unknown"
+    for label, change, count, knows_users, by_session in (
+        ("identical versions", Change(), options.rollouts, True, False),
+        (f"{unknown}, sessions assigned", Change(), options.unknown, False, True),
+        (f"{unknown}, users assigned", Change(), options.unknown, False, False),
+        *((label, change, options.regressions, True, False) for label, change in CHANGES.items()),
     ):
-        results = [simulate(options.seed + 7_919 * i, change, settings) for i in range(count)]
-        print(json.dumps(summarise(label, results)), flush=True)
+        results = [
+            simulate(
+                options.seed + 7_919 * i,
+                change,
+                settings,
+                knows_users=knows_users,
+                by_session=by_session,
+            )
+            for i in range(count)
+        ]
+        if results:
+            print(json.dumps(summarise(label, results)), flush=True)
 
 
 if __name__ == "__main__":

@@ -112,7 +112,9 @@ class VirtualRollout:
     def verdict(self) -> GateVerdict | None:
         if self.result is None or self.rollouts.current is None:
             return None
-        return GateVerdict(self.result, "the gate says so", self.record.step, 1.0, ())
+        return GateVerdict(
+            self.result, "the gate says so", self.record.id, self.record.step, 1.0, ()
+        )
 
     def decide(self, commands: Sequence[RolloutCommand] = ()) -> RolloutDecision:
         return decide(
@@ -239,5 +241,6 @@ class VirtualRollout:
         if not is_new and previous is not None and record.cause is None:  # invariant 4
             moved = record.step > previous.step or record.state is RolloutState.RETIRING
             had_traffic = previous.active_state in {RolloutState.STEP, RolloutState.SOAKING}
-            if moved and had_traffic and previous.state is not RolloutState.RETIRING:
+            is_caught_up = record.state is RolloutState.RETIRING and decision.route is None
+            if moved and had_traffic and not is_caught_up:
                 assert self.result is GateResult.PROMOTE or record.is_forced

@@ -168,6 +168,19 @@ def test_gateway_rolls_back_without_the_controller() -> None:
     assert pool.shares[-1] == 0.0
 
 
+def test_rollout_ends_if_the_record_of_its_last_route_is_lost() -> None:
+    """The route serves only the new version, whose replicas must stay whatever the gate says then."""
+    pool = begin()
+    pool.run_until_step(4)
+    pool.tick(seconds=30.0, loses_record=True)
+    assert (pool.state, pool.stored_route.stable) == (RolloutState.SOAKING, "v2")
+    pool.result = GateResult.ROLL_BACK
+    decision = pool.tick(ABORT)
+    assert decision.refusals
+    pool.run_until(RolloutState.DONE)
+    assert pool.ready("v2") == pool.needed
+
+
 def test_rejected_version_is_not_tried_again_until_a_person_permits_it() -> None:
     """Invariant 5."""
     pool = bring_to(RolloutState.STEP)
@@ -316,7 +329,7 @@ ACTIONS = st.one_of(
 )
 
 
-@settings(max_examples=120)
+@settings(max_examples=60)
 @given(
     st.sampled_from(sorted(PLANS)),
     st.integers(1, 5),
@@ -530,6 +543,12 @@ def traffic_goes_to_what_is_healthy(pool: VirtualRollout) -> None:
     pool.unstartable.clear()
     pool.run_until(RolloutState.ABORTED)
     assert pool.stored_route.share_of("v1") == 1.0
+    rejected = bring_to(RolloutState.SOAKING)
+    rejected.run(10.0)
+    rejected.kill("v1", 2)
+    rejected.result = GateResult.ROLL_BACK
+    rejected.tick()
+    assert rejected.stored_route.share_of("v2") == 0.0
     other = bring_to(RolloutState.SOAKING)
     other.run(40.0)
     other.kill("v2")

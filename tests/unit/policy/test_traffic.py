@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from argosy.policy.traffic import (
+    ALL_TENANTS,
     DailyWindow,
     FlagUnit,
     PercentageFlag,
@@ -76,7 +77,9 @@ def test_unit_of_assignment_is_the_user_or_the_session_of_heavy_tenants() -> Non
     subject = TrafficSubject(tenant="t", user="u", session="s", request="r")
     assert sticky_key(subject, ()) == ("t", "u")
     assert sticky_key(subject, ("t",)) == ("t", "s")
+    assert sticky_key(subject, (ALL_TENANTS,)) == ("t", "s")
     assert sticky_key(TrafficSubject(tenant="t", request="r"), ("t",)) == ("t", "r")
+    assert heavy_tenants(()) == (ALL_TENANTS,)
     history = [
         UserTraffic(key=("large", "u"), weights=(97.0,)),
         UserTraffic(key=("small", "u"), weights=(1.0,)),

@@ -50,11 +50,16 @@ class GateVerdict(NamedTuple):
 
     result: GateResult
     reason: str
+    rollout: str
     step: int | None
     """Step that is open; None before the first."""
     regression: float
     """Mean e-value of all metrics. At 1 / `max_false_rollbacks` the candidate is rejected."""
     metrics: tuple[MetricVerdict, ...]
+
+    def rejects(self, rollout: str) -> bool:
+        """Return whether it rejects the candidate of a rollout."""
+        return self.result is GateResult.ROLL_BACK and self.rollout == rollout
 
 
 class RolloutGate:
@@ -202,23 +207,21 @@ class RolloutGate:
         """
         record, step = self.record, self.record.step
         if step is None:
-            return GateVerdict(GateResult.INCONCLUSIVE, "no step has traffic yet", None, 1.0, ())
+            reason = "no step has traffic yet"
+            return GateVerdict(GateResult.INCONCLUSIVE, reason, record.rollout, None, 1.0, ())
         verdicts = self._metric_verdicts(step)
-        evidence = sum(each.regression for each in verdicts) / len(verdicts)
+        result, reason = GateResult.INCONCLUSIVE, self._missing_data(step, now)
         if record.rejection:
-            return GateVerdict(
-                GateResult.ROLL_BACK, record.rejection, step.index, evidence, verdicts
-            )
-        reason = self._missing_data(step, now)
-        if not reason:
+            result, reason = GateResult.ROLL_BACK, record.rejection
+        elif not reason:
             waiting = [each for each in verdicts if not each.has_passed]
-            if not waiting:
-                reason = "no metric is worse than its margin"
-                return GateVerdict(GateResult.PROMOTE, reason, step.index, evidence, verdicts)
             needed = 1.0 / self._settings.max_false_promotions
             parts = (f"{each.metric} {min(each.equivalence, needed):.2g}" for each in waiting)
             reason = f"not enough evidence yet, {needed:g} needed: {', '.join(parts)}"
-        return GateVerdict(GateResult.INCONCLUSIVE, reason, step.index, evidence, verdicts)
+            if not waiting:
+                result, reason = GateResult.PROMOTE, "no metric is worse than its margin"
+        evidence = sum(each.regression for each in verdicts) / len(verdicts)
+        return GateVerdict(result, reason, record.rollout, step.index, evidence, verdicts)
 
     def _missing_data(self, step: StepRecord, now: float) -> str:
         if step.last_batch_at is None:

@@ -90,7 +90,10 @@ class OutcomeAggregator:
         self._step = step
 
     def record(self, outcome: RequestOutcome) -> None:
-        """Add a request that was assigned at random."""
+        """Add a request that was assigned at random.
+
+        In a shadow step these are the copied requests, once for each version.
+        """
         if not outcome.is_valid:
             self._invalid_requests += 1
             return

@@ -238,13 +238,15 @@ class _Machine:
         rollout = f"{self._stored.pool}-{self._stored.version + 1}"
         plan = self._declared.plan
         shares = [step.share for step in plan.comparison_steps if not step.is_shadow]
+        choice = choose_salt(rollout, digest, history, shares)
         self._record = RolloutRecord(
             id=rollout,
             stable=route.stable,
             candidate=digest,
             plan=plan,
-            salt=choose_salt(rollout, digest, history, shares).salt,
+            salt=choice.salt,
             per_session_tenants=heavy_tenants(history),
+            effective_users=choice.effective_users,
             state_since=self._now,
             started_at=self._now,
             reason=f"version {digest} is declared",

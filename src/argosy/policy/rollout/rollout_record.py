@@ -93,6 +93,8 @@ class RolloutRecord(msgspec.Struct, frozen=True, kw_only=True):
     plan: RolloutPlan
     salt: str
     per_session_tenants: tuple[str, ...] = ()
+    effective_users: float = 0.0
+    """Number of equally heavy users on the candidate's side at the first share; 0 if it is not known."""
     state: RolloutState = RolloutState.PLANNED
     state_since: float
     step: int = 0

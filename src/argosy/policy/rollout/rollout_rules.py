@@ -54,7 +54,7 @@ def find_rollback(
             observation.status(record.candidate).check_reason or "a pinned prompt failed",
         )
     is_judged = state in _TRAFFIC_STATES and not record.is_forced
-    if is_judged and verdict is not None and verdict.result is GateResult.ROLL_BACK:
+    if is_judged and verdict is not None and verdict.rejects(record.id):
         return _roll_back(RollbackCause.GATE, verdict.reason)
     timeout_s = record.plan.start_timeout_s
     is_late = now - record.state_since >= timeout_s and observation.needed > 0
@@ -174,7 +174,7 @@ def evidence_blocker(record: RolloutRecord, verdict: GateVerdict | None) -> str:
     """Return which evidence a promotion lacks; empty if none, or if a person decided to go on without it."""
     if record.is_forced:
         return ""
-    if verdict is None or verdict.step != record.step:
+    if verdict is None or (verdict.rollout, verdict.step) != (record.id, record.step):
         return "the gate has no verdict on this step"
     return "" if verdict.result is GateResult.PROMOTE else verdict.reason
 

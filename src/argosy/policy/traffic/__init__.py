@@ -17,7 +17,7 @@ from argosy.policy.traffic.conditions import (
 from argosy.policy.traffic.pool_route import PoolRoute, RouteRollback, Variant, VersionChoice
 from argosy.policy.traffic.salt_choice import SaltChoice, UserTraffic, choose_salt, heavy_tenants
 from argosy.policy.traffic.shadow import ShadowCopy, ShadowSampler
-from argosy.policy.traffic.sticky_hash import TrafficSubject, hash_point, sticky_key
+from argosy.policy.traffic.sticky_hash import ALL_TENANTS, TrafficSubject, hash_point, sticky_key
 from argosy.policy.traffic.traffic_route import (
     PoolChoice,
     ServingChoice,
@@ -27,6 +27,7 @@ from argosy.policy.traffic.traffic_route import (
 )
 
 __all__ = [
+    "ALL_TENANTS",
     "DailyWindow",
     "FlagUnit",
     "PercentageFlag",

@@ -53,7 +53,8 @@ class PoolRoute(msgspec.Struct, frozen=True, kw_only=True):
     salt: str = ""
     """Salt of the assignment. It differs between rollouts, so that not always the same users get new versions."""
     per_session_tenants: tuple[str, ...] = ()
-    """Tenants whose sessions are assigned instead of their users. Fixed during a rollout, so that no session moves."""
+    """Tenants whose sessions are assigned instead of their users, or `ALL_TENANTS`. Fixed during a rollout, so that no
+    session moves."""
     shadow: ShadowCopy | None = None
     rollback: RouteRollback | None = None
     """Set if the last rollout ended by a rollback."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from argosy.policy.traffic.sticky_hash import choose_weighted
+from argosy.policy.traffic.sticky_hash import ALL_TENANTS, choose_weighted
 
 NUM_SALTS = 60
 
@@ -76,7 +76,12 @@ def _assess(
 
 
 def heavy_tenants(history: Sequence[UserTraffic], min_share: float = 0.02) -> tuple[str, ...]:
-    """Return the tenants above a share of the traffic, whose sessions are assigned instead of their users."""
+    """Return the tenants whose sessions are assigned instead of their users: those above a share of the traffic.
+
+    Without history these are all tenants. Users differ, and the gate would take an unknown heavy user for a regression.
+    """
+    if not history:
+        return (ALL_TENANTS,)
     requests: dict[str, float] = {}
     for user in history:
         tenant = user.key[0]

@@ -7,6 +7,8 @@ from collections.abc import Collection, Sequence
 
 import msgspec
 
+ALL_TENANTS = "*"
+"""Stands for every tenant in `sticky_key`."""
 _FRACTION_BITS = 53
 """Bits of a float's mantissa, so that a point is exact."""
 
@@ -29,7 +31,7 @@ def sticky_key(subject: TrafficSubject, per_session_tenants: Collection[str]) ->
     to one version, and one tenant would decide the comparison.
     """
     user, session = subject.user, subject.session
-    if subject.tenant in per_session_tenants:
+    if subject.tenant in per_session_tenants or ALL_TENANTS in per_session_tenants:
         return subject.tenant, session or user or subject.request
     return subject.tenant, user or session
 
