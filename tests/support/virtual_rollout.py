@@ -24,6 +24,7 @@ from argosy.policy.rollout import (
     RolloutPlan,
     RolloutRecord,
     RolloutState,
+    Strategy,
     VersionStatus,
     decide,
 )
@@ -244,3 +245,57 @@ class VirtualRollout:
             is_caught_up = record.state is RolloutState.RETIRING and decision.route is None
             if moved and had_traffic and not is_caught_up:
                 assert self.result is GateResult.PROMOTE or record.is_forced
+
+
+def fast_plan(**fields: object) -> RolloutPlan:
+    """Return a plan with short steps."""
+    plan = RolloutPlan(min_step_s=10.0, soak_s=20.0, max_step_s=600.0)
+    return msgspec.structs.replace(plan, **fields)
+
+
+PLANS = {
+    "canary": fast_plan(),
+    "canary-in-place": fast_plan(max_surge=0),
+    "rolling": fast_plan(strategy=Strategy.ROLLING),
+    "rolling-in-place": fast_plan(strategy=Strategy.ROLLING, max_surge=0),
+    "blue-green": fast_plan(strategy=Strategy.BLUE_GREEN),
+    "a-b": fast_plan(strategy=Strategy.A_B),
+}
+STATES_WITH_A_WAY_BACK = [
+    RolloutState.STARTING,
+    RolloutState.CHECKING,
+    RolloutState.STEP,
+    RolloutState.SOAKING,
+    RolloutState.PAUSED,
+    RolloutState.INCONCLUSIVE,
+]
+
+
+def command(kind: CommandKind, **fields: object) -> RolloutCommand:
+    return msgspec.structs.replace(RolloutCommand(kind=kind, by="ann"), **fields)
+
+
+ABORT = command(CommandKind.ABORT)
+FORCED = command(CommandKind.PROMOTE, force=True, reason="hotfix")
+
+
+def begin(plan: RolloutPlan | str = "canary", needed: int = 4) -> VirtualRollout:
+    """Return a pool for which version v2 has just been declared."""
+    pool = VirtualRollout(PLANS[plan] if isinstance(plan, str) else plan, needed)
+    pool.declared = "v2"
+    pool.tick()
+    return pool
+
+
+def bring_to(state: RolloutState, plan: str = "canary") -> VirtualRollout:
+    """Return a pool whose rollout is in a state."""
+    pool = begin(plan)
+    if state is RolloutState.CHECKING:
+        pool.check = CheckStatus.PENDING
+    if state is RolloutState.INCONCLUSIVE:
+        pool.result = GateResult.INCONCLUSIVE
+    if state is RolloutState.PAUSED:
+        pool.run_until(RolloutState.STEP)
+        pool.tick(command(CommandKind.PAUSE))
+    pool.run_until(state)
+    return pool

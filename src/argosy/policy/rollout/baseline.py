@@ -12,8 +12,11 @@ from argosy.policy.rollout.quantile_sketch import QuantileSketch
 
 MIN_SAMPLES = 200
 """Measurements of a stratum with quantiles of its own. Others use those of the metric."""
-SCORING_AGE_FACTOR = 2.0
+MIN_SCORING_AGE_S = 60.0
+_SCORING_AGE_FACTOR = 2.0
+"""Scoring age in largest thresholds of the time to the first token."""
 _ANY = ""
+"""Stratum of all requests."""
 
 
 def stratum_of(metric: Metric, outcome: RequestOutcome) -> str:
@@ -37,7 +40,7 @@ class Baseline(msgspec.Struct, frozen=True, kw_only=True):
 
     thresholds: Mapping[str, tuple[float, ...]] = {}
     """Threshold of each event, by `METRIC/STRATUM`, in the order of `EVENTS` of that metric."""
-    scoring_age_s: float = 60.0
+    scoring_age_s: float = MIN_SCORING_AGE_S
     """Age at which a running request is scored."""
     miss_rate: float = 0.0
     """Part of the stable version's requests that missed the objective."""
@@ -79,7 +82,9 @@ class BaselineRecorder:
         ]
         return Baseline(
             thresholds=thresholds,
-            scoring_age_s=max([60.0, *(SCORING_AGE_FACTOR * each for each in slowest)]),
+            scoring_age_s=max(
+                [MIN_SCORING_AGE_S, *(_SCORING_AGE_FACTOR * each for each in slowest)]
+            ),
             miss_rate=self._misses / self._requests if self._requests else 0.0,
         )
 

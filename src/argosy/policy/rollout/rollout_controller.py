@@ -23,6 +23,7 @@ from argosy.policy.rollout.rollout_record import (
     MAX_VERDICTS,
     PAUSED_STATES,
     TERMINAL_STATES,
+    TRAFFIC_STATES,
     DigestVerdict,
     PoolRollouts,
     RollbackCause,
@@ -42,7 +43,6 @@ from argosy.policy.rollout.rollout_rules import (
 )
 from argosy.policy.traffic import PoolRoute, UserTraffic, choose_salt, heavy_tenants
 
-_TRAFFIC_STATES = frozenset({RolloutState.STEP, RolloutState.SOAKING})
 _RESUMABLE_STATES = PAUSED_STATES | {RolloutState.PLANNED}
 _MAX_CHANGES = 2 * len(RolloutState)
 """Automatic transitions of one decision: the end of one rollout and the beginning of the next."""
@@ -184,7 +184,7 @@ class _Machine:
         return "no rollout is running"
 
     def _promote(self, record: RolloutRecord, command: RolloutCommand, reason: str) -> str:
-        if record.active_state not in _TRAFFIC_STATES:
+        if record.active_state not in TRAFFIC_STATES:
             return f"the rollout is {record.active_state}; the candidate has not been checked yet"
         if command.force:
             record = self._record = msgspec.structs.replace(record, is_forced=True)
@@ -262,7 +262,7 @@ class _Machine:
             if change is not None or record.state in PAUSED_STATES:
                 return change
         if (
-            record.active_state in _TRAFFIC_STATES
+            record.active_state in TRAFFIC_STATES
             and record.settled_at is None
             and is_settled(record, self._observation)
         ):
@@ -326,7 +326,7 @@ class _Machine:
         )
 
     def _gate_step(self, record: RolloutRecord) -> GateStep | None:
-        if record.active_state not in _TRAFFIC_STATES:
+        if record.active_state not in TRAFFIC_STATES:
             return None
         if record.active_state is RolloutState.SOAKING:
             return GateStep(record.step, 1.0)
@@ -346,7 +346,7 @@ class _Machine:
         if record is None:
             return "no rollout"
         waits = ""
-        if record.state in _TRAFFIC_STATES and self._verdict is not None:
+        if record.state in TRAFFIC_STATES and self._verdict is not None:
             is_judged = self._verdict.result is not GateResult.PROMOTE
             waits = f"; {self._verdict.reason}" if is_judged else ""
         return f"{record.state}: {record.reason}{waits}"

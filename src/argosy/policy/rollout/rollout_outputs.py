@@ -11,6 +11,7 @@ from argosy.policy.rollout.rollout_plan import RolloutPlan, Strategy
 from argosy.policy.rollout.rollout_record import (
     BAD_VERSION_CAUSES,
     ROLLBACK_STATES,
+    TRAFFIC_STATES,
     RolloutRecord,
     RolloutState,
 )
@@ -148,8 +149,7 @@ def build_route(
 
 def candidate_share(record: RolloutRecord, observation: RolloutObservation) -> float:
     """Return the share of the users for the candidate that both versions have ready replicas for."""
-    has_traffic = record.active_state in {RolloutState.STEP, RolloutState.SOAKING}
-    if not has_traffic:
+    if record.active_state not in TRAFFIC_STATES:
         return 0.0
     stable, candidate = (
         observation.status(record.stable).ready,

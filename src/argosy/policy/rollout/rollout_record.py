@@ -6,7 +6,7 @@ import enum
 
 import msgspec
 
-from argosy.policy.rollout.rollout_plan import RolloutPlan
+from argosy.policy.rollout.rollout_plan import RolloutPlan, Strategy
 
 MAX_TRANSITIONS = 64
 """Transitions that a record keeps."""
@@ -45,6 +45,7 @@ class RolloutState(enum.StrEnum):
 
 TERMINAL_STATES = frozenset({RolloutState.DONE, RolloutState.ABORTED})
 PAUSED_STATES = frozenset({RolloutState.PAUSED, RolloutState.INCONCLUSIVE})
+TRAFFIC_STATES = frozenset({RolloutState.STEP, RolloutState.SOAKING})
 ROLLBACK_STATES = frozenset(
     {RolloutState.ROLLING_BACK, RolloutState.ROLLED_BACK, RolloutState.CLEANING}
 )
@@ -116,6 +117,11 @@ class RolloutRecord(msgspec.Struct, frozen=True, kw_only=True):
     def active_state(self) -> RolloutState:
         """State without a pause."""
         return self.resume_state if self.resume_state is not None else self.state
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether only a person ends the current step."""
+        return self.plan.strategy is Strategy.A_B and self.state is RolloutState.STEP
 
     @property
     def can_roll_back(self) -> bool:

@@ -8,9 +8,9 @@ from typing import NamedTuple
 from argosy.policy.rollout.gate import GateResult, GateVerdict
 from argosy.policy.rollout.rollout_observation import CheckStatus, RolloutObservation
 from argosy.policy.rollout.rollout_outputs import candidate_share, first_replicas, wanted_share
-from argosy.policy.rollout.rollout_plan import Strategy
 from argosy.policy.rollout.rollout_record import (
     PAUSED_STATES,
+    TRAFFIC_STATES,
     RollbackCause,
     RolloutRecord,
     RolloutState,
@@ -19,7 +19,6 @@ from argosy.policy.rollout.rollout_record import (
 MIN_REQUESTS_PER_STEP = 2.0
 """Shortest duration of a step, in durations of the longest normal request."""
 _START_STATES = frozenset({RolloutState.STARTING, RolloutState.WARMING})
-_TRAFFIC_STATES = frozenset({RolloutState.STEP, RolloutState.SOAKING})
 _EPSILON = 1e-9
 
 
@@ -53,7 +52,7 @@ def find_rollback(
             RollbackCause.CHECK,
             observation.status(record.candidate).check_reason or "a pinned prompt failed",
         )
-    is_judged = state in _TRAFFIC_STATES and not record.is_forced
+    is_judged = state in TRAFFIC_STATES and not record.is_forced
     if is_judged and verdict is not None and verdict.rejects(record.id):
         return _roll_back(RollbackCause.GATE, verdict.reason)
     timeout_s = record.plan.start_timeout_s
@@ -81,8 +80,7 @@ def find_pause(record: RolloutRecord, observation: RolloutObservation, now: floa
     if record.state is RolloutState.CHECKING and elapsed_s >= plan.check_timeout_s:
         reason = f"the pinned prompts have no result after {plan.check_timeout_s:g} s"
         return Change(RolloutState.INCONCLUSIVE, reason)
-    is_endless = plan.strategy is Strategy.A_B and record.state is RolloutState.STEP
-    if record.state in _TRAFFIC_STATES and elapsed_s >= plan.max_step_s and not is_endless:
+    if record.state in TRAFFIC_STATES and elapsed_s >= plan.max_step_s and not record.is_endless:
         return Change(RolloutState.INCONCLUSIVE, f"no promotion within {plan.max_step_s:g} s")
     return None
 
@@ -135,8 +133,7 @@ def find_progress(
                 state = RolloutState.STEP if plan.comparison_steps else RolloutState.SOAKING
                 return Change(state, "the pinned prompts have passed", step=0)
         case RolloutState.STEP | RolloutState.SOAKING:
-            is_endless = plan.strategy is Strategy.A_B and record.state is RolloutState.STEP
-            if plan.auto_promote and not is_endless:
+            if plan.auto_promote and not record.is_endless:
                 blocker = promotion_blocker(record, observation, verdict, now)
                 if not blocker:
                     return next_step(record, observation, verdict.reason if verdict else "")
