@@ -201,6 +201,7 @@ def test_spent_error_budget_delays_the_start() -> None:
     pool = VirtualRollout(PLANS["canary"], error_budget=0.0)
     pool.declared = "v2"
     pool.run(60.0)
+    assert pool.tick().status.endswith("; 0% of the error budget is left, more than 0% is needed")
     assert pool.state is RolloutState.PLANNED
     pool.error_budget = 0.5
     pool.run_until(RolloutState.DONE)
@@ -252,6 +253,9 @@ def test_manual_plan_waits_for_people() -> None:
     pool = begin(fast_plan(auto_promote=False))
     pool.run_until(RolloutState.INCONCLUSIVE)
     assert pool.record.resume_state is RolloutState.STEP
+    assert pool.tick().status == "inconclusive: no promotion within 600 s"
+    status = pool.tick(command(CommandKind.RESUME)).status
+    assert status == "step: resume by ann; a person has to promote or abort it"
     for _ in range(5):
         pool.run(100.0)
         pool.tick(command(CommandKind.PROMOTE))

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from argosy.policy.rollout.gate import GateResult, GateVerdict
+from argosy.policy.rollout.gate import GateVerdict
 from argosy.policy.rollout.rollout_command import CommandKind, RolloutCommand, order_commands
 from argosy.policy.rollout.rollout_observation import RolloutObservation
 from argosy.policy.rollout.rollout_outputs import (
@@ -33,6 +33,7 @@ from argosy.policy.rollout.rollout_record import (
 )
 from argosy.policy.rollout.rollout_rules import (
     Change,
+    describe_wait,
     evidence_blocker,
     find_pause,
     find_progress,
@@ -345,8 +346,5 @@ class _Machine:
             )
         if record is None:
             return "no rollout"
-        waits = ""
-        if record.state in TRAFFIC_STATES and self._verdict is not None:
-            is_judged = self._verdict.result is not GateResult.PROMOTE
-            waits = f"; {self._verdict.reason}" if is_judged else ""
-        return f"{record.state}: {record.reason}{waits}"
+        wait = describe_wait(record, self._observation, self._verdict, self._now)
+        return f"{record.state}: {record.reason}" + (f"; {wait}" if wait else "")

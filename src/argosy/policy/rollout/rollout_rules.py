@@ -95,7 +95,7 @@ def is_budget_spent(record: RolloutRecord, observation: RolloutObservation) -> b
 
 def _budget_reason(record: RolloutRecord, observation: RolloutObservation) -> str:
     minimum = record.plan.min_error_budget
-    return f"{observation.error_budget:.0%} of the error budget is left, at least {minimum:.0%} is needed"
+    return f"{observation.error_budget:.0%} of the error budget is left, more than {minimum:.0%} is needed"
 
 
 def is_settled(record: RolloutRecord, observation: RolloutObservation) -> bool:
@@ -174,6 +174,25 @@ def evidence_blocker(record: RolloutRecord, verdict: GateVerdict | None) -> str:
     if verdict is None or (verdict.rollout, verdict.step) != (record.id, record.step):
         return "the gate has no verdict on this step"
     return "" if verdict.result is GateResult.PROMOTE else verdict.reason
+
+
+def describe_wait(
+    record: RolloutRecord,
+    observation: RolloutObservation,
+    verdict: GateVerdict | None,
+    now: float,
+) -> str:
+    """Return what a rollout waits for, as far as its reason does not say so; empty if that is plain."""
+    if record.state is RolloutState.PLANNED:
+        if is_budget_spent(record, observation):
+            return _budget_reason(record, observation)
+        return "" if observation.needed else "the pool has no replicas"
+    if record.state not in TRAFFIC_STATES:
+        return ""
+    blocker = promotion_blocker(record, observation, verdict, now)
+    if blocker or (record.plan.auto_promote and not record.is_endless):
+        return blocker
+    return "a person has to promote or abort it"
 
 
 def next_step(record: RolloutRecord, observation: RolloutObservation, reason: str) -> Change | None:

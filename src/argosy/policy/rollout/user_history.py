@@ -21,7 +21,11 @@ MAX_USERS = 10_000
 
 
 class UserRates(msgspec.Struct, frozen=True, kw_only=True):
-    """Frozen rates of events by user. They are not updated during a rollout, which could hide a regression."""
+    """Frozen rates of events by user.
+
+    They are not updated during a rollout, which could hide a regression. Store them with it: a gateway that restarts
+    without them would count the requests of all users alike.
+    """
 
     means: tuple[float, ...] = (1.0,) * len(EVENTS)
     """Mean rate of each event. Only ratios of rates matter."""
