@@ -1,0 +1,82 @@
+"""Rollout: how a pool gets to a new version, and back from a bad one.
+
+The gateways score each `RequestOutcome` that was assigned at random, against thresholds of a `Baseline` and rates of
+users that were frozen before. An `OutcomeAggregator` sums them up in batches, and the `RolloutGate` judges these by a
+race e-process for each `Metric`.
+
+`decide` follows the `RolloutPlan` of the declared version. Its inputs are the stored `PoolRollouts`, the commands of
+people, a `RolloutObservation` and the gate's verdict. Its results are the next record, the route of the pool (see
+`argosy.policy.traffic`) and the split of its replicas. All records are versioned, and a new controller needs no more.
+"""
+
+from argosy.policy.rollout.baseline import Baseline, BaselineRecorder
+from argosy.policy.rollout.gate import GateResult, GateVerdict, MetricVerdict, RolloutGate
+from argosy.policy.rollout.gate_record import GateRecord
+from argosy.policy.rollout.gate_settings import GateSettings, MetricRule
+from argosy.policy.rollout.metrics import EVENTS, Metric
+from argosy.policy.rollout.outcome_batch import EventCell, OutcomeAggregator, OutcomeBatch
+from argosy.policy.rollout.outcomes import Arm, OutcomeStatus, RequestOutcome
+from argosy.policy.rollout.rollout_command import CommandKind, RolloutCommand
+from argosy.policy.rollout.rollout_controller import (
+    DeclaredVersion,
+    GateStep,
+    RolloutDecision,
+    decide,
+)
+from argosy.policy.rollout.rollout_observation import (
+    CheckStatus,
+    RolloutObservation,
+    VersionStatus,
+)
+from argosy.policy.rollout.rollout_outputs import ReplicaSplit
+from argosy.policy.rollout.rollout_plan import RolloutPlan, RolloutStep, Strategy
+from argosy.policy.rollout.rollout_record import (
+    DigestVerdict,
+    PoolRollouts,
+    RollbackCause,
+    RolloutRecord,
+    RolloutState,
+    Transition,
+)
+from argosy.policy.rollout.user_history import UserHistory, UserRates
+
+__all__ = [
+    "EVENTS",
+    "Arm",
+    "Baseline",
+    "BaselineRecorder",
+    "CheckStatus",
+    "CommandKind",
+    "DeclaredVersion",
+    "DigestVerdict",
+    "EventCell",
+    "GateRecord",
+    "GateResult",
+    "GateSettings",
+    "GateStep",
+    "GateVerdict",
+    "Metric",
+    "MetricRule",
+    "MetricVerdict",
+    "OutcomeAggregator",
+    "OutcomeBatch",
+    "OutcomeStatus",
+    "PoolRollouts",
+    "ReplicaSplit",
+    "RequestOutcome",
+    "RollbackCause",
+    "RolloutCommand",
+    "RolloutDecision",
+    "RolloutGate",
+    "RolloutObservation",
+    "RolloutPlan",
+    "RolloutRecord",
+    "RolloutState",
+    "RolloutStep",
+    "Strategy",
+    "Transition",
+    "UserHistory",
+    "UserRates",
+    "VersionStatus",
+    "decide",
+]

@@ -1,0 +1,99 @@
+"""Baseline of a comparison: the stable version's quantiles, frozen before the candidate gets traffic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import msgspec
+
+from argosy.policy.rollout.metrics import EVENTS, Metric
+from argosy.policy.rollout.outcomes import OutcomeStatus, RequestOutcome
+from argosy.policy.rollout.quantile_sketch import QuantileSketch
+
+MIN_SAMPLES = 200
+"""Measurements of a stratum with quantiles of its own. Others use those of the metric."""
+MIN_SCORING_AGE_S = 60.0
+_SCORING_AGE_FACTOR = 2.0
+"""Scoring age in largest thresholds of the time to the first token."""
+_ANY = ""
+"""Stratum of all requests."""
+
+
+def stratum_of(metric: Metric, outcome: RequestOutcome) -> str:
+    """Return the group of requests with which a request is compared.
+
+    A time to the first token is compared at equal uncached tokens, because the prefix cache of a new replica is cold.
+    Times are compared at equal load, because a candidate with a small share is idle. Buckets are powers of two.
+    """
+    load = outcome.in_flight.bit_length()
+    match metric:
+        case Metric.TTFT:
+            return f"{outcome.uncached_tokens.bit_length()}/{load}"
+        case Metric.TPOT:
+            return str(load)
+        case _:
+            return _ANY
+
+
+class Baseline(msgspec.Struct, frozen=True, kw_only=True):
+    """Frozen thresholds of the stable version."""
+
+    thresholds: Mapping[str, tuple[float, ...]] = {}
+    """Threshold of each event, by `METRIC/STRATUM`, in the order of `EVENTS` of that metric."""
+    scoring_age_s: float = MIN_SCORING_AGE_S
+    """Age at which a running request is scored."""
+    miss_rate: float = 0.0
+    """Part of the stable version's requests that missed the objective."""
+
+    def threshold(self, metric: Metric, stratum: str, position: int) -> float | None:
+        """Return a threshold; None if the stable version has too few measurements of the metric."""
+        found = self.thresholds.get(f"{metric}/{stratum}") or self.thresholds.get(f"{metric}/")
+        return found[position] if found else None
+
+
+class BaselineRecorder:
+    """Collects measurements of the stable version until they are frozen."""
+
+    def __init__(self) -> None:
+        self._sketches: dict[str, QuantileSketch] = {}
+        self._requests = self._misses = 0
+
+    def record(self, outcome: RequestOutcome) -> None:
+        """Add a request of the stable version."""
+        if not outcome.is_valid:
+            return
+        self._requests += 1
+        self._misses += outcome.misses_objective
+        for metric, value in _measurements(outcome):
+            for stratum in {stratum_of(metric, outcome), _ANY}:
+                sketch = self._sketches.setdefault(f"{metric}/{stratum}", QuantileSketch())
+                sketch.add(value)
+
+    def freeze(self, min_samples: int = MIN_SAMPLES) -> Baseline:
+        """Return the thresholds of all strata with enough measurements."""
+        thresholds: dict[str, tuple[float, ...]] = {}
+        for name, sketch in sorted(self._sketches.items()):
+            if sketch.total >= min_samples:
+                metric = name.partition("/")[0]
+                quantiles = [each.quantile for each in EVENTS if each.metric == metric]
+                thresholds[name] = tuple(sketch.quantile(each) for each in quantiles if each)
+        slowest = [
+            values[-1] for name, values in thresholds.items() if name.startswith(Metric.TTFT)
+        ]
+        return Baseline(
+            thresholds=thresholds,
+            scoring_age_s=max(
+                [MIN_SCORING_AGE_S, *(_SCORING_AGE_FACTOR * each for each in slowest)]
+            ),
+            miss_rate=self._misses / self._requests if self._requests else 0.0,
+        )
+
+
+def _measurements(outcome: RequestOutcome) -> Iterator[tuple[Metric, float]]:
+    if outcome.ttft_s is not None:
+        yield Metric.TTFT, outcome.ttft_s
+    if outcome.time_per_token_s is not None:
+        yield Metric.TPOT, outcome.time_per_token_s
+    if outcome.status is OutcomeStatus.COMPLETED:
+        yield Metric.SHORT_OUTPUT, float(outcome.output_tokens)
+        yield Metric.LONG_OUTPUT, float(outcome.output_tokens)

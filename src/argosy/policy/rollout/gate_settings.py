@@ -1,0 +1,80 @@
+"""Settings of the gate of a rollout, with defaults that were chosen by simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from argosy.policy.rollout.metrics import Metric
+
+TIGHT_SHARE = 0.25
+"""Share from which the smaller margins apply."""
+
+
+class MetricRule(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits of one metric, as ratios of event rates.
+
+    Raises:
+        ValueError: A ratio would make the test meaningless.
+    """
+
+    tolerance: float = 1.0
+    """Largest ratio that is no regression."""
+    margin: float = 2.0
+    """A promotion needs evidence that the ratio is below this margin."""
+    tight_margin: float = 2.0
+    """Margin from a share of 25 %."""
+
+    def __post_init__(self) -> None:
+        if not self.tolerance >= 1.0:
+            raise ValueError("tolerance must be at least 1")
+        if not min(self.margin, self.tight_margin) > self.tolerance:
+            raise ValueError("margin and tight_margin must be larger than tolerance")
+
+
+def _default_rules() -> dict[Metric, MetricRule]:
+    rare = MetricRule(tolerance=1.25, margin=4.0, tight_margin=2.0)
+    latency = MetricRule(tolerance=1.05, margin=2.0, tight_margin=1.5)
+    length = MetricRule(tolerance=1.05, margin=1.5, tight_margin=1.5)
+    return {
+        Metric.ERRORS: rare,
+        Metric.REFUSALS: rare,
+        Metric.TTFT: latency,
+        Metric.TPOT: latency,
+        Metric.SHORT_OUTPUT: length,
+        Metric.LONG_OUTPUT: length,
+    }
+
+
+class GateSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of one gate.
+
+    Raises:
+        ValueError: A value is out of range.
+    """
+
+    max_false_rollbacks: float = 0.01
+    """Largest probability to roll back a version that is no worse, over the whole rollout (alpha)."""
+    max_false_promotions: float = 0.05
+    """Largest probability, for each step, to promote a version that is worse by a margin (beta)."""
+    ratios: tuple[float, ...] = (1.25, 1.6, 2.2, 4.0, 10.0, 50.0)
+    """Rate ratios that are tested against."""
+    rules: Mapping[Metric, MetricRule] = msgspec.field(default_factory=_default_rules)
+    max_miss_rate: float | None = None
+    """Part of the requests that may miss the declared objective; None if none is declared."""
+    max_silence_s: float = 75.0
+    """Age of the newest batch from which measurements count as missing."""
+    max_invalid_share: float = 0.01
+    """Part of the requests of a step without valid measurements from which the step is inconclusive."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_false_rollbacks", "max_false_promotions"):
+            if not 0.0 < getattr(self, name) < 1.0:
+                raise ValueError(f"{name} must be between 0 and 1")
+        if self.max_miss_rate is not None and not 0.0 < self.max_miss_rate < 1.0:
+            raise ValueError("max_miss_rate must be between 0 and 1; leave it out for none")
+        if not self.ratios or not all(1.0 < ratio < float("inf") for ratio in self.ratios):
+            raise ValueError("ratios must contain at least one number, and only numbers above 1")
+        if not self.rules:
+            raise ValueError("rules must contain at least one metric")

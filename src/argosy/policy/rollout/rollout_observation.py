@@ -1,0 +1,54 @@
+"""Observed state of a pool during a rollout."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+
+import msgspec
+
+from argosy.policy.traffic import PoolRoute
+
+
+class CheckStatus(enum.StrEnum):
+    """Result of the pinned prompts of a version."""
+
+    PENDING = "pending"
+    PASSED = "passed"
+    FAILED = "failed"
+
+
+class VersionStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """Replicas of one version."""
+
+    existing: int = 0
+    """Replicas that a launcher lists, whatever their state."""
+    serving: int = 0
+    """Replicas that answer their health check."""
+    ready: int = 0
+    """Replicas that are warm and can get requests."""
+    check: CheckStatus = CheckStatus.PENDING
+    check_reason: str = ""
+    failure: str = ""
+    """Why the version does not start or stay up, from the first replica that its restart limits give up."""
+
+
+class RolloutObservation(msgspec.Struct, frozen=True, kw_only=True):
+    """Observation at one moment. With the defaults, which stand for what is not known, nothing moves forward."""
+
+    route: PoolRoute | None
+    """Stored route of the pool; None before its first deployment."""
+    routed_version: int = 0
+    """Smallest version of the route that a reachable gateway follows."""
+    needed: int
+    """Replicas that the whole demand needs, as the autoscaler or the declaration says."""
+    versions: Mapping[str, VersionStatus] = {}
+    """Replicas of each version, by its digest."""
+    longest_request_s: float = 0.0
+    """Duration of the longest normal request. A step lasts at least two of them."""
+    error_budget: float | None = None
+    """Remaining part of the error budget, from 1 to below 0; None if no objective is declared."""
+
+    def status(self, digest: str) -> VersionStatus:
+        """Return the replicas of a version, none if it is not known."""
+        return self.versions.get(digest) or VersionStatus()

@@ -1,0 +1,107 @@
+"""Conditions on requests: headers, tenants, times, and percentages of tenants or users."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+
+import msgspec
+
+from argosy.policy.traffic.sticky_hash import TrafficSubject, hash_point
+
+_DAY_S = 86_400
+_DAY_MINUTES = 1_440
+_EPOCH_WEEKDAY = 3
+"""The epoch began on a Thursday; Monday is 0."""
+_ALL_WEEK = tuple(range(7))
+
+
+class FlagUnit(enum.StrEnum):
+    """Unit that a percentage flag counts."""
+
+    TENANT = "tenant"
+    USER = "user"
+
+
+class PercentageFlag(msgspec.Struct, frozen=True, kw_only=True):
+    """Feature flag that is on for a fixed part of the tenants or users. A larger share turns it off for none of them.
+
+    Raises:
+        ValueError: The share is not between 0 and 1.
+    """
+
+    name: str
+    """Salt of the hash: flags of different names are on for different tenants and users."""
+    share: float
+    unit: FlagUnit = FlagUnit.USER
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.share <= 1.0:
+            raise ValueError(f"share of flag {self.name} must be between 0 and 1")
+
+    def is_on(self, subject: TrafficSubject) -> bool:
+        """Return whether the flag is on for the sender of a request."""
+        key = [subject.tenant]
+        if self.unit is FlagUnit.USER:
+            key.append(subject.user or subject.session)
+        return hash_point(self.name, *key) < self.share
+
+
+class DailyWindow(msgspec.Struct, frozen=True, kw_only=True):
+    """Minutes of the day on some days of the week, in a zone with a fixed offset. It may extend over midnight.
+
+    Raises:
+        ValueError: A minute or a day is out of range.
+    """
+
+    start_minute: int
+    end_minute: int
+    """First minute after the window. If it is not after `start_minute`, the window ends on the next day."""
+    weekdays: tuple[int, ...] = _ALL_WEEK
+    """Days on which it starts; Monday is 0."""
+    utc_offset_minutes: int = 0
+
+    def __post_init__(self) -> None:
+        for minute in (self.start_minute, self.end_minute):
+            if not 0 <= minute <= _DAY_MINUTES:
+                raise ValueError("start_minute and end_minute must be between 0 and 1440")
+        if not set(self.weekdays) <= set(_ALL_WEEK):
+            raise ValueError("weekdays must be numbers from 0 (Monday) to 6 (Sunday)")
+
+    def contains(self, now: float) -> bool:
+        """Return whether the window is open at `now`, in seconds since the epoch."""
+        days, second = divmod(int(now) + self.utc_offset_minutes * 60, _DAY_S)
+        minute, today = second // 60, (days + _EPOCH_WEEKDAY) % 7
+        if self.start_minute < self.end_minute:
+            return today in self.weekdays and self.start_minute <= minute < self.end_minute
+        if minute >= self.start_minute:
+            return today in self.weekdays
+        return minute < self.end_minute and (today - 1) % 7 in self.weekdays
+
+
+class RequestConditions(msgspec.Struct, frozen=True, kw_only=True):
+    """Conditions that must all hold. One that is empty or None always holds."""
+
+    headers: Mapping[str, str | None] = {}
+    """Value of each header, by its lower-case name. None matches any value."""
+    tenants: tuple[str, ...] = ()
+    starts_at: float | None = None
+    """Seconds since the epoch."""
+    ends_at: float | None = None
+    windows: tuple[DailyWindow, ...] = ()
+    """At least one of them must be open."""
+    flag: PercentageFlag | None = None
+
+    def hold(self, subject: TrafficSubject, headers: Mapping[str, str], now: float) -> bool:
+        """Return whether all conditions hold for a request with these headers, by lower-case name."""
+        return (
+            (not self.tenants or subject.tenant in self.tenants)
+            and (self.starts_at is None or now >= self.starts_at)
+            and (self.ends_at is None or now < self.ends_at)
+            and (not self.windows or any(window.contains(now) for window in self.windows))
+            and all(
+                name in headers and value in {None, headers[name]}
+                for name, value in self.headers.items()
+            )
+            and (self.flag is None or self.flag.is_on(subject))
+        )

@@ -1,0 +1,359 @@
+"""Rollouts under a virtual clock: strategies, commands, and the invariants under any history.
+
+`VirtualRollout` checks the invariants 1 to 6 after each decision. Those of sticky shares are in test_traffic.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.support.virtual_rollout import (
+    ABORT,
+    FORCED,
+    PLANS,
+    VirtualRollout,
+    begin,
+    bring_to,
+    command,
+    fast_plan,
+)
+
+from argosy.policy.rollout import (
+    CheckStatus,
+    CommandKind,
+    DeclaredVersion,
+    GateResult,
+    MetricRule,
+    RollbackCause,
+    RolloutPlan,
+    RolloutState,
+    RolloutStep,
+    Strategy,
+    decide,
+)
+from argosy.policy.rollout.rollout_record import TERMINAL_STATES
+from argosy.policy.traffic import UserTraffic
+
+
+@pytest.mark.parametrize("needed", [1, 2, 5])
+@pytest.mark.parametrize("plan", PLANS)
+def test_good_version_replaces_the_stable_one(plan: str, needed: int) -> None:
+    pool = begin(plan, needed=needed)
+    if plan == "a-b":
+        pool.run(5_000.0)
+        assert (pool.state, pool.shares[-1]) == (RolloutState.STEP, 0.5)
+        pool.tick(command(CommandKind.PROMOTE))
+    pool.run_until(RolloutState.DONE)
+    assert pool.stored_route.stable == "v2"
+    assert (pool.ready("v1"), pool.ready("v2")) == (0, needed)
+    assert pool.shares == sorted(pool.shares)
+    pool.run(60.0)
+    assert (pool.ready("v1"), pool.ready("v2")) == (0, needed)
+
+
+def test_canary_takes_its_steps_in_order() -> None:
+    pool = begin()
+    pool.run_until(RolloutState.STEP)
+    assert pool.stored_route.shadow is not None
+    pool.run_until(RolloutState.DONE)
+    assert sorted({*pool.shares}) == [0.0, 0.05, 0.25, 0.5, 1.0]
+    states = [each.state for each in pool.record.transitions]
+    assert states == [
+        RolloutState.STARTING,
+        RolloutState.WARMING,
+        RolloutState.CHECKING,
+        *[RolloutState.STEP] * 4,
+        RolloutState.SOAKING,
+        RolloutState.RETIRING,
+        RolloutState.DONE,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        pytest.param({"result": GateResult.ROLL_BACK}, RollbackCause.GATE, id="gate"),
+        pytest.param({"declared": "v1"}, RollbackCause.REVERTED, id="reverted"),
+        pytest.param({"declared": "v3"}, RollbackCause.SUPERSEDED, id="superseded"),
+    ],
+)
+@pytest.mark.parametrize("plan", ["canary", "canary-in-place", "blue-green"])
+def test_rollback_is_one_route_from_any_traffic(
+    plan: str, change: dict[str, object], cause: RollbackCause
+) -> None:
+    """Invariant 1, with and without a stored record."""
+    pool = bring_to(RolloutState.SOAKING, plan)
+    pool.run(10.0)
+    share = pool.stored_route.share_of("v2")
+    assert share > 0.0
+    for name, value in change.items():
+        setattr(pool, name, value)
+    version = pool.stored_route.version
+    pool.tick(loses_record=True)
+    assert pool.stored_route.version == version + 1
+    assert pool.stored_route.share_of("v1") == 1.0
+    pool.tick()
+    assert pool.stored_route.share_of("v1") == 1.0
+    if change != {"declared": "v3"}:
+        assert pool.record.cause in {cause, RollbackCause.ROUTE}
+
+
+def test_failed_check_rolls_back_before_any_traffic() -> None:
+    pool = bring_to(RolloutState.CHECKING)
+    pool.check = CheckStatus.FAILED
+    pool.run_until(RolloutState.ABORTED)
+    assert pool.record.cause is RollbackCause.CHECK
+    assert {*pool.shares} == {0.0}
+    assert pool.ready("v2") == 0
+
+
+def test_gateway_rolls_back_without_the_controller() -> None:
+    pool = bring_to(RolloutState.SOAKING)
+    pool.run(10.0)
+    pool.route = pool.stored_route.roll_back("all requests fail", pool.now)
+    pool.history.append((pool.now, pool.route.version))
+    pool.run_until(RolloutState.ABORTED)
+    assert pool.record.cause is RollbackCause.ROUTE
+    assert pool.shares[-1] == 0.0
+
+
+def test_rollout_ends_if_the_record_of_its_last_route_is_lost() -> None:
+    """The route serves only the new version, whose replicas must stay whatever the gate says then."""
+    pool = begin()
+    pool.run_until_step(4)
+    pool.tick(seconds=30.0, loses_record=True)
+    assert (pool.state, pool.stored_route.stable) == (RolloutState.SOAKING, "v2")
+    pool.result = GateResult.ROLL_BACK
+    decision = pool.tick(ABORT)
+    assert decision.refusals
+    pool.run_until(RolloutState.DONE)
+    assert pool.ready("v2") == pool.needed
+
+
+def test_rejected_version_is_not_tried_again_until_a_person_permits_it() -> None:
+    """Invariant 5."""
+    pool = bring_to(RolloutState.STEP)
+    pool.result = GateResult.ROLL_BACK
+    pool.run_until(RolloutState.ABORTED)
+    pool.result = GateResult.PROMOTE
+    pool.run(300.0)
+    assert pool.state is RolloutState.ABORTED
+    assert "is not tried again" in pool.tick().status
+    pool.declared = "v1"
+    pool.run(30.0)
+    pool.declared = "v2"
+    pool.run(30.0)
+    assert pool.state is RolloutState.ABORTED
+    pool.tick(command(CommandKind.RESUME, reason="the driver is mended"))
+    pool.run_until(RolloutState.DONE)
+
+
+def test_another_version_replaces_a_rollout_in_the_middle() -> None:
+    """Invariant 6."""
+    pool = bring_to(RolloutState.STEP)
+    first = pool.record
+    pool.declared = "v3"
+    pool.run_until(RolloutState.DONE)
+    assert pool.record.candidate == "v3"
+    assert pool.record.salt != first.salt
+    assert pool.rollouts.verdicts == ()
+
+
+def test_equal_digest_starts_no_rollout() -> None:
+    """Invariant 7: a change that needs no restart causes none."""
+    pool = VirtualRollout(PLANS["canary"])
+    pool.plan = PLANS["blue-green"]
+    pool.run(60.0)
+    assert pool.rollouts.current is None
+    assert pool.stored_route.version == 1
+
+
+@pytest.mark.parametrize("needed", [1, 3, 6])
+def test_autoscaler_decides_the_sum_and_the_rollout_the_split(needed: int) -> None:
+    """Invariant 9."""
+    pool = begin("rolling-in-place", needed=3)
+    pool.run_until(RolloutState.SOAKING)
+    pool.needed = needed
+    for _ in range(40):
+        split = pool.tick().split
+        assert split is not None
+        assert split.stable_replicas + split.candidate_replicas == needed
+
+
+@pytest.mark.parametrize("budget", [0.0, -1.0, float("nan")])
+def test_spent_error_budget_pauses_until_forced(budget: float) -> None:
+    pool = bring_to(RolloutState.STEP)
+    pool.error_budget = budget
+    pool.run(60.0)
+    assert pool.state is RolloutState.PAUSED
+    decision = pool.tick(command(CommandKind.RESUME))
+    assert "error budget is spent" in decision.refusals[0]
+    assert pool.state is RolloutState.PAUSED
+    pool.tick(command(CommandKind.RESUME, force=True, reason="it mends the cause"))
+    pool.run_until(RolloutState.DONE)
+
+
+def test_spent_error_budget_delays_the_start() -> None:
+    pool = VirtualRollout(PLANS["canary"], error_budget=0.0)
+    pool.declared = "v2"
+    pool.run(60.0)
+    assert pool.tick().status.endswith("; 0% of the error budget is left, more than 0% is needed")
+    assert pool.state is RolloutState.PLANNED
+    pool.error_budget = 0.5
+    pool.run_until(RolloutState.DONE)
+
+
+def test_pause_keeps_the_share_and_the_gate() -> None:
+    pool = begin()
+    pool.run_until_step(2)
+    pool.tick(command(CommandKind.PAUSE))
+    pool.run(700.0)
+    assert (pool.state, pool.shares[-1]) == (RolloutState.PAUSED, 0.25)
+    pool.tick(command(CommandKind.RESUME))
+    assert pool.state is RolloutState.STEP
+    pool.tick(command(CommandKind.PAUSE))
+    pool.result = GateResult.ROLL_BACK
+    pool.run_until(RolloutState.ABORTED)
+
+
+def test_promotion_without_evidence_needs_force_and_a_reason() -> None:
+    pool = begin()
+    pool.result = GateResult.INCONCLUSIVE
+    pool.run_until_step(0)
+    decision = pool.tick(command(CommandKind.PROMOTE))
+    assert decision.refusals == (
+        "promote by ann: the gate says so; repeat it with force and a reason to go on without",
+    )
+    with pytest.raises(ValueError, match="needs a reason"):
+        command(CommandKind.PROMOTE, force=True)
+    pool.tick(FORCED)
+    assert (pool.record.step, pool.record.is_forced) == (1, True)
+    pool.result = GateResult.ROLL_BACK
+    pool.run_until(RolloutState.DONE)
+
+
+def test_promotion_skips_the_time_of_a_step_but_not_the_checks() -> None:
+    pool = begin(RolloutPlan())
+    decision = pool.tick(command(CommandKind.PROMOTE))
+    assert "has not been checked yet" in decision.refusals[0]
+    pool.run_until(RolloutState.STEP)
+    pool.tick(command(CommandKind.PROMOTE, rollout="p-0"))
+    assert pool.record.step == 0
+    pool.tick(command(CommandKind.PROMOTE, rollout=pool.record.id))
+    assert pool.record.step == 1
+    pool.tick(*[command(CommandKind.PROMOTE)] * 2)
+    assert pool.record.step == 2
+
+
+def test_manual_plan_waits_for_people() -> None:
+    pool = begin(fast_plan(auto_promote=False))
+    pool.run_until(RolloutState.INCONCLUSIVE)
+    assert pool.record.resume_state is RolloutState.STEP
+    assert pool.tick().status == "inconclusive: no promotion within 600 s"
+    status = pool.tick(command(CommandKind.RESUME)).status
+    assert status == "step: resume by ann; a person has to promote or abort it"
+    for _ in range(5):
+        pool.run(100.0)
+        pool.tick(command(CommandKind.PROMOTE))
+    pool.run_until(RolloutState.DONE)
+
+
+def test_salt_and_heavy_tenants_come_from_the_history() -> None:
+    pool = VirtualRollout(PLANS["canary"])
+    history = [UserTraffic(key=("large", f"u{number}"), weights=(1.0,)) for number in range(50)]
+    declared = DeclaredVersion(digest="v2", plan=pool.plan)
+    decision = decide(pool.rollouts, declared, pool.observe(), pool.now, history=history)
+    assert decision.route is not None
+    assert decision.route.per_session_tenants == ("large",)
+    assert decision.route.salt.startswith("p-1/")
+
+
+ACTIONS = st.one_of(
+    st.tuples(st.just("run"), st.sampled_from([5, 30, 200])),
+    st.tuples(st.just("result"), st.sampled_from([*GateResult, None])),
+    st.tuples(st.just("declare"), st.sampled_from(["v1", "v2", "v3"])),
+    st.tuples(st.just("kill"), st.sampled_from(["v1", "v2", "v3"])),
+    st.tuples(st.just("needed"), st.integers(0, 6)),
+    st.tuples(st.just("check"), st.sampled_from(CheckStatus)),
+    st.tuples(st.just("budget"), st.sampled_from([None, 0.0, 0.5])),
+    st.tuples(st.just("crash"), st.sampled_from(["record", "route"])),
+    st.tuples(st.just("lose"), st.just(0)),
+    st.tuples(st.just("command"), st.sampled_from([*CommandKind, "forced"])),
+)
+
+
+@settings(max_examples=60)
+@given(
+    st.sampled_from(sorted(PLANS)),
+    st.integers(1, 5),
+    st.lists(ACTIONS, min_size=1, max_size=14),
+)
+def test_invariants_hold_under_any_history(
+    plan: str, needed: int, actions: list[tuple[str, object]]
+) -> None:
+    """Also under crashes of the controller and lost records; then each rollout ends."""
+    pool = begin(plan, needed=needed)
+    for name, value in actions:
+        match name, value:
+            case "run", int(seconds):
+                pool.run(seconds)
+            case "declare", str(digest):
+                pool.declared = digest
+            case "kill", str(digest):
+                pool.kill(digest)
+            case "needed", int(count):
+                pool.needed = count
+            case "crash", lost:
+                pool.tick(loses_record=lost == "record", loses_route=lost == "route")
+            case "lose", _:
+                pool.rollouts = msgspec.structs.replace(
+                    pool.rollouts, current=None, version=pool.rollouts.version + 1
+                )
+            case "command", str(kind):
+                sent = FORCED if kind == "forced" else command(CommandKind(kind))
+                pool.tick(sent)
+            case "budget", _:
+                pool.error_budget = value  # type: ignore[assignment]
+            case _:
+                setattr(pool, name, value)
+        pool.tick()
+    pool.needed, pool.error_budget = max(1, pool.needed), None
+    pool.check, pool.result = CheckStatus.PASSED, GateResult.PROMOTE
+    for _ in range(4):
+        pool.tick(command(CommandKind.RESUME, force=True, reason="go on"))
+        pool.run(200.0)
+        pool.tick(command(CommandKind.PROMOTE))
+    pool.run(600.0)
+    current = pool.rollouts.current
+    assert current is None or current.state in TERMINAL_STATES or plan == "a-b"
+    if current is None or current.state in TERMINAL_STATES:
+        route = pool.stored_route
+        assert pool.ready(route.stable) == pool.needed == len(pool.replicas)
+        assert route.share_of(route.stable) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("create", "message"),
+    [
+        (lambda: RolloutPlan(max_surge=1), "0 or absent"),
+        (lambda: RolloutPlan(min_candidate_replicas=0), "at least 1"),
+        (lambda: RolloutPlan(start_timeout_s=0.0), "positive"),
+        (lambda: RolloutPlan(soak_s=1e9), "at most max_step_s"),
+        (lambda: RolloutPlan(steps=(RolloutStep(share=0.5), RolloutStep(share=0.1))), "not fall"),
+        (
+            lambda: RolloutPlan(strategy=Strategy.ROLLING, steps=(RolloutStep(share=0.5),)),
+            "has no steps",
+        ),
+        (lambda: RolloutPlan(strategy=Strategy.A_B, steps=()), "exactly one step"),
+        (lambda: RolloutStep(share=1.0), "between 0 and 1"),
+        (lambda: MetricRule(margin=1.0), "larger than tolerance"),
+    ],
+    ids=["surge", "replicas", "timeout", "soak", "fall", "rolling", "a-b", "share", "margin"],
+)
+def test_invalid_plans_are_refused(create: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        create()

@@ -1,0 +1,507 @@
+"""Gate of a rollout: exact e-values, missing data, restarts, and what must not look like a regression."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from fractions import Fraction
+from random import Random
+
+import msgspec
+import numpy as np
+import pytest
+from benchmarks import rollouts as simulation
+from hypothesis import given
+from hypothesis import strategies as st
+
+from argosy.policy.rollout import (
+    EVENTS,
+    Arm,
+    Baseline,
+    BaselineRecorder,
+    EventCell,
+    GateRecord,
+    GateResult,
+    GateSettings,
+    Metric,
+    MetricRule,
+    OutcomeAggregator,
+    OutcomeBatch,
+    OutcomeStatus,
+    RequestOutcome,
+    RolloutGate,
+    UserHistory,
+    UserRates,
+)
+from argosy.policy.rollout.quantile_sketch import QuantileSketch
+from argosy.policy.rollout.race import (
+    candidate_probability,
+    equivalence_factor,
+    regression_factors,
+)
+from argosy.policy.rollout.scaled_number import MAX_VALUE, power, to_float
+from argosy.policy.rollout.user_history import user_name
+from argosy.policy.traffic import TrafficSubject, UserTraffic, choose_salt, hash_point, sticky_key
+
+PROBABILITIES = st.floats(0.01, 0.99)
+RATIOS = GateSettings().ratios
+NOW = 1000.0
+
+
+@given(st.floats(0.01, 60.0), st.integers(0, 5000))
+def test_powers_are_exact_to_rounding_at_any_size(base: float, count: int) -> None:
+    mantissa, exponent = power(base, count)
+    exact = Fraction(base) ** count
+    got = Fraction(mantissa) * Fraction(2) ** exponent
+    assert abs(got / exact - 1) < 1e-12
+    assert to_float((mantissa, exponent)) <= MAX_VALUE
+
+
+@given(PROBABILITIES, st.floats(1.0, 2.0), PROBABILITIES)
+def test_evidence_has_a_mean_of_at_most_one_under_its_hypothesis(
+    share: float, tolerance: float, part: float
+) -> None:
+    """The mean over one event is at most 1 if the candidate is at most as bad as tolerated, or at least the margin."""
+    null = candidate_probability(share, tolerance)
+    on_candidate = regression_factors(share, RATIOS, tolerance, 1, 0)
+    on_stable = regression_factors(share, RATIOS, tolerance, 0, 1)
+    for up, down in zip(on_candidate, on_stable, strict=True):
+        assert null * to_float(up) + (1 - null) * to_float(down) == pytest.approx(1.0)
+        better = null * part
+        assert better * to_float(up) + (1 - better) * to_float(down) <= 1.0 + 1e-9
+    margin = tolerance + 1.0
+    worse = 1.0 - (1.0 - candidate_probability(share, margin)) * part
+    mean = worse * to_float(equivalence_factor(share, margin, 1, 0))
+    assert mean + (1.0 - worse) * to_float(equivalence_factor(share, margin, 0, 1)) <= 1.0 + 1e-9
+
+
+@given(st.integers(1, 12), st.integers(1, 12), st.data())
+def test_counts_within_a_batch_are_no_stronger_evidence_than_single_events(
+    candidate: int, stable: int, data: st.DataObject
+) -> None:
+    """Events are drawn without replacement from the requests of a batch, which varies less than a binomial."""
+    total = candidate + stable
+    events = data.draw(st.integers(0, total))
+    share = candidate / total
+    mean = 0.0
+    for on_candidate in range(max(0, events - stable), min(events, candidate) + 1):
+        ways = math.comb(candidate, on_candidate) * math.comb(stable, events - on_candidate)
+        factor = regression_factors(share, (4.0,), 1.0, on_candidate, events - on_candidate)[0]
+        mean += ways / math.comb(total, events) * to_float(factor)
+    assert mean <= 1.0 + 1e-9
+
+
+@given(st.lists(st.floats(1e-3, 1e3), min_size=1), st.floats(0.01, 1.0))
+def test_sketch_quantile_is_at_most_a_bucket_above(values: list[float], fraction: float) -> None:
+    sketch = QuantileSketch()
+    for value in values:
+        sketch.add(value)
+    exact = sorted(values)[max(0, math.ceil(fraction * len(values)) - 1)]
+    assert exact < sketch.quantile(fraction) <= exact * (1 + 1 / 16)
+
+
+def cell(event: Metric, candidate: int, stable: int, share: float = 0.5) -> EventCell:
+    index = next(i for i, each in enumerate(EVENTS) if each.metric is event)
+    return EventCell(
+        event=index,
+        candidate_expected=1000 * share,
+        stable_expected=1000 * (1 - share),
+        candidate_events=candidate,
+        stable_events=stable,
+    )
+
+
+def batch(sequence: int, *cells: EventCell, **fields: object) -> OutcomeBatch:
+    full = OutcomeBatch(
+        rollout="r",
+        step=0,
+        gateway="g",
+        sequence=sequence,
+        ended_at=NOW,
+        cells=cells,
+        candidate_requests=500,
+        stable_requests=500,
+    )
+    return msgspec.structs.replace(full, **fields)
+
+
+def open_gate(share: float = 0.5, **fields: object) -> RolloutGate:
+    gate = RolloutGate.start("r", msgspec.structs.replace(GateSettings(), **fields), 5)
+    gate.open_step(0, share, NOW)
+    return gate
+
+
+EQUAL = [cell(metric, 5, 5) for metric in Metric]
+ALL_EQUAL = [
+    EventCell(
+        event=index,
+        candidate_expected=500.0,
+        stable_expected=500.0,
+        candidate_events=60,
+        stable_events=60,
+    )
+    for index in range(len(EVENTS))
+]
+
+
+def test_equal_versions_are_promoted_once_the_evidence_suffices() -> None:
+    gate = open_gate()
+    gate.add(batch(1, *EQUAL))
+    early = gate.verdict(NOW)
+    assert early.result is GateResult.INCONCLUSIVE
+    assert "not enough evidence yet, 20 needed: errors" in early.reason
+    for sequence in range(2, 5):
+        gate.add(batch(sequence, *ALL_EQUAL))
+    assert gate.verdict(NOW).result is GateResult.PROMOTE
+    gate.open_step(1, 0.5, NOW)
+    assert gate.verdict(NOW).result is GateResult.INCONCLUSIVE
+
+
+@pytest.mark.parametrize(
+    ("batches", "now", "reason"),
+    [
+        pytest.param([], NOW, "no gateway has reported", id="no-report"),
+        pytest.param(
+            [batch(1, candidate_requests=0, stable_requests=0)],
+            NOW,
+            "the candidate has had no request",
+            id="no-traffic",
+        ),
+        pytest.param([batch(1, *ALL_EQUAL)], NOW + 76.0, "no measurement for 76 s", id="stale"),
+        pytest.param([batch(1, *ALL_EQUAL)], math.nan, "no measurement for nan s", id="clock"),
+        pytest.param(
+            [batch(1, cell(Metric.ERRORS, 1, 1, math.nan))],
+            NOW,
+            "all measurements of this step are invalid",
+            id="nan",
+        ),
+        pytest.param(
+            [batch(1, cell(Metric.ERRORS, -1, 1))], NOW, "all measurements", id="negative"
+        ),
+        pytest.param(
+            [batch(1, *ALL_EQUAL), batch(2, ended_at=math.inf)], NOW, "500 of 1500", id="infinite"
+        ),
+        pytest.param(
+            [batch(1, *ALL_EQUAL, invalid_requests=50)], NOW, "50 of 1050", id="some-invalid"
+        ),
+        pytest.param([batch(1)], NOW, "not enough evidence", id="no-events"),
+        pytest.param(
+            [batch(1, *ALL_EQUAL, step=3)], NOW, "no gateway has reported", id="other-step"
+        ),
+    ],
+)
+def test_missing_data_is_inconclusive_whatever_its_cause(
+    batches: list[OutcomeBatch], now: float, reason: str
+) -> None:
+    """Invariant 4; complaints 1 to 4."""
+    gate = open_gate()
+    for each in batches:
+        gate.add(each)
+    verdict = gate.verdict(now)
+    assert verdict.result is GateResult.INCONCLUSIVE
+    assert reason in verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("cells", "metric"),
+    [
+        pytest.param([cell(Metric.ERRORS, 18, 0)], "errors", id="no-error-in-control"),
+        pytest.param([cell(Metric.ERRORS, 6, 0, 0.05)], "errors", id="every-request-fails"),
+        pytest.param([cell(Metric.TTFT, 400, 250)], "ttft", id="spikes-in-30-percent"),
+        pytest.param([cell(Metric.REFUSALS, 45, 5)], "refusals", id="refusals"),
+    ],
+)
+def test_regressions_are_found(cells: list[EventCell], metric: str) -> None:
+    """Complaint 5."""
+    gate = open_gate()
+    gate.add(batch(1, *cells))
+    verdict = gate.verdict(NOW + 1e6)
+    assert verdict.result is GateResult.ROLL_BACK
+    assert verdict.reason.startswith(f"{metric} is worse than in the stable version")
+    gate.open_step(1, 0.5, NOW)
+    for sequence in range(2, 20):
+        gate.add(batch(sequence, cell(Metric.ERRORS, 0, 40), step=1))
+    assert gate.verdict(NOW).result is GateResult.ROLL_BACK
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(Metric), st.integers(0, 9), st.integers(0, 9), PROBABILITIES),
+        max_size=6,
+    ),
+    st.integers(0, 6),
+)
+def test_new_controller_continues_with_the_same_evidence(
+    counts: list[tuple[Metric, int, int, float]], restart: int
+) -> None:
+    """Invariant 5: the inputs of a verdict are stored. A batch that is sent twice counts once."""
+    gates = [open_gate(max_miss_rate=0.05), open_gate(max_miss_rate=0.05)]
+    for number, count in enumerate(counts, 1):
+        sent = batch(number, cell(*count))
+        assert gates[0].add(sent)
+        if number == restart:
+            encoded = msgspec.json.encode(gates[1].record)
+            gates[1] = RolloutGate(msgspec.json.decode(encoded, type=GateRecord))
+        gates[1].add(sent)
+        assert not gates[1].add(sent)
+    assert not gates[0].add(msgspec.structs.replace(batch(99), rollout="other"))
+    assert gates[0].verdict(NOW) == gates[1].verdict(NOW)
+    assert gates[0].record == gates[1].record
+
+
+@pytest.mark.parametrize(
+    ("requests", "misses", "baseline", "result"),
+    [
+        (400, 0, 0.0, GateResult.PROMOTE),
+        (50, 0, 0.0, GateResult.INCONCLUSIVE),
+        (400, 60, 0.0, GateResult.ROLL_BACK),
+        (400, 60, 0.15, GateResult.INCONCLUSIVE),
+    ],
+)
+def test_candidate_without_control_is_judged_by_the_objective(
+    requests: int, misses: int, baseline: float, result: GateResult
+) -> None:
+    gate = RolloutGate.start("r", GateSettings(max_miss_rate=0.02), 5, baseline)
+    gate.open_step(0, 1.0, NOW)
+    gate.add(batch(1, candidate_requests=requests, stable_requests=0, candidate_misses=misses))
+    assert gate.verdict(NOW).result is result
+
+
+def test_metrics_that_passed_a_step_need_no_control_at_the_end() -> None:
+    gate = open_gate()
+    for sequence in range(1, 5):
+        gate.add(batch(sequence, *ALL_EQUAL))
+    gate.open_step(1, 1.0, NOW)
+    assert gate.verdict(NOW).result is GateResult.INCONCLUSIVE
+    gate.add(batch(9, step=1, stable_requests=0))
+    assert gate.verdict(NOW).result is GateResult.PROMOTE
+
+
+def outcome(arm: Arm, number: int = 0, /, **fields: object) -> RequestOutcome:
+    usual = RequestOutcome(
+        arm=arm,
+        key=("t", f"u{number}"),
+        status=OutcomeStatus.COMPLETED,
+        age_s=1.0,
+        ttft_s=0.1,
+        output_tokens=20,
+        uncached_tokens=100,
+        in_flight=3,
+    )
+    return msgspec.structs.replace(usual, **fields)
+
+
+def run_gate(
+    outcomes: list[RequestOutcome], baseline: Baseline, rates: UserRates, share: float = 0.5
+) -> GateResult:
+    gate = open_gate(share)
+    aggregator = OutcomeAggregator("r", 0, "g", baseline, rates)
+    for number, each in enumerate(outcomes):
+        aggregator.record(each)
+        taken = aggregator.take_batch(NOW + number * 0.1)
+        if taken is not None:
+            gate.add(taken)
+    return gate.verdict(NOW).result
+
+
+def test_cold_cache_is_no_regression_but_a_slow_candidate_is() -> None:
+    random = Random(3)
+
+    def requests(arm: Arm, miss_rate: float, factor: float) -> list[RequestOutcome]:
+        drawn = []
+        for _ in range(2_000):
+            uncached = 2_000 if random.random() < miss_rate else 200
+            ttft_s = factor * uncached / 8_000 * random.lognormvariate(0.0, 0.5)
+            drawn.append(outcome(arm, uncached_tokens=uncached, ttft_s=ttft_s, age_s=ttft_s + 1.0))
+        return drawn
+
+    recorder = BaselineRecorder()
+    for each in requests(Arm.STABLE, 0.3, 1.0):
+        recorder.record(each)
+    baseline = recorder.freeze()
+    results = []
+    for miss_rate, factor in ((0.9, 1.0), (0.3, 1.5)):
+        mixed = requests(Arm.STABLE, 0.3, 1.0) + requests(Arm.CANDIDATE, miss_rate, factor)
+        random.shuffle(mixed)
+        results.append(run_gate(mixed, baseline, UserRates()) is GateResult.ROLL_BACK)
+    assert results == [False, True]
+
+
+def test_heavy_user_with_many_errors_is_no_regression() -> None:
+    history = UserHistory(Baseline())
+    stream = [
+        outcome(
+            Arm.CANDIDATE if number % 5 == 0 else Arm.STABLE,
+            number % 5,
+            status=OutcomeStatus.FAILED if number % 25 == 0 else OutcomeStatus.COMPLETED,
+        )
+        for number in range(2_000)
+    ]
+    for each in stream:
+        history.record(msgspec.structs.replace(each, arm=Arm.STABLE))
+    rates = history.freeze()
+    assert rates.expected(("t", "u0"), 0) > 10 * rates.expected(("t", "u1"), 0)
+    assert run_gate(stream, Baseline(), UserRates(), 0.2) is GateResult.ROLL_BACK
+    assert run_gate(stream, Baseline(), rates, 0.2) is not GateResult.ROLL_BACK
+
+
+def test_history_is_bounded_and_keeps_heavy_users() -> None:
+    history = UserHistory(Baseline(), max_users=10)
+    for number in range(300):
+        history.record(outcome(Arm.STABLE, 0 if number % 2 else number))
+    rates = history.freeze()
+    assert len(rates.users) <= 10
+    assert user_name(("t", "u0")) in rates.users
+    assert UserHistory(Baseline()).freeze() == UserRates()
+
+
+@pytest.mark.parametrize(
+    ("fields", "event", "occurred"),
+    [
+        ({"status": OutcomeStatus.RUNNING, "ttft_s": None, "age_s": 9.0}, 4, True),
+        ({"status": OutcomeStatus.RUNNING, "ttft_s": None, "age_s": 0.0}, 4, None),
+        ({"status": OutcomeStatus.RUNNING, "output_tokens": 1}, 8, False),
+        ({"status": OutcomeStatus.RUNNING, "output_tokens": 900}, 11, True),
+        ({"status": OutcomeStatus.CANCELLED, "output_tokens": 1}, 8, None),
+        ({"status": OutcomeStatus.CANCELLED}, 0, None),
+        ({"status": OutcomeStatus.FAILED, "ttft_s": None, "age_s": 0.01}, 0, True),
+        ({"status": OutcomeStatus.REFUSED}, 1, True),
+        ({"output_tokens": 1}, 8, True),
+        ({"output_tokens": 1}, 5, None),
+        ({"age_s": 99.0}, 7, True),
+    ],
+)
+def test_requests_are_scored_at_a_fixed_age(
+    fields: dict[str, object], event: int, occurred: bool | None
+) -> None:
+    recorder = BaselineRecorder()
+    for _ in range(200):
+        recorder.record(outcome(Arm.STABLE))
+    baseline = recorder.freeze()
+    assert baseline.scoring_age_s == 60.0
+    aggregator = OutcomeAggregator("r", 0, "g", baseline, UserRates())
+    aggregator.record(outcome(Arm.CANDIDATE, **fields))
+    taken = aggregator.take_batch(NOW, force=True)
+    assert taken is not None
+    counted = {each.event: bool(each.candidate_events) for each in taken.cells}
+    assert counted.get(event) is occurred
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"ttft_s": math.nan}, {"age_s": math.inf}, {"age_s": -1.0}, {"output_tokens": -1}],
+    ids=str,
+)
+def test_measurements_that_are_no_numbers_count_as_missing(fields: dict[str, object]) -> None:
+    aggregator = OutcomeAggregator("r", 0, "g", Baseline(), UserRates())
+    assert aggregator.take_batch(NOW) is None
+    aggregator.record(outcome(Arm.CANDIDATE, **fields))
+    taken = aggregator.take_batch(NOW + 30.0)
+    assert taken is not None
+    assert (taken.invalid_requests, taken.candidate_requests, taken.cells) == (1, 0, ())
+
+
+@pytest.mark.parametrize(
+    ("create", "message"),
+    [
+        (lambda: MetricRule(tolerance=0.9), "at least 1"),
+        (lambda: MetricRule(tolerance=2.0), "larger than tolerance"),
+        (lambda: GateSettings(max_false_rollbacks=0.0), "between 0 and 1"),
+        (lambda: GateSettings(max_miss_rate=1.0), "leave it out"),
+        (lambda: GateSettings(ratios=(1.0,)), "above 1"),
+        (lambda: GateSettings(rules={}), "at least one metric"),
+        (lambda: QuantileSketch().quantile(0.5), "call add first"),
+    ],
+    ids=["tolerance", "margin", "alpha", "objective", "ratios", "rules", "sketch"],
+)
+def test_invalid_settings_are_refused(create: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        create()
+
+
+def test_simulation_builds_what_the_gateways_build() -> None:
+    """The simulation of many rollouts uses NumPy for the baseline, the rates, the batches and the salt."""
+    random = np.random.default_rng(5)
+    population = simulation.create_population(random)
+    candidates = random.random(simulation.USERS) < 0.3
+    drawn = simulation.draw_requests(random, population, 2_000, candidates, 0, simulation.Change())
+    answered = ~(drawn.failed | drawn.refused)
+    outcomes = [
+        RequestOutcome(
+            arm=Arm.CANDIDATE if drawn.is_candidate[i] else Arm.STABLE,
+            key=("t", f"u{drawn.user[i]}"),
+            status=OutcomeStatus.FAILED
+            if drawn.failed[i]
+            else OutcomeStatus.REFUSED
+            if drawn.refused[i]
+            else OutcomeStatus.COMPLETED,
+            age_s=float(answered[i] * (drawn.ttft[i] + drawn.tpot[i] * (drawn.output[i] - 1))),
+            ttft_s=float(drawn.ttft[i]) if answered[i] else None,
+            output_tokens=int(answered[i] * drawn.output[i]),
+            uncached_tokens=int(drawn.uncached[i]),
+            in_flight=int(drawn.in_flight[i]),
+        )
+        for i in range(2_000)
+    ]
+    recorder = BaselineRecorder()
+    for each in outcomes:
+        recorder.record(each)
+    baseline = recorder.freeze()
+    built = simulation.build_baseline(drawn)
+    assert built.thresholds == baseline.thresholds
+    history = UserHistory(baseline)
+    for each in outcomes:
+        history.record(each)
+    rates = history.freeze()
+    columns = simulation.user_rates(drawn, baseline)
+    for index, event in enumerate(EVENTS):
+        for user in range(0, simulation.USERS, 50):
+            if event.by_user and user_name(("t", f"u{user}")) in rates.users:
+                assert columns[index, user] == pytest.approx(
+                    rates.expected(("t", f"u{user}"), index)
+                )
+    first = OutcomeBatch(rollout="r", step=0, gateway="g", sequence=1, ended_at=0.0)
+    aggregator = OutcomeAggregator("r", 0, "g", baseline, rates)
+    for number, got in enumerate(simulation.build_batches(drawn, baseline, columns, 500, first)):
+        for each in outcomes[number * 500 : (number + 1) * 500]:
+            aggregator.record(each)
+        wanted = aggregator.take_batch(got.ended_at, force=True)
+        assert wanted is not None
+        assert (got.sequence, got.candidate_requests, got.stable_requests) == (
+            wanted.sequence,
+            wanted.candidate_requests,
+            wanted.stable_requests,
+        )
+        assert sorted(map(counts_of, got.cells)) == sorted(map(counts_of, wanted.cells))
+        for index in range(len(EVENTS)):
+            assert expected_of(got, index) == pytest.approx(expected_of(wanted, index))
+    salts = [f"r/{number}" for number in range(simulation.NUM_SALTS)]
+    users = [TrafficSubject(tenant="t", user=f"u{number}") for number in range(60)]
+    keys = [sticky_key(user, ()) for user in users]
+    weights = random.random((60, 2))
+    points = np.array([[hash_point(salt, "c", *key) for key in keys] for salt in salts])
+    traffic = [
+        UserTraffic(key=key, weights=tuple(each))
+        for key, each in zip(keys, weights.tolist(), strict=True)
+    ]
+    choice = choose_salt("r", "c", traffic, simulation.SHARES)
+    chosen = simulation.choose_points(points, weights)
+    assert chosen.tolist() == points[salts.index(choice.salt)].tolist()
+
+
+def counts_of(each: EventCell) -> tuple[int, int, int]:
+    return each.event, each.candidate_events, each.stable_events
+
+
+def expected_of(each: OutcomeBatch, event: int) -> tuple[float, float]:
+    cells = [cell for cell in each.cells if cell.event == event]
+    return sum(c.candidate_expected for c in cells), sum(c.stable_expected for c in cells)
+
+
+@pytest.mark.parametrize("name", ["identical", *simulation.CHANGES])
+def test_simulated_rollouts_go_back_from_worse_versions_only(name: str) -> None:
+    """A small part of `benchmarks.rollouts`, whose results have the rates."""
+    change = simulation.CHANGES.get(name, simulation.Change())
+    seeds = (11, 12) if name == "identical" else (11,)
+    results = [simulation.simulate(seed, change, GateSettings()) for seed in seeds]
+    assert {bool(each.reason) for each in results} == {name != "identical"}, results
