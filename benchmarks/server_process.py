@@ -19,7 +19,7 @@ import psutil
 from benchmarks.faults import served_sockets
 
 URL = re.compile(rb"http://127\.0\.0\.1:\d+")
-REPLICA = "argosy.fleet.replica_process"
+REPLICA_COMMAND = ["argosy.cli", "replica"]
 MODEL = "argosy-mini"
 
 
@@ -92,7 +92,7 @@ class RunningServer:
 
     def replicas(self) -> list[psutil.Process]:
         """Return the processes of the running replicas."""
-        return [child for child in self.process.children() if _is_replica(child)]
+        return list(filter(_is_replica, self.process.children(recursive=True)))
 
     async def find_busy_replica(self, draw: random.Random) -> psutil.Process:
         """Return a random replica that is serving a request, and wait until one is."""
@@ -141,7 +141,8 @@ async def _url(stderr: asyncio.StreamReader) -> str:
 
 def _is_replica(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
-        return REPLICA in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE
+        is_running = process.status() != psutil.STATUS_ZOMBIE
+        return process.cmdline()[3:5] == REPLICA_COMMAND and is_running
     return False
 
 

@@ -360,9 +360,9 @@ def test_streams_survive_killed_replica_of_two(model_impl: str) -> None:
         with server.client() as client:
             assert [card.id for card in client.models.list()] == ["mini"]
         for number in range(2):
-            metrics = httpx2.get(f"{server.url}/replicas/replica-{number}/metrics")
+            metrics = httpx2.get(f"{server.url}/replicas/replica-1-{number}/metrics")
             assert "argosy_step_seconds_total" in metrics.text
-        assert httpx2.get(f"{server.url}/replicas/replica-2/metrics").status_code == 404
+        assert httpx2.get(f"{server.url}/replicas/replica-1-2/metrics").status_code == 404
         expected = stream_text(server, SimpleQueue())
         victim, _ = server.replicas()
         chunks: SimpleQueue[str] = SimpleQueue()

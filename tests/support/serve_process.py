@@ -17,7 +17,7 @@ import pytest
 
 ARGOSY = str(Path(sys.executable).with_name("argosy"))
 CORE = "argosy.engine.serving.engine_core.core_process"
-REPLICA = "argosy.fleet.replica_process"
+REPLICA_COMMAND = ["argosy.cli", "replica"]
 URL = re.compile(r"https?://(127\.0\.0\.1|0\.0\.0\.0):\d+")
 
 
@@ -42,10 +42,28 @@ class ServeProcess:
 
     def replicas(self) -> list[psutil.Process]:
         """Return the replica processes."""
-        return [p for p in self.process.children() if REPLICA in p.cmdline()]
+        monitors = self.process.children()
+        replicas = [replica for monitor in monitors for replica in children(monitor)]
+        return [replica for replica in replicas if is_replica(replica)]
 
     def client(self) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+
+
+def children(process: psutil.Process) -> list[psutil.Process]:
+    """Return the children of a process, or none if it has exited."""
+    try:
+        return process.children()
+    except psutil.NoSuchProcess:
+        return []
+
+
+def is_replica(process: psutil.Process) -> bool:
+    """Return whether a process runs `argosy replica`."""
+    try:
+        return process.cmdline()[3:5] == REPLICA_COMMAND
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return False
 
 
 @contextmanager

@@ -21,12 +21,20 @@ def replica(
     engine: EngineConfig,
     *,
     context: typer.Context,
+    colocated_replicas: serve_options.ColocatedReplicas = 0,
     log_level: serve_options.LogLevel = "info",
+    log_name: serve_options.LogName = "",
 ) -> None:
     """Serve a model as one replica of a fleet, for a gateway to route to."""
     from argosy.engine import EngineFailedError, serve_replica
 
-    server = msgspec.structs.replace(server, log_format="json", log_level=log_level)
+    server = msgspec.structs.replace(
+        server,
+        log_format="console" if log_name else "json",
+        log_level=log_level,
+        log_name=log_name,
+    )
+    engine = msgspec.structs.replace(engine, colocated_replicas=colocated_replicas)
     reporter = StartupReporter(os.environ)
     status = EXIT_USAGE
 
@@ -52,4 +60,6 @@ def replica(
     else:
         return
     reporter.report_error(message)
+    if log_name and reporter.is_connected:  # `argosy serve` shows what was reported
+        raise typer.Exit(status)
     fail(message, status)

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
+import typer
 
 from argosy.cli import serve_options
 from argosy.cli.account_lookup import StoreUrl
 from argosy.cli.failure import EXIT_FAILURE, EXIT_USAGE, fail
-from argosy.cli.serve_settings import with_shared_options
+from argosy.cli.serve_settings import given_replica_options, with_shared_options
 from argosy.engine import EngineConfig, ReplicaServerConfig
 from argosy.process import format_os_error
 
@@ -44,6 +45,7 @@ def serve(
     server: ReplicaServerConfig,
     engine: EngineConfig,
     *,
+    context: typer.Context,
     replicas: serve_options.ReplicaCount = 1,
     embedding_model: serve_options.EmbeddingModels = None,
     gpus: serve_options.GpuSharingOption = "own",
@@ -56,27 +58,30 @@ def serve(
     """Serve a model with the OpenAI API on this machine (the bundled model by default)."""
     from argosy.cli.auth_bootstrap import AuthBootstrap
     from argosy.cli.local_fleet import LocalFleet
+    from argosy.cli.replica_fleet import FleetFailedError
     from argosy.cli.startup_display import StartupDisplay
-    from argosy.fleet import FleetFailedError, assign_devices, usable_gpus
+    from argosy.fleet import group_replicas, usable_gpus
+    from argosy.fleet.launchers import LaunchError
 
     server = msgspec.structs.replace(server, log_level=log_level)
     with StartupDisplay() as display:
         host = "localhost" if server.uds is not None else server.host
         try:
-            assignments = assign_devices(replicas, usable_gpus(engine.device, os.environ), gpus)
+            groups = group_replicas(replicas, usable_gpus(engine.device, os.environ), gpus)
             auth_bootstrap = AuthBootstrap(store, auth, host, allowed_origins)
             names = server.model_names_for(engine.model)
             fleet = LocalFleet(
                 server,
                 engine,
-                assignments,
+                groups,
                 auth_bootstrap,
                 display,
+                replica_options=given_replica_options(context),
                 log_content=log_content,
                 embedding_models=parse_embedding_models(embedding_model or (), names),
             )
             fleet.serve()
-        except ValueError as error:
+        except (ValueError, LaunchError) as error:
             fail(str(error))
         except FleetFailedError as error:
             fail(str(error), EXIT_FAILURE if fleet.has_served else EXIT_USAGE)

@@ -262,6 +262,21 @@ VllmMetrics = Annotated[
         rich_help_panel=ADVANCED_PANEL,
     ),
 ]
+ColocatedReplicas = Annotated[
+    int,
+    Option(
+        min=0,
+        help="Number of other replicas on the same CPUs or GPU, with which it shares cores and memory.",
+        rich_help_panel=MEMORY_PANEL,
+    ),
+]
+LogName = Annotated[
+    str,
+    Option(
+        help="Log in the console format instead of JSON, with this name in each line.",
+        rich_help_panel=ADVANCED_PANEL,
+    ),
+]
 LogContent = Annotated[
     bool,
     Option(

@@ -5,8 +5,11 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+
+import msgspec
+import typer
 
 from argosy.cli import serve_options
 from argosy.cli.failure import fail
@@ -15,6 +18,11 @@ from argosy.engine import EngineConfig, ReplicaServerConfig
 
 SettingsCommand = Callable[..., None]
 """`run(server, engine, **own)`, where `own` holds the command's own options as keywords."""
+
+_OPTIONS_OF_GATEWAY = frozenset(
+    {"host", "port", "uds", "tls_cert", "tls_key", "tls_client_ca", "model", "revision"}
+)
+"""Shared options that `argosy serve` does not pass on to its replicas."""
 
 
 def with_shared_options(run: SettingsCommand) -> Callable[..., None]:
@@ -35,6 +43,33 @@ def with_shared_options(run: SettingsCommand) -> Callable[..., None]:
 
     command.__signature__ = inspect.Signature([*shared_parameters.values(), *own_parameters])  # type: ignore[attr-defined]
     return command
+
+
+def given_replica_options(context: typer.Context) -> dict[str, Any]:
+    """Return the shared options on the command line of `argosy serve` that its replicas need, by name."""
+    names = inspect.signature(_build_settings).parameters.keys() - _OPTIONS_OF_GATEWAY
+    given = {}
+    for name in sorted(names & context.params.keys()):
+        source = context.get_parameter_source(name)
+        if source is not None and source.name != "DEFAULT":
+            given[name] = context.params[name]
+    return given
+
+
+def format_options(options: Mapping[str, Any]) -> Iterator[str]:
+    """Yield command-line arguments that set options by name."""
+    for name, value in options.items():
+        flag = name.replace("_", "-")
+        match value:
+            case bool():
+                yield f"--{flag}" if value else f"--no-{flag}"
+            case dict():
+                yield from (f"--{flag}", msgspec.json.encode(value).decode())
+            case list() | tuple():
+                for item in value:
+                    yield from (f"--{flag}", str(item))
+            case _:
+                yield from (f"--{flag}", str(value))
 
 
 def _build_settings(

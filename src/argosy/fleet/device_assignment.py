@@ -20,19 +20,25 @@ _DEVICE_NAME = re.compile(r"\d+|(GPU|MIG)-[\w/-]+")
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceAssignment:
-    """Device of one replica."""
+class ReplicaGroup:
+    """Replicas that are started alike."""
 
-    gpu: str | None
-    """GPU in the syntax of `CUDA_VISIBLE_DEVICES`, or None for the CPU or the device in the replica's settings."""
-    colocated_replicas: int
-    """Number of other replicas on the same device, which share its memory and cores."""
+    num_replicas: int
+    accelerators: int = 0
+    """Number of GPUs that each has for itself. The launcher selects them."""
+    shared_gpu: str | None = None
+    """GPU that they share, in the syntax of `CUDA_VISIBLE_DEVICES`. None if they have their own, or run on the CPU."""
+
+    @property
+    def colocated_replicas(self) -> int:
+        """Number of other replicas of the group on the device of each, which share its memory and cores."""
+        return 0 if self.accelerators else self.num_replicas - 1
 
 
-def assign_devices(
+def group_replicas(
     num_replicas: int, gpus: Sequence[str], sharing: GpuSharing
-) -> list[DeviceAssignment]:
-    """Assign a device to each replica, round robin.
+) -> list[ReplicaGroup]:
+    """Divide replicas into groups by their devices: one group if each has its own GPU, or else one for each GPU.
 
     Args:
         num_replicas: Number of replicas.
@@ -42,15 +48,17 @@ def assign_devices(
     Raises:
         ValueError: `sharing` is `own` and there are more replicas than GPUs.
     """
-    if not gpus:
-        return [DeviceAssignment(None, num_replicas - 1)] * num_replicas
-    if num_replicas > len(gpus) and sharing == "own":
+    if not gpus or num_replicas <= len(gpus):
+        return [ReplicaGroup(num_replicas, accelerators=min(1, len(gpus)))]
+    if sharing == "own":
         message = f"{num_replicas} replicas need as many GPUs, but {len(gpus)} can be used ({', '.join(gpus)})"
         raise ValueError(
             f"{message}; start at most {len(gpus)}, or let them share with --gpus shared"
         )
-    assigned = [gpus[number % len(gpus)] for number in range(num_replicas)]
-    return [DeviceAssignment(gpu, assigned.count(gpu) - 1) for gpu in assigned]
+    return [
+        ReplicaGroup(len(range(number, num_replicas, len(gpus))), shared_gpu=gpu)
+        for number, gpu in enumerate(gpus)
+    ]
 
 
 def usable_gpus(

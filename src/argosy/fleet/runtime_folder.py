@@ -1,9 +1,8 @@
-"""Private folder for sockets that is removed at exit. Folders of killed processes are removed by the next process."""
+"""Private folder for state and sockets, removed at exit. The next process removes folders of killed processes."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import shutil
@@ -22,7 +21,10 @@ MAX_SOCKET_PATH_LEN = len("argosy-01234567/beats")
 def runtime_folder() -> Iterator[Path]:
     """Create a folder for this user only (mode 0700). Its path is short, because socket paths are limited."""
     folder = create_socket_folder(FOLDER_PREFIX, MAX_SOCKET_PATH_LEN)
+    folder_fd = os.open(folder, os.O_RDONLY)
     try:
+        # systemd-tmpfiles removes nothing from a locked folder, however old it is (tmpfiles.d(5)).
+        fcntl.flock(folder_fd, fcntl.LOCK_SH)
         with (folder / "new").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             # Locked before the name is visible to other processes.
@@ -30,18 +32,8 @@ def runtime_folder() -> Iterator[Path]:
             _remove_stale_folders(folder.parent)
             yield folder
     finally:
+        os.close(folder_fd)
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def ensure_folder(folder: Path) -> None:
-    """Create the folder again if a clean-up job removed it.
-
-    Raises:
-        OSError: The folder cannot be created, or belongs to another user.
-    """
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.stat().st_uid != os.getuid():
-        raise PermissionError(errno.EPERM, "the folder belongs to another user", str(folder))
 
 
 def _remove_stale_folders(parent: Path) -> None:

@@ -6,9 +6,9 @@ tenants by tier and fair share. When a slot is free, the breakers, slot shares a
 eligible replicas. A `RoutingPolicy` selects one of them with the help of a `PrefixCacheIndex`. The result of each
 attempt updates the `ReplicaHealth`, which combines a `Breaker`, `Backpressure` and an `OutageTracker` into one
 `ReplicaStatus`, as do the probes of a `HealthCheck`. Further attempts are limited by `RetryBudget`, `Hedging` and
-`PoisonRequestTracker`. At the end of a request `compute_bill` decides what it costs. The supervisor of local replicas
-follows `FleetSupervision`, and the engine's scheduler uses `VirtualTokenCounters`. `ThreadCountPolicy` adapts the
-threads of an engine on the CPU.
+`PoisonRequestTracker`. At the end of a request `compute_bill` decides what it costs. The engine's scheduler uses
+`VirtualTokenCounters`, and `ThreadCountPolicy` adapts the threads of an engine on the CPU. The controller of a fleet
+decides by `policy.reconciliation`.
 """
 
 from argosy.policy.backpressure import Backpressure
@@ -36,14 +36,6 @@ from argosy.policy.fair_queue import (
     TenantBacklog,
     promote_after_s,
     start_deadline,
-)
-from argosy.policy.fleet_supervision import (
-    FailFleet,
-    FleetSupervision,
-    GiveUpReplica,
-    KillReplica,
-    StartReplica,
-    SupervisionEffect,
 )
 from argosy.policy.health_check import (
     PROBE_TIMEOUT_S,
@@ -96,6 +88,7 @@ from argosy.policy.reservation import (
     running_usage,
 )
 from argosy.policy.resolved_addresses import ResolvedAddresses
+from argosy.policy.restart_limits import RestartLimits
 from argosy.policy.retry_budget import RetryBudget, backoff_s
 from argosy.policy.routing import (
     ROUTING_POLICIES,
@@ -111,10 +104,6 @@ from argosy.policy.routing import (
     estimate_cost,
 )
 from argosy.policy.smoothing import EwmaMean, EwmaRate, OnlineLinearFit, PeakEwma
-from argosy.policy.supervision import (
-    ProcessRun,
-    RestartLimits,
-)
 from argosy.policy.thread_count_policy import MEASURE_INTERVAL_S, ThreadCountPolicy
 from argosy.policy.tier_reservation import lowest_admissible_tier, no_reservation_active
 from argosy.policy.virtual_token_counters import (
@@ -159,13 +148,9 @@ __all__ = [
     "EventPrefixIndex",
     "EwmaMean",
     "EwmaRate",
-    "FailFleet",
     "FindingKind",
-    "FleetSupervision",
-    "GiveUpReplica",
     "HealthCheck",
     "Hedging",
-    "KillReplica",
     "LeaseGrant",
     "LeaseRequest",
     "LeasedQuota",
@@ -185,7 +170,6 @@ __all__ = [
     "ProbeEffect",
     "ProbeFinding",
     "ProbeKind",
-    "ProcessRun",
     "PromptTokensReport",
     "QueuedRequest",
     "QuotaLimit",
@@ -210,9 +194,7 @@ __all__ = [
     "RoutingPolicyName",
     "ServerProfile",
     "SlidingWindow",
-    "StartReplica",
     "StatusChange",
-    "SupervisionEffect",
     "TenantBacklog",
     "TenantCounter",
     "TextBlockMap",

@@ -22,6 +22,11 @@ class StartupReporter:
         descriptor = environment.get(REPORT_VARIABLE)
         self._fd = None if descriptor is None else int(descriptor)
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether a monitor started this process."""
+        return self._fd is not None
+
     def report_progress(self, activity: str, progress: float) -> None:
         """Report the current activity, and the progress of the start from 0 to 1."""
         self._write(ProcessReport(activity=activity, progress=progress))

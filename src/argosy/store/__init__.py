@@ -94,6 +94,7 @@ from argosy.store.store import (
     StoreConfig,
     default_store_url,
     open_existing_store,
+    open_memory_store,
     open_store,
     usage_log_folder,
 )
@@ -183,6 +184,7 @@ __all__ = [
     "hash_key",
     "is_key_valid",
     "open_existing_store",
+    "open_memory_store",
     "open_store",
     "parse_report_groups",
     "steady_clock",

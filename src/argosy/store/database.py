@@ -16,11 +16,14 @@ from sqlalchemy import URL, Connection, Engine, create_engine, event, inspect, m
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoResultFound
 from sqlalchemy.exc import OperationalError as ServerError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
+from sqlalchemy.pool import QueuePool
 
 from argosy.store.errors import StoreError, StoreUnavailableError
 
 SQLITE_BUSY_TIMEOUT_S = 15.0
 """Maximum time that a writer waits for other writers of an SQLite file."""
+MEMORY_URL = "sqlite://"
+"""URL of a database in this process's memory, which ends with its `Database`."""
 POSTGRES_IDLE_TIMEOUT_S = 15
 """Idle time after which PostgreSQL ends a write transaction.
 
@@ -138,11 +141,14 @@ class Database:
     """
 
     def __init__(self, url: str) -> None:
-        parsed = parse_url(url)
-        self.display_name = parsed.database or "?"
+        is_in_memory = url == MEMORY_URL
+        parsed = make_url(url) if is_in_memory else parse_url(url)
+        self.display_name = parsed.database or "in memory"
         """Name for messages, without user and password."""
         if parsed.get_backend_name() == "sqlite":
-            self._engine = _create_sqlite_engine(parsed)
+            self._engine = (
+                _create_memory_engine() if is_in_memory else _create_sqlite_engine(parsed)
+            )
             self._read_options: dict[str, Any] = {}
             self._write_options: dict[str, Any] = _SQLITE_WRITE_OPTIONS
             self._snapshot_write_options = self._write_options
@@ -281,6 +287,20 @@ def _create_sqlite_engine(url: URL) -> Engine:
     event.listen(engine, "do_connect", guard.check_unchanged)
     event.listen(engine, "connect", _configure_sqlite)
     event.listen(engine, "checkout", guard.check_unchanged)
+    event.listen(engine, "begin", _begin_sqlite_transaction)
+    return engine
+
+
+def _create_memory_engine() -> Engine:
+    """Create the engine of a database in memory, whose only connection the threads use in turn."""
+    engine = create_engine(
+        MEMORY_URL,
+        connect_args={"check_same_thread": False},
+        poolclass=QueuePool,
+        pool_size=1,
+        max_overflow=0,
+    )
+    event.listen(engine, "connect", _configure_sqlite)
     event.listen(engine, "begin", _begin_sqlite_transaction)
     return engine
 

@@ -17,7 +17,7 @@ from argosy.store import schema
 from argosy.store.accounts import Accounts
 from argosy.store.audit import AuditLog
 from argosy.store.conversation_store import ConversationStore
-from argosy.store.database import Database, parse_url
+from argosy.store.database import MEMORY_URL, Database, parse_url
 from argosy.store.errors import StoreError
 from argosy.store.fleet_store import FleetStore
 from argosy.store.gateway_registry import GatewayRegistry
@@ -136,6 +136,14 @@ def open_store(url: str, *, clock: Callable[[], float] = time.time) -> Store:
 def open_existing_store(url: str) -> Store:
     """Open the store at a URL like `open_store`, but raise StoreError instead of creating one that does not exist."""
     return Store(Database.open_existing(url), time.time)
+
+
+def open_memory_store() -> Store:
+    """Open an empty store of fleets in the memory of this process. It has no accounts, and ends when it is closed."""
+    database = Database(MEMORY_URL)
+    with database.write_transaction() as connection:
+        schema.metadata.create_all(connection)
+    return Store(database, time.time)
 
 
 def default_store_url() -> str:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from argosy.fleet import DeviceAssignment, assign_devices, usable_gpus
+from argosy.fleet import ReplicaGroup, group_replicas, usable_gpus
 from argosy.fleet.device_assignment import visible_gpus
 
 
@@ -38,19 +38,18 @@ def test_cpu_replicas_use_no_gpu() -> None:
 
 
 def test_each_replica_gets_its_own_gpu() -> None:
-    assert assign_devices(2, ["4", "5", "6"], "own") == [
-        DeviceAssignment("4", 0),
-        DeviceAssignment("5", 0),
-    ]
+    assert group_replicas(2, ["4", "5", "6"], "own") == [ReplicaGroup(2, accelerators=1)]
     with pytest.raises(ValueError, match="start at most 2, or let them share with --gpus shared"):
-        assign_devices(3, ["0", "1"], "own")
+        group_replicas(3, ["0", "1"], "own")
 
 
 @given(replicas=st.integers(1, 20), count=st.integers(0, 8))
 def test_shared_gpus_are_divided_evenly(replicas: int, count: int) -> None:
-    assignments = assign_devices(replicas, [str(number) for number in range(count)], "shared")
-    assert len(assignments) == replicas
-    for assignment in assignments:
-        colocated = [other for other in assignments if other.gpu == assignment.gpu]
-        assert assignment.colocated_replicas == len(colocated) - 1
-        assert len(colocated) <= -(-replicas // max(1, count))
+    groups = group_replicas(replicas, [str(number) for number in range(count)], "shared")
+    assert sum(group.num_replicas for group in groups) == replicas
+    for group in groups:
+        has_own_gpu = replicas <= count
+        assert (group.accelerators == 1) == has_own_gpu
+        assert (group.shared_gpu is None) == (has_own_gpu or not count)
+        assert group.colocated_replicas == (0 if has_own_gpu else group.num_replicas - 1)
+        assert has_own_gpu or group.num_replicas <= -(-replicas // max(1, count))

@@ -256,6 +256,15 @@ def test_crash_loop_backs_off(
         assert start.ended_run.attempt == num_past
 
 
+def test_start_error_of_replica_that_has_served_counts_as_a_crash() -> None:
+    served = ReplicaRun(attempt=0, started_at=0.0, ready_at=1.0, exited_at=NOW - 9.0)
+    fields = EXITED | {"ready_at": None, "start_error": "no memory", "attempt": 1}
+    crashed = replica(0, **fields, past_runs=(served,))
+    (start,) = run(crashed, replica(1)).actions
+    assert isinstance(start, Start)
+    assert start.reason == "no memory"
+
+
 def test_nothing_is_done_to_what_cannot_be_listed() -> None:
     old = [replica(0, 1), replica(1, 1, **EXITED)]
     result = run(*old, unavailable="connection refused")

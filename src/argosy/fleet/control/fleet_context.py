@@ -8,10 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from argosy.fleet.launchers import Launcher
+from argosy.policy.reconciliation import ObservedFleet, Reconciliation
 from argosy.store import Store
 
 LauncherFactory = Callable[[str], Launcher]
 """Returns the launcher of a name. Raises LaunchError if it cannot be used on this machine."""
+
+ReconciliationCallback = Callable[[ObservedFleet, Reconciliation], None]
+
+
+def _ignore(_observed: ObservedFleet, _result: Reconciliation) -> None:
+    pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,3 +36,5 @@ class FleetContext:
     """Private folder for the settings of the gateways."""
     clock: Callable[[], float] = time.time
     """Returns seconds since the epoch."""
+    on_reconciled: ReconciliationCallback = _ignore
+    """Called after each decision. An exception that it raises ends the controller."""

@@ -131,7 +131,7 @@ class FleetObserver:
             )
             reading = self._monitor.reading(replica)
             record = record.for_attempt(replica.attempt)
-            if reading.is_serving and record.ready_at is None:
+            if record.ready_at is None and (reading.is_serving or replica.has_reported_ready):
                 record = msgspec.structs.replace(record, ready_at=now)
                 self._learn_start_time(declared, record, replica.started_at)
             record = msgspec.structs.replace(

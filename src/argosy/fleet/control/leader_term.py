@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Coroutine, Mapping
 from functools import partial
 from typing import Any
@@ -151,6 +152,7 @@ class LeaderTerm:
         self._record_phases(result.phases, declared, now)
         self._start_actions(result.actions)
         self._publish(declared)
+        self._context.on_reconciled(observed, result)
         return result.wake_at
 
     async def _read_declaration(self) -> DeclaredFleet | None:
@@ -200,7 +202,9 @@ class LeaderTerm:
                     reason=report.reason,
                     outcome=report.phase,
                 )
-                log.info(
+                level = logging.WARNING if report.phase is ReplicaPhase.FAILED else logging.INFO
+                log.log(
+                    level,
                     "replica_phase_changed",
                     replica=name,
                     phase=report.phase,
@@ -304,6 +308,8 @@ class LeaderTerm:
         await self._save()  # before the start, after which the ended run cannot be observed
         if self._declared is None:
             return
+        if ended is not None:
+            log.warning("replica_restarting", replica=action.replica, reason=action.reason)
         try:
             spec = self._declared.launch_spec(action.pool, action.generation, action.ordinal)
             await self._observer.launcher(action.launcher).start(spec, lease.epoch)

@@ -49,6 +49,8 @@ class ArgosyOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Disk space for packed weights."""
     threads: Annotated[int, Meta(ge=1, le=1024)] | None = None
     """CPU threads."""
+    colocated_replicas: Annotated[int, Meta(ge=0)] | None = None
+    """Number of other replicas on the same CPUs or GPU, with which each shares cores and memory."""
     max_step_tokens: AtLeastOne | None = None
     """Token budget of an engine step."""
     batching: Literal["continuous", "dynamic", "static"] | None = None
@@ -72,6 +74,7 @@ FLEET_OPTIONS = {
     "drain_deadline": "drain_deadline_s of the pool",
     "zone": "zones of the pool",
     "label": "labels of the pool",
+    "log_name": "",
     "host": "",
     "port": "",
     "uds": "",

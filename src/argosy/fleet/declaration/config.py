@@ -50,7 +50,10 @@ class FleetModelConfig(ModelConfig, frozen=True, kw_only=True, forbid_unknown_fi
     """A public model name, and the replicas that answer for it: those of its pools, and those listed by URL."""
 
     source: (
-        Annotated[str, Meta(min_length=1, max_length=2000, pattern=r"^[^\s\x00-\x1f]+$")] | None
+        Annotated[
+            str, Meta(min_length=1, max_length=2000, pattern=r"^[^\s\x00-\x1f]([^\x00-\x1f]*\S)?$")
+        ]
+        | None
     ) = None
     """Location of the weights: path of a directory or a GGUF file, name on the hub (owner/name), or name of a bundled
     model (`argosy-mini`). A path starts with `/`, `./`, `../` or `~`. It is relative to the folder of its settings

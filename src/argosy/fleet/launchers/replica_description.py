@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 
 import msgspec
 
 from argosy.fleet.launchers.launcher import LaunchedReplica
 from argosy.fleet.launchers.replica_folder import LaunchRecord
-from argosy.policy import ProcessRun
 from argosy.policy.reconciliation import LaunchState
 from argosy.process_monitor import ProcessStatus
+
+_CRASH_SIGNALS = frozenset({"SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV", "SIGSYS"})
+"""Signals by which faulty code ends its own process."""
 
 
 def describe_replica(record: LaunchRecord, status: ProcessStatus | None) -> LaunchedReplica:
@@ -54,12 +57,26 @@ def _exit_reason(status: ProcessStatus) -> str:
         return status.kill_reason
     if status.is_draining and not status.error:
         return "it was drained"
-    run = ProcessRun(
-        0.0,
-        start_error=status.error,
-        exit_status=status.exit_status,
-        ran_out_of_memory=status.ran_out_of_memory,
-    )
     has_failed = not status.error and (status.exit_status or 0) > 0
     output = f"; its last output: {status.last_output}" if has_failed and status.last_output else ""
-    return run.exit_reason + output
+    return _describe_exit(status) + output
+
+
+def _describe_exit(status: ProcessStatus) -> str:
+    """Return why the process exited, as far as its error and its exit status show."""
+    code = status.exit_status
+    if status.error:
+        return f"it could not start: {status.error}"
+    if code is None:
+        return "it exited"
+    if code >= 0:
+        return f"it exited with status {code}"
+    if -code == signal.SIGKILL:
+        if status.ran_out_of_memory:
+            return "the system killed it because memory ran out"
+        return "it was killed (SIGKILL), by a person or because memory ran out"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    return f"it crashed with {name}" if name in _CRASH_SIGNALS else f"it was killed ({name})"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from argosy.policy.supervision import RestartLimits
+from argosy.policy.restart_limits import RestartLimits
 
 
 class DesiredPool(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,7 +6,7 @@ import math
 from typing import NamedTuple
 
 from argosy.policy.reconciliation.observed import LaunchState, ObservedReplica
-from argosy.policy.supervision import RestartLimits
+from argosy.policy.restart_limits import RestartLimits
 
 
 class HangDeadline(NamedTuple):

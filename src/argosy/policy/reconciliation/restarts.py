@@ -11,7 +11,7 @@ from argosy.policy.reconciliation.observed import (
     ReplicaRun,
     WarmUpState,
 )
-from argosy.policy.supervision import RestartLimits
+from argosy.policy.restart_limits import RestartLimits
 
 
 class RestartPlan(NamedTuple):
@@ -43,7 +43,8 @@ def plan_restart(replica: ObservedReplica, limits: RestartLimits) -> RestartPlan
     """Decide when a replica that does not run is started.
 
     The first restart after a healthy run is immediate. Consecutive short runs back off, and a replica is given up after
-    `max_failed_starts` runs that never served, or at once if it states why it cannot start.
+    `max_failed_starts` runs in a row that never served. One that never served before is given up at once if it states
+    why it cannot start.
     """
     last = ended_run(replica)
     runs = [run for run in replica.past_runs if last is None or run.attempt != last.attempt]
@@ -61,7 +62,8 @@ def plan_restart(replica: ObservedReplica, limits: RestartLimits) -> RestartPlan
         if run.ready_at is not None and run.exited_at - run.ready_at >= limits.healthy_after_s:
             break
         short_runs += 1
-    if failed_starts >= limits.max_failed_starts or (failed_starts and replica.start_error):
+    cannot_start = bool(replica.start_error) and failed_starts == len(runs)
+    if cannot_start or failed_starts >= limits.max_failed_starts:
         attempts = "a start" if failed_starts == 1 else f"{failed_starts} starts in a row"
         return RestartPlan(
             newest.exited_at + limits.give_up_retry_interval_s,
