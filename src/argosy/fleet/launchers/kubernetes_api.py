@@ -134,11 +134,14 @@ class KubernetesApi:
             while True:
                 try:
                     line = await response.content.readline()
-                except _transport_errors() as error:
+                    if not line:
+                        return
+                    event = msgspec.json.decode(line)
+                except (
+                    *_transport_errors(),
+                    msgspec.DecodeError,
+                ) as error:  # a line may be cut off
                     raise self._unreachable(error) from error
-                if not line:
-                    return
-                event = msgspec.json.decode(line)
                 if event["type"] == "ERROR":
                     raise _to_error(int(event["object"].get("code", 500)), event["object"])
                 yield event["type"], event["object"]
