@@ -24,6 +24,7 @@ from argosy.fleet.launchers.kubernetes_objects import (
     fleet_labels,
     image_pull_secrets,
     pod_security,
+    user_environment,
 )
 from argosy.gateway import GatewayConfig, ReplicaConfig
 from argosy.settings import SettingError, dump_yaml
@@ -299,7 +300,7 @@ def _common_container(config: FleetConfig, name: str, file: str) -> KubernetesOb
         "name": name,
         "image": config.kubernetes.image,
         "env": [
-            {"name": "HOME", "value": "/tmp"},  # noqa: S108 - a volume of the pod
+            *user_environment(),
             {"name": "XDG_STATE_HOME", "value": _STATE_FOLDER},
         ],
         "resources": {"requests": {"cpu": "250m", "memory": "512Mi"}},

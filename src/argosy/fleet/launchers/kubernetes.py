@@ -344,7 +344,9 @@ class KubernetesLauncher:
         if not self._watches:
             for cache in caches:
                 self._watches.append(asyncio.create_task(cache.run(), name="watch-kubernetes"))
-        for cache in caches:
+        for task, cache in zip(self._watches, caches, strict=True):
+            if task.done():  # by a defect; otherwise its objects would stay as they are
+                task.result()
             async with asyncio.timeout(SYNC_TIMEOUT_S):
                 await cache.synced.wait()
             if cache.error:

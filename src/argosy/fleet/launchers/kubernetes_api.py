@@ -134,11 +134,11 @@ class KubernetesApi:
             while True:
                 try:
                     line = await response.content.readline()
-                except _transport_errors() as error:
+                    if not line:
+                        return
+                    event = msgspec.json.decode(line)
+                except _response_errors() as error:
                     raise self._unreachable(error) from error
-                if not line:
-                    return
-                event = msgspec.json.decode(line)
                 if event["type"] == "ERROR":
                     raise _to_error(int(event["object"].get("code", 500)), event["object"])
                 yield event["type"], event["object"]
@@ -159,14 +159,18 @@ class KubernetesApi:
         content_type: str = "application/json",
     ) -> KubernetesObject:
         response = await self._send(method, path, body, query=query, content_type=content_type)
-        decoded: KubernetesObject = msgspec.json.decode(await self._read(response))
+        content = await self._read(response)
+        try:
+            decoded: KubernetesObject = msgspec.json.decode(content)
+        except msgspec.DecodeError as error:
+            raise self._unreachable(error) from error
         return decoded
 
     async def _read(self, response: aiohttp.ClientResponse) -> bytes:
         try:
             async with response:
                 return await response.read()
-        except _transport_errors() as error:
+        except _response_errors() as error:
             raise self._unreachable(error) from error
 
     async def _send(
@@ -202,7 +206,7 @@ class KubernetesApi:
                     _preload_content=False,
                     _request_timeout=timeout,
                 )
-            except _transport_errors() as error:
+            except _response_errors() as error:
                 raise self._unreachable(error) from error
             if response.status < 400:
                 return response
@@ -254,11 +258,11 @@ class KubernetesApi:
         return LaunchError(f"the Kubernetes API{host} cannot be reached: {reason}")
 
 
-def _transport_errors() -> tuple[type[Exception], ...]:
-    """Return the errors of a connection. Its library is imported only where a cluster is used."""
+def _response_errors() -> tuple[type[Exception], ...]:
+    """Return the errors of a connection and of a response that is cut off. The library is imported late."""
     from aiohttp import ClientError
 
-    return ClientError, OSError, TimeoutError
+    return ClientError, OSError, TimeoutError, msgspec.DecodeError
 
 
 def _parse_retry_after(response: aiohttp.ClientResponse) -> float | None:

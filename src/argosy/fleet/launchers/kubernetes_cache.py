@@ -9,6 +9,7 @@ from argosy.fleet.launchers.kubernetes_api import KubernetesApi, KubernetesApiEr
 from argosy.fleet.launchers.kubernetes_objects import KubernetesObject
 from argosy.fleet.launchers.launcher import LaunchError
 
+MIN_RETRY_DELAY_S = 0.1
 MAX_RETRY_DELAY_S = 5.0
 
 
@@ -63,13 +64,12 @@ class KubernetesCache:
 
     async def run(self) -> None:
         """Follow the changes until cancelled."""
-        delay_s = 0.1
+        delay_s = MIN_RETRY_DELAY_S
         while True:
             try:
                 if not self._version:
                     await self._list()
                 async for kind, each in self._api.watch(self._path, self._selector, self._version):
-                    delay_s = 0.1
                     self._apply(kind, each)
             except KubernetesApiError as error:
                 self._version = ""  # 410 says that the server has forgotten the changes since then
@@ -77,11 +77,8 @@ class KubernetesCache:
                     self._fail(error)
             except LaunchError as error:
                 self._fail(error)
-            else:
-                continue  # the watch has ended as requested
-            if self.error:
-                await asyncio.sleep(delay_s)
-                delay_s = min(2 * delay_s, MAX_RETRY_DELAY_S)
+            delay_s = min(2 * delay_s, MAX_RETRY_DELAY_S) if self.error else MIN_RETRY_DELAY_S
+            await asyncio.sleep(delay_s)
 
     async def _list(self) -> None:
         objects, version = await self._api.list(self._path, self._selector)

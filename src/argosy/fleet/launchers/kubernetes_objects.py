@@ -166,6 +166,14 @@ def pod_security(kubernetes: KubernetesSettings) -> KubernetesObject:
     }
 
 
+def user_environment() -> list[KubernetesObject]:
+    """Return the variables that programs read instead of the user database of an image, which may lack the user."""
+    return [
+        {"name": "HOME", "value": "/tmp"},  # noqa: S108 - a volume of the pod
+        {"name": "USER", "value": "argosy"},
+    ]
+
+
 def image_pull_secrets(kubernetes: KubernetesSettings) -> KubernetesObject:
     """Return the field of a pod specification with the credentials of image registries, if there are any."""
     names = [{"name": name} for name in kubernetes.image_pull_secrets]
@@ -272,8 +280,9 @@ def _build_environment(
     spec: LaunchSpec, kubernetes: KubernetesSettings
 ) -> Iterator[KubernetesObject]:
     yield {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
-    if "HOME" not in spec.environment:
-        yield {"name": "HOME", "value": "/tmp"}  # noqa: S108 - a volume of the pod
+    for variable in user_environment():
+        if variable["name"] not in spec.environment:
+            yield variable
     for name, value in sorted(spec.environment.items()):
         yield {"name": name, "value": _escape(value)}
     for name, key in sorted(spec.secret_keys.items()):
