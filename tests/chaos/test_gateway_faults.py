@@ -179,8 +179,8 @@ async def wait_first_token(fleet: ReplicaFleet, names: list[str]) -> None:
     ("fault", "after_chunks"),
     [
         (signal.SIGKILL, 10),
-        (signal.SIGTERM, 100),
         (signal.SIGSTOP, 100),
+        pytest.param(signal.SIGTERM, 100, marks=pytest.mark.exhaustive),
         pytest.param(signal.SIGKILL, 300, marks=pytest.mark.soak),
     ],
 )

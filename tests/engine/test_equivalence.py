@@ -139,7 +139,9 @@ def alternate(values: Iterable[object]) -> list[ParameterSet]:
     ]
 
 
-@pytest.fixture(params=[0, 1], ids=lambda steps: f"inflight{steps}")
+@pytest.fixture(
+    params=[pytest.param(0, marks=pytest.mark.exhaustive), 1], ids=lambda steps: f"inflight{steps}"
+)
 def steps_in_flight(request: pytest.FixtureRequest) -> int:
     """Maximum number of steps in flight while the next one is planned."""
     steps: int = request.param

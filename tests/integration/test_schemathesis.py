@@ -100,14 +100,18 @@ STATE_OPERATIONS = [
 GATEWAY_OPERATIONS = [*OPERATIONS, ("/replicas/{name}/metrics", "GET"), *DIALECT_OPERATIONS]
 
 
-async def explore(url: str, path: str, method: str, max_examples: int, **known: str) -> None:
+SCALE = settings().max_examples / 50
+"""Number of requests relative to that of the default profile."""
+
+
+async def explore(url: str, path: str, method: str, num_requests: int, **known: str) -> None:
     """Send generated requests to an operation, and check the responses against the server's own document.
 
     Args:
         url: URL of the server.
         path: Path of the operation.
         method: Its method.
-        max_examples: Number of requests.
+        num_requests: Number of requests with the default profile.
         known: Values of parameters in the path that exist.
     """
     known = {"model": MODEL, "name": REPLICA, **known}
@@ -119,7 +123,7 @@ async def explore(url: str, path: str, method: str, max_examples: int, **known: 
 
         @seed(20261120)
         @settings(
-            max_examples=max_examples,
+            max_examples=round(num_requests * SCALE),
             deadline=None,
             database=None,
             phases=[Phase.explicit, Phase.generate],
@@ -146,7 +150,7 @@ async def explore(url: str, path: str, method: str, max_examples: int, **known: 
 async def test_replica_conforms_to_its_openapi_document(
     replica_server: RunningReplica, engine: FakeEngine, path: str, method: str
 ) -> None:
-    await explore(replica_server.url, path, method, 25)
+    await explore(replica_server.url, path, method, 15)
     assert not engine.live
 
 
@@ -172,7 +176,7 @@ async def test_gateway_conforms_to_its_openapi_document(
     async with run_gateway_server(config) as (_, client):
         url = str(client.base_url).rstrip("/")
         for path, method in GATEWAY_OPERATIONS:
-            await explore(url, path, method, 12)
+            await explore(url, path, method, 6)
     assert not engine.live
 
 
@@ -200,7 +204,7 @@ async def test_stored_responses_conform_to_the_openapi_document(
         conversation = (await client.post("/v1/conversations", json=body)).json()
         for path, method in STATE_OPERATIONS:
             parent = response if path.startswith("/v1/responses") else conversation
-            await explore(url, path, method, 12, id=parent["id"], item="msg_1")
+            await explore(url, path, method, 6, id=parent["id"], item="msg_1")
 
 
 async def test_documents_list_the_endpoints_of_their_server(replica_server: RunningReplica) -> None:

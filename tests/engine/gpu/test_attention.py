@@ -115,7 +115,7 @@ def test_head_dim_256_requires_bfloat16() -> None:
     ("window", "dtype"),
     [
         (None, "bfloat16"),
-        (514, "float32"),
+        pytest.param(514, "float32", marks=pytest.mark.exhaustive),
         pytest.param(None, "float32", marks=pytest.mark.exhaustive),
         pytest.param(514, "bfloat16", marks=pytest.mark.exhaustive),
     ],

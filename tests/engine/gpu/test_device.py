@@ -41,7 +41,10 @@ SMALL = {
     "max_position_embeddings": 64,
 }
 """Sizes for which every matrix is one tile, because the interpreter is slow."""
-FORMATS = {"bfloat16": {}, "float8": {"quantize": "fp8", "kv_dtype": "fp8"}}
+FORMATS = [
+    pytest.param({}, id="bfloat16"),
+    pytest.param({"quantize": "fp8", "kv_dtype": "fp8"}, id="float8", marks=pytest.mark.exhaustive),
+]
 
 
 WINDOWED = {
@@ -138,7 +141,7 @@ def assert_outputs_equal(
         assert actual[request_id].prompt_logprobs == output.prompt_logprobs
 
 
-@pytest.mark.parametrize("options", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("options", FORMATS)
 def test_graphs_caching_and_preemption_do_not_change_output(
     model: Path, runtime: HostRuntime, options: dict[str, object]
 ) -> None:

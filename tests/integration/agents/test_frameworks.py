@@ -19,7 +19,13 @@ OFFLINE = {"LANGSMITH_TRACING": "false", "OPENAI_AGENTS_DISABLE_TRACING": "1"}
 
 
 @pytest.mark.parametrize(
-    "framework", ["openai_agents", "pydantic_agents", "langchain_agents", "smol_agents"]
+    "framework",
+    [
+        "openai_agents",
+        "langchain_agents",
+        pytest.param("pydantic_agents", marks=pytest.mark.exhaustive),
+        pytest.param("smol_agents", marks=pytest.mark.exhaustive),
+    ],
 )
 async def test_a_framework_runs_a_tool_loop_and_gets_a_typed_answer(
     framework: str, server: Server

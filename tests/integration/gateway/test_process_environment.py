@@ -135,11 +135,11 @@ async def complete(folder: Path, *, stream: bool = False) -> int:
     [
         ("2>/dev/full", "console"),
         ("2>&-", "json"),
-        ("<&- >&- 2>&-", "console"),
         ("2> >(exit)", "json"),
         *(
             pytest.param(redirection, log_format, marks=pytest.mark.exhaustive)
             for redirection, log_format in (
+                ("<&- >&- 2>&-", "console"),
                 ("2>/dev/full", "json"),
                 ("2>&-", "console"),
                 ("<&- >&- 2>&-", "json"),
@@ -190,7 +190,10 @@ def test_json_log_has_only_json_lines(tmp_path: Path) -> None:
 # --- the socket ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("option", [("--port", "0"), ("--host", "127.0.0.1")])
+@pytest.mark.parametrize(
+    "option",
+    [("--port", "0"), pytest.param(("--host", "127.0.0.1"), marks=pytest.mark.exhaustive)],
+)
 def test_address_option_replaces_socket_of_file(tmp_path: Path, option: tuple[str, str]) -> None:
     config = write_config(tmp_path, "port: 0")
     with run_process(*COMMAND, config, *option, stderr=subprocess.PIPE) as process:

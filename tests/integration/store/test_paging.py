@@ -13,7 +13,7 @@ from tests.support.fake_clock import FakeClock
 from argosy.store import Accounts, LimitsAndPrices, PageRequest, Price, Project, Store
 from argosy.store.records import AccountRecord
 
-ACCOUNTS = 3000
+ACCOUNTS = 1000
 PAGE_SIZE = 50
 ListFunction = Callable[[Accounts, LimitsAndPrices, PageRequest], Sequence[AccountRecord]]
 LISTS: dict[str, ListFunction] = {

@@ -143,7 +143,7 @@ Step = tuple[float, int, str, int]
 """Pause before the step, gateway, action and units."""
 
 
-@settings(max_examples=300)
+@settings(max_examples=2 * settings().max_examples)
 @given(
     st.lists(
         st.tuples(
