@@ -15,7 +15,7 @@ from argosy.fleet.launchers.kubernetes_objects import (
     KubernetesObject,
 )
 from argosy.fleet.launchers.launcher import LaunchedReplica
-from argosy.policy import ProcessRun
+from argosy.fleet.launchers.replica_description import describe_exit
 from argosy.policy.reconciliation import LaunchState
 
 ANNOTATION_RUN = "argosy.dev/run"
@@ -225,9 +225,10 @@ def _describe_exit(
     elif code is None or exited.get("reason") in {"StartError", "ContainerCannotRun"}:
         reason = f"{exited.get('reason') or 'it ended'}: {exited.get('message', '')}".rstrip(": ")
     else:
-        run = ProcessRun(0.0, exit_status=status, ran_out_of_memory=ran_out_of_memory)
         output = (exited.get("message") or "").strip().rpartition("\n")[2]
-        reason = run.exit_reason + (f"; its last output: {output}" if output else "")
+        reason = describe_exit(status, ran_out_of_memory=ran_out_of_memory)
+        if output:
+            reason += f"; its last output: {output}"
     finished_at = exited.get("finishedAt")
     return msgspec.structs.replace(
         replica,

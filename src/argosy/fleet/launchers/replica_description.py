@@ -59,20 +59,28 @@ def _exit_reason(status: ProcessStatus) -> str:
         return "it was drained"
     has_failed = not status.error and (status.exit_status or 0) > 0
     output = f"; its last output: {status.last_output}" if has_failed and status.last_output else ""
-    return _describe_exit(status) + output
+    reason = describe_exit(
+        status.exit_status, error=status.error, ran_out_of_memory=status.ran_out_of_memory
+    )
+    return reason + output
 
 
-def _describe_exit(status: ProcessStatus) -> str:
-    """Return why the process exited, as far as its error and its exit status show."""
-    code = status.exit_status
-    if status.error:
-        return f"it could not start: {status.error}"
+def describe_exit(code: int | None, *, error: str = "", ran_out_of_memory: bool = False) -> str:
+    """Return why a process exited, as far as its own error and its exit status show.
+
+    Args:
+        code: Exit status, or the negative number of the signal that ended the process.
+        error: Error that the process reported.
+        ran_out_of_memory: Whether the system killed it for lack of memory.
+    """
+    if error:
+        return f"it could not start: {error}"
     if code is None:
         return "it exited"
     if code >= 0:
         return f"it exited with status {code}"
     if -code == signal.SIGKILL:
-        if status.ran_out_of_memory:
+        if ran_out_of_memory:
             return "the system killed it because memory ran out"
         return "it was killed (SIGKILL), by a person or because memory ran out"
     try:
