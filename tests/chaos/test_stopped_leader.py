@@ -132,7 +132,7 @@ def fleet(request: pytest.FixtureRequest, tmp_path: Path, postgres_url: str) -> 
 @pytest.mark.parametrize(
     ("fleet", "rounds"),
     [
-        (1.0, 1),
+        (2.0, 1),
         pytest.param(5.0, 20, marks=[pytest.mark.exhaustive, pytest.mark.timeout(1200)]),
     ],
     indirect=["fleet"],
@@ -167,5 +167,5 @@ async def test_no_action_is_doubled(fleet: Fleet, rounds: int) -> None:
     events = fleet.store.fleets.list_events(FLEET, limit=100_000)
     epochs = [event.epoch for event in events]
     assert epochs == sorted(epochs), "a deposed leader recorded an action"
-    assert {1, rounds + 1} <= {*epochs}
+    assert fleet.lease.epoch > rounds
     print(f"took over after {', '.join(f'{each:.1f}' for each in fleet.takeover_s)} s")  # noqa: T201 - the figure

@@ -105,8 +105,8 @@ class RayLauncher:
         self, request: RayRequest, timeout_s: float = RESPONSE_TIMEOUT_S
     ) -> RayResponse:
         driver = await self._connect(timeout_s)
-        if self._changes is None or self._changes.done():
-            self._changes = asyncio.create_task(self._follow_changes(driver))
+        if self._changes is None:
+            self._changes = asyncio.create_task(self._follow_changes())
         return await driver.call(request, timeout_s)
 
     async def _connect(self, timeout_s: float | None) -> _Driver:
@@ -124,17 +124,19 @@ class RayLauncher:
         driver.check()
         return driver
 
-    async def _follow_changes(self, driver: _Driver) -> None:
-        """Set the event at each change until the connection ends."""
+    async def _follow_changes(self) -> None:
+        """Set the event at each change. Runs until cancelled, and connects again when the connection is lost."""
         version = 0
         while True:
             try:
+                driver = await self._connect(RESPONSE_TIMEOUT_S)
                 request = RayRequest(method="wait", version=version)
                 response = await driver.call(request, CHANGE_TIMEOUT_S)
-            except LaunchError as error:
+            except (LaunchError, OSError) as error:
                 log.warning("launcher_disconnected", launcher="ray", reason=str(error))
                 self.changed.set()
-                return
+                await asyncio.sleep(RECONNECT_DELAY_S)
+                continue
             if response.version != version:
                 version = response.version
                 self.changed.set()

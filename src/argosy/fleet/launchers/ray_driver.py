@@ -16,7 +16,7 @@ from typing import BinaryIO
 import msgspec
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import ActorUnavailableError, RayError
+from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from argosy.fleet.launchers.ray_messages import RayRequest, RayResponse
@@ -92,6 +92,8 @@ async def _forward(registry: ActorHandle, line: bytes, responses: BinaryIO) -> N
     except ActorUnavailableError:
         error = "the registry of the fleet on the Ray cluster is being restarted"
         response = _failure(line, error)
+    except RayTaskError as error:
+        response = _failure(line, f"the registry of the fleet failed: {error.cause!r}")
     except RayError as error:  # it ended for good; the next driver creates another one
         _write_line(responses, _failure(line, str(error).strip().partition("\n")[0]))
         os._exit(1)
