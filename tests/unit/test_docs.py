@@ -32,8 +32,8 @@ LOG_METHODS = {
     "error": "error",
     "exception": "error",
 }
-LOGGED_BY_A_VARIABLE_METHOD = {"request"}
-"""Events whose level depends on the route, which the search for calls of a logger misses."""
+LOGGED_BY_A_VARIABLE_METHOD = {"replica_phase_changed", "request"}
+"""Events whose level depends on the phase or the route, which the search for calls of a logger misses."""
 
 
 def page_id(page: Path) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import Coroutine, Mapping
 from functools import partial
 from typing import Any
@@ -202,9 +201,8 @@ class LeaderTerm:
                     reason=report.reason,
                     outcome=report.phase,
                 )
-                level = logging.WARNING if report.phase is ReplicaPhase.FAILED else logging.INFO
-                log.log(
-                    level,
+                write = log.warning if report.phase is ReplicaPhase.FAILED else log.info
+                write(
                     "replica_phase_changed",
                     replica=name,
                     phase=report.phase,
