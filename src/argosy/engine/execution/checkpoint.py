@@ -5,19 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 from pathlib import Path
 
 from argosy.engine.execution.checkpoint_config import read_json
 from argosy.engine.execution.checkpoint_formats.gguf_config import read_gguf_config
 from argosy.engine.execution.checkpoint_formats.gguf_file import gguf_parts, is_gguf
-from argosy.engine.execution.hub import (
-    DOWNLOAD_PATTERNS,
+from argosy.model_store import (
     MAX_LISTED_FILES,
+    MODEL_PATTERNS,
     MODULE_PATTERNS,
     HubName,
     download_model,
     group_gguf_models,
+    hub_commit,
 )
 from argosy.models import BUNDLED_MODELS
 
@@ -27,11 +27,8 @@ SINGLE_FILE = "model.safetensors"
 TORCH_INDEX_FILE = "pytorch_model.bin.index.json"
 TORCH_SINGLE_FILE = "pytorch_model.bin"
 ADAPTER_FILE = "adapter_config.json"
-DIGEST_PATTERNS = (*DOWNLOAD_PATTERNS, *MODULE_PATTERNS, "additional_chat_templates/*.jinja")
+DIGEST_PATTERNS = (*MODEL_PATTERNS, *MODULE_PATTERNS, "additional_chat_templates/*.jinja")
 """Patterns of the files that identify a checkpoint."""
-_COMMIT = re.compile("[0-9a-f]{40}")
-_SNAPSHOT_FOLDER = "snapshots"
-"""Folder of huggingface_hub's cache with one directory per commit."""
 _MAX_HEADER_BYTES = 100 << 20
 _DIGEST_SAMPLE_BYTES = 16 * 1024
 _MAX_DIGEST_SAMPLES = 1024
@@ -65,10 +62,7 @@ def resolve_model_path(model: str, revision: str | None) -> Path:
 
 def model_revision(path: Path, revision: str | None) -> str:
     """Return the commit of a downloaded snapshot, or the requested revision; empty for a directory without either."""
-    for folder in (path, *path.parents):
-        if folder.parent.name == _SNAPSHOT_FOLDER and _COMMIT.fullmatch(folder.name):
-            return folder.name
-    return revision or ""
+    return hub_commit(path) or revision or ""
 
 
 def _find_checkpoint(folder: Path) -> Path:
