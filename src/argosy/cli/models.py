@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from argosy.cli import model_versions
+from argosy.cli import model_garbage, model_versions
 from argosy.cli.failure import fail
 from argosy.cli.sizes import format_count, format_size, parse_size
 
@@ -27,6 +27,7 @@ app.command("list")(model_versions.list_models)
 app.command("show")(model_versions.show)
 app.command("verify")(model_versions.verify)
 app.command("promote")(model_versions.promote)
+app.command("gc")(model_garbage.collect)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

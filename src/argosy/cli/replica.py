@@ -20,6 +20,7 @@ def replica(
     server: ReplicaServerConfig,
     engine: EngineConfig,
     *,
+    digest: serve_options.Digest = None,
     context: typer.Context,
     log_level: serve_options.LogLevel = "info",
 ) -> None:
@@ -27,6 +28,10 @@ def replica(
     from argosy.engine import EngineFailedError, serve_replica
 
     server = msgspec.structs.replace(server, log_format="json", log_level=log_level)
+    try:
+        engine = msgspec.structs.replace(engine, digest=digest)
+    except ValueError as error:
+        fail(str(error))
     reporter = StartupReporter(os.environ)
     status = EXIT_USAGE
 

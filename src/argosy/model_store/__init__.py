@@ -1,13 +1,16 @@
 """Models by their content: which files are a model, their digest, their download, and where they are on this machine.
 
-A `Manifest` lists a model's files with their SHA-256, and its digest identifies the model wherever it came from.
-`pull_model` brings a model from a directory, the hub or a URL into the `ModelStore` of the machine, whose versions have
-a name and a stage. `verify_model` compares files with a digest. `hub` downloads into the cache of huggingface_hub.
+A `Manifest` lists a model's files with their SHA-256. Its digest identifies the model wherever it came from.
+
+`pull_model` brings a model from a directory, the hub or a URL into the `ModelStore` of the machine. A stored version
+has a name and a stage. Replicas check what they load with `verify_model`. `download_model` uses the cache of
+huggingface_hub instead of the store.
 """
 
 from __future__ import annotations
 
 from argosy.model_store.file_hashes import FileHashes
+from argosy.model_store.garbage import Garbage, collect_garbage
 from argosy.model_store.hub import HubName, download_model, hub_commit
 from argosy.model_store.manifest import (
     DIGEST_PREFIX,
@@ -32,7 +35,9 @@ from argosy.model_store.model_store import (
     ModelStore,
     ModelVersion,
     Stage,
+    hold_model,
     open_model_store,
+    stored_digest,
 )
 from argosy.model_store.pull import PullObserver, pull_model
 from argosy.model_store.verification import ModelMismatchError, compute_manifest, verify_model
@@ -46,6 +51,7 @@ __all__ = [
     "REFERENCE_PREFIX",
     "STAGES",
     "FileHashes",
+    "Garbage",
     "HubName",
     "Manifest",
     "ModelDigest",
@@ -57,14 +63,17 @@ __all__ = [
     "PullObserver",
     "SourceFile",
     "Stage",
+    "collect_garbage",
     "compute_manifest",
     "download_model",
     "group_gguf_models",
+    "hold_model",
     "hub_commit",
     "is_url",
     "list_model_files",
     "open_model_store",
     "parse_manifest",
     "pull_model",
+    "stored_digest",
     "verify_model",
 ]

@@ -6,8 +6,9 @@ import contextlib
 import hashlib
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import msgspec
@@ -16,6 +17,7 @@ from argosy.folders import cache_folder, replace_file
 
 CHUNK_BYTES = 4 << 20
 MAX_HASH_THREADS = 8
+PROGRESS_INTERVAL_S = 0.2
 MIN_AGE_S = 1.0
 """A file that changed this recently is not remembered, because a further change might leave its times as they are."""
 
@@ -75,20 +77,28 @@ class FileHashes:
         return digest
 
     def sha256_of_all(
-        self, files: Iterable[Path], on_bytes: ByteCallback = ignore_bytes
+        self, files: Iterable[Path], on_progress: ByteCallback = ignore_bytes
     ) -> Iterator[tuple[Path, str]]:
         """Yield files with their SHA-256, in the given order. Several are read at the same time.
+
+        Args:
+            files: The files.
+            on_progress: Called with the number of bytes that have been read so far, in the thread of the caller.
 
         Raises:
             OSError: A file cannot be read.
         """
+        counts: deque[int] = deque()
         threads = min(MAX_HASH_THREADS, len(os.sched_getaffinity(0)))
         listed = list(files)
         with ThreadPoolExecutor(threads, "hash") as pool:
-            results = [pool.submit(self.sha256, file, on_bytes) for file in listed]
+            results = [pool.submit(self.sha256, file, counts.append) for file in listed]
             try:
                 for file, result in zip(listed, results, strict=True):
+                    while not wait([result], PROGRESS_INTERVAL_S).done:
+                        on_progress(sum(tuple(counts)))
                     yield file, result.result()
+                on_progress(sum(counts))
             finally:
                 pool.shutdown(cancel_futures=True)
 

@@ -1,4 +1,4 @@
-"""Where a model comes from: a directory or GGUF file, the hub, or a URL that fsspec opens."""
+"""Sources of models: a directory or GGUF file, the hub, or a URL that fsspec opens."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class SourceFile:
     """Path in the manifest."""
     size: int
     state: str
-    """What changes when the file changes, such as its ETag. Empty if nothing is known."""
+    """Text that changes with the file, such as its ETag. Empty if nothing is known."""
     read: Callable[[int, int], bytes]
     """Returns the bytes from one offset to another."""
     is_changed: Callable[[], bool]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import re
 import shutil
@@ -38,6 +39,7 @@ REFERENCE_PREFIX = "store:"
 MIN_DIGEST_DIGITS = 8
 Stage = Literal["candidate", "stable", "retired"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
+_HEX = re.compile("[0-9a-f]{64}")
 _DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95})?")
 _REFERENCE = re.compile(r"(?P<name>[^:]+)(:(?P<stage>[a-z]+))?")
@@ -315,6 +317,31 @@ class ModelStore:
         file = self._version_file(version.name, version.digest)
         file.parent.mkdir(parents=True, exist_ok=True)
         replace_file(file, msgspec.json.encode(version))
+
+
+def stored_digest(path: Path) -> str:
+    """Return the digest of a model that is in a store; empty for other paths."""
+    folder = path if path.is_dir() else path.parent
+    is_stored = _HEX.fullmatch(folder.name) and (folder / MANIFEST_FILE).is_file()
+    return f"{DIGEST_PREFIX}{folder.name}" if is_stored else ""
+
+
+@contextmanager
+def hold_model(path: Path) -> Iterator[None]:
+    """Prevent that a model is collected as garbage within a context, if it is in a store.
+
+    Raises:
+        ModelStoreError: It was collected before.
+    """
+    if not stored_digest(path):
+        yield
+        return
+    manifest = (path if path.is_dir() else path.parent) / MANIFEST_FILE
+    with manifest.open("rb") as stream:
+        fcntl.flock(stream, fcntl.LOCK_SH)
+        if not manifest.exists():
+            raise ModelStoreError(f"{path} was collected as garbage. Pull the model again.")
+        yield
 
 
 def open_model_store() -> ModelStore:

@@ -85,15 +85,11 @@ def compute_manifest(
     hashes = hashes or FileHashes()
     names = sorted(files)
     sizes = {name: files[name].stat().st_size for name in names}
-    total, done = max(sum(sizes.values()), 1), 0
-
-    def on_bytes(count: int) -> None:
-        nonlocal done
-        done += count  # threads may lose a count, which only the display would show
-        on_progress(min(done / total, 1.0))
-
+    total = max(sum(sizes.values()), 1)
     found: list[ModelFile] = []
-    hashed = hashes.sha256_of_all((files[name] for name in names), on_bytes)
+    hashed = hashes.sha256_of_all(
+        (files[name] for name in names), lambda count: on_progress(min(count / total, 1.0))
+    )
     for index, (name, (_, sha256)) in enumerate(zip(names, hashed, strict=True)):
         found.append(ModelFile(path=name, sha256=sha256, size=sizes[name]))
         if expected is not None and found[-1] != expected.files[index]:

@@ -43,16 +43,18 @@ class FleetModelConfig(ModelConfig, frozen=True, kw_only=True, forbid_unknown_fi
     source: (
         Annotated[str, Meta(min_length=1, max_length=2000, pattern=r"^[^\s\x00-\x1f]+$")] | None
     ) = None
-    """Location of the weights: path of a directory or a GGUF file, name on the hub (owner/name), or name of a bundled
-    model (`argosy-mini`). A path starts with `/`, `./`, `../` or `~`. It is relative to the folder of its settings
-    file."""
+    """Location of the weights: path of a directory or a GGUF file, name on the hub (owner/name), name of a bundled
+    model (`argosy-mini`), URL (`s3://...`), or model of the store (`store:NAME`, `store:NAME:STAGE`, `sha256:DIGEST`).
+    A path starts with `/`, `./`, `../` or `~`. It is relative to the folder of its settings file. The name of a stored
+    model is replaced by its digest when the file is read, so that a promotion changes nothing before the next apply."""
     revision: Annotated[str, Meta(min_length=1, max_length=200, pattern=r"^[^\s-]\S*$")] | None = (
         None
     )
     """Branch, tag or commit of the source."""
     digest: Annotated[str, Meta(pattern="^sha256:[0-9a-f]{64}$")] | None = None
-    """SHA-256 digest of the model's manifest. Another digest is another model, so its replicas are replaced. Loaded
-    weights are not compared with it yet."""
+    """SHA-256 digest of the model's manifest (`argosy models show`). Another digest is another model, so its replicas
+    are replaced. Replicas of the engine `argosy` compare every file with it before they load one; other engines do
+    not."""
 
 
 class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
