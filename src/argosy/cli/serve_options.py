@@ -59,8 +59,9 @@ def parse_overrides(text: str) -> dict[str, float | None]:
 Model = Annotated[
     str | None,
     Argument(
-        help="A directory in Hugging Face layout, a GGUF file, a name on the hub (owner/name, owner/name:Q4_K_M), the"
-        " name of a bundled model (argosy-mini), a model of the store (store:NAME, sha256:DIGEST), or a URL (s3://...)."
+        help="A directory in Hugging Face layout, a GGUF file, a name on the hub (owner/name, owner/name:Q4_K_M), or"
+        " the name of a bundled model (argosy-mini). Also store:NAME or sha256:DIGEST for a model of the store, or a"
+        " URL (s3://...)."
     ),
 ]
 Host = Annotated[str, Option(help="Address to listen on.")]

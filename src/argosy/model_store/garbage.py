@@ -20,7 +20,7 @@ PARTIAL_AGE_S = 7 * 86_400
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Garbage:
-    """What was removed from a store, or would be."""
+    """Files and versions that were removed from a store, or would be."""
 
     versions: tuple[ModelVersion, ...]
     """Retired versions."""

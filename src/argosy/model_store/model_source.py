@@ -242,7 +242,7 @@ def _find_file_system(url: str) -> tuple[AbstractFileSystem, str]:
         if protocol in _OBJECT_STORES and find_spec("obstore") is not None:
             from obstore.fsspec import FsspecStore
 
-            store: AbstractFileSystem = FsspecStore(protocol)  # type: ignore[call-overload]
+            store: AbstractFileSystem = FsspecStore(protocol, skip_instance_cache=True)  # type: ignore[call-overload]
             return store, url if protocol.startswith("http") else url.partition("://")[2]
         file_system, root = url_to_fs(url)
     except ImportError as error:
@@ -261,7 +261,8 @@ def _list_files(file_system: AbstractFileSystem, root: str) -> dict[str, dict[st
     root = root.rstrip("/")
     if root.endswith(".gguf"):
         folder, _, name = root.rpartition("/")
-        return {part: file_system.info(f"{folder}/{part}") for part in _gguf_parts(name)}
+        paths = {part: f"{folder}/{part}" for part in _gguf_parts(name)}
+        return {part: file_system.info(path) | {"name": path} for part, path in paths.items()}
     found = file_system.find(root, maxdepth=2, detail=True)
     details = {
         name.removeprefix(root).lstrip("/"): detail
@@ -342,7 +343,7 @@ def _read_text(file: Path) -> str:
 
 
 def _source_error(url: str, error: Exception) -> ModelStoreError:
-    reason = str(error) or type(error).__name__
+    reason = " ".join(str(error).split()) or type(error).__name__
     return ModelStoreError(
         f"cannot read {url}: {reason[:500]}. Check the URL, the credentials and the network, then pull again: what is "
         "downloaded is kept."

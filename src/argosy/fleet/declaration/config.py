@@ -43,10 +43,10 @@ class FleetModelConfig(ModelConfig, frozen=True, kw_only=True, forbid_unknown_fi
     source: (
         Annotated[str, Meta(min_length=1, max_length=2000, pattern=r"^[^\s\x00-\x1f]+$")] | None
     ) = None
-    """Location of the weights: path of a directory or a GGUF file, name on the hub (owner/name), name of a bundled
-    model (`argosy-mini`), URL (`s3://...`), or model of the store (`store:NAME`, `store:NAME:STAGE`, `sha256:DIGEST`).
-    A path starts with `/`, `./`, `../` or `~`. It is relative to the folder of its settings file. The name of a stored
-    model is replaced by its digest when the file is read, so that a promotion changes nothing before the next apply."""
+    """Location of the weights: path of a directory or a GGUF file, name on the hub (owner/name), or name of a bundled
+    model (`argosy-mini`). A path starts with `/`, `./`, `../` or `~`. It is relative to the folder of its settings
+    file. `store:NAME`, `store:NAME:STAGE` and `sha256:DIGEST` are models of the store, and `s3://...` is a URL. The name
+    of a stored model becomes its digest when the file is read, so a promotion changes nothing before the next apply."""
     revision: Annotated[str, Meta(min_length=1, max_length=200, pattern=r"^[^\s-]\S*$")] | None = (
         None
     )
