@@ -45,8 +45,8 @@ class FleetModelConfig(ModelConfig, frozen=True, kw_only=True, forbid_unknown_fi
     ) = None
     """Location of the weights: path of a directory or a GGUF file, name on the hub (owner/name), or name of a bundled
     model (`argosy-mini`). A path starts with `/`, `./`, `../` or `~`. It is relative to the folder of its settings
-    file. `store:NAME`, `store:NAME:STAGE` and `sha256:DIGEST` are models of the store, and `s3://...` is a URL. The name
-    of a stored model becomes its digest when the file is read, so a promotion changes nothing before the next apply."""
+    file. `store:NAME`, `store:NAME:STAGE` and `sha256:DIGEST` are models of the store, and `s3://...` is a URL.
+    The name of a stored model becomes its digest when the file is read. A promotion takes effect at the next apply."""
     revision: Annotated[str, Meta(min_length=1, max_length=200, pattern=r"^[^\s-]\S*$")] | None = (
         None
     )
