@@ -169,7 +169,7 @@ clean:
 
 .venv/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing Argosy with its development tools into .venv (about 2 minutes) ..."
-	$(PIP_INSTALL) -e '.[engine,transformers,postgres,redis,kubernetes,dev]' $(PIP_SHOW)
+	$(PIP_INSTALL) -e '.[engine,transformers,postgres,redis,s3,kubernetes,dev]' $(PIP_SHOW)
 	@touch .venv/.serve $@
 
 .venv/.docs: .venv/.dev

@@ -15,6 +15,15 @@ def cache_folder() -> Path:
     return _xdg_folder("XDG_CACHE_HOME", ".cache")
 
 
+def data_folder() -> Path:
+    """Return the folder for large persistent files.
+
+    Raises:
+        FileNotFoundError: The user has no home folder. The message names the variables to set.
+    """
+    return _xdg_folder("XDG_DATA_HOME", ".local/share")
+
+
 def state_folder() -> Path:
     """Return the folder for persistent files.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,14 @@ async def until(condition: Callable[[], object]) -> None:
     """Wait until `condition` holds. The test's own timeout is the only limit."""
     while not condition():  # noqa: ASYNC110 - the condition has no event
         await asyncio.sleep(0.01)
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    """Wait in a thread until a condition holds. Fails after a minute."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, condition
+        time.sleep(0.02)
 
 
 async def stable_value(read_value: Callable[[], int]) -> int:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from argosy.folders import cache_folder, state_folder
+from argosy.folders import cache_folder, data_folder, state_folder
 from argosy.store import StoreError, default_store_url, usage_log_folder
 from tests.support.home_folders import remove_home
 
@@ -16,7 +16,9 @@ def test_environment_variables_precede_the_home(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("XDG_CACHE_HOME", "/var/cache")
     monkeypatch.setenv("XDG_STATE_HOME", "")
     assert cache_folder() == Path("/var/cache/argosy")
+    monkeypatch.setenv("XDG_DATA_HOME", "/data")
     assert state_folder() == Path("/home/ann/.local/state/argosy")
+    assert data_folder() == Path("/data/argosy")
 
 
 def test_error_without_home_names_the_variables(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from argosy.cli import model_garbage, model_versions
 from argosy.cli.failure import fail
 from argosy.cli.sizes import format_count, format_size, parse_size
 
@@ -17,9 +18,16 @@ if TYPE_CHECKING:
 
 DTypeName = Literal["auto", "bfloat16", "float32", "float16"]
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
 OutputFormat = Literal["table", "json"]
 
-app = typer.Typer(help="Inspect models: parameters, memory, and what fits on this machine.")
+app = typer.Typer(help="Inspect models, and keep them on this machine by their content.")
+app.command("pull")(model_versions.pull)
+app.command("list")(model_versions.list_models)
+app.command("show")(model_versions.show)
+app.command("verify")(model_versions.verify)
+app.command("promote")(model_versions.promote)
+app.command("gc")(model_garbage.collect)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,6 +20,7 @@ def replica(
     server: ReplicaServerConfig,
     engine: EngineConfig,
     *,
+    digest: serve_options.Digest = None,
     context: typer.Context,
     colocated_replicas: serve_options.ColocatedReplicas = 0,
     log_level: serve_options.LogLevel = "info",
@@ -34,7 +35,12 @@ def replica(
         log_level=log_level,
         log_name=log_name,
     )
-    engine = msgspec.structs.replace(engine, colocated_replicas=colocated_replicas)
+    try:
+        engine = msgspec.structs.replace(
+            engine, colocated_replicas=colocated_replicas, digest=digest
+        )
+    except ValueError as error:
+        fail(str(error))
     reporter = StartupReporter(os.environ)
     status = EXIT_USAGE
 

@@ -60,7 +60,8 @@ Model = Annotated[
     str | None,
     Argument(
         help="A directory in Hugging Face layout, a GGUF file, a name on the hub (owner/name, owner/name:Q4_K_M), or"
-        " the name of a bundled model (argosy-mini)."
+        " the name of a bundled model (argosy-mini). Also store:NAME or sha256:DIGEST for a model of the store, or a"
+        " URL (s3://...)."
     ),
 ]
 Host = Annotated[str, Option(help="Address to listen on.")]
@@ -73,6 +74,13 @@ ServedModelNames = Annotated[
 ]
 
 Revision = Annotated[str | None, Option(help="Branch, tag or commit.", rich_help_panel=MODEL_PANEL)]
+Digest = Annotated[
+    str | None,
+    Option(
+        help="Digest that the model must have (sha256:...). Its files are verified before they are loaded.",
+        rich_help_panel=MODEL_PANEL,
+    ),
+]
 DType = Annotated[
     Literal["auto", "bfloat16", "float32", "float16"],
     Option(help="Data type of weights and KV cache.", rich_help_panel=MODEL_PANEL),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal, get_args
 
 import msgspec
@@ -27,6 +28,7 @@ DEFAULT_PACK_CACHE_BYTES = 32 << 30
 """Default limit of the disk space for packed weights of all checkpoints, in bytes."""
 
 
+VERIFYING_MODEL = "verifying the model"
 LOADING_WEIGHTS = "loading weights"
 WARMING_UP = "warming up"
 """Activities that an engine reports during its start, beside preparations."""
@@ -38,6 +40,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     model: str
     """Directory in Hugging Face layout, GGUF file, or repository name on the hub."""
     revision: str | None = None
+    digest: str | None = None
+    """SHA-256 digest that the model must have (`argosy models show`). It is checked before anything is loaded."""
     generation_config: str = "auto"
     """Source of sampling defaults and end-of-sequence ids: `auto` is the model's generation_config.json, `none` (or
     `vllm`) only its end-of-sequence ids, and anything else a folder with such a file."""
@@ -103,6 +107,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             if value not in choices:
                 names = ", ".join(str(choice) for choice in choices)
                 raise ValueError(f"{name} is {value!r}; choose one of {names}")
+        if self.digest is not None and re.fullmatch("sha256:[0-9a-f]{64}", self.digest) is None:
+            raise ValueError(f"digest is {self.digest!r}; give sha256: and 64 hexadecimal digits")
 
 
 OPTIONAL_NUMBERS = frozenset(

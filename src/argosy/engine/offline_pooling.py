@@ -32,7 +32,7 @@ class OfflinePooling:
     """Pooling requests of a model that computes vectors."""
 
     def __init__(self, config: EngineConfig, ready: CoreReady, run: RunRequests) -> None:
-        path = resolve_model_path(config.model, config.revision)
+        path = resolve_model_path(config.model, config.revision, config.digest)
         self.tokenizer = Tokenizer.load(path)
         self._processor = PoolingProcessor(self.tokenizer, ChatTemplate.load(path), ready, config)
         self._run = run

@@ -104,7 +104,7 @@ class OfflineRequestProcessor:
         """
         self._config = config
         self._ready = ready
-        self._path = resolve_model_path(config.model, config.revision)
+        self._path = resolve_model_path(config.model, config.revision, config.digest)
         text_processing = _load_text_processing(self._path, chat_template, config)
         self.tokenizer = text_processing.tokenizer
         self.processor = text_processing.create_processor(ready, config)

@@ -13,7 +13,7 @@ import msgspec
 import structlog
 
 from argosy.gateway.backends import CHAT_PATH, COMPLETION_PATH, BackendAdapter, DeliveredOutput
-from argosy.gateway.pool import Pool, build_placement_request
+from argosy.gateway.pool import Pool, ReplicaEndpoint, build_placement_request
 from argosy.gateway.principal import Principal
 from argosy.gateway.request_fields import RequestFields
 from argosy.gateway.request_trace import RequestTrace
@@ -112,6 +112,8 @@ class RequestContext(msgspec.Struct, eq=False):
     """Trace that `argosy explain` shows."""
     replica_name: str = ""
     """Name of the replica of the current or last attempt."""
+    model_digest: str = ""
+    """Digest of the model that this replica has verified."""
     placement: PlacementRequest | None = None
     """State of the request in placement. None until all filters have admitted it."""
     end_reason: EndReason | None = None
@@ -167,6 +169,10 @@ class RequestContext(msgspec.Struct, eq=False):
         self.error = error
         if error.status < 500 and self.status == "failed":
             self.status = "refused"
+
+    def record_replica(self, replica: ReplicaEndpoint) -> None:
+        """Record the replica of the current attempt."""
+        self.replica_name, self.model_digest = replica.name, replica.model_digest
 
     def close_bill(self, *, is_response_started: bool, is_output_sent: bool) -> None:
         """Compute the bill of the ended request, and forget output that did not reach the client.

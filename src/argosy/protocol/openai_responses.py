@@ -208,6 +208,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     """Context length in tokens; None if unknown."""
     tasks: list[str] | None = None
     """Tasks of the model, like `generate` or `embed`; None if unknown."""
+    digest: str | None = None
+    """SHA-256 digest of the model's files; None if the replicas have not verified one, or different ones."""
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):

@@ -224,6 +224,8 @@ class UsageRecord(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens: int = 0
     """Tokens delivered to the client."""
     nano_dollars: int = 0
+    digest: str = ""
+    """Digest of the model, if the replica has verified its files against one."""
 
 
 class AccountSnapshot(msgspec.Struct, frozen=True, kw_only=True):

@@ -260,6 +260,7 @@ usage = Table(
     Column("cached_tokens", BigInteger, nullable=False),
     Column("output_tokens", BigInteger, nullable=False),
     Column("nano_dollars", BigInteger, nullable=False),
+    Column("digest", Text, nullable=False, server_default=""),
     Column("day", Integer, nullable=False),
     Index("usage_ended_at", "ended_at"),
     *(

@@ -32,7 +32,8 @@ MAX_COUNT = 2**40
 SLOT_BYTES = 1024
 SLOT_WORDS = SLOT_BYTES // 8
 
-# Word offsets in a slot. Texts follow the words: ids and names of the request and, after its end, the replica.
+# Word offsets in a slot. Texts follow the words: ids and names of the request and, after its end, the
+# replica and the digest of its model.
 STATE_WORD, INPUT_WORD, CACHED_WORD, OUTPUT_WORD = 0, 1, 2, 3
 INPUT_RATE_WORD, CACHED_RATE_WORD, OUTPUT_RATE_WORD = 4, 5, 6
 STARTED_AT_WORD, ENDED_AT_WORD = 7, 8
@@ -85,10 +86,12 @@ class UsageSlot:
         """Memory address of the word that counts output tokens, for native code."""
         return self.table.address + (self._first_word + OUTPUT_WORD) * 8
 
-    def finish(self, status: UsageStatus, replica: str, ended_at: float) -> None:
+    def finish(self, status: UsageStatus, replica: str, ended_at: float, digest: str = "") -> None:
         """Mark the request ended and queue the record for the store. The request must not use the slot afterwards."""
         words, base = self._words, self._first_word
-        text = replica.encode("utf-8", "replace")[: SLOT_BYTES - REPLICA_OFFSET]
+        suffix = b"\0" + digest.encode("ascii", "replace") if digest else b""
+        space = SLOT_BYTES - REPLICA_OFFSET - len(suffix)
+        text = replica.encode("utf-8", "replace")[:space] + suffix
         self._write_text(REPLICA_OFFSET, text)
         words[base + REPLICA_SIZE_WORD] = len(text)
         self.table.times[base + ENDED_AT_WORD] = ended_at
@@ -132,6 +135,8 @@ class UsageSlot:
         texts = self._read_text(TEXT_OFFSET, TEXT_SIZE_WORD).decode("utf-8", "replace").split("\0")
         request, organisation, project, key, user, model, *model_names = texts
         asked, route = model_names or ("", "")  # the previous version wrote neither
+        ending = self._read_text(REPLICA_OFFSET, REPLICA_SIZE_WORD).decode("utf-8", "replace")
+        replica, _, digest = ending.partition("\0")
         usage = TokenUsage(
             words[base + INPUT_WORD], words[base + CACHED_WORD], words[base + OUTPUT_WORD]
         )
@@ -149,7 +154,7 @@ class UsageSlot:
             model=model,
             asked=asked,
             route=route,
-            replica=self._read_text(REPLICA_OFFSET, REPLICA_SIZE_WORD).decode("utf-8", "replace"),
+            replica=replica,
             started_at=times[base + STARTED_AT_WORD],
             ended_at=times[base + ENDED_AT_WORD],
             status=USAGE_STATUSES[words[base + STATE_WORD] - ENDED],
@@ -157,6 +162,7 @@ class UsageSlot:
             cached_tokens=usage.cached_tokens,
             output_tokens=usage.output_tokens,
             nano_dollars=min(rates.cost_nano_dollars(usage), MAX_NANO_DOLLARS),
+            digest=digest,
         )
 
     def _write_text(self, offset: int, text: bytes) -> None:

@@ -38,18 +38,17 @@ SLOTS = 8
 DEFAULT = GivingWay()
 
 
-@pytest.mark.parametrize("num_requests", [2500, pytest.param(10_000, marks=pytest.mark.exhaustive)])
-def test_requests_keep_all_invariants_through_faults(num_requests: int) -> None:
+def test_ten_thousand_requests_keep_all_invariants_through_faults() -> None:
     """Replicas crash, stall, drain, refuse; clients leave; streams pause, move, resume and are hedged."""
-    simulation = PlacementSimulation(num_requests, num_replicas=20, slots=5, seed=7)
+    simulation = PlacementSimulation(10_000, num_replicas=20, slots=5, seed=7)
     simulation.run()
     counts = simulation.counts
-    assert len(simulation.ended) == num_requests
+    assert len(simulation.ended) == 10_000
     assert not simulation.core.requests
     for kind in ("paused", "drained", "resume", "retry", "hedge", "left"):
         assert counts[kind] > 0, kind
     completed = [each for each in simulation.ended if each.end == "completed"]
-    assert len(completed) == counts["completed"] > num_requests / 2
+    assert len(completed) == counts["completed"] > 5000
     assert all(each.delivered == each.target for each in completed)
     assert not counts["refused: INTERRUPTED"]
 

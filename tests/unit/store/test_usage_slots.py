@@ -28,6 +28,18 @@ def test_reused_slot_has_no_data_of_the_previous_request(tmp_path: Path) -> None
     second.close()
 
 
+@pytest.mark.parametrize("replica", ["chat-1-0", "r" * 300, "http://[::1]:8001"])
+@pytest.mark.parametrize("digest", ["", "sha256:" + "a" * 64])
+def test_replica_and_digest_share_their_space(tmp_path: Path, replica: str, digest: str) -> None:
+    log = UsageLog(tmp_path)
+    log.allocate_slot(new_record("r"), RATES).finish("completed", replica, NOW, digest)
+    (record,) = drain(log)
+    log.close()
+    assert record.digest == digest
+    assert len(record.replica) >= min(len(replica), 56)
+    assert replica.startswith(record.replica)
+
+
 def test_native_counter_is_included_and_the_price_is_capped(tmp_path: Path) -> None:
     log = UsageLog(tmp_path)
     slot = log.allocate_slot(new_record("r"), Rates(1 << 40, 1 << 40, 1 << 40))

@@ -5,19 +5,24 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 from pathlib import Path
 
 from argosy.engine.execution.checkpoint_config import read_json
 from argosy.engine.execution.checkpoint_formats.gguf_config import read_gguf_config
 from argosy.engine.execution.checkpoint_formats.gguf_file import gguf_parts, is_gguf
-from argosy.engine.execution.hub import (
-    DOWNLOAD_PATTERNS,
+from argosy.model_store import (
+    DIGEST_PREFIX,
     MAX_LISTED_FILES,
+    MODEL_PATTERNS,
     MODULE_PATTERNS,
+    REFERENCE_PREFIX,
     HubName,
     download_model,
     group_gguf_models,
+    hub_commit,
+    is_url,
+    open_model_store,
+    pull_model,
 )
 from argosy.models import BUNDLED_MODELS
 
@@ -27,21 +32,24 @@ SINGLE_FILE = "model.safetensors"
 TORCH_INDEX_FILE = "pytorch_model.bin.index.json"
 TORCH_SINGLE_FILE = "pytorch_model.bin"
 ADAPTER_FILE = "adapter_config.json"
-DIGEST_PATTERNS = (*DOWNLOAD_PATTERNS, *MODULE_PATTERNS, "additional_chat_templates/*.jinja")
+DIGEST_PATTERNS = (*MODEL_PATTERNS, *MODULE_PATTERNS, "additional_chat_templates/*.jinja")
 """Patterns of the files that identify a checkpoint."""
-_COMMIT = re.compile("[0-9a-f]{40}")
-_SNAPSHOT_FOLDER = "snapshots"
-"""Folder of huggingface_hub's cache with one directory per commit."""
 _MAX_HEADER_BYTES = 100 << 20
 _DIGEST_SAMPLE_BYTES = 16 * 1024
 _MAX_DIGEST_SAMPLES = 1024
 """Maximum number of samples per file, evenly spread. They cover a small file, and every matrix of a large one."""
 
 
-def resolve_model_path(model: str, revision: str | None) -> Path:
-    """Return the directory of `model`, or its GGUF file, downloading it if `model` is a hub name (`HubName`).
+def resolve_model_path(model: str, revision: str | None, digest: str | None = None) -> Path:
+    """Return the directory of `model`, or its GGUF file, downloading it if it is not on this machine.
 
-    The names of bundled models are known too. A directory of that name in the current folder comes first.
+    A directory of that name in the current folder comes first, then a bundled model, then a model of the store that has
+    the digest. Only then are the store, URLs and the hub asked for the name.
+
+    Args:
+        model: Path, name of a bundled model, `store:NAME`, `sha256:DIGEST`, URL, or name on the hub (`HubName`).
+        revision: Branch, tag or commit on the hub.
+        digest: Digest by which the model may be found in the store. Nothing is verified here.
 
     Raises:
         ValueError: The model does not exist, is not a model, or cannot be downloaded. The message says what to do.
@@ -55,6 +63,9 @@ def resolve_model_path(model: str, revision: str | None) -> Path:
         raise ValueError(f"{path} is a file; give the directory that contains it, or a GGUF file")
     if model in BUNDLED_MODELS:
         return BUNDLED_MODELS[model]
+    stored = _find_stored(model, revision, digest)
+    if stored is not None:
+        return _find_checkpoint(stored) if stored.is_dir() else stored
     name = HubName.parse(model)
     if path.is_absolute() or model.startswith((".", "~")) or name is None:
         kind = "file" if path.suffix == ".gguf" else "directory"
@@ -63,12 +74,30 @@ def resolve_model_path(model: str, revision: str | None) -> Path:
     return downloaded if downloaded.is_file() else _find_checkpoint(downloaded)
 
 
+def _find_stored(model: str, revision: str | None, digest: str | None) -> Path | None:
+    """Return the path of a model in the store, into which a URL is downloaded once. None for other models."""
+    is_reference = model.startswith((REFERENCE_PREFIX, DIGEST_PREFIX))
+    if not (is_reference or digest or is_url(model)):
+        return None
+    store = open_model_store()
+    if digest is not None and (path := store.model_path(digest)) is not None:
+        return path
+    if is_reference:
+        version = store.find(model)
+    elif is_url(model):
+        known = None if digest else store.find_by_source(model.rstrip("/"), revision)
+        version = known or pull_model(store, model, revision=revision, digest=digest)
+    else:
+        return None
+    path = store.model_path(version.digest)
+    if path is None:
+        raise ValueError(f"the files of {model} are missing in {store.folder}; pull it again")
+    return path
+
+
 def model_revision(path: Path, revision: str | None) -> str:
     """Return the commit of a downloaded snapshot, or the requested revision; empty for a directory without either."""
-    for folder in (path, *path.parents):
-        if folder.parent.name == _SNAPSHOT_FOLDER and _COMMIT.fullmatch(folder.name):
-            return folder.name
-    return revision or ""
+    return hub_commit(path) or revision or ""
 
 
 def _find_checkpoint(folder: Path) -> Path:

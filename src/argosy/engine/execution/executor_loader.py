@@ -12,6 +12,7 @@ import torch
 
 from argosy.engine.engine_config import (
     LOADING_WEIGHTS,
+    VERIFYING_MODEL,
     WARMING_UP,
     EngineConfig,
     EngineLimits,
@@ -53,6 +54,7 @@ from argosy.engine.execution.weight_loader import load_decoder, load_encoder
 from argosy.engine.grammar import CompiledGrammar
 from argosy.engine.pooling import PoolingInfo
 from argosy.engine.scheduling import AdmittedSequence, StepPlan
+from argosy.model_store import stored_digest, verify_model
 from argosy.protocol import ArithmeticIdentity, SamplingParams
 
 if TYPE_CHECKING:
@@ -110,7 +112,10 @@ def load_executor(
         OSError: A file cannot be read. The message says what to do.
     """
     started_at = time.monotonic()
-    path = resolve_model_path(config.model, config.revision)
+    path = resolve_model_path(config.model, config.revision, config.digest)
+    digest = config.digest or stored_digest(path)
+    if digest:
+        verify_model(path, digest, on_progress=lambda done: progress(VERIFYING_MODEL, done))
     checkpoint_state = checkpoint_fingerprint(path)
     pooling_layout = read_pooling_layout(path, config.task)
     selection = (

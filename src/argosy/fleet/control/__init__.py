@@ -19,6 +19,7 @@ from argosy.fleet.control.fleet_context import FleetContext
 from argosy.fleet.control.fleet_records import ReplicaRecord, decode_records
 from argosy.fleet.control.leadership import process_holder
 from argosy.fleet.control.status import FleetStatus, PoolStatus, read_fleet_status
+from argosy.fleet.control.used_models import UsedModels, find_used_models
 
 __all__ = [
     "DEFAULT_LEASE_S",
@@ -27,8 +28,10 @@ __all__ = [
     "FleetStatus",
     "PoolStatus",
     "ReplicaRecord",
+    "UsedModels",
     "check_launchers",
     "decode_records",
+    "find_used_models",
     "fleet_folder",
     "gateway_url",
     "open_launcher",

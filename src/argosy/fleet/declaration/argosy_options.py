@@ -70,6 +70,7 @@ class ArgosyOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 FLEET_OPTIONS = {
     "model": "models[].source",
     "revision": "models[].revision",
+    "digest": "models[].digest",
     "served_model_name": "models[].name",
     "drain_deadline": "drain_deadline_s of the pool",
     "zone": "zones of the pool",

@@ -57,14 +57,16 @@ class FleetModelConfig(ModelConfig, frozen=True, kw_only=True, forbid_unknown_fi
     ) = None
     """Location of the weights: path of a directory or a GGUF file, name on the hub (owner/name), or name of a bundled
     model (`argosy-mini`). A path starts with `/`, `./`, `../` or `~`. It is relative to the folder of its settings
-    file."""
+    file. `store:NAME`, `store:NAME:STAGE` and `sha256:DIGEST` are models of the store, and `s3://...` is a URL.
+    The name of a stored model becomes its digest when the file is read. A promotion takes effect at the next apply."""
     revision: Annotated[str, Meta(min_length=1, max_length=200, pattern=r"^[^\s-]\S*$")] | None = (
         None
     )
     """Branch, tag or commit of the source."""
     digest: Annotated[str, Meta(pattern="^sha256:[0-9a-f]{64}$")] | None = None
-    """SHA-256 digest of the model's manifest. Another digest is another model, so its replicas are replaced. Loaded
-    weights are not compared with it yet."""
+    """SHA-256 digest of the model's manifest (`argosy models show`). Another digest is another model, so its replicas
+    are replaced. Replicas of the engine `argosy` compare every file with it before they load one; other engines do
+    not."""
 
 
 class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

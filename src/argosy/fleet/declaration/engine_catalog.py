@@ -22,7 +22,7 @@ BUILT_IN_ENGINES: Mapping[str, EngineKind] = MappingProxyType(
                 "--drain-deadline",
                 "{drain_deadline_s}",
             ),
-            optional_arguments=(("--revision", "{revision}"),),
+            optional_arguments=(("--revision", "{revision}"), ("--digest", "{digest}")),
             socket_arguments=("--uds", "{socket}"),
             port_arguments=("--host", "{host}", "--port", "{port}"),
             kind="argosy",

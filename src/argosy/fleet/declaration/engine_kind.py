@@ -20,6 +20,7 @@ HttpPath = Annotated[str, Meta(pattern=r"^/[!-~]*$")]
 LAUNCHER_PLACEHOLDERS = frozenset({"host", "port", "socket", "name"})
 """Placeholders that the launcher replaces."""
 PLACEHOLDERS = LAUNCHER_PLACEHOLDERS | {
+    "digest",
     "drain_deadline_s",
     "hub_model",
     "model",
@@ -35,8 +36,8 @@ class EngineKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     Arguments may contain placeholders. The launcher assigns `{host}`, `{port}`, `{socket}` (path of a Unix socket) and
     `{name}` (of the replica). `{model}` is the model's source. If the source is a path, it is also `{model_path}`.
-    Otherwise it is also `{hub_model}`. `{revision}` and `{served_name}` belong to the model, `{drain_deadline_s}` to
-    the pool.
+    Otherwise it is also `{hub_model}`. `{revision}`, `{digest}` and `{served_name}` belong to the model,
+    `{drain_deadline_s}` to the pool.
     """
 
     command: Annotated[Arguments, Meta(min_length=1)]

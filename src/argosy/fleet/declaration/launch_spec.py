@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,7 +22,9 @@ from argosy.fleet.declaration.config import (
 from argosy.fleet.declaration.engine_catalog import ARGOSY_ENGINE, find_engine
 from argosy.fleet.declaration.engine_kind import EngineKind, OptionValue, fill_placeholders
 from argosy.fleet.launchers import LaunchError, LaunchProbes, LaunchResources, LaunchSpec
+from argosy.model_store import DIGEST_PREFIX, open_model_store
 
+_STORED_MODEL = re.compile("sha256:[0-9a-f]{64}")
 ON_THIS_MACHINE = frozenset({"local", "simulated"})
 """Launchers whose replicas run on the controller's machine."""
 
@@ -54,6 +57,8 @@ def build_launch_spec(
             "argosy.cli",
             *command[1:],
         )  # this version, wherever it is
+    elif pool.engine != ARGOSY_ENGINE:
+        command = tuple(_find_stored(argument) for argument in command)
     engine = find_engine(config, pool)
     in_kubernetes = pool.launcher == "kubernetes"
     return LaunchSpec(
@@ -87,6 +92,19 @@ def build_launch_spec(
         max_unavailable=pool.max_unavailable_count(pool.initial_replicas),
         kubernetes=config.kubernetes if in_kubernetes else None,
     )
+
+
+def _find_stored(argument: str) -> str:
+    """Return the path of a stored model for engines that know no model store."""
+    if _STORED_MODEL.fullmatch(argument) is None:
+        return argument
+    store = open_model_store()
+    path = store.model_path(argument)
+    if path is None:
+        raise LaunchError(
+            f"the model {argument} is not in the model store {store.folder} of the controller's machine. Pull it there."
+        )
+    return str(path)
 
 
 def replica_digest(config: FleetConfig, pool: PoolConfig) -> str:
@@ -126,8 +144,9 @@ def _build_command(config: FleetConfig, pool: PoolConfig) -> tuple[str, ...]:
 
 def _placeholder_values(model: FleetModelConfig, pool: PoolConfig) -> dict[str, str | None]:
     source = model.source or ""
-    is_path = Path(source).is_absolute()
+    is_path = Path(source).is_absolute() or source.startswith(DIGEST_PREFIX)
     return {
+        "digest": model.digest,
         "drain_deadline_s": str(math.ceil(pool.drain_deadline_s)),
         "hub_model": None if is_path else source,
         "model": source,

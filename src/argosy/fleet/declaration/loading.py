@@ -11,15 +11,23 @@ import msgspec
 from argosy.fleet.declaration.config import FleetConfig, FleetModelConfig
 from argosy.fleet.declaration.validation import validate_fleet
 from argosy.gateway import RENAMED_SETTINGS
+from argosy.model_store import (
+    DIGEST_PREFIX,
+    REFERENCE_PREFIX,
+    ModelStoreError,
+    open_model_store,
+)
 from argosy.settings import SettingsDocument
 
+_DIGEST = re.compile("sha256:[0-9a-f]{64}")
 _LOCAL_PATH = re.compile(r"(\.{1,2}|~[^/]*)?/|\.{1,2}$|~")
 
 
 def load_fleet(paths: Sequence[Path]) -> FleetConfig:
     """Read a declaration from files, of which each is an overlay of those before it.
 
-    The fleet's name defaults to that of the first file. Relative sources of models become absolute.
+    The fleet's name defaults to that of the first file. Relative sources of models become absolute, and names of stored
+    models become their digests.
 
     Raises:
         ValueError: A file cannot be read or a setting is invalid. The message names the file and the setting.
@@ -27,7 +35,7 @@ def load_fleet(paths: Sequence[Path]) -> FleetConfig:
     document = SettingsDocument.read(paths)
     config = document.decode(FleetConfig, RENAMED_SETTINGS, validate_fleet)
     models = [
-        _resolve_source(model, Path(document.file_of(("models", index, "source"))))
+        _resolve_source(model, index, Path(document.file_of(("models", index, "source"))))
         for index, model in enumerate(config.models)
     ]
     return msgspec.structs.replace(
@@ -51,11 +59,28 @@ def parse_fleet(text: str | bytes, name: str = "the declaration") -> FleetConfig
     )
 
 
-def _resolve_source(model: FleetModelConfig, file: Path) -> FleetModelConfig:
+def _resolve_source(model: FleetModelConfig, index: int, file: Path) -> FleetModelConfig:
+    if model.source is not None and model.source.startswith((REFERENCE_PREFIX, DIGEST_PREFIX)):
+        return _resolve_stored(model, model.source, f"{file}: models[{index}]")
     if model.source is None or not _LOCAL_PATH.match(model.source):
         return model
     path = file.parent / Path(model.source).expanduser()
     return msgspec.structs.replace(model, source=str(path.resolve()))
+
+
+def _resolve_stored(model: FleetModelConfig, source: str, where: str) -> FleetModelConfig:
+    """Replace a reference to the model store by a digest."""
+    digest = source
+    if not _DIGEST.fullmatch(source):
+        try:
+            digest = open_model_store().find(source).digest
+        except ModelStoreError as error:
+            raise ValueError(f"{where}.source: {error}") from error
+    if model.digest not in {None, digest}:
+        raise ValueError(
+            f"{where}.digest: {source} has the digest {digest}, not {model.digest}. Remove one of the two."
+        )
+    return msgspec.structs.replace(model, source=digest, digest=digest)
 
 
 def _name_from(path: Path) -> str:

@@ -115,7 +115,7 @@ def _check_engine(name: str, engine: EngineKind) -> None:
     if used.isdisjoint({"port", "socket"}):
         raise _fail(path, "command", "it has no {port}, so that no gateway could reach it. Add it.")
     required = {item for text in engine.command for item in find_placeholders(text)}
-    optional = required & {"revision", "hub_model", "model_path"}
+    optional = required & {"revision", "digest", "hub_model", "model_path"}
     if optional:
         name = min(optional)
         raise _fail(

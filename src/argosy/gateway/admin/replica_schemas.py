@@ -82,6 +82,7 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True, tag_field="object",
     """Whether the replica's results do not depend on other requests. Streams of other replicas are not resumed."""
     build: str
     model_revision: str
+    model_digest: str
     accelerator: str
     zone: str
     labels: dict[str, str]
@@ -153,6 +154,7 @@ def to_replica_view(pool: Pool, replica: ReplicaEndpoint) -> ReplicaView:
         exact=replica.is_exact,
         build=report.build if report else "",
         model_revision=report.model_revision if report else "",
+        model_digest=report.model_digest if report else "",
         accelerator=report.accelerator if report else "",
         zone=report.zone if report else "",
         labels=report.labels if report else {},

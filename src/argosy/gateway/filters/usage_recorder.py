@@ -92,7 +92,7 @@ class UsageFilterState(msgspec.Struct, eq=False):
         """Complete the row with the billed tokens."""
         context, bill = self.context, self.context.bill
         self.slot.set_counts(bill.usage)
-        self.slot.finish(context.status, context.replica_name, self.clock())
+        self.slot.finish(context.status, context.replica_name, self.clock(), context.model_digest)
         context.trace.cost = CostTrace(bill.nano_dollars, self.rates)
 
 

@@ -216,6 +216,7 @@ class ModelRouter:
             root=pool.model,
             max_model_len=pool.max_model_len,
             tasks=None if tasks is None else sorted(tasks),
+            digest=pool.model_digest,
         )
 
     def _build_routes(self, snapshot: AccountSnapshot) -> tuple[ModelRoute, ...]:

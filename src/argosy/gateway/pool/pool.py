@@ -51,6 +51,12 @@ class Pool(PlacementPool[ReplicaEndpoint]):
         return max(lengths, default=None)
 
     @property
+    def model_digest(self) -> str | None:
+        """Digest of the model, if all replicas have verified the same one."""
+        digests = {replica.model_digest for replica in self.replicas.values()}
+        return digests.pop() or None if len(digests) == 1 else None
+
+    @property
     def tasks(self) -> frozenset[str] | None:
         """Tasks of the model, like `generate` or `embed`; None if a replica does not report them."""
         tasks = [replica.tasks for replica in self.replicas.values()]

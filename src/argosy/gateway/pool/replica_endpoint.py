@@ -130,6 +130,11 @@ class ReplicaEndpoint(PlacementReplica):
         )
         self.on_capacity_change()
 
+    @property
+    def model_digest(self) -> str:
+        """Digest of the model, if the replica has verified one."""
+        return "" if self.report is None else self.report.model_digest
+
     def on_native_load(self, report: LoadResponse, now: float) -> None:
         """Apply the load report of a native replica.
 

@@ -140,7 +140,7 @@ class RequestProxy:
     def on_send(self, attempt: Attempt) -> None:
         self._next_attempt = attempt
         if attempt.mode is not AttemptMode.HEDGE:
-            self._context.replica_name = attempt.replica.name
+            self._context.record_replica(cast("ReplicaEndpoint", attempt.replica))
         self._notify()
 
     def on_cancel(self, attempt: Attempt) -> None:
@@ -249,7 +249,7 @@ class RequestProxy:
                 if not isinstance(error, CALL_ERRORS) or len(self._calls) == 1:
                     raise error
                 self._report_end(call, error)
-                self._context.replica_name = self._calls[0].replica.name
+                self._context.record_replica(self._calls[0].replica)
 
     async def _open_content(self, call: UpstreamCall) -> ResponseStart:
         """Send the request and wait for the first content of the response.
@@ -336,7 +336,7 @@ class RequestProxy:
                 else replica.arithmetic_id
             )
             context.delivered.is_exact = replica.is_exact
-        context.replica_name = replica.name
+        context.record_replica(replica)
         self._driver.handle(
             AttemptAnswered(
                 self._request,

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 import typer.main
+from tests.support.small_models import write_small_model
 
 from argosy.cli.app import app
 from argosy.fleet.declaration import (
@@ -17,17 +18,21 @@ from argosy.fleet.declaration import (
     PoolConfig,
     build_gateway_config,
     build_launch_spec,
+    dump_fleet,
+    load_fleet,
     parse_fleet,
     replica_digest,
 )
 from argosy.fleet.declaration.argosy_options import FLEET_OPTIONS
 from argosy.fleet.launchers import LaunchError
+from argosy.model_store import open_model_store, pull_model
 
 MODELS = """
 models:
   - {name: chat, source: /models/chat, revision: v1}
   - {name: hub, source: owner/name}
 """
+DIGEST = "sha256:" + "a" * 64
 
 
 def parse_pool(text: str) -> tuple[FleetConfig, PoolConfig]:
@@ -159,3 +164,45 @@ def test_each_gateway_has_its_port_and_no_settings_of_the_controller() -> None:
     assert not hasattr(first.models[0], "source")
     free = msgspec.structs.replace(config, port=0)
     assert build_gateway_config(free, 1).port == 0
+
+
+@pytest.mark.parametrize("engine", ["argosy", "vllm"])
+def test_stored_model_is_a_digest_for_argosy_and_a_path_for_others(
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ARGOSY_MODELS", str(tmp_path / "store"))
+    version = pull_model(open_model_store(), str(write_small_model(tmp_path / "m")), name="o/m")
+    file = tmp_path / "fleet.yaml"
+    text = "models: [{name: m, source: 'SOURCE'}]\npools: [{name: p, model: m, engine: ENGINE}]\n"
+    digests = set()
+    for source in ("store:o/m", "store:o/m:candidate", version.digest[:20], version.digest):
+        file.write_text(text.replace("SOURCE", source).replace("ENGINE", engine))
+        config = load_fleet([file])
+        assert parse_fleet(dump_fleet(config)) == config
+        command = build_launch_spec(config, config.pools[0], 1, 0).command
+        digests.add(replica_digest(config, config.pools[0]))
+    assert len(digests) == 1
+    if engine == "argosy":
+        assert command[command.index("--digest") + 1] == version.digest in command[:6]
+        return
+    assert str(open_model_store().model_path(version.digest)) in command
+    monkeypatch.setenv("ARGOSY_MODELS", str(tmp_path / "empty"))
+    with pytest.raises(LaunchError, match="not in the model store"):
+        build_launch_spec(config, config.pools[0], 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("source: 'store:nope'", r"models\[0\]\.source: the model store .* has no store:nope"),
+        (f"source: '{DIGEST}', digest: '{DIGEST[:-1]}b'", "Remove one of the two"),
+    ],
+)
+def test_unknown_stored_model_is_refused(
+    model: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ARGOSY_MODELS", str(tmp_path / "store"))
+    file = tmp_path / "fleet.yaml"
+    file.write_text(f"models: [{{name: m, {model}}}]\npools: [{{name: p, model: m}}]\n")
+    with pytest.raises(ValueError, match=message):
+        load_fleet([file])

@@ -163,6 +163,7 @@ class ReplicaApp:
             root=self._replica.model_names[0],
             max_model_len=model.ready.max_model_len,
             tasks=sorted(model.tasks),
+            digest=self._replica.model_digest or None,
         )
 
     async def _tokenize(self, exchange: HttpExchange) -> None:

@@ -30,6 +30,7 @@ from argosy.http_server import (
     listening_socket,
     tune_gc,
 )
+from argosy.model_store import hold_model, stored_digest
 from argosy.process import handle_signals, raise_file_limit
 from argosy.telemetry import configure_logging
 
@@ -54,6 +55,7 @@ class ReplicaServer:
         load_text_processing: Callable[[], TextProcessing],
         on_ready: Callable[[str], None],
         model_revision: str = "",
+        model_digest: str = "",
     ) -> None:
         self._config = config
         self._engine_config = engine_config
@@ -61,7 +63,11 @@ class ReplicaServer:
         self._load_text_processing = load_text_processing
         self._on_ready = on_ready
         self.replica_state = ReplicaState(
-            config, config.model_names_for(engine_config.model), engine, model_revision
+            config,
+            config.model_names_for(engine_config.model),
+            engine,
+            model_revision,
+            model_digest,
         )
         self._certificates = None if config.tls is None else CertificateWatcher(config.tls)
         self._listener = HttpServer(
@@ -119,10 +125,12 @@ class ReplicaServer:
 
     async def _serve_model(self, url: str) -> None:
         """Load the model, announce readiness and watch the engine. Ends only with an error."""
+        engine_started = asyncio.Event()
         log.info("loading", url=url, model=self.replica_state.model_names[0])
-        loading = asyncio.create_task(asyncio.to_thread(self._load_text_processing))
+        loading = asyncio.create_task(self._load_text(engine_started))
         try:
             ready = await self._engine.start(self.replica_state.metrics.record_step)
+            engine_started.set()
             text_processing = await loading
         finally:
             loading.cancel()
@@ -143,6 +151,12 @@ class ReplicaServer:
         raise EngineFailedError(
             "the engine failed too often; see the log, then restart the replica"
         )
+
+    async def _load_text(self, engine_started: asyncio.Event) -> TextProcessing:
+        """Load the tokenizer and the template beside the weights, or after the engine has verified their files."""
+        if self.replica_state.model_digest:
+            await engine_started.wait()
+        return await asyncio.to_thread(self._load_text_processing)
 
     async def _watch_certificates(self) -> None:
         if self._certificates is not None:
@@ -187,7 +201,7 @@ def serve_replica(
     """
     configure_logging(config.log_format, config.log_level, config.log_name)
     raise_file_limit()
-    path = resolve_model_path(engine_config.model, engine_config.revision)
+    path = resolve_model_path(engine_config.model, engine_config.revision, engine_config.digest)
 
     def notify_ready(url: str) -> None:
         tune_gc()
@@ -215,7 +229,9 @@ def serve_replica(
             ),
             on_ready=notify_ready,
             model_revision=model_revision(path, engine_config.revision),
+            model_digest=engine_config.digest or stored_digest(path),
         )
         await server.run()
 
-    uvloop.run(run())
+    with hold_model(path):
+        uvloop.run(run())

@@ -112,9 +112,11 @@ class ReplicaState:
         model_names: tuple[str, ...],
         engine: ReplicaEngine,
         model_revision: str = "",
+        model_digest: str = "",
     ) -> None:
         self.config = config
         self.model_revision = model_revision
+        self.model_digest = model_digest
         self.model_names = model_names
         self.engine = engine
         self.metrics = ReplicaMetrics(model_names[0])
@@ -334,6 +336,7 @@ class ReplicaState:
             else StartupProgress(activity=progress.activity, fraction=progress.fraction),
             build=_build(),
             model_revision=self.model_revision,
+            model_digest=self.model_digest if ready else "",
             arithmetic_id=self.arithmetic_id,
             arithmetic=self.arithmetic,
             accelerator=ready.accelerator if ready else "",

@@ -430,7 +430,7 @@ def _load_grammar_tokenizer(config: EngineConfig, vocab_size: int) -> GrammarTok
     Raises:
         ValueError: The checkpoint has no tokenizer.
     """
-    path = resolve_model_path(config.model, config.revision)
+    path = resolve_model_path(config.model, config.revision, config.digest)
     return build_grammar_tokenizer(Tokenizer.load(path), vocab_size)
 
 

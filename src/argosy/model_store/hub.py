@@ -8,32 +8,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+import yaml
 
-DOWNLOAD_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py")
-"""Patterns of files to download, which are configuration, weights, templates, tokenizers and code of the model."""
-MODULE_PATTERNS = tuple(
-    f"[0-9]*_*/{pattern}" for pattern in ("*.json", "*.safetensors", "pytorch_model.bin")
+from argosy.model_store.model_files import (
+    IGNORED_PATTERNS,
+    MAX_LISTED_FILES,
+    group_gguf_models,
+    layout_patterns,
 )
-"""Patterns of the pooling and dense layers of an embedding model, which are in folders such as `1_Pooling`."""
-TORCH_PATTERNS = ("pytorch_model*.bin",)
-"""Patterns of weights that are downloaded if the repository has no safetensors files."""
-IGNORED_PATTERNS = (
-    "consolidated*",
-    *(f"[!0-9]*/{pattern}" for pattern in DOWNLOAD_PATTERNS if pattern != "*.jinja"),
-    *("[!0-9]*/*.bin", "*/*.gguf"),
-)
-"""Patterns of files not to download: weights in other layouts, and folders except those of templates and modules."""
-MAX_LISTED_FILES = 8
-"""Maximum number of files that an error lists."""
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from huggingface_hub import CardData
+
+_COMMIT = re.compile("[0-9a-f]{40}")
+_SNAPSHOT_FOLDER = "snapshots"
+"""Folder of huggingface_hub's cache with one directory per commit."""
+_FRONT_MATTER = re.compile(r"---\r?\n(.*?)\r?\n---", re.DOTALL)
 _PREFIX = re.compile(r"^(https://)?(huggingface\.co|hf\.co)/")
 _NAME = re.compile(
     r"(?P<repository>[^/:]+(/[^/:]+)?)(:(?P<quantization>[^/:]+)|/(?P<file>.+\.gguf))?"
 )
-_PART_SUFFIX = re.compile(r"(-\d{5}-of-\d{5})?\.gguf$")
-_NO_MODEL = re.compile(r"(^|/)(mmproj|imatrix)|[-.]imatrix\.gguf$")
-"""GGUF files beside a model: projectors of images, and statistics for quantization."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +77,7 @@ def download_model(name: HubName, revision: str | None) -> Path:
         folder = snapshot_download(
             model,
             revision=revision,
-            allow_patterns=list(_patterns(files) if gguf is None else map(glob.escape, gguf)),
+            allow_patterns=list(layout_patterns(files) if gguf is None else map(glob.escape, gguf)),
             ignore_patterns=list(IGNORED_PATTERNS) if gguf is None else None,
         )
     except GatedRepoError as error:
@@ -125,14 +121,6 @@ def _list_files(repository: str, revision: str | None) -> list[str]:
         return [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
 
 
-def _patterns(files: Iterable[str]) -> tuple[str, ...]:
-    has_safetensors = any(
-        re.fullmatch(r"(?!consolidated)[^/]+\.safetensors", file) for file in files
-    )
-    patterns = (*DOWNLOAD_PATTERNS, *MODULE_PATTERNS)
-    return patterns if has_safetensors else (*patterns, *TORCH_PATTERNS)
-
-
 def select_gguf(name: HubName, files: Iterable[str]) -> list[str] | None:
     """Return the parts of the GGUF model that a name means, or None if it means the repository in its own layout.
 
@@ -169,10 +157,44 @@ def select_gguf(name: HubName, files: Iterable[str]) -> list[str] | None:
     )
 
 
-def group_gguf_models(files: Iterable[str]) -> dict[str, list[str]]:
-    """Return the files of each GGUF model by the name that its parts share, without projectors and statistics."""
-    models: dict[str, list[str]] = {}
-    for file in sorted(files):
-        if file.endswith(".gguf") and not _NO_MODEL.search(file):
-            models.setdefault(_PART_SUFFIX.sub("", file), []).append(file)
-    return models
+def hub_commit(path: Path) -> str:
+    """Return the commit of a snapshot in huggingface_hub's cache, or of a file in it; empty for other paths."""
+    for folder in (path, *path.parents):
+        if folder.parent.name == _SNAPSHOT_FOLDER and _COMMIT.fullmatch(folder.name):
+            return folder.name
+    return ""
+
+
+def fetch_model_card(repository: str, revision: str) -> dict[str, str]:
+    """Return `licence` and `base_model` from the hub; nothing if it cannot be reached."""
+    import httpx2
+    from huggingface_hub import HfApi
+
+    try:
+        card = HfApi().model_info(repository, revision=revision or None).card_data
+    except (OSError, ValueError, httpx2.HTTPError):
+        return {}
+    return {} if card is None else _card_fields(card)
+
+
+def read_model_card(text: str) -> dict[str, str]:
+    """Return `licence` and `base_model` from the metadata of a model card, as far as it has them."""
+    match = _FRONT_MATTER.match(text)
+    if match is None:
+        return {}
+    try:
+        metadata = yaml.safe_load(match[1])
+    except yaml.YAMLError:
+        return {}
+    return _card_fields(metadata) if isinstance(metadata, dict) else {}
+
+
+def _card_fields(metadata: Mapping[str, object] | CardData) -> dict[str, str]:
+    fields = {}
+    for name, key in (("licence", "license"), ("base_model", "base_model")):
+        value = metadata.get(key)
+        if isinstance(value, list) and value:
+            value = value[0]
+        if isinstance(value, str):
+            fields[name] = value[:200]
+    return fields

