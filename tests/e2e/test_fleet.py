@@ -76,6 +76,13 @@ class Commands:
     def survivors(self, before: Mapping[str, psutil.Process]) -> set[psutil.Process]:
         return {*before.values()} & {*self.processes().values()}
 
+    def kill_processes(self) -> None:
+        """Kill all that is left of the fleet on this machine."""
+        for process in psutil.process_iter():  # the keeper first, which was started first
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get("XDG_STATE_HOME") == str(self.folder):
+                    process.kill()
+
     def chat(self) -> str:
         url = f"http://127.0.0.1:{self.port}/v1/chat/completions"
         response = httpx2.post(url, json=CHAT | {"model": self.model}, timeout=60)
@@ -94,10 +101,7 @@ def fleet(tmp_path: Path) -> Iterator[Commands]:
     commands = Commands(tmp_path)
     commands.declare()
     yield commands
-    for process in psutil.process_iter():  # the keeper first, which was started first
-        with contextlib.suppress(psutil.Error):
-            if process.environ().get("XDG_STATE_HOME") == str(tmp_path):
-                process.kill()
+    commands.kill_processes()
 
 
 async def test_declared_fleet_repairs_itself(fleet: Commands) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
+import os
 import sys
 from collections.abc import Mapping
 
@@ -19,6 +20,7 @@ from argosy.fleet.launchers.launcher import (
 )
 from argosy.fleet.launchers.ray_messages import RayRequest, RayResponse
 
+ADDRESS_TIMEOUT_S = 5.0
 CONNECT_TIMEOUT_S = 60.0
 RECONNECT_DELAY_S = 5.0
 """Time from a failed or lost connection to the next attempt."""
@@ -148,6 +150,25 @@ def _has_failed(connection: asyncio.Task[_Driver]) -> bool:
     return connection.cancelled() or bool(connection.exception()) or connection.result().has_ended
 
 
+async def _check_address(address: str) -> None:
+    """Raise OSError if nothing listens at an address, to which Ray's library would try to connect for a minute."""
+    if address == AUTO_ADDRESS:
+        address = os.environ.get("RAY_ADDRESS", address)
+    host, _, port = address.rpartition(":")
+    if host and port.isdigit():
+        async with asyncio.timeout(ADDRESS_TIMEOUT_S):
+            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+        writer.close()
+        await writer.wait_closed()
+
+
+def _unusable(address: str, reason: str) -> LaunchError:
+    return LaunchError(
+        f"the Ray cluster {address} cannot be used: {reason}. Start a node of it on this machine with "
+        "`ray start --address`, or correct `ray.address` or RAY_ADDRESS."
+    )
+
+
 class _Driver:
     """A driver process, and the requests that it has not answered."""
 
@@ -165,6 +186,12 @@ class _Driver:
         Raises:
             LaunchError: It cannot connect.
         """
+        try:
+            await _check_address(address)
+        except ConnectionRefusedError as error:
+            raise _unusable(address, "nothing listens there") from error
+        except OSError as error:
+            raise _unusable(address, str(error) or "it does not answer") from error
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", "-m", "argosy.fleet.launchers.ray_driver"),
             *(address, namespace),
@@ -182,10 +209,7 @@ class _Driver:
         except (TimeoutError, LaunchError) as error:
             await driver.close()
             reason = str(error) or f"it did not answer within {CONNECT_TIMEOUT_S:g} s"
-            raise LaunchError(
-                f"the Ray cluster {address} cannot be used: {reason}. Start a node of it on this machine with "
-                "`ray start --address`, or correct `ray.address` or RAY_ADDRESS."
-            ) from error
+            raise _unusable(address, reason) from error
         except BaseException:
             await driver.close()
             raise

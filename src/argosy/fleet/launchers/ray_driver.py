@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import sys
 from typing import BinaryIO
 
@@ -23,7 +22,6 @@ from argosy.fleet.launchers.ray_messages import RayRequest, RayResponse
 from argosy.fleet.launchers.ray_registry import ReplicaRegistry
 
 REGISTRY_NAME = "argosy-registry"
-CONNECT_TIMEOUT_S = 5.0
 HEAD_RESOURCE = "node:__internal_head__"
 
 
@@ -37,20 +35,12 @@ def main(address: str, namespace: str) -> None:
     responses = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # whatever else is printed is no response
     try:
-        _check_address(os.environ.get("RAY_ADDRESS", address) if address == "auto" else address)
         ray.init(address, namespace=namespace, log_to_driver=False, configure_logging=False)
     except (ConnectionError, OSError, RuntimeError, ValueError) as error:
         _write(responses, RayResponse(id=0, error=str(error)))
         return
     _write(responses, RayResponse(id=0))
     asyncio.run(_serve(namespace, responses))
-
-
-def _check_address(address: str) -> None:
-    """Raise OSError if nothing listens at the address, which Ray's library would try for a minute."""
-    host, _, port = address.rpartition(":")
-    if host and port.isdigit():
-        socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()
 
 
 async def _serve(namespace: str, responses: BinaryIO) -> None:
