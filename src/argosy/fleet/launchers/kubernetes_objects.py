@@ -170,6 +170,7 @@ def user_environment() -> list[KubernetesObject]:
     """Return the variables that programs read instead of the user database of an image, which may lack the user."""
     return [
         {"name": "HOME", "value": "/tmp"},  # noqa: S108 - a volume of the pod
+        {"name": "XDG_CACHE_HOME", "value": "/tmp/cache"},  # noqa: S108 - the same
         {"name": "USER", "value": "argosy"},
     ]
 
