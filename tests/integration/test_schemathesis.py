@@ -150,7 +150,7 @@ async def explore(url: str, path: str, method: str, num_requests: int, **known: 
 async def test_replica_conforms_to_its_openapi_document(
     replica_server: RunningReplica, engine: FakeEngine, path: str, method: str
 ) -> None:
-    await explore(replica_server.url, path, method, 15)
+    await explore(replica_server.url, path, method, 25)
     assert not engine.live
 
 
@@ -176,7 +176,7 @@ async def test_gateway_conforms_to_its_openapi_document(
     async with run_gateway_server(config) as (_, client):
         url = str(client.base_url).rstrip("/")
         for path, method in GATEWAY_OPERATIONS:
-            await explore(url, path, method, 6)
+            await explore(url, path, method, 12)
     assert not engine.live
 
 
@@ -204,7 +204,7 @@ async def test_stored_responses_conform_to_the_openapi_document(
         conversation = (await client.post("/v1/conversations", json=body)).json()
         for path, method in STATE_OPERATIONS:
             parent = response if path.startswith("/v1/responses") else conversation
-            await explore(url, path, method, 6, id=parent["id"], item="msg_1")
+            await explore(url, path, method, 12, id=parent["id"], item="msg_1")
 
 
 async def test_documents_list_the_endpoints_of_their_server(replica_server: RunningReplica) -> None:

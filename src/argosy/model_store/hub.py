@@ -52,6 +52,11 @@ class HubName:
         return cls(match["repository"], match["quantization"] or "", match["file"] or "")
 
 
+def is_hub_url(text: str) -> bool:
+    """Return whether a text is the address of a model on the hub."""
+    return _PREFIX.match(text) is not None
+
+
 def download_model(name: HubName, revision: str | None) -> Path:
     """Return the snapshot of a model, or its GGUF file in the snapshot, after downloading what is missing.
 

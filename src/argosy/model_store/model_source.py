@@ -15,6 +15,7 @@ from argosy.model_store.hub import (
     download_model,
     fetch_model_card,
     hub_commit,
+    is_hub_url,
     read_model_card,
 )
 from argosy.model_store.manifest import (
@@ -84,8 +85,8 @@ class ModelSource:
 
 
 def is_url(source: str) -> bool:
-    """Return whether a source is a URL."""
-    return _URL.match(source) is not None
+    """Return whether a source is a URL other than that of a model on the hub."""
+    return _URL.match(source) is not None and not is_hub_url(source)
 
 
 def canonical_source(source: str) -> str:

@@ -23,7 +23,7 @@ from argosy.store.errors import StoreError, StoreUnavailableError
 SQLITE_BUSY_TIMEOUT_S = 15.0
 """Maximum time that a writer waits for other writers of an SQLite file."""
 MEMORY_URL = "sqlite://"
-"""URL of a database in this process's memory, which ends with its `Database`."""
+"""SQLAlchemy's URL of a database in memory. No setting may name it, since no other process could see the data."""
 POSTGRES_IDLE_TIMEOUT_S = 15
 """Idle time after which PostgreSQL ends a write transaction.
 
@@ -138,11 +138,14 @@ class Database:
 
     An SQLite file is in WAL mode, so there is one writer at a time and readers never wait. A commit survives the death
     of the process. The most recent commits may be lost if the machine crashes.
+
+    Args:
+        url: URL of the database. None for one in this process's memory, which ends with this object.
     """
 
-    def __init__(self, url: str) -> None:
-        is_in_memory = url == MEMORY_URL
-        parsed = make_url(url) if is_in_memory else parse_url(url)
+    def __init__(self, url: str | None) -> None:
+        is_in_memory = url is None
+        parsed = make_url(MEMORY_URL) if url is None else parse_url(url)
         self.display_name = parsed.database or "in memory"
         """Name for messages, without user and password."""
         if parsed.get_backend_name() == "sqlite":

@@ -17,7 +17,7 @@ from argosy.store import schema
 from argosy.store.accounts import Accounts
 from argosy.store.audit import AuditLog
 from argosy.store.conversation_store import ConversationStore
-from argosy.store.database import MEMORY_URL, Database, parse_url
+from argosy.store.database import Database, parse_url
 from argosy.store.errors import StoreError
 from argosy.store.fleet_store import FleetStore
 from argosy.store.gateway_registry import GatewayRegistry
@@ -140,7 +140,7 @@ def open_existing_store(url: str) -> Store:
 
 def open_memory_store() -> Store:
     """Open an empty store of fleets in the memory of this process. It has no accounts, and ends when it is closed."""
-    database = Database(MEMORY_URL)
+    database = Database(None)
     with database.write_transaction() as connection:
         schema.metadata.create_all(connection)
     return Store(database, time.time)

@@ -88,8 +88,10 @@ def build_launch_spec(
             live_path="/health" if engine.kind == "argosy" else engine.ready_path,
             start_timeout_s=pool.start_timeout_s,
             hang_timeout_s=pool.hang_timeout_s,
-        ),
-        max_unavailable=pool.max_unavailable_count(pool.initial_replicas),
+        )
+        if in_kubernetes
+        else LaunchProbes(),
+        max_unavailable=pool.max_unavailable_count(pool.initial_replicas) if in_kubernetes else 1,
         kubernetes=config.kubernetes if in_kubernetes else None,
     )
 
