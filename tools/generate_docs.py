@@ -179,7 +179,11 @@ def metrics() -> str:
     replica = ReplicaGauges("model", "replica", ReplicaStatus.READY, 0)
     quota = QuotaBackendGauges(is_connected=True, degraded_allowed=0, degraded_rejected=0)
     reading = GatewayGauges(
-        queue_depths={"model": 0}, replicas=[replica], store_up=True, quota_backend=quota
+        desired_replicas={"": 1},
+        queue_depths={"model": 0},
+        replicas=[replica],
+        store_up=True,
+        quota_backend=quota,
     )
     header = ("metric", "type", "labels", "meaning")
     gateway_metrics, replica_metrics = GatewayMetrics(), ReplicaMetrics("model")

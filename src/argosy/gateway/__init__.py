@@ -29,7 +29,7 @@ from argosy.gateway.fleet_pools import (
     RoutedReplica,
 )
 from argosy.gateway.model_routes import RouteConfig
-from argosy.gateway.proxy import prebuild_fast_path
+from argosy.gateway.proxy import DemandReport, ModelDemand, prebuild_fast_path
 from argosy.gateway.server import GatewayServer, serve_gateway
 from argosy.gateway.upstream import UpstreamError, UpstreamTls
 
@@ -38,11 +38,13 @@ __all__ = [
     "RENAMED_SETTINGS",
     "AuthConfig",
     "BackendKind",
+    "DemandReport",
     "FleetPools",
     "GatewayConfig",
     "GatewayPoolsClient",
     "GatewayServer",
     "ModelConfig",
+    "ModelDemand",
     "ModelName",
     "OtherFleetError",
     "PoolsStatus",

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -24,6 +24,7 @@ from argosy.gateway.peer_connection import (
     sign_peer_token,
 )
 from argosy.gateway.principal import Principal
+from argosy.gateway.proxy import DemandReport
 from argosy.gateway.upstream import UpstreamError, fetch_response
 from argosy.http_server import HttpExchange, TlsConfig
 from argosy.policy import ReplicaStatus
@@ -33,6 +34,8 @@ from argosy.store import GatewayRecord
 
 POOLS_PATH = "/peer/pools"
 PUBLISH_TIMEOUT_S = 5.0
+MAX_CONTROLLER_SILENCE_S = 15.0
+"""Time without a request of the controller from which its replica counts are not exposed any more."""
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
@@ -46,6 +49,8 @@ class FleetPools(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     version: int = 0
     models: Sequence[ModelConfig] = ()
     routes: Sequence[RouteConfig] = ()
+    desired_replicas: Mapping[str, int] = {}
+    """Number of replicas that the autoscaler wants, by pool."""
 
     @property
     def order(self) -> tuple[int, int]:
@@ -72,6 +77,8 @@ class PoolsStatus(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int
     version: int
     replicas: Sequence[RoutedReplica] = ()
+    demand: DemandReport | None = None
+    """None from a gateway of an earlier version."""
 
 
 def load_fleet_pools(config: GatewayConfig) -> FleetPools:
@@ -138,8 +145,15 @@ class FleetPoolsHandler:
         self._registry = registry
         self._on_models_changed = on_models_changed
         self._lock = asyncio.Lock()
+        self._controller_seen_at = float("-inf")
 
-    def build_handler(self, secret: str) -> Handler:
+    @property
+    def desired_replicas(self) -> Mapping[str, int]:
+        """Number of replicas that the autoscaler wants, by pool. Empty while no controller sends requests."""
+        silence_s = time.monotonic() - self._controller_seen_at
+        return {} if silence_s > MAX_CONTROLLER_SILENCE_S else self._pools.desired_replicas
+
+    def build_handler(self, secret: str, read_demand: Callable[[], DemandReport]) -> Handler:
         """Return the HTTP handler for requests that are signed with `secret`.
 
         It raises ApiError: 404 for other requests, 409 for an outdated version, 400 for an invalid one.
@@ -152,7 +166,9 @@ class FleetPoolsHandler:
             if exchange.method == "PUT":
                 async with self._lock:
                     await self._apply(parse_body(FleetPools, body))
-            await exchange.send_response(200, msgspec.json.encode(self._read_status()))
+            self._controller_seen_at = time.monotonic()
+            status = self._read_status(read_demand())
+            await exchange.send_response(200, msgspec.json.encode(status))
 
         return handle
 
@@ -182,7 +198,7 @@ class FleetPoolsHandler:
         except OSError as error:  # routing matters more than the copy for times without controller
             log.error("fleet_pools_not_saved", reason=str(error))  # noqa: TRY400 - the reason suffices
 
-    def _read_status(self) -> PoolsStatus:
+    def _read_status(self, demand: DemandReport) -> PoolsStatus:
         now = time.monotonic()
         return PoolsStatus(
             epoch=self._pools.epoch,
@@ -194,6 +210,7 @@ class FleetPoolsHandler:
                 for pool in self._registry.router.pools
                 for replica in pool.replicas.values()
             ],
+            demand=demand,
         )
 
 

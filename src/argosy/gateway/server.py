@@ -251,7 +251,7 @@ class GatewayServer:
             answer_peer=None if peers is None else peers.build_handler(self._find_trace),
             answer_controller=None
             if peers is None or self._fleet_pools is None
-            else self._fleet_pools.build_handler(peers.secret),
+            else self._fleet_pools.build_handler(peers.secret, generation.read_demand),
             response_state=response_state,
         )
         await self._registry.start()
@@ -345,6 +345,9 @@ class GatewayServer:
             arithmetics={
                 pool.model: len(pool.group_by_arithmetic()) for pool in self._models.pools
             },
+            desired_replicas={}
+            if self._fleet_pools is None
+            else self._fleet_pools.desired_replicas,
             usage_pending_records=0
             if account_sync is None
             else account_sync.accounting.usage_log.pending_records,

@@ -79,6 +79,8 @@ class DispatchQueue(Generic[T]):
         self._count = 0
         self.size_bytes = 0
         """Bytes of memory that the waiting requests hold."""
+        self.cost_tokens = 0.0
+        """Expected cost of the waiting requests."""
 
     def __len__(self) -> int:
         return self._count
@@ -88,6 +90,7 @@ class DispatchQueue(Generic[T]):
         self._last_number += 1
         self._count += 1
         self.size_bytes += request.size_bytes
+        self.cost_tokens += request.cost_tokens
         request.sequence_number = self._last_number
         self._tiers[request.tier].push(request)
 
@@ -97,6 +100,7 @@ class DispatchQueue(Generic[T]):
             return False
         self._count -= 1
         self.size_bytes -= request.size_bytes
+        self.cost_tokens -= request.cost_tokens
         self._tiers[request.tier].remove(request)
         return True
 
@@ -130,6 +134,7 @@ class DispatchQueue(Generic[T]):
         request = self._tiers[selected].pop()
         self._count -= 1
         self.size_bytes -= request.size_bytes
+        self.cost_tokens -= request.cost_tokens
         return request
 
     def take(self, request: QueuedRequest[T]) -> None:
@@ -137,6 +142,7 @@ class DispatchQueue(Generic[T]):
         self._tiers[request.tier].take(request)
         self._count -= 1
         self.size_bytes -= request.size_bytes
+        self.cost_tokens -= request.cost_tokens
 
     def next_requests(self, tier: int) -> list[QueuedRequest[T]]:
         """Return the next request of each tenant that waits in a tier."""
@@ -164,6 +170,17 @@ class DispatchQueue(Generic[T]):
             return TenantBacklog()
         return TenantBacklog(
             tenant_queue.count, tenant_queue.size_bytes, tenant_queue.peek(queued).arrived_at
+        )
+
+    def oldest_arrival(self) -> float | None:
+        """Return when the oldest waiting request arrived; None if none waits."""
+        return min(
+            (
+                self._oldest_arrival(number)
+                for number, tier in enumerate(self._tiers)
+                if tier.queued
+            ),
+            default=None,
         )
 
     def _oldest_arrival(self, tier: int) -> float:

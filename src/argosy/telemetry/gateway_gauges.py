@@ -45,6 +45,8 @@ class GatewayGauges:
     replicas: Sequence[ReplicaGauges] = ()
     arithmetics: Mapping[str, int] = field(default_factory=dict)
     """Number of different arithmetic identities of the replicas by model."""
+    desired_replicas: Mapping[str, int] = field(default_factory=dict)
+    """Number of replicas that the fleet's autoscaler wants by pool; empty without a controller."""
     usage_pending_records: int = 0
     """Usage records that are not in the store yet."""
     usage_unpersisted_records: int = 0

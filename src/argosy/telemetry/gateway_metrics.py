@@ -300,6 +300,13 @@ class GatewayMetrics(Collector):
             {(model,): count for model, count in gauges.arithmetics.items()},
             "model",
         )
+        if gauges.desired_replicas:
+            yield gauge_family(
+                "argosy_desired_replicas",
+                "Replicas that the autoscaler wants, also if it is only advisory. Absent without a controller.",
+                {(pool,): count for pool, count in gauges.desired_replicas.items()},
+                "pool",
+            )
         if gauges.store_up is not None:
             yield gauge_family(
                 "argosy_gateway_store_up",

@@ -94,6 +94,13 @@ async def test_gateway_serves_what_the_controller_publishes_and_remembers_it(
             while routed.status != ReplicaStatus.READY:
                 (routed,) = (await controller.read_status(gateway)).replicas
             assert (routed.model, routed.replica) == ("big", "big-1-2")
+            demand = (await controller.read_status(gateway)).demand
+            while demand is None or not sum(demand.models[0].served):  # a second has to end
+                demand = (await controller.read_status(gateway)).demand
+            (model,) = demand.models
+            prompt_tokens = sum(model.arrived) - 2 * BODY["max_tokens"]
+            assert prompt_tokens <= sum(model.served) <= sum(model.arrived)
+            assert (model.model, model.queued_requests, model.queued_tokens) == ("big", 0, 0)
             for outdated in (pools(replica.url, 1), pools(replica.url, 9, epoch=0)):
                 with pytest.raises(ApiError) as refusal:
                     await controller.publish(gateway, outdated)

@@ -4,9 +4,11 @@
 and when it runs are those of the `PlacementCore` (`policy.placement`), which the `PlacementDriver` feeds. A
 `RequestProxy` performs them: each attempt is one `UpstreamCall`. The `ResponseRelay` forwards the replica's stream to
 the client through a `ResponseWriter`. An `AttemptMeter` reports its speed, and a `StreamMonitor` its silence. A
-`FastPathSwitch` moves both sockets of a regular stream to the native `FastPath`.
+`FastPathSwitch` moves both sockets of a regular stream to the native `FastPath`. A `DemandMeter` counts the tokens that
+arrive and are served, for the autoscaler of the fleet.
 """
 
+from argosy.gateway.proxy.demand_meter import DemandReport, ModelDemand
 from argosy.gateway.proxy.fast_path import FastPath, load_fast_path, prebuild_fast_path
 from argosy.gateway.proxy.handlers import CompletionHandlers
 from argosy.gateway.proxy.refusal_errors import RETRY_AFTER_S, no_replica_error
@@ -16,7 +18,9 @@ __all__ = [
     "REFUSE_UNKNOWN_FIELDS",
     "RETRY_AFTER_S",
     "CompletionHandlers",
+    "DemandReport",
     "FastPath",
+    "ModelDemand",
     "forward_notes",
     "load_fast_path",
     "no_replica_error",

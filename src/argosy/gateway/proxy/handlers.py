@@ -20,6 +20,7 @@ from argosy.gateway.proxy.constraint_check import (
     NativeRequestChecker,
     find_unsupporting_replicas,
 )
+from argosy.gateway.proxy.demand_meter import DemandReport
 from argosy.gateway.proxy.fast_path import FastPath
 from argosy.gateway.proxy.fast_path_switch import FastPathSwitch
 from argosy.gateway.proxy.placement_driver import PlacementDriver
@@ -116,6 +117,10 @@ class CompletionHandlers:
         """Number of queued requests by model."""
         depths = self._driver.queue_depths
         return {pool.model: depths.get(pool, 0) for pool in self._models.pools}
+
+    def read_demand(self) -> DemandReport:
+        """Return the demand for all models."""
+        return self._driver.read_demand(self._models.pools)
 
     @property
     def fast_path_streams(self) -> int:

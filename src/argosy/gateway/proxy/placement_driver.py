@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Protocol
 
 from argosy.gateway.pool import Pool
+from argosy.gateway.proxy.demand_meter import DemandMeter, DemandReport, ModelDemand
 from argosy.policy import WakeAt
 from argosy.policy.placement import (
+    Arrived,
     Attempt,
     Cancel,
     CapacityChanged,
@@ -19,6 +21,7 @@ from argosy.policy.placement import (
     PlacementLimits,
     PlacementRequest,
     PoolRemoved,
+    Progress,
     RandomSource,
     Refuse,
     RequestEnded,
@@ -54,6 +57,7 @@ class PlacementDriver:
     ) -> None:
         self._core = PlacementCore(limits, random_source)
         self._clock = clock
+        self._demand = DemandMeter(clock)
         self._requests: dict[PlacementRequest, PlacedRequest] = {}
         self._pools: set[Pool] = set()
         """The pools that have received requests."""
@@ -65,9 +69,33 @@ class PlacementDriver:
         queues = self._core.queues
         return {pool: len(queues[pool]) for pool in self._pools if pool in queues}
 
+    def read_demand(self, pools: Iterable[Pool]) -> DemandReport:
+        """Return the demand for the models of these pools."""
+        now, queues, models = self._clock(), self._core.queues, []
+        for pool in pools:
+            arrived, served = self._demand.read(pool)
+            queue = queues[pool].queue if pool in queues else None
+            oldest_at = None if queue is None else queue.oldest_arrival()
+            models.append(
+                ModelDemand(
+                    model=pool.model,
+                    arrived=arrived,
+                    served=served,
+                    queued_requests=0 if queue is None else len(queue),
+                    queued_tokens=0.0 if queue is None else queue.cost_tokens,
+                    queue_age_s=0.0 if oldest_at is None else max(0.0, now - oldest_at),
+                )
+            )
+        return DemandReport(second=self._demand.last_second, models=models)
+
     def handle(self, event: Event) -> None:
         """Feed an event to the core, and perform the effects."""
         now = self._clock()
+        if isinstance(event, Progress):
+            pool = self._core.requests[event.request].pool
+            self._demand.on_progress(event.request, pool, event.output_tokens)
+        elif isinstance(event, Arrived):
+            self._demand.on_arrived(event.request, event.pool)
         for effect in self._core.handle(event, now):
             if isinstance(effect, Send):
                 self._requests[effect.request].on_send(effect.attempt)
@@ -91,6 +119,7 @@ class PlacementDriver:
         """End a request, whatever its state, if it was added."""
         if request in self._requests:
             self.handle(RequestEnded(request))
+            self._demand.on_ended(request)
             del self._requests[request]
 
     def remove_pools(self, kept: set[Pool]) -> None:
@@ -98,6 +127,7 @@ class PlacementDriver:
         for pool in tuple(self._pools):
             if not (pool.active_requests or pool in kept):
                 self._pools.remove(pool)
+                self._demand.remove_pool(pool)
                 self.handle(PoolRemoved(pool))
 
     def _set_timer(self, delay_s: float) -> None:

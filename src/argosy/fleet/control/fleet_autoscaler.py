@@ -1,0 +1,234 @@
+"""Autoscaling of the pools of a fleet: observes demand and supply, decides, and remembers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from argosy.fleet.control.declared_fleet import DeclaredFleet
+from argosy.fleet.control.demand_reader import DemandReader, FleetDemand
+from argosy.fleet.control.fleet_observer import FleetObserver
+from argosy.fleet.control.fleet_records import FleetRecords, ReplicaRecord, ScalingRecord
+from argosy.fleet.control.gateway_publisher import GatewayPublisher
+from argosy.fleet.control.replica_monitor import ReplicaHealthReading
+from argosy.fleet.declaration import PoolConfig
+from argosy.gateway import DemandReport
+from argosy.policy.autoscaling import (
+    ArrivedTokens,
+    Autoscaler,
+    AutoscalerSettings,
+    CapacityEstimator,
+    ManualScale,
+    PoolObservation,
+    ReplicaReport,
+    ScalingDecision,
+)
+from argosy.policy.reconciliation import ReplicaPhase
+from argosy.protocol import LoadResponse
+
+DECISION_INTERVAL_S = 5.0
+DEFAULT_START_S = 120.0
+"""Expected time from the start of a replica until it serves, before the first one has started."""
+
+DecisionCallback = Callable[[str, ScalingDecision], None]
+
+
+class FleetAutoscaler:
+    """Autoscalers of the pools that declare one. Not thread-safe: use it from one event loop.
+
+    Args:
+        records: Memory of the controllers, which it updates.
+        observer: Source of the load of replicas.
+        publisher: Source of the demand at the gateways.
+        on_decision: Called with the pool for each decision that differs from the one before.
+    """
+
+    def __init__(
+        self,
+        records: FleetRecords,
+        observer: FleetObserver,
+        publisher: GatewayPublisher,
+        on_decision: DecisionCallback,
+    ) -> None:
+        self._records = records
+        self._observer = observer
+        self._publisher = publisher
+        self._on_decision = on_decision
+        self._reader = DemandReader()
+        self._decided_at = float("-inf")
+        self._revision = 0
+        """Number of the revision that the last decisions are about."""
+
+    def decide(self, declared: DeclaredFleet, now: float) -> None:
+        """Decide about all pools, at an interval and after each change of the declaration."""
+        if self._revision == declared.number and now - self._decided_at < DECISION_INTERVAL_S:
+            return
+        self._revision, self._decided_at = declared.number, now
+        pools = [pool for pool in declared.config.pools if pool.autoscaling.mode != "off"]
+        scaling = self._records.scaling
+        for name in scaling.keys() - {pool.name for pool in pools}:
+            del scaling[name]
+        if not pools:
+            return
+        reports = self._find_reports()
+        demands = {} if reports is None else self._reader.read(reports)
+        for pool in pools:
+            self._decide_pool(declared, pool, demands.get(pool.model), now)
+
+    def desired_counts(self, declared: DeclaredFleet) -> Mapping[str, int]:
+        """Return the number of replicas of the pools for which an autoscaler decides."""
+        return {
+            pool.name: self._records.scaling[pool.name].target
+            for pool in declared.config.pools
+            if pool.autoscaling.mode == "on" and pool.name in self._records.scaling
+        }
+
+    def published_counts(self) -> Mapping[str, int]:
+        """Return the number of replicas that each autoscaler wants, also if it is only advisory."""
+        decisions = {
+            name: record.state.last_decision for name, record in self._records.scaling.items()
+        }
+        return {
+            name: decision.recommended if decision.owner == "declaration" else decision.target
+            for name, decision in sorted(decisions.items())
+            if decision is not None
+        }
+
+    def _find_reports(self) -> Mapping[str, DemandReport] | None:
+        """Return the report of each gateway; None if one is missing, or there is no gateway."""
+        reports: dict[str, DemandReport] = {}
+        for gateway, status in self._publisher.statuses.items():
+            if status is None or status.demand is None:
+                return None
+            reports[gateway] = status.demand
+        return reports or None
+
+    def _decide_pool(
+        self,
+        declared: DeclaredFleet,
+        pool: PoolConfig,
+        demand: FleetDemand | None,
+        now: float,
+    ) -> None:
+        settings = _build_settings(pool)
+        record = self._records.scaling.get(pool.name)
+        if record is None:
+            record = ScalingRecord(pool=pool.name, target=self._count_present(pool))
+            self._records.scaling[pool.name] = record
+        if pool.autoscaling.mode != "on":
+            record.target = pool.initial_replicas
+        observation = self._observe(declared, pool, record, demand, now)
+        has_metrics = observation.find_defect(settings.stale_after_s) is None
+        last, had_metrics = record.state.last_decision, record.has_metrics
+        autoscaler = Autoscaler(settings, record.state)
+        decision = autoscaler.decide(observation)
+        record.target, record.has_metrics = decision.target, has_metrics
+        if last is None or had_metrics != has_metrics or _result(decision) != _result(last):
+            self._on_decision(pool.name, decision)
+
+    def _observe(
+        self,
+        declared: DeclaredFleet,
+        pool: PoolConfig,
+        record: ScalingRecord,
+        demand: FleetDemand | None,
+        now: float,
+    ) -> PoolObservation:
+        members = self._members(pool)
+        ready = [each for each in members if each.phase is ReplicaPhase.READY and each.in_rotation]
+        failing = sum(each.phase is ReplicaPhase.FAILED for each in members)
+        readings = [self._observer.reading(each.name) for each in ready]
+        needs_load = declared.check_paths(pool.name).load is not None
+        loads = [each.load for each in readings if each is not None and each.load is not None]
+        metrics_age_s = self._find_age(readings, now)
+        if demand is None or (needs_load and len(loads) < len(ready)):
+            metrics_age_s = None
+        demand = demand or FleetDemand()
+        return PoolObservation(
+            at=now,
+            desired_replicas=record.target,
+            ready_replicas=len(ready),
+            failing_replicas=min(failing, max(0, record.target - len(ready))),
+            arrivals=tuple(ArrivedTokens(tokens, 1.0) for tokens in demand.arrived),
+            queued_requests=demand.queued_requests,
+            queued_tokens=demand.queued_tokens,
+            queue_age_s=demand.queue_age_s,
+            running_requests=sum(load.running + load.waiting for load in loads),
+            kv_used_replicas=sum(
+                load.kv_blocks_used / load.kv_blocks_total for load in loads if load.kv_blocks_total
+            ),
+            capacity_tokens_per_s=pool.autoscaling.tokens_per_s
+            or _learn_capacity(declared, record, loads, demand),
+            startup_s=self._records.expected_start_s(declared.source(pool.name)) or DEFAULT_START_S,
+            metrics_age_s=metrics_age_s,
+            rollout_in_progress=any(
+                each.generation != declared.generation(pool.name) for each in members
+            ),
+            manual_scale=None
+            if pool.replicas is None
+            else ManualScale(replicas=pool.replicas, set_by="an operator"),
+        )
+
+    def _members(self, pool: PoolConfig) -> list[ReplicaRecord]:
+        return [each for each in self._records.replicas.values() if each.pool == pool.name]
+
+    def _count_present(self, pool: PoolConfig) -> int:
+        """Return the number of replicas to begin with: those that run, so that the first decision stops none."""
+        ending = {ReplicaPhase.DRAINING, ReplicaPhase.STOPPED}
+        present = sum(each.phase not in ending for each in self._members(pool)) - pool.spares
+        return min(max(present, pool.initial_replicas), pool.max_replicas or pool.initial_replicas)
+
+    def _find_age(
+        self, readings: Sequence[ReplicaHealthReading | None], now: float
+    ) -> float | None:
+        """Return the age of the oldest report of a replica or gateway; None if one is missing."""
+        age_s = self._publisher.status_age_s
+        for reading in readings:
+            if reading is None or reading.last_response_at is None:
+                return None
+            age_s = max(age_s, now - reading.last_response_at)
+        return age_s
+
+
+def _learn_capacity(
+    declared: DeclaredFleet,
+    record: ScalingRecord,
+    loads: Sequence[LoadResponse],
+    demand: FleetDemand,
+) -> float | None:
+    """Add the reports of the replicas, and return the capacity of one as far as it is known."""
+    objectives = declared.config.objectives
+    estimator = CapacityEstimator(objectives.ttft_p95_s, objectives.itl_p95_s, record.capacity)
+    running, seconds = sum(load.running for load in loads), len(demand.arrived)
+    if seconds and running:
+        # Gateways do not say which replica served the tokens. Alike replicas share them by their running requests.
+        estimator.add(
+            ReplicaReport(
+                tokens_per_s=demand.served_tokens / seconds * load.running / running,
+                running=load.running,
+                max_running=load.max_seqs,
+                inter_token_s=load.decode_s,
+                ttft_s=load.queued_tokens / load.prefill_tokens_per_s
+                if load.prefill_tokens_per_s
+                else 0.0,
+            )
+            for load in loads
+        )
+    record.capacity = estimator.state
+    return estimator.tokens_per_s
+
+
+def _build_settings(pool: PoolConfig) -> AutoscalerSettings:
+    assert pool.min_replicas is not None  # noqa: S101 - the declaration is valid
+    assert pool.max_replicas is not None  # noqa: S101 - the declaration is valid
+    return AutoscalerSettings(
+        min_replicas=pool.min_replicas,
+        max_replicas=pool.max_replicas,
+        spares=pool.spares,
+        is_advisory=pool.autoscaling.mode == "advisory",
+        spare_fraction=pool.autoscaling.spare_fraction,
+        down_window_s=pool.autoscaling.down_window_s,
+    )
+
+
+def _result(decision: ScalingDecision) -> tuple[int, int, str]:
+    return decision.target, decision.recommended, decision.owner
