@@ -193,8 +193,11 @@ def rollback(
 
 def scale(
     pool: Annotated[str, typer.Argument(help="Name of the pool.")],
-    replicas: Annotated[int, typer.Argument(min=0, help="Number of replicas.")],
+    replicas: Annotated[int | None, typer.Argument(min=0, help="Number of replicas.")] = None,
     *,
+    auto: Annotated[
+        bool, typer.Option("--auto", help="Let the autoscaler of the pool decide again.")
+    ] = False,
     files: FilesOption = None,
     fleet: FleetOption = None,
     reason: Reason = "",
@@ -205,17 +208,26 @@ def scale(
 ) -> None:
     """Change the number of replicas of a pool, as a new revision.
 
-    The next `apply` of the file puts its own number in force again.
+    The next `apply` of the file puts its own number in force again. A number pauses the autoscaler of the pool.
     """
     from argosy.fleet.control import set_replicas
 
+    if auto == (replicas is not None):
+        fail("give either a number of replicas or --auto")
     with open_fleet(files, fleet, store) as target:
         try:
             config = set_replicas(parse_revision(target.require_latest()), pool, replicas)
         except ValueError as error:
             fail(str(error))
-        reason = reason or f"scale {pool} to {replicas}"
+        count = "the number that the autoscaler decides" if replicas is None else replicas
+        reason = reason or f"scale {pool} to {count}"
         _apply(target, config, reason, asks=False, quiet=json)
+        scaled = config.find_pool(pool)
+        if not (json or auto or scaled is None or scaled.autoscaling.mode == "off"):
+            typer.echo(
+                f"The autoscaler of the pool {pool} is paused. `argosy scale {pool} --auto` resumes it.",
+                err=True,
+            )
         _finish(target, wait=wait, timeout=timeout, json=json)
 
 

@@ -40,6 +40,8 @@ def status(
         typer.echo(f"Fleet {shown.fleet}, revision {shown.revision}, {_describe_leader(shown)}")
         for pool in shown.pools:
             typer.echo(f"  {pool.name}: {pool.ready} of {pool.desired} replicas are ready")
+            if pool.scaling is not None:
+                typer.echo(f"    autoscaler: {pool.scaling.reason}")
         now = time.time()
         print_records(
             shown.replicas,
@@ -80,6 +82,8 @@ def events(
     """List what controllers did with a fleet, and why. With --json, one event per line."""
     import msgspec
 
+    from argosy.fleet.control import SCALING_DECISION
+
     with open_fleet(files, fleet, store) as target:
         fleets, last = target.store.fleets, 0
         while True:
@@ -89,8 +93,9 @@ def events(
                     typer.echo(msgspec.json.encode(event).decode())
                     continue
                 at = format_timestamp(event.at, "seconds")
-                outcome = "" if event.outcome in {"", "ok"} else f" -> {event.outcome}"
-                line = f"{at}  {event.kind}  {event.replica}  {event.reason}{outcome}"
+                is_shown = event.outcome not in {"", "ok"} and event.kind != SCALING_DECISION
+                outcome = f" -> {event.outcome}" if is_shown else ""
+                line = f"{at}  {event.kind}  {event.replica or event.pool}  {event.reason}{outcome}"
                 typer.echo(strip_control_characters(line))
             if not follow:
                 return

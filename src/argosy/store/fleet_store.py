@@ -71,7 +71,7 @@ class FleetEvent(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     """Why, as a sentence."""
     outcome: str = ""
-    """`ok`, an error message, or the new phase of a replica."""
+    """`ok`, an error message, the new phase of a replica, or the arithmetic of a scaling decision as JSON."""
 
 
 class FleetLease(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx2
 import msgspec
 import pytest
+from tests.support.gateway_client import BODIES, COMPLETION, run_gateway_server
 from tests.support.waiting import until
 
 from argosy.fleet.control import (
@@ -28,7 +29,14 @@ from argosy.fleet.control import (
 )
 from argosy.fleet.declaration import FleetConfig, dump_fleet, parse_fleet
 from argosy.fleet.launchers import LocalProcessLauncher
-from argosy.store import FleetEvent, StoreUnavailableError, open_store
+from argosy.gateway import GatewayConfig
+from argosy.store import (
+    FleetEvent,
+    GatewayRecord,
+    StoreConfig,
+    StoreUnavailableError,
+    open_store,
+)
 
 FLEET = "demo"
 LEASE_S = 1.0
@@ -231,3 +239,50 @@ async def test_controller_outlives_failures_of_the_store(
     after = await fleet.as_declared("chat-1-0", "chat-1-1")
     assert after["chat-1-1"] == before["chat-1-1"]
     assert not controller.done()
+
+
+async def test_autoscaler_follows_demand_unless_it_knows_none_or_is_paused(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("argosy.fleet.control.fleet_autoscaler.DECISION_INTERVAL_S", 0.05)
+    monkeypatch.setattr("argosy.fleet.control.gateway_publisher.POLL_INTERVAL_S", 0.05)
+    fleet.apply(
+        declare(
+            replicas=None,
+            min_replicas=1,
+            max_replicas=2,
+            warm_up=False,
+            autoscaling={"mode": "on", "tokens_per_s": 0.01},
+        )
+    )
+
+    def reasons() -> list[str]:
+        return [event.reason for event in fleet.events("scaling_decision")]
+
+    gateway = GatewayConfig(
+        port=0,
+        fleet=FLEET,
+        store=StoreConfig(url=fleet.url),
+        pools_file=str(fleet.folder / "pools.json"),
+    )
+    async with run_gateway_server(gateway) as (_, client):
+        fleet.start_controller("first")
+        await fleet.as_declared("chat-1-0")
+        await client.post(COMPLETION, json=BODIES[COMPLETION] | {"model": "chat"})
+        await fleet.as_declared("chat-1-0", "chat-1-1")
+        (scaled,) = [reason for reason in reasons() if reason.startswith("Scale from 1 to 2")]
+        assert "the maximum is 2 ((1.15 x " in scaled
+        await until(lambda: fleet.status.pools[0].scaling is not None)
+        metrics = (await client.get("/metrics")).text
+        assert 'argosy_desired_replicas{pool="chat"} 2' in metrics
+
+        dead = GatewayRecord(id="dead", url="http://127.0.0.1:9", secret="x")
+        fleet.store.gateways.record_heartbeat(dead)
+        await until(lambda: reasons()[-1] == "Hold 2: metrics are missing.")
+        fleet.store.gateways.remove("dead")
+
+        fleet.apply(set_replicas(fleet.declaration(), "chat", 1))
+        await fleet.as_declared("chat-1-0")
+        assert "Paused, because an operator scaled to 1 by hand" in reasons()[-1]
+        fleet.apply(set_replicas(fleet.declaration(), "chat", None))
+        await fleet.as_declared("chat-1-0", "chat-1-1")

@@ -2,7 +2,8 @@
 
 The store keeps each applied declaration as a numbered revision. A `Controller` that leads the fleet reads it as a
 `DeclaredFleet`. In its `LeaderTerm` it observes the replicas through launchers and health checks, and carries out what
-`policy.reconciliation` decides. A `GatewayPublisher` publishes the replicas in the rotation to the gateways. With
+`policy.reconciliation` decides. A `FleetAutoscaler` decides how many replicas a pool has, by what `policy.autoscaling`
+makes of the gateways' reports. A `GatewayPublisher` publishes the replicas in the rotation to the gateways. With
 `read_fleet_status` operators see what it recorded. A keeper (`argosy.controller_keeper`) restarts the controller on
 machines without systemd.
 """
@@ -16,13 +17,14 @@ from argosy.fleet.control.declared_fleet import (
 )
 from argosy.fleet.control.environment import check_launchers, fleet_folder, open_launcher
 from argosy.fleet.control.fleet_context import FleetContext
-from argosy.fleet.control.fleet_records import ReplicaRecord, decode_records
+from argosy.fleet.control.fleet_records import SCALING_DECISION, ReplicaRecord, decode_records
 from argosy.fleet.control.leadership import process_holder
 from argosy.fleet.control.status import FleetStatus, PoolStatus, read_fleet_status
 from argosy.fleet.control.used_models import UsedModels, find_used_models
 
 __all__ = [
     "DEFAULT_LEASE_S",
+    "SCALING_DECISION",
     "Controller",
     "FleetContext",
     "FleetStatus",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -83,9 +83,20 @@ class DeclaredFleet:
         names = {pool.launcher for pool in self.config.pools}
         return names | {GATEWAY_LAUNCHER} if self.config.gateways else names
 
-    def desired_state(self) -> DesiredFleet:
-        """Return what the fleet shall consist of."""
-        pools = [self._desired_pool(pool) for pool in self.config.pools]
+    def generation(self, pool: str) -> int:
+        """Return the number of the version of a pool's replica settings."""
+        return self._generations[pool]
+
+    def desired_state(self, scaled: Mapping[str, int]) -> DesiredFleet:
+        """Return what the fleet shall consist of.
+
+        Args:
+            scaled: Number of replicas of the pools for which an autoscaler decides.
+        """
+        pools = [
+            self._desired_pool(pool, scaled.get(pool.name, pool.initial_replicas))
+            for pool in self.config.pools
+        ]
         if self.config.gateways:
             # A new gateway cannot listen on the port of the old one while that runs.
             pools.append(
@@ -160,8 +171,7 @@ class DeclaredFleet:
             hang_timeout_s=pool.hang_timeout_s, start_timeout_s=pool.start_timeout_s
         )
 
-    def _desired_pool(self, pool: PoolConfig) -> DesiredPool:
-        replicas = pool.initial_replicas
+    def _desired_pool(self, pool: PoolConfig, replicas: int) -> DesiredPool:
         return DesiredPool(
             name=pool.name,
             launcher=pool.launcher,
@@ -224,21 +234,31 @@ def gateway_url(config: FleetConfig, ordinal: int = 0) -> str:
     return _listen_url(build_gateway_config(config, ordinal))
 
 
-def set_replicas(config: FleetConfig, pool: str, replicas: int) -> FleetConfig:
-    """Return a declaration with another number of replicas of a pool.
+def set_replicas(config: FleetConfig, pool: str, replicas: int | None) -> FleetConfig:
+    """Return a declaration with another number of replicas of a pool. It pauses the pool's autoscaler.
+
+    Args:
+        config: The declaration.
+        pool: Name of the pool.
+        replicas: The number; None to let the autoscaler decide again.
 
     Raises:
-        ValueError: There is no such pool, or its limits do not allow the number.
+        ValueError: There is no such pool, its limits do not allow the number, or it has no autoscaler.
     """
     declared = config.find_pool(pool)
     if declared is None:
         known = ", ".join(pool.name for pool in config.pools) or "none"
         raise ValueError(f"there is no pool {pool!r}; use one of: {known}")
-    if declared.min_replicas is not None and replicas < declared.min_replicas:
+    if replicas is None:
+        if declared.autoscaling.mode == "off":
+            raise ValueError(
+                f"the pool {pool} has no autoscaler; set `autoscaling` of the pool, or give a number"
+            )
+    elif declared.min_replicas is not None and replicas < declared.min_replicas:
         raise ValueError(
             f"min_replicas of the pool {pool} is {declared.min_replicas}; change it first"
         )
-    if declared.max_replicas is not None and replicas > declared.max_replicas:
+    elif declared.max_replicas is not None and replicas > declared.max_replicas:
         raise ValueError(
             f"max_replicas of the pool {pool} is {declared.max_replicas}; change it first"
         )

@@ -12,7 +12,11 @@ from argosy.fleet.control.declared_fleet import DeclaredFleet
 from argosy.fleet.control.fleet_context import FleetContext
 from argosy.fleet.control.fleet_records import FleetRecords, ReplicaRecord
 from argosy.fleet.control.gateway_publisher import GatewayPublisher
-from argosy.fleet.control.replica_monitor import CheckPaths, ReplicaMonitor
+from argosy.fleet.control.replica_monitor import (
+    CheckPaths,
+    ReplicaHealthReading,
+    ReplicaMonitor,
+)
 from argosy.fleet.declaration import GATEWAY_POOL
 from argosy.fleet.launchers import LaunchedReplica, Launcher, LaunchError
 from argosy.policy.reconciliation import ObservedReplica
@@ -61,6 +65,13 @@ class FleetObserver:
         self._listings[launcher] = {
             name: listed for name, listed in listing.items() if name != replica
         }
+
+    def reading(self, replica: str) -> ReplicaHealthReading | None:
+        """Return the results of the latest checks of a replica; None if no launcher lists it."""
+        for listing in self._listings.values():
+            if replica in listing:
+                return self._monitor.reading(listing[replica])
+        return None
 
     async def close(self) -> None:
         """End all checks. Replicas run on."""

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 from collections.abc import Mapping
 
 import msgspec
 
+from argosy.policy.autoscaling import AutoscalerState, CapacityState
 from argosy.policy.reconciliation import ReplicaPhase, ReplicaRun, WarmUpState
 
 REPLICA_PREFIX = "replica/"
 PENDING_PREFIX = "pending/"
 START_TIMES_PREFIX = "start-times/"
+SCALING_PREFIX = "autoscaling/"
+SCALING_DECISION = "scaling_decision"
+"""Kind of the events of autoscalers, whose outcome is the arithmetic of the decision as JSON."""
 MAX_START_TIMES = 9
 
 
@@ -58,6 +63,18 @@ class ReplicaRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         )
 
 
+class ScalingRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Memory of the autoscaler of one pool."""
+
+    pool: str
+    target: int
+    """Number of replicas that it decided on."""
+    state: AutoscalerState = msgspec.field(default_factory=AutoscalerState)
+    capacity: CapacityState = msgspec.field(default_factory=CapacityState)
+    has_metrics: bool = True
+    """Whether the last decision rests on metrics."""
+
+
 class FleetRecords:
     """Records of one fleet in memory, and what of them the store does not have yet."""
 
@@ -69,6 +86,8 @@ class FleetRecords:
         """Replicas of which nothing exists yet, by name. Only shown to operators, and not read again."""
         self.start_times: dict[str, tuple[float, ...]] = {}
         """Latest seconds from start to ready, by source of the model."""
+        self.scaling: dict[str, ScalingRecord] = {}
+        """Memory of the autoscaler of each pool that has one, by name."""
 
     def load(self, records: Mapping[str, bytes]) -> None:
         """Continue with the records in the store. Those that cannot be decoded are dropped."""
@@ -80,6 +99,7 @@ class FleetRecords:
                 if not name.startswith(PENDING_PREFIX)
             }
         )
+        self.scaling = decode_scaling(records)
 
     def changes(self) -> dict[str, bytes | None]:
         """Return what the store does not have yet, as `FleetStore.save_records` takes it."""
@@ -90,6 +110,10 @@ class FleetRecords:
         } | {
             f"{START_TIMES_PREFIX}{source}": msgspec.json.encode(times)
             for source, times in self.start_times.items()
+        }
+        current |= {
+            f"{SCALING_PREFIX}{pool}": msgspec.json.encode(scaling)
+            for pool, scaling in self.scaling.items()
         }
         changed: dict[str, bytes | None] = {
             name: record for name, record in current.items() if self._saved.get(name) != record
@@ -132,3 +156,14 @@ def decode_records(
         except msgspec.MsgspecError:
             continue
     return replicas, start_times
+
+
+def decode_scaling(records: Mapping[str, bytes]) -> dict[str, ScalingRecord]:
+    """Return the memory of the autoscalers by pool. Skips that of other versions."""
+    scaling: dict[str, ScalingRecord] = {}
+    for name, encoded in records.items():
+        if name.startswith(SCALING_PREFIX):
+            with contextlib.suppress(msgspec.MsgspecError):
+                record = msgspec.json.decode(encoded, type=ScalingRecord)
+                scaling[record.pool] = record
+    return scaling

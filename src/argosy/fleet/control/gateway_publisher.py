@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable, Mapping
 
+import msgspec
 import structlog
 
 from argosy.gateway import (
@@ -30,7 +32,7 @@ class GatewayPublisher:
 
     Args:
         registry: Where gateways register.
-        on_changed: Called after each round in which an answer of a gateway changed.
+        on_changed: Called after each round in which a gateway has another version, or other replicas.
     """
 
     def __init__(self, registry: GatewayRegistry, on_changed: Callable[[], None]) -> None:
@@ -43,6 +45,12 @@ class GatewayPublisher:
         self._others: set[str] = set()
         """Ids of gateways on the same store that do not belong to the fleet, by the latest round."""
         self._published = asyncio.Event()
+        self._updated_at = float("-inf")
+
+    @property
+    def status_age_s(self) -> float:
+        """Seconds since the statuses were last updated; infinite before the first time."""
+        return time.monotonic() - self._updated_at
 
     @property
     def statuses(self) -> Mapping[str, PoolsStatus | None]:
@@ -92,8 +100,10 @@ class GatewayPublisher:
             for gateway, answer in zip(gateways, answers, strict=True)
             if gateway.id not in self._others
         }
-        if statuses != self._statuses:
-            self._statuses = statuses
+        before = {name: _without_demand(status) for name, status in self._statuses.items()}
+        has_changed = before != {name: _without_demand(status) for name, status in statuses.items()}
+        self._statuses, self._updated_at = statuses, time.monotonic()
+        if has_changed:
             self._on_changed()
 
     async def _synchronise(self, gateway: GatewayRecord, pools: FleetPools) -> PoolsStatus | None:
@@ -119,3 +129,7 @@ class GatewayPublisher:
             routed.replica == replica and routed.status is ReplicaStatus.READY
             for routed in status.replicas
         )
+
+
+def _without_demand(status: PoolsStatus | None) -> PoolsStatus | None:
+    return None if status is None else msgspec.structs.replace(status, demand=None)

@@ -16,14 +16,16 @@ from argosy.fleet.control.declared_fleet import (
     RoutedMember,
     find_newest_revision,
 )
+from argosy.fleet.control.fleet_autoscaler import FleetAutoscaler
 from argosy.fleet.control.fleet_context import FleetContext
 from argosy.fleet.control.fleet_observer import FleetObserver
-from argosy.fleet.control.fleet_records import FleetRecords, ReplicaRecord
+from argosy.fleet.control.fleet_records import SCALING_DECISION, FleetRecords, ReplicaRecord
 from argosy.fleet.control.gateway_publisher import GatewayPublisher
 from argosy.fleet.control.leadership import Leadership
 from argosy.fleet.control.replica_monitor import warm_up_replica
 from argosy.fleet.launchers import LaunchError
 from argosy.gateway import FleetPools
+from argosy.policy.autoscaling import ScalingDecision
 from argosy.policy.reconciliation import (
     MAX_PAST_RUNS,
     Action,
@@ -70,6 +72,9 @@ class LeaderTerm:
         self._records = FleetRecords()
         self._publisher = GatewayPublisher(self._store.gateways, self._wake.set)
         self._observer = FleetObserver(context, self._records, self._publisher, self._wake.set)
+        self._autoscaler = FleetAutoscaler(
+            self._records, self._observer, self._publisher, self._on_scaling_decision
+        )
         self._background: set[asyncio.Task[None]] = set()
         self._pending: dict[str, asyncio.Task[None]] = {}
         """Running actions of each pool. Until they end, the pool gets no others, since it is not as it was observed."""
@@ -142,12 +147,16 @@ class LeaderTerm:
             self._observing_since, self._last_observed_at, now, MAX_OBSERVATION_GAP_S
         )
         self._last_observed_at = now
+        replicas = tuple(self._observer.observe(declared, now))
+        self._autoscaler.decide(declared, now)
         observed = ObservedFleet(
-            replicas=tuple(self._observer.observe(declared, now)),
+            replicas=replicas,
             observing_since=self._observing_since,
             unavailable_launchers=unavailable,
         )
-        result = reconcile(declared.desired_state(), observed, now)
+        result = reconcile(
+            declared.desired_state(self._autoscaler.desired_counts(declared)), observed, now
+        )
         self._record_phases(result.phases, declared, now)
         self._start_actions(result.actions)
         self._publish(declared)
@@ -227,6 +236,11 @@ class LeaderTerm:
             return ""
         left_s = record.started_at + expected_s - now
         return f"; about {max(1, round(left_s))} s left" if left_s > -expected_s else ""
+
+    def _on_scaling_decision(self, pool: str, decision: ScalingDecision) -> None:
+        log.info("scaling_decision", pool=pool, target=decision.target, reason=decision.reason)
+        arithmetic = msgspec.json.encode(decision.arithmetic).decode()
+        self._record(SCALING_DECISION, pool, reason=decision.reason, outcome=arithmetic)
 
     # --- actions ---------------------------------------------------------------------------------
 
@@ -355,6 +369,7 @@ class LeaderTerm:
             self._pools,
             models=declared.published_models(members),
             routes=list(declared.config.routes),
+            desired_replicas=self._autoscaler.published_counts(),
         )
         if not self._pools.version or pools != self._pools:
             self._pools = msgspec.structs.replace(pools, version=self._pools.version + 1)

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import msgspec
 
 from argosy.fleet.control.declared_fleet import gateway_url
-from argosy.fleet.control.fleet_records import ReplicaRecord, decode_records
+from argosy.fleet.control.fleet_records import ReplicaRecord, decode_records, decode_scaling
 from argosy.fleet.declaration import GATEWAY_POOL, parse_fleet
+from argosy.policy.autoscaling import ScalingDecision
 from argosy.policy.reconciliation import ReplicaPhase
 from argosy.store import FleetStore
 
@@ -26,6 +27,8 @@ class PoolStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Number of replicas of the current generation that are ready."""
     replicas: int
     """Number of replicas that exist."""
+    scaling: ScalingDecision | None = None
+    """Last decision of its autoscaler; None if it has none, or has not decided yet."""
 
 
 class FleetStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,12 +68,20 @@ def read_fleet_status(store: FleetStore, fleet: str) -> FleetStatus:
         ValueError: The declaration in force is invalid for this version.
     """
     revision, lease = store.latest_revision(fleet), store.read_lease(fleet)
-    records, _ = decode_records(store.read_records(fleet))
+    encoded = store.read_records(fleet)
+    records, _ = decode_records(encoded)
+    scaling = decode_scaling(encoded)
     desired: dict[str, int] = {}
     url = ""
     if revision is not None:
         config = parse_fleet(revision.declaration, f"revision {revision.number}")
-        desired = {pool.name: pool.initial_replicas + pool.spares for pool in config.pools}
+        for pool in config.pools:
+            scaled = scaling.get(pool.name)
+            if scaled is None or pool.replicas is not None or pool.autoscaling.mode != "on":
+                replicas = pool.initial_replicas
+            else:
+                replicas = scaled.target
+            desired[pool.name] = replicas + pool.spares
         if config.gateways:
             desired[GATEWAY_POOL] = config.gateways
             url = gateway_url(config)
@@ -93,6 +104,7 @@ def read_fleet_status(store: FleetStore, fleet: str) -> FleetStatus:
                     for record in records.values()
                 ),
                 replicas=sum(record.pool == name for record in records.values()),
+                scaling=scaling[name].state.last_decision if name in scaling else None,
             )
             for name, count in desired.items()
         ],

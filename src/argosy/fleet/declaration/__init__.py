@@ -15,6 +15,7 @@ from argosy.fleet.declaration.comparison import (
     compare_fleets,
 )
 from argosy.fleet.declaration.config import (
+    AutoscalingConfig,
     ControllerConfig,
     FleetConfig,
     FleetModelConfig,
@@ -35,6 +36,7 @@ __all__ = [
     "BUILT_IN_ENGINES",
     "GATEWAY_POOL",
     "ArgosyOptions",
+    "AutoscalingConfig",
     "ChangeAction",
     "ChangeEffect",
     "ControllerConfig",

@@ -162,7 +162,7 @@ class _Effects:
             return _plan_count(difference, name, _count_replicas(new) - _count_replicas(old))
         if setting == "spares":
             return _plan_count(difference, name, new.spares - old.spares)
-        if setting in _POOL_COUNTS:
+        if setting in _POOL_COUNTS and new.autoscaling.mode != "on":
             added = (
                 0 if name in self._counted_pools else new.initial_replicas - old.initial_replicas
             )

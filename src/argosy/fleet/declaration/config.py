@@ -69,6 +69,21 @@ class FleetModelConfig(ModelConfig, frozen=True, kw_only=True, forbid_unknown_fi
     not."""
 
 
+class AutoscalingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the number of replicas of a pool follows the demand, between `min_replicas` and `max_replicas`."""
+
+    mode: Literal["off", "advisory", "on"] = "off"
+    """`on` lets the controller change the number. `advisory` only records what it would do. `replicas` beside
+    `min_replicas` and `max_replicas`, as `argosy scale POOL N` sets it, pauses the autoscaler."""
+    tokens_per_s: Positive | None = None
+    """Tokens per second that a replica serves within the objectives; a token of output counts as two. By default it is
+    learnt from the replicas. Engines other than `argosy` do not report what that needs."""
+    spare_fraction: Annotated[float, Meta(ge=0, le=10)] = 0.15
+    """Share of the demand that is provided in addition."""
+    down_window_s: Annotated[float, Meta(ge=60, le=3600)] = 600.0
+    """Time whose peak demand the remaining replicas must hold before one is removed."""
+
+
 class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Replicas of one model that are alike."""
 
@@ -92,9 +107,11 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     replicas: ReplicaCount | None = None
     """Number of replicas that serve. 1 if neither it nor `min_replicas` is set."""
     min_replicas: ReplicaCount | None = None
-    """Fewest replicas that serve, and their number without `replicas`. There is no autoscaler yet."""
+    """Fewest replicas that serve, and their number without `replicas` and `autoscaling`."""
     max_replicas: ReplicaCount | None = None
     """Most replicas that serve."""
+    autoscaling: AutoscalingConfig = AutoscalingConfig()
+    """How the number of replicas follows the demand. It needs `min_replicas` and `max_replicas`."""
     spares: ReplicaCount = 0
     """Number of further replicas that are started and warm, and serve when another one is lost."""
     launcher: LauncherName = "local"
@@ -211,7 +228,7 @@ class FleetConfig(GatewayConfig, frozen=True, kw_only=True, forbid_unknown_field
     kubernetes: KubernetesSettings = KubernetesSettings()
     """The pools with `launcher: kubernetes`, and the manifests of `argosy render kubernetes`."""
     objectives: ObjectivesConfig = ObjectivesConfig()
-    """Service levels that the fleet is to meet. Nothing acts on them yet."""
+    """Service levels that the fleet is to meet. The autoscaler learns from them what a replica can serve."""
 
     def model_of(self, pool: PoolConfig) -> FleetModelConfig:
         """Return the model that a pool runs."""

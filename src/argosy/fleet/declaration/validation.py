@@ -54,6 +54,7 @@ def validate_fleet(config: FleetConfig) -> None:
         path = ("pools", index)
         _check_references(config, pool, path)
         _check_counts(pool, path)
+        _check_autoscaling(config, pool, path)
         _check_placement(pool, path)
         if pool.launcher == "kubernetes":
             _check_kubernetes(config, pool, path)
@@ -168,7 +169,8 @@ def _check_model(config: FleetConfig, model: FleetModelConfig, path: SettingPath
 
 def _check_counts(pool: PoolConfig, path: SettingPath) -> None:
     minimum, maximum = pool.min_replicas, pool.max_replicas
-    if pool.replicas is not None and (minimum is not None or maximum is not None):
+    is_scaled = pool.autoscaling.mode != "off"
+    if pool.replicas is not None and (minimum is not None or maximum is not None) and not is_scaled:
         raise _fail(
             path, "replicas", "it contradicts min_replicas and max_replicas. Keep it, or those two."
         )
@@ -183,6 +185,8 @@ def _check_counts(pool: PoolConfig, path: SettingPath) -> None:
         raise _fail(
             path, "min_replicas", f"{minimum} is more than max_replicas ({maximum}). Lower it."
         )
+    if is_scaled:
+        _check_scaled_counts(pool, path)
     if pool.max_surge in {0, "0%"} and pool.max_unavailable in {0, "0%"}:
         raise _fail(
             path, "max_surge", "with max_unavailable 0 no replica could be replaced. Set one to 1."
@@ -194,6 +198,41 @@ def _check_counts(pool: PoolConfig, path: SettingPath) -> None:
             "memory",
             f"{pool.memory!r} is less than any engine needs. Give it at least {MIN_MEMORY_BYTES >> 20}MiB.",
         )
+
+
+def _check_scaled_counts(pool: PoolConfig, path: SettingPath) -> None:
+    minimum, maximum = pool.min_replicas, pool.max_replicas
+    if minimum is None or maximum is None or minimum == maximum:
+        problem = "it has nothing to decide. Set min_replicas, and max_replicas above it."
+        raise _fail(path, "autoscaling", problem)
+    if minimum == 0:
+        problem = "this version cannot scale a pool to zero by itself. Write 1 or more."
+        raise _fail(path, "min_replicas", problem)
+    if pool.replicas is not None and not minimum <= pool.replicas <= maximum:
+        problem = (
+            f"it is not between min_replicas ({minimum}) and max_replicas ({maximum}). Change it."
+        )
+        raise _fail(path, "replicas", problem)
+
+
+def _check_autoscaling(config: FleetConfig, pool: PoolConfig, path: SettingPath) -> None:
+    """Refuse an autoscaler that could not know the demand for the pool, or what its replicas serve."""
+    if pool.autoscaling.mode == "off":
+        return
+    others = [other.name for other in config.pools if other.model == pool.model and other != pool]
+    if others or config.model_of(pool).replicas:
+        server = f"the pool {others[0]!r}" if others else "`replicas` of the model"
+        problem = (
+            f"{server} also serves the model {pool.model!r}, so that the demand for this pool is not known. "
+            "Give the pool a model of its own, or remove `autoscaling`."
+        )
+        raise _fail(path, "autoscaling", problem)
+    if pool.autoscaling.tokens_per_s is None and find_engine(config, pool).kind != ARGOSY_ENGINE:
+        problem = (
+            f"replicas of the engine {pool.engine!r} do not report what they can serve. "
+            "Set `tokens_per_s` to what one replica serves."
+        )
+        raise _fail(path, "autoscaling", problem)
 
 
 def _check_placement(pool: PoolConfig, path: SettingPath) -> None:

@@ -11,6 +11,7 @@ from argosy.gateway import load_config
 
 FLEET = "models: [{name: chat, source: argosy-mini}]\npools: [{name: chat, model: chat, %s}]\n"
 GATEWAY = "models: [{name: m, replicas: [{url: 'http://a'}]}]\n"
+SCALED = "autoscaling: {mode: on}, max_replicas: 3, "
 SECRET_HEADER = (
     FLEET.replace("mini}", "mini, replicas: [{url: 'http://a', headers: {Authorization: ':pw@'}}]}")
     % "replicas: 1"
@@ -26,6 +27,11 @@ DIGEST = "sha256:" + "0" * 64
         ("replicas: 1, min_replicas: 1", "pools[0].replicas: it contradicts min_replicas"),
         ("min_replicas: 1", "pools[0].min_replicas: it needs max_replicas"),
         ("max_replicas: 1", "pools[0].max_replicas: it needs min_replicas"),
+        ("autoscaling: {mode: on}", "pools[0].autoscaling: it has nothing to decide"),
+        (SCALED + "min_replicas: 0", "pools[0].min_replicas: this version cannot scale a pool to zero"),
+        (SCALED + "min_replicas: 2, replicas: 1", "pools[0].replicas: it is not between min_replicas (2)"),
+        (SCALED + "min_replicas: 1, engine: vllm", "do not report what they can serve. Set `tokens_per_s`"),
+        (SCALED + "min_replicas: 1}, {name: b, model: chat", "the pool 'b' also serves the model 'chat'"),
         ("min_replicas: 3, max_replicas: 2", "pools[0].min_replicas: 3 is more than max_replicas (2)"),
         ("max_surge: 0, max_unavailable: 0%", "pools[0].max_surge: with max_unavailable 0 no replica"),
         ("max_unavailable: 101%", "matching regex"),
