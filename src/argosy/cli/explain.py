@@ -30,7 +30,7 @@ COST_TERMS = ("queue_s", "prefill_s", "decode_s", "memory_s", "stale_s", "total_
 SECTION_KEYS = frozenset(
     {
         *("object", "id", "request_id", "status", "error", "model", "path", "stream", "caller"),
-        *("asked", "route"),
+        *("asked", "route", "route_reason"),
         *("started_at", "ms", "queue", "rule", "attempts", "tokens"),
         *("finish_reasons", "stop_reasons"),
         *("limits", "ledger", "replica_report", "gateway", "source"),
@@ -134,6 +134,7 @@ def _headline(explanation: dict[str, Any]) -> str:
         if explanation["asked"] == explanation["model"]
         else f" (for {escape(explanation['asked'])}{route})"
     )
+    reason = explanation.get("route_reason")  # gateways of earlier versions give none
     lines = [
         f"[bold]{escape(explanation['id'])}[/]  [{colour}]{explanation['status']}[/]{error}",
         _format_target(explanation, f"[bold]{escape(explanation['model'])}[/]{asked}"),
@@ -142,6 +143,8 @@ def _headline(explanation: dict[str, Any]) -> str:
         + (f", finished by {escape(finish)}" if finish else "")
         + ("" if ended is None else f", {ended:.0f} ms"),
     ]
+    if reason:
+        lines.append(f"{escape(explanation['model'])} answers: {escape(format_one_line(reason))}")
     if caller["project"]:
         key = f", key {escape(caller['key'])}" if caller["key"] else ""
         tier = f", tier {caller['tier']}" if caller["tier"] else ""

@@ -29,6 +29,7 @@ from argosy.gateway.fleet_pools import (
     RoutedReplica,
 )
 from argosy.gateway.model_routes import RouteConfig
+from argosy.gateway.model_traffic import TrafficTarget
 from argosy.gateway.proxy import DemandReport, ModelDemand, prebuild_fast_path
 from argosy.gateway.server import GatewayServer, serve_gateway
 from argosy.gateway.upstream import UpstreamError, UpstreamTls
@@ -53,6 +54,7 @@ __all__ = [
     "RouteConfig",
     "RoutedReplica",
     "Timeouts",
+    "TrafficTarget",
     "UpstreamError",
     "UpstreamTls",
     "check_exposure",

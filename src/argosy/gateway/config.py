@@ -16,6 +16,7 @@ from argosy.gateway.auth import AuthConfig
 from argosy.gateway.backends import BackendKind, KvEventAddress, ResumeMode
 from argosy.gateway.filters import LimitsConfig
 from argosy.gateway.model_routes import RouteConfig, route_name, validate_route
+from argosy.gateway.model_traffic import TrafficTarget, validate_traffic
 from argosy.gateway.pool import DiscoveryMode
 from argosy.gateway.request_trace import ExplainConfig
 from argosy.gateway.upstream import UpstreamTls
@@ -145,7 +146,21 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     giving_way: GivingWayConfig = GivingWayConfig()
     """When running streams pause for waiting requests."""
     replicas: list[ReplicaConfig] = []
-    """The servers behind the model. Required, unless a controller runs the model's replicas."""
+    """The servers behind the model. Required, unless a controller runs the model's replicas, or other models answer
+    (`traffic`)."""
+    traffic: tuple[TrafficTarget, ...] = ()
+    """Models that answer for this one, each for a part of the users. A user stays at one model, also when the weight of
+    that model grows. Empty if the model itself answers."""
+    fallback_models: tuple[str, ...] = ()
+    """Models that answer, in this order, when the model that should has no ready replica, or a longer queue than
+    `max_wait_s`. If none of them can answer in time either, the request waits, or is refused, as without them."""
+    max_wait_s: PositiveFloat | None = None
+    """Predicted time in the queue beyond which `fallback_models` answer. None means any time."""
+
+    @property
+    def is_answered_by_others(self) -> bool:
+        """Whether only other models answer, so that this one needs no replicas."""
+        return bool(self.traffic) and all(target.model != self.name for target in self.traffic)
 
 
 class Timeouts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -293,12 +308,13 @@ def validate_config(config: GatewayConfig, *, has_controller: bool = False) -> N
     names = [name for model in config.models for name in (model.name, *model.aliases)]
     _reject_duplicates("model name", names, ("models",))
     for index, model in enumerate(config.models):
-        if not (model.replicas or has_controller or config.fleet):
+        if not (model.replicas or has_controller or config.fleet or model.is_answered_by_others):
             raise SettingError(
                 f"model {model.name!r} has no replicas. Add `replicas` with at least one `url`.",
                 ("models", index),
             )
         _check_replicas(model, ("models", index, "replicas"))
+    _check_traffic(config)
     _check_routes(config, names)
     if config.advertise_url is not None:
         try:
@@ -352,6 +368,26 @@ def _find_contradiction(replica: ReplicaConfig) -> str | None:
     if replica.priority_scheduling and replica.kind not in {"auto", "vllm", "sglang"}:
         return "priority_scheduling is only supported for kind vllm or sglang. Remove it."
     return None
+
+
+def _check_traffic(config: GatewayConfig) -> None:
+    divides = {
+        name: bool(model.traffic)
+        for model in config.models
+        for name in (model.name, *model.aliases)
+    }
+    for index, model in enumerate(config.models):
+        others = {
+            name: divided
+            for name, divided in divides.items()
+            if name not in {model.name, *model.aliases}
+        }
+        try:
+            validate_traffic(
+                model.name, model.traffic, model.fallback_models, model.max_wait_s, others
+            )
+        except ValueError as error:
+            raise SettingError(f"model {model.name!r}: {error}", ("models", index)) from error
 
 
 def _check_routes(config: GatewayConfig, model_names: list[str]) -> None:

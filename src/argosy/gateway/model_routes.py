@@ -11,6 +11,12 @@ import msgspec
 from msgspec import Meta
 
 from argosy.gateway.principal import TIERS, Principal
+from argosy.policy.traffic import (
+    DailyWindow,
+    PercentageFlag,
+    RequestConditions,
+    TrafficSubject,
+)
 from argosy.store import AccountSnapshot, Tier
 
 ANY_VALUE = "*"
@@ -36,8 +42,12 @@ class RouteConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Tiers. The tenant must be in one of them."""
     flags: Annotated[tuple[str, ...], Meta(min_length=1)] | None = None
     """Feature flags. The project or the key must have one of them."""
+    percentage_flag: PercentageFlag | None = None
+    """Feature flag of a part of the tenants or users. It must be on for the request's."""
+    windows: Annotated[tuple[DailyWindow, ...], Meta(min_length=1)] | None = None
+    """Times of the day or week. One of them must contain the request's arrival."""
     target_model: str
-    """The model that answers. Its own routes are not applied."""
+    """The model that answers. Its own routes are not applied, but its `traffic` and `fallback_models` are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +62,31 @@ class ModelRoute:
     """Pairs of lower-case name and value. The value None matches any value."""
     tenants: frozenset[str] | None
     """Ids of organisations and projects."""
+    conditions: RequestConditions
+    """Conditions on times, and on parts of the tenants or users."""
     tiers: frozenset[int] | None
     """Ranks of tiers (indices of `TIERS`)."""
     flags: frozenset[str] | None
     unknown_tenants: tuple[str, ...]
     """Tenants in the settings that do not exist in the store."""
 
-    def matches(self, model: str, principal: Principal, headers: Mapping[bytes, bytes]) -> bool:
-        """Return whether all conditions hold for a request for this model, given by its primary name."""
+    def matches(
+        self,
+        model: str,
+        principal: Principal,
+        subject: TrafficSubject,
+        headers: Mapping[bytes, bytes],
+        now: float,
+    ) -> bool:
+        """Return whether all conditions hold for a request.
+
+        Args:
+            model: Primary name of the requested model.
+            principal: Authenticated sender of the request.
+            subject: The sender as traffic is divided.
+            headers: Headers of the request, by lower-case name.
+            now: Seconds since the epoch.
+        """
         if not (
             (self.model is None or self.model == model)
             and (self.tiers is None or principal.tier in self.tiers)
@@ -69,6 +96,7 @@ class ModelRoute:
                 or principal.project in self.tenants
                 or principal.organisation in self.tenants
             )
+            and self.conditions.hold(subject, {}, now)
         ):
             return False
         for name, value in self.headers:
@@ -141,6 +169,7 @@ def _compile_route(
         tenants=None
         if tenants is None
         else frozenset[str]().union(*(tenant_ids.get(name, ()) for name in tenants)),
+        conditions=RequestConditions(windows=config.windows or (), flag=config.percentage_flag),
         tiers=None if tiers is None else frozenset(map(TIERS.index, tiers)),
         flags=None if config.flags is None else frozenset(config.flags),
         unknown_tenants=tuple(name for name in tenants or () if name not in tenant_ids),

@@ -62,7 +62,11 @@ class OperationsHandlers:
         if not self._models.pools:
             message = "The controller of the fleet has published no model yet. Start it, or wait."
             raise ApiError(503, "no_replica", message, retry_after_s=RETRY_AFTER_S)
-        unavailable_models = [pool.model for pool in self._models.pools if not pool.is_available()]
+        unavailable_models = [
+            pool.model
+            for pool in self._models.pools
+            if not (pool.is_available() or pool.is_answered_by_others)
+        ]
         if unavailable_models:
             message = (
                 f"No replica is available for {', '.join(unavailable_models)}. Start one, or wait."

@@ -98,6 +98,8 @@ class RequestContext(msgspec.Struct, eq=False):
     """Rank of the tier in which the request is queued."""
     route_name: str = ""
     """Name of the route that selected the pool. Empty if no route matched."""
+    route_reason: str = ""
+    """Why it selected the pool."""
     deadline: float = math.inf
     """Monotonic time at which the response ends with the tokens so far."""
     target_start_at: float = 0.0

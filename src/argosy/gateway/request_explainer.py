@@ -110,6 +110,7 @@ def explain_record(record: UsageRecord, gateway: str) -> dict[str, Any]:
         "model": record.model,
         "asked": record.asked or record.model,
         "route": record.route or None,
+        "route_reason": None,
         "path": None,
         "stream": None,
         "caller": {

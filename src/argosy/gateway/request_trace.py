@@ -76,6 +76,8 @@ class RequestTrace(msgspec.Struct, gc=False, array_like=True):
     """Name of the model in the request."""
     route_name: str = ""
     """Name of the route from the requested model to the answering one. Empty if no route matched."""
+    route_reason: str = ""
+    """Why that model answers, such as its weight, or why others were passed over."""
     path: str = ""
     stream: bool = False
     principal: Principal = ANONYMOUS
@@ -125,6 +127,7 @@ class RequestTrace(msgspec.Struct, gc=False, array_like=True):
             "model": self.model,
             "asked": self.requested_model or self.model,
             "route": self.route_name or None,
+            "route_reason": self.route_reason or None,
             "path": self.path,
             "stream": self.stream,
             "caller": {

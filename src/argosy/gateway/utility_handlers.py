@@ -100,9 +100,9 @@ class UtilityHandlers:
         """Forward the request to the only model or the one with this name, within the sender's limits."""
         models, headers = self._models, exchange.headers
         target = (
-            models.resolve_only_model(principal, headers)
+            models.resolve_only_model(principal, headers, request_id=exchange.request_id)
             if name is None
-            else models.resolve_target(name, principal, headers)
+            else models.resolve_target(name, principal, headers, request_id=exchange.request_id)
         )
         pool = target.pool
         if self._limits is None:

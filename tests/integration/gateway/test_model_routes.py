@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,14 @@ from tests.support.waiting import until
 from typer.testing import CliRunner
 
 from argosy.cli.app import app
-from argosy.gateway import GatewayConfig, GatewayServer, ModelConfig, ReplicaConfig, RouteConfig
+from argosy.gateway import (
+    GatewayConfig,
+    GatewayServer,
+    ModelConfig,
+    ReplicaConfig,
+    RouteConfig,
+    TrafficTarget,
+)
 from argosy.store import Price, Project, Store, StoreConfig, UsageRecord, open_store
 
 BODY = {"model": "default", "prompt": "Say something", "max_tokens": 3, "stream": True}
@@ -61,7 +68,9 @@ class RoutedGateway:
 
 
 @contextlib.asynccontextmanager
-async def run_routed_gateway(folder: Path, *routes: RouteConfig) -> AsyncIterator[RoutedGateway]:
+async def run_routed_gateway(
+    folder: Path, *routes: RouteConfig, more_models: Sequence[ModelConfig] = ()
+) -> AsyncIterator[RoutedGateway]:
     """Run a gateway with different prices for each model, where "web" may send 3 requests to `qwen-next` per day."""
     url = f"sqlite:///{folder}/argosy.db"
     store = open_store(url)
@@ -99,7 +108,10 @@ async def run_routed_gateway(folder: Path, *routes: RouteConfig) -> AsyncIterato
             )
         ]
         config = GatewayConfig(
-            port=0, models=models, routes=list(routes), store=StoreConfig(url=url)
+            port=0,
+            models=[*models, *more_models],
+            routes=list(routes),
+            store=StoreConfig(url=url),
         )
         ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         server = GatewayServer(config, ready.set_result)
@@ -268,3 +280,54 @@ async def test_tokenize_requests_are_routed_and_limited(tmp_path: Path) -> None:
             assert response.json() == {"tokens": [1, 2, 3]}
             assert response.headers["x-ratelimit-remaining-requests"] == remaining
         assert (await client.post("/tokenize", json=body, headers=BETA)).status_code == 429
+
+
+async def test_models_answer_for_another_by_weight_and_in_place_of_one_that_is_down(
+    tmp_path: Path,
+) -> None:
+    down = ModelConfig(
+        name="down",
+        fallback_models=("latest",),
+        replicas=[ReplicaConfig(url="http://127.0.0.1:1", kind="openai")],
+    )
+    chat = ModelConfig(
+        name="chat", traffic=(TrafficTarget(model="qwen"), TrafficTarget(model="qwen-next"))
+    )
+    async with (
+        run_routed_gateway(tmp_path, more_models=(chat, down)) as routed,
+        routed.client("app") as client,
+    ):
+
+        async def ask(model: str, **fields: str) -> httpx2.Response:
+            response = await client.post(
+                "/v1/completions", json=BODY | {"model": model, "prompt": "x"} | fields
+            )
+            assert response.status_code == 200, response.text
+            return response
+
+        by_user = [
+            (await ask("chat", user=f"user {number % 8}")).headers["x-argosy-model"]
+            for number in range(16)
+        ]
+        assert by_user[:8] == by_user[8:]
+        counts = len(routed.qwen.requests), len(routed.next.requests)
+        assert counts == (by_user.count("qwen"), by_user.count("qwen-next"))
+        assert all(counts)
+
+        response = await ask("down")
+        assert response.headers["x-argosy-model"] == "qwen-next"
+        assert len(routed.next.requests) == counts[1] + 1
+        assert "x-argosy-model" not in (await ask("qwen")).headers
+        records = await routed.wait_for_records(18)
+        assert {(each.asked, each.route, each.model, each.nano_dollars) for each in records} == {
+            ("chat", "traffic", "qwen", 3),
+            ("chat", "traffic", "qwen-next", 300),
+            ("down", "fallback_models", "qwen-next", 300),
+            ("qwen", "", "qwen", 3),
+        }
+        request = response.headers["x-argosy-request"]
+        arguments = ["explain", request, "--url", routed.base, "--key", routed.keys["app"]]
+        result = await asyncio.to_thread(CliRunner().invoke, app, arguments)
+        text = " ".join(result.output.split())
+        assert "to qwen-next (for down, by fallback_models), streamed" in text
+        assert "qwen-next answers: down has no ready replica" in text

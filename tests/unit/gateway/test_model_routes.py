@@ -238,6 +238,7 @@ def test_routing_and_unknown_tenants_are_logged() -> None:
         "requested_model": "default",
         "model": "next",
         "route": "beta",
+        "reason": "",
         "log_level": "info",
     }
     assert logs == [unknown, event, unknown]
@@ -293,6 +294,15 @@ def test_unknown_tenant_is_logged_once_at_start() -> None:
             "Invalid enum value 'gold' - at `$.routes[0].tiers[0]`",
         ),
         ("[{target_model: next, tenant: [acme]}]", "unknown field `tenant`"),
+        ("[{target_model: next, windows: []}]", "length >= 1"),
+        (
+            "[{target_model: next, windows: [{start_minute: 0, end_minute: 1, day: 1}]}]",
+            "unknown field `day`",
+        ),
+        (
+            "[{target_model: next, percentage_flag: {name: f, share: 1.5}}]",
+            "share of flag f must be between 0 and 1",
+        ),
     ],
 )
 def test_invalid_route_is_rejected_by_name(tmp_path: Path, routes: str, message: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from random import Random
+from typing import get_args
 
 import msgspec
 import pytest
@@ -78,6 +79,7 @@ def test_unit_of_assignment_is_the_user_or_the_session_of_heavy_tenants() -> Non
     assert sticky_key(subject, ()) == ("t", "u")
     assert sticky_key(subject, ("t",)) == ("t", "s")
     assert sticky_key(subject, (ALL_TENANTS,)) == ("t", "s")
+    assert sticky_key(TrafficSubject(tenant="t", request="r"), ()) == ("t", "r")
     assert sticky_key(TrafficSubject(tenant="t", request="r"), ("t",)) == ("t", "r")
     assert heavy_tenants(()) == (ALL_TENANTS,)
     history = [
@@ -139,7 +141,7 @@ def test_daily_windows(window: DailyWindow, hours_open: set[int]) -> None:
     assert {hour for hour in range(48) if window.contains(THURSDAY + hour * 3600)} == hours_open
 
 
-@given(SUBJECTS, SHARES, SHARES, st.sampled_from(FlagUnit))
+@given(SUBJECTS, SHARES, SHARES, st.sampled_from(get_args(FlagUnit)))
 def test_flag_is_monotone_in_its_share(
     subject: TrafficSubject, first: float, second: float, unit: FlagUnit
 ) -> None:
@@ -173,24 +175,48 @@ def test_first_rule_that_matches_decides_and_weights_do_otherwise() -> None:
 
 
 @pytest.mark.parametrize(
-    ("waits_s", "pool", "refused"),
+    ("waits_s", "pool", "skipped"),
     [
-        ({"a": 1.0, "b": 0.0}, "a", ""),
-        ({"a": 9.0, "b": 2.0}, "b", ""),
-        ({"c": 2.0}, "c", ""),
-        ({"a": 9.0, "b": 6.0}, None, "a: 9.0 s of queue, at most 5 s; pool b: 6.0 s"),
-        ({}, None, "pool a: no ready replica"),
+        ({"a": 1.0, "b": 0.0}, "a", ()),
+        ({"a": 9.0, "b": 2.0}, "b", ("a has 9.0 s of queue, at most 5 s",)),
+        (
+            {"c": 2.0, "b": 6.0},
+            "c",
+            ("a has no ready replica", "b has 6.0 s of queue, at most 5 s"),
+        ),
+        ({}, None, tuple(f"{name} has no ready replica" for name in "abc")),
     ],
 )
-def test_fallback_pools_take_over_in_order_before_a_refusal(
-    waits_s: dict[str, float], pool: str | None, refused: str
+def test_fallback_pools_take_over_in_order(
+    waits_s: dict[str, float | None], pool: str | None, skipped: tuple[str, ...]
 ) -> None:
-    route = TrafficRoute(model="m", pools=(WeightedPool(pool="a"),), fallback_pools=("b", "c"))
-    choice = route.select_serving_pool("a", waits_s, max_wait_s=5.0)
-    assert choice.pool == pool
-    assert choice.is_degraded == (pool in {"b", "c"})
-    assert refused in choice.refusal
-    assert bool(choice.refusal) == (pool is None)
+    pools = (WeightedPool(pool="a"),)
+    route = TrafficRoute(model="m", pools=pools, fallback_pools=("b", "c"), max_wait_s=5.0)
+    waits_s = dict.fromkeys("abc") | waits_s
+    assert route.select_serving_pool("a", waits_s) == (pool, skipped)
+    assert msgspec.json.decode(msgspec.json.encode(route), type=TrafficRoute) == route
+
+
+@given(
+    SUBJECTS,
+    st.lists(st.floats(0.0, 100.0), min_size=2, max_size=4).filter(any),
+    st.integers(0, 3),
+    st.floats(0.0, 100.0),
+)
+def test_growing_weight_moves_nobody_away(
+    subject: TrafficSubject, weights: list[float], grown: int, growth: float
+) -> None:
+    grown %= len(weights)
+
+    def select(weights: list[float]) -> str:
+        pools = [
+            WeightedPool(pool=f"p{index}", weight=weight) for index, weight in enumerate(weights)
+        ]
+        return TrafficRoute(model="m", pools=tuple(pools)).select_by_weight(subject).pool
+
+    if select(weights) == f"p{grown}":
+        weights[grown] += growth
+        assert select(weights) == f"p{grown}"
 
 
 def test_shadow_copies_are_sampled_and_capped() -> None:

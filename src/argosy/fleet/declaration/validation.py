@@ -158,7 +158,8 @@ def _check_model(config: FleetConfig, model: FleetModelConfig, path: SettingPath
                     path, setting, "it belongs to a `source`. Add the source, or remove it."
                 )
     is_down = not (config.pools or config.gateways)  # see `stop_everything`
-    if not (is_down or model.replicas or model.name in {pool.model for pool in config.pools}):
+    has_pool = model.name in {pool.model for pool in config.pools}
+    if not (is_down or model.replicas or has_pool or model.is_answered_by_others):
         raise _fail(
             path,
             "",

@@ -47,6 +47,7 @@ class TelemetryFilter:
         trace.model = context.pool.model
         trace.requested_model = context.fields.model
         trace.route_name = context.route_name
+        trace.route_reason = context.route_reason
         trace.path = context.exchange.path
         trace.stream = context.fields.stream
         trace.principal = context.principal

@@ -17,10 +17,12 @@ from argosy.gateway.config import (
 )
 from argosy.gateway.model_registry.model_router import ModelRouter
 from argosy.gateway.model_routes import RouteConfig
+from argosy.gateway.model_traffic import build_traffic_route
 from argosy.gateway.pool import AdminSettings, Pool, ReplicaEndpoint
 from argosy.gateway.upstream import Upstream, create_client_ssl_context
 from argosy.policy import AdminState, Hedging
 from argosy.policy.placement import GivingWay
+from argosy.policy.traffic import TrafficRoute
 from argosy.protocol import parse_endpoint
 
 
@@ -120,18 +122,25 @@ def build_pool(model_entries: ModelEntries) -> Pool:
     replicas = [
         entry.build_replica() for entry in model_entries.entries if entry.config.discover is None
     ]
-    return Pool(
+    pool = Pool(
         model.name,
         replicas,
         model.routing,
         build_hedging(model),
         build_giving_way(model.giving_way),
     )
+    pool.traffic = build_traffic(model)
+    return pool
 
 
 def build_hedging(model: ModelConfig) -> Hedging | None:
     """Return the model's hedging policy, or None if hedging is off."""
     return None if model.hedge_after_s is None else Hedging(model.hedge_after_s)
+
+
+def build_traffic(model: ModelConfig) -> TrafficRoute | None:
+    """Return which models answer for this one, or None if it always answers itself."""
+    return build_traffic_route(model.name, model.traffic, model.fallback_models, model.max_wait_s)
 
 
 def build_giving_way(config: GivingWayConfig) -> GivingWay | None:

@@ -12,14 +12,21 @@ import structlog
 
 from argosy.gateway.auth import can_use_model, check_model_access
 from argosy.gateway.model_routes import ModelRoute, RouteConfig, compile_routes
+from argosy.gateway.model_traffic import find_subject
 from argosy.gateway.pool import Pool
 from argosy.gateway.principal import Principal
+from argosy.gateway.request_fields import RequestFields
+from argosy.policy.traffic import TrafficRoute, TrafficSubject
 from argosy.protocol import ApiError, ModelCard, ModelList, TaskName
 from argosy.store import AccountSnapshot, Limit, Price, ReplicaSetting
 
 T = TypeVar("T", Limit, Price)
 WILDCARD = "*"
 """Character of an alias that stands for any text."""
+WEIGHTS = "traffic"
+"""Route name of requests whose model was selected by weight."""
+FALLBACK = "fallback_models"
+"""Route name of requests that a fallback model answers."""
 MAX_LOGGED_MODELS = 10
 """Maximum number of unknown models that one log event names."""
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
@@ -30,7 +37,9 @@ class RouteTarget(NamedTuple):
 
     pool: Pool
     route_name: str = ""
-    """Name of the route that selected the pool. Empty if the pool is that of the requested model."""
+    """Name of the route that selected the pool, `WEIGHTS` or `FALLBACK`. Empty if it is that of the requested model."""
+    reason: str = ""
+    """Why the traffic settings of the requested model, or of the route's, selected the pool, for explanations."""
 
 
 class ModelRouter:
@@ -112,16 +121,24 @@ class ModelRouter:
         return apply
 
     def resolve_target(
-        self, name: str, principal: Principal, headers: Mapping[bytes, bytes]
+        self,
+        name: str,
+        principal: Principal,
+        headers: Mapping[bytes, bytes],
+        fields: RequestFields | None = None,
+        request_id: str = "",
     ) -> RouteTarget:
         """Return the pool that answers a request.
 
-        The principal needs access to the requested model, but not to the target model of a route.
+        The first route that matches selects a model, then the model's traffic settings select one that answers for it.
+        The principal needs access to the requested model, but not to the selected ones.
 
         Args:
             name: Requested model.
             principal: Sender of the request.
             headers: Request headers, which routes may match.
+            fields: Fields of the request, which may name its user and session.
+            request_id: Id of the request.
 
         Raises:
             ApiError: 404 if the model does not exist. 403 if the principal may not use it.
@@ -133,22 +150,57 @@ class ModelRouter:
         )
         if requested_target is None:
             raise _model_not_found(name)
+        if not self._routes and requested_target.pool.traffic is None:
+            return requested_target
+        subject = find_subject(principal, headers, fields, request_id)
+        target, now = requested_target, time.time()
         for route in self._routes:
-            if route.matches(requested_target.pool.model, principal, headers):
-                log.info(
-                    "request_routed",
-                    requested_model=name,
-                    model=route.target_model,
-                    route=route.name,
-                )
-                return RouteTarget(self._pools_by_name[route.target_model], route.name)
-        return requested_target
+            if route.matches(requested_target.pool.model, principal, subject, headers, now):
+                target = RouteTarget(self._pools_by_name[route.target_model], route.name)
+                break
+        if target.pool.traffic is not None:
+            target = self._divide_traffic(target, target.pool.traffic, subject, principal.tier)
+        if target.route_name not in {"", WEIGHTS}:
+            log.info(
+                "request_routed",
+                requested_model=name,
+                model=target.pool.model,
+                route=target.route_name,
+                reason=target.reason,
+            )
+        return target
+
+    def _divide_traffic(
+        self, target: RouteTarget, traffic: TrafficRoute, subject: TrafficSubject, tier: int
+    ) -> RouteTarget:
+        """Return the model that answers for that of `target`: one selected by weight, or else a fallback."""
+        selected, route_name = traffic.select_by_weight(subject), target.route_name
+        reasons = [f"route {route_name}"] if route_name else []
+        if selected.pool != traffic.model or len(traffic.pools) > 1:
+            route_name = route_name or WEIGHTS
+            reasons.append(f"weight {selected.weight:g} of {traffic.total_weight:g}")
+        answering = selected.pool
+        if traffic.fallback_pools:
+            now = time.monotonic()
+            serving = traffic.select_serving_pool(
+                selected.pool,
+                {
+                    name: self._pools_by_name[name].expected_wait_s(tier, now)
+                    for name in (selected.pool, *traffic.fallback_pools)
+                },
+            )
+            reasons += serving.skipped
+            if serving.pool is not None and serving.skipped:
+                answering, route_name = serving.pool, FALLBACK
+        return RouteTarget(self._pools_by_name[answering], route_name, "; ".join(reasons))
 
     def resolve_only_model(
         self,
         principal: Principal,
         headers: Mapping[bytes, bytes],
         tasks: frozenset[TaskName] = frozenset(),
+        fields: RequestFields | None = None,
+        request_id: str = "",
     ) -> RouteTarget:
         """Return the pool for a request without a model name.
 
@@ -156,6 +208,8 @@ class ModelRouter:
             principal: Sender of the request.
             headers: Request headers, which routes may match.
             tasks: Tasks of which the model needs one; empty for any model.
+            fields: Fields of the request, which may name its user and session.
+            request_id: Id of the request.
 
         Raises:
             ApiError: 400 if there are several models.
@@ -166,7 +220,7 @@ class ModelRouter:
             if not tasks or pool.tasks is None or not pool.tasks.isdisjoint(tasks)
         ]
         if len(pools) == 1:
-            return self.resolve_target(pools[0].model, principal, headers)
+            return self.resolve_target(pools[0].model, principal, headers, fields, request_id)
         message = (
             "Missing parameter 'model'. Add it, since there are several models. See /v1/models."
         )

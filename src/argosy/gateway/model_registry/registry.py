@@ -14,6 +14,7 @@ from argosy.gateway.model_registry.model_entries import (
     build_hedging,
     build_model_router,
     build_pools_by_name,
+    build_traffic,
 )
 from argosy.gateway.model_registry.pool_membership import PoolMembership
 from argosy.gateway.model_routes import RouteConfig
@@ -81,6 +82,7 @@ class ModelRegistry:
                 log.info("model_added", model=model.name)
             membership.pool.set_routing_policy(model.routing, hedging)
             membership.pool.giving_way = build_giving_way(model.giving_way)
+            membership.pool.traffic = build_traffic(model)
             membership.apply_entries(entries)
             self._memberships[model.name] = membership
         pools = [membership.pool for membership in self._memberships.values()]

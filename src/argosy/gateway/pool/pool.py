@@ -11,6 +11,7 @@ import structlog
 from argosy.gateway.pool.replica_endpoint import ReplicaEndpoint, ignore_change
 from argosy.policy import Hedging, RoutingPolicyName, StatusChange
 from argosy.policy.placement import GivingWay, PlacementPool
+from argosy.policy.traffic import TrafficRoute
 from argosy.protocol import differing_parts
 from argosy.store import ReplicaSetting
 
@@ -40,9 +41,18 @@ class Pool(PlacementPool[ReplicaEndpoint]):
         """Arithmetic identities that the last warning named."""
         self.active_requests = 0
         """Number of requests for this pool, queued or running."""
+        self.traffic: TrafficRoute | None = None
+        """Pools that answer in place of this one; None if it always answers."""
         self._on_capacity_change: Callable[[], None] = ignore_change
         for replica in replicas:
             self._observe(replica)
+
+    @property
+    def is_answered_by_others(self) -> bool:
+        """Whether only other pools are selected for requests, so that this one needs no replicas."""
+        return self.traffic is not None and all(
+            each.pool != self.model for each in self.traffic.pools
+        )
 
     @property
     def max_model_len(self) -> int | None:
@@ -62,6 +72,11 @@ class Pool(PlacementPool[ReplicaEndpoint]):
         tasks = [replica.tasks for replica in self.replicas.values()]
         known = [each for each in tasks if each is not None]
         return frozenset[str]().union(*known) if known and len(known) == len(tasks) else None
+
+    def expected_wait_s(self, tier: int, now: float) -> float | None:
+        """Estimate how long a new request of this tier would be queued; None if no replica is ready."""
+        in_flight = sum(replica.load.in_flight for replica in self.replicas.values())
+        return self.estimate_wait_s(max(0, self.active_requests - in_flight), tier, now)
 
     def set_capacity_listener(self, listener: Callable[[], None]) -> None:
         """Call `listener` after changes that are no part of an attempt and may give a replica more free slots."""

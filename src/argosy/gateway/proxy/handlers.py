@@ -58,6 +58,8 @@ from argosy.http_server import (
 from argosy.policy.placement import PlacementLimits, QueueLimits
 from argosy.protocol import ApiError, format_event, invalid_request, unsupported_task_error
 
+MODEL_HEADER = b"x-argosy-model"
+"""Response header with the model that answers, if a route, a weight or a fallback selected it."""
 RESUMABLE_KINDS = frozenset[BackendKind]({"argosy", "auto"})
 """Kinds of servers that may support `resume`: native replicas, and servers whose kind is not yet detected."""
 
@@ -214,7 +216,9 @@ class CompletionHandlers:
         Raises:
             ApiError: The model does not exist for the principal, or no replica of it could serve the request.
         """
-        pool, route = self._resolve_target(exchange, fields, api, principal)
+        pool, route, route_reason = self._resolve_target(exchange, fields, api, principal)
+        if route:
+            exchange.extra_headers.append((MODEL_HEADER, pool.model.encode()))
         if not fields.model:
             fields = msgspec.structs.replace(fields, model=pool.model)
         max_model_len = pool.max_model_len
@@ -244,6 +248,7 @@ class CompletionHandlers:
             principal,
             tier=min(principal.tier + fields.priority, len(TIERS) - 1),  # the client may lower it
             route_name=route,
+            route_reason=route_reason,
             deadline=exchange.arrived_at + min(fields.timeout_s, self._max_request_s),
             response_headers=exchange.extra_headers,
             unsuitable_replicas=unsupporting,
@@ -260,8 +265,12 @@ class CompletionHandlers:
             ApiError: The model does not exist for the principal, or has none of the API's tasks.
         """
         if not fields.model:
-            return self._models.resolve_only_model(principal, exchange.headers, api.tasks)
-        target = self._models.resolve_target(fields.model, principal, exchange.headers)
+            return self._models.resolve_only_model(
+                principal, exchange.headers, api.tasks, fields, exchange.request_id
+            )
+        target = self._models.resolve_target(
+            fields.model, principal, exchange.headers, fields, exchange.request_id
+        )
         tasks = target.pool.tasks
         if tasks is not None and tasks.isdisjoint(api.tasks):
             raise unsupported_task_error(fields.model, api.path.decode(), tasks)

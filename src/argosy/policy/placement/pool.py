@@ -28,6 +28,8 @@ from argosy.policy.smoothing import EwmaMean
 MAX_COMPARED_REPLICAS = 32
 """Maximum number of replicas compared per request. Larger pools are sampled, since each comparison takes 2 µs."""
 OUTPUT_HALF_LIFE_SAMPLES = 32.0
+MIN_DECODE_S = 1e-3
+"""Shortest time in which a sequence is assumed to end, where a replica reports no time between tokens."""
 DEFAULT_OUTPUT_TOKENS = 256
 """Expected output of a request that sets no limit, before any response has completed."""
 
@@ -138,6 +140,34 @@ class PlacementPool(Generic[R]):
     def reachable_loads(self) -> list[ReplicaLoad]:
         """Return the loads of the eligible replicas that are not down."""
         return [replica.load for replica in self.eligible_replicas() if not replica.health.is_down]
+
+    def estimate_wait_s(self, queued: int, tier: int, now: float) -> float | None:
+        """Estimate how long a new request would wait, here and at its replica, until its prompt is computed.
+
+        A queued request waits until as many slots are free as requests wait. A slot is free after the mean output.
+
+        Args:
+            queued: Requests that wait for a slot.
+            tier: Rank of the request's tier.
+            now: Monotonic time.
+
+        Returns:
+            Seconds; None if no replica is ready.
+        """
+        ready = [replica for replica in self.eligible_replicas() if not replica.health.is_down]
+        free = [replica for replica in ready if replica.has_free_slot(tier, now)]
+        output_tokens = max(1, round(self._mean_output_tokens.value))
+        costs = [estimate_cost(each.load, 0, output_tokens, now) for each in free or ready]
+        if not costs:
+            return None
+        replica_queue_s = min(cost.queue_s for cost in costs)
+        if free:
+            return replica_queue_s
+        slots_per_s = sum(
+            replica.slots / max(cost.decode_s, MIN_DECODE_S)
+            for replica, cost in zip(ready, costs, strict=True)
+        )
+        return max(replica_queue_s + (queued + 1) / slots_per_s, self.retry_after_s(now))
 
     def replicas_with_free_slots(self, tier: int, now: float) -> list[R]:
         """Return the eligible replicas with a free slot for this tier, without those in backoff."""

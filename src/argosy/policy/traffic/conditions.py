@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Mapping
+from typing import Literal
 
 import msgspec
 
-from argosy.policy.traffic.sticky_hash import TrafficSubject, hash_point
+from argosy.policy.traffic.sticky_hash import TrafficSubject, hash_point, sticky_key
 
 _DAY_S = 86_400
 _DAY_MINUTES = 1_440
@@ -16,24 +16,19 @@ _EPOCH_WEEKDAY = 3
 _ALL_WEEK = tuple(range(7))
 
 
-class FlagUnit(enum.StrEnum):
-    """Unit that a percentage flag counts."""
-
-    TENANT = "tenant"
-    USER = "user"
+FlagUnit = Literal["tenant", "user"]
+"""Unit that a percentage flag counts."""
 
 
-class PercentageFlag(msgspec.Struct, frozen=True, kw_only=True):
-    """Feature flag that is on for a fixed part of the tenants or users. A larger share turns it off for none of them.
-
-    Raises:
-        ValueError: The share is not between 0 and 1.
-    """
+class PercentageFlag(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Feature flag that is on for a fixed part of the tenants or users. A larger share keeps it on for them."""
 
     name: str
     """Salt of the hash: flags of different names are on for different tenants and users."""
     share: float
-    unit: FlagUnit = FlagUnit.USER
+    """Part of the tenants or users for which it is on, from 0 to 1."""
+    unit: FlagUnit = "user"
+    """Whether it is on for whole tenants or for single users."""
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.share <= 1.0:
@@ -41,25 +36,21 @@ class PercentageFlag(msgspec.Struct, frozen=True, kw_only=True):
 
     def is_on(self, subject: TrafficSubject) -> bool:
         """Return whether the flag is on for the sender of a request."""
-        key = [subject.tenant]
-        if self.unit is FlagUnit.USER:
-            key.append(subject.user or subject.session)
+        key = sticky_key(subject, ()) if self.unit == "user" else (subject.tenant,)
         return hash_point(self.name, *key) < self.share
 
 
-class DailyWindow(msgspec.Struct, frozen=True, kw_only=True):
-    """Minutes of the day on some days of the week, in a zone with a fixed offset. It may extend over midnight.
-
-    Raises:
-        ValueError: A minute or a day is out of range.
-    """
+class DailyWindow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Minutes of the day on some days of the week, in a zone with a fixed offset. It may extend over midnight."""
 
     start_minute: int
+    """First minute, counted from midnight: 480 is 8:00."""
     end_minute: int
     """First minute after the window. If it is not after `start_minute`, the window ends on the next day."""
     weekdays: tuple[int, ...] = _ALL_WEEK
     """Days on which it starts; Monday is 0."""
     utc_offset_minutes: int = 0
+    """Minutes by which the zone is ahead of UTC."""
 
     def __post_init__(self) -> None:
         for minute in (self.start_minute, self.end_minute):

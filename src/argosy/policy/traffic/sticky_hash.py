@@ -33,7 +33,7 @@ def sticky_key(subject: TrafficSubject, per_session_tenants: Collection[str]) ->
     user, session = subject.user, subject.session
     if subject.tenant in per_session_tenants or ALL_TENANTS in per_session_tenants:
         return subject.tenant, session or user or subject.request
-    return subject.tenant, user or session
+    return subject.tenant, user or session or subject.request
 
 
 def hash_point(salt: str, *parts: str) -> float:

@@ -45,19 +45,7 @@ class ServingChoice(NamedTuple):
 
     pool: str | None
     skipped: tuple[str, ...]
-    """Why each pool before it was passed over, such as `pool large: 14.0 s of queue, at most 5 s`."""
-
-    @property
-    def is_degraded(self) -> bool:
-        """Whether a declared fallback answers. The response names its model."""
-        return self.pool is not None and bool(self.skipped)
-
-    @property
-    def refusal(self) -> str:
-        """Message of the refusal if no pool serves in time; empty otherwise."""
-        if self.pool is not None:
-            return ""
-        return f"No pool can serve this request in time ({'; '.join(self.skipped)}). Retry later."
+    """Why each pool before it was passed over, such as `large has 14.0 s of queue, at most 5 s`."""
 
 
 class TrafficRoute(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,6 +63,8 @@ class TrafficRoute(msgspec.Struct, frozen=True, kw_only=True):
     rules: tuple[TrafficRule, ...] = ()
     fallback_pools: tuple[str, ...] = ()
     """Pools that answer, in this order, if the selected one cannot in time."""
+    max_wait_s: float | None = None
+    """Longest time in the queue before a fallback pool takes over. None means any time."""
     shadow: ShadowCopy | None = None
     """Copies of requests that are sent to another pool and compared."""
 
@@ -86,6 +76,11 @@ class TrafficRoute(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"route of {self.model}: weights must be finite numbers of 0 or more")
         if not any(each.weight for each in self.pools):
             raise ValueError(f"route of {self.model}: give at least one pool a positive weight")
+
+    @property
+    def total_weight(self) -> float:
+        """Sum of the weights of all pools."""
+        return sum(each.weight for each in self.pools)
 
     def select_pool(
         self, subject: TrafficSubject, headers: Mapping[str, str], now: float
@@ -99,32 +94,33 @@ class TrafficRoute(msgspec.Struct, frozen=True, kw_only=True):
         """
         for rule in self.rules:
             if rule.conditions.hold(subject, headers, now):
-                pool = self._weighted_pool(subject) if rule.pool is None else rule.pool
+                pool = self.select_by_weight(subject).pool if rule.pool is None else rule.pool
                 return PoolChoice(pool, rule.name, rule.prefers_candidate)
-        return PoolChoice(self._weighted_pool(subject))
+        return PoolChoice(self.select_by_weight(subject).pool)
 
-    def _weighted_pool(self, subject: TrafficSubject) -> str:
+    def select_by_weight(self, subject: TrafficSubject) -> WeightedPool:
+        """Select the pool for the sender of a request by weight alone."""
         pools = [each for each in self.pools if each.weight]
-        total = sum(each.weight for each in pools)
-        shares = [(each.pool, each.weight / total) for each in pools[:-1]]
+        shares = [(each.pool, each.weight / self.total_weight) for each in pools[:-1]]
         key = sticky_key(subject, ())
-        return choose_weighted(self.salt or self.model, key, shares) or pools[-1].pool
+        name = choose_weighted(self.salt or self.model, key, shares)
+        return next((each for each in pools if each.pool == name), pools[-1])
 
-    def select_serving_pool(
-        self, pool: str, waits_s: Mapping[str, float], max_wait_s: float
-    ) -> ServingChoice:
+    def select_serving_pool(self, pool: str, waits_s: Mapping[str, float | None]) -> ServingChoice:
         """Select the first of the pool and its fallbacks that serves in time.
 
         Args:
             pool: The selected pool.
-            waits_s: Expected time to the first token of each pool that has a ready replica.
-            max_wait_s: Longest time that the request can wait.
+            waits_s: Expected time in the queue of each pool; None if it has no ready replica.
         """
         skipped: list[str] = []
+        limit_s = self.max_wait_s
         for name in dict.fromkeys((pool, *self.fallback_pools)):
-            wait_s = waits_s.get(name)
-            if wait_s is not None and wait_s <= max_wait_s:
+            wait_s = waits_s[name]
+            if wait_s is None:
+                skipped.append(f"{name} has no ready replica")
+            elif limit_s is not None and wait_s > limit_s:
+                skipped.append(f"{name} has {wait_s:.1f} s of queue, at most {limit_s:g} s")
+            else:
                 return ServingChoice(name, tuple(skipped))
-            state = "no ready replica" if wait_s is None else f"{wait_s:.1f} s of queue"
-            skipped.append(f"pool {name}: {state}, at most {max_wait_s:g} s")
         return ServingChoice(None, tuple(skipped))
