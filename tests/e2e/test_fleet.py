@@ -76,6 +76,15 @@ class Commands:
     def survivors(self, before: Mapping[str, psutil.Process]) -> set[psutil.Process]:
         return {*before.values()} & {*self.processes().values()}
 
+    def kill_controller(self) -> None:
+        """Kill the controller, and all keepers that would start it again."""
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                command = process.cmdline()
+                if "argosy.controller_keeper" in command and str(self.folder) in command[4]:
+                    process.kill()
+        self.processes()["controller"].kill()
+
     def kill_processes(self) -> None:
         """Kill all that is left of the fleet on this machine."""
         for process in psutil.process_iter():  # the keeper first, which was started first
@@ -118,6 +127,7 @@ async def test_declared_fleet_repairs_itself(fleet: Commands) -> None:
     assert fleet.chat() == text
     (revision,) = msgspec.json.decode(fleet.run("history", "--json"))
     assert (revision["revision"], revision["reason"]) == (1, "first")
+    fleet.kill_controller()
     fleet.run("down")
     await until(lambda: not fleet.processes())
     assert fleet.status()["replicas"] == []

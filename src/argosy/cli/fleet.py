@@ -246,6 +246,8 @@ def down(
     with open_fleet(files, fleet, store) as target:
         config = stop_everything(parse_revision(target.require_latest()))
         _apply(target, config, reason, asks=False, quiet=True)
+        if target.folder.is_dir():  # its controller may be gone, and nothing stops without one
+            _start_controller(target)
         if wait:
             wait_until_gone(target, timeout)
             typer.echo(f"The fleet {target.name} is down.", err=True)
@@ -348,7 +350,7 @@ def _stops_replicas(change: PlannedChange) -> bool:
 
 
 def _format_change(change: PlannedChange) -> str:
-    """Return a change as one line, such as `~ pools[chat].replicas: 2 -> 3   (1 replicas started)`."""
+    """Return a change as one line, such as `~ pools[chat].replicas: 2 -> 3   (1 replica started)`."""
     import msgspec
 
     def show(value: object) -> str:
@@ -362,7 +364,7 @@ def _format_change(change: PlannedChange) -> str:
     }
     effect = "" if change.effect == "none" else str(change.effect)
     if change.count:
-        effect = f"{change.count} {effect}"
+        effect = f"{change.count} {effect if change.count > 1 else effect.replace('s ', ' ', 1)}"
     if effect.endswith("replaced"):
         effect += f", {change.at_once} at a time"
     line = f"{signs[change.action]} {change.path}: {values[change.action]}"

@@ -80,7 +80,8 @@ def _print_changes(replicas: Sequence[ReplicaRecord], shown: dict[str, str]) -> 
     for record in replicas:
         if shown.get(record.name) != record.phase:
             shown[record.name] = record.phase
-            typer.echo(f"{record.name}: {record.phase} ({record.reason})", err=True)
+            reason = f" ({record.reason})" if record.reason else ""
+            typer.echo(f"{record.name}: {record.phase}{reason}", err=True)
 
 
 def _fail_unready(status: FleetStatus) -> None:
