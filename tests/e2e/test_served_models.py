@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import csv
+import io
+import json
+import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +17,7 @@ from tests.engine.stored_formats import FORMATS, quantize_checkpoint, quantize_e
 from tests.engine.test_families import FAMILIES
 from tests.engine.transformers_reference import Reference, make_reference
 from tests.support.export_gguf import export
-from tests.support.serve_process import ServeProcess, run_serve
+from tests.support.serve_process import ServeProcess, run_argosy, run_serve
 from tests.unit.serving.test_tokenizer_files import (
     sentencepiece_model,
     sentencepiece_pieces,
@@ -132,3 +136,33 @@ def test_gguf_file_answers_as_its_checkpoint_does(tmp_path: Path, server: ServeP
         expected = read_stream(server, chat=True)
         assert expected
         assert read_stream(gguf_server, chat=True) == expected
+
+
+def test_stored_model_has_its_digest_and_is_refused_when_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ARGOSY_MODELS", str(tmp_path / "models"))
+    store = ("--store", f"sqlite:///{tmp_path / 'argosy.db'}")
+    pulled = run_argosy("models", "pull", str(BUNDLED_MODEL), "--name", "mini", "--json")
+    digest = json.loads(pulled.stdout)["digest"]
+    with run_serve("store:mini", *store) as server, server.client() as client:
+        cards = client.models.list().data
+        assert [(card.id, (card.model_extra or {})["digest"]) for card in cards] == [
+            ("mini", digest)
+        ]
+        client.completions.create(model="mini", prompt="Say", max_tokens=3)
+        server.process.terminate()
+        server.process.wait()
+    rows = list(csv.DictReader(io.StringIO(run_argosy("usage", "--csv", "-", *store).stdout)))
+    assert [row["digest"] for row in rows] == [digest]
+    (weights,) = (tmp_path / "models").rglob("model.safetensors")
+    weights.chmod(0o600)
+    with weights.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last[0] ^ 1]))
+    failed = run_argosy("serve", "store:mini", "--port", "0", *store)
+    assert failed.returncode == 2
+    assert "model.safetensors" in failed.stderr.splitlines()[-1]
+    assert "Traceback" not in failed.stderr

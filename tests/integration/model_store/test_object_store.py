@@ -87,7 +87,6 @@ def test_model_has_the_digest_of_its_directory(
     path = store.model_path(version.digest)
     assert path is not None
     assert (path / "model.safetensors").read_bytes() == weights
-    # Nothing is fetched twice: the bucket could not even deliver it.
     inodes = {file.stat().st_ino for file in store.blobs.iterdir()}
     assert pull_model(store, "s3://models/a/m").digest == version.digest
     assert {file.stat().st_ino for file in store.blobs.iterdir()} == inodes

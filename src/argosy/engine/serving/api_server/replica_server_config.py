@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 from argosy.http_server import TlsConfig
+from argosy.model_store import REFERENCE_PREFIX
 
 
 class ReplicaServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -51,9 +52,11 @@ class ReplicaServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     """Name of this replica in the log, if several processes share one log."""
 
     def model_names_for(self, model: str) -> tuple[str, ...]:
-        """Return the configured names, or the model's own name (directory, file or hub repository name)."""
+        """Return the configured names, or that of the directory, file, hub repository or stored version."""
         path = Path(model)
         own_name = model
-        if path.exists():
+        if model.startswith(REFERENCE_PREFIX):
+            own_name = model.removeprefix(REFERENCE_PREFIX).partition(":")[0]
+        elif path.exists():
             own_name = path.resolve().name.removesuffix(".gguf")
         return self.served_model_names or (own_name,)
