@@ -23,6 +23,9 @@ from argosy.protocol import ApiError
 from argosy.store import GatewayRecord, GatewayRegistry, StoreError
 
 POLL_INTERVAL_S = 1.0
+FIRST_POLL_INTERVAL_S = 0.1
+"""Interval after a publication, in which gateways probe new replicas for the first time."""
+NUM_FIRST_POLLS = 5
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.fleet")
 
@@ -78,13 +81,16 @@ class GatewayPublisher:
 
     async def run(self) -> None:
         """Publish and poll until cancelled."""
+        first_polls = 0
         while True:
+            first_polls = NUM_FIRST_POLLS if self._published.is_set() else max(0, first_polls - 1)
             self._published.clear()
             pools = self._pools
             if pools is not None:
                 await self._run_round(pools)
+            interval_s = FIRST_POLL_INTERVAL_S if first_polls else POLL_INTERVAL_S
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(POLL_INTERVAL_S):
+                async with asyncio.timeout(interval_s):
                     await self._published.wait()
 
     async def _run_round(self, pools: FleetPools) -> None:
