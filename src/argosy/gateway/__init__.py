@@ -31,6 +31,7 @@ from argosy.gateway.fleet_pools import (
 from argosy.gateway.model_routes import RouteConfig
 from argosy.gateway.model_traffic import TrafficTarget
 from argosy.gateway.proxy import DemandReport, ModelDemand, prebuild_fast_path
+from argosy.gateway.rollout_messages import OutcomeQuery, OutcomeReport, PublishedVersions
 from argosy.gateway.server import GatewayServer, serve_gateway
 from argosy.gateway.upstream import UpstreamError, UpstreamTls
 
@@ -48,7 +49,10 @@ __all__ = [
     "ModelDemand",
     "ModelName",
     "OtherFleetError",
+    "OutcomeQuery",
+    "OutcomeReport",
     "PoolsStatus",
+    "PublishedVersions",
     "QueueConfig",
     "ReplicaConfig",
     "RouteConfig",

@@ -25,6 +25,7 @@ from argosy.gateway.peer_connection import (
 )
 from argosy.gateway.principal import Principal
 from argosy.gateway.proxy import DemandReport
+from argosy.gateway.rollout_messages import PublishedVersions
 from argosy.gateway.upstream import UpstreamError, fetch_response
 from argosy.http_server import HttpExchange, TlsConfig
 from argosy.policy import ReplicaStatus
@@ -51,6 +52,8 @@ class FleetPools(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     routes: Sequence[RouteConfig] = ()
     desired_replicas: Mapping[str, int] = {}
     """Number of replicas that the autoscaler wants, by pool."""
+    versions: Sequence[PublishedVersions] = ()
+    """Versions of the pools whose changes are rollouts. Gateways of earlier versions route to the stable ones only."""
 
     @property
     def order(self) -> tuple[int, int]:
@@ -79,6 +82,8 @@ class PoolsStatus(msgspec.Struct, frozen=True, kw_only=True):
     replicas: Sequence[RoutedReplica] = ()
     demand: DemandReport | None = None
     """None from a gateway of an earlier version."""
+    routes: Mapping[str, int] = {}
+    """Version of the route that the gateway follows, by pool."""
 
 
 def load_fleet_pools(config: GatewayConfig) -> FleetPools:

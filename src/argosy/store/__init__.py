@@ -22,6 +22,7 @@ from argosy.store.errors import (
 )
 from argosy.store.fleet_store import (
     DeposedError,
+    FleetDocument,
     FleetEvent,
     FleetLease,
     FleetRevision,
@@ -114,6 +115,7 @@ __all__ = [
     "ConflictError",
     "ConversationStore",
     "DeposedError",
+    "FleetDocument",
     "FleetEvent",
     "FleetLease",
     "FleetRevision",

@@ -25,6 +25,7 @@ _revisions = schema.fleet_revisions.c
 _events = schema.fleet_events.c
 _leases = schema.fleet_leases.c
 _records = schema.fleet_records.c
+_documents = schema.fleet_documents.c
 
 
 class DeposedError(StoreError):
@@ -72,6 +73,15 @@ class FleetEvent(msgspec.Struct, frozen=True, kw_only=True):
     """Why, as a sentence."""
     outcome: str = ""
     """`ok`, an error message, the new phase of a replica, or the arithmetic of a scaling decision as JSON."""
+
+
+class FleetDocument(msgspec.Struct, frozen=True):
+    """Document that any process may replace, unless another one did so since it was read."""
+
+    version: int
+    """1 or more. A replacement has a larger version."""
+    content: bytes
+    """The document as JSON."""
 
 
 class FleetLease(msgspec.Struct, frozen=True, kw_only=True):
@@ -279,6 +289,49 @@ class FleetStore:
                 if record is not None
             ]
             _insert_rows(connection, schema.fleet_records, rows)
+
+    # --- documents -------------------------------------------------------------------------------
+
+    def read_documents(self, fleet: str, prefix: str = "") -> dict[str, FleetDocument]:
+        """Return the documents whose names begin with a prefix, by name."""
+        query = select(_documents.name, _documents.version, _documents.document).where(
+            _documents.fleet == fleet, _documents.name.startswith(prefix, autoescape=True)
+        )
+        with self._database.read_transaction() as connection:
+            return {
+                row.name: FleetDocument(row.version, bytes(row.document))
+                for row in connection.execute(query)
+            }
+
+    def replace_document(
+        self, fleet: str, name: str, document: FleetDocument | None, *, after: int
+    ) -> bool:
+        """Replace a document unless another process has done so meanwhile. Any process may call it, without a lease.
+
+        Args:
+            fleet: Name of the fleet.
+            name: Name of the document.
+            document: The new document, with a version above `after`; None deletes it.
+            after: Version of the document that is replaced; 0 if there is none.
+
+        Returns:
+            False if the stored version is not `after`. Nothing was changed then.
+        """
+        with self._write_transaction() as connection:
+            _lock(connection, fleet)
+            where = (_documents.fleet == fleet) & (_documents.name == name)
+            version = connection.execute(
+                select(_documents.version).where(where)
+            ).scalar_one_or_none()
+            if (version or 0) != after:
+                return False
+            connection.execute(delete(schema.fleet_documents).where(where))
+            if document is not None:
+                row = {"fleet": fleet, "name": name, "version": document.version}
+                connection.execute(
+                    insert(schema.fleet_documents), row | {"document": document.content}
+                )
+        return True
 
     # --- events ----------------------------------------------------------------------------------
 

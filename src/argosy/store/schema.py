@@ -404,3 +404,13 @@ fleet_records = Table(
     Column("record", LargeBinary, nullable=False),
 )
 """Memory of each fleet's controllers, as JSON, about replicas, gateways and start-up times."""
+
+fleet_documents = Table(
+    "fleet_documents",
+    metadata,
+    Column("fleet", Text, primary_key=True),
+    Column("name", Text, primary_key=True),
+    Column("version", BigInteger, nullable=False),
+    Column("document", LargeBinary, nullable=False),
+)
+"""Versioned documents of each fleet, as JSON, that any process may replace, such as the routes of its pools."""

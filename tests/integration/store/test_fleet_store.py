@@ -13,6 +13,7 @@ from tests.support.fake_clock import FakeClock
 from argosy.store import (
     ConflictError,
     DeposedError,
+    FleetDocument,
     FleetEvent,
     FleetLease,
     FleetStore,
@@ -115,6 +116,27 @@ def test_leader_stopped_in_a_transaction_is_deposed(
                 write(stopped.fleets, lease)
             with pytest.raises(DeposedError):
                 write(stopped.fleets, lease)
+
+
+def test_document_is_replaced_by_one_of_many(store: Store) -> None:
+    fleets = store.fleets
+    with ThreadPoolExecutor(8) as threads:
+        replaced = list(
+            threads.map(
+                lambda n: fleets.replace_document(
+                    FLEET, "route/chat", FleetDocument(1, b"%d" % n), after=0
+                ),
+                range(8),
+            )
+        )
+    assert sorted(replaced) == [False] * 7 + [True]
+    assert fleets.replace_document(FLEET, "route/chat", FleetDocument(5, b"new"), after=1)
+    assert not fleets.replace_document(FLEET, "route/chat", FleetDocument(2, b"old"), after=1)
+    assert fleets.replace_document(FLEET, "route_chat", FleetDocument(1, b"other"), after=0)
+    assert fleets.read_documents(FLEET, "route/") == {"route/chat": FleetDocument(5, b"new")}
+    assert fleets.replace_document(FLEET, "route/chat", None, after=5)
+    assert set(fleets.read_documents(FLEET)) == {"route_chat"}
+    assert fleets.read_documents("other") == {}
 
 
 def test_only_the_leader_writes(store: Store, clock: FakeClock) -> None:

@@ -10,6 +10,7 @@ people, a `RolloutObservation` and the gate's verdict. Its results are the next 
 """
 
 from argosy.policy.rollout.baseline import Baseline, BaselineRecorder
+from argosy.policy.rollout.comparison import Comparison
 from argosy.policy.rollout.gate import GateResult, GateVerdict, MetricVerdict, RolloutGate
 from argosy.policy.rollout.gate_record import GateRecord
 from argosy.policy.rollout.gate_settings import GateSettings, MetricRule
@@ -47,6 +48,7 @@ __all__ = [
     "BaselineRecorder",
     "CheckStatus",
     "CommandKind",
+    "Comparison",
     "DeclaredVersion",
     "DigestVerdict",
     "EventCell",
