@@ -34,6 +34,8 @@ log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gatewa
 
 REFUSED_BY_REPLICA = "refused_by_replica"
 REQUEST_TOO_LARGE = "request_too_large"
+MODEL_VERSION_HEADER = b"x-argosy-version"
+"""Response header with the version of the model that answers."""
 CLIENT_ERROR_STATUSES = frozenset({400, 413, 422})
 """Statuses with which a replica blames the request itself. Other 4xx may concern the gateway's access to the
 replica."""
@@ -83,6 +85,16 @@ class EndReason(enum.Enum):
 CLIENT_GONE = frozenset({EndReason.CLIENT_LEFT, EndReason.SLOW_CLIENT})
 
 
+class AssignedVersion(msgspec.Struct, frozen=True):
+    """Version of a pool that the route of the pool selects for a request."""
+
+    digest: str
+    is_randomised: bool
+    """Whether the hash assigned it, so that the request counts in the comparison of versions."""
+    key: tuple[str, str]
+    """The user or session that is assigned as one, by `sticky_key`."""
+
+
 class RequestContext(msgspec.Struct, eq=False):
     """State of one generation request from admission to its last token, across all attempts."""
 
@@ -100,6 +112,8 @@ class RequestContext(msgspec.Struct, eq=False):
     """Name of the route that selected the pool. Empty if no route matched."""
     route_reason: str = ""
     """Why it selected the pool."""
+    assigned_version: AssignedVersion | None = None
+    """Version that the request is assigned to. None if the pool has no rollouts."""
     deadline: float = math.inf
     """Monotonic time at which the response ends with the tokens so far."""
     target_start_at: float = 0.0
@@ -153,6 +167,24 @@ class RequestContext(msgspec.Struct, eq=False):
         )
         self.trace.attempts, self.trace.pauses = self.placement.records, self.placement.pauses
         return self.placement
+
+    def announce_version(self) -> None:
+        """Name the version of the model that answers, in the trace and in the headers of a response without any yet."""
+        version = self.trace.version = self.pool.version_label
+        if version:
+            headers = self.response_headers
+            headers[:] = [header for header in headers if header[0] != MODEL_VERSION_HEADER]
+            headers.append((MODEL_VERSION_HEADER, version.encode()))
+
+    def move_to_pool(self, pool: Pool, reason: str) -> None:
+        """Count the request for the pool of another version of its model, which takes it over."""
+        taken_over = f"version {pool.version_label} took over: {reason}"
+        reasons = (self.trace.route_reason, taken_over)
+        self.trace.route_reason = "; ".join(filter(None, reasons))
+        self.pool.active_requests -= 1
+        self.pool = pool
+        pool.active_requests += 1
+        self.announce_version()
 
     @property
     def is_client_error(self) -> bool:

@@ -48,6 +48,7 @@ from argosy.gateway.request_context import RequestFilter
 from argosy.gateway.request_explainer import RequestExplainer
 from argosy.gateway.request_ids import new_gateway_id
 from argosy.gateway.request_trace import TraceStore
+from argosy.gateway.route_watcher import RouteWatcher
 from argosy.http_server import CertificateWatcher, HttpServer, listen_url, listening_socket, tune_gc
 from argosy.native import NativeUnavailableError
 from argosy.process import handle_signals, raise_file_limit
@@ -89,7 +90,12 @@ class GatewayServer:
                 )
         self._config = config
         self._on_ready = on_ready
-        self._registry = ModelRegistry(build_model_entries(config), config.routes, resolver)
+        versions = () if pools is None else pools.versions
+        self._registry = ModelRegistry(
+            build_model_entries(config, versions), config.routes, resolver
+        )
+        if pools is not None:
+            self._registry.follow_routes(pools.followed_routes)
         self._models = self._registry.router
         self._authenticator = Authenticator(AccountSnapshot(), config.auth)
         self._cors = CorsPolicy(config.auth.allowed_origins)
@@ -266,6 +272,11 @@ class GatewayServer:
         if peers is not None:
             await peers.register()
             background_tasks.append(peers.keep_registered)
+        if store is not None and self._fleet_pools is not None:
+            watcher = RouteWatcher(
+                store.fleets, self._config.fleet or "", self._fleet_pools.follow_routes
+            )
+            background_tasks.append(watcher.watch)
         if self._config_reloader is not None:
             background_tasks.append(self._config_reloader.run)
         if self._certificates is not None:
@@ -341,10 +352,12 @@ class GatewayServer:
             connections=0 if self._http_server is None else self._http_server.connection_count,
             fast_path_streams=generation.fast_path_streams,
             queue_depths=generation.queued_requests,
-            replicas=list_replica_readings(self._models.pools),
+            replicas=list_replica_readings(self._models.all_pools),
             arithmetics={
-                pool.model: len(pool.group_by_arithmetic()) for pool in self._models.pools
+                pool.model: max(len(each.group_by_arithmetic()) for each in pool.all_versions)
+                for pool in self._models.pools
             },
+            routes={route.pool: route.version for route in self._registry.routes.values()},
             desired_replicas={}
             if self._fleet_pools is None
             else self._fleet_pools.desired_replicas,

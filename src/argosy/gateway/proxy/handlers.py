@@ -118,7 +118,10 @@ class CompletionHandlers:
     def queued_requests(self) -> Mapping[str, int]:
         """Number of queued requests by model."""
         depths = self._driver.queue_depths
-        return {pool.model: depths.get(pool, 0) for pool in self._models.pools}
+        return {
+            pool.model: sum(depths.get(version, 0) for version in pool.all_versions)
+            for pool in self._models.pools
+        }
 
     def read_demand(self) -> DemandReport:
         """Return the demand for all models."""
@@ -145,7 +148,7 @@ class CompletionHandlers:
             self._check_streams()
 
     def _check_streams(self) -> None:
-        self._driver.remove_pools(set(self._models.pools))
+        self._driver.remove_pools(set(self._models.all_pools))
         now = self._clock()
         for relay in tuple(self._relays):
             relay.check_timeouts(now, self._stream_timeouts)
@@ -216,7 +219,7 @@ class CompletionHandlers:
         Raises:
             ApiError: The model does not exist for the principal, or no replica of it could serve the request.
         """
-        pool, route, route_reason = self._resolve_target(exchange, fields, api, principal)
+        pool, route, route_reason, version = self._resolve_target(exchange, fields, api, principal)
         if route:
             exchange.extra_headers.append((MODEL_HEADER, pool.model.encode()))
         if not fields.model:
@@ -249,6 +252,7 @@ class CompletionHandlers:
             tier=min(principal.tier + fields.priority, len(TIERS) - 1),  # the client may lower it
             route_name=route,
             route_reason=route_reason,
+            assigned_version=version,
             deadline=exchange.arrived_at + min(fields.timeout_s, self._max_request_s),
             response_headers=exchange.extra_headers,
             unsuitable_replicas=unsupporting,
@@ -288,7 +292,7 @@ class CompletionHandlers:
         """
         task = asyncio.current_task()
         assert task is not None  # noqa: S101 - this is a coroutine
-        pool, driver = context.pool, self._driver
+        driver = self._driver
         continuation = StreamContinuation(context.fields, context.api.path, context.delivered)
         relay = ResponseRelay(
             context,
@@ -312,11 +316,13 @@ class CompletionHandlers:
         context.exchange.set_listener(relay)
         context.reclaim_stream = relay.reclaim_stream
         self._relays.add(relay)
-        pool.active_requests += 1
+        context.pool.active_requests += 1
         try:
             if await run_filters(self._filters, filter_states, context):
                 if context.api.generates:
-                    await self._request_checker.check(pool, context.fields, context.api.path)
+                    await self._request_checker.check(
+                        context.pool, context.fields, context.api.path
+                    )
                 context.trace.admitted_at = self._clock()
                 if context.fields.stream:
                     self._early_starts.add(relay)
@@ -332,7 +338,7 @@ class CompletionHandlers:
                 deadline_timer.cancel()
             self._relays.discard(relay)
             self._early_starts.remove(relay)
-            pool.active_requests -= 1
+            context.pool.active_requests -= 1  # it may be another one now
             relay.charge_delivered()
             if context.placement is not None:
                 driver.end(context.placement)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Protocol
+from typing import Protocol, cast
 
 from argosy.gateway.pool import Pool
 from argosy.gateway.proxy.demand_meter import DemandMeter, DemandReport, ModelDemand
@@ -16,6 +16,7 @@ from argosy.policy.placement import (
     Cancel,
     CapacityChanged,
     Event,
+    Move,
     Pause,
     PlacementCore,
     PlacementLimits,
@@ -41,6 +42,9 @@ class PlacedRequest(Protocol):
 
     def on_cancel(self, attempt: Attempt) -> None:
         """Cancel an attempt, because another one provides the response."""
+
+    def on_move(self, move: Move) -> None:
+        """Count the request for another pool."""
 
     def on_pause(self, pause: Pause) -> None:
         """Stop the stream at its last delivered token."""
@@ -70,23 +74,25 @@ class PlacementDriver:
         return {pool: len(queues[pool]) for pool in self._pools if pool in queues}
 
     def read_demand(self, pools: Iterable[Pool]) -> DemandReport:
-        """Return the demand for the models of these pools."""
-        now, queues, models = self._clock(), self._core.queues, []
-        for pool in pools:
-            arrived, served = self._demand.read(pool)
-            queue = queues[pool].queue if pool in queues else None
-            oldest_at = None if queue is None else queue.oldest_arrival()
-            models.append(
-                ModelDemand(
-                    model=pool.model,
-                    arrived=arrived,
-                    served=served,
-                    queued_requests=0 if queue is None else len(queue),
-                    queued_tokens=0.0 if queue is None else queue.cost_tokens,
-                    queue_age_s=0.0 if oldest_at is None else max(0.0, now - oldest_at),
-                )
-            )
+        """Return the demand for the models whose stable versions have these pools."""
+        models = [self._read_model_demand(pool) for pool in pools]
         return DemandReport(second=self._demand.last_second, models=models)
+
+    def _read_model_demand(self, pool: Pool) -> ModelDemand:
+        """Return the demand for all versions of the model of which this is the stable version's pool."""
+        now, versions = self._clock(), pool.all_versions
+        arrived, served = zip(*(self._demand.read(version) for version in versions), strict=True)
+        known = self._core.queues
+        queues = [known[version].queue for version in versions if version in known]
+        oldest = [at for queue in queues if (at := queue.oldest_arrival()) is not None]
+        return ModelDemand(
+            model=pool.model,
+            arrived=[sum(tokens) for tokens in zip(*arrived, strict=True)],
+            served=[sum(tokens) for tokens in zip(*served, strict=True)],
+            queued_requests=sum(map(len, queues)),
+            queued_tokens=sum(queue.cost_tokens for queue in queues),
+            queue_age_s=max(0.0, now - min(oldest)) if oldest else 0.0,
+        )
 
     def handle(self, event: Event) -> None:
         """Feed an event to the core, and perform the effects."""
@@ -105,12 +111,19 @@ class PlacementDriver:
                 self._requests[effect.request].on_refuse(effect)
             elif isinstance(effect, Cancel):
                 self._requests[effect.request].on_cancel(effect.attempt)
+            elif isinstance(effect, Move):
+                self._observe(cast("Pool", effect.pool))
+                self._requests[effect.request].on_move(effect)
             else:
                 self._requests[effect.request].on_pause(effect)
 
     def add(self, request: PlacementRequest, placed: PlacedRequest, pool: Pool) -> None:
         """Perform the effects on a request with `placed` from now on."""
         self._requests[request] = placed
+        self._observe(pool)
+
+    def _observe(self, pool: Pool) -> None:
+        """Feed changes of the pool's capacity to the core from now on."""
         if pool not in self._pools:
             self._pools.add(pool)
             pool.set_capacity_listener(partial(self.handle, CapacityChanged(pool)))
