@@ -10,6 +10,9 @@ from argosy.gateway.config import ReplicaConfig
 from argosy.policy.rollout import Comparison, OutcomeBatch, RequestOutcome
 from argosy.policy.traffic import PoolRoute
 
+ROUTE_PREFIX = "route/"
+"""Beginning of the names of the documents of a fleet that are the routes of its pools."""
+
 
 class PublishedVersions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Versions of the pool of a model, and which of them serves whom."""

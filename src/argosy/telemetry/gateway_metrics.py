@@ -134,6 +134,11 @@ class GatewayMetrics(Collector):
             "Hedged attempts, by whether the second attempt delivered the response.",
             *("model", "won"),
         )
+        self._rollbacks = self._add_counter(
+            "argosy_gateway_rollbacks",
+            "Versions that this gateway rolled back by itself, because no controller was heard.",
+            "model",
+        )
 
     def _create_latency_histograms(self) -> None:
         self._ttft = self._add_histogram(
@@ -199,6 +204,10 @@ class GatewayMetrics(Collector):
     def record_hedge(self, model: str, *, won: bool) -> None:
         """Count a hedged attempt; `won` is whether it delivered the response."""
         self._hedges.add((model, "true" if won else "false"))
+
+    def record_rollback(self, model: str) -> None:
+        """Count a version that the gateway rolled back by itself."""
+        self._rollbacks.add((model,))
 
     def record_error(self, model: str, code: str) -> None:
         """Count a rejected or failed request."""
