@@ -31,13 +31,19 @@ from argosy.gateway.fleet_pools import (
 from argosy.gateway.model_routes import RouteConfig
 from argosy.gateway.model_traffic import TrafficTarget
 from argosy.gateway.proxy import DemandReport, ModelDemand, prebuild_fast_path
-from argosy.gateway.rollout_messages import OutcomeQuery, OutcomeReport, PublishedVersions
+from argosy.gateway.rollout_messages import (
+    ROUTE_PREFIX,
+    OutcomeQuery,
+    OutcomeReport,
+    PublishedVersions,
+)
 from argosy.gateway.server import GatewayServer, serve_gateway
 from argosy.gateway.upstream import UpstreamError, UpstreamTls
 
 __all__ = [
     "RELOADABLE_SETTINGS",
     "RENAMED_SETTINGS",
+    "ROUTE_PREFIX",
     "AuthConfig",
     "BackendKind",
     "DemandReport",

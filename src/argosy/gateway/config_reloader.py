@@ -65,7 +65,7 @@ class ConfigReloader:
             return
         self._registry.apply_config(entries, config.routes)
         self._on_models_changed()
-        log.info("config_reloaded", models=[model.name for model, _ in entries])
+        log.info("config_reloaded", models=[model.name for model, *_ in entries])
         old, new = msgspec.structs.asdict(self._config), msgspec.structs.asdict(config)
         restart_settings = [
             name for name in new if name not in RELOADABLE_SETTINGS and new[name] != old[name]

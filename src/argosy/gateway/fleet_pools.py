@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -33,6 +33,7 @@ from argosy.gateway.rollout_messages import OutcomeQuery, OutcomeReport, Publish
 from argosy.gateway.upstream import UpstreamError, fetch_response
 from argosy.http_server import HttpExchange, TlsConfig
 from argosy.policy import ReplicaStatus
+from argosy.policy.traffic import PoolRoute
 from argosy.process import run_in_daemon_thread
 from argosy.protocol import ApiError, ErrorBody, parse_body
 from argosy.store import GatewayRecord
@@ -68,6 +69,12 @@ class FleetPools(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.epoch, self.version
 
 
+class SavedPools(FleetPools, frozen=True, kw_only=True, omit_defaults=True):
+    """The version that is kept on disk, with the routes that the gateway followed, since they may be later ones."""
+
+    followed_routes: Sequence[PoolRoute] = ()
+
+
 class RoutedReplica(msgspec.Struct, frozen=True):
     """Replica as one gateway sees it."""
 
@@ -93,15 +100,16 @@ class PoolsStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Version of the route that the gateway follows, by pool."""
 
 
-def load_fleet_pools(config: GatewayConfig) -> FleetPools:
+def load_fleet_pools(config: GatewayConfig) -> SavedPools:
     """Return the last version that the controller of the gateway's fleet published, or an empty one.
 
     A file that is damaged or of another fleet is logged and counts as none.
     """
-    path, none = _pools_path(config), FleetPools(fleet=config.fleet or "")
+    path, none = _pools_path(config), SavedPools(fleet=config.fleet or "")
     try:
-        pools = msgspec.json.decode(path.read_bytes(), type=FleetPools)
-        build_model_entries(msgspec.structs.replace(config, models=list(pools.models)))
+        pools = msgspec.json.decode(path.read_bytes(), type=SavedPools)
+        models = list(pools.models)
+        build_model_entries(msgspec.structs.replace(config, models=models), pools.versions)
     except FileNotFoundError:
         return none
     except (OSError, ValueError) as error:
@@ -110,7 +118,7 @@ def load_fleet_pools(config: GatewayConfig) -> FleetPools:
     return pools if pools.fleet == config.fleet else none
 
 
-def _save(path: Path, pools: FleetPools) -> None:
+def _save(path: Path, pools: SavedPools) -> None:
     """Replace the file atomically. Only this user can read it, since headers may be secret. Raises OSError."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
@@ -227,15 +235,27 @@ class FleetPoolsHandler:
             return
         config = msgspec.structs.replace(self._config, models=list(pools.models))
         try:
-            entries = await run_in_daemon_thread(build_model_entries, config)
+            entries = await run_in_daemon_thread(build_model_entries, config, pools.versions)
         except (ValueError, OSError) as error:
             raise ApiError(400, "invalid_value", str(error)) from error
         self._registry.apply_config(entries, pools.routes)
         self._pools = pools
         self._on_models_changed()
         log.info("fleet_pools_applied", epoch=pools.epoch, version=pools.version)
+        await self._save()
+
+    async def follow_routes(self, routes: Collection[PoolRoute]) -> None:
+        """Follow those of the routes that are later than the known ones of their pools."""
+        if self._registry.follow_routes(routes):
+            self._on_models_changed()
+            async with self._lock:
+                await self._save()
+
+    async def _save(self) -> None:
+        routes = tuple(self._registry.routes.values())
+        saved = SavedPools(**msgspec.structs.asdict(self._pools) | {"followed_routes": routes})
         try:
-            await run_in_daemon_thread(_save, _pools_path(self._config), pools)
+            await run_in_daemon_thread(_save, _pools_path(self._config), saved)
         except OSError as error:  # routing matters more than the copy for times without controller
             log.error("fleet_pools_not_saved", reason=str(error))  # noqa: TRY400 - the reason suffices
 
@@ -248,10 +268,11 @@ class FleetPoolsHandler:
                 RoutedReplica(
                     pool.model, replica.name, replica.health.status(now), replica.health.reason(now)
                 )
-                for pool in self._registry.router.pools
+                for pool in self._registry.router.all_pools
                 for replica in pool.replicas.values()
             ],
             demand=demand,
+            routes={route.pool: route.version for route in self._registry.routes.values()},
         )
 
 

@@ -114,6 +114,8 @@ class RequestTrace(msgspec.Struct, gc=False, array_like=True):
     """Report of the native replica that completed the response."""
     pauses: list[tuple[float, float | None]] = []
     """When the stream gave way to other requests, and when it was placed again."""
+    version: str = ""
+    """Version of the model that answers; empty without rollouts."""
 
     def to_dict(self) -> dict[str, Any]:
         """Format the explanation as a JSON object."""
@@ -158,6 +160,8 @@ class RequestTrace(msgspec.Struct, gc=False, array_like=True):
                 str(choice): reason for choice, reason in self.finish_reasons.items()
             },
         }
+        if self.version:
+            explanation["version"] = self.version
         if self.pauses:
             explanation["pauses"] = [
                 {"paused_ms": self._elapsed_ms(start), "resumed_ms": self._elapsed_ms(end)}

@@ -48,11 +48,12 @@ from argosy.gateway.request_context import RequestFilter
 from argosy.gateway.request_explainer import RequestExplainer
 from argosy.gateway.request_ids import new_gateway_id
 from argosy.gateway.request_trace import TraceStore
-from argosy.gateway.version_comparison import OutcomeMeter
+from argosy.gateway.route_watcher import RouteWatcher
+from argosy.gateway.version_comparison import LocalGate, OutcomeMeter
 from argosy.http_server import CertificateWatcher, HttpServer, listen_url, listening_socket, tune_gc
 from argosy.native import NativeUnavailableError
 from argosy.process import handle_signals, raise_file_limit
-from argosy.store import AccountSnapshot, IdempotencyStore, StoreConfig
+from argosy.store import AccountSnapshot, IdempotencyStore, Store, StoreConfig
 from argosy.telemetry import GatewayGauges, GatewayMetrics, configure_logging
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
@@ -90,7 +91,12 @@ class GatewayServer:
                 )
         self._config = config
         self._on_ready = on_ready
-        self._registry = ModelRegistry(build_model_entries(config), config.routes, resolver)
+        versions = () if pools is None else pools.versions
+        self._registry = ModelRegistry(
+            build_model_entries(config, versions), config.routes, resolver
+        )
+        if pools is not None:
+            self._registry.follow_routes(pools.followed_routes)
         self._models = self._registry.router
         self._authenticator = Authenticator(AccountSnapshot(), config.auth)
         self._cors = CorsPolicy(config.auth.allowed_origins)
@@ -106,9 +112,6 @@ class GatewayServer:
             else FleetPoolsHandler(config, pools, self._registry, self._on_models_changed)
         )
         self._outcomes: OutcomeMeter | None = None
-        if pools is not None:
-            self._outcomes = OutcomeMeter(self._gateway_id)
-            self._outcomes.apply(pools.versions)
         self._config_reloader: ConfigReloader | None = None
         if load_config is not None and pools is None:
             self._config_reloader = ConfigReloader(
@@ -234,6 +237,9 @@ class GatewayServer:
             if store is None or self._config.store is None
             else ResponseState(store, self._config.store.keep_responses_days, idempotency_store)
         )
+        background_tasks: list[CoroutineFactory] = []
+        if store is not None and self._fleet_pools is not None:
+            background_tasks += self._build_rollout_tasks(store, self._fleet_pools)
         generation = CompletionHandlers(
             self._models, self._config, filters, fast_path, self._outcomes
         )
@@ -272,9 +278,7 @@ class GatewayServer:
             response_state=response_state,
         )
         await self._registry.start()
-        background_tasks: list[CoroutineFactory] = [generation.monitor_streams]
-        if self._outcomes is not None:
-            background_tasks.append(self._outcomes.run)
+        background_tasks.append(generation.monitor_streams)
         if account_sync is not None:
             background_tasks += [
                 partial(account_sync.accounting.poll_accounts, account_sync.apply_snapshot),
@@ -292,6 +296,24 @@ class GatewayServer:
         # Client and replica socket. The fast path duplicates both.
         descriptors_per_client = 2 if fast_path is None else 4
         await self._listen(app, listen_socket, background_tasks, descriptors_per_client)
+
+    def _build_rollout_tasks(
+        self, store: Store, fleet_pools: FleetPoolsHandler
+    ) -> list[CoroutineFactory]:
+        """Return the background tasks that follow the routes of the fleet and measure versions."""
+        fleet = self._config.fleet or ""
+        watcher = RouteWatcher(store.fleets, fleet, fleet_pools.follow_routes)
+        gate = LocalGate(
+            store.fleets,
+            fleet,
+            is_controller_silent=lambda: fleet_pools.is_controller_silent,
+            read_routes=lambda: self._registry.routes,
+            follow_routes=fleet_pools.follow_routes,
+            on_rolled_back=self._metrics.record_rollback,
+        )
+        self._outcomes = OutcomeMeter(self._gateway_id, gate.on_batch)
+        self._outcomes.apply(fleet_pools.versions)
+        return [watcher.watch, self._outcomes.run, gate.run]
 
     async def _listen(
         self,
@@ -360,10 +382,12 @@ class GatewayServer:
             connections=0 if self._http_server is None else self._http_server.connection_count,
             fast_path_streams=generation.fast_path_streams,
             queue_depths=generation.queued_requests,
-            replicas=list_replica_readings(self._models.pools),
+            replicas=list_replica_readings(self._models.all_pools),
             arithmetics={
-                pool.model: len(pool.group_by_arithmetic()) for pool in self._models.pools
+                pool.model: max(len(each.group_by_arithmetic()) for each in pool.all_versions)
+                for pool in self._models.pools
             },
+            routes={route.pool: route.version for route in self._registry.routes.values()},
             desired_replicas={}
             if self._fleet_pools is None
             else self._fleet_pools.desired_replicas,

@@ -144,7 +144,7 @@ class UtilityHandlers:
         """`GET /replicas/{name}/metrics`: metrics of one replica, which the scraper may be unable to reach itself."""
         check_role(principal, "viewer", "gateway")
         name = exchange.path.removeprefix(REPLICAS_PREFIX).removesuffix(METRICS_PATH)
-        for pool in self._models.pools:
+        for pool in self._models.all_pools:
             replica = pool.replicas.get(name)
             if replica is not None:
                 if await _try_forward(exchange, replica, b"", METRICS_PATH):

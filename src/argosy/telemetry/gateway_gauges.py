@@ -44,7 +44,9 @@ class GatewayGauges:
     """Queued requests by model."""
     replicas: Sequence[ReplicaGauges] = ()
     arithmetics: Mapping[str, int] = field(default_factory=dict)
-    """Number of different arithmetic identities of the replicas by model."""
+    """Number of different arithmetic identities of the replicas by model; of the version with most."""
+    routes: Mapping[str, int] = field(default_factory=dict)
+    """Version of the route that the gateway follows, by pool; empty without rollouts."""
     desired_replicas: Mapping[str, int] = field(default_factory=dict)
     """Number of replicas that the fleet's autoscaler wants by pool; empty without a controller."""
     usage_pending_records: int = 0

@@ -32,6 +32,7 @@ from argosy.telemetry.instruments import (
 
 MAX_TENANT_LABELS = 1000
 MAX_CODE_LABELS = 100
+MAX_VERSION_LABELS = 1000
 OTHER_LABEL = "other"
 NANODOLLARS_PER_DOLLAR = 10**9
 QUEUE_BUCKETS = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0)
@@ -70,6 +71,7 @@ class GatewayMetrics(Collector):
         self._gauge_values = GatewayGauges()
         self._tenant_label = _BoundedLabel(MAX_TENANT_LABELS)
         self._code_label = _BoundedLabel(MAX_CODE_LABELS)
+        self._version_label = _BoundedLabel(MAX_VERSION_LABELS)
         self._usage_counters: dict[tuple[str, str], _UsageCounters] = {}
         self._instruments: list[Counter | Histogram] = []
         """Instruments in the order of the exposition."""
@@ -138,6 +140,12 @@ class GatewayMetrics(Collector):
             "argosy_gateway_rollbacks",
             "Versions that this gateway rolled back by itself, because no controller was heard.",
             "model",
+        )
+
+        self._version_requests = self._add_counter(
+            "argosy_version_requests",
+            "Ended generation requests for models whose changes are rollouts, by the version that served them last.",
+            *("model", "version"),
         )
 
     def _create_latency_histograms(self) -> None:
@@ -212,6 +220,10 @@ class GatewayMetrics(Collector):
     def record_error(self, model: str, code: str) -> None:
         """Count a rejected or failed request."""
         self._errors.add((model, self._code_label(code)))
+
+    def record_version(self, model: str, version: str) -> None:
+        """Count a request that a version of a model served."""
+        self._version_requests.add((model, self._version_label(version)))
 
     def record_limit_rejection(self, model: str, unit: str) -> None:
         """Count a rejection by a limit. `unit` is one of a few limited units."""
@@ -309,6 +321,13 @@ class GatewayMetrics(Collector):
             {(model,): count for model, count in gauges.arithmetics.items()},
             "model",
         )
+        if gauges.routes:
+            yield gauge_family(
+                "argosy_route_version",
+                "Version of the route that divides the requests of a pool among the versions of its model.",
+                {(pool,): version for pool, version in gauges.routes.items()},
+                "pool",
+            )
         if gauges.desired_replicas:
             yield gauge_family(
                 "argosy_desired_replicas",

@@ -71,7 +71,8 @@ def test_shares_are_the_declared_ones_and_a_growing_one_moves_nobody_back() -> N
 def test_reason_names_the_weight_and_the_route_before_it() -> None:
     by_header = RouteConfig(name="beta", model="a", headers={"x-beta": "1"}, target_model="chat")
     router = make_router(by_header, weights={"a": 0, "b": 4, "chat": 0})
-    assert resolve(router)[1:] == ("traffic", "weight 4 of 4")
+    target = resolve(router)
+    assert (target.route_name, target.reason) == ("traffic", "weight 4 of 4")
     routed = router.resolve_target("a", Principal(), {b"x-beta": b"1"})
     assert (routed.pool.model, routed.route_name) == ("b", "beta")
     assert routed.reason == "route beta; weight 4 of 4"

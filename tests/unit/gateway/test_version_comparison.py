@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import msgspec
 import pytest
 from tests.support.limit_harness import make_context
 
 from argosy.gateway import OutcomeQuery, PublishedVersions, ReplicaConfig
+from argosy.gateway.pool import ReplicaEndpoint
 from argosy.gateway.request_context import (
     REFUSED_BY_REPLICA,
     AssignedVersion,
@@ -16,6 +19,7 @@ from argosy.gateway.request_context import (
 from argosy.gateway.version_comparison import OutcomeMeter
 from argosy.gateway.version_comparison.model_outcomes import MAX_REPORTED_BATCHES
 from argosy.gateway.version_comparison.request_outcome import build_outcome
+from argosy.policy import ReplicaStatus
 from argosy.policy.placement import AttemptRecord
 from argosy.policy.rollout import Arm, Comparison, OutcomeStatus, RequestOutcome
 from argosy.policy.traffic import PoolRoute, Variant
@@ -159,9 +163,16 @@ class MeteredModel:
         )
 
     def place(
-        self, digest: str, record: AttemptRecord, *, is_randomised: bool = True
+        self,
+        digest: str,
+        record: AttemptRecord,
+        *,
+        is_randomised: bool = True,
+        replica_status: ReplicaStatus = ReplicaStatus.READY,
     ) -> RequestContext:
         context = make_context()
+        health = Mock(status=lambda _: replica_status)
+        context.pool.replicas["big-2-0"] = Mock(spec=ReplicaEndpoint, health=health)
         context.assigned_version = AssignedVersion(digest, is_randomised, KEY)
         context.start_placement()
         finished = ended_request(record)
@@ -171,6 +182,7 @@ class MeteredModel:
         return context
 
     def run(self, digest: str, record: AttemptRecord, *, is_randomised: bool = True) -> None:
+        """Run a request to its end."""
         self.meter.on_request_ended(self.place(digest, record, is_randomised=is_randomised))
 
     def sequences(self, **query: object) -> list[int]:
@@ -185,7 +197,6 @@ def test_requests_of_a_step_are_batched_until_the_controller_has_them() -> None:
         for digest, record in (("old", STABLE), ("new", CANDIDATE)):
             model.run(digest, record)
     model.run("new", CANDIDATE, is_randomised=False)
-    model.run("new", attempt("big-2-0", sent_at=99.0))  # before the step
     late = model.place("new", CANDIDATE)
     for _ in range(2):
         model.now += 1.5
@@ -204,6 +215,16 @@ def test_requests_of_a_step_are_batched_until_the_controller_has_them() -> None:
     assert model.sequences() == [2, 3], "kept after the comparison"
     model.publish(0, "r2")
     assert model.sequences() == []
+
+
+def test_version_whose_replicas_have_all_failed_fails_what_the_other_one_takes_over() -> None:
+    model = MeteredModel()
+    model.publish(0)
+    for status in ReplicaStatus:
+        model.meter.on_request_ended(model.place("new", STABLE, replica_status=status))
+    model.publish(None)
+    (batch,) = model.meter.build_report(OutcomeQuery(model="big")).batches
+    assert batch.candidate_requests == 2  # ejected and unreachable
 
 
 def test_report_is_bounded() -> None:

@@ -31,9 +31,11 @@ class ArithmeticGroupView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PoolView(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="pool"):
-    """The replicas of one model."""
+    """The replicas of one version of a model."""
 
     model: str
+    version: str
+    """Digest of the version; empty if changes of the model are no rollouts."""
     routing: str
     active_requests: int
     """Requests of this gateway that wait or run."""
@@ -49,6 +51,8 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True, tag_field="object",
     """A replica as this gateway sees it."""
 
     model: str
+    version: str
+    """Digest of the version of the model; empty if changes of the model are no rollouts."""
     replica: str
     kind: str
     status: ReplicaStatus
@@ -131,6 +135,7 @@ def to_replica_view(pool: Pool, replica: ReplicaEndpoint) -> ReplicaView:
     )
     return ReplicaView(
         model=pool.model,
+        version=pool.version,
         replica=replica.name,
         kind=replica.kind,
         status=health.status(now),

@@ -133,6 +133,7 @@ def _build_pool_view(pool: Pool) -> PoolView:
     groups = pool.group_by_arithmetic()
     return PoolView(
         model=pool.model,
+        version=pool.version,
         routing=pool.routing_policy,
         active_requests=pool.active_requests,
         replicas=len(pool.replicas),

@@ -127,7 +127,7 @@ class OllamaHandlers:
 
     async def running(self, exchange: HttpExchange, principal: Principal) -> None:
         """`GET /api/ps`: the models with a replica that is ready."""
-        available = {pool.model for pool in self._models.pools if pool.is_available()}
+        available = {pool.model for pool in self._models.all_pools if pool.is_available()}
         models = [
             {
                 **_describe_model(card),

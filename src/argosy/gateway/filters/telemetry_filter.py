@@ -48,6 +48,7 @@ class TelemetryFilter:
         trace.requested_model = context.fields.model
         trace.route_name = context.route_name
         trace.route_reason = context.route_reason
+        trace.version = context.pool.version_label
         trace.path = context.exchange.path
         trace.stream = context.fields.stream
         trace.principal = context.principal
@@ -124,6 +125,8 @@ class TelemetryFilterState(msgspec.Struct, eq=False):
         )
         if trace.error_code:
             metrics.record_error(model, trace.error_code)
+        if trace.version:
+            metrics.record_version(model, trace.version)
         if trace.admitted_at is None:
             for limit in trace.limits:
                 if not limit.fits:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -18,11 +18,12 @@ from argosy.gateway.config import (
 from argosy.gateway.model_registry.model_router import ModelRouter
 from argosy.gateway.model_routes import RouteConfig
 from argosy.gateway.model_traffic import build_traffic_route
-from argosy.gateway.pool import AdminSettings, Pool, ReplicaEndpoint
+from argosy.gateway.pool import AdminSettings, Pool, PoolVersions, ReplicaEndpoint
+from argosy.gateway.rollout_messages import PublishedVersions
 from argosy.gateway.upstream import Upstream, create_client_ssl_context
 from argosy.policy import AdminState, Hedging
 from argosy.policy.placement import GivingWay
-from argosy.policy.traffic import TrafficRoute
+from argosy.policy.traffic import PoolRoute, TrafficRoute
 from argosy.protocol import parse_endpoint
 
 
@@ -91,46 +92,81 @@ class ReplicaEntry:
 
 
 class ModelEntries(NamedTuple):
-    """Model with its replica entries."""
+    """Model with the replica entries of its versions."""
 
     model: ModelConfig
-    entries: tuple[ReplicaEntry, ...]
+    versions: Mapping[str, tuple[ReplicaEntry, ...]]
+    """Replica entries by digest of the version."""
+    route: PoolRoute | None = None
+    """Which version serves whom. None if changes of the model are no rollouts."""
+
+    @property
+    def stable(self) -> str:
+        """Digest of the stable version; empty without rollouts."""
+        return "" if self.route is None else self.route.stable
 
 
-def build_model_entries(config: GatewayConfig) -> list[ModelEntries]:
+def build_model_entries(
+    config: GatewayConfig, published: Sequence[PublishedVersions] = ()
+) -> list[ModelEntries]:
     """Build the entries of all configured models.
+
+    Args:
+        config: The settings. The replicas of each model are those of its stable version.
+        published: Versions of the models whose changes are rollouts.
 
     Raises:
         ValueError: The settings are invalid; the message contains the remedy.
         OSError: A file that the settings name cannot be read.
     """
+    versions_by_model = {versions.model: versions for versions in published}
     return [
-        ModelEntries(
-            model,
-            tuple(
-                ReplicaEntry(replica_config, model.name, config.timeouts)
-                for replica_config in model.replicas
-            ),
-        )
+        _build_entries(model, versions_by_model.get(model.name), config.timeouts)
         for model in config.models
     ]
 
 
+def _build_entries(
+    model: ModelConfig, versions: PublishedVersions | None, timeouts: Timeouts
+) -> ModelEntries:
+    route = None if versions is None else versions.route
+    replicas: dict[str, Sequence[ReplicaConfig]] = {} if versions is None else {**versions.replicas}
+    replicas["" if route is None else route.stable] = model.replicas
+    entries = {
+        digest: tuple([ReplicaEntry(replica, model.name, timeouts) for replica in configs])
+        for digest, configs in replicas.items()
+    }
+    return ModelEntries(model, entries, route)
+
+
 def build_pool(model_entries: ModelEntries) -> Pool:
-    """Build a model's pool. Replicas found by discovery are added later."""
-    model = model_entries.model
-    replicas = [
-        entry.build_replica() for entry in model_entries.entries if entry.config.discover is None
-    ]
-    pool = Pool(
+    """Build the pools of all versions of a model, and return that of the stable one.
+
+    Replicas found by discovery are added later.
+    """
+    model, versions, route = model_entries
+    pools = {
+        digest: build_version_pool(
+            model, digest, [each.build_replica() for each in entries if not each.config.discover]
+        )
+        for digest, entries in versions.items()
+    }
+    pool = pools[model_entries.stable]
+    pool.traffic = build_traffic(model)
+    pool.versions = None if route is None else PoolVersions(route, pools)
+    return pool
+
+
+def build_version_pool(model: ModelConfig, version: str, replicas: list[ReplicaEndpoint]) -> Pool:
+    """Build the pool of one version of a model."""
+    return Pool(
         model.name,
         replicas,
         model.routing,
         build_hedging(model),
         build_giving_way(model.giving_way),
+        version,
     )
-    pool.traffic = build_traffic(model)
-    return pool
 
 
 def build_hedging(model: ModelConfig) -> Hedging | None:
@@ -158,11 +194,11 @@ def build_giving_way(config: GivingWayConfig) -> GivingWay | None:
 def build_pools_by_name(
     model_entries: Sequence[ModelEntries], pools: Sequence[Pool]
 ) -> dict[str, Pool]:
-    """Map the name and aliases of each model to its pool."""
+    """Map the name and aliases of each model to the pool of its stable version."""
     return {
         name: pool
-        for (model, _), pool in zip(model_entries, pools, strict=True)
-        for name in (model.name, *model.aliases)
+        for entries, pool in zip(model_entries, pools, strict=True)
+        for name in (entries.model.name, *entries.model.aliases)
     }
 
 

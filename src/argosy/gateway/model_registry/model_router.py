@@ -10,17 +10,21 @@ from typing import NamedTuple, TypeVar
 import msgspec
 import structlog
 
-from argosy.gateway.auth import can_use_model, check_model_access
+from argosy.gateway.auth import can_use_model, check_model_access, has_role
 from argosy.gateway.model_routes import ModelRoute, RouteConfig, compile_routes
 from argosy.gateway.model_traffic import find_subject
-from argosy.gateway.pool import Pool
+from argosy.gateway.pool import Pool, PoolVersions
 from argosy.gateway.principal import Principal
+from argosy.gateway.request_context import AssignedVersion
 from argosy.gateway.request_fields import RequestFields
-from argosy.policy.traffic import TrafficRoute, TrafficSubject
+from argosy.policy.traffic import TrafficRoute, TrafficSubject, sticky_key
 from argosy.protocol import ApiError, ModelCard, ModelList, TaskName
 from argosy.store import AccountSnapshot, Limit, Price, ReplicaSetting
 
 T = TypeVar("T", Limit, Price)
+MODEL_VERSION_HEADER = b"x-argosy-version"
+"""Request header by which administrators ask for the candidate, and response header with the version that answers."""
+CANDIDATE = b"candidate"
 WILDCARD = "*"
 """Character of an alias that stands for any text."""
 WEIGHTS = "traffic"
@@ -40,6 +44,8 @@ class RouteTarget(NamedTuple):
     """Name of the route that selected the pool, `WEIGHTS` or `FALLBACK`. Empty if it is that of the requested model."""
     reason: str = ""
     """Why the traffic settings of the requested model, or of the route's, selected the pool, for explanations."""
+    version: AssignedVersion | None = None
+    """Version of the model that the request is assigned to. None without rollouts."""
 
 
 class ModelRouter:
@@ -77,8 +83,14 @@ class ModelRouter:
         self._wildcards = sorted((name for name in pools_by_name if WILDCARD in name), key=len)
         """Aliases with a wildcard, shortest first."""
         self.pools = list({pool.model: pool for pool in pools_by_name.values()}.values())
+        """Pools of the stable versions."""
         self._configured = pools_by_name, routes
         self._routes = self._build_routes(AccountSnapshot())
+
+    @property
+    def all_pools(self) -> list[Pool]:
+        """The pools of all versions of all models."""
+        return [version for pool in self.pools for version in pool.all_versions]
 
     def apply_snapshot(self, snapshot: AccountSnapshot) -> None:
         """Resolve the tenants of routes in this snapshot, and log names that do not exist."""
@@ -114,7 +126,7 @@ class ModelRouter:
                 unknown_tenants,
                 unknown_models,
             )
-            for pool in self.pools:
+            for pool in self.all_pools:
                 settings = replica_settings.get(pool.model, {})
                 pool.apply_settings(settings, time.monotonic(), time.time())
 
@@ -137,7 +149,8 @@ class ModelRouter:
             name: Requested model.
             principal: Sender of the request.
             headers: Request headers, which routes may match.
-            fields: Fields of the request, which may name its user and session.
+            fields: Fields of the request, which may name its user and session. Without them it is served by the stable
+                version.
             request_id: Id of the request.
 
         Raises:
@@ -150,7 +163,8 @@ class ModelRouter:
         )
         if requested_target is None:
             raise _model_not_found(name)
-        if not self._routes and requested_target.pool.traffic is None:
+        pool = requested_target.pool
+        if not self._routes and pool.traffic is None and pool.versions is None:
             return requested_target
         subject = find_subject(principal, headers, fields, request_id)
         target, now = requested_target, time.time()
@@ -168,7 +182,11 @@ class ModelRouter:
                 route=target.route_name,
                 reason=target.reason,
             )
-        return target
+        versions = target.pool.versions
+        if versions is None or fields is None:
+            return target
+        prefers_candidate = _prefers_candidate(principal, headers)
+        return _assign_version(target, versions, subject, prefers_candidate=prefers_candidate)
 
     def _divide_traffic(
         self, target: RouteTarget, traffic: TrafficRoute, subject: TrafficSubject, tier: int
@@ -284,6 +302,29 @@ class ModelRouter:
         if pool is None or pool.model == term.model:
             return term
         return msgspec.structs.replace(term, model=pool.model)
+
+
+def _assign_version(
+    target: RouteTarget, versions: PoolVersions, subject: TrafficSubject, *, prefers_candidate: bool
+) -> RouteTarget:
+    route = versions.route
+    choice = route.select_version(subject, prefers_candidate=prefers_candidate)
+    key = sticky_key(subject, route.per_session_tenants)
+    # The stable version serves the users of one whose replicas are not known here yet.
+    pool = versions.pools.get(choice.digest, target.pool)
+    share = f"{route.share_of(pool.version):g} of the users"
+    cause = "requested by its sender" if prefers_candidate else share
+    reason = f"version {pool.version_label}: {cause}"
+    return target._replace(
+        pool=pool,
+        reason=f"{target.reason}; {reason}" if target.reason else reason,
+        version=AssignedVersion(choice.digest, choice.is_randomised, key),
+    )
+
+
+def _prefers_candidate(principal: Principal, headers: Mapping[bytes, bytes]) -> bool:
+    """Whether the request asks for the candidate, and its sender may choose."""
+    return headers.get(MODEL_VERSION_HEADER) == CANDIDATE and has_role(principal, "admin")
 
 
 def _matches(alias: str, name: str) -> bool:

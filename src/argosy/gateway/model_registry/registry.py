@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import structlog
 
 from argosy.gateway.model_registry.model_entries import (
     ModelEntries,
-    build_giving_way,
-    build_hedging,
     build_model_router,
+    build_pool,
     build_pools_by_name,
-    build_traffic,
 )
+from argosy.gateway.model_registry.model_membership import ModelMembership
 from argosy.gateway.model_registry.pool_membership import PoolMembership
 from argosy.gateway.model_routes import RouteConfig
 from argosy.gateway.pool import Pool, ReplicaEndpoint, Resolver
+from argosy.policy.traffic import PoolRoute
 
 FIRST_PROBE_TIMEOUT_S = 5.0
 """Time that the first probes may take before the gateway starts to listen."""
 RETIREMENT_POLL_INTERVAL_S = 1.0
-"""Interval between checks whether a removed model has finished its requests."""
+"""Interval between checks whether a removed model or version has finished its requests."""
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
@@ -45,16 +45,23 @@ class ModelRegistry:
     ) -> None:
         self.router = build_model_router(model_entries, routes)
         self._resolve = resolve
-        self._memberships = {
-            pool.model: PoolMembership(pool, entries, resolve)
-            for pool, (_, entries) in zip(self.router.pools, model_entries, strict=True)
-        }
         self._retirements: set[asyncio.Task[None]] = set()
+        self._configured = model_entries, routes
+        self._memberships = {
+            pool.model: ModelMembership(pool, entries, resolve, self._retire)
+            for pool, entries in zip(self.router.pools, model_entries, strict=True)
+        }
 
     @property
     def replicas(self) -> list[ReplicaEndpoint]:
         """Replicas of all models."""
-        return [replica for pool in self.router.pools for replica in pool.replicas.values()]
+        return [replica for pool in self.router.all_pools for replica in pool.replicas.values()]
+
+    @property
+    def routes(self) -> Mapping[str, PoolRoute]:
+        """The routes that are followed, by model."""
+        memberships = self._memberships.items()
+        return {model: each.route for model, each in memberships if each.route is not None}
 
     async def start(self) -> None:
         """Start the background tasks of all replicas and wait for their first probes, up to `FIRST_PROBE_TIMEOUT_S`."""
@@ -73,25 +80,46 @@ class ModelRegistry:
         Pools and replicas whose settings have not changed are kept.
         """
         previous, self._memberships = self._memberships, {}
-        for model, entries in model_entries:
-            membership, hedging = previous.pop(model.name, None), build_hedging(model)
+        for entries in model_entries:
+            name = entries.model.name
+            membership = previous.pop(name, None)
             if membership is None:
-                membership = PoolMembership(
-                    Pool(model.name, [], model.routing, hedging), (), self._resolve
-                )
-                log.info("model_added", model=model.name)
-            membership.pool.set_routing_policy(model.routing, hedging)
-            membership.pool.giving_way = build_giving_way(model.giving_way)
-            membership.pool.traffic = build_traffic(model)
+                empty = entries._replace(versions=dict.fromkeys(entries.versions, ()))
+                membership = ModelMembership(build_pool(empty), empty, self._resolve, self._retire)
+                log.info("model_added", model=name)
             membership.apply_entries(entries)
-            self._memberships[model.name] = membership
-        pools = [membership.pool for membership in self._memberships.values()]
-        self.router.replace_models(build_pools_by_name(model_entries, pools), routes)
+            self._memberships[name] = membership
+        self._configured = model_entries, routes
+        self._replace_models()
         for membership in previous.values():
             log.info("model_removed", model=membership.pool.model)
-            task = asyncio.create_task(_retire_when_idle(membership))
-            self._retirements.add(task)
-            task.add_done_callback(self._retirements.discard)
+            self._retire(membership)
+
+    def follow_routes(self, routes: Collection[PoolRoute]) -> bool:
+        """Follow those of the routes that are later than the known ones of their pools.
+
+        Returns:
+            Whether there is one. Resolve names again then, since a model may have another stable version.
+        """
+        has_changed = False
+        for membership in self._memberships.values():
+            if any(membership.follow_route(route) for route in routes):
+                has_changed = True
+                _log_route(membership.pool)
+        if has_changed:
+            self._replace_models()
+        return has_changed
+
+    def _replace_models(self) -> None:
+        model_entries, routes = self._configured
+        pools = [membership.pool for membership in self._memberships.values()]
+        self.router.replace_models(build_pools_by_name(model_entries, pools), routes)
+
+    def _retire(self, membership: ModelMembership | PoolMembership) -> None:
+        """Close the pools of a removed model or version after their last requests have ended."""
+        task = asyncio.create_task(_close_when_idle(membership))
+        self._retirements.add(task)
+        task.add_done_callback(self._retirements.discard)
 
     async def close(self) -> None:
         """Stop all background tasks and close all connections to replicas."""
@@ -102,10 +130,24 @@ class ModelRegistry:
             await membership.close()
 
 
-async def _retire_when_idle(membership: PoolMembership) -> None:
-    """Close a removed model's pool after its last request has ended."""
+def _log_route(pool: Pool) -> None:
+    if pool.versions is None:
+        return
+    route = pool.versions.route
+    log.info(
+        "route_followed",
+        model=pool.model,
+        pool=route.pool,
+        version=route.version,
+        shares={digest: route.share_of(digest) for digest in pool.versions.pools},
+        rolled_back=None if route.rollback is None else route.rollback.reason,
+    )
+
+
+async def _close_when_idle(membership: ModelMembership | PoolMembership) -> None:
+    pools = tuple(membership.pool.all_versions)
     try:
-        while membership.pool.active_requests:  # noqa: ASYNC110 - the pool has no event for its last request
+        while any(pool.active_requests for pool in pools):  # noqa: ASYNC110 - pools have no event for the last request
             await asyncio.sleep(RETIREMENT_POLL_INTERVAL_S)
     finally:
         await membership.close()

@@ -47,12 +47,12 @@ class ReplicaAdmin:
         return self._store is not None
 
     def pools(self, model: str | None = None) -> list[Pool]:
-        """Return all pools, or the one of a model.
+        """Return the pools of all models, or of one, with one pool for each version.
 
         Raises:
             NotFoundError: No pool has this model.
         """
-        pools = [pool for pool in self._router.pools if model in {None, pool.model}]
+        pools = [pool for pool in self._router.all_pools if model in {None, pool.model}]
         if model is not None and not pools:
             names = ", ".join(pool.model for pool in self._router.pools)
             raise NotFoundError(f"There is no model {model[:200]!r}. Use one of: {names}.")

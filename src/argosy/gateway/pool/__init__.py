@@ -1,17 +1,17 @@
 """Replica pools: the state of each replica of a model, and the choice of one for each request.
 
-A `Pool` holds the `ReplicaEndpoint`s of one model, and a `ReplicaEndpoint` adds the connections to a replica to its
-state: its load, its `ReplicaHealth` and its prefix cache. Both extend the classes of `policy.placement`, which selects
-a replica per request. A `Prober` per replica updates the state from health checks and load reports. The class
-`DnsDiscovery` adds and removes replicas as the addresses of a DNS name change. All of these background coroutines run
-in `run_with_restarts`.
+A `Pool` holds the `ReplicaEndpoint`s of one version of a model. A `ReplicaEndpoint` adds the connections to a
+replica to its state: its load, its `ReplicaHealth` and its prefix cache. Both extend the classes of `policy.placement`,
+which selects a replica per request. A `Prober` per replica updates the state from health checks and load reports. The
+class `DnsDiscovery` adds and removes replicas as the addresses of a DNS name change. All of these background coroutines
+run in `run_with_restarts`.
 """
 
 from argosy.gateway.pool.admin_settings import AdminSettings
 from argosy.gateway.pool.background import CoroutineFactory, run_with_restarts
 from argosy.gateway.pool.dns_discovery import DiscoveryMode, DnsDiscovery, Resolver, resolve_host
 from argosy.gateway.pool.placement_requests import build_placement_request
-from argosy.gateway.pool.pool import Pool
+from argosy.gateway.pool.pool import Pool, PoolVersions
 from argosy.gateway.pool.prober import Prober
 from argosy.gateway.pool.replica_endpoint import ReplicaEndpoint
 
@@ -21,6 +21,7 @@ __all__ = [
     "DiscoveryMode",
     "DnsDiscovery",
     "Pool",
+    "PoolVersions",
     "Prober",
     "ReplicaEndpoint",
     "Resolver",

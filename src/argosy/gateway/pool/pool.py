@@ -1,28 +1,38 @@
-"""Pool of the replicas of one model, with the decisions of operators and the history of its replicas."""
+"""Pool of the replicas of one version of a model, with the decisions of operators and the history of its replicas."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from typing import NamedTuple
 
 import structlog
 
 from argosy.gateway.pool.replica_endpoint import ReplicaEndpoint, ignore_change
 from argosy.policy import Hedging, RoutingPolicyName, StatusChange
 from argosy.policy.placement import GivingWay, PlacementPool
-from argosy.policy.traffic import TrafficRoute
+from argosy.policy.traffic import PoolRoute, TrafficRoute
 from argosy.protocol import differing_parts
 from argosy.store import ReplicaSetting
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
+VERSION_LABEL_LENGTH = 12
 MAX_STATUS_CHANGES = 500
 """Status changes that each pool keeps."""
 
 
+class PoolVersions(NamedTuple):
+    """Versions of a model whose changes are rollouts, and the route that divides its requests among them."""
+
+    route: PoolRoute
+    pools: Mapping[str, Pool]
+    """Pool of each version by digest."""
+
+
 class Pool(PlacementPool[ReplicaEndpoint]):
-    """Replicas of one public model name. Not thread-safe: use it from one event loop."""
+    """Replicas of one version of a public model. Not thread-safe: use it from one event loop."""
 
     def __init__(
         self,
@@ -31,8 +41,13 @@ class Pool(PlacementPool[ReplicaEndpoint]):
         routing_policy: RoutingPolicyName = "least-cost",
         hedging: Hedging | None = None,
         giving_way: GivingWay | None = None,
+        version: str = "",
     ) -> None:
         super().__init__(model, replicas, routing_policy, hedging, giving_way)
+        self.version = version
+        """Digest of the version; empty if changes of the model are no rollouts."""
+        self.versions: PoolVersions | None = None
+        """All versions of the model, at the pool of the stable one. None at the others, and without rollouts."""
         self.status_changes = deque[StatusChange](maxlen=MAX_STATUS_CHANGES)
         """Recent status changes of the replicas."""
         self._settings: Mapping[str, ReplicaSetting] = {}
@@ -46,6 +61,16 @@ class Pool(PlacementPool[ReplicaEndpoint]):
         self._on_capacity_change: Callable[[], None] = ignore_change
         for replica in replicas:
             self._observe(replica)
+
+    @property
+    def version_label(self) -> str:
+        """Beginning of the version's digest, for people; empty without rollouts."""
+        return self.version[:VERSION_LABEL_LENGTH]
+
+    @property
+    def all_versions(self) -> Collection[Pool]:
+        """The pools of all versions of the model, of which this is the stable one."""
+        return (self,) if self.versions is None else self.versions.pools.values()
 
     @property
     def is_answered_by_others(self) -> bool:
@@ -83,6 +108,13 @@ class Pool(PlacementPool[ReplicaEndpoint]):
         self._on_capacity_change = listener
         for replica in self.replicas.values():
             replica.on_capacity_change = listener
+
+    def set_takeover(self, takeover: Pool | None, *, is_withdrawn: bool) -> None:
+        """Let the pool of the stable version serve what this one cannot, or all that does not run yet."""
+        has_changed = is_withdrawn and not self.is_withdrawn
+        self.takeover, self.is_withdrawn = takeover, is_withdrawn
+        if has_changed:
+            self._on_capacity_change()
 
     def add(self, replica: ReplicaEndpoint) -> None:
         """Add a replica, in place of one with its name. The replica gets requests once a probe finds it ready."""

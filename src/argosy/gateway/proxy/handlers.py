@@ -13,7 +13,7 @@ import msgspec
 from argosy.gateway.azure_paths import find_deployment
 from argosy.gateway.backends import BackendKind, StreamContinuation, count_resume_tokens
 from argosy.gateway.config import GatewayConfig
-from argosy.gateway.model_registry import ModelRouter, RouteTarget
+from argosy.gateway.model_registry import MODEL_VERSION_HEADER, ModelRouter, RouteTarget
 from argosy.gateway.pool import Pool
 from argosy.gateway.principal import TIERS, Principal
 from argosy.gateway.proxy.constraint_check import (
@@ -130,7 +130,10 @@ class CompletionHandlers:
     def queued_requests(self) -> Mapping[str, int]:
         """Number of queued requests by model."""
         depths = self._driver.queue_depths
-        return {pool.model: depths.get(pool, 0) for pool in self._models.pools}
+        return {
+            pool.model: sum(depths.get(version, 0) for version in pool.all_versions)
+            for pool in self._models.pools
+        }
 
     def read_demand(self) -> DemandReport:
         """Return the demand for all models."""
@@ -157,7 +160,7 @@ class CompletionHandlers:
             self._check_streams()
 
     def _check_streams(self) -> None:
-        self._driver.remove_pools(set(self._models.pools))
+        self._driver.remove_pools(set(self._models.all_pools))
         now = self._clock()
         for relay in tuple(self._relays):
             relay.check_timeouts(now, self._stream_timeouts)
@@ -230,7 +233,9 @@ class CompletionHandlers:
         Raises:
             ApiError: The model does not exist for the principal, or no replica of it could serve the request.
         """
-        pool, route, route_reason = self._resolve_target(exchange, fields, api, principal)
+        pool, route, route_reason, version = self._resolve_target(exchange, fields, api, principal)
+        if pool.version:
+            exchange.extra_headers.append((MODEL_VERSION_HEADER, pool.version_label.encode()))
         if route:
             exchange.extra_headers.append((MODEL_HEADER, pool.model.encode()))
         if not fields.model:
@@ -263,6 +268,7 @@ class CompletionHandlers:
             tier=min(principal.tier + fields.priority, len(TIERS) - 1),  # the client may lower it
             route_name=route,
             route_reason=route_reason,
+            assigned_version=version,
             deadline=exchange.arrived_at + min(fields.timeout_s, self._max_request_s),
             response_headers=exchange.extra_headers,
             unsuitable_replicas=unsupporting,

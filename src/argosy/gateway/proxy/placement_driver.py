@@ -70,23 +70,25 @@ class PlacementDriver:
         return {pool: len(queues[pool]) for pool in self._pools if pool in queues}
 
     def read_demand(self, pools: Iterable[Pool]) -> DemandReport:
-        """Return the demand for the models of these pools."""
-        now, queues, models = self._clock(), self._core.queues, []
-        for pool in pools:
-            arrived, served = self._demand.read(pool)
-            queue = queues[pool].queue if pool in queues else None
-            oldest_at = None if queue is None else queue.oldest_arrival()
-            models.append(
-                ModelDemand(
-                    model=pool.model,
-                    arrived=arrived,
-                    served=served,
-                    queued_requests=0 if queue is None else len(queue),
-                    queued_tokens=0.0 if queue is None else queue.cost_tokens,
-                    queue_age_s=0.0 if oldest_at is None else max(0.0, now - oldest_at),
-                )
-            )
+        """Return the demand for the models whose stable versions have these pools."""
+        models = [self._read_model_demand(pool) for pool in pools]
         return DemandReport(second=self._demand.last_second, models=models)
+
+    def _read_model_demand(self, pool: Pool) -> ModelDemand:
+        """Return the demand for all versions of the model of which this is the stable version's pool."""
+        now, versions = self._clock(), pool.all_versions
+        arrived, served = zip(*(self._demand.read(version) for version in versions), strict=True)
+        known = self._core.queues
+        queues = [known[version].queue for version in versions if version in known]
+        oldest = [at for queue in queues if (at := queue.oldest_arrival()) is not None]
+        return ModelDemand(
+            model=pool.model,
+            arrived=[sum(tokens) for tokens in zip(*arrived, strict=True)],
+            served=[sum(tokens) for tokens in zip(*served, strict=True)],
+            queued_requests=sum(map(len, queues)),
+            queued_tokens=sum(queue.cost_tokens for queue in queues),
+            queue_age_s=max(0.0, now - min(oldest)) if oldest else 0.0,
+        )
 
     def handle(self, event: Event) -> None:
         """Feed an event to the core, and perform the effects."""

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
+from argosy.gateway.pool import Pool
 from argosy.gateway.request_context import AssignedVersion, RequestContext
 from argosy.gateway.rollout_messages import OutcomeQuery, OutcomeReport, PublishedVersions
 from argosy.gateway.version_comparison.request_outcome import build_outcome
+from argosy.policy import ReplicaStatus
 from argosy.policy.rollout import (
     Arm,
     Comparison,
     OutcomeAggregator,
     OutcomeBatch,
+    OutcomeStatus,
     RequestOutcome,
 )
 
@@ -22,6 +26,16 @@ MAX_BATCHES = 600
 """Batches that are kept for a controller that does not read them. The oldest are dropped."""
 MAX_REPORTED_BATCHES = 60
 """Batches per report. The controller asks for the next ones."""
+_FAILED_STATUSES = frozenset({ReplicaStatus.EJECTED, ReplicaStatus.UNREACHABLE})
+
+
+class _Counted(NamedTuple):
+    """Request that counts in the comparison."""
+
+    arm: Arm
+    key: tuple[str, str]
+    is_out_of_order: bool = False
+    """Whether all replicas of the version had failed when the request arrived."""
 
 
 class ModelOutcomes:
@@ -44,17 +58,14 @@ class ModelOutcomes:
         self._compared_rollout = ""
         """Rollout of the aggregator and of the batches, also after its comparison."""
         self._batches: deque[OutcomeBatch] = deque(maxlen=MAX_BATCHES)
-        self._step_started_at = 0.0
-        """Monotonic time from which requests have to be sent to count."""
-        self._running: dict[RequestContext, tuple[Arm, tuple[str, str]]] = {}
-        """Requests that count when they end or reach the scoring age, in the order of their admission."""
+        self._running: dict[RequestContext, _Counted] = {}
+        """Requests of this step that count when they end or reach the scoring age, in the order of their admission."""
 
-    def apply(self, versions: PublishedVersions, now: float, wall_now: float) -> list[OutcomeBatch]:
+    def apply(self, versions: PublishedVersions, wall_now: float) -> list[OutcomeBatch]:
         """Follow what the controller has published.
 
         Args:
             versions: The versions and the comparison.
-            now: Monotonic time.
             wall_now: Seconds since the epoch.
 
         Returns:
@@ -62,9 +73,9 @@ class ModelOutcomes:
         """
         route, comparison = versions.route, versions.comparison
         if route.stable != self._stable:
-            self._history.clear()  # another version, or the candidate has become the stable one
-        if route.rollout != self._rollout:
-            self._candidate_replicas.clear()
+            self._history.clear()
+        if (route.stable, route.rollout) != (self._stable, self._rollout):
+            self._candidate_replicas.clear()  # the candidate may have become the stable version
         self._stable, self._rollout = route.stable, route.rollout
         for replicas in versions.replicas.values():
             self._candidate_replicas.update(each.name or each.url for each in replicas)
@@ -86,22 +97,23 @@ class ModelOutcomes:
                 comparison.rates,
             )
         self._aggregator.start_step(comparison.step)
-        self._step_started_at = now
         return batches
 
-    def on_placed(self, context: RequestContext, version: AssignedVersion) -> None:
+    def on_placed(self, context: RequestContext, version: AssignedVersion, now: float) -> None:
         """Count a request that was assigned at random, if a comparison runs."""
         comparison = self.comparison
-        if comparison is not None and version.is_randomised:
-            if version.digest == self._stable:
-                self.count(context, Arm.STABLE, version.key)
-            elif version.digest == comparison.candidate:
-                self.count(context, Arm.CANDIDATE, version.key)
+        if comparison is None or not version.is_randomised:
+            return
+        is_candidate = version.digest == comparison.candidate
+        if is_candidate or version.digest == self._stable:
+            arm = Arm.CANDIDATE if is_candidate else Arm.STABLE
+            is_out_of_order = _is_out_of_order(context.pool, now)
+            self._running[context] = _Counted(arm, version.key, is_out_of_order)
 
     def count(self, context: RequestContext, arm: Arm, key: tuple[str, str]) -> None:
         """Count a request for one version when it ends or reaches the scoring age."""
         if self.comparison is not None:
-            self._running[context] = arm, key
+            self._running[context] = _Counted(arm, key)
 
     def on_ended(
         self, context: RequestContext, version: AssignedVersion | None, now: float
@@ -115,13 +127,13 @@ class ModelOutcomes:
         """
         counted = self._running.pop(context, None)
         if counted is not None:
-            outcome = self._record(context, *counted, now, is_running=False)
-            if outcome is not None and outcome.arm is Arm.STABLE:
-                self._history.append(outcome)
+            outcome = self._record(context, counted, now, is_running=False)
         elif version is not None and version.digest == self._stable:
             outcome = build_outcome(context, Arm.STABLE, version.key, self._candidate_replicas, now)
-            if outcome is not None:
-                self._history.append(outcome)
+        else:
+            return
+        if outcome is not None and outcome.arm is Arm.STABLE:
+            self._history.append(outcome)
 
     def score_running(self, now: float) -> None:
         """Score the requests that have reached the scoring age, each of them once."""
@@ -135,7 +147,7 @@ class ModelOutcomes:
             attempts = context.trace.attempts
             if attempts and now - (attempts[0].sent_at or now) >= age_s:
                 del self._running[context]
-                self._record(context, *counted, now, is_running=True)
+                self._record(context, counted, now, is_running=True)
 
     def take_batches(self, wall_now: float, *, force: bool = False) -> list[OutcomeBatch]:
         """Return the batch that is complete now, if there is one, and keep it for the controller."""
@@ -166,21 +178,17 @@ class ModelOutcomes:
         )
 
     def _record(
-        self,
-        context: RequestContext,
-        arm: Arm,
-        key: tuple[str, str],
-        now: float,
-        *,
-        is_running: bool,
+        self, context: RequestContext, counted: _Counted, now: float, *, is_running: bool
     ) -> RequestOutcome | None:
-        comparison, aggregator = self.comparison, self._aggregator
-        attempts = context.trace.attempts
-        is_of_step = bool(attempts) and (attempts[0].sent_at or 0.0) >= self._step_started_at
+        arm, key, is_out_of_order = counted
         outcome = build_outcome(
             context, arm, key, self._candidate_replicas, now, is_running=is_running
         )
-        if outcome is not None and comparison is not None and aggregator is not None and is_of_step:
+        if outcome is None and is_out_of_order:
+            # Otherwise a version that always fails would have few errors: the other one takes its requests over.
+            outcome = RequestOutcome(arm=arm, key=key, status=OutcomeStatus.FAILED, age_s=0.0)
+        comparison, aggregator = self.comparison, self._aggregator
+        if outcome is not None and comparison is not None and aggregator is not None:
             outcome = outcome.judge_objective(
                 comparison.max_ttft_s, comparison.max_time_per_token_s
             )
@@ -190,3 +198,9 @@ class ModelOutcomes:
 
 def _step_of(comparison: Comparison | None) -> tuple[str, int] | None:
     return None if comparison is None else (comparison.rollout, comparison.step)
+
+
+def _is_out_of_order(pool: Pool, now: float) -> bool:
+    """Whether all replicas of a pool have failed. Full, starting and drained ones have not."""
+    statuses = {replica.health.status(now) for replica in pool.replicas.values()}
+    return bool(statuses) and statuses <= _FAILED_STATUSES

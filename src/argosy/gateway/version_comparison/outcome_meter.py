@@ -43,21 +43,21 @@ class OutcomeMeter:
 
     def apply(self, versions: Sequence[PublishedVersions]) -> None:
         """Follow the versions that the controller has published, and forget other models."""
-        now, wall_now = self._clock(), self._wall_clock()
+        wall_now = self._wall_clock()
         previous, self._versions = self._versions, {each.model: each for each in versions}
         self._models = {
             model: self._models.get(model) or ModelOutcomes(self._gateway_id)
             for model in self._versions
         }
         for model, published in self._versions.items():
-            batches = self._models[model].apply(published, now, wall_now)
+            batches = self._models[model].apply(published, wall_now)
             self._report(previous.get(model, published), batches)
 
     def on_request_placed(self, context: RequestContext) -> None:
         """Record that a request is about to be placed. All filters have admitted it."""
         version = context.assigned_version
         if version is not None and context.pool.model in self._models:
-            self._models[context.pool.model].on_placed(context, version)
+            self._models[context.pool.model].on_placed(context, version, self._clock())
 
     def count(self, context: RequestContext, arm: Arm, key: tuple[str, str]) -> None:
         """Count a request that the route has not assigned at random: one that is copied, or its copy."""

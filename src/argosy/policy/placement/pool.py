@@ -1,4 +1,4 @@
-"""Replicas of one model as placement sees them: availability, capacity, and selection of a replica for a request."""
+"""Replicas of one pool as placement sees them: availability, capacity, and selection of a replica for a request."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _nothing_pending() -> bool:
 
 
 class PlacementPool(Generic[R]):
-    """Replicas of one public model name, and what limits attempts at them."""
+    """Replicas of one version of a public model, and what limits attempts at them."""
 
     def __init__(
         self,
@@ -71,6 +71,10 @@ class PlacementPool(Generic[R]):
         """When streams give way to waiting requests; None if they never do."""
         self.has_pending_replicas: Callable[[], bool] = _nothing_pending
         """Function that returns whether discovery or first probes may soon add usable replicas."""
+        self.takeover: PlacementPool[R] | None = None
+        """Pool of the stable version, which serves the requests that this one cannot. None if this is that pool."""
+        self.is_withdrawn = False
+        """Whether all requests that do not run yet go to `takeover`, because the route gives this version no share."""
         self._removed_may_recover_until = -math.inf
         """Time until which requests wait for replacements of removed replicas."""
         self._policy = ROUTING_POLICIES[routing_policy]()
