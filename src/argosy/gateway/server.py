@@ -311,7 +311,7 @@ class GatewayServer:
             follow_routes=fleet_pools.follow_routes,
             on_rolled_back=self._metrics.record_rollback,
         )
-        self._outcomes = OutcomeMeter(self._gateway_id, gate.on_batch)
+        self._outcomes = OutcomeMeter(self._gateway_id, gate.on_batch, self._metrics)
         self._outcomes.apply(fleet_pools.versions)
         return [watcher.watch, self._outcomes.run, gate.run]
 

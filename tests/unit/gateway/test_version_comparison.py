@@ -24,6 +24,7 @@ from argosy.policy.placement import AttemptRecord
 from argosy.policy.rollout import Arm, Comparison, OutcomeStatus, RequestOutcome
 from argosy.policy.traffic import PoolRoute, Variant
 from argosy.protocol import ApiError
+from argosy.telemetry import GatewayMetrics
 
 KEY = ("shop", "ann")
 CANDIDATE_REPLICAS = {"big-2-0", "big-2-1"}
@@ -137,7 +138,9 @@ class MeteredModel:
 
     def __init__(self) -> None:
         self.now = 100.0
-        self.meter = OutcomeMeter("gw", None, lambda: self.now, lambda: self.now)
+        self.meter = OutcomeMeter(
+            "gw", lambda *_: None, GatewayMetrics(), lambda: self.now, lambda: self.now
+        )
 
     def publish(self, step: int | None, rollout: str = "r1") -> None:
         comparison = None

@@ -34,7 +34,7 @@ class _Counted(NamedTuple):
 
     arm: Arm
     key: tuple[str, str]
-    is_out_of_order: bool = False
+    is_out_of_order: bool
     """Whether all replicas of the version had failed when the request arrived."""
 
 
@@ -58,6 +58,7 @@ class ModelOutcomes:
         self._compared_rollout = ""
         """Rollout of the aggregator and of the batches, also after its comparison."""
         self._batches: deque[OutcomeBatch] = deque(maxlen=MAX_BATCHES)
+        self._compared_answers = self._equal_answers = 0
         self._running: dict[RequestContext, _Counted] = {}
         """Requests of this step that count when they end or reach the scoring age, in the order of their admission."""
 
@@ -88,6 +89,7 @@ class ModelOutcomes:
             return batches
         if self._aggregator is None or comparison.rollout != self._compared_rollout:
             self._batches.clear()
+            self._compared_answers = self._equal_answers = 0
             self._compared_rollout = comparison.rollout
             self._aggregator = OutcomeAggregator(
                 comparison.rollout,
@@ -102,18 +104,21 @@ class ModelOutcomes:
     def on_placed(self, context: RequestContext, version: AssignedVersion, now: float) -> None:
         """Count a request that was assigned at random, if a comparison runs."""
         comparison = self.comparison
-        if comparison is None or not version.is_randomised:
-            return
-        is_candidate = version.digest == comparison.candidate
-        if is_candidate or version.digest == self._stable:
-            arm = Arm.CANDIDATE if is_candidate else Arm.STABLE
-            is_out_of_order = _is_out_of_order(context.pool, now)
-            self._running[context] = _Counted(arm, version.key, is_out_of_order)
+        if comparison is not None and version.is_randomised:
+            if version.digest == self._stable:
+                self.count(context, Arm.STABLE, version.key, now)
+            elif version.digest == comparison.candidate:
+                self.count(context, Arm.CANDIDATE, version.key, now)
 
-    def count(self, context: RequestContext, arm: Arm, key: tuple[str, str]) -> None:
-        """Count a request for one version when it ends or reaches the scoring age."""
+    def count(self, context: RequestContext, arm: Arm, key: tuple[str, str], now: float) -> None:
+        """Count a request for one version when it ends or reaches the scoring age, if a comparison runs."""
         if self.comparison is not None:
-            self._running[context] = _Counted(arm, key)
+            self._running[context] = _Counted(arm, key, is_out_of_order(context.pool, now))
+
+    def record_answers(self, *, are_equal: bool) -> None:
+        """Count the comparison of two answers to a request without random sampling."""
+        self._compared_answers += 1
+        self._equal_answers += are_equal
 
     def on_ended(
         self, context: RequestContext, version: AssignedVersion | None, now: float
@@ -175,6 +180,8 @@ class ModelOutcomes:
             batches=batches,
             history=tuple(self._history) if query.wants_history else (),
             longest_request_s=max((each.age_s for each in self._history), default=0.0),
+            compared_answers=self._compared_answers,
+            equal_answers=self._equal_answers,
         )
 
     def _record(
@@ -200,7 +207,7 @@ def _step_of(comparison: Comparison | None) -> tuple[str, int] | None:
     return None if comparison is None else (comparison.rollout, comparison.step)
 
 
-def _is_out_of_order(pool: Pool, now: float) -> bool:
+def is_out_of_order(pool: Pool, now: float) -> bool:
     """Whether all replicas of a pool have failed. Full, starting and drained ones have not."""
     statuses = {replica.health.status(now) for replica in pool.replicas.values()}
     return bool(statuses) and statuses <= _FAILED_STATUSES

@@ -10,6 +10,7 @@ from argosy.gateway.request_context import RequestContext
 from argosy.gateway.rollout_messages import OutcomeQuery, OutcomeReport, PublishedVersions
 from argosy.gateway.version_comparison.model_outcomes import ModelOutcomes
 from argosy.policy.rollout import Arm, OutcomeBatch
+from argosy.telemetry import GatewayMetrics
 
 TICK_INTERVAL_S = 1.0
 
@@ -23,6 +24,7 @@ class OutcomeMeter:
     Args:
         gateway_id: Id of the gateway's process.
         on_batch: Receives each batch as soon as it is complete.
+        metrics: Counts copies and compared answers.
         clock: Returns monotonic seconds, as for the requests.
         wall_clock: Returns seconds since the epoch.
     """
@@ -30,12 +32,14 @@ class OutcomeMeter:
     def __init__(
         self,
         gateway_id: str,
-        on_batch: OnBatch | None = None,
+        on_batch: OnBatch,
+        metrics: GatewayMetrics,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._gateway_id = gateway_id
         self._on_batch = on_batch
+        self._metrics = metrics
         self._clock = clock
         self._wall_clock = wall_clock
         self._models: dict[str, ModelOutcomes] = {}
@@ -62,7 +66,17 @@ class OutcomeMeter:
     def count(self, context: RequestContext, arm: Arm, key: tuple[str, str]) -> None:
         """Count a request that the route has not assigned at random: one that is copied, or its copy."""
         if context.pool.model in self._models:
-            self._models[context.pool.model].count(context, arm, key)
+            self._models[context.pool.model].count(context, arm, key, self._clock())
+
+    def record_copy(self, model: str, outcome: str) -> None:
+        """Count a request that was selected to be copied: the status of its copy, `capped` or `dropped`."""
+        self._metrics.record_shadow_request(model, outcome)
+
+    def record_answers(self, model: str, *, are_equal: bool) -> None:
+        """Count the comparison of the answers to a request without random sampling and to its copy."""
+        self._metrics.record_shadow_answers(model, are_equal=are_equal)
+        if model in self._models:
+            self._models[model].record_answers(are_equal=are_equal)
 
     def on_request_ended(self, context: RequestContext) -> None:
         """Record the end of a request, before its output is forgotten."""
@@ -91,6 +105,5 @@ class OutcomeMeter:
             self._report(self._versions[model], outcomes.take_batches(wall_now))
 
     def _report(self, versions: PublishedVersions, batches: Sequence[OutcomeBatch]) -> None:
-        if self._on_batch is not None:
-            for batch in batches:
-                self._on_batch(versions, batch)
+        for batch in batches:
+            self._on_batch(versions, batch)
