@@ -21,6 +21,7 @@ from argosy.policy.placement import (
     AttemptEnded,
     AttemptEnding,
     AttemptSent,
+    Move,
     Pause,
     PlacementLimits,
     PlacementRequest,
@@ -44,6 +45,9 @@ class PlacedByHand:
         self.context.replica_name = attempt.replica.name
 
     def on_cancel(self, attempt: Attempt) -> None: ...
+
+    def on_move(self, move: Move) -> None:
+        self.context.move_to_pool(cast("Pool", move.pool), move.reason)
 
     def on_pause(self, pause: Pause) -> None: ...
 

@@ -29,6 +29,7 @@ from argosy.policy.placement import (
     Event,
     FirstToken,
     GivingWay,
+    Move,
     Pause,
     PlacementCore,
     PlacementLimits,
@@ -46,8 +47,6 @@ from argosy.policy.placement import (
 )
 
 WAITING = {RequestState.WAITING, RequestState.PAUSED}
-DISPATCHING = (AttemptEnded, CapacityChanged)
-"""Events after which no request waits for a slot that is free."""
 SWEEP_INTERVAL = 50
 """Events between two checks of all requests."""
 _OF_A_REQUEST = (
@@ -58,6 +57,7 @@ _OF_A_REQUEST = (
     Progress,
     RequestEnded,
     Cancel,
+    Move,
     Pause,
     Refuse,
     Send,
@@ -71,6 +71,7 @@ class VirtualRequest:
     request: PlacementRequest
     target: int
     """Output tokens of the whole response."""
+    pool: PlacementPool[PlacementReplica]
     delivered: int = 0
     reported: int = 0
     charged_prompt: bool = False
@@ -82,7 +83,10 @@ class VirtualRequest:
 
 
 class PlacementWorld:
-    """A pool of virtual replicas and the core that places requests there."""
+    """A pool of virtual replicas and the core that places requests there.
+
+    With `num_stable_replicas`, another pool takes over what this one cannot serve.
+    """
 
     def __init__(
         self,
@@ -93,19 +97,27 @@ class PlacementWorld:
         giving_way: GivingWay | None = None,
         hedge_after_s: float | None = None,
         limits: PlacementLimits | None = None,
+        num_stable_replicas: int = 0,
     ) -> None:
         self.now = 0.0
         self.random = random.Random(seed)
         self.limits = limits or PlacementLimits(QueueLimits(timeout_s=60.0))
         self.core = PlacementCore(self.limits, random.Random(seed))
-        replicas = [PlacementReplica(f"r{i:03}", arithmetic_id="same") for i in range(num_replicas)]
-        for replica in replicas:
-            replica.load.max_seqs = slots
-            replica.load.reported_at = math.inf
-            replica.health.on_reported_state("ready", 0.0)
-        self.replicas = replicas
-        hedging = None if hedge_after_s is None else Hedging(hedge_after_s)
-        self.pool = PlacementPool("m", replicas, "least-cost", hedging, giving_way)
+        self.replicas: list[PlacementReplica] = []
+        self.pools: list[PlacementPool[PlacementReplica]] = []
+        for letter, count in (("r", num_replicas), ("s", num_stable_replicas)):
+            replicas = [
+                PlacementReplica(f"{letter}{i:03}", arithmetic_id="same") for i in range(count)
+            ]
+            for replica in replicas:
+                replica.load.max_seqs = slots
+                replica.load.reported_at = math.inf
+                replica.health.on_reported_state("ready", 0.0)
+            self.replicas += replicas
+            hedging = None if hedge_after_s is None else Hedging(hedge_after_s)
+            self.pools.append(PlacementPool("m", replicas, "least-cost", hedging, giving_way))
+        self.pool, stable = self.pools
+        self.pool.takeover = stable if num_stable_replicas else None
         self.requests: dict[PlacementRequest, VirtualRequest] = {}
         self.ended: list[VirtualRequest] = []
         self.wake_at = math.inf
@@ -116,8 +128,8 @@ class PlacementWorld:
         self.counts: Counter[str] = Counter()
         self.in_flight: Counter[PlacementReplica] = Counter()
         """Attempts that run at each replica."""
-        self._streams: Counter[tuple[int, str]] = Counter()
-        """Streams by tier and tenant, after the pauses of the last event and the starts that these permit."""
+        self._streams: Counter[tuple[object, int, str]] = Counter()
+        """Streams by pool, tier and tenant, after the pauses of the last event and the starts that these permit."""
         self._numbers = itertools.count()
 
     # --- what the caller makes happen ------------------------------------------------------------
@@ -157,7 +169,7 @@ class PlacementWorld:
             is_stream=is_stream,
             size_bytes=1000,
         )
-        self.requests[request] = VirtualRequest(request, target)
+        self.requests[request] = VirtualRequest(request, target, self.pool)
         self.handle(Arrived(request, self.pool))
         return request
 
@@ -228,7 +240,18 @@ class PlacementWorld:
 
     def report_state(self, replica: PlacementReplica, state: str) -> None:
         replica.health.on_reported_state(state, self.now)
+        self.handle(CapacityChanged(self.pool_of(replica)))
+
+    def pool_of(self, replica: PlacementReplica) -> PlacementPool[PlacementReplica]:
+        return next(pool for pool in self.pools if replica.name in pool.replicas)
+
+    def withdraw(self, *, is_withdrawn: bool) -> None:
+        """Give the version of the first pool no share, or one again."""
+        self.pool.is_withdrawn = is_withdrawn
         self.handle(CapacityChanged(self.pool))
+        if is_withdrawn:
+            left = [each for each, queue in self.core.requests.items() if queue.pool is self.pool]
+            assert not any(each.state in WAITING and not each.output_tokens for each in left)
 
     def advance(self, seconds: float) -> None:
         """Let time pass, with the core's timers."""
@@ -250,6 +273,7 @@ class PlacementWorld:
                 assert attempt.record.delivered_tokens == each.delivered, "a token is lost or twice"
                 limit = max(2, self.limits.max_failed_attempts)
                 assert each.losses < limit, "a request cost too many replicas"
+                assert attempt.replica.name in each.pool.replicas, "it is in another queue"
                 each.calls.append(attempt)
                 self.in_flight[attempt.replica] += 1
                 self.counts[attempt.mode.value] += 1
@@ -262,6 +286,14 @@ class PlacementWorld:
                 self._check_pause(effect)
                 self.counts["drained" if effect.waiting is None else "paused"] += 1
                 self.log.append(f"pause {request.id}")
+            case Move(request, pool):
+                each = self.requests[request]
+                assert not each.calls, "a running request moved"
+                assert each.pool.takeover is pool
+                each.pool = pool
+                self.counts["moved"] += 1
+                self.counts["moved streams"] += bool(each.delivered)
+                self.log.append(f"move {request.id} {effect.reason}")
             case Refuse(request):
                 self.log.append(f"refuse {request.id} {effect.reason.name}")
             case WakeAt(at):
@@ -273,14 +305,17 @@ class PlacementWorld:
         if waiting is None:
             assert not pause.attempt.replica.health.is_schedulable
             return
-        giving_way, streams = self.pool.giving_way, self._streams
+        pool = self.requests[victim].pool
+        assert self.requests[waiting].pool is pool
+        giving_way, streams = pool.giving_way, self._streams
         assert giving_way is not None
         assert self.now - (pause.attempt.record.first_token_at or 0.0) >= giving_way.min_slice_s
         assert waiting.state in WAITING
         if not streams:
             for each in self.requests.values():
-                streams[each.request.tier, each.request.tenant] += bool(each.calls)
-        losing, gaining = (victim.tier, victim.tenant), (waiting.tier, waiting.tenant)
+                streams[each.pool, each.request.tier, each.request.tenant] += bool(each.calls)
+        losing = pool, victim.tier, victim.tenant
+        gaining = pool, waiting.tier, waiting.tenant
         if victim.tier == waiting.tier:
             remaining, claimed = streams[losing] - 1, streams[gaining] + 1
             assert remaining * waiting.weight >= claimed * victim.weight, "unfair pause"
@@ -298,15 +333,20 @@ class PlacementWorld:
         is_sweep = self.num_events % SWEEP_INTERVAL == 0
         for request in self.requests if is_sweep else touched:
             self._check_request(self.requests[request])
-        queue = self.core.queues.get(self.pool)
-        if queue is None:
-            return
         for replica in self.replicas:
             assert 0 <= replica.load.in_flight == self.in_flight[replica] <= replica.slots
-        if is_sweep:
+        for queue in self.core.queues.values() if is_sweep else ():
             self._check_sums(queue)
-        if len(queue) and isinstance(event, DISPATCHING):
-            free_slots, total_slots = self.pool.free_slots(self.now)
+        if isinstance(event, AttemptEnded):
+            self._check_dispatched(self.pool_of(event.attempt.replica))
+        elif isinstance(event, CapacityChanged):
+            self._check_dispatched(event.pool)
+
+    def _check_dispatched(self, pool: PlacementPool[PlacementReplica]) -> None:
+        """Check that no request waits for a slot that is free, after an event that dispatches requests."""
+        queue = self.core.queues.get(pool)
+        if queue:
+            free_slots, total_slots = pool.free_slots(self.now)
             lowest = queue.lowest_admissible_tier(free_slots, total_slots, self.now)
             busy = [tier for tier in range(3) if queue.queue.next_requests(tier)]
             assert busy[0] > lowest, "a request waits while it may use a free slot"
@@ -325,7 +365,10 @@ class PlacementWorld:
                 assert not request.attempts
 
     def _check_sums(self, queue: PoolQueue) -> None:
-        requests = self.requests
+        requests = {
+            request: each for request, each in self.requests.items() if each.pool is queue.pool
+        }
+        assert all(self.core.requests.get(request, queue) is queue for request in requests)
         assert len(queue) == sum(request.state in WAITING for request in requests)
         in_order = [each for group in queue.displaced.values() for each in group]
         assert set(in_order) == {each for each in requests if each.displaced_key is not None}
@@ -344,8 +387,15 @@ def _leave_alone(each: VirtualRequest, attempt: Attempt) -> None:
 class PlacementSimulation(PlacementWorld):
     """A world in which requests arrive and replicas answer, stall, fail and drain from a seed."""
 
-    def __init__(self, num_requests: int, num_replicas: int, slots: int, seed: int) -> None:
-        super().__init__(num_replicas, slots, seed, giving_way=GivingWay(), hedge_after_s=1.0)
+    def __init__(
+        self, num_requests: int, num_replicas: int, slots: int, seed: int, num_stable: int = 0
+    ) -> None:
+        super().__init__(
+            *(num_replicas, slots, seed),
+            giving_way=GivingWay(),
+            hedge_after_s=1.0,
+            num_stable_replicas=num_stable,
+        )
         self.on_send = self._serve
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
@@ -421,6 +471,8 @@ class PlacementSimulation(PlacementWorld):
         kind, pause = draw(), 1.0 + draw() * 8.0
         if kind < 0.05 and self._is_busy:
             self._flood()
+        elif kind < 0.1 and self.pool.takeover is not None:
+            self.withdraw(is_withdrawn=not self.pool.is_withdrawn)
         elif replica in self._down | self._silent or not replica.health.is_schedulable:
             pass
         elif kind < 0.4:

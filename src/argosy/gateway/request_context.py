@@ -34,6 +34,8 @@ log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gatewa
 
 REFUSED_BY_REPLICA = "refused_by_replica"
 REQUEST_TOO_LARGE = "request_too_large"
+MODEL_VERSION_HEADER = b"x-argosy-version"
+"""Response header with the version of the model that answers."""
 CLIENT_ERROR_STATUSES = frozenset({400, 413, 422})
 """Statuses with which a replica blames the request itself. Other 4xx may concern the gateway's access to the
 replica."""
@@ -168,6 +170,24 @@ class RequestContext(msgspec.Struct, eq=False):
         )
         self.trace.attempts, self.trace.pauses = self.placement.records, self.placement.pauses
         return self.placement
+
+    def announce_version(self) -> None:
+        """Name the version of the model that answers, in the trace and in the headers of a response without any yet."""
+        version = self.trace.version = self.pool.version_label
+        if version:
+            headers = self.response_headers
+            headers[:] = [header for header in headers if header[0] != MODEL_VERSION_HEADER]
+            headers.append((MODEL_VERSION_HEADER, version.encode()))
+
+    def move_to_pool(self, pool: Pool, reason: str) -> None:
+        """Count the request for the pool of another version of its model, which takes it over."""
+        taken_over = f"version {pool.version_label} took over: {reason}"
+        reasons = (self.trace.route_reason, taken_over)
+        self.trace.route_reason = "; ".join(filter(None, reasons))
+        self.pool.active_requests -= 1
+        self.pool = pool
+        pool.active_requests += 1
+        self.announce_version()
 
     @property
     def is_client_error(self) -> bool:

@@ -38,17 +38,27 @@ SLOTS = 8
 DEFAULT = GivingWay()
 
 
-def test_ten_thousand_requests_keep_all_invariants_through_faults() -> None:
-    """Replicas crash, stall, drain, refuse; clients leave; streams pause, move, resume and are hedged."""
-    simulation = PlacementSimulation(10_000, num_replicas=20, slots=5, seed=7)
+@pytest.mark.parametrize(
+    ("num_requests", "num_replicas", "num_stable"), [(10_000, 20, 0), (5000, 4, 12)]
+)
+def test_thousands_of_requests_keep_all_invariants_through_faults(
+    num_requests: int, num_replicas: int, num_stable: int
+) -> None:
+    """Replicas crash, stall, drain, refuse; clients leave; streams pause, move, resume and are hedged.
+
+    A stable version takes over what the few replicas of another one cannot serve, and all that waits there when that
+    one is rolled back.
+    """
+    simulation = PlacementSimulation(num_requests, num_replicas, 5, 7, num_stable)
     simulation.run()
     counts = simulation.counts
-    assert len(simulation.ended) == 10_000
+    assert len(simulation.ended) == num_requests
     assert not simulation.core.requests
-    for kind in ("paused", "drained", "resume", "retry", "hedge", "left"):
+    kinds = ("moved", "moved streams") if num_stable else ("paused", "drained", "hedge")
+    for kind in (*kinds, "resume", "retry", "left"):
         assert counts[kind] > 0, kind
     completed = [each for each in simulation.ended if each.end == "completed"]
-    assert len(completed) == counts["completed"] > 5000
+    assert len(completed) == counts["completed"] > num_requests / 2
     assert all(each.delivered == each.target for each in completed)
     assert not counts["refused: INTERRUPTED"]
 
@@ -85,6 +95,8 @@ def test_planted_bug_is_found(
 class PlacementMachine(RuleBasedStateMachine):
     """Any order of arrivals, answers, failures, drains, pauses and departures at three replicas with two slots."""
 
+    num_stable_replicas = 0
+
     def __init__(self) -> None:
         super().__init__()
         self.world = PlacementWorld(
@@ -94,6 +106,7 @@ class PlacementMachine(RuleBasedStateMachine):
             giving_way=GivingWay(max_paused_share=1.0),
             hedge_after_s=1.0,
             limits=PlacementLimits(QueueLimits(max_requests=10, timeout_s=20.0), 5.0, 3),
+            num_stable_replicas=self.num_stable_replicas,
         )
 
     @rule(
@@ -149,9 +162,15 @@ class PlacementMachine(RuleBasedStateMachine):
         requests = list(self.world.requests)
         self.world.finish(requests[index % len(requests)], "left")
 
-    @rule(index=st.integers(0, 2), state=st.sampled_from(["ready", "draining", "starting"]))
+    @rule(index=st.integers(0, 4), state=st.sampled_from(["ready", "draining", "starting"]))
     def report_state(self, index: int, state: str) -> None:
-        self.world.report_state(self.world.replicas[index], state)
+        replicas = self.world.replicas
+        self.world.report_state(replicas[index % len(replicas)], state)
+
+    @precondition(lambda self: self.num_stable_replicas)
+    @rule(is_withdrawn=st.booleans())
+    def withdraw(self, *, is_withdrawn: bool) -> None:
+        self.world.withdraw(is_withdrawn=is_withdrawn)
 
     @rule(seconds=st.sampled_from([0.01, 0.2, 1.0, 3.0, 10.0]))
     def advance(self, seconds: float) -> None:
@@ -184,9 +203,16 @@ class PlacementMachine(RuleBasedStateMachine):
         assert not any(replica.load.in_flight for replica in world.replicas)
 
 
-def test_any_order_of_events_keeps_the_invariants() -> None:
+class TakeoverMachine(PlacementMachine):
+    """The same with a pool of two replicas that takes over."""
+
+    num_stable_replicas = 2
+
+
+@pytest.mark.parametrize("machine", [PlacementMachine, TakeoverMachine])
+def test_any_order_of_events_keeps_the_invariants(machine: type[PlacementMachine]) -> None:
     run_state_machine_as_test(
-        PlacementMachine, settings=settings(max_examples=60, stateful_step_count=40, deadline=None)
+        machine, settings=settings(max_examples=60, stateful_step_count=40, deadline=None)
     )
 
 
@@ -319,3 +345,55 @@ def test_kept_attempts_and_candidates_are_bounded() -> None:
     assert len(records) == MAX_ATTEMPT_RECORDS
     assert (records[0].chosen_at, records[-1].chosen_at) == (0.0, world.now)
     assert len(records[0].candidate_costs) == MAX_CANDIDATES
+
+
+def make_versions(arithmetic_id: str = "same") -> PlacementWorld:
+    """Return a world whose only replica is taken over by two of the stable version, which have this arithmetic."""
+    limits = PlacementLimits(QueueLimits(max_requests=SLOTS), failover_timeout_s=5.0)
+    world = PlacementWorld(1, SLOTS, 0, limits=limits, num_stable_replicas=2)
+    for replica in world.replicas[1:]:
+        replica.arithmetic_id = arithmetic_id
+    return world
+
+
+def test_stable_version_takes_over_what_another_cannot_serve() -> None:
+    world = make_versions()
+    (candidate, *stable) = world.replicas
+    fill(world, "t", SLOTS)
+    waiting = [world.arrive("t", 1, 10) for _ in range(SLOTS)]
+    beyond = [world.arrive("t", 1, 10) for _ in range(SLOTS)]
+    refused = [each for each in beyond if each.attempts]
+    assert refused, "requests beyond the tenant's share of the queue"
+    assert not any(each.attempts for each in waiting[:2])
+    world.withdraw(is_withdrawn=True)
+    assert not len(world.core.queues[world.pool])
+    assert candidate.load.in_flight == SLOTS, "running requests stay"
+    assert sum(replica.load.in_flight for replica in stable) == 2 * SLOTS
+    world.withdraw(is_withdrawn=False)
+    world.report_state(candidate, "draining")
+    for request in waiting:
+        world.finish(request, "left")
+    world.advance(2.0)
+    assert world.counts["drained"] == SLOTS, "a drain moves the streams"
+    assert not candidate.load.in_flight
+    moved = world.arrive("t", 1, 10)
+    assert all(world.requests[each].pool is world.pool.takeover for each in (moved, *refused))
+
+
+@pytest.mark.parametrize("arithmetic_id", ["same", "other"])
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_stream_of_a_lost_replica_goes_to_the_stable_version_of_its_arithmetic(
+    arithmetic_id: str, *, is_stream: bool
+) -> None:
+    world = make_versions(arithmetic_id)
+    request = world.arrive("t", 1, 100, is_stream=is_stream)
+    world.answer(request, request.attempts[0])
+    world.deliver(request, 20)
+    world.end(request, request.attempts[0], AttemptEnding.LOST)
+    if arithmetic_id == "same" or not is_stream:  # a response in one piece may start over
+        assert request.attempts[0].replica in world.replicas[1:]
+    else:
+        assert request.state is RequestState.DISPLACED
+        world.report_state(world.replicas[0], "ready")
+        world.advance(2.0)
+        assert [attempt.replica for attempt in request.attempts] == world.replicas[:1]

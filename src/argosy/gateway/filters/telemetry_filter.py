@@ -48,7 +48,7 @@ class TelemetryFilter:
         trace.requested_model = context.fields.model
         trace.route_name = context.route_name
         trace.route_reason = context.route_reason
-        trace.version = context.pool.version_label
+        context.announce_version()
         trace.path = context.exchange.path
         trace.stream = context.fields.stream
         trace.principal = context.principal

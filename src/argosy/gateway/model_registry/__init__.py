@@ -10,16 +10,11 @@ about replicas.
 """
 
 from argosy.gateway.model_registry.model_entries import ModelEntries, build_model_entries
-from argosy.gateway.model_registry.model_router import (
-    MODEL_VERSION_HEADER,
-    ModelRouter,
-    RouteTarget,
-)
+from argosy.gateway.model_registry.model_router import ModelRouter, RouteTarget
 from argosy.gateway.model_registry.registry import ModelRegistry
 from argosy.gateway.model_registry.replica_admin import ReplicaAdmin, ReplicaChange
 
 __all__ = [
-    "MODEL_VERSION_HEADER",
     "ModelEntries",
     "ModelRegistry",
     "ModelRouter",

@@ -15,16 +15,15 @@ from argosy.gateway.model_routes import ModelRoute, RouteConfig, compile_routes
 from argosy.gateway.model_traffic import find_subject
 from argosy.gateway.pool import Pool, PoolVersions
 from argosy.gateway.principal import Principal
-from argosy.gateway.request_context import AssignedVersion
+from argosy.gateway.request_context import MODEL_VERSION_HEADER, AssignedVersion
 from argosy.gateway.request_fields import RequestFields
 from argosy.policy.traffic import TrafficRoute, TrafficSubject, sticky_key
 from argosy.protocol import ApiError, ModelCard, ModelList, TaskName
 from argosy.store import AccountSnapshot, Limit, Price, ReplicaSetting
 
 T = TypeVar("T", Limit, Price)
-MODEL_VERSION_HEADER = b"x-argosy-version"
-"""Request header by which administrators ask for the candidate, and response header with the version that answers."""
 CANDIDATE = b"candidate"
+"""Value of the header `MODEL_VERSION_HEADER` by which administrators ask for the candidate of a rollout."""
 WILDCARD = "*"
 """Character of an alias that stands for any text."""
 WEIGHTS = "traffic"

@@ -48,21 +48,24 @@ log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gatewa
 
 
 def find_unsupporting_replicas(pool: Pool, fields: RequestFields, path: bytes) -> set[str]:
-    """Return the names of the pool's replicas that do not enforce the constraint of the request.
+    """Return the names of the replicas that do not enforce the constraint of the request.
+
+    These are replicas of the pool, and of the pool that may take the request over.
 
     Raises:
-        ApiError(400): No replica of the pool enforces it, or it is malformed.
+        ApiError(400): None of these replicas enforces it, or it is malformed.
     """
     if fields.raw.keys().isdisjoint(CONSTRAINT_FIELDS):
         return set()
+    replicas = {**pool.replicas, **({} if pool.takeover is None else pool.takeover.replicas)}
     errors: dict[BackendKind, ApiError | None] = {}
-    for replica in pool.replicas.values():
+    for replica in replicas.values():
         if replica.kind not in errors:
             errors[replica.kind] = _find_translation_error(fields, path, replica.adapter)
     supported = [kind for kind, error in errors.items() if error is None]
     if errors and not supported:
         raise next(error for error in errors.values() if error is not None)
-    return {name for name, replica in pool.replicas.items() if replica.kind not in supported}
+    return {name for name, replica in replicas.items() if replica.kind not in supported}
 
 
 def check_queued_parameters(pool: Pool, fields: RequestFields, path: bytes) -> None:

@@ -13,7 +13,7 @@ import msgspec
 from argosy.gateway.azure_paths import find_deployment
 from argosy.gateway.backends import BackendKind, StreamContinuation, count_resume_tokens
 from argosy.gateway.config import GatewayConfig
-from argosy.gateway.model_registry import MODEL_VERSION_HEADER, ModelRouter, RouteTarget
+from argosy.gateway.model_registry import ModelRouter, RouteTarget
 from argosy.gateway.pool import Pool
 from argosy.gateway.principal import TIERS, Principal
 from argosy.gateway.proxy.constraint_check import (
@@ -248,8 +248,6 @@ class CompletionHandlers:
             ApiError: The model does not exist for the principal, or no replica of it could serve the request.
         """
         pool, route, route_reason, version = self._resolve_target(exchange, fields, api, principal)
-        if pool.version:
-            exchange.extra_headers.append((MODEL_VERSION_HEADER, pool.version_label.encode()))
         if route:
             exchange.extra_headers.append((MODEL_HEADER, pool.model.encode()))
         if not fields.model:
@@ -342,7 +340,7 @@ class CompletionHandlers:
         """
         task = asyncio.current_task()
         assert task is not None  # noqa: S101 - this is a coroutine
-        pool, driver = context.pool, self._driver
+        driver = self._driver
         continuation = StreamContinuation(context.fields, context.api.path, context.delivered)
         relay = ResponseRelay(
             context,
@@ -366,11 +364,13 @@ class CompletionHandlers:
         context.exchange.set_listener(relay)
         context.reclaim_stream = relay.reclaim_stream
         self._relays.add(relay)
-        pool.active_requests += 1
+        context.pool.active_requests += 1
         try:
             if await run_filters(filters, filter_states, context):
                 if context.api.generates:
-                    await self._request_checker.check(pool, context.fields, context.api.path)
+                    await self._request_checker.check(
+                        context.pool, context.fields, context.api.path
+                    )
                 context.trace.admitted_at = self._clock()
                 self._on_request_admitted(context)
                 if context.fields.stream:
@@ -387,7 +387,7 @@ class CompletionHandlers:
                 deadline_timer.cancel()
             self._relays.discard(relay)
             self._early_starts.remove(relay)
-            pool.active_requests -= 1
+            context.pool.active_requests -= 1  # it may be another one now
             relay.charge_delivered()
             if context.placement is not None:
                 driver.end(context.placement)

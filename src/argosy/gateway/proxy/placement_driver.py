@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Protocol
+from typing import Protocol, cast
 
 from argosy.gateway.pool import Pool
 from argosy.gateway.proxy.demand_meter import DemandMeter, DemandReport, ModelDemand
@@ -16,6 +16,7 @@ from argosy.policy.placement import (
     Cancel,
     CapacityChanged,
     Event,
+    Move,
     Pause,
     PlacementCore,
     PlacementLimits,
@@ -41,6 +42,9 @@ class PlacedRequest(Protocol):
 
     def on_cancel(self, attempt: Attempt) -> None:
         """Cancel an attempt, because another one provides the response."""
+
+    def on_move(self, move: Move) -> None:
+        """Count the request for another pool."""
 
     def on_pause(self, pause: Pause) -> None:
         """Stop the stream at its last delivered token."""
@@ -107,12 +111,19 @@ class PlacementDriver:
                 self._requests[effect.request].on_refuse(effect)
             elif isinstance(effect, Cancel):
                 self._requests[effect.request].on_cancel(effect.attempt)
+            elif isinstance(effect, Move):
+                self._observe(cast("Pool", effect.pool))
+                self._requests[effect.request].on_move(effect)
             else:
                 self._requests[effect.request].on_pause(effect)
 
     def add(self, request: PlacementRequest, placed: PlacedRequest, pool: Pool) -> None:
         """Perform the effects on a request with `placed` from now on."""
         self._requests[request] = placed
+        self._observe(pool)
+
+    def _observe(self, pool: Pool) -> None:
+        """Feed changes of the pool's capacity to the core from now on."""
         if pool not in self._pools:
             self._pools.add(pool)
             pool.set_capacity_listener(partial(self.handle, CapacityChanged(pool)))

@@ -19,7 +19,7 @@ from argosy.gateway.backends import (
     build_nonstreaming_request,
 )
 from argosy.gateway.config import Timeouts
-from argosy.gateway.pool import ReplicaEndpoint
+from argosy.gateway.pool import Pool, ReplicaEndpoint
 from argosy.gateway.proxy.constraint_check import check_queued_parameters
 from argosy.gateway.proxy.placement_driver import PlacementDriver
 from argosy.gateway.proxy.refusal_errors import build_refusal_error
@@ -57,6 +57,7 @@ from argosy.policy.placement import (
     AttemptEnding,
     AttemptMode,
     AttemptSent,
+    Move,
     Pause,
     Refuse,
     RequestState,
@@ -150,6 +151,9 @@ class RequestProxy:
                 call.cancel()
         if self._next_attempt is attempt:
             self._next_attempt = None
+
+    def on_move(self, move: Move) -> None:
+        self._context.move_to_pool(cast("Pool", move.pool), move.reason)
 
     def on_pause(self, pause: Pause) -> None:
         reason = "the replica drains" if pause.waiting is None else "it gives way to other requests"

@@ -3,7 +3,8 @@
 A `PlacementCore` receives events (`handle`) and returns effects. The driver creates a `PlacementRequest` for each
 admitted request and reports its arrival. The core keeps it in the `PoolQueue` of its `PlacementPool`, selects a
 `PlacementReplica`, and follows each `Attempt` there. The module `failures` decides whether a failed request is tried
-again, `hedges` selects a second replica, and a `StreamPauser` lets streams give way (see `giving_way`).
+again, `hedges` selects a second replica, and a `StreamPauser` lets streams give way (see `giving_way`). A request that
+the pool of one version of a model cannot serve moves to that of the stable version (see `takeover`).
 """
 
 from argosy.policy.placement.attempt import (
@@ -25,6 +26,7 @@ from argosy.policy.placement.messages import (
     Effect,
     Event,
     FirstToken,
+    Move,
     Pause,
     PoolRemoved,
     Progress,
@@ -55,6 +57,7 @@ __all__ = [
     "Event",
     "FirstToken",
     "GivingWay",
+    "Move",
     "Pause",
     "PlacementCore",
     "PlacementError",

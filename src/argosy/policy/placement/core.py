@@ -44,6 +44,7 @@ from argosy.policy.placement.messages import (
     Effect,
     Event,
     FirstToken,
+    Move,
     PoolRemoved,
     Progress,
     RefusalReason,
@@ -57,6 +58,13 @@ from argosy.policy.placement.pool import PlacementPool, RandomSource
 from argosy.policy.placement.pool_queue import PoolQueue, QueueLimits
 from argosy.policy.placement.request import PlacementRequest, RequestState
 from argosy.policy.placement.stream_pauser import StreamPauser
+from argosy.policy.placement.takeover import (
+    NONE_LEFT,
+    can_be_served,
+    find_takeover_reason,
+    has_replica_left,
+    may_move,
+)
 from argosy.policy.placement.timers import Timers
 from argosy.policy.retry_budget import backoff_s
 from argosy.policy.wake_at import WakeAt
@@ -145,11 +153,16 @@ class PlacementCore:
     # --- arrival and queue -----------------------------------------------------------------------
 
     def _on_arrived(self, event: Arrived, now: float) -> None:
-        request, pool = event.request, event.pool
-        queue = self._queues.get(pool)
-        if queue is None:
-            queue = self._queues[pool] = PoolQueue(pool, self._limits.queue)
-        self._requests[request] = queue
+        self._arrive(event.request, event.pool, now)
+
+    def _arrive(self, request: PlacementRequest, pool: _Pool, now: float) -> None:
+        queue = self._requests[request] = self._get_queue(pool)
+        takeover_reason = find_takeover_reason(pool, now)
+        if pool.takeover is not None and takeover_reason:
+            self._emit(Move(request, pool.takeover, takeover_reason))
+            self._arrive(request, pool.takeover, now)
+            return
+        queue.record_arrival(request, now)
         if len(pool.poison_requests):
             wait_s = pool.poison_requests.retry_after_s(request.compute_digest(), now)
             if wait_s > 0:
@@ -161,6 +174,10 @@ class PlacementCore:
                 self._place(request, decision, queue, now)
                 return
         refusal = queue.find_refusal(request, now)
+        if refusal is not None and pool.takeover is not None:
+            self._emit(Move(request, pool.takeover, refusal[0].value))
+            self._arrive(request, pool.takeover, now)
+            return
         if refusal is not None:
             self._refuse(Refuse(request, refusal[0], refusal[1]))
             return
@@ -171,6 +188,12 @@ class PlacementCore:
         )
         self._pauser.watch(queue, request.tier, now)
         self._dispatch(queue, now)
+
+    def _get_queue(self, pool: _Pool) -> PoolQueue:
+        queue = self._queues.get(pool)
+        if queue is None:
+            queue = self._queues[pool] = PoolQueue(pool, self._limits.queue)
+        return queue
 
     def _on_queue_timeout(self, request: PlacementRequest, now: float) -> None:
         del now
@@ -186,6 +209,9 @@ class PlacementCore:
         if queue.is_idle:
             return
         pool = queue.pool
+        takeover_reason = find_takeover_reason(pool, now)
+        if takeover_reason:
+            self._move_waiting(queue, takeover_reason, now)
         if queue.displaced:
             self._dispatch_displaced(queue, now)
         while queue.queue:
@@ -213,6 +239,40 @@ class PlacementCore:
             if decision is not None:
                 queue.withdraw_displaced(request)
                 self._start_attempt(request, decision, queue, now, _next_mode(request))
+
+    def _move_waiting(self, queue: PoolQueue, reason: str, now: float) -> None:
+        """Move the requests without a running attempt to the pool that takes over."""
+        moving = [
+            request
+            for request, its_queue in self._requests.items()
+            if its_queue is queue
+            and (request.queued is not None or request.displaced_key is not None)
+            and may_move(queue.pool, request, now)
+        ]
+        for request in moving:
+            self._move(request, queue, reason, now)
+        if moving:
+            self._dispatch(self._requests[moving[0]], now)
+
+    def _move(self, request: PlacementRequest, queue: PoolQueue, reason: str, now: float) -> None:
+        """Move a request without a running attempt to the pool that takes over, where the caller dispatches it."""
+        takeover = queue.pool.takeover
+        assert takeover is not None
+        queue.withdraw(request)
+        queue.stop(request)
+        target = self._requests[request] = self._get_queue(takeover)
+        target.record_arrival(request, now)
+        self._emit(Move(request, takeover, reason))
+        if request.state is RequestState.DISPLACED:
+            self._timers.cancel(request.timer)
+            request.displaced_number = 0
+            target.start(request)
+            self._seek_replica(request, target, now)
+        else:
+            is_paused = request.state is RequestState.PAUSED
+            waits_since = now if is_paused else request.queued_at or now
+            target.push(request, waits_since, is_paused=is_paused)
+            self._pauser.watch(target, request.tier, now)
 
     def _refuse_waiting(self, queue: PoolQueue, now: float) -> None:
         """Refuse all queued requests, because no replica is expected to recover."""
@@ -411,7 +471,7 @@ class PlacementCore:
                 request.arithmetic_id = ""
             case AttemptEnding.UNSUITABLE:
                 request.unsuitable.add(replica.name)
-                if not pool.can_resume(request, now):
+                if not (pool.can_resume(request, now) or can_be_served(pool, request, now)):
                     self._refuse(Refuse(request, RefusalReason.INTERRUPTED))
                     return
             case _:
@@ -425,8 +485,12 @@ class PlacementCore:
     def _seek_replica(self, request: PlacementRequest, queue: PoolQueue, now: float) -> None:
         """Let a displaced request wait for another replica, for a short backoff time."""
         request.failing_since = min(request.failing_since, now)
-        timeout_s = backoff_s(request.failed_attempts, self._random.random())
         pool = queue.pool
+        if can_be_served(pool, request, now) and not has_replica_left(pool, request):
+            self._move(request, queue, NONE_LEFT, now)
+            self._dispatch(self._requests[request], now)
+            return
+        timeout_s = backoff_s(request.failed_attempts, self._random.random())
         if not request.must_wait_for_budget or (
             pool.has_healthy(request.tier, now) or pool.retry_budget.try_acquire(now)
         ):
@@ -441,6 +505,10 @@ class PlacementCore:
         queue = self._requests[request]
         pool = queue.pool
         queue.withdraw_displaced(request)
+        if can_be_served(pool, request, now):
+            self._move(request, queue, NONE_LEFT, now)
+            self._dispatch(self._requests[request], now)
+            return
         give_up_at = request.failing_since + self._limits.failover_timeout_s
         is_too_late = now + pool.retry_after_s(now) > give_up_at
         if is_too_late or not (request.has_reached_replica or pool.may_recover(now)):

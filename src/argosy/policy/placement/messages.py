@@ -180,5 +180,13 @@ class Refuse(msgspec.Struct, frozen=True, gc=False):
     detail: str = ""
 
 
-Effect = Send | Cancel | Pause | Refuse | WakeAt
+class Move(msgspec.Struct, frozen=True, gc=False):
+    """Count a request for another pool from now on, which serves it instead of its own."""
+
+    request: PlacementRequest
+    pool: PlacementPool[Any]
+    reason: str
+
+
+Effect = Send | Cancel | Pause | Refuse | Move | WakeAt
 """Work for the driver. For `WakeAt` it sends a `Tick` at the time, and forgets the earlier times."""

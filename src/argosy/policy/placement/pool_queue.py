@@ -80,9 +80,12 @@ class PoolQueue:
 
     # --- admission -------------------------------------------------------------------------------
 
-    def may_skip_queue(self, request: PlacementRequest, now: float) -> bool:
-        """Record the arrival of a request, and return whether it may be placed without waiting."""
+    def record_arrival(self, request: PlacementRequest, now: float) -> None:
+        """Record the arrival of a request, for which slots of its tier are reserved."""
         self._last_request_at[request.tier] = now
+
+    def may_skip_queue(self, request: PlacementRequest, now: float) -> bool:
+        """Return whether a request that has arrived may be placed without waiting."""
         return not self.queue and (
             no_reservation_active(request.tier, self._last_request_at, now)
             or request.tier <= self.lowest_admissible_tier(*self.pool.free_slots(now), now)

@@ -83,7 +83,10 @@ class StreamPauser:
             if attempt.replica in sources and _can_pause(request, attempt):
                 arithmetic_id = attempt.replica.arithmetic_id
                 if arithmetic_id not in room:
-                    room[arithmetic_id] = pool.count_room_for_moves(arithmetic_id, now)
+                    pools = (pool,) if pool.takeover is None else (pool, pool.takeover)
+                    room[arithmetic_id] = sum(
+                        each.count_room_for_moves(arithmetic_id, now) for each in pools
+                    )
                 if room[arithmetic_id] > 0:
                     room[arithmetic_id] -= 1
                     self._pause(queue, Pause(request, attempt, None))
