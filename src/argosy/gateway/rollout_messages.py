@@ -30,6 +30,8 @@ class OutcomeQuery(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """Question of the controller for measurements."""
 
     model: str
+    rollout: str = ""
+    """Rollout whose batches are read. Empty for the current one."""
     gateway: str = ""
     """Gateway process that sent the batches up to `after`. Another process sends all that it has."""
     after: int = 0
@@ -47,3 +49,7 @@ class OutcomeReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     history: Sequence[RequestOutcome] = ()
     longest_request_s: float = 0.0
     """Duration of the longest recent request of the model."""
+    compared_answers: int = 0
+    """Answers to copied requests without random sampling that were compared with the original ones, in this rollout."""
+    equal_answers: int = 0
+    """Those of them with the same tokens."""

@@ -49,10 +49,11 @@ from argosy.gateway.request_explainer import RequestExplainer
 from argosy.gateway.request_ids import new_gateway_id
 from argosy.gateway.request_trace import TraceStore
 from argosy.gateway.route_watcher import RouteWatcher
+from argosy.gateway.version_comparison import LocalGate, OutcomeMeter
 from argosy.http_server import CertificateWatcher, HttpServer, listen_url, listening_socket, tune_gc
 from argosy.native import NativeUnavailableError
 from argosy.process import handle_signals, raise_file_limit
-from argosy.store import AccountSnapshot, IdempotencyStore, StoreConfig
+from argosy.store import AccountSnapshot, IdempotencyStore, Store, StoreConfig
 from argosy.telemetry import GatewayGauges, GatewayMetrics, configure_logging
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
@@ -110,6 +111,7 @@ class GatewayServer:
             if pools is None
             else FleetPoolsHandler(config, pools, self._registry, self._on_models_changed)
         )
+        self._outcomes: OutcomeMeter | None = None
         self._config_reloader: ConfigReloader | None = None
         if load_config is not None and pools is None:
             self._config_reloader = ConfigReloader(
@@ -137,7 +139,12 @@ class GatewayServer:
             self._config_reloader.request_reload()
 
     def _on_models_changed(self) -> None:
-        """Re-resolve aliases after a reload. A limit or price of an alias may now apply to a different model."""
+        """Re-resolve aliases after a reload. A limit or price of an alias may now apply to a different model.
+
+        The versions to measure may have changed as well.
+        """
+        if self._outcomes is not None and self._fleet_pools is not None:
+            self._outcomes.apply(self._fleet_pools.versions)
         if self._account_sync is not None:
             self._account_sync.rebind_model_names()
 
@@ -230,7 +237,12 @@ class GatewayServer:
             if store is None or self._config.store is None
             else ResponseState(store, self._config.store.keep_responses_days, idempotency_store)
         )
-        generation = CompletionHandlers(self._models, self._config, filters, fast_path)
+        background_tasks: list[CoroutineFactory] = []
+        if store is not None and self._fleet_pools is not None:
+            background_tasks += self._build_rollout_tasks(store, self._fleet_pools)
+        generation = CompletionHandlers(
+            self._models, self._config, filters, fast_path, self._outcomes
+        )
         app = GatewayApp(
             self._models,
             generation,
@@ -258,10 +270,15 @@ class GatewayServer:
             answer_controller=None
             if peers is None or self._fleet_pools is None
             else self._fleet_pools.build_handler(peers.secret, generation.read_demand),
+            report_outcomes=None
+            if peers is None or self._fleet_pools is None or self._outcomes is None
+            else self._fleet_pools.build_outcomes_handler(
+                peers.secret, self._outcomes.build_report
+            ),
             response_state=response_state,
         )
         await self._registry.start()
-        background_tasks: list[CoroutineFactory] = [generation.monitor_streams]
+        background_tasks.append(generation.monitor_streams)
         if account_sync is not None:
             background_tasks += [
                 partial(account_sync.accounting.poll_accounts, account_sync.apply_snapshot),
@@ -272,11 +289,6 @@ class GatewayServer:
         if peers is not None:
             await peers.register()
             background_tasks.append(peers.keep_registered)
-        if store is not None and self._fleet_pools is not None:
-            watcher = RouteWatcher(
-                store.fleets, self._config.fleet or "", self._fleet_pools.follow_routes
-            )
-            background_tasks.append(watcher.watch)
         if self._config_reloader is not None:
             background_tasks.append(self._config_reloader.run)
         if self._certificates is not None:
@@ -284,6 +296,24 @@ class GatewayServer:
         # Client and replica socket. The fast path duplicates both.
         descriptors_per_client = 2 if fast_path is None else 4
         await self._listen(app, listen_socket, background_tasks, descriptors_per_client)
+
+    def _build_rollout_tasks(
+        self, store: Store, fleet_pools: FleetPoolsHandler
+    ) -> list[CoroutineFactory]:
+        """Return the background tasks that follow the routes of the fleet and measure versions."""
+        fleet = self._config.fleet or ""
+        watcher = RouteWatcher(store.fleets, fleet, fleet_pools.follow_routes)
+        gate = LocalGate(
+            store.fleets,
+            fleet,
+            is_controller_silent=lambda: fleet_pools.is_controller_silent,
+            read_routes=lambda: self._registry.routes,
+            follow_routes=fleet_pools.follow_routes,
+            on_rolled_back=self._metrics.record_rollback,
+        )
+        self._outcomes = OutcomeMeter(self._gateway_id, gate.on_batch, self._metrics)
+        self._outcomes.apply(fleet_pools.versions)
+        return [watcher.watch, self._outcomes.run, gate.run]
 
     async def _listen(
         self,

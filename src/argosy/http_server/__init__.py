@@ -14,6 +14,7 @@ exchange of its own over a `MessageTransport`, so the same handlers serve reques
 """
 
 from argosy.http_server.deadlines import Deadlines
+from argosy.http_server.detached_transport import DetachedTransport
 from argosy.http_server.error_responses import (
     check_method,
     internal_error,
@@ -64,6 +65,7 @@ __all__ = [
     "CertificateWatcher",
     "ClientListener",
     "Deadlines",
+    "DetachedTransport",
     "DisconnectedError",
     "ExchangeLimits",
     "HttpExchange",

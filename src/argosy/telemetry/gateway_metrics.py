@@ -136,6 +136,21 @@ class GatewayMetrics(Collector):
             "Hedged attempts, by whether the second attempt delivered the response.",
             *("model", "won"),
         )
+        self._shadow_requests = self._add_counter(
+            "argosy_shadow_requests",
+            "Requests selected to be copied to another version, by the status of the copy, capped or dropped.",
+            *("model", "outcome"),
+        )
+        self._shadow_answers = self._add_counter(
+            "argosy_shadow_answers",
+            "Requests without random sampling whose copy was answered too, by whether the tokens are equal.",
+            *("model", "equal"),
+        )
+        self._rollbacks = self._add_counter(
+            "argosy_gateway_rollbacks",
+            "Versions that this gateway rolled back by itself, because no controller was heard.",
+            "model",
+        )
 
         self._version_requests = self._add_counter(
             "argosy_version_requests",
@@ -207,6 +222,18 @@ class GatewayMetrics(Collector):
     def record_hedge(self, model: str, *, won: bool) -> None:
         """Count a hedged attempt; `won` is whether it delivered the response."""
         self._hedges.add((model, "true" if won else "false"))
+
+    def record_shadow_request(self, model: str, outcome: str) -> None:
+        """Count a request selected to be copied. `outcome` is one of a few values."""
+        self._shadow_requests.add((model, outcome))
+
+    def record_shadow_answers(self, model: str, *, are_equal: bool) -> None:
+        """Count two answers to the same request that were compared."""
+        self._shadow_answers.add((model, "true" if are_equal else "false"))
+
+    def record_rollback(self, model: str) -> None:
+        """Count a version that the gateway rolled back by itself."""
+        self._rollbacks.add((model,))
 
     def record_error(self, model: str, code: str) -> None:
         """Count a rejected or failed request."""

@@ -12,7 +12,7 @@ import structlog
 from argosy.gateway.dialects.response_state import ResponseState, item_owner
 from argosy.gateway.http_route import Handler
 from argosy.gateway.principal import Principal
-from argosy.http_server import ClientListener, HttpExchange, run_handler
+from argosy.http_server import ClientListener, DetachedTransport, HttpExchange, run_handler
 from argosy.protocol import EVENT_END, ApiError
 from argosy.protocol.dialects import (
     OutputError,
@@ -29,13 +29,8 @@ MAX_RUNNING = 256
 """Maximum number of background responses of one gateway. Each may keep its events in memory."""
 
 
-class EventLog:
-    """Connection of a background response, a `ResponseTransport` that keeps the events for clients that follow."""
-
-    is_body_complete = True
-    is_backpressured = False
-    is_disconnected = False
-    unsent_bytes = 0
+class EventLog(DetachedTransport):
+    """Connection of a background response, which keeps the events for clients that follow."""
 
     def __init__(self) -> None:
         self.events: list[bytes] = []
@@ -71,37 +66,13 @@ class EventLog:
         self.has_ended = True
         self._changed.set()
 
-    async def read_body(self, max_bytes: int) -> bytes:  # noqa: ARG002 - the body is set on the exchange
-        return b""
-
-    async def wait_writable(self) -> None:
-        """Return at once."""
-
     def send_response(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:  # noqa: ARG002 - only errors come whole
         self.error = parse_error_body(status, body)
-
-    def start_response(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        """Do nothing, since a log has no headers."""
-
-    def start_sized_response(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        """Do nothing, since a log has no headers."""
 
     def write_nowait(self, data: bytes) -> None:
         if not data.startswith(b":"):
             self.events += [event + EVENT_END for event in data.split(EVENT_END) if event]
             self._changed.set()
-
-    def lend_socket(self) -> int | None:
-        return None
-
-    def write_raw_chunks(self, chunks: bytes) -> None:
-        """Do nothing, since there is no socket."""
-
-    def end_response(self) -> None:
-        """Do nothing. `end` follows when the handler has returned."""
-
-    def abort(self) -> None:
-        """Do nothing, since there is no connection."""
 
     def set_listener(self, listener: ClientListener | None) -> None:
         self._listener = listener

@@ -136,5 +136,8 @@ class ModelMembership:
         self.pool.set_takeover(None, is_withdrawn=False)
         for digest, pool in pools.items():
             if pool is not self.pool:
-                has_share = route is not None and route.share_of(digest) > 0.0
-                pool.set_takeover(self.pool, is_withdrawn=not has_share)
+                has_requests = route is not None and (
+                    route.share_of(digest) > 0.0
+                    or (route.shadow is not None and route.shadow.digest == digest)
+                )
+                pool.set_takeover(self.pool, is_withdrawn=not has_requests)

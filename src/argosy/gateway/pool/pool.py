@@ -98,10 +98,15 @@ class Pool(PlacementPool[ReplicaEndpoint]):
         known = [each for each in tasks if each is not None]
         return frozenset[str]().union(*known) if known and len(known) == len(tasks) else None
 
+    @property
+    def queued_requests(self) -> int:
+        """Number of requests that do not run at a replica."""
+        in_flight = sum(replica.load.in_flight for replica in self.replicas.values())
+        return max(0, self.active_requests - in_flight)
+
     def expected_wait_s(self, tier: int, now: float) -> float | None:
         """Estimate how long a new request of this tier would be queued; None if no replica is ready."""
-        in_flight = sum(replica.load.in_flight for replica in self.replicas.values())
-        return self.estimate_wait_s(max(0, self.active_requests - in_flight), tier, now)
+        return self.estimate_wait_s(self.queued_requests, tier, now)
 
     def set_capacity_listener(self, listener: Callable[[], None]) -> None:
         """Call `listener` after changes that are no part of an attempt and may give a replica more free slots."""

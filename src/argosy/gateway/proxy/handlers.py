@@ -27,7 +27,13 @@ from argosy.gateway.proxy.placement_driver import PlacementDriver
 from argosy.gateway.proxy.refusal_errors import RETRY_AFTER_S
 from argosy.gateway.proxy.request_proxy import ProxyConfig, RequestProxy
 from argosy.gateway.proxy.response_relay import ResponseRelay
-from argosy.gateway.proxy.response_writers import AggregatingWriter, ResponseWriter, StreamingWriter
+from argosy.gateway.proxy.response_writers import (
+    AggregatingWriter,
+    DiscardingWriter,
+    ResponseWriter,
+    StreamingWriter,
+)
+from argosy.gateway.proxy.shadow_traffic import ShadowTraffic
 from argosy.gateway.proxy.stream_monitor import StreamTimeouts
 from argosy.gateway.proxy.upstream_headers import build_native_headers
 from argosy.gateway.request_context import (
@@ -48,6 +54,7 @@ from argosy.gateway.request_fields import (
 )
 from argosy.gateway.request_trace import RequestTrace
 from argosy.gateway.upstream import UpstreamResponse
+from argosy.gateway.version_comparison import OutcomeMeter
 from argosy.http_server import (
     Deadlines,
     DisconnectedError,
@@ -73,11 +80,25 @@ class CompletionHandlers:
         config: GatewayConfig,
         filters: Sequence[RequestFilter],
         fast_path: FastPath | None,
+        outcomes: OutcomeMeter | None = None,
     ) -> None:
+        """Create the handlers.
+
+        Args:
+            models: Models and their pools.
+            config: Settings of the gateway.
+            filters: Filters that each request passes, in this order.
+            fast_path: Native code that forwards streams; None for none.
+            outcomes: Measures the versions of pools with rollouts; None outside of fleets.
+        """
         self._models = models
         self._config = config
         self._filters = filters
         self._fast_path = fast_path
+        self._outcomes = outcomes
+        self._shadow_traffic: ShadowTraffic | None = None
+        if outcomes is not None:
+            self._shadow_traffic = ShadowTraffic(outcomes, self._execute_copy, time.monotonic)
         self._max_request_s = config.timeouts.request_timeout_s or math.inf
         self._clock = time.monotonic
         self._stream_timeouts = StreamTimeouts(
@@ -141,17 +162,23 @@ class CompletionHandlers:
         await self.handle(exchange, principal, COMPLETION)
 
     async def monitor_streams(self) -> None:
-        """Check the timeouts of streams every second. Runs until it is cancelled."""
-        while True:
-            await asyncio.sleep(1.0)
-            # In a separate function, so that the loop variable does not keep the last stream alive.
-            self._check_streams()
+        """Check the timeouts of streams every second. Runs until it is cancelled, which cancels all copies."""
+        try:
+            while True:
+                await asyncio.sleep(1.0)
+                # In a separate function, so that the loop variable does not keep the last stream alive.
+                self._check_streams()
+        finally:
+            if self._shadow_traffic is not None:
+                self._shadow_traffic.close()
 
     def _check_streams(self) -> None:
         self._driver.remove_pools(set(self._models.all_pools))
         now = self._clock()
         for relay in tuple(self._relays):
             relay.check_timeouts(now, self._stream_timeouts)
+        if self._shadow_traffic is not None:
+            self._shadow_traffic.cancel_outdated()
 
     def _start_early(self, relay: ResponseRelay) -> None:
         relay.start_early(self._clock())
@@ -190,7 +217,7 @@ class CompletionHandlers:
             StreamingWriter(exchange) if fields.stream else AggregatingWriter(context)
         )
         try:
-            await self._execute(context, filter_states, writer)
+            await self._execute(context, self._filters, filter_states, writer)
         except (DisconnectedError, SlowReaderError):
             context.status = "cancelled"
             raise
@@ -204,6 +231,7 @@ class CompletionHandlers:
             await _end_stream_with_error(exchange, unexpected)
             raise
         finally:
+            self._on_request_ended(context)
             context.close_bill(
                 is_response_started=exchange.status is not None, is_output_sent=writer.has_output
             )
@@ -280,8 +308,28 @@ class CompletionHandlers:
             raise unsupported_task_error(fields.model, api.path.decode(), tasks)
         return target
 
+    def _on_request_admitted(self, context: RequestContext) -> None:
+        """Let a request count in the comparison of versions, and copy it if the route of its pool says so."""
+        if self._outcomes is not None and self._shadow_traffic is not None and not context.is_copy:
+            self._outcomes.on_request_placed(context)
+            self._shadow_traffic.copy(context)
+
+    def _on_request_ended(self, context: RequestContext) -> None:
+        """Measure a request for the comparison of versions, before its output is forgotten."""
+        if self._outcomes is not None and self._shadow_traffic is not None:
+            self._outcomes.on_request_ended(context)
+            self._shadow_traffic.on_request_ended(context)
+
+    async def _execute_copy(self, context: RequestContext) -> None:
+        """Execute a copy, which passes no filter and whose response is discarded. Raises ApiError as `_execute`."""
+        await self._execute(context, (), [], DiscardingWriter())
+
     async def _execute(
-        self, context: RequestContext, filter_states: list[FilterState], writer: ResponseWriter
+        self,
+        context: RequestContext,
+        filters: Sequence[RequestFilter],
+        filter_states: list[FilterState],
+        writer: ResponseWriter,
     ) -> None:
         """Run the filters and the attempts, until the response ends, the client disconnects or the deadline passes.
 
@@ -318,12 +366,13 @@ class CompletionHandlers:
         self._relays.add(relay)
         context.pool.active_requests += 1
         try:
-            if await run_filters(self._filters, filter_states, context):
+            if await run_filters(filters, filter_states, context):
                 if context.api.generates:
                     await self._request_checker.check(
                         context.pool, context.fields, context.api.path
                     )
                 context.trace.admitted_at = self._clock()
+                self._on_request_admitted(context)
                 if context.fields.stream:
                     self._early_starts.add(relay)
                 await RequestProxy(

@@ -109,6 +109,31 @@ class StreamingWriter:
         self._exchange.write_raw_chunks(chunks)
 
 
+class DiscardingWriter:
+    """Response writer of a copy, whose response nobody receives."""
+
+    is_full = False
+    has_output = False
+
+    async def start(self) -> None:
+        """Do nothing."""
+
+    def start_early(self) -> None:
+        """Do nothing."""
+
+    def write_events(self, events: bytes) -> None:
+        """Discard the events."""
+
+    def send_keepalive(self) -> None:
+        """Do nothing."""
+
+    def discard(self) -> bool:
+        return True
+
+    async def finish(self) -> None:
+        """Do nothing."""
+
+
 class AggregatingWriter:
     """Response writer that aggregates events into a response like a native replica's buffered one."""
 

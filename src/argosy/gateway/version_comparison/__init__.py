@@ -1,0 +1,12 @@
+"""Comparison of the versions of a pool by a gateway, for the gate of a rollout.
+
+An `OutcomeMeter` turns each request that ends into a `RequestOutcome`, keeps recent ones of the stable versions, and
+scores those of a running comparison into batches that the controller reads. A `LocalGate` judges them as well, and
+rolls a failing version back while no controller is heard.
+"""
+
+from argosy.gateway.version_comparison.local_gate import LocalGate
+from argosy.gateway.version_comparison.model_outcomes import is_out_of_order
+from argosy.gateway.version_comparison.outcome_meter import OutcomeMeter
+
+__all__ = ["LocalGate", "OutcomeMeter", "is_out_of_order"]
