@@ -30,6 +30,7 @@ from argosy.fleet.declaration.engine_kind import EngineKind
 from argosy.fleet.declaration.gateway_settings import build_gateway_config
 from argosy.fleet.declaration.launch_spec import build_launch_spec, replica_digest
 from argosy.fleet.declaration.loading import load_fleet, parse_fleet
+from argosy.fleet.declaration.pinned_prompt import ExpectedText, PinnedMessage, PinnedPrompt
 from argosy.fleet.declaration.validation import GATEWAY_POOL, validate_fleet
 
 __all__ = [
@@ -41,9 +42,12 @@ __all__ = [
     "ChangeEffect",
     "ControllerConfig",
     "EngineKind",
+    "ExpectedText",
     "FleetConfig",
     "FleetModelConfig",
     "ObjectivesConfig",
+    "PinnedMessage",
+    "PinnedPrompt",
     "PlannedChange",
     "PoolConfig",
     "RayConfig",

@@ -1,0 +1,117 @@
+"""Status of the rollout of a pool, which its controller records for operators beside the stored documents."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from argosy.policy.rollout import (
+    CheckStatus,
+    GateVerdict,
+    RolloutDecision,
+    RolloutObservation,
+)
+
+ROLLOUT_STATUS_PREFIX = "rollout-status/"
+"""Prefix of the names of these records."""
+ROLLOUT_REFUSED = "rollout_refused"
+"""Kind of the events about commands that are not followed. Their reason is that of `RolloutDecision.refusals`."""
+
+
+class MetricStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """Evidence of the gate on one metric in the current step."""
+
+    metric: str
+    regression: float
+    """E-value of a regression."""
+    equivalence: float
+    """E-value of "no worse than the margin"."""
+    ratio: float | None = None
+    """Rate of the candidate's bad events relative to the stable version; None without events."""
+    has_passed: bool = False
+
+
+class VersionReplicas(msgspec.Struct, frozen=True, kw_only=True):
+    """Replicas of one version."""
+
+    desired: int = 0
+    existing: int = 0
+    ready: int = 0
+
+
+class RolloutStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Result of the controller's last decision about a pool. Without a change it is not recorded again."""
+
+    pool: str
+    status: str
+    """State, and what it waits for, in one sentence."""
+    declared: str = ""
+    """Digest of the declared version."""
+    versions: Mapping[str, VersionReplicas] = {}
+    """Replicas by the digest of their version."""
+    check: CheckStatus = CheckStatus.PENDING
+    check_reason: str = ""
+    error_budget: float | None = None
+    """Remaining part of the error budget; None if it is not known."""
+    result: str = ""
+    """Recommendation of the gate; empty before the first step."""
+    reason: str = ""
+    """Why it recommends so."""
+    regression: float = 1.0
+    """Mean e-value of a regression."""
+    metrics: tuple[MetricStatus, ...] = ()
+
+
+def describe_decision(
+    decision: RolloutDecision,
+    verdict: GateVerdict | None,
+    observation: RolloutObservation,
+    declared: str,
+) -> RolloutStatus:
+    """Return the status of a pool after a decision.
+
+    Args:
+        decision: The decision.
+        verdict: Verdict of the gate that it rests on; None without measurements.
+        observation: Observation that it rests on.
+        declared: Digest of the declared version.
+    """
+    split = decision.split
+    desired = {} if split is None else {split.stable: split.stable_replicas}
+    if split is not None and split.candidate is not None:
+        desired[split.candidate] = split.candidate_replicas
+    statuses = {
+        digest: observation.status(digest) for digest in {**desired, **observation.versions}
+    }
+    current = decision.rollouts.current
+    candidate = observation.status("" if current is None else current.candidate)
+    return RolloutStatus(
+        pool=decision.rollouts.pool,
+        status=decision.status,
+        declared=declared,
+        versions={
+            digest: VersionReplicas(
+                desired=desired.get(digest, 0), existing=status.existing, ready=status.ready
+            )
+            for digest, status in statuses.items()
+        },
+        check=candidate.check,
+        check_reason=candidate.check_reason,
+        error_budget=observation.error_budget,
+        result="" if verdict is None else verdict.result,
+        reason="" if verdict is None else verdict.reason,
+        regression=1.0 if verdict is None else verdict.regression,
+        metrics=()
+        if verdict is None
+        else tuple(
+            MetricStatus(
+                metric=each.metric,
+                regression=each.regression,
+                equivalence=each.equivalence,
+                ratio=each.ratio,
+                has_passed=each.has_passed,
+            )
+            for each in verdict.metrics
+        ),
+    )
