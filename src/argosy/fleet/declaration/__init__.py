@@ -31,6 +31,7 @@ from argosy.fleet.declaration.gateway_settings import build_gateway_config
 from argosy.fleet.declaration.launch_spec import build_launch_spec, replica_digest
 from argosy.fleet.declaration.loading import load_fleet, parse_fleet
 from argosy.fleet.declaration.pinned_prompt import ExpectedText, PinnedMessage, PinnedPrompt
+from argosy.fleet.declaration.rollout_config import RolloutConfig
 from argosy.fleet.declaration.validation import GATEWAY_POOL, validate_fleet
 
 __all__ = [
@@ -51,6 +52,7 @@ __all__ = [
     "PlannedChange",
     "PoolConfig",
     "RayConfig",
+    "RolloutConfig",
     "SecretReference",
     "build_gateway_config",
     "build_launch_spec",
