@@ -6,11 +6,11 @@ import contextlib
 from collections.abc import AsyncIterator
 
 import pytest
+from tests.support.fake_upstream import FakeUpstream, UpstreamRequest
 
 from argosy.fleet.control.pinned_prompts import DEFAULT_PROMPTS, check_pinned_prompts
 from argosy.fleet.declaration import ExpectedText, PinnedMessage, PinnedPrompt
 from argosy.policy.rollout import CheckStatus
-from tests.support.fake_upstream import FakeUpstream, UpstreamRequest
 
 CHAT = PinnedPrompt(messages=(PinnedMessage(content="Hi"),), max_tokens=8)
 PARIS = PinnedPrompt(prompt="Capital?", expect=ExpectedText(contains="Paris", regex="^The"))
