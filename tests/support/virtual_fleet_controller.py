@@ -113,6 +113,8 @@ class VirtualFleet:
         self.store = VirtualStore()
         self.gateways = [VirtualGateway(self.random.uniform(0.0, 3.0)) for _ in range(gateways)]
         self.pools: dict[str, DesiredPool] = {}
+        self.candidates: dict[str, DesiredPool] = {}
+        """Second versions of pools that are divided, by name of the pool."""
         self.max_sizes: Counter[str] = Counter()
         """Largest number of replicas that each pool was ever allowed to have."""
         self.broken: set[tuple[str, int]] = set()
@@ -131,10 +133,30 @@ class VirtualFleet:
     def now(self) -> float:
         return self.clock.now
 
-    def declare(self, pool: DesiredPool) -> None:
+    def declare(self, pool: DesiredPool, candidate: DesiredPool | None = None) -> None:
         self.pools[pool.name] = pool
-        size = pool.replicas + pool.spares + pool.max_surge
+        self.candidates.pop(pool.name, None)
+        if candidate is not None:
+            self.candidates[pool.name] = candidate
+        versions = [pool] if candidate is None else [pool, candidate]
+        size = sum(each.replicas + each.spares + each.max_surge for each in versions)
         self.max_sizes[pool.name] = max(self.max_sizes[pool.name], size)
+
+    def remove(self, name: str) -> None:
+        self.pools.pop(name, None)
+        self.candidates.pop(name, None)
+
+    @property
+    def desired(self) -> tuple[DesiredPool, ...]:
+        """Pools, with their second versions after them."""
+        return (*self.pools.values(), *self.candidates.values())
+
+    def find_version(self, pool: str, generation: int) -> DesiredPool | None:
+        """Return the version that a replica belongs to. That of an outdated one is the first."""
+        candidate = self.candidates.get(pool)
+        if candidate is not None and candidate.generation == generation:
+            return candidate
+        return self.pools.get(pool)
 
     def versions(self) -> dict[str, tuple[int, int]]:
         """Return a version of each replica, which changes with each start and each removal."""
@@ -155,13 +177,20 @@ class VirtualFleet:
         health = self.cluster.check_health(name)
         return health.is_serving and health.last_step_at == self.now
 
-    def available(self, pool: str) -> set[str]:
+    def list_version(self, version: DesiredPool) -> list[LaunchedReplica]:
+        """Return the replicas of a version, with those that it replaces."""
+        return [
+            each
+            for each in self.cluster.list_replicas().values()
+            if self.find_version(each.pool, each.generation) is version
+        ]
+
+    def available(self, version: DesiredPool) -> set[str]:
         """Return the replicas in the rotation that answer, and to which all reachable gateways route."""
         return {
             replica.name
-            for replica in self.cluster.list_replicas().values()
-            if replica.pool == pool
-            and replica.name in self.store.rotation
+            for replica in self.list_version(version)
+            if replica.name in self.store.rotation
             and self.cluster.check_health(replica.name).is_serving
             and self.is_routed(replica.name)
         }
@@ -200,21 +229,18 @@ class VirtualFleet:
             action: The action.
             is_suspended: Whether its controller was suspended, so that it knows only what was before.
         """
-        pool = self.pools.get(action.pool)
+        pool = self.find_version(action.pool, int(action.replica.rsplit("-", 2)[1]))
         match action:
             case Start():
                 assert pool is not None
-                listed = self.cluster.list_replicas()
                 existing = [
-                    each
-                    for each in listed.values()
-                    if each.pool == pool.name and each.state is not LaunchState.EXITED
+                    each for each in self.list_version(pool) if each.state is not LaunchState.EXITED
                 ]
                 size = pool.replicas + pool.spares + pool.max_surge
-                is_new = action.replica not in listed
+                is_new = action.replica not in self.cluster.list_replicas()
                 assert len(existing) < (size if is_new else self.max_sizes[pool.name])
             case Withdraw() if pool is not None and not is_suspended:
-                available = self.available(pool.name)
+                available = self.available(pool)
                 if action.replica in available and self.serves(action.replica):
                     waits = any(
                         each.generation == pool.generation
@@ -336,7 +362,7 @@ class VirtualController:
     def decide(self) -> Reconciliation:
         """Reconcile twice with one observation, which must give the same result."""
         fleet = self.fleet
-        desired = DesiredFleet(pools=tuple(fleet.pools.values()))
+        desired = DesiredFleet(pools=fleet.desired)
         observed = self.observe()
         result = reconcile(desired, observed, fleet.now)
         assert reconcile(desired, observed, fleet.now) == result
@@ -470,19 +496,14 @@ class FleetSimulation:
         fleet, listed = self.fleet, Counter[tuple[str, int]]()
         for replica in fleet.cluster.list_replicas().values():
             listed[replica.pool, replica.generation] += 1
+        wanted = Counter[tuple[str, int]]()
+        for pool in fleet.desired:
+            wanted[pool.name, pool.generation] = pool.replicas + pool.spares
         return (
             not self.last.actions
-            and listed
-            == Counter(
-                {
-                    (pool.name, pool.generation): pool.replicas + pool.spares
-                    for pool in fleet.pools.values()
-                }
-            )
-            and all(
-                len(fleet.available(pool.name)) == pool.replicas for pool in fleet.pools.values()
-            )
+            and listed == wanted
+            and all(len(fleet.available(pool)) == pool.replicas for pool in fleet.desired)
             and all(map(fleet.serves, fleet.store.rotation))
-            and len(fleet.store.rotation) == sum(pool.replicas for pool in fleet.pools.values())
+            and len(fleet.store.rotation) == sum(pool.replicas for pool in fleet.desired)
             and all(each.phase is ReplicaPhase.READY for each in self.last.phases.values())
         )

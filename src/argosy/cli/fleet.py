@@ -337,6 +337,9 @@ def _show_changes(
         typer.echo("Nothing changes.")
     for change in changes:
         typer.echo(_format_change(change))
+    if disturbs:
+        for sentence in dict.fromkeys(each for change in changes for each in change.rollout):
+            typer.echo(sentence)
     if disturbs and affected:
         typer.echo(
             f"Moves up to {running} running requests, and gives up {cached_tokens:,} cached prompt tokens."

@@ -53,7 +53,7 @@ class FleetRevision(msgspec.Struct, frozen=True, kw_only=True):
     declaration: bytes
     """The declaration as JSON."""
     generations: Mapping[str, PoolGeneration]
-    """Generation of each pool, by name. Removed pools keep theirs, so that no name of a replica is used again."""
+    """Generation of each pool, by name. Removed pools keep theirs, so that a replica's name never has two versions."""
 
 
 class FleetEvent(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,7 +123,8 @@ class FleetStore:
         Args:
             fleet: Name of the fleet.
             declaration: The declaration as JSON.
-            digests: Digest of the replica settings of each declared pool. A changed one is a new generation.
+            digests: Digest of the replica settings of each declared pool. One that the pool never had is a new
+                generation.
             author: Who applies it.
             reason: Why.
             rollback_of: Number of the revision whose declaration this one repeats.
@@ -147,7 +148,7 @@ class FleetStore:
                 reason=reason,
                 rollback_of=rollback_of,
                 declaration=declaration,
-                generations=_advance_generations(latest.generations if latest else {}, digests),
+                generations=self._advance_generations(connection, latest, fleet, digests),
             )
             row = msgspec.structs.asdict(revision) | {
                 "fleet": fleet,
@@ -155,6 +156,36 @@ class FleetStore:
             }
             connection.execute(insert(schema.fleet_revisions), row)
         return revision
+
+    @staticmethod
+    def _advance_generations(
+        connection: Connection,
+        latest: FleetRevision | None,
+        fleet: str,
+        digests: Mapping[str, str],
+    ) -> dict[str, PoolGeneration]:
+        """Return the generations of a new revision.
+
+        Settings that a pool had before have their earlier number again, so that replicas that still run with them are
+        kept, and a number never stands for two versions.
+        """
+        advanced = {} if latest is None else dict(latest.generations)
+        changed = {
+            pool: digest
+            for pool, digest in digests.items()
+            if pool not in advanced or advanced[pool].digest != digest
+        }
+        known: dict[str, dict[str, int]] = {pool: {} for pool in changed}
+        if advanced.keys() & changed.keys():
+            query = select(_revisions.generations).where(_revisions.fleet == fleet)
+            for encoded in connection.execute(query).scalars():
+                generations = _decode_generations(encoded)
+                for pool in changed.keys() & generations.keys():
+                    known[pool][generations[pool].digest] = generations[pool].generation
+        for pool, digest in changed.items():
+            number = known[pool].get(digest) or max(known[pool].values(), default=0) + 1
+            advanced[pool] = PoolGeneration(number, digest)
+        return advanced
 
     def latest_revision(self, fleet: str) -> FleetRevision | None:
         """Return the revision in force, or None if the fleet was never applied."""
@@ -454,10 +485,14 @@ def _decode_lease(row: Row[Any] | None, fleet: str) -> FleetLease:
     return FleetLease(fleet=fleet, epoch=row.epoch, holder=row.holder, renewals=row.renewals)
 
 
+def _decode_generations(encoded: bytes) -> dict[str, PoolGeneration]:
+    return msgspec.json.decode(encoded, type=dict[str, PoolGeneration])
+
+
 def _decode_revision(row: Row[Any]) -> FleetRevision:
     fields = row._asdict()
     del fields["fleet"]
-    generations = msgspec.json.decode(fields.pop("generations"), type=dict[str, PoolGeneration])
+    generations = _decode_generations(fields.pop("generations"))
     declaration = bytes(fields.pop("declaration"))
     return FleetRevision(**fields, declaration=declaration, generations=generations)
 
@@ -466,15 +501,3 @@ def _decode_event(row: Row[Any]) -> FleetEvent:
     fields = row._asdict()
     del fields["fleet"]
     return FleetEvent(**fields)
-
-
-def _advance_generations(
-    current: Mapping[str, PoolGeneration], digests: Mapping[str, str]
-) -> dict[str, PoolGeneration]:
-    advanced = dict(current)
-    for pool, digest in digests.items():
-        previous = current.get(pool)
-        if previous is None or previous.digest != digest:
-            number = 1 if previous is None else previous.generation + 1
-            advanced[pool] = PoolGeneration(number, digest)
-    return advanced

@@ -319,6 +319,30 @@ class Ledger:
             row = connection.execute(query.limit(1)).first()
         return None if row is None else UsageRecord(**row._asdict())
 
+    def count_recent(self, model: str, since: float, max_records: int) -> dict[str, int]:
+        """Count recent requests of a model by their status.
+
+        Args:
+            model: Public name of the model.
+            since: Only requests that ended at this time or later, in seconds since the epoch.
+            max_records: Number of records of all models that are read, latest first. It bounds the time.
+        """
+        table = schema.usage
+        recent = (
+            select(table.c.model, table.c.status)
+            .where(table.c.ended_at >= since)
+            .order_by(table.c.ended_at.desc())
+            .limit(max_records)
+            .subquery()
+        )
+        query = (
+            select(recent.c.status, func.count())
+            .where(recent.c.model == model)
+            .group_by(recent.c.status)
+        )
+        with self._database.read_transaction() as connection:
+            return {row[0]: row[1] for row in connection.execute(query)}
+
     def export_csv(self, where: UsageFilter = ALL_USAGE) -> Iterator[str]:
         """Yield single records as pieces of CSV text: a header, then the fields of each `UsageRecord`.
 

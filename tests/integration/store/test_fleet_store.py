@@ -52,15 +52,16 @@ def test_numbers_revisions_and_generations(store: Store, clock: FakeClock) -> No
     assert changed["b"] == PoolGeneration(1, "y")
     assert apply({"b": "y"})["a"] == PoolGeneration(2, "z"), "a removed pool keeps its generation"
     back = apply({"a": "x", "b": "y"}, rollback_of=1)
-    assert back["a"] == PoolGeneration(3, "x"), "names of replicas are never used again"
-    with pytest.raises(ConflictError, match="Revision 4"):
+    assert back["a"] == PoolGeneration(1, "x"), "replicas with these settings may still run"
+    assert apply({"a": "w", "c": "x"})["a"] == PoolGeneration(3, "w"), "no number has two versions"
+    with pytest.raises(ConflictError, match="Revision 5"):
         apply({}, after=3)
     revisions = store.fleets.list_revisions(FLEET, limit=3)
-    assert [revision.number for revision in revisions] == [4, 3, 2]
+    assert [revision.number for revision in revisions] == [5, 4, 3]
     assert (revisions[0].author, revisions[0].reason) == ("ann", "because")
-    assert revisions[0].rollback_of == 1
+    assert revisions[1].rollback_of == 1
     assert revisions[1].applied_at == clock() - 2  # the conflict advanced the clock too
-    assert store.fleets.get_revision(FLEET, 4) == revisions[0]
+    assert store.fleets.get_revision(FLEET, 5) == revisions[0]
     with pytest.raises(NotFoundError, match="no revision 9"):
         store.fleets.get_revision(FLEET, 9)
     assert store.fleets.latest_revision("other") is None

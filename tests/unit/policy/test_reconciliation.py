@@ -99,14 +99,15 @@ class FleetMachine(RuleBasedStateMachine):
                 spares=spares,
                 max_surge=shares[0],
                 max_unavailable=shares[1],
-            )
+            ),
+            self.fleet.candidates.get(name),
         )
         self.simulation.reconcile()
 
     @rule(name=st.sampled_from("ab"), back=st.integers(0, 2), broken=st.booleans())
     def change_generation(self, name: str, back: int, *, broken: bool) -> None:
         """Change to a new generation, or back to an older one."""
-        if name not in self.fleet.pools:
+        if name not in self.fleet.pools or name in self.fleet.candidates:
             return
         if back == 0:
             self.generation += 1
@@ -118,7 +119,39 @@ class FleetMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from("ab"))
     def remove_pool(self, name: str) -> None:
-        self.fleet.pools.pop(name, None)
+        self.fleet.remove(name)
+        self.simulation.reconcile()
+
+    @rule(
+        name=st.sampled_from("ab"),
+        stable=st.integers(0, 3),
+        candidate=st.integers(0, 3),
+        broken=st.booleans(),
+    )
+    def divide(self, name: str, stable: int, candidate: int, *, broken: bool) -> None:
+        """Divide a pool between its version and a new one, or change the division."""
+        pool = self.fleet.pools.get(name)
+        if pool is None:
+            return
+        second = self.fleet.candidates.get(name)
+        if second is None:
+            self.generation += 1
+            second = msgspec.structs.replace(pool, generation=self.generation, spares=0)
+            second = msgspec.structs.replace(second, max_unavailable=max(1, pool.max_unavailable))
+            if broken:
+                self.fleet.broken.add((name, self.generation))
+        self.fleet.declare(
+            msgspec.structs.replace(pool, replicas=stable),
+            msgspec.structs.replace(second, replicas=candidate),
+        )
+        self.simulation.reconcile()
+
+    @rule(name=st.sampled_from("ab"), is_promoted=st.booleans())
+    def unite(self, name: str, *, is_promoted: bool) -> None:
+        """End the division in favour of one of the versions."""
+        second = self.fleet.candidates.get(name)
+        if second is not None:
+            self.fleet.declare(second if is_promoted else self.fleet.pools[name])
         self.simulation.reconcile()
 
     @rule(node=st.sampled_from(["node-0", "node-1"]), restored=st.booleans())

@@ -30,6 +30,8 @@ from argosy.fleet.declaration.engine_kind import EngineKind
 from argosy.fleet.declaration.gateway_settings import build_gateway_config
 from argosy.fleet.declaration.launch_spec import build_launch_spec, replica_digest
 from argosy.fleet.declaration.loading import load_fleet, parse_fleet
+from argosy.fleet.declaration.pinned_prompt import ExpectedText, PinnedMessage, PinnedPrompt
+from argosy.fleet.declaration.rollout_config import RolloutConfig
 from argosy.fleet.declaration.validation import GATEWAY_POOL, validate_fleet
 
 __all__ = [
@@ -41,12 +43,16 @@ __all__ = [
     "ChangeEffect",
     "ControllerConfig",
     "EngineKind",
+    "ExpectedText",
     "FleetConfig",
     "FleetModelConfig",
     "ObjectivesConfig",
+    "PinnedMessage",
+    "PinnedPrompt",
     "PlannedChange",
     "PoolConfig",
     "RayConfig",
+    "RolloutConfig",
     "SecretReference",
     "build_gateway_config",
     "build_launch_spec",

@@ -40,6 +40,8 @@ class ChangeEffect(enum.StrEnum):
     REPLICAS_STARTED = "replicas started"
     REPLICAS_STOPPED = "replicas stopped"
     REPLICAS_REPLACED = "replicas replaced"
+    REPLICAS_ROLLED_OUT = "replicas rolled out"
+    """New replicas are compared with the old ones, which stay until the rollout has ended."""
 
 
 class PlannedChange(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,6 +66,8 @@ class PlannedChange(msgspec.Struct, frozen=True, kw_only=True):
     """How many of the replicas may be in replacement at the same time."""
     max_unavailable: int = 0
     """How many of the replicas may be missing from service at the same time."""
+    rollout: tuple[str, ...] = ()
+    """Steps of the rollout, and what a person should know before it starts, one sentence each."""
 
 
 class _Difference(NamedTuple):
@@ -225,6 +229,14 @@ class _Effects:
             return _build_change(difference, ChangeEffect.NONE)
         remaining = {pool.name for pool in new}
         counts = {pool.name: _count_replicas(pool) for pool in old if pool.name in remaining}
+        if all(pool.rollout is not None for pool in (*old, *new)):
+            return _build_change(
+                difference,
+                ChangeEffect.REPLICAS_ROLLED_OUT,
+                pools=tuple(counts),
+                count=sum(counts.values()),
+                rollout=tuple(each for pool in new for each in self._describe_rollout(pool)),
+            )
         surges = {pool.name: pool.max_surge_count(pool.initial_replicas) for pool in new}
         out = {pool.name: pool.max_unavailable_count(pool.initial_replicas) for pool in new}
         return _build_change(
@@ -235,6 +247,13 @@ class _Effects:
             at_once=sum(min(count, surges[name] + out[name]) for name, count in counts.items()),
             max_unavailable=sum(min(count, out[name]) for name, count in counts.items()),
         )
+
+    def _describe_rollout(self, pool: PoolConfig) -> tuple[str, ...]:
+        if pool.rollout is None:
+            return ()
+        plan = pool.rollout.build_plan(has_objectives=not self._new.objectives.is_empty)
+        steps = f"The pool {pool.name} gets a rollout by {plan.describe_steps()}."
+        return (steps, *plan.describe_risks(pool.initial_replicas))
 
 
 def _count_replicas(pool: PoolConfig | None) -> int:
@@ -257,6 +276,7 @@ def _build_change(
     count: int = 0,
     at_once: int = 0,
     max_unavailable: int = 0,
+    rollout: tuple[str, ...] = (),
 ) -> PlannedChange:
     path, old, new = difference
     action = ChangeAction.CHANGE
@@ -272,6 +292,7 @@ def _build_change(
         count=count,
         at_once=at_once,
         max_unavailable=max_unavailable,
+        rollout=rollout,
     )
 
 

@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from argosy.fleet.declaration.engine_kind import EngineKind, OptionName, OptionValue
+from argosy.fleet.declaration.rollout_config import RolloutConfig
 from argosy.fleet.launchers import KubernetesSettings
 from argosy.gateway import GatewayConfig, ModelConfig, ModelName
 from argosy.settings import Size, parse_size
@@ -137,6 +138,9 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Send requests to a replica before it serves, so that no client waits for what the first request prepares."""
     image: Annotated[str, Meta(min_length=1, pattern=r"^\S+$")] | None = None
     """Container image. Used by launchers that run containers, and required by `kubernetes`."""
+    rollout: RolloutConfig | None = None
+    """How users get to a new version when a change needs new replicas. By default these replace the old ones one by
+    one, and serve at once. It needs a model with this pool only. `rollout: {}` takes all defaults."""
 
     @property
     def secret_references(self) -> dict[str, SecretReference]:
@@ -202,6 +206,11 @@ class ObjectivesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """Time to the first token that 95 % of the requests stay below."""
     itl_p95_s: Positive | None = None
     """Time between two tokens that 95 % of the tokens stay below."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it declares none."""
+        return self == ObjectivesConfig()
 
 
 class FleetConfig(GatewayConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -55,6 +55,7 @@ def validate_fleet(config: FleetConfig) -> None:
         _check_references(config, pool, path)
         _check_counts(pool, path)
         _check_autoscaling(config, pool, path)
+        _check_rollout(config, pool, path)
         _check_placement(pool, path)
         if pool.launcher == "kubernetes":
             _check_kubernetes(config, pool, path)
@@ -216,13 +217,37 @@ def _check_scaled_counts(pool: PoolConfig, path: SettingPath) -> None:
         raise _fail(path, "replicas", problem)
 
 
+def _find_other_server(config: FleetConfig, pool: PoolConfig) -> str | None:
+    """Return what serves the model of a pool besides its replicas; None if nothing does."""
+    others = [other.name for other in config.pools if other.model == pool.model and other != pool]
+    if others:
+        return f"the pool {others[0]!r}"
+    return "`replicas` of the model" if config.model_of(pool).replicas else None
+
+
+def _check_rollout(config: FleetConfig, pool: PoolConfig, path: SettingPath) -> None:
+    """Refuse a plan that contradicts itself, and versions of a model that other servers answer for as well."""
+    if pool.rollout is None:
+        return
+    server = _find_other_server(config, pool)
+    if server is not None:
+        problem = (
+            f"{server} also serves the model {pool.model!r}, so that the versions of this pool cannot be compared. "
+            "Give the pool a model of its own, or remove `rollout`."
+        )
+        raise _fail(path, "rollout", problem)
+    try:
+        pool.rollout.build_plan(has_objectives=not config.objectives.is_empty)
+    except ValueError as error:
+        raise _fail(path, "rollout", f"{error}.") from error
+
+
 def _check_autoscaling(config: FleetConfig, pool: PoolConfig, path: SettingPath) -> None:
     """Refuse an autoscaler that could not know the demand for the pool, or what its replicas serve."""
     if pool.autoscaling.mode == "off":
         return
-    others = [other.name for other in config.pools if other.model == pool.model and other != pool]
-    if others or config.model_of(pool).replicas:
-        server = f"the pool {others[0]!r}" if others else "`replicas` of the model"
+    server = _find_other_server(config, pool)
+    if server is not None:
         problem = (
             f"{server} also serves the model {pool.model!r}, so that the demand for this pool is not known. "
             "Give the pool a model of its own, or remove `autoscaling`."

@@ -18,7 +18,8 @@ class DesiredPool(msgspec.Struct, frozen=True, kw_only=True):
     launcher: str
     """Name of the launcher that runs new replicas."""
     generation: int
-    """Number of the version of the replica settings. Replicas of all other generations are replaced."""
+    """Number of the version of the replica settings. Replicas of other generations are replaced, unless the fleet has
+    a `DesiredPool` for them too."""
     replicas: int
     """Number of replicas in the rotation."""
     spares: int = 0
@@ -34,6 +35,8 @@ class DesiredPool(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a replica enters the rotation, or becomes a spare, only after its warm-up."""
     serves_model: bool = True
     """Whether its replicas serve a model behind gateways. Otherwise they are the gateways. Only phases depend on it."""
+    surplus_reason: str = ""
+    """Why replicas beyond the desired number leave; empty for the number itself."""
 
     def __post_init__(self) -> None:
         for field in ("replicas", "spares", "max_surge", "max_unavailable"):
@@ -49,3 +52,5 @@ class DesiredFleet(msgspec.Struct, frozen=True, kw_only=True):
     """Desired state of a fleet. Replicas of pools that it does not contain are drained and removed."""
 
     pools: tuple[DesiredPool, ...] = ()
+    """Pools. Several of one name are versions of one pool that serve beside each other. Each has the replicas of its
+    generation, and the first one replaces those of generations that no other one has."""

@@ -100,7 +100,7 @@ class PoolReconciler:
         live = [each for each in self._members if each.replica.state is not LaunchState.DRAINING]
         current = [each for each in live if each.is_current]
         for member in current[self._size :]:
-            member.leaving_reason = f"the pool needs only {self._size}"
+            member.leaving_reason = pool.surplus_reason or f"the pool needs only {self._size}"
         usable = [each for each in current[: self._size] if each.is_usable]
         num_routed = sum(each.is_available for each in usable[: pool.replicas])
         num_spares = len(usable[pool.replicas :])

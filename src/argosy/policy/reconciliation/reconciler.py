@@ -28,16 +28,26 @@ def reconcile(desired: DesiredFleet, observed: ObservedFleet, now: float) -> Rec
     actions: list[Action] = []
     phases: dict[str, PhaseReport] = {}
     wake_at = math.inf
-    declared = {pool.name: pool for pool in desired.pools}
+    declared = defaultdict[str, list[DesiredPool]](list)
+    for pool in desired.pools:
+        declared[pool.name].append(pool)
     for name in [*declared, *sorted(by_pool.keys() - declared.keys())]:
-        pool = declared.get(name) or DesiredPool(name=name, launcher="", generation=-1, replicas=0)
-        reconciler = PoolReconciler(
-            pool, by_pool.get(name, ()), observed, now, is_declared=name in declared
-        )
-        reconciler.run()
-        actions += reconciler.actions
-        phases |= reconciler.phases
-        wake_at = min(wake_at, reconciler.wake_at)
+        is_declared = name in declared
+        versions = declared.get(name) or [
+            DesiredPool(name=name, launcher="", generation=-1, replicas=0)
+        ]
+        others = {pool.generation: pool for pool in versions[1:]}
+        for pool in versions:
+            replicas = [
+                each
+                for each in by_pool.get(name, ())
+                if others.get(each.generation, versions[0]) is pool
+            ]
+            reconciler = PoolReconciler(pool, replicas, observed, now, is_declared=is_declared)
+            reconciler.run()
+            actions += reconciler.actions
+            phases |= reconciler.phases
+            wake_at = min(wake_at, reconciler.wake_at)
     return Reconciliation(
         actions=tuple(actions),
         wake_at=None if math.isinf(wake_at) else wake_at,

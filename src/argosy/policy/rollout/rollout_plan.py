@@ -131,6 +131,16 @@ class RolloutPlan(msgspec.Struct, frozen=True, kw_only=True):
         minimum = 1 if self.replaces_in_place else self.min_candidate_replicas
         return min(needed, max(minimum, math.ceil(share * needed - 1e-9)))
 
+    def describe_steps(self) -> str:
+        """Return the steps in words, such as `canary: copies of 10 % of the requests, 25 % of the users, all users`."""
+        shares = [
+            f"copies of {PERCENT * step.share:g} % of the requests"
+            if step.is_shadow
+            else f"{PERCENT * step.share:g} % of the users"
+            for step in self.comparison_steps
+        ]
+        return f"{self.strategy}: {', '.join([*shares, 'all users'])}"
+
     def describe_risks(self, needed: int) -> tuple[str, ...]:
         """Return what a person should know before the rollout starts, one sentence each."""
         risks = []

@@ -95,6 +95,25 @@ def test_change_has_its_effect(
     assert msgspec.json.decode(msgspec.json.encode(change), type=PlannedChange) == change
 
 
+ROLLOUT = 'pools/chat/rollout={"steps":["25%"],"max_surge":0}'
+
+
+def test_pool_with_rollouts_is_rolled_out() -> None:
+    alone = ('pools/batch/model="code"', ROLLOUT, 'pools/chat/model="chat"')
+    old, new = parse(*alone), parse(*alone, 'models/chat/source="/other"')
+    (change,) = compare_fleets(old, new)
+    assert (change.effect, change.pools, change.count) == ("replicas rolled out", ("chat",), 4)
+    steps, risk = change.rollout
+    assert steps == (
+        "The pool chat gets a rollout by canary: copies of 10 % of the requests, 25 % of the users, all users."
+    )
+    assert risk.startswith("max_surge is 0")
+    (replaced,) = [
+        each for each in compare_fleets(parse(alone[0]), new) if each.path == "models[chat].source"
+    ]
+    assert replaced.effect == ChangeEffect.REPLICAS_REPLACED
+
+
 def test_first_start_lists_every_setting() -> None:
     changes = {change.path: change for change in compare_fleets(None, parse("port=9000"))}
     assert {change.action for change in changes.values()} == {ChangeAction.ADD}

@@ -1,0 +1,177 @@
+"""Status of the rollout of a pool, which its controller records for operators beside the stored documents."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from argosy.fleet.control.rollout_documents import RolloutDocuments, read_rollout_documents
+from argosy.policy.rollout import (
+    TERMINAL_STATES,
+    CheckStatus,
+    GateVerdict,
+    RolloutDecision,
+    RolloutObservation,
+)
+from argosy.store import FleetStore
+
+ROLLOUT_STATUS_PREFIX = "rollout-status/"
+"""Prefix of the names of these records."""
+ROLLOUT_REFUSED = "rollout_refused"
+"""Kind of the events about commands that are not followed. Their reason is that of `RolloutDecision.refusals`."""
+
+
+class MetricStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """Evidence of the gate on one metric in the current step."""
+
+    metric: str
+    regression: float
+    """E-value of a regression."""
+    equivalence: float
+    """E-value of "no worse than the margin"."""
+    ratio: float | None = None
+    """Rate of the candidate's bad events relative to the stable version; None without events."""
+    has_passed: bool = False
+
+
+class VersionReplicas(msgspec.Struct, frozen=True, kw_only=True):
+    """Replicas of one version."""
+
+    desired: int = 0
+    existing: int = 0
+    ready: int = 0
+
+
+class RolloutStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Result of the controller's last decision about a pool. Without a change it is not recorded again."""
+
+    pool: str
+    status: str
+    """State, and what it waits for, in one sentence."""
+    declared: str = ""
+    """Digest of the declared version."""
+    versions: Mapping[str, VersionReplicas] = {}
+    """Replicas by the digest of their version."""
+    check: CheckStatus = CheckStatus.PENDING
+    check_reason: str = ""
+    error_budget: float | None = None
+    """Remaining part of the error budget; None if it is not known."""
+    result: str = ""
+    """Recommendation of the gate; empty before the first step."""
+    reason: str = ""
+    """Why it recommends so."""
+    regression: float = 1.0
+    """Mean e-value of a regression."""
+    metrics: tuple[MetricStatus, ...] = ()
+    refusals: tuple[str, ...] = ()
+    """Commands that were not followed, and why, of the last decision about commands."""
+
+
+def describe_decision(
+    decision: RolloutDecision,
+    verdict: GateVerdict | None,
+    observation: RolloutObservation,
+    declared: str,
+    refusals: Sequence[str],
+) -> RolloutStatus:
+    """Return the status of a pool after a decision. Save it before the commands are removed.
+
+    Args:
+        decision: The decision.
+        verdict: Verdict of the gate that it rests on; None without measurements.
+        observation: Observation that it rests on.
+        declared: Digest of the declared version.
+        refusals: Those of the last decision about commands.
+    """
+    split = decision.split
+    desired = {} if split is None else {split.stable: split.stable_replicas}
+    if split is not None and split.candidate is not None:
+        desired[split.candidate] = split.candidate_replicas
+    statuses = {
+        digest: observation.status(digest) for digest in {**desired, **observation.versions}
+    }
+    current = decision.rollouts.current
+    candidate = observation.status("" if current is None else current.candidate)
+    return RolloutStatus(
+        pool=decision.rollouts.pool,
+        status=decision.status,
+        declared=declared,
+        versions={
+            digest: VersionReplicas(
+                desired=desired.get(digest, 0), existing=status.existing, ready=status.ready
+            )
+            for digest, status in statuses.items()
+        },
+        check=candidate.check,
+        check_reason=candidate.check_reason,
+        error_budget=observation.error_budget,
+        result="" if verdict is None else verdict.result,
+        reason="" if verdict is None else verdict.reason,
+        regression=1.0 if verdict is None else verdict.regression,
+        metrics=()
+        if verdict is None
+        else tuple(
+            MetricStatus(
+                metric=each.metric,
+                regression=each.regression,
+                equivalence=each.equivalence,
+                ratio=each.ratio,
+                has_passed=each.has_passed,
+            )
+            for each in verdict.metrics
+        ),
+        refusals=tuple(refusals),
+    )
+
+
+class RolloutReport(RolloutDocuments, frozen=True, kw_only=True):
+    """All that is known about the rollouts of a pool."""
+
+    status: RolloutStatus | None = None
+    """Last record of the controller; None before its first decision."""
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a rollout has begun and not ended."""
+        current = self.rollouts.current
+        return current is not None and current.state not in TERMINAL_STATES
+
+    @property
+    def sentence(self) -> str:
+        """State in one sentence; empty if no rollout has begun."""
+        current = self.rollouts.current
+        if self.status is not None:
+            return self.status.status
+        return "" if current is None else f"{current.state}: {current.reason}"
+
+    @property
+    def concerns_operators(self) -> bool:
+        """Whether a rollout runs, or the declared version was rolled back."""
+        declared = "" if self.status is None else self.status.declared
+        return self.is_running or self.rollouts.verdict_on(declared) is not None
+
+
+def read_rollouts(store: FleetStore, fleet: str) -> list[RolloutReport]:
+    """Return the rollouts of all pools that have had some, by name. Blocks on the store.
+
+    Raises:
+        ValueError: A document cannot be decoded.
+    """
+    statuses = decode_rollout_statuses(store.read_records(fleet))
+    return [
+        RolloutReport(**msgspec.structs.asdict(documents), status=statuses.get(pool))
+        for pool, documents in read_rollout_documents(store, fleet).items()
+    ]
+
+
+def decode_rollout_statuses(records: Mapping[str, bytes]) -> dict[str, RolloutStatus]:
+    """Return the statuses among the records of a fleet, by pool. Skips those of other versions."""
+    statuses: dict[str, RolloutStatus] = {}
+    for name, encoded in records.items():
+        if name.startswith(ROLLOUT_STATUS_PREFIX):
+            with contextlib.suppress(msgspec.MsgspecError):
+                status = msgspec.json.decode(encoded, type=RolloutStatus)
+                statuses[status.pool] = status
+    return statuses

@@ -1,0 +1,90 @@
+"""Pinned prompts against real HTTP servers: what fails a new version, and what only delays the result."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+from tests.support.fake_upstream import FakeUpstream, UpstreamRequest
+
+from argosy.fleet.control.pinned_prompts import DEFAULT_PROMPTS, check_pinned_prompts
+from argosy.fleet.declaration import ExpectedText, PinnedMessage, PinnedPrompt
+from argosy.policy.rollout import CheckStatus
+
+CHAT = PinnedPrompt(messages=(PinnedMessage(content="Hi"),), max_tokens=8)
+PARIS = PinnedPrompt(prompt="Capital?", expect=ExpectedText(contains="Paris", regex="^The"))
+FAILED, PASSED, PENDING = CheckStatus.FAILED, CheckStatus.PASSED, CheckStatus.PENDING
+
+
+@contextlib.asynccontextmanager
+async def serve_answers(*answers: str | int) -> AsyncIterator[list[FakeUpstream]]:
+    """Run a server for each text or status that it answers to every prompt. Status 0 is a server that has stopped."""
+
+    def build_server(answer: str | int) -> FakeUpstream:
+        async def respond(request: UpstreamRequest) -> None:
+            if isinstance(answer, int):
+                request.send_json(answer, {"error": {"message": "no"}})
+                return
+            choice = {"message": {"content": answer}} if request.is_chat else {"text": answer}
+            request.send_json(200, {"choices": [choice | {"finish_reason": "stop"}]})
+
+        return FakeUpstream(script=respond)
+
+    servers = [build_server(answer) for answer in answers]
+    async with contextlib.AsyncExitStack() as stack:
+        for server, answer in zip(servers, answers, strict=True):
+            await server.listen("127.0.0.1", 0)
+            if answer == 0:
+                await server.close()
+            else:
+                stack.push_async_callback(server.close)
+        yield servers
+
+
+@pytest.mark.parametrize(
+    ("answers", "prompts", "same_weights", "status", "reason"),
+    [
+        (("a", "a", "a"), None, True, PASSED, "3 answers are the same"),
+        (("a", "a", "b"), None, True, FAILED, "expected 'a' (stop), as the stable version"),
+        (("a", "b", "c"), None, False, PASSED, "other weights"),
+        (("a", "a", 500), None, False, FAILED, "expected an answer, got status 500"),
+        (("a", "a", 503), None, True, PENDING, "answers 503"),
+        (("a", 0, "a"), None, True, PENDING, "cannot be reached"),
+        ((0, "a", "a"), None, False, PASSED, "3 prompts are answered"),
+        ((404, 404, 404), None, True, PASSED, "the same"),
+        ((404, 404, 404), [CHAT], True, FAILED, "change the prompt"),
+        (("a", "b", "b"), [CHAT], True, FAILED, "prompt 'Hi' at http"),
+        (("", "The city is Paris.", "The Paris"), [PARIS], True, PASSED, "as declared"),
+        (("", "The city is Rome.", "The Paris"), [PARIS], True, FAILED, "an answer with 'Paris'"),
+        (("", "It is Paris.", "The Paris"), [PARIS], True, FAILED, "that matches '^The'"),
+        (("", 503, 503), [], True, PASSED, "no pinned prompts"),
+    ],
+)
+async def test_result_follows_the_answers(
+    answers: tuple[str | int, ...],
+    prompts: list[PinnedPrompt] | None,
+    same_weights: bool,
+    status: CheckStatus,
+    reason: str,
+) -> None:
+    async with serve_answers(*answers) as (stable, *candidates):
+        urls = [server.url for server in candidates]
+        result = await check_pinned_prompts(
+            stable.url, urls, "chat", prompts, same_weights=same_weights
+        )
+    assert result.status is status, result.reason
+    assert reason in result.reason
+
+
+async def test_requests_are_reproducible() -> None:
+    async with serve_answers("a") as (server,):
+        result = await check_pinned_prompts(None, [server.url], "chat", None, same_weights=True)
+        nothing = await check_pinned_prompts(server.url, [], "chat", None, same_weights=True)
+    bodies = [request.body for request in server.requests]
+    assert result.status is PASSED
+    assert [body["prompt"] for body in bodies] == [prompt.prompt for prompt in DEFAULT_PROMPTS]
+    assert all(
+        (body["temperature"], body["seed"], body["model"]) == (0, 0, "chat") for body in bodies
+    )
+    assert nothing == (PENDING, "no replica of the candidate is ready")
