@@ -5,8 +5,9 @@
 Two replicas of the bundled model serve users that send greedy chats at a constant rate. Each version has the same
 weights, and a fault of `benchmarks/planted_faults`. The first step has 25 % of the users.
 
-Prints a JSON line for each version: the state in which its rollout ended and why, the requests that it answered, those
-that failed or had another text, and the seconds from its first request to its last.
+Prints a JSON line for each version: the end of its rollout and the reason, and the number of requests that it answered.
+`lost` requests failed, and `different` ones had another text. `first_to_last_s` is the time from the first request of
+the version to its last one.
 """
 
 from __future__ import annotations

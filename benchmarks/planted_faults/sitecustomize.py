@@ -3,8 +3,10 @@
 Python imports this module at its start if the folder is in PYTHONPATH. The replicas of a pool with these two variables
 are another version of the same weights. Only requests for text are affected, not health checks.
 
-slow: the first token is half a second late. erring: three of ten requests are answered with 500. crashing: the process
-kills itself at its thirtieth request. wrong: answers in one piece have another text.
+* slow: the first token is half a second late.
+* erring: three of ten requests are answered with 500.
+* crashing: the process kills itself at its thirtieth request.
+* wrong: answers in one piece have another text.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ PATHS = ("/v1/chat/completions", "/v1/completions")
 DELAY_S = 0.5
 CRASHING_REQUEST = 30
 ERRING_REQUESTS = 3
-"""Of ten requests."""
+"""Number of errors in ten requests."""
 
 
 def plant() -> None:
@@ -59,7 +61,7 @@ def plant() -> None:
         await send_response(self, status, body, *arguments)
 
     HttpExchange.read_body = faulty_read_body  # type: ignore[method-assign]
-    HttpExchange.send_response = faulty_send_response  # type: ignore[method-assign]
+    HttpExchange.send_response = faulty_send_response  # type: ignore[method-assign,assignment]
 
 
 if FAULT and "replica" in sys.orig_argv:
