@@ -6,6 +6,7 @@ The controller also reads from each gateway what it routes to, the demand, and t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import os
 import time
@@ -35,7 +36,7 @@ from argosy.http_server import HttpExchange, TlsConfig
 from argosy.policy import ReplicaStatus
 from argosy.policy.traffic import PoolRoute
 from argosy.process import run_in_daemon_thread
-from argosy.protocol import ApiError, ErrorBody, parse_body
+from argosy.protocol import ApiError, ErrorBody, parse_body, parse_request_body
 from argosy.store import GatewayRecord
 
 POOLS_PATH = "/peer/pools"
@@ -118,6 +119,29 @@ def load_fleet_pools(config: GatewayConfig) -> SavedPools:
     return pools if pools.fleet == config.fleet else none
 
 
+class _PublishedRoutes(msgspec.Struct):
+    routes: list[msgspec.Raw] = []
+
+
+def _parse_pools(body: bytes) -> tuple[FleetPools, tuple[str, ...]]:
+    """Parse pools of this version or a later one. Returns them with the settings that this version does not know.
+
+    Unknown settings of models and replicas are ignored. A route with one is left out, since it might be a condition,
+    without which the route would match other requests.
+
+    Raises:
+        ApiError: A known setting has an invalid value.
+    """
+    pools, ignored = parse_request_body(FleetPools, body)
+    if any(name.startswith("routes[].") for name in ignored):
+        known = []
+        for route in msgspec.json.decode(body, type=_PublishedRoutes).routes:
+            with contextlib.suppress(msgspec.ValidationError):
+                known.append(msgspec.json.decode(route, type=RouteConfig))
+        pools = msgspec.structs.replace(pools, routes=known)
+    return pools, ignored
+
+
 def _save(path: Path, pools: SavedPools) -> None:
     """Replace the file atomically. Only this user can read it, since headers may be secret. Raises OSError."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -166,6 +190,7 @@ class FleetPoolsHandler:
         self._on_models_changed = on_models_changed
         self._lock = asyncio.Lock()
         self._controller_seen_at = float("-inf")
+        self._ignored_settings: tuple[str, ...] = ()
 
     @property
     def desired_replicas(self) -> Mapping[str, int]:
@@ -194,7 +219,7 @@ class FleetPoolsHandler:
             check_peer_token(exchange, secret, _describe_request(exchange.method, POOLS_PATH, body))
             if exchange.method == "PUT":
                 async with self._lock:
-                    await self._apply(parse_body(FleetPools, body))
+                    await self._apply(self._parse(body))
             self._controller_seen_at = time.monotonic()
             status = self._read_status(read_demand())
             await exchange.send_response(200, msgspec.json.encode(status))
@@ -220,6 +245,15 @@ class FleetPoolsHandler:
             await exchange.send_response(200, msgspec.json.encode(report))
 
         return handle
+
+    def _parse(self, body: bytes) -> FleetPools:
+        """Parse published pools, and log the settings of a later version that are ignored. Raises ApiError."""
+        pools, ignored = _parse_pools(body)
+        if ignored != self._ignored_settings:
+            self._ignored_settings = ignored
+            if ignored:
+                log.warning("fleet_settings_ignored", settings=ignored)
+        return pools
 
     async def _apply(self, pools: FleetPools) -> None:
         if pools.fleet != self._pools.fleet:

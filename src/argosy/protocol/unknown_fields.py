@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 from urllib.parse import quote
 
@@ -48,15 +48,21 @@ CONSTRAINT_FIELDS = frozenset(
 )
 """Names of undeclared fields that constrain the output, so that ignoring them would break the client's expectation."""
 _CONSTRAINT_PREFIX = "guided_"
+_LIST_TYPES = frozenset({list, tuple, Sequence})
+_MAPPING_TYPES = frozenset({dict, Mapping})
 
 
 class _Shape(NamedTuple):
-    """Where a value of some type has structs: in itself, or in the items of a list."""
+    """Where a value of some type has structs: in itself, in the items of a list, or in the values of a mapping."""
 
-    fields: Mapping[str, _Shape | None] | None
+    fields: Mapping[str, _Shape | None] | None = None
     """Shapes of the fields by their name in JSON, if the value may be a struct. None for fields without structs."""
-    item: _Shape | None
+    forbids_unknown: bool = True
+    """Whether the struct forbids unknown fields. The decoder ignores them otherwise."""
+    item: _Shape | None = None
     """Shape of the items, if the value may be a list that contains structs."""
+    value: _Shape | None = None
+    """Shape of the values, if the value may be a mapping that contains structs."""
 
 
 def remove_unknown_fields(body_type: type, value: object) -> tuple[str, ...]:
@@ -71,7 +77,7 @@ def remove_unknown_fields(body_type: type, value: object) -> tuple[str, ...]:
     removed: dict[str, None] = {}
     shape = _shape(body_type)
     if shape is not None:
-        if isinstance(value, dict):
+        if isinstance(value, dict) and shape.forbids_unknown:
             _check_constraints(value, shape.fields or {})
         _remove(shape, value, "", removed)
     return tuple(removed)
@@ -109,12 +115,18 @@ def _remove(shape: _Shape, value: object, path: str, removed: dict[str, None]) -
             for item in value:
                 _remove(shape.item, item, path + "[]", removed)
         return
-    if not isinstance(value, dict) or shape.fields is None:
+    if not isinstance(value, dict):
         return
     prefix = path + "." if path else ""
-    for name in [name for name in value if name not in shape.fields]:
-        del value[name]
-        removed[prefix + name] = None
+    if shape.fields is None:
+        if shape.value is not None:
+            for name, item in value.items():
+                _remove(shape.value, item, prefix + name, removed)
+        return
+    if shape.forbids_unknown:
+        for name in [name for name in value if name not in shape.fields]:
+            del value[name]
+            removed[prefix + name] = None
     for name, field_shape in shape.fields.items():
         if field_shape is not None and name in value:
             _remove(field_shape, value[name], prefix + name, removed)
@@ -123,19 +135,36 @@ def _remove(shape: _Shape, value: object, path: str, removed: dict[str, None]) -
 @functools.cache
 def _shape(type_: Any) -> _Shape | None:  # noqa: ANN401 - any annotation
     """Return where values of a type have structs that forbid unknown fields; None if they have none."""
+    return _build_shape(type_, frozenset())
+
+
+def _build_shape(type_: Any, parents: frozenset[type]) -> _Shape | None:  # noqa: ANN401 - any annotation
+    """Return the shape of a type within `parents`. A struct within itself has none."""
+    if type_ in parents:
+        return None
     if isinstance(type_, type) and issubclass(type_, msgspec.Struct):
-        if not type_.__struct_config__.forbid_unknown_fields:
-            return None  # the decoder ignores them
+        forbids_unknown = type_.__struct_config__.forbid_unknown_fields
         hints = get_type_hints(type_)
         names = zip(type_.__struct_fields__, type_.__struct_encode_fields__, strict=True)
-        return _Shape({encoded: _shape(hints[name]) for name, encoded in names}, None)
-    if get_origin(type_) is list:
-        item = _shape(get_args(type_)[0])
-        return None if item is None else _Shape(None, item)
-    if get_origin(type_) not in {Union, types.UnionType}:
+        within = parents | {type_}
+        fields = {encoded: _build_shape(hints[name], within) for name, encoded in names}
+        has_structs = any(shape is not None for shape in fields.values())
+        return _Shape(fields, forbids_unknown) if forbids_unknown or has_structs else None
+    origin, arguments = get_origin(type_), get_args(type_)
+    if origin in _LIST_TYPES and arguments:
+        item = _build_shape(arguments[0], parents)
+        return None if item is None else _Shape(item=item)
+    if origin in _MAPPING_TYPES:
+        value = _build_shape(arguments[1], parents)
+        return None if value is None else _Shape(value=value)
+    if origin not in {Union, types.UnionType}:
         return None
-    shapes = [shape for shape in map(_shape, get_args(type_)) if shape is not None]
+    built = [_build_shape(argument, parents) for argument in arguments]
+    shapes = [shape for shape in built if shape is not None]
     if not shapes:
         return None
-    fields = next((shape.fields for shape in shapes if shape.fields is not None), None)
-    return _Shape(fields, next((shape.item for shape in shapes if shape.item is not None), None))
+    struct = next((shape for shape in shapes if shape.fields is not None), _Shape())
+    return struct._replace(
+        item=next((shape.item for shape in shapes if shape.item is not None), None),
+        value=next((shape.value for shape in shapes if shape.value is not None), None),
+    )

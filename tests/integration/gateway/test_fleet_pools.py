@@ -69,6 +69,18 @@ def pools(url: str, version: int, epoch: int = 1, **fields: object) -> FleetPool
     )
 
 
+class LaterModel(ModelConfig, frozen=True, kw_only=True):
+    """A model with a setting of a later version."""
+
+    colour: str = "blue"
+
+
+class LaterRoute(RouteConfig, frozen=True, kw_only=True):
+    """A route with a condition of a later version."""
+
+    weekday: int = 1
+
+
 def damage(config: GatewayConfig) -> None:
     Path(config.pools_file or "").write_bytes(b"{broken")
 
@@ -107,6 +119,15 @@ async def test_gateway_serves_what_the_controller_publishes_and_remembers_it(
                 assert refusal.value.status == 409
             await controller.publish(gateway, pools("http://127.0.0.1:9", 2))  # the same version
             assert await status_of(client) == 200
+            later = pools(replica.url, 3)
+            later_model = LaterModel(**msgspec.structs.asdict(later.models[0]))
+            other_model = ModelConfig(name="empty")
+            routes = [LaterRoute(model="big", target_model="empty"), *later.routes]
+            await controller.publish(
+                gateway,
+                msgspec.structs.replace(later, models=[later_model, other_model], routes=routes),
+            )
+            assert await status_of(client) == 200, "the route with an unknown condition is left out"
         async with run_gateway_server(config) as (_, client):
             assert await status_of(client) == 200, "without a controller"
             await controller.publish(find_gateway(config), pools(replica.url, 1, epoch=2))
