@@ -102,6 +102,8 @@ class RequestContext(msgspec.Struct, eq=False):
     """Why it selected the pool."""
     deadline: float = math.inf
     """Monotonic time at which the response ends with the tokens so far."""
+    start_wait_s: float = 0.0
+    """How long it may wait for the start of a model that is scaled to zero."""
     target_start_at: float = 0.0
     """Target start time for engines that schedule by priority, in seconds since the epoch. 0 until the first such
     attempt."""
@@ -149,6 +151,7 @@ class RequestContext(msgspec.Struct, eq=False):
             self.pool.model,
             tier=self.tier,
             deadline=self.deadline,
+            start_wait_s=self.start_wait_s,
             unsuitable=self.unsuitable_replicas,
         )
         self.trace.attempts, self.trace.pauses = self.placement.records, self.placement.pauses

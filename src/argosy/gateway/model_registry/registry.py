@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 
 import structlog
 
@@ -18,7 +19,7 @@ from argosy.gateway.model_registry.model_entries import (
 )
 from argosy.gateway.model_registry.pool_membership import PoolMembership
 from argosy.gateway.model_routes import RouteConfig
-from argosy.gateway.pool import Pool, ReplicaEndpoint, Resolver
+from argosy.gateway.pool import ModelStartup, Pool, ReplicaEndpoint, Resolver
 
 FIRST_PROBE_TIMEOUT_S = 5.0
 """Time that the first probes may take before the gateway starts to listen."""
@@ -92,6 +93,11 @@ class ModelRegistry:
             task = asyncio.create_task(_retire_when_idle(membership))
             self._retirements.add(task)
             task.add_done_callback(self._retirements.discard)
+
+    def apply_startups(self, startups: Mapping[str, ModelStartup]) -> None:
+        """Replace the states of the models that the fleet scales to zero and that have no replica, by name."""
+        for name, membership in self._memberships.items():
+            membership.pool.set_startup(startups.get(name), time.monotonic())
 
     async def close(self) -> None:
         """Stop all background tasks and close all connections to replicas."""

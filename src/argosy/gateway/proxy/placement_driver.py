@@ -81,6 +81,7 @@ class PlacementDriver:
                     model=pool.model,
                     arrived=arrived,
                     served=served,
+                    active_requests=pool.active_requests,
                     queued_requests=0 if queue is None else len(queue),
                     queued_tokens=0.0 if queue is None else queue.cost_tokens,
                     queue_age_s=0.0 if oldest_at is None else max(0.0, now - oldest_at),
