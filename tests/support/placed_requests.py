@@ -115,6 +115,13 @@ def select_replica(
 ) -> RoutingDecision | None:
     """Select the replica of a request with these fields, without placing it."""
     request = build_placement_request(
-        "id", fields, principal, pool.model, tier=1, deadline=float("inf"), unsuitable=set()
+        "id",
+        fields,
+        principal,
+        pool.model,
+        tier=1,
+        deadline=float("inf"),
+        start_wait_s=0.0,
+        unsuitable=set(),
     )
     return pool.select_replica(request, frozenset(), now, random)

@@ -30,6 +30,7 @@ from argosy.gateway.fleet_pools import (
 )
 from argosy.gateway.model_routes import RouteConfig
 from argosy.gateway.model_traffic import TrafficTarget
+from argosy.gateway.pool import ModelStartup
 from argosy.gateway.proxy import DemandReport, ModelDemand, prebuild_fast_path
 from argosy.gateway.rollout_messages import (
     ROUTE_PREFIX,
@@ -54,6 +55,7 @@ __all__ = [
     "ModelConfig",
     "ModelDemand",
     "ModelName",
+    "ModelStartup",
     "OtherFleetError",
     "OutcomeQuery",
     "OutcomeReport",

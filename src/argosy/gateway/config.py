@@ -185,6 +185,25 @@ class Timeouts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """How long a request waits for failed replicas to be replaced."""
 
 
+class ColdStartConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How requests wait for a model that the fleet has scaled to zero.
+
+    A client that waits for less time is known by its header `x-argosy-deadline`, `x-stainless-timeout` or
+    `x-stainless-read-timeout`. Other clients are refused with the time that the start still takes.
+    """
+
+    hold_s: Annotated[float, Meta(ge=0, le=86_400)] = 300.0
+    """Maximum wait of a streaming request. Its response starts early, and comments announce the progress."""
+    non_streaming_hold_s: Annotated[float, Meta(ge=0, le=86_400)] = 25.0
+    """Maximum wait of a request whose response is sent in one piece. 0 refuses it at once; the model starts
+    nevertheless."""
+    comment_interval_s: PositiveFloat = 10.0
+    """Interval of the comments in a stream that waits, such as `: argosy starting 41 % eta 38s`. A shorter read timeout
+    of the client shortens it."""
+    event_interval_s: PositiveFloat = 60.0
+    """Interval of the events without content in such a stream, for clients whose timeouts ignore comments."""
+
+
 class QueueConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Limits of the queue in front of each pool."""
 
@@ -232,6 +251,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """How long a replica may take."""
     queue: QueueConfig = QueueConfig()
     """How much may wait for each model, and how long."""
+    cold_start: ColdStartConfig = ColdStartConfig()
+    """How requests wait for a model that is scaled to zero."""
     idempotency: IdempotencyConfig = IdempotencyConfig()
     """How responses are kept under their idempotency keys (`Idempotency-Key`)."""
     explain: ExplainConfig = ExplainConfig()

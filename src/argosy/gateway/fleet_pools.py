@@ -28,6 +28,7 @@ from argosy.gateway.peer_connection import (
     connect_gateway,
     sign_peer_token,
 )
+from argosy.gateway.pool import ModelStartup
 from argosy.gateway.principal import Principal
 from argosy.gateway.proxy import DemandReport
 from argosy.gateway.rollout_messages import OutcomeQuery, OutcomeReport, PublishedVersions
@@ -61,6 +62,8 @@ class FleetPools(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     routes: Sequence[RouteConfig] = ()
     desired_replicas: Mapping[str, int] = {}
     """Number of replicas that the autoscaler wants, by pool."""
+    startups: Mapping[str, ModelStartup] = {}
+    """Models that are scaled to zero, or start again, by name. A model that has a replica is not among them."""
     versions: Sequence[PublishedVersions] = ()
     """Versions of the pools whose changes are rollouts. Gateways of earlier versions route to the stable ones only."""
 
@@ -187,6 +190,7 @@ class FleetPoolsHandler:
         self._config = config
         self._pools = pools
         self._registry = registry
+        registry.apply_startups(pools.startups)
         self._on_models_changed = on_models_changed
         self._lock = asyncio.Lock()
         self._controller_seen_at = float("-inf")
@@ -273,6 +277,7 @@ class FleetPoolsHandler:
         except (ValueError, OSError) as error:
             raise ApiError(400, "invalid_value", str(error)) from error
         self._registry.apply_config(entries, pools.routes)
+        self._registry.apply_startups(pools.startups)
         self._pools = pools
         self._on_models_changed()
         log.info("fleet_pools_applied", epoch=pools.epoch, version=pools.version)

@@ -56,7 +56,8 @@ class OperationsHandlers:
         """`GET /ready`.
 
         Raises:
-            ApiError: 503 if no replica is available for one of the models, or if the controller has published none yet.
+            ApiError: 503 if no replica is available for one of the models and no request would start one, or if the
+                controller has published no model yet.
         """
         del principal
         if not self._models.pools:
@@ -65,7 +66,7 @@ class OperationsHandlers:
         unavailable_models = [
             pool.model
             for pool in self._models.pools
-            if not (pool.is_available() or pool.is_answered_by_others)
+            if not (pool.is_available() or pool.is_starting or pool.is_answered_by_others)
         ]
         if unavailable_models:
             message = (

@@ -116,6 +116,8 @@ class RequestContext(msgspec.Struct, eq=False):
     """Version that the request is assigned to. None if the pool has no rollouts."""
     deadline: float = math.inf
     """Monotonic time at which the response ends with the tokens so far."""
+    start_wait_s: float = 0.0
+    """How long it may wait for the start of a model that is scaled to zero."""
     target_start_at: float = 0.0
     """Target start time for engines that schedule by priority, in seconds since the epoch. 0 until the first such
     attempt."""
@@ -166,6 +168,7 @@ class RequestContext(msgspec.Struct, eq=False):
             self.pool.model,
             tier=self.tier,
             deadline=self.deadline,
+            start_wait_s=self.start_wait_s,
             unsuitable=self.unsuitable_replicas,
         )
         self.trace.attempts, self.trace.pauses = self.placement.records, self.placement.pauses

@@ -338,6 +338,12 @@ class HttpExchange:
             comment = self._translator.translate_comment(comment)
         self._transport.write_nowait(comment)
 
+    def write_heartbeat(self, event: bytes) -> None:
+        """Send an event without content at once, which keeps an idle stream alive."""
+        if self._translator is not None:
+            event = self._translator.translate_heartbeat(event)
+        self._write_untranslated(event)
+
     async def write(self, data: bytes) -> None:
         """Send a part of a stream after the client has caught up."""
         if self._transport.is_backpressured:

@@ -42,6 +42,9 @@ class ResponseTranslator(Protocol):
     def translate_comment(self, comment: bytes) -> bytes:
         """Translate a comment that keeps an idle stream alive."""
 
+    def translate_heartbeat(self, event: bytes) -> bytes:
+        """Translate an event without content that keeps an idle stream alive."""
+
     async def finish_stream(self) -> bytes:
         """Return the last events of a stream, which are sent when all others have been."""
 

@@ -225,6 +225,12 @@ ERROR_CODES = (
         " more prompts than its render processes can take.",
     ),
     ErrorCode(503, "no_replica", "No replica serves the model now."),
+    ErrorCode(
+        503,
+        "model_starting",
+        "The model was scaled to zero and starts. `state`, `progress` (0 to 1) and `eta_s` show how far it is; see"
+        " `Retry-After`. Stream the response to wait for it.",
+    ),
     ErrorCode(503, "draining", "The server is shutting down."),
     ErrorCode(
         503,

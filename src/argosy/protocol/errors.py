@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 _ERROR_TYPES = {
@@ -28,6 +30,7 @@ class ApiError(Exception):
         message: What failed and what to change.
         param: Request field that caused the error.
         retry_after_s: Seconds for the `Retry-After` header.
+        details: Further fields of the error's body.
     """
 
     def __init__(
@@ -38,6 +41,7 @@ class ApiError(Exception):
         *,
         param: str | None = None,
         retry_after_s: float | None = None,
+        details: Mapping[str, object] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -45,6 +49,7 @@ class ApiError(Exception):
         self.message = message
         self.param = param
         self.retry_after_s = retry_after_s
+        self.details = {} if details is None else details
 
     @property
     def type(self) -> str:
@@ -61,6 +66,7 @@ class ApiError(Exception):
                     "type": self.type,
                     "param": self.param,
                     "code": self.code,
+                    **self.details,
                 },
                 "request_id": request_id,
             }

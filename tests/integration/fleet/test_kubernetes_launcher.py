@@ -19,7 +19,8 @@ from tests.integration.fleet.launcher_suite import (
     spec,
     wait_for,
 )
-from tests.integration.fleet.test_controller import REPLICA, Fleet, declare
+from tests.integration.fleet.test_controller import REPLICA, declare
+from tests.support.controlled_fleet import Fleet
 from tests.support.kubernetes_api import ApiError, KubernetesApiServer, build_kubeconfig
 from tests.support.kubernetes_cluster import KubernetesCluster, Node
 from tests.support.waiting import until

@@ -23,6 +23,7 @@ from argosy.gateway.backends import (
     UpstreamTarget,
     get_adapter,
 )
+from argosy.gateway.config import ColdStartConfig
 from argosy.gateway.model_registry.model_entries import build_model_entries, build_model_router
 from argosy.gateway.pool.pool import Pool
 from argosy.gateway.pool.replica_endpoint import ReplicaEndpoint
@@ -33,6 +34,7 @@ from argosy.gateway.proxy.handlers import CompletionHandlers
 from argosy.gateway.proxy.placement_driver import PlacementDriver
 from argosy.gateway.proxy.response_relay import ResponseRelay
 from argosy.gateway.proxy.response_writers import ResponseWriter
+from argosy.gateway.proxy.start_wait import StartNotifier
 from argosy.gateway.request_context import CHAT, COMPLETION, EndReason, RequestContext
 from argosy.gateway.request_fields import parse_request_fields
 from argosy.gateway.upstream.upstream import Upstream
@@ -71,6 +73,8 @@ class NullWriter:
 
     def send_keepalive(self) -> None: ...
 
+    def send_progress(self, comment: bytes, event: bytes | None) -> None: ...
+
     @property
     def has_output(self) -> bool:
         return False
@@ -98,6 +102,7 @@ def make_relay(body: Json) -> tuple[RequestContext, ResponseRelay, StreamContinu
         report=lambda _: None,
         cancel=lambda: None,
         fast_path_switch=FastPathSwitch(None, NullWriter(), [], context.delivered),
+        start_notifier=StartNotifier(context, NullWriter(), ColdStartConfig()),
     )
     return context, relay, continuation
 

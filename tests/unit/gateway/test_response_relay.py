@@ -17,11 +17,13 @@ from tests.support.placed_requests import place
 from argosy.gateway.backends import StreamContinuation
 from argosy.gateway.backends.delivered_output import DeliveredOutput
 from argosy.gateway.backends.native_stream_parser import NativeStreamParser
+from argosy.gateway.config import ColdStartConfig
 from argosy.gateway.pool.pool import Pool
 from argosy.gateway.pool.replica_endpoint import ReplicaEndpoint
 from argosy.gateway.principal import ANONYMOUS
 from argosy.gateway.proxy.fast_path_switch import FastPathSwitch
 from argosy.gateway.proxy.response_relay import ResponseRelay
+from argosy.gateway.proxy.start_wait import StartNotifier
 from argosy.gateway.proxy.stream_monitor import StreamTimeouts
 from argosy.gateway.proxy.upstream_call import UpstreamCall
 from argosy.gateway.request_context import CHAT, FastPathBudget, RequestContext
@@ -50,6 +52,8 @@ class FakeWriter:
     def start_early(self) -> None: ...
 
     def send_keepalive(self) -> None: ...
+
+    def send_progress(self, comment: bytes, event: bytes | None) -> None: ...
 
     @property
     def has_output(self) -> bool:
@@ -127,6 +131,7 @@ def make_relay(
         report=report,
         cancel=lambda: None,
         fast_path_switch=FastPathSwitch(None, writer, filter_states, context.delivered),
+        start_notifier=StartNotifier(context, writer, ColdStartConfig()),
     )
     driver, call = place(context, clock)
     relay.attach(call, NativeStreamParser(context.delivered))

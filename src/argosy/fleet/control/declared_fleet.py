@@ -177,7 +177,7 @@ class DeclaredFleet:
             launcher=pool.launcher,
             generation=self._generations[pool.name],
             replicas=replicas,
-            spares=pool.spares,
+            spares=pool.count_spares(replicas),
             max_surge=pool.max_surge_count(replicas),
             max_unavailable=pool.max_unavailable_count(replicas),
             restart_limits=self._limits(pool),

@@ -18,6 +18,8 @@ class FleetDemand:
     arrived: list[float] = field(default_factory=list)
     """Tokens that arrived in each second, oldest first."""
     served_tokens: float = 0.0
+    active_requests: int = 0
+    """Requests in the queues or at replicas."""
     queued_requests: int = 0
     queued_tokens: float = 0.0
     queue_age_s: float = 0.0
@@ -63,6 +65,7 @@ def _add(demand: FleetDemand, model: ModelDemand, begin: int, seconds: int) -> N
         for index, tokens in enumerate(model.arrived[first : first + seconds]):
             demand.arrived[index] += tokens
         demand.served_tokens += sum(model.served[first : first + seconds])
+    demand.active_requests += model.active_requests
     demand.queued_requests += model.queued_requests
     demand.queued_tokens += model.queued_tokens
     demand.queue_age_s = max(demand.queue_age_s, model.queue_age_s)

@@ -59,8 +59,9 @@ class FleetAutoscaler:
         """Number of the revision that the last decisions are about."""
 
     def decide(self, declared: DeclaredFleet, now: float) -> None:
-        """Decide about all pools, at an interval and after each change of the declaration."""
-        if self._revision == declared.number and now - self._decided_at < DECISION_INTERVAL_S:
+        """Decide about all pools: at an interval, after each change of the declaration, and for waiting requests."""
+        is_due = self._revision != declared.number or now - self._decided_at >= DECISION_INTERVAL_S
+        if not (is_due or self._must_wake(declared)):
             return
         self._revision, self._decided_at = declared.number, now
         pools = [pool for pool in declared.config.pools if pool.autoscaling.mode != "off"]
@@ -73,6 +74,17 @@ class FleetAutoscaler:
         demands = {} if reports is None else self._reader.read(reports)
         for pool in pools:
             self._decide_pool(declared, pool, demands.get(pool.model), now)
+
+    def _must_wake(self, declared: DeclaredFleet) -> bool:
+        """Return whether requests have arrived for a pool without replicas."""
+        stopped = {
+            pool.model
+            for pool in declared.config.pools
+            if pool.scales_to_zero
+            and pool.name in self._records.scaling
+            and not self._records.scaling[pool.name].target
+        }
+        return any(model in stopped for model in self._publisher.waiting_models)
 
     def desired_counts(self, declared: DeclaredFleet) -> Mapping[str, int]:
         """Return the number of replicas of the pools for which an autoscaler decides."""
@@ -152,7 +164,9 @@ class FleetAutoscaler:
             queued_requests=demand.queued_requests,
             queued_tokens=demand.queued_tokens,
             queue_age_s=demand.queue_age_s,
-            running_requests=sum(load.running + load.waiting for load in loads),
+            running_requests=max(
+                demand.active_requests, sum(load.running + load.waiting for load in loads)
+            ),
             kv_used_replicas=sum(
                 load.kv_blocks_used / load.kv_blocks_total for load in loads if load.kv_blocks_total
             ),
@@ -227,6 +241,7 @@ def _build_settings(pool: PoolConfig) -> AutoscalerSettings:
         is_advisory=pool.autoscaling.mode == "advisory",
         spare_fraction=pool.autoscaling.spare_fraction,
         down_window_s=pool.autoscaling.down_window_s,
+        idle_s=pool.autoscaling.scale_to_zero_after_s,
     )
 
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
 
 import msgspec
 import structlog
@@ -26,6 +27,8 @@ POLL_INTERVAL_S = 1.0
 FIRST_POLL_INTERVAL_S = 0.1
 """Interval after a publication, in which gateways probe new replicas for the first time."""
 NUM_FIRST_POLLS = 5
+RECENT_SECONDS = 3
+"""Seconds in which a request counts as new that a gateway refused until the model has started."""
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.fleet")
 
@@ -59,6 +62,16 @@ class GatewayPublisher:
     def statuses(self) -> Mapping[str, PoolsStatus | None]:
         """Latest answer of each registered gateway, by id; None if it cannot be reached."""
         return self._statuses
+
+    @property
+    def waiting_models(self) -> AbstractSet[str]:
+        """Models for which requests wait at a gateway, or have arrived in the last seconds."""
+        return {
+            model
+            for status in self._statuses.values()
+            if status is not None
+            for model in _waiting_models(status)
+        }
 
     def publish(self, pools: FleetPools) -> None:
         """Replace the pools. Sent at once by `run`."""
@@ -106,8 +119,8 @@ class GatewayPublisher:
             for gateway, answer in zip(gateways, answers, strict=True)
             if gateway.id not in self._others
         }
-        before = {name: _without_demand(status) for name, status in self._statuses.items()}
-        has_changed = before != {name: _without_demand(status) for name, status in statuses.items()}
+        before = {name: _summarise(status) for name, status in self._statuses.items()}
+        has_changed = before != {name: _summarise(status) for name, status in statuses.items()}
         self._statuses, self._updated_at = statuses, time.monotonic()
         if has_changed:
             self._on_changed()
@@ -137,5 +150,17 @@ class GatewayPublisher:
         )
 
 
-def _without_demand(status: PoolsStatus | None) -> PoolsStatus | None:
-    return None if status is None else msgspec.structs.replace(status, demand=None)
+def _summarise(status: PoolsStatus | None) -> tuple[PoolsStatus, AbstractSet[str]] | None:
+    """Return what the controller has to react to at once: all but the amount of the demand."""
+    if status is None:
+        return None
+    return msgspec.structs.replace(status, demand=None), _waiting_models(status)
+
+
+def _waiting_models(status: PoolsStatus) -> AbstractSet[str]:
+    demand = status.demand
+    return {
+        each.model
+        for each in (() if demand is None else demand.models)
+        if each.queued_requests or any(each.arrived[-RECENT_SECONDS:])
+    }

@@ -22,6 +22,7 @@ from argosy.fleet.control.fleet_observer import FleetObserver
 from argosy.fleet.control.fleet_records import SCALING_DECISION, FleetRecords, ReplicaRecord
 from argosy.fleet.control.gateway_publisher import GatewayPublisher
 from argosy.fleet.control.leadership import Leadership
+from argosy.fleet.control.model_startups import find_startups
 from argosy.fleet.control.replica_monitor import warm_up_replica
 from argosy.fleet.launchers import LaunchError
 from argosy.gateway import FleetPools
@@ -370,6 +371,7 @@ class LeaderTerm:
             models=declared.published_models(members),
             routes=list(declared.config.routes),
             desired_replicas=self._autoscaler.published_counts(),
+            startups=find_startups(declared, self._records),
         )
         if not self._pools.version or pools != self._pools:
             self._pools = msgspec.structs.replace(pools, version=self._pools.version + 1)

@@ -85,7 +85,7 @@ def read_fleet_status(store: FleetStore, fleet: str) -> FleetStatus:
                 replicas = pool.initial_replicas
             else:
                 replicas = scaled.target
-            desired[pool.name] = replicas + pool.spares
+            desired[pool.name] = replicas + pool.count_spares(replicas)
         if config.gateways:
             desired[GATEWAY_POOL] = config.gateways
             url = gateway_url(config)

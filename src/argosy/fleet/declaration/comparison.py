@@ -107,7 +107,7 @@ def _plan_first_start(new: FleetConfig) -> Iterator[PlannedChange]:
         value = getattr(new, field.name)
         if field.name == "pools":
             for pool in value:
-                count = pool.initial_replicas + pool.spares
+                count = pool.initial_replicas + pool.count_spares(pool.initial_replicas)
                 yield _build_change(
                     _Difference(("pools", f"[{pool.name}]"), None, pool),
                     ChangeEffect.REPLICAS_STARTED,
@@ -257,7 +257,7 @@ class _Effects:
 
 
 def _count_replicas(pool: PoolConfig | None) -> int:
-    return 0 if pool is None else pool.initial_replicas + pool.spares
+    return 0 if pool is None else pool.initial_replicas + pool.count_spares(pool.initial_replicas)
 
 
 def _plan_count(difference: _Difference, pool: str, added: int) -> PlannedChange:

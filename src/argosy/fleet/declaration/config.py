@@ -83,6 +83,9 @@ class AutoscalingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """Share of the demand that is provided in addition."""
     down_window_s: Annotated[float, Meta(ge=60, le=3600)] = 600.0
     """Time whose peak demand the remaining replicas must hold before one is removed."""
+    scale_to_zero_after_s: Annotated[float, Meta(gt=0, le=604_800)] = 1200.0
+    """Time without requests after which a pool with `min_replicas: 0` runs no replicas. The next request starts one,
+    and waits for it in the gateway (`cold_start`)."""
 
 
 class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -157,9 +160,18 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return next((n for n in (self.replicas, self.min_replicas) if n is not None), 1)
 
     @property
+    def scales_to_zero(self) -> bool:
+        """Whether the autoscaler stops the last replica, and requests start the first."""
+        return self.autoscaling.mode == "on" and self.min_replicas == 0
+
+    @property
     def memory_bytes(self) -> int | None:
         """Maximum memory of a replica in bytes."""
         return None if self.memory is None else parse_size(self.memory)
+
+    def count_spares(self, replicas: int) -> int:
+        """Return the number of spares beside this number of replicas. A pool that is scaled to zero has none."""
+        return 0 if self.scales_to_zero and not replicas else self.spares
 
     def max_surge_count(self, replicas: int) -> int:
         """Return the maximum number of replicas beyond `replicas` during a replacement."""

@@ -207,9 +207,6 @@ def _check_scaled_counts(pool: PoolConfig, path: SettingPath) -> None:
     if minimum is None or maximum is None or minimum == maximum:
         problem = "it has nothing to decide. Set min_replicas, and max_replicas above it."
         raise _fail(path, "autoscaling", problem)
-    if minimum == 0:
-        problem = "this version cannot scale a pool to zero by itself. Write 1 or more."
-        raise _fail(path, "min_replicas", problem)
     if pool.replicas is not None and not minimum <= pool.replicas <= maximum:
         problem = (
             f"it is not between min_replicas ({minimum}) and max_replicas ({maximum}). Change it."

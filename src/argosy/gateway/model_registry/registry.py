@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Collection, Mapping, Sequence
 
 import structlog
@@ -17,7 +18,7 @@ from argosy.gateway.model_registry.model_entries import (
 from argosy.gateway.model_registry.model_membership import ModelMembership
 from argosy.gateway.model_registry.pool_membership import PoolMembership
 from argosy.gateway.model_routes import RouteConfig
-from argosy.gateway.pool import Pool, ReplicaEndpoint, Resolver
+from argosy.gateway.pool import ModelStartup, Pool, ReplicaEndpoint, Resolver
 from argosy.policy.traffic import PoolRoute
 
 FIRST_PROBE_TIMEOUT_S = 5.0
@@ -120,6 +121,11 @@ class ModelRegistry:
         task = asyncio.create_task(_close_when_idle(membership))
         self._retirements.add(task)
         task.add_done_callback(self._retirements.discard)
+
+    def apply_startups(self, startups: Mapping[str, ModelStartup]) -> None:
+        """Replace the states of the models that the fleet scales to zero and that have no replica, by name."""
+        for name, membership in self._memberships.items():
+            membership.pool.set_startup(startups.get(name), time.monotonic())
 
     async def close(self) -> None:
         """Stop all background tasks and close all connections to replicas."""

@@ -10,6 +10,7 @@ run in `run_with_restarts`.
 from argosy.gateway.pool.admin_settings import AdminSettings
 from argosy.gateway.pool.background import CoroutineFactory, run_with_restarts
 from argosy.gateway.pool.dns_discovery import DiscoveryMode, DnsDiscovery, Resolver, resolve_host
+from argosy.gateway.pool.model_startup import ModelStartup
 from argosy.gateway.pool.placement_requests import build_placement_request
 from argosy.gateway.pool.pool import Pool, PoolVersions
 from argosy.gateway.pool.prober import Prober
@@ -20,6 +21,7 @@ __all__ = [
     "CoroutineFactory",
     "DiscoveryMode",
     "DnsDiscovery",
+    "ModelStartup",
     "Pool",
     "PoolVersions",
     "Prober",

@@ -38,6 +38,7 @@ def build_placement_request(
     *,
     tier: int,
     deadline: float,
+    start_wait_s: float,
     unsuitable: set[str],
 ) -> PlacementRequest:
     """Build the placement request of a request to a model.
@@ -49,6 +50,7 @@ def build_placement_request(
         model: Name of the pool that answers.
         tier: Rank of the tier in which it is queued.
         deadline: Monotonic time at which it ends.
+        start_wait_s: How long it may wait for the start of a pool without replicas.
         unsuitable: Names of replicas that do not enforce its constraint.
     """
     return PlacementRequest(
@@ -70,6 +72,7 @@ def build_placement_request(
         deadline=deadline,
         is_stream=fields.stream,
         can_aggregate=fields.stream or fields.can_aggregate_stream,
+        start_wait_s=start_wait_s,
         unsuitable=unsuitable,
     )
 

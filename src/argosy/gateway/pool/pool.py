@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import structlog
 
+from argosy.gateway.pool.model_startup import ModelStartup
 from argosy.gateway.pool.replica_endpoint import ReplicaEndpoint, ignore_change
 from argosy.policy import Hedging, RoutingPolicyName, StatusChange
 from argosy.policy.placement import GivingWay, PlacementPool
@@ -58,6 +59,8 @@ class Pool(PlacementPool[ReplicaEndpoint]):
         """Number of requests for this pool, queued or running."""
         self.traffic: TrafficRoute | None = None
         """Pools that answer in place of this one; None if it always answers."""
+        self.startup: ModelStartup | None = None
+        """How far the start of the first replica is, if the fleet scales the pool to zero and it has no replica."""
         self._on_capacity_change: Callable[[], None] = ignore_change
         for replica in replicas:
             self._observe(replica)
@@ -107,6 +110,11 @@ class Pool(PlacementPool[ReplicaEndpoint]):
     def expected_wait_s(self, tier: int, now: float) -> float | None:
         """Estimate how long a new request of this tier would be queued; None if no replica is ready."""
         return self.estimate_wait_s(self.queued_requests, tier, now)
+
+    def set_startup(self, startup: ModelStartup | None, now: float) -> None:
+        """Set how far the start of the first replica is. Requests wait for it, unless it fails."""
+        self.startup = startup
+        self.set_starting(is_starting=startup is not None and not startup.is_failing, now=now)
 
     def set_capacity_listener(self, listener: Callable[[], None]) -> None:
         """Call `listener` after changes that are no part of an attempt and may give a replica more free slots."""

@@ -25,6 +25,8 @@ class ModelDemand(msgspec.Struct, frozen=True, kw_only=True):
     """Expected tokens of the requests that arrived in each of the last complete seconds, oldest first."""
     served: Sequence[float]
     """Tokens of the prompts and outputs that were served in each of these seconds."""
+    active_requests: int = 0
+    """Requests in the queue or at replicas. 0 from a gateway of an earlier version."""
     queued_requests: int = 0
     queued_tokens: float = 0.0
     """Expected tokens of the requests in the queue."""

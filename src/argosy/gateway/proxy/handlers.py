@@ -34,6 +34,7 @@ from argosy.gateway.proxy.response_writers import (
     StreamingWriter,
 )
 from argosy.gateway.proxy.shadow_traffic import ShadowTraffic
+from argosy.gateway.proxy.start_wait import StartNotifier, find_start_wait_s
 from argosy.gateway.proxy.stream_monitor import StreamTimeouts
 from argosy.gateway.proxy.upstream_headers import build_native_headers
 from argosy.gateway.request_context import (
@@ -282,6 +283,9 @@ class CompletionHandlers:
             route_reason=route_reason,
             assigned_version=version,
             deadline=exchange.arrived_at + min(fields.timeout_s, self._max_request_s),
+            start_wait_s=find_start_wait_s(
+                exchange, self._config.cold_start, is_stream=fields.stream
+            ),
             response_headers=exchange.extra_headers,
             unsuitable_replicas=unsupporting,
             trace=RequestTrace(arrived_at=exchange.arrived_at, parsed_at=now),
@@ -356,6 +360,7 @@ class CompletionHandlers:
                 filter_states,
                 context.delivered,
             ),
+            start_notifier=StartNotifier(context, writer, self._config.cold_start),
         )
         deadline_timer = None
         if context.deadline < math.inf:

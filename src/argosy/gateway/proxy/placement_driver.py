@@ -89,6 +89,7 @@ class PlacementDriver:
             model=pool.model,
             arrived=[sum(tokens) for tokens in zip(*arrived, strict=True)],
             served=[sum(tokens) for tokens in zip(*served, strict=True)],
+            active_requests=sum(version.active_requests for version in versions),
             queued_requests=sum(map(len, queues)),
             queued_tokens=sum(queue.cost_tokens for queue in queues),
             queue_age_s=max(0.0, now - min(oldest)) if oldest else 0.0,

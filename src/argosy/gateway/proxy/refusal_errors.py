@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 
 from argosy.gateway.pool import Pool
 from argosy.gateway.request_context import REFUSED_BY_REPLICA, REQUEST_TOO_LARGE, RequestContext
@@ -12,6 +13,11 @@ from argosy.protocol import ApiError
 RETRY_AFTER_S = 1.0
 NO_REPLICA_RETRY_AFTER_S = 10.0
 """Retry-After when no replica is available and none is expected to recover."""
+
+MAX_START_RETRY_AFTER_S = 55.0
+"""Longest Retry-After for a model that starts. All versions of the SDKs respect it, some none above 60 s."""
+MAX_RETRIED_START_S = 3 * MAX_START_RETRY_AFTER_S
+"""Time to the end of a start from which SDKs would use up their retries before it."""
 
 
 def build_refusal_error(
@@ -31,6 +37,8 @@ def build_refusal_error(
             return _overloaded_error(pool, f"no free slot within {queue_timeout_s:g} s")
         case RefusalReason.REPLICAS_FULL:
             return _replicas_full_error(pool, refusal.retry_after_s or 0.0)
+        case RefusalReason.STARTING:
+            return _starting_error(context)
         case RefusalReason.NO_REPLICA:
             return no_replica_error(pool, now)
         case RefusalReason.QUARANTINED:
@@ -60,12 +68,32 @@ def no_replica_error(pool: Pool, now: float) -> ApiError:
     message = f"No replica is available for {pool.model!r}. Try again shortly."
     if pool.is_out_of_service:
         message = f"Operators took all replicas for {pool.model!r} out of service; see `argosy replicas list`."
+    if pool.startup is not None and pool.startup.is_failing:
+        message = f"The replicas for {pool.model!r} do not start; `argosy status` shows why."
     may_recover = pool.may_recover(now)
     return ApiError(
         503,
         "no_replica",
         message,
         retry_after_s=RETRY_AFTER_S if may_recover else NO_REPLICA_RETRY_AFTER_S,
+    )
+
+
+def _starting_error(context: RequestContext) -> ApiError:
+    """Build the 503 error for a model that is not ready when the client would give up."""
+    pool, wall_now = context.pool, time.time()
+    startup = pool.startup
+    eta_s = None if startup is None else startup.eta_s(wall_now)
+    if eta_s is not None and eta_s > MAX_RETRIED_START_S:
+        context.response_headers.append((b"x-should-retry", b"false"))
+    when = "shortly" if eta_s is None else f"in about {math.ceil(eta_s)} s"
+    message = f"The model {pool.model!r} starts and is ready {when}. Try again then, or stream the response to wait."
+    return ApiError(
+        503,
+        "model_starting",
+        message,
+        retry_after_s=min(math.inf if eta_s is None else eta_s, MAX_START_RETRY_AFTER_S),
+        details=None if startup is None else startup.describe(wall_now),
     )
 
 

@@ -20,6 +20,7 @@ from argosy.gateway.proxy.attempt_meter import AttemptMeter
 from argosy.gateway.proxy.fast_path_switch import FastPathSwitch
 from argosy.gateway.proxy.final_events import build_final_events
 from argosy.gateway.proxy.response_writers import ResponseWriter
+from argosy.gateway.proxy.start_wait import StartNotifier
 from argosy.gateway.proxy.stream_monitor import StreamMonitor, StreamTimeouts
 from argosy.gateway.proxy.upstream_call import UpstreamCall, UpstreamRefusedError
 from argosy.gateway.request_context import CLIENT_GONE, EndReason, FilterState, RequestContext
@@ -45,6 +46,7 @@ class ResponseRelay:
         report: Callable[[Event], None],
         cancel: Callable[[], object],
         fast_path_switch: FastPathSwitch,
+        start_notifier: StartNotifier,
     ) -> None:
         """Create a relay that no replica is attached to yet.
 
@@ -56,6 +58,7 @@ class ResponseRelay:
             report: Receives the events for placement.
             cancel: Cancels the request, after `RequestContext.end_reason` was set.
             fast_path_switch: Moves the stream to native code and back.
+            start_notifier: Writes to the client while the model starts.
         """
         self._context = context
         self._delivered = context.delivered
@@ -65,6 +68,7 @@ class ResponseRelay:
         self._report = report
         self._cancel = cancel
         self._fast_path_switch = fast_path_switch
+        self._start_notifier = start_notifier
         self._monitor = StreamMonitor()
         self._output_tokens = 0
         self._attempt_start_tokens = 0
@@ -271,7 +275,9 @@ class ResponseRelay:
                 self.exit_fast_path()
                 call.response.abort(f"no data for {stall_s:g} s")
                 return
-        if monitor.is_keepalive_due(now, timeouts):
+        if self._start_notifier.is_waiting:
+            self._start_notifier.notify(now)
+        elif monitor.is_keepalive_due(now, timeouts):
             self._send_keepalive()
 
     def _on_data(self, body: bytes) -> None:

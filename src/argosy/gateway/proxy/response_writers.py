@@ -48,6 +48,9 @@ class ResponseWriter(Protocol):
     def send_keepalive(self) -> None:
         """Send the client a comment, if the response is a stream that has started."""
 
+    def send_progress(self, comment: bytes, event: bytes | None) -> None:
+        """Send a comment and an event without content, if the response is a stream that has started."""
+
     @property
     def has_output(self) -> bool:
         """Whether the client may have received events."""
@@ -89,6 +92,12 @@ class StreamingWriter:
     def send_keepalive(self) -> None:
         if self._exchange.status is not None:
             self._exchange.write_comment(KEEPALIVE_COMMENT)
+
+    def send_progress(self, comment: bytes, event: bytes | None) -> None:
+        if self._exchange.status is not None:
+            self._exchange.write_comment(comment)
+            if event is not None:
+                self._exchange.write_heartbeat(event)
 
     def discard(self) -> bool:
         return not self.has_output
@@ -174,6 +183,9 @@ class AggregatingWriter:
         return self._buffered_bytes > MAX_AGGREGATED_BYTES
 
     def send_keepalive(self) -> None:
+        """Do nothing, because the response has not started."""
+
+    def send_progress(self, comment: bytes, event: bytes | None) -> None:
         """Do nothing, because the response has not started."""
 
     @property

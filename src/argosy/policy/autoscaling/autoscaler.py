@@ -47,7 +47,7 @@ class AutoscalerState(msgspec.Struct):
     observed_since: float | None = None
     """Time since which no observation was missing."""
     active_at: float | None = None
-    """When the pool last had a request."""
+    """When the pool last had a request, or was starting."""
     short_at: float | None = None
     """When more replicas were last needed than were ready or starting."""
     removed_at: float | None = None
@@ -99,8 +99,10 @@ class Autoscaler:
         recent = state.demand.mean(PEAK_MEAN_S)
         if recent.seconds >= PEAK_MEAN_S:
             state.trend.update(at, recent.tokens_per_s, observation.startup_s)
+        is_starting = observation.desired_replicas > observation.failing_replicas
         if (
-            observation.queued_requests
+            (is_starting and not observation.ready_replicas)  # a start ends, also if clients left
+            or observation.queued_requests
             or observation.running_requests
             or any(arrival.tokens for arrival in observation.arrivals)
         ):
@@ -234,8 +236,9 @@ class _Rules:
             for_tokens = rate / capacity
         for_kv = observation.kv_used_replicas / settings.kv_limit
         needed = max(math.ceil(for_tokens - 1e-9), math.ceil(for_kv - 1e-9))
-        if observation.queued_requests:
-            needed = max(needed, 1)
+        has_arrivals = any(arrival.tokens for arrival in observation.arrivals)
+        if observation.queued_requests or (has_arrivals and not self._supply):
+            needed = max(needed, 1)  # also for requests that were refused until a replica serves
         window_s = min(max(settings.down_window_s, 2.0 * observation.startup_s), MAX_PEAK_WINDOW_S)
         since = observation.at - window_s
         self.arithmetic = msgspec.structs.replace(

@@ -183,9 +183,7 @@ class PlacementCore:
             return
         request.move_to(RequestState.WAITING)
         queue.push(request, now)
-        request.timer = self._timers.add(
-            now + self._limits.queue.timeout_s, partial(self._on_queue_timeout, request)
-        )
+        self._set_wait_timer(request, pool)
         self._pauser.watch(queue, request.tier, now)
         self._dispatch(queue, now)
 
@@ -195,13 +193,28 @@ class PlacementCore:
             queue = self._queues[pool] = PoolQueue(pool, self._limits.queue)
         return queue
 
+    def _set_wait_timer(self, request: PlacementRequest, pool: _Pool) -> None:
+        wait_ends_at = self._find_wait_end(request, pool)
+        request.timer = self._timers.add(wait_ends_at, partial(self._on_queue_timeout, request))
+
+    def _find_wait_end(self, request: PlacementRequest, pool: _Pool) -> float:
+        """Return until when a request may wait. The limit of the queue does not include the start of the pool."""
+        queued_at = request.queued_at or 0.0
+        if pool.is_starting:
+            return queued_at + request.start_wait_s
+        return max(queued_at, pool.started_at) + self._limits.queue.timeout_s
+
     def _on_queue_timeout(self, request: PlacementRequest, now: float) -> None:
-        del now
         queue = self._requests[request]
+        pool = queue.pool
+        if now < self._find_wait_end(request, pool):  # the pool has started, or starts by now
+            self._set_wait_timer(request, pool)
+            return
         queue.withdraw(request)
-        reason = (
-            RefusalReason.QUEUE_TIMEOUT if queue.pool.is_available() else RefusalReason.NO_REPLICA
-        )
+        reason = RefusalReason.STARTING
+        if not pool.is_starting:
+            is_available = pool.is_available()
+            reason = RefusalReason.QUEUE_TIMEOUT if is_available else RefusalReason.NO_REPLICA
         self._refuse(Refuse(request, reason))
 
     def _dispatch(self, queue: PoolQueue, now: float) -> None:

@@ -137,6 +137,7 @@ class RefusalReason(enum.Enum):
     TENANT_SHARE_FULL = "the tenant's share of the queue is full"
     RESERVED_FOR_HIGHER_TIERS = "the remaining capacity is for higher tiers"
     QUEUE_TIMEOUT = "no free slot in time"
+    STARTING = "the first replica has not started in time"
     REPLICAS_FULL = "all replicas report that they are full"
     NO_REPLICA = "no replica is available"
     QUARANTINED = "replicas failed while they ran this request"

@@ -75,6 +75,10 @@ class PlacementPool(Generic[R]):
         """Pool of the stable version, which serves the requests that this one cannot. None if this is that pool."""
         self.is_withdrawn = False
         """Whether all requests that do not run yet go to `takeover`, because the route gives this version no share."""
+        self.is_starting = False
+        """Whether there is no replica, but one starts or is started for requests. They wait for it."""
+        self.started_at = -math.inf
+        """When it was last found that the pool is not starting any more."""
         self._removed_may_recover_until = -math.inf
         """Time until which requests wait for replacements of removed replicas."""
         self._policy = ROUTING_POLICIES[routing_policy]()
@@ -93,6 +97,12 @@ class PlacementPool(Generic[R]):
             self._removed_may_recover_until, replica.health.grace_ends_at
         )
         return replica
+
+    def set_starting(self, *, is_starting: bool, now: float) -> None:
+        """Set whether requests wait for the start of the first replica."""
+        if self.is_starting and not is_starting:
+            self.started_at = now
+        self.is_starting = is_starting
 
     def set_routing_policy(
         self, routing_policy: RoutingPolicyName, hedging: Hedging | None
@@ -129,7 +139,8 @@ class PlacementPool(Generic[R]):
     def may_recover(self, now: float) -> bool:
         """Whether a replica is available or may be soon, so that requests wait instead of failing."""
         return (
-            any(now < replica.health.grace_ends_at for replica in self.replicas.values())
+            self.is_starting
+            or any(now < replica.health.grace_ends_at for replica in self.replicas.values())
             or now < self._removed_may_recover_until
             or self.has_pending_replicas()
         )

@@ -98,6 +98,8 @@ class PoolQueue:
         limits, queue, tier, pool = self._limits, self.queue, request.tier, self.pool
         if not pool.may_recover(now):
             return RefusalReason.NO_REPLICA, None
+        if pool.is_starting and request.start_wait_s <= 0.0:
+            return RefusalReason.STARTING, None
         retry_after_s = pool.retry_after_s(now)
         if retry_after_s > limits.timeout_s:
             return RefusalReason.REPLICAS_FULL, retry_after_s
@@ -109,6 +111,8 @@ class PoolQueue:
             and is_tenant_within_share(tier, backlog.size_bytes, queue.size_bytes, limits.max_bytes)
         ):
             return RefusalReason.TENANT_SHARE_FULL, None
+        if pool.is_starting:
+            return None  # how long the queue has waited says nothing about the load
         waited_s = max(0.0, now - backlog.next_arrived_at)
         if not is_tier_admitted(
             tier, saturation(waited_s / limits.timeout_s, pool.reachable_loads())

@@ -84,6 +84,8 @@ class PlacementRequest(msgspec.Struct, eq=False):
     """Whether the client receives the response as a stream."""
     can_aggregate: bool = True
     """Whether a response in one piece can be put together from the stream of a native replica."""
+    start_wait_s: float = 60.0
+    """How long it may wait for the first replica of its pool to start."""
     unsuitable: set[str] = msgspec.field(default_factory=set)
     """Names of replicas that do not enforce the request's constraint, or cannot resume its response."""
 

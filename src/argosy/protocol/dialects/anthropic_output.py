@@ -54,6 +54,7 @@ def encode_anthropic_error(error: OutputError, request_id: str) -> bytes:
     fields: dict[str, Any] = {
         "type": _ERROR_TYPES.get(error.status, default_type),
         "message": message,
+        **error.details,
     }
     if error.code == UNSUPPORTED_THREAD:
         fields["details"] = _THREAD_DETAILS
@@ -130,6 +131,9 @@ class AnthropicOutput(DialectOutput):
 
     def fail(self, error: OutputError) -> None:
         self._unsent.append(_frame("error", encode_anthropic_error(error, "")))
+
+    def heartbeat(self, event: bytes) -> bytes:  # noqa: ARG002 - this API has a type for them
+        return _frame("ping", b'{"type":"ping"}')
 
     def build_response(self) -> dict[str, Any]:
         return self._message

@@ -160,13 +160,15 @@ class ChatOutputReader:
             return
         if chunk.usage is not None:
             self._tokens = chunk.usage.to_tokens()
-        if not self._has_started:
-            self._start(chunk.model)
+        self.start(chunk.model)
         for choice in chunk.choices:
             if choice.index == 0:
                 self._read_choice(choice)
 
-    def _start(self, model: str = "") -> None:
+    def start(self, model: str = "") -> None:
+        """Start the response, unless it has started."""
+        if self._has_started:
+            return
         self._has_started = True
         identity = self._identity
         self._output.output.start(
@@ -201,8 +203,7 @@ class ChatOutputReader:
 
     def _end(self) -> None:
         self.has_ended = True
-        if not self._has_started:
-            self._start()
+        self.start()
         self._output.release_all()
         self._output.output.finish(
             OutputEnd(
@@ -214,8 +215,7 @@ class ChatOutputReader:
 
     def _fail(self, error: _Error | str) -> None:
         self.has_ended = True
-        if not self._has_started:
-            self._start()
+        self.start()
         self._output.release_all()
         self._output.output.fail(_to_output_error(error))
 

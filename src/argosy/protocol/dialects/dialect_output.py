@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -49,6 +49,8 @@ class OutputError(msgspec.Struct, frozen=True, kw_only=True):
     code: str = ""
     status: int = 500
     """HTTP status that the error has as a response of its own."""
+    details: Mapping[str, object] = {}
+    """Further fields of its body."""
 
 
 class DialectOutput(ABC):
@@ -59,6 +61,9 @@ class DialectOutput(ABC):
     """
 
     stream_content_type: bytes = SSE_CONTENT_TYPE
+
+    starts_with_heartbeat = False
+    """Whether the response has to start before the first heartbeat."""
 
     def __init__(self) -> None:
         self._unsent: list[bytes] = []
@@ -100,6 +105,14 @@ class DialectOutput(ABC):
     @abstractmethod
     def fail(self, error: OutputError) -> None:
         """End a stream that has started with an error."""
+
+    def heartbeat(self, event: bytes) -> bytes:
+        """Return an event without content that keeps an idle stream alive for clients that ignore comments.
+
+        Args:
+            event: The one of the chat API, a chunk without choices.
+        """
+        return self.keepalive(event)
 
     def keepalive(self, comment: bytes) -> bytes:
         """Return what keeps an idle stream alive: the SSE comment, unless the dialect has something else."""

@@ -78,6 +78,12 @@ class DialectTranslator:
         """Translate a comment that keeps an idle stream alive."""
         return self._output.keepalive(comment)
 
+    def translate_heartbeat(self, event: bytes) -> bytes:
+        """Translate an event without content that keeps an idle stream alive."""
+        if self._output.starts_with_heartbeat:
+            self._reader.start()
+        return self._output.drain() or self._output.heartbeat(event)
+
     async def finish_stream(self) -> bytes:
         """Return the events that end the stream."""
         if self._on_end is not None and self._reader.has_ended:
@@ -126,6 +132,10 @@ class BodyTranslator:
         """Return the comment unchanged."""
         return comment
 
+    def translate_heartbeat(self, event: bytes) -> bytes:
+        """Return the event unchanged."""
+        return event
+
     async def finish_stream(self) -> bytes:
         """Return no events."""
         return b""
@@ -162,4 +172,6 @@ def _malformed_response() -> ApiError:
 
 def to_output_error(error: ApiError) -> OutputError:
     """Return an error in the terms of the dialects."""
-    return OutputError(message=error.message, code=error.code, status=error.status)
+    return OutputError(
+        message=error.message, code=error.code, status=error.status, details=error.details
+    )

@@ -33,6 +33,8 @@ class ResponsesOutput(DialectOutput):
         encrypt: Encrypts reasoning for the client; None if the client did not ask for it.
     """
 
+    starts_with_heartbeat = True
+
     def __init__(
         self,
         description: dict[str, Any],
@@ -132,6 +134,11 @@ class ResponsesOutput(DialectOutput):
         code = _ERROR_CODES.get(error.status, default_code)
         self._response["error"] = {"code": code, "message": error.message}
         self._end("failed")
+
+    def heartbeat(self, event: bytes) -> bytes:  # noqa: ARG002 - not in this API
+        """Repeat that the response is in progress. Clients require that it was created before."""
+        self._send("response.in_progress", response=self._response)
+        return self.drain()
 
     def build_response(self) -> dict[str, Any]:
         return self._response

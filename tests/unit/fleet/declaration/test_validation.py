@@ -28,7 +28,6 @@ DIGEST = "sha256:" + "0" * 64
         ("min_replicas: 1", "pools[0].min_replicas: it needs max_replicas"),
         ("max_replicas: 1", "pools[0].max_replicas: it needs min_replicas"),
         ("autoscaling: {mode: on}", "pools[0].autoscaling: it has nothing to decide"),
-        (SCALED + "min_replicas: 0", "pools[0].min_replicas: this version cannot scale a pool to zero"),
         (SCALED + "min_replicas: 2, replicas: 1", "pools[0].replicas: it is not between min_replicas (2)"),
         (SCALED + "min_replicas: 1, engine: vllm", "do not report what they can serve. Set `tokens_per_s`"),
         (SCALED + "min_replicas: 1}, {name: b, model: chat", "the pool 'b' also serves the model 'chat'"),

@@ -1,0 +1,159 @@
+"""A model that is scaled to zero: its first request starts it, and clients wait for it in the gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx2
+import msgspec
+import pytest
+from tests.support.controlled_fleet import FLEET, Fleet, run_fleet
+from tests.support.gateway_client import BODIES, CHAT, run_gateway_server
+from tests.support.waiting import until
+from tests.support.waiting_clients import SILENCE_S
+
+from argosy.fleet.declaration import FleetConfig, parse_fleet
+from argosy.gateway import GatewayConfig
+from argosy.gateway.config import ColdStartConfig
+from argosy.store import StoreConfig
+
+ROOT = Path(__file__).parents[3]
+MODEL = "chat"
+BODY = BODIES[CHAT] | {"model": MODEL, "max_tokens": 4}
+NUM_CLIENTS = 9
+REPLICA = 'while [ ! -e "$0" ]; do sleep 0.05; done; exec argosy replica "$@"'
+"""Replica that starts once a file exists."""
+
+
+def declare(gate: Path, **autoscaling: object) -> FleetConfig:
+    return parse_fleet(
+        msgspec.json.encode(
+            {
+                "fleet": FLEET,
+                "gateways": 0,
+                "models": [{"name": MODEL, "source": "argosy-mini"}],
+                "engines": {
+                    "gated": {
+                        "command": ["sh", "-c", REPLICA, str(gate), "{model}"],
+                        "optional_arguments": [["--served-model-name", "{served_name}"]],
+                        "port_arguments": ["--host", "{host}", "--port", "{port}"],
+                        "ready_path": "/ready",
+                        "kind": "argosy",
+                    }
+                },
+                "pools": [
+                    {
+                        "name": "chat",
+                        "model": MODEL,
+                        "engine": "gated",
+                        "min_replicas": 0,
+                        "max_replicas": 1,
+                        "autoscaling": {"mode": "on", "tokens_per_s": 100.0} | autoscaling,
+                    }
+                ],
+            }
+        )
+    )
+
+
+async def count_queued(client: httpx2.AsyncClient) -> int:
+    metrics = (await client.get("/metrics")).text
+    line = next(line for line in metrics.splitlines() if "gateway_queue_depth{" in line)
+    return int(float(line.rpartition(" ")[2]))
+
+
+@pytest.fixture(autouse=True)
+def _short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("argosy.fleet.control.replica_monitor.CHECK_INTERVAL_S", 0.1)
+    monkeypatch.setattr("argosy.fleet.control.leader_term.OBSERVATION_INTERVAL_S", 0.1)
+    monkeypatch.setattr("argosy.fleet.control.gateway_publisher.POLL_INTERVAL_S", 0.1)
+
+
+@pytest.fixture
+async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
+    async with run_fleet(tmp_path) as fleet:
+        yield fleet
+
+
+@contextlib.asynccontextmanager
+async def run_gateway(fleet: Fleet) -> AsyncIterator[httpx2.AsyncClient]:
+    config = GatewayConfig(
+        port=0,
+        fleet=FLEET,
+        store=StoreConfig(url=fleet.url),
+        pools_file=str(fleet.folder / "pools.json"),
+        cold_start=ColdStartConfig(
+            comment_interval_s=1.0, event_interval_s=1.0, non_streaming_hold_s=120.0
+        ),
+        early_stream_start_s=0.1,
+    )
+    async with run_gateway_server(config, client_timeout_s=None) as (_, client):
+        yield client
+
+
+@pytest.mark.exhaustive
+async def test_clients_of_all_kinds_wait_for_a_model_that_is_scaled_to_zero(fleet: Fleet) -> None:
+    gate = fleet.folder / "gate"
+    fleet.apply(declare(gate, scale_to_zero_after_s=1.0))
+    first = fleet.start_controller("first")
+    async with run_gateway(fleet) as client:
+        while not (await client.get("/v1/models")).json()["data"]:
+            pass  # the controller has published nothing yet
+        assert (await client.get("/ready")).status_code == 200
+        assert fleet.status.replicas == []
+
+        hasty = {"x-argosy-deadline": "5"}
+        refused = await client.post(CHAT, json=BODY, headers=hasty)
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "55")
+        error = refused.json()["error"]
+        assert (error["code"], error["state"], error["eta_s"]) == (
+            "model_starting",
+            "stopped",
+            None,
+        )
+        await until(lambda: len(fleet.status.replicas) == 1)  # although the client has left
+
+        clients = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "tests.support.waiting_clients", str(client.base_url), MODEL),
+            cwd=ROOT,
+            env=os.environ | {"LANGSMITH_TRACING": "false"},
+            stdout=asyncio.subprocess.PIPE,
+        )
+        lines: list[str] = []
+        num_events = 0
+        async with client.stream("POST", CHAT, json=BODY | {"stream": True}) as response:
+            async for line in response.aiter_lines():
+                lines.append(line)
+                if not gate.exists() and '"choices":[]' in line:
+                    is_waiting = await count_queued(client) > NUM_CLIENTS
+                    num_events += is_waiting
+                    if num_events > SILENCE_S + 1:  # longer than the timeouts of the clients
+                        gate.touch()
+        assert ": argosy starting" in lines
+        assert lines[-2] == "data: [DONE]"
+        assert not any(line.startswith("id:") for line in lines)
+        output, _ = await clients.communicate()
+        texts = json.loads(output)
+        assert len(texts) == NUM_CLIENTS
+        assert all(texts.values()), texts
+
+        # The next controller continues with what the first one knew, until the pool is idle.
+        fleet.start_controller("second")
+        first.cancel()
+        await until(lambda: fleet.status.leader == "second")
+        await until(lambda: not fleet.status.replicas and fleet.status.is_as_declared)
+        gate.unlink()
+        refused = await client.post(CHAT, json=BODY, headers=hasty)
+        error = refused.json()["error"]
+        assert error["state"] == "stopped"
+        assert 0 < error["eta_s"] == int(refused.headers["retry-after"])
+        decisions = [event.reason for event in fleet.events("scaling_decision")]
+        assert any(reason.startswith("Scale from 1 to 0: it has had") for reason in decisions)
+        starts = fleet.events("replica_start")
+        assert [event.epoch for event in starts][:1] == [1]
