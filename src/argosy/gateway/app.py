@@ -28,6 +28,7 @@ from argosy.gateway.peer_gateways import PEER_REQUESTS_PREFIX
 from argosy.gateway.pooling_handlers import PoolingHandlers
 from argosy.gateway.principal import ANONYMOUS, Principal
 from argosy.gateway.proxy import CompletionHandlers
+from argosy.gateway.series_queries import PEER_SERIES_PATH
 from argosy.gateway.utility_handlers import (
     METRICS_PATH,
     REPLICAS_PREFIX,
@@ -77,6 +78,7 @@ class GatewayApp:
         answer_peer: Handler | None = None,
         answer_controller: Handler | None = None,
         report_outcomes: Handler | None = None,
+        answer_series: Handler | None = None,
         response_state: ResponseState | None = None,
     ) -> None:
         self._models = models
@@ -128,6 +130,10 @@ class GatewayApp:
         if report_outcomes is not None:
             self._routes[OUTCOMES_PATH] = HttpRoute(
                 OUTCOMES_PATH, "POST", report_outcomes, is_public=True
+            )
+        if answer_series is not None:
+            self._routes[PEER_SERIES_PATH] = HttpRoute(
+                PEER_SERIES_PATH, "GET", answer_series, is_public=True
             )
         self._admin_route = HttpRoute(
             ADMIN_PREFIX, ANY_METHOD, self._forward_to_admin, is_public=True

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, TypeVar
@@ -49,6 +49,8 @@ from argosy.gateway.request_explainer import RequestExplainer
 from argosy.gateway.request_ids import new_gateway_id
 from argosy.gateway.request_trace import TraceStore
 from argosy.gateway.route_watcher import RouteWatcher
+from argosy.gateway.series_collector import SeriesCollector
+from argosy.gateway.series_queries import SeriesQueries
 from argosy.gateway.version_comparison import LocalGate, OutcomeMeter
 from argosy.http_server import CertificateWatcher, HttpServer, listen_url, listening_socket, tune_gc
 from argosy.native import NativeUnavailableError
@@ -104,6 +106,7 @@ class GatewayServer:
         self._traces = TraceStore(config.explain)
         self._certificates = None if config.tls is None else CertificateWatcher(config.tls)
         self._gateway_id = new_gateway_id()
+        self._series = SeriesCollector(config, self._models) if config.series.enabled else None
         self._http_server: HttpServer | None = None
         self._account_sync: AccountSync | None = None
         self._fleet_pools = (
@@ -160,6 +163,8 @@ class GatewayServer:
         """
         async with contextlib.AsyncExitStack() as exit_stack:
             exit_stack.push_async_callback(self._registry.close)
+            if self._series is not None:
+                exit_stack.push_async_callback(self._series.close)
             idempotency_store = open_idempotency_store(
                 self._config.idempotency, self._config.limits
             )
@@ -180,7 +185,8 @@ class GatewayServer:
     def _build_base_filters(self, idempotency_store: IdempotencyStore) -> list[RequestFilter]:
         """Build the filters that need no store of accounts."""
         config = self._config.idempotency
-        telemetry_filter = TelemetryFilter(self._traces, self._metrics, time.monotonic)
+        series = None if self._series is None else self._series.recorder
+        telemetry_filter = TelemetryFilter(self._traces, self._metrics, time.monotonic, series)
         return [telemetry_filter, IdempotencyFilter(idempotency_store, config.max_response_bytes)]
 
     async def _build_store_filters(
@@ -232,6 +238,9 @@ class GatewayServer:
         explainer = RequestExplainer(
             self._gateway_id, self._find_trace, peers, None if store is None else store.ledger
         )
+        series_queries = (
+            None if self._series is None else SeriesQueries(self._series, self._gateway_id, peers)
+        )
         response_state = (
             ResponseState(None)
             if store is None or self._config.store is None
@@ -259,6 +268,7 @@ class GatewayServer:
                     self._models, None if account_sync is None else account_sync.accounting.store
                 ),
                 self._config.fleet,
+                series_queries=series_queries,
             ),
             render_openapi=render_openapi,
             cors=self._cors,
@@ -275,6 +285,9 @@ class GatewayServer:
             else self._fleet_pools.build_outcomes_handler(
                 peers.secret, self._outcomes.build_report
             ),
+            answer_series=None
+            if peers is None or series_queries is None
+            else series_queries.build_handler(peers.secret),
             response_state=response_state,
         )
         await self._registry.start()
@@ -289,6 +302,14 @@ class GatewayServer:
         if peers is not None:
             await peers.register()
             background_tasks.append(peers.keep_registered)
+        if self._series is not None:
+            run_series = partial(
+                self._series.run,
+                lambda: generation.queued_requests,
+                generation.count_by_tenant,
+                self._read_desired_replicas,
+            )
+            background_tasks.append(run_series)
         if self._config_reloader is not None:
             background_tasks.append(self._config_reloader.run)
         if self._certificates is not None:
@@ -375,6 +396,9 @@ class GatewayServer:
             return None
         return trace.to_dict() | {"gateway": self._gateway_id, "source": "trace"}
 
+    def _read_desired_replicas(self) -> Mapping[str, int]:
+        return {} if self._fleet_pools is None else self._fleet_pools.desired_replicas
+
     def _read_metrics(self, app: GatewayApp, generation: CompletionHandlers) -> GatewayGauges:
         account_sync = self._account_sync
         return GatewayGauges(
@@ -388,9 +412,7 @@ class GatewayServer:
                 for pool in self._models.pools
             },
             routes={route.pool: route.version for route in self._registry.routes.values()},
-            desired_replicas={}
-            if self._fleet_pools is None
-            else self._fleet_pools.desired_replicas,
+            desired_replicas=self._read_desired_replicas(),
             usage_pending_records=0
             if account_sync is None
             else account_sync.accounting.usage_log.pending_records,

@@ -13,6 +13,7 @@ from argosy.store.api_keys import hash_key
 from argosy.store.audit import AuditEntry, AuditLog, AuditVerification
 from argosy.store.clock import Clock, SteadyClock, steady_clock
 from argosy.store.conversation_store import ConversationStore, StoredConversation
+from argosy.store.csv_export import format_csv, format_csv_time
 from argosy.store.errors import (
     ConflictError,
     HistoryTooLongError,
@@ -183,6 +184,8 @@ __all__ = [
     "create_idempotency_store",
     "create_quota_backend",
     "default_store_url",
+    "format_csv",
+    "format_csv_time",
     "hash_key",
     "is_key_valid",
     "open_existing_store",

@@ -12,12 +12,13 @@ import msgspec
 import structlog
 from starlette.routing import Route, Router
 
-from argosy.gateway.admin import fleet, keys, limits_and_prices, replicas, reports, tenants
+from argosy.gateway.admin import fleet, keys, limits_and_prices, replicas, reports, series, tenants
 from argosy.gateway.admin.endpoints import AdminEndpoint, AdminEndpoints, AdminRequest, AdminScope
 from argosy.gateway.admin.openapi import add_openapi_endpoint
 from argosy.gateway.admin.organisation_limiter import OrganisationLimiter
 from argosy.gateway.auth import Authenticator, check_role
 from argosy.gateway.model_registry import ReplicaAdmin
+from argosy.gateway.series_queries import SeriesQueries
 from argosy.http_server import (
     EXCHANGE_KEY,
     AsgiApp,
@@ -47,6 +48,7 @@ ENDPOINTS = add_openapi_endpoint(
             *replicas.endpoints,
             *fleet.endpoints,
             *reports.endpoints,
+            *series.endpoints,
         ]
     ),
     "/admin/openapi.json",
@@ -60,6 +62,8 @@ def build_admin_app(
     on_accounts_changed: Callable[[], None],
     replica_admin: ReplicaAdmin | None = None,
     fleet_name: str | None = None,
+    *,
+    series_queries: SeriesQueries | None = None,
 ) -> AsgiApp:
     """Build the application for /admin, which serves requests that `HttpExchange` forwards.
 
@@ -73,8 +77,11 @@ def build_admin_app(
         on_accounts_changed: Called on the event loop's thread after accounts changed and the authenticator is updated.
         replica_admin: Pools and replicas.
         fleet_name: Name of the declared fleet that the gateway belongs to.
+        series_queries: Time series.
     """
-    admin_scope = AdminScope(store, replica_admin, explain, fleet_name=fleet_name)
+    admin_scope = AdminScope(
+        store, replica_admin, explain, fleet_name=fleet_name, series_queries=series_queries
+    )
     limiter = OrganisationLimiter()
     by_path: dict[str, dict[str, AdminEndpoint]] = {}
     for endpoint in ENDPOINTS:

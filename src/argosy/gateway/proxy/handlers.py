@@ -145,6 +145,10 @@ class CompletionHandlers:
             for pool in self._models.pools
         }
 
+    def count_by_tenant(self) -> dict[str, list[int]]:
+        """Return the number of running and of queued requests of each tenant."""
+        return self._driver.count_by_tenant()
+
     def read_demand(self) -> DemandReport:
         """Return the demand for all models."""
         return self._driver.read_demand(self._models.pools)
