@@ -10,6 +10,7 @@ from typing import Any, Literal, get_type_hints
 import msgspec
 
 from argosy.gateway.auth import organisation_scope
+from argosy.gateway.config import GatewayConfig
 from argosy.gateway.model_registry import ReplicaAdmin
 from argosy.gateway.principal import Principal
 from argosy.protocol import JSON_MEDIA_TYPE, ApiError
@@ -66,6 +67,8 @@ class AdminScope:
     """Id of the organisation, or None for the whole gateway."""
     fleet_name: str | None = None
     """Name of the declared fleet that the gateway belongs to."""
+    config: GatewayConfig | None = None
+    """The gateway's settings."""
 
     def for_principal(self, principal: Principal) -> AdminScope:
         """Return the scope restricted to the reach of the caller's role. Endpoints only receive such a scope."""
