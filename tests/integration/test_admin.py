@@ -32,6 +32,7 @@ from tests.support.waiting import stable_value
 from argosy.gateway.admin import build_admin_app
 from argosy.gateway.admin.app import ENDPOINTS
 from argosy.gateway.auth import AuthConfig, Authenticator
+from argosy.gateway.config import GatewayConfig
 from argosy.gateway.model_registry import ModelRouter, ReplicaAdmin
 from argosy.http_server import (
     HttpExchange,
@@ -78,7 +79,13 @@ async def serve_admin_api(
         return find_explanation(request)
 
     handler = build_admin_app(
-        store, authenticator, explain, on_change, ReplicaAdmin(ModelRouter({}), store), "demo"
+        store,
+        authenticator,
+        explain,
+        on_change,
+        ReplicaAdmin(ModelRouter({}), store),
+        "demo",
+        config=GatewayConfig(),
     )
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:

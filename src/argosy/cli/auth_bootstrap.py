@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from argosy.cli.console_options import override_console_config
+
 if TYPE_CHECKING:
-    from argosy.gateway import AuthConfig
+    from argosy.gateway import AuthConfig, ConsoleConfig
 
 AuthModeName = Literal["auto", "required", "disabled"]
 """`auto`: requests from this machine need no key until a key exists. `required`: all need one. `disabled`: none do."""
@@ -33,6 +35,12 @@ class AuthBootstrap:
     """Address that the server listens on."""
     allowed_origins: list[str] | None = None
     """Origins of web pages that may send requests, or None for origins on this machine."""
+    console: bool = True
+    """Whether to serve the console."""
+    allowed_hosts: list[str] | None = None
+    """Names under which browsers may open the console."""
+    console_insecure_http: bool = False
+    """Whether people may sign in to the console over plain HTTP from other machines."""
 
     @property
     def auth_config(self) -> AuthConfig:
@@ -42,6 +50,18 @@ class AuthBootstrap:
         if self.allowed_origins is None:
             return AuthConfig(mode=self.auth_mode)
         return AuthConfig(mode=self.auth_mode, allowed_origins=tuple(self.allowed_origins))
+
+    @property
+    def console_config(self) -> ConsoleConfig:
+        """Settings of the console for the gateway."""
+        from argosy.gateway import ConsoleConfig
+
+        return override_console_config(
+            ConsoleConfig(),
+            console=self.console,
+            allowed_hosts=self.allowed_hosts,
+            insecure_http=self.console_insecure_http,
+        )
 
     @property
     def store_url(self) -> str:

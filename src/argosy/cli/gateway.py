@@ -9,6 +9,12 @@ import msgspec
 import typer
 
 from argosy.cli.client_commands import api_url
+from argosy.cli.console_options import (
+    AllowedHosts,
+    ConsoleInsecureHttp,
+    ServeConsole,
+    override_console_config,
+)
 from argosy.cli.failure import fail
 from argosy.cli.tls_options import TlsCert, TlsClientCa, TlsKey, build_tls_config
 from argosy.http_server import TlsConfig
@@ -30,6 +36,9 @@ def gateway(
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
     tls_client_ca: TlsClientCa = None,
+    console: ServeConsole = True,
+    allowed_host: AllowedHosts = None,
+    console_insecure_http: ConsoleInsecureHttp = False,
 ) -> None:
     """Route requests to the replicas of a fleet, and resume streams when a replica dies."""
     from argosy.gateway import GatewayConfig, load_config, serve_gateway
@@ -42,7 +51,14 @@ def gateway(
             overrides["uds"] = None  # otherwise the gateway would listen on the file's socket
 
         def load_settings() -> GatewayConfig:
-            return msgspec.structs.replace(load_config(config), **overrides)
+            loaded = load_config(config)
+            console_config = override_console_config(
+                loaded.console,
+                console=console,
+                allowed_hosts=allowed_host,
+                insecure_http=console_insecure_http,
+            )
+            return msgspec.structs.replace(loaded, console=console_config, **overrides)
 
         def reload_settings() -> GatewayConfig:
             _require_regular_file(config)

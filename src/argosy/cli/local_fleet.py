@@ -233,6 +233,7 @@ class LocalFleet:
             key_required=self._auth_setup.key_required,
             tls=self._server.tls,
             store_url=self._auth_bootstrap.configured_store_url,
+            has_console=self._auth_bootstrap.console and self._server.uds is None,
         )
 
     def _build_gateway_config(
@@ -261,10 +262,12 @@ class LocalFleet:
                 )
                 for model, replicas in launched.items()
             ],
+            host=server.host,
             uds=server.uds,
             tls=server.tls,
             store=StoreConfig(url=self._auth_bootstrap.store_url),
             auth=self._auth_bootstrap.auth_config,
+            console=self._auth_bootstrap.console_config,
             timeouts=Timeouts(failover_timeout_s=FAILOVER_TIMEOUT_S),
             queue=QueueConfig()
             if self._engine.request_timeout_s is None

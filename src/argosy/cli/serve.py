@@ -11,6 +11,7 @@ import typer
 
 from argosy.cli import serve_options
 from argosy.cli.account_lookup import StoreUrl
+from argosy.cli.console_options import AllowedHosts, ConsoleInsecureHttp, ServeConsole
 from argosy.cli.failure import EXIT_FAILURE, EXIT_USAGE, fail
 from argosy.cli.serve_settings import given_replica_options, with_shared_options
 from argosy.engine import EngineConfig, ReplicaServerConfig
@@ -52,6 +53,9 @@ def serve(
     store: StoreUrl = None,
     auth: serve_options.AuthModeOption = "auto",
     allowed_origins: serve_options.AllowedOrigins = None,
+    console: ServeConsole = True,
+    allowed_host: AllowedHosts = None,
+    console_insecure_http: ConsoleInsecureHttp = False,
     log_content: serve_options.LogContent = False,
     log_level: serve_options.LogLevel = "warning",
 ) -> None:
@@ -68,7 +72,15 @@ def serve(
         host = "localhost" if server.uds is not None else server.host
         try:
             groups = group_replicas(replicas, usable_gpus(engine.device, os.environ), gpus)
-            auth_bootstrap = AuthBootstrap(store, auth, host, allowed_origins)
+            auth_bootstrap = AuthBootstrap(
+                store,
+                auth,
+                host,
+                allowed_origins,
+                console=console,
+                allowed_hosts=allowed_host,
+                console_insecure_http=console_insecure_http,
+            )
             names = server.model_names_for(engine.model)
             fleet = LocalFleet(
                 server,

@@ -58,6 +58,7 @@ class StartupDisplay:
         key_required: bool,
         tls: TlsConfig | None = None,
         store_url: str | None = None,
+        has_console: bool = False,
     ) -> None:
         """Replace the bar by a panel with the address, and print commands that send a request.
 
@@ -68,6 +69,7 @@ class StartupDisplay:
             key_required: Whether requests need an API key.
             tls: TLS settings of the server.
             store_url: Store URL, unless it is the default.
+            has_console: Whether the server has a console for browsers.
         """
         self._bar.stop()
         headline = Text.assemble(
@@ -79,6 +81,8 @@ class StartupDisplay:
         self._print(usage_hint(client_url(url, tls), model, key_required=key_required, tls=tls))
         if embedding_models:
             self._print(f"Embeddings:   {', '.join(embedding_models)} at /v1/embeddings")
+        if has_console:
+            self._print(f"Console:      {client_url(url, tls)}/ in a browser")
         self._print("Press Ctrl-C to stop the server.")
 
     def show_draining(self, drain_deadline_s: float) -> None:

@@ -21,6 +21,7 @@ from argosy.gateway.config import (
     validate_config,
 )
 from argosy.gateway.config_reloader import RELOADABLE_SETTINGS
+from argosy.gateway.console import ConsoleConfig
 from argosy.gateway.fleet_pools import (
     FleetPools,
     GatewayPoolsClient,
@@ -47,6 +48,7 @@ __all__ = [
     "ROUTE_PREFIX",
     "AuthConfig",
     "BackendKind",
+    "ConsoleConfig",
     "DemandReport",
     "FleetPools",
     "GatewayConfig",

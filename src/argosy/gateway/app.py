@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 
@@ -12,6 +13,7 @@ import structlog
 
 from argosy.gateway.azure_paths import to_openai_path
 from argosy.gateway.config import GatewayConfig
+from argosy.gateway.console import CONSOLE_PREFIX, Console
 from argosy.gateway.cors import CorsPolicy
 from argosy.gateway.dialects import (
     ANTHROPIC,
@@ -80,6 +82,7 @@ class GatewayApp:
         report_outcomes: Handler | None = None,
         answer_series: Handler | None = None,
         response_state: ResponseState | None = None,
+        console: Console | None = None,
     ) -> None:
         self._models = models
         self._authenticate = authenticate
@@ -110,7 +113,7 @@ class GatewayApp:
                 open_session=lambda: generation.chat_completions,
             ),
             HttpRoute("/v1/completions", "POST", generation.completions),
-            HttpRoute("/v1/models", "GET", self._list_models),
+            HttpRoute("/v1/models", "GET", self.list_models),
             HttpRoute("/tokenize", "POST", utility.tokenize),
             HttpRoute("/detokenize", "POST", utility.tokenize),
             HttpRoute("/tokenizer_info", "GET", utility.tokenizer_info),
@@ -141,6 +144,8 @@ class GatewayApp:
         replica_metrics = HttpRoute(
             REPLICAS_PREFIX + "{name}" + METRICS_PATH, "GET", utility.replica_metrics
         )
+        self._same_origin_routes: tuple[HttpRoute, ...] = (self._admin_route,)
+        """Routes without CORS, which pages of other origins cannot read."""
         self._prefix_routes = [
             PrefixRoute(ADMIN_PREFIX, self._admin_route),
             PrefixRoute(
@@ -154,10 +159,25 @@ class GatewayApp:
                 PEER_REQUESTS_PREFIX + "{id}", "GET", answer_peer, is_public=True
             )
             self._prefix_routes.append(PrefixRoute(PEER_REQUESTS_PREFIX, peer_route))
+        if console is not None:
+            self._add_console(console)
         self.in_flight = 0
         """Number of requests that are being handled."""
         self._request_ended: asyncio.Event | None = None
         """Set after each request. None until `wait_until_idle` is called."""
+
+    def _add_console(self, console: Console) -> None:
+        """Serve the console. Browsers get its document at `/`, where Ollama's clients get a greeting."""
+        home = self._routes["/"]
+
+        async def send_home(exchange: HttpExchange, principal: Principal) -> None:
+            is_browser = b"text/html" in exchange.headers.get(b"accept", b"")
+            await (console.send_document if is_browser else home.handler)(exchange, principal)
+
+        self._routes["/"] = replace(home, handler=send_home)
+        route = HttpRoute(CONSOLE_PREFIX, ANY_METHOD, console.handle, is_public=True)
+        self._prefix_routes.append(PrefixRoute(CONSOLE_PREFIX, route))
+        self._same_origin_routes = (*self._same_origin_routes, route)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one HTTP request."""
@@ -206,7 +226,7 @@ class GatewayApp:
             exchange.set_dialect(route.dialect)
         elif VERSION_HEADER in exchange.headers:
             exchange.set_dialect(ANTHROPIC)
-        is_page_request = b"origin" in exchange.headers and route is not self._admin_route
+        is_page_request = b"origin" in exchange.headers and route not in self._same_origin_routes
         if is_page_request and self._cors.apply_headers(exchange):
             await exchange.send_response(200, b"", b"text/plain")
             return
@@ -246,7 +266,8 @@ class GatewayApp:
 
     # --- handlers that need no replica -----------------------------------------------------------
 
-    async def _list_models(self, exchange: HttpExchange, principal: Principal) -> None:
+    async def list_models(self, exchange: HttpExchange, principal: Principal) -> None:
+        """`GET /v1/models`."""
         if VERSION_HEADER in exchange.headers:
             await self.dialects.anthropic.list_models(exchange, principal)
             return

@@ -14,6 +14,7 @@ from msgspec import Meta
 
 from argosy.gateway.auth import AuthConfig
 from argosy.gateway.backends import BackendKind, KvEventAddress, ResumeMode
+from argosy.gateway.console import ConsoleConfig
 from argosy.gateway.filters import LimitsConfig
 from argosy.gateway.model_routes import RouteConfig, route_name, validate_route
 from argosy.gateway.model_traffic import TrafficTarget, validate_traffic
@@ -257,6 +258,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Accounts, keys, limits, prices and the ledger. None means a single user on the local machine."""
     auth: AuthConfig = AuthConfig()
     """API keys, tokens, client addresses and browser origins."""
+    console: ConsoleConfig = ConsoleConfig()
+    """The web application at `/`."""
     limits: LimitsConfig = LimitsConfig()
     """Where limits are shared between gateways."""
     timeouts: Timeouts = Timeouts()

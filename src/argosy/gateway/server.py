@@ -21,6 +21,7 @@ from argosy.gateway.app import GatewayApp
 from argosy.gateway.auth import Authenticator, check_exposure
 from argosy.gateway.config import GatewayConfig
 from argosy.gateway.config_reloader import ConfigLoader, ConfigReloader
+from argosy.gateway.console import BrowserGuard, Console, ConsoleEvents, ConsoleSessions
 from argosy.gateway.cors import CorsPolicy
 from argosy.gateway.dialects import ResponseState
 from argosy.gateway.filters import (
@@ -43,6 +44,7 @@ from argosy.gateway.pool import (
     resolve_host,
     run_with_restarts,
 )
+from argosy.gateway.principal import Principal
 from argosy.gateway.proxy import CompletionHandlers, FastPath, load_fast_path
 from argosy.gateway.request_context import RequestFilter
 from argosy.gateway.request_explainer import RequestExplainer
@@ -52,7 +54,14 @@ from argosy.gateway.route_watcher import RouteWatcher
 from argosy.gateway.series_collector import SeriesCollector
 from argosy.gateway.series_queries import SeriesQueries
 from argosy.gateway.version_comparison import LocalGate, OutcomeMeter
-from argosy.http_server import CertificateWatcher, HttpServer, listen_url, listening_socket, tune_gc
+from argosy.http_server import (
+    CertificateWatcher,
+    HttpExchange,
+    HttpServer,
+    listen_url,
+    listening_socket,
+    tune_gc,
+)
 from argosy.native import NativeUnavailableError
 from argosy.process import handle_signals, raise_file_limit
 from argosy.store import AccountSnapshot, IdempotencyStore, Store, StoreConfig
@@ -116,6 +125,7 @@ class GatewayServer:
         )
         self._outcomes: OutcomeMeter | None = None
         self._config_reloader: ConfigReloader | None = None
+        self._console: Console | None = None
         if load_config is not None and pools is None:
             self._config_reloader = ConfigReloader(
                 config, load_config, self._registry, self._on_models_changed
@@ -252,6 +262,29 @@ class GatewayServer:
         generation = CompletionHandlers(
             self._models, self._config, filters, fast_path, self._outcomes
         )
+        guard = BrowserGuard(
+            self._config.console,
+            self._config.host,
+            has_tls=self._config.tls is not None,
+            is_trusted_proxy=self._authenticator.is_trusted_proxy,
+        )
+        sessions = ConsoleSessions(
+            None if store is None else store.console_sessions, self._authenticator, guard
+        )
+        if self._config.console.enabled:
+            events = ConsoleEvents(
+                sessions, lambda: self._read_metrics(app, generation), lambda: self._models.pools
+            )
+
+            async def list_models(exchange: HttpExchange, principal: Principal) -> None:
+                await app.list_models(exchange, principal)
+
+            playground = {
+                "/v1/chat/completions": generation.chat_completions,
+                "/v1/completions": generation.completions,
+                "/v1/models": list_models,
+            }
+            self._console = Console(guard, sessions, events, playground)
         app = GatewayApp(
             self._models,
             generation,
@@ -269,6 +302,8 @@ class GatewayServer:
                 ),
                 self._config.fleet,
                 series_queries=series_queries,
+                sessions=sessions if self._config.console.enabled else None,
+                config=self._config,
             ),
             render_openapi=render_openapi,
             cors=self._cors,
@@ -289,6 +324,7 @@ class GatewayServer:
             if peers is None or series_queries is None
             else series_queries.build_handler(peers.secret),
             response_state=response_state,
+            console=self._console,
         )
         await self._registry.start()
         background_tasks.append(generation.monitor_streams)
@@ -426,6 +462,8 @@ class GatewayServer:
     async def _drain(self, app: GatewayApp, server: HttpServer) -> None:
         """Let running requests end, for at most `drain_deadline_s` or until `stop` is called again."""
         log.info("draining", in_flight=app.in_flight)
+        if self._console is not None:
+            self._console.events.close()
 
         async def drain() -> None:
             await server.drain(self._config.drain_keepalive_s)

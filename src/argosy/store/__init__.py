@@ -12,6 +12,7 @@ from argosy.store.accounts import Accounts
 from argosy.store.api_keys import hash_key
 from argosy.store.audit import AuditEntry, AuditLog, AuditVerification
 from argosy.store.clock import Clock, SteadyClock, steady_clock
+from argosy.store.console_session_store import ConsoleSession, ConsoleSessionStore
 from argosy.store.conversation_store import ConversationStore, StoredConversation
 from argosy.store.csv_export import format_csv, format_csv_time
 from argosy.store.errors import (
@@ -80,6 +81,7 @@ from argosy.store.records import (
     Timestamp,
     TokenPrice,
     UsageRecord,
+    UsageStatus,
     User,
     Weight,
 )
@@ -114,6 +116,8 @@ __all__ = [
     "CachedResponse",
     "Clock",
     "ConflictError",
+    "ConsoleSession",
+    "ConsoleSessionStore",
     "ConversationStore",
     "DeposedError",
     "FleetDocument",
@@ -178,6 +182,7 @@ __all__ = [
     "UsageRecord",
     "UsageReportRow",
     "UsageSlot",
+    "UsageStatus",
     "UsageTotals",
     "User",
     "Weight",

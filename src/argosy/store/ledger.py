@@ -32,7 +32,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from argosy.store import schema
 from argosy.store.csv_export import format_csv, format_csv_time
 from argosy.store.database import Database
-from argosy.store.records import OwnerKind, UsageRecord
+from argosy.store.records import OwnerKind, UsageRecord, UsageStatus
 
 ReportGroup = Literal[
     "day", "organisation", "project", "key", "user", "model", "asked", "route", "replica"
@@ -303,6 +303,39 @@ class Ledger:
             page_query = query.where(
                 *_ended_at_conditions(where), tuple_(table.c.ended_at, table.c.request) > after
             )
+
+    def list_latest(
+        self,
+        where: UsageFilter = ALL_USAGE,
+        *,
+        status: UsageStatus | None = None,
+        min_duration_s: float = 0.0,
+        before: tuple[float, str] | None = None,
+        limit: int = 200,
+    ) -> list[UsageRecord]:
+        """Return single records, latest end first.
+
+        Args:
+            where: Filter.
+            status: Only records with this status.
+            min_duration_s: Only requests that took at least this long.
+            before: End time and id of a request. Only those that come after it in the list are returned.
+            limit: Maximum number of records.
+        """
+        table = schema.usage
+        columns = [table.c[name] for name in UsageRecord.__struct_fields__]
+        query = select(*columns).where(
+            *self._owner_conditions(table, where), *_ended_at_conditions(where)
+        )
+        if status is not None:
+            query = query.where(table.c.status == status)
+        if min_duration_s > 0:
+            query = query.where(table.c.ended_at - table.c.started_at >= min_duration_s)
+        if before is not None:
+            query = query.where(tuple_(table.c.ended_at, table.c.request) < before)
+        query = query.order_by(table.c.ended_at.desc(), table.c.request.desc()).limit(limit)
+        with self._database.read_transaction() as connection:
+            return [UsageRecord(**row._asdict()) for row in connection.execute(query)]
 
     def find_record(self, requests: Sequence[str]) -> UsageRecord | None:
         """Return the record of the first request that has one. None if none has, or its day was rolled up.

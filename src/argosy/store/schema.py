@@ -414,3 +414,16 @@ fleet_documents = Table(
     Column("document", LargeBinary, nullable=False),
 )
 """Versioned documents of each fleet, as JSON, that any process may replace, such as the routes of its pools."""
+
+console_sessions = Table(
+    "console_sessions",
+    metadata,
+    Column("digest", LargeBinary, primary_key=True),
+    Column("key_digest", LargeBinary),
+    Column("claims", LargeBinary),
+    Column("created_at", Double, nullable=False),
+    Column("last_used_at", Double, nullable=False),
+    Column("expires_at", Double, nullable=False),
+)
+"""Sessions of the console, by the SHA-256 digest of their id. A session has either the digest of the API key with
+which it was opened, or the claims of an issuer's token, as JSON."""

@@ -16,6 +16,7 @@ from argosy.folders import state_folder
 from argosy.store import schema
 from argosy.store.accounts import Accounts
 from argosy.store.audit import AuditLog
+from argosy.store.console_session_store import ConsoleSessionStore
 from argosy.store.conversation_store import ConversationStore
 from argosy.store.database import Database, parse_url
 from argosy.store.errors import StoreError
@@ -77,6 +78,7 @@ class Store:
         self.responses = ResponseStore(database, clock)
         self.conversations = ConversationStore(database, clock)
         self.secrets = SecretStore(database, clock)
+        self.console_sessions = ConsoleSessionStore(database, clock)
         self.fleets = FleetStore(database, clock)
 
     def migrate(self) -> None:

@@ -12,6 +12,8 @@ from argosy.store.database import Database
 from argosy.store.errors import ConflictError
 
 COPY_BATCH_ROWS = 1000
+_PASSING_TABLES = (schema.gateways, schema.console_sessions)
+"""Tables that are not copied: running processes with their secrets, and people who are signed in."""
 
 
 def copy_database(source: Database, target: Database) -> int:
@@ -36,7 +38,7 @@ def copy_database(source: Database, target: Database) -> int:
         target_connection.execute(delete(schema.state))  # migrations insert the first row
         copied = 0
         for table in schema.metadata.sorted_tables:
-            if table is schema.gateways:  # it describes running processes, with their secrets
+            if table in _PASSING_TABLES:
                 continue
             for batch in _read_batches(source, source_connection, table):
                 target_connection.execute(insert(table), batch)

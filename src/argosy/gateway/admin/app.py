@@ -12,11 +12,22 @@ import msgspec
 import structlog
 from starlette.routing import Route, Router
 
-from argosy.gateway.admin import fleet, keys, limits_and_prices, replicas, reports, series, tenants
+from argosy.gateway.admin import (
+    fleet,
+    keys,
+    limits_and_prices,
+    replicas,
+    reports,
+    series,
+    settings,
+    tenants,
+)
 from argosy.gateway.admin.endpoints import AdminEndpoint, AdminEndpoints, AdminRequest, AdminScope
 from argosy.gateway.admin.openapi import add_openapi_endpoint
 from argosy.gateway.admin.organisation_limiter import OrganisationLimiter
 from argosy.gateway.auth import Authenticator, check_role
+from argosy.gateway.config import GatewayConfig
+from argosy.gateway.console import ConsoleSessions
 from argosy.gateway.model_registry import ReplicaAdmin
 from argosy.gateway.series_queries import SeriesQueries
 from argosy.http_server import (
@@ -49,6 +60,7 @@ ENDPOINTS = add_openapi_endpoint(
             *fleet.endpoints,
             *reports.endpoints,
             *series.endpoints,
+            *settings.endpoints,
         ]
     ),
     "/admin/openapi.json",
@@ -64,6 +76,8 @@ def build_admin_app(
     fleet_name: str | None = None,
     *,
     series_queries: SeriesQueries | None = None,
+    sessions: ConsoleSessions | None = None,
+    config: GatewayConfig | None = None,
 ) -> AsgiApp:
     """Build the application for /admin, which serves requests that `HttpExchange` forwards.
 
@@ -78,9 +92,16 @@ def build_admin_app(
         replica_admin: Pools and replicas.
         fleet_name: Name of the declared fleet that the gateway belongs to.
         series_queries: Time series.
+        sessions: Sessions of the console. Without them callers need a key or token.
+        config: The gateway's settings, to be shown to operators.
     """
     admin_scope = AdminScope(
-        store, replica_admin, explain, fleet_name=fleet_name, series_queries=series_queries
+        store,
+        replica_admin,
+        explain,
+        fleet_name=fleet_name,
+        series_queries=series_queries,
+        config=config,
     )
     limiter = OrganisationLimiter()
     by_path: dict[str, dict[str, AdminEndpoint]] = {}
@@ -89,7 +110,9 @@ def build_admin_app(
     routes = [
         Route(
             path,
-            _PathHandler(endpoints, admin_scope, limiter, authenticator, on_accounts_changed),
+            _PathHandler(
+                endpoints, admin_scope, limiter, authenticator, on_accounts_changed, sessions
+            ),
         )
         for path, endpoints in by_path.items()
     ]
@@ -106,19 +129,25 @@ class _PathHandler:
         limiter: OrganisationLimiter,
         authenticator: Authenticator,
         on_accounts_changed: Callable[[], None],
+        sessions: ConsoleSessions | None,
     ) -> None:
         self._endpoints = endpoints
         self._admin_scope = admin_scope
         self._limiter = limiter
         self._authenticator = authenticator
         self._on_accounts_changed = on_accounts_changed
+        self._sessions = sessions
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI's
         exchange: HttpExchange = scope["state"][EXCHANGE_KEY]
-        principal = self._authenticator.authenticate(exchange)
+        principal = (
+            self._authenticator.authenticate(exchange)
+            if self._sessions is None
+            else await self._sessions.authenticate(exchange)
+        )
         endpoint = self._endpoints[check_method(exchange, self._endpoints)]
         check_role(principal, endpoint.role, endpoint.scope)
-        if endpoint.method != "GET":
+        if endpoint.method != "GET" or principal.is_anonymous:
             check_same_origin(exchange)
         request = AdminRequest(
             principal,

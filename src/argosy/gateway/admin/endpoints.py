@@ -10,6 +10,7 @@ from typing import Any, Literal, get_type_hints
 import msgspec
 
 from argosy.gateway.auth import organisation_scope
+from argosy.gateway.config import GatewayConfig
 from argosy.gateway.model_registry import ReplicaAdmin
 from argosy.gateway.principal import Principal
 from argosy.gateway.series_queries import SeriesQueries
@@ -69,6 +70,8 @@ class AdminScope:
     """Name of the declared fleet that the gateway belongs to."""
     series_queries: SeriesQueries | None = None
     """Time series. None if the gateway keeps none."""
+    config: GatewayConfig | None = None
+    """The gateway's settings."""
 
     def for_principal(self, principal: Principal) -> AdminScope:
         """Return the scope restricted to the reach of the caller's role. Endpoints only receive such a scope."""

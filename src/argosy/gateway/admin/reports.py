@@ -16,6 +16,9 @@ from argosy.gateway.admin.schemas import (
     Page,
     PrincipalView,
     ReportQuery,
+    RequestColumns,
+    RequestsQuery,
+    RequestTableView,
     UsageView,
     to_view,
 )
@@ -75,6 +78,41 @@ def report_own_usage(scope: AdminScope, request: AdminRequest) -> Page[UsageView
     return _build_report_page(scope, request.query, where)
 
 
+@endpoints.register("GET", "/admin/requests", "viewer", query_type=RequestsQuery)
+def list_requests(scope: AdminScope, request: AdminRequest) -> RequestTableView:
+    """List ended requests of the ledger, latest first, as columns."""
+    query = request.query
+    records = scope.ledger.list_latest(
+        _to_usage_filter(query),
+        status=query.status,
+        min_duration_s=query.min_duration_s,
+        before=None if query.before is None else _parse_cursor(query.before),
+        limit=query.limit + 1,
+    )
+    page = records[: query.limit]
+    columns: dict[str, list[Any]] = {
+        name: [getattr(record, name) for record in page]
+        for name in RequestColumns.__struct_fields__
+        if name != "duration_s"
+    }
+    columns["started_at"] = [round(record.started_at, 3) for record in page]
+    columns["duration_s"] = [round(record.ended_at - record.started_at, 4) for record in page]
+    has_more = len(records) > query.limit
+    return RequestTableView(
+        columns=RequestColumns(**columns),
+        next=f"{page[-1].ended_at!r}/{page[-1].request}" if has_more else None,
+    )
+
+
+def _parse_cursor(cursor: str) -> tuple[float, str]:
+    """Return the end time and the id of the request that ends the previous page. Raises ValueError."""
+    ended_at, _, request = cursor.partition("/")
+    try:
+        return float(ended_at), request
+    except ValueError as error:
+        raise ValueError("before must be the value of `next` of the previous page.") from error
+
+
 @endpoints.register("GET", "/admin/requests/{id}", "user", is_nonblocking=True)
 async def explain_request(scope: AdminScope, request: AdminRequest) -> dict[str, Any]:
     """Explain the steps of a recent request, by its id or the id of its response.
@@ -114,7 +152,7 @@ def verify_audit_log(scope: AdminScope, request: AdminRequest) -> AuditVerificat
     return to_view(scope.audit_log.verify(), AuditVerificationView)
 
 
-def _to_usage_filter(query: OwnReportQuery) -> UsageFilter:
+def _to_usage_filter(query: OwnReportQuery | RequestsQuery) -> UsageFilter:
     fields = msgspec.structs.asdict(query)
     return UsageFilter(**{name: fields.get(name) for name in UsageFilter.__struct_fields__})
 

@@ -12,6 +12,7 @@ from argosy.gateway.auth.authenticator import (
     Authenticator,
     ConnectionInfo,
     check_exposure,
+    has_credential,
     is_loopback,
 )
 from argosy.gateway.auth.authorization import (
@@ -22,20 +23,25 @@ from argosy.gateway.auth.authorization import (
     has_role,
     organisation_scope,
 )
-from argosy.gateway.auth.client_address import is_local_origin
+from argosy.gateway.auth.client_address import IpAddress, is_local_origin, parse_address
+from argosy.gateway.auth.failure_limiter import AuthFailureLimiter
 
 __all__ = [
     "AuthConfig",
+    "AuthFailureLimiter",
     "Authenticator",
     "ConnectionInfo",
+    "IpAddress",
     "JwtConfig",
     "can_use_model",
     "check_exposure",
     "check_grant",
     "check_model_access",
     "check_role",
+    "has_credential",
     "has_role",
     "is_local_origin",
     "is_loopback",
     "organisation_scope",
+    "parse_address",
 ]

@@ -110,8 +110,7 @@ class Authenticator:
             ApiError: 401 or 403 if the request is not accepted. 429 after too many failures from the client's address.
                 503 while the signing keys are being fetched.
         """
-        if self._networks and not is_in_networks(self._client_address(connection), self._networks):
-            raise _address_not_allowed(self._client_address(connection), "The gateway")
+        self._check_networks(connection)
         if self._settings.mode == "disabled":
             return (
                 ANONYMOUS
@@ -136,6 +135,24 @@ class Authenticator:
         message = "No API key was sent. Send an API key as 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
         raise ApiError(401, "missing_api_key", message)
 
+    def authenticate_digest(self, digest: bytes, connection: ConnectionInfo) -> Principal | None:
+        """Return the principal of the key with this digest, or None if there is no such key any more.
+
+        Raises:
+            ApiError: 401 or 403 if the key is not accepted.
+        """
+        self._check_networks(connection)
+        entry = self._credentials.find_by_digest(digest)
+        return None if entry is None else self._check_entry(entry, connection)
+
+    def client_address(self, connection: ConnectionInfo) -> IpAddress | None:
+        """Return the client's address, as trusted proxies report it; None if it is unknown."""
+        return client_address(connection.peer_address, connection.headers, self._trusted_proxies)
+
+    def _check_networks(self, connection: ConnectionInfo) -> None:
+        if self._networks and not is_in_networks(self.client_address(connection), self._networks):
+            raise _address_not_allowed(self.client_address(connection), "The gateway")
+
     def _find_by_token(
         self, credentials: CredentialIndex, credential: str, connection: ConnectionInfo
     ) -> CredentialEntry | None:
@@ -155,7 +172,7 @@ class Authenticator:
             message = f"{entry.display_name} has expired. Use another key or create a new one."
             raise ApiError(401, "expired_api_key", message)
         if entry.allowed_networks:
-            address = self._client_address(connection)
+            address = self.client_address(connection)
             for networks in entry.allowed_networks:
                 if not is_in_networks(address, networks):
                     raise _address_not_allowed(address, entry.display_name or "The project")
@@ -166,21 +183,18 @@ class Authenticator:
         if error.status != 401:
             return error
         self._check_failure_limit(connection)
-        address = self._client_address(connection)
+        address = self.client_address(connection)
         if self._failure_limiter.record_failure(address, self._steady_clock()) == 1:
             log.warning("auth_failed", address=str(address), error=error.code)
         return error
 
     def _check_failure_limit(self, connection: ConnectionInfo) -> None:
         wait_s = self._failure_limiter.retry_after_s(
-            self._client_address(connection), self._steady_clock()
+            self.client_address(connection), self._steady_clock()
         )
         if wait_s > 0:
             message = "Too many failed authentications from your address. Wait, then check the key."
             raise ApiError(429, "too_many_failures", message, retry_after_s=wait_s)
-
-    def _client_address(self, connection: ConnectionInfo) -> IpAddress | None:
-        return client_address(connection.peer_address, connection.headers, self._trusted_proxies)
 
 
 def check_exposure(host: str, settings: AuthConfig, snapshot: AccountSnapshot) -> None:
@@ -217,6 +231,11 @@ def is_loopback(host: str) -> bool:
         return ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def has_credential(headers: Mapping[bytes, bytes]) -> bool:
+    """Return whether a request carries an API key or a token, which browsers never add by themselves."""
+    return bool(_extract_credential(headers))
 
 
 def _extract_credential(headers: Mapping[bytes, bytes]) -> str:

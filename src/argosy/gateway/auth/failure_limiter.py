@@ -12,9 +12,18 @@ MAX_TRACKED_ADDRESSES = 4096
 
 
 class AuthFailureLimiter:
-    """Counts failed attempts per address in windows of `FAILURE_WINDOW_S` seconds from the first failure."""
+    """Counts failed attempts per address in windows that begin with the first failure.
 
-    def __init__(self) -> None:
+    Args:
+        max_failures: Failures per window after which an address is blocked.
+        window_s: Length of the window.
+    """
+
+    def __init__(
+        self, max_failures: int = MAX_FAILURES, window_s: float = FAILURE_WINDOW_S
+    ) -> None:
+        self._max_failures = max_failures
+        self._window_s = window_s
         self._counts: dict[str, tuple[int, float]] = {}
         """Failures and the end of the window by source, oldest first."""
 
@@ -24,7 +33,7 @@ class AuthFailureLimiter:
         count, until = self._counts.get(source, (0, 0.0))
         if until <= now:
             self._counts.pop(source, None)
-            count, until = 0, now + FAILURE_WINDOW_S
+            count, until = 0, now + self._window_s
             if len(self._counts) >= MAX_TRACKED_ADDRESSES:
                 del self._counts[next(iter(self._counts))]
         self._counts[source] = (count + 1, until)
@@ -33,7 +42,7 @@ class AuthFailureLimiter:
     def retry_after_s(self, address: IpAddress | None, now: float) -> float:
         """Return the seconds until the address may fail again, or 0 if it may now."""
         count, until = self._counts.get(_source_key(address), (0, 0.0))
-        return max(0.0, until - now) if count >= MAX_FAILURES else 0.0
+        return max(0.0, until - now) if count >= self._max_failures else 0.0
 
 
 def _source_key(address: IpAddress | None) -> str:

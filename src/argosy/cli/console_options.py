@@ -1,0 +1,53 @@
+"""Command-line options of the console, for `argosy serve` and `argosy gateway`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+from typer import Option
+
+if TYPE_CHECKING:
+    from argosy.gateway import ConsoleConfig
+
+CONSOLE_PANEL = "Console"
+ServeConsole = Annotated[
+    bool,
+    Option(
+        "--console/--no-console",
+        help="Serve the web console at /.",
+        rich_help_panel=CONSOLE_PANEL,
+    ),
+]
+AllowedHosts = Annotated[
+    list[str] | None,
+    Option(
+        "--allowed-host",
+        help="Name under which browsers may open the console, such as llm.example.com; may be given several times.",
+        rich_help_panel=CONSOLE_PANEL,
+    ),
+]
+ConsoleInsecureHttp = Annotated[
+    bool,
+    Option(
+        "--console-insecure-http",
+        help="Allow to sign in to the console over plain HTTP from other machines.",
+        rich_help_panel=CONSOLE_PANEL,
+    ),
+]
+
+
+def override_console_config(
+    config: ConsoleConfig,
+    *,
+    console: bool,
+    allowed_hosts: list[str] | None,
+    insecure_http: bool,
+) -> ConsoleConfig:
+    """Return the settings of the console with what the command line says."""
+    return msgspec.structs.replace(
+        config,
+        enabled=config.enabled and console,
+        allowed_hosts=(*config.allowed_hosts, *(allowed_hosts or ())),
+        insecure_http=config.insecure_http or insecure_http,
+    )

@@ -1,0 +1,168 @@
+"""Sessions of the console: sign-in with an API key, and authentication by the session's cookie."""
+
+from __future__ import annotations
+
+import time
+from http.cookies import CookieError, SimpleCookie
+
+import msgspec
+import structlog
+
+from argosy.gateway.auth import Authenticator, AuthFailureLimiter, has_credential
+from argosy.gateway.console.browser_guard import BrowserGuard
+from argosy.gateway.principal import Principal
+from argosy.http_server import HttpExchange
+from argosy.process import run_in_daemon_thread
+from argosy.protocol import ApiError
+from argosy.store import ConsoleSession, ConsoleSessionStore, StoreError, hash_key
+
+log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
+
+SECURE_COOKIE, INSECURE_COOKIE = "__Host-argosy", "argosy-insecure"
+"""Cookie names. Browsers accept the first only over secure connections, from this host, for the whole host."""
+MAX_SIGN_IN_FAILURES = 5
+SIGN_IN_WINDOW_S = 60.0
+
+
+class ConsoleSessions:
+    """Authenticates requests to the console and the admin API. Use it from one event loop.
+
+    Args:
+        store: Sessions, or None without a store, when no key exists and sign-in fails.
+        authenticator: Keys, tokens, and clients that need none.
+        guard: Checks requests that carry a cookie.
+    """
+
+    def __init__(
+        self, store: ConsoleSessionStore | None, authenticator: Authenticator, guard: BrowserGuard
+    ) -> None:
+        self._store = store
+        self._authenticator = authenticator
+        self._guard = guard
+        self._failures = AuthFailureLimiter(MAX_SIGN_IN_FAILURES, SIGN_IN_WINDOW_S)
+
+    async def authenticate(self, exchange: HttpExchange) -> Principal:
+        """Return the principal of a request: of its key or token, else of its session, else of a keyless local client.
+
+        The session is looked up each time, so it ends at once when it is deleted or its key is revoked.
+
+        Raises:
+            ApiError: 401, 403 or 421 if the request is not accepted. 503 if the store cannot be read.
+        """
+        session_id = self.read_session_id(exchange)
+        if not session_id or has_credential(exchange.headers):
+            return self._authenticator.authenticate(exchange)
+        self._guard.check_data_request(exchange)
+        session = await self.find_session(session_id)
+        principal = None if session is None else self.resolve(session, exchange)
+        if principal is not None:
+            return principal
+        try:
+            return self._authenticator.authenticate(exchange)
+        except ApiError:
+            message = "Your session has ended. Sign in again."
+            raise ApiError(401, "session_ended", message) from None
+
+    async def find_session(self, session_id: str) -> ConsoleSession | None:
+        """Return a session that has not ended. Raises ApiError 503 if the store cannot be read."""
+        if self._store is None:
+            return None
+        try:
+            return await run_in_daemon_thread(self._store.find, session_id)
+        except StoreError as error:
+            raise _store_unavailable(error) from error
+
+    def resolve(self, session: ConsoleSession, exchange: HttpExchange) -> Principal | None:
+        """Return the principal that a session stands for now, or None if its key is no longer accepted."""
+        try:
+            if session.key_digest is not None:
+                return self._authenticator.authenticate_digest(session.key_digest, exchange)
+        except ApiError as error:
+            if error.status != 401:
+                raise
+        return None
+
+    async def sign_in(self, exchange: HttpExchange, key: str) -> Principal:
+        """Open a session for an API key, and set its cookie on the response.
+
+        Raises:
+            ApiError: 401 for a key that is not accepted, whatever the reason. 429 after too many wrong keys. 503 if
+                the store cannot be written.
+        """
+        self._guard.check_sign_in(exchange)
+        address, now = self._authenticator.client_address(exchange), time.monotonic()
+        wait_s = self._failures.retry_after_s(address, now)
+        if wait_s > 0:
+            message = "Too many wrong keys from your address. Wait, then check the key."
+            raise ApiError(429, "too_many_failures", message, retry_after_s=wait_s)
+        digest = hash_key(key)
+        try:
+            principal = self._authenticator.authenticate_digest(digest, exchange)
+        except ApiError as error:
+            if error.status != 401:
+                raise
+            principal = None
+        if principal is None or self._store is None:
+            if self._failures.record_failure(address, now) == 1:
+                log.warning("console_sign_in_failed", address=str(address))
+            message = "This key is not accepted. Check it, or ask an administrator for another."
+            raise ApiError(401, "invalid_api_key", message)
+        await self._end_current(exchange)
+        try:
+            session_id = await run_in_daemon_thread(
+                lambda store: store.create(key_digest=digest), self._store
+            )
+        except StoreError as error:
+            raise _store_unavailable(error) from error
+        self._set_cookie(exchange, session_id)
+        return principal
+
+    async def sign_out(self, exchange: HttpExchange) -> None:
+        """End the session of the request and remove its cookie."""
+        await self._end_current(exchange)
+        self._set_cookie(exchange, "")
+
+    async def _end_current(self, exchange: HttpExchange) -> None:
+        session_id = self.read_session_id(exchange)
+        if session_id and self._store is not None:
+            try:
+                await run_in_daemon_thread(self._store.delete, session_id)
+            except StoreError as error:
+                raise _store_unavailable(error) from error
+
+    def read_session_id(self, exchange: HttpExchange) -> str:
+        """Return the session id that the browser sent, or an empty string."""
+        if b"cookie" not in exchange.headers:
+            return ""
+        try:
+            cookies = SimpleCookie(exchange.get_header(b"cookie"))
+        except CookieError:
+            return ""
+        morsel = cookies.get(self._cookie_name(exchange))
+        return "" if morsel is None else morsel.value
+
+    def _set_cookie(self, exchange: HttpExchange, session_id: str) -> None:
+        name = self._cookie_name(exchange)
+        attributes = "Path=/; HttpOnly; SameSite=Strict"
+        if name == SECURE_COOKIE:
+            attributes += "; Secure"
+        if not session_id:
+            attributes += "; Max-Age=0"
+        exchange.extra_headers.append(
+            (b"set-cookie", f"{name}={session_id}; {attributes}".encode())
+        )
+
+    def _cookie_name(self, exchange: HttpExchange) -> str:
+        return SECURE_COOKIE if self._guard.is_secure(exchange) else INSECURE_COOKIE
+
+
+class SignIn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of a sign-in."""
+
+    key: str
+
+
+def _store_unavailable(error: StoreError) -> ApiError:
+    log.error("store_unavailable", reason=str(error))
+    message = "The store is not available at the moment. The gateway's log has the reason. Try again later."
+    return ApiError(503, "store_unavailable", message, retry_after_s=5.0)

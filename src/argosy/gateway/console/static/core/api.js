@@ -1,0 +1,84 @@
+// Requests to the gateway, and resources that screens show.
+import { signal, useEffect, useRef, useState } from "../vendor.js";
+
+export const session = signal(undefined); // undefined while it is read, null without one
+
+export class ApiError extends Error {
+  constructor(status, error) {
+    super(error.message ?? `The gateway answered with status ${status}.`);
+    this.status = status;
+    this.code = error.code ?? "";
+  }
+}
+
+export async function call(method, path, body, signal) {
+  let response;
+  try {
+    response = await fetch(path, {
+      method, signal, cache: "no-store",
+      headers: body === undefined ? {} : { "content-type": "application/json" },
+      body: body === undefined ? undefined : JSON.stringify(body),
+    });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ApiError(0, { message: "The gateway does not answer. It may be restarting, or the network is down.", code: "unreachable" });
+  }
+  if (!response.ok) {
+    const error = await response.json().then((answer) => answer.error ?? {}, () => ({}));
+    if (response.status === 401 && path !== "console/session") session.value = null;
+    throw new ApiError(response.status, error);
+  }
+  return response;
+}
+
+export const get = async (path, signal) => (await call("GET", path, undefined, signal)).json();
+export const post = async (path, body = {}) => (await call("POST", path, body)).json();
+
+export function query(path, parameters) {
+  const given = Object.entries(parameters).filter(([, value]) => value !== undefined && value !== null && value !== "");
+  return given.length ? `${path}?${new URLSearchParams(given)}` : path;
+}
+
+// Reads a path of the API, again every `every` milliseconds while the page is visible. A new path aborts the request
+// before. After an error the last data stays, with the time when it was read. A path that moves with the time is built
+// by `build` for each reading; `path` then only names the resource.
+export function useResource(path, every = 0, build = () => path) {
+  const [state, setState] = useState({ path, data: undefined, error: null, at: 0 });
+  const [round, setRound] = useState(0);
+  const failures = useRef(0);
+  useEffect(() => {
+    if (!path) return undefined;
+    const controller = new AbortController();
+    let timer = 0;
+    const read = async () => {
+      try {
+        const data = await get(build(), controller.signal);
+        failures.current = 0;
+        setState({ path, data, error: null, at: Date.now() });
+      } catch (error) {
+        if (error.name === "AbortError") return;
+        failures.current += 1;
+        setState((before) => ({ path, data: before.path === path ? before.data : undefined, error, at: before.at }));
+      }
+      if (every && !controller.signal.aborted) timer = setTimeout(wait, every * Math.min(2 ** failures.current, 16));
+    };
+    const wait = () => {
+      if (!document.hidden) return read();
+      document.addEventListener("visibilitychange", read, { once: true, signal: controller.signal });
+      return undefined;
+    };
+    read();
+    return () => { controller.abort(); clearTimeout(timer); };
+  }, [path, every, round]);
+  const current = state.path === path ? state : { data: undefined, error: null, at: 0 };
+  return { ...current, tries: failures.current, reload: () => setRound((value) => value + 1) };
+}
+
+const ranks = ["user", "viewer", "operator", "admin"];
+
+// Whether the caller's role suffices. The gateway decides; this only leaves out what it would refuse.
+export function may(role, scope = "organisation") {
+  const who = session.value;
+  return Boolean(who) && ranks.indexOf(who.role) >= ranks.indexOf(role)
+    && (scope === "organisation" || who.scope === "gateway" || role === "user");
+}

@@ -1,0 +1,72 @@
+// Models and replicas: each pool with its replicas, what changed, and the decisions of operators.
+import { html, useEffect } from "../vendor.js";
+import { query, useResource } from "../core/api.js";
+import { age, percent, time, visible } from "../core/format.js";
+import { replicaChanges } from "../core/live.js";
+import { link, route } from "../core/router.js";
+import { Card, Name, Pill, Resource, Status } from "../ui/parts.js";
+import { ReplicaActions, ReplicaTable } from "../ui/replica-table.js";
+import { Table } from "../ui/table.js";
+
+export default function Models() {
+  const { parts: [model], query: { replica } } = route.value;
+  const pools = useResource("admin/pools", 5000);
+  const replicas = useResource(query("admin/replicas", { model }), 5000);
+  const events = useResource(query("admin/replicas/events", { model, replica, limit: 200 }), 10000);
+  const changes = replicaChanges.value;
+  const reload = () => { pools.reload(); replicas.reload(); events.reload(); };
+  useEffect(() => { if (changes) reload(); }, [changes]);
+  const chosen = replica && replicas.data?.data.find((each) => each.replica === replica);
+  return html`
+    ${replica ? html`<${Resource} of=${replicas}>${() => (chosen ? html`<${Replica} replica=${chosen} reload=${reload} />`
+      : html`<${Card} title=${visible(replica)}><p class="empty">This gateway has no such replica now. Its history is below.</p><//>`)}<//>` : null}
+    <${Card} title="Pools" actions=${model ? html`<a href=${link("models")}>All models</a>` : null}><${Resource} of=${pools} empty="No model is configured. Add one to the gateway's settings, or apply a fleet.">
+      ${({ data }) => html`<${Table} label="Pools" columns=${POOL_COLUMNS} rows=${data} rowKey=${(row) => row.model} height=${240} />`}<//><//>
+    <${Card} title=${model ? `Replicas of ${visible(model)}` : "Replicas"}><${Resource} of=${replicas} empty="The pool has no replica.">
+      ${({ data }) => html`<${ReplicaTable} replicas=${data} height=${420} reload=${reload} csv="replicas.csv" />`}<//><//>
+    <${Card} title="What changed" note="status changes that this gateway saw, and decisions"><${Resource} of=${events} empty="Nothing changed since this gateway started.">
+      ${({ data }) => html`<${Table} label="Changes" columns=${EVENT_COLUMNS} rows=${data.map((event, index) => ({ ...event, index }))} rowKey=${(row) => `${row.at} ${row.index}`} height=${280} csv="replica-events.csv" />`}<//><//>
+    <${FleetEvents} replica=${replica} />`;
+}
+
+function Replica({ replica, reload }) {
+  const facts = [
+    ["State", html`<${Status} value=${replica.status} /> ${replica.reason}`], ["Since", replica.since ? `${time(replica.since, { date: true })} (${age(replica.since)})` : "before this gateway started"],
+    ["Decision", `${replica.state}${replica.changed_by ? `, by ${replica.changed_by} at ${time(replica.changed_at, { date: true })}` : ""}`], ["Weight", replica.weight],
+    ["Requests", `${replica.in_flight} of this gateway; ${replica.running} running and ${replica.waiting} waiting in all, ${replica.slots} slots`],
+    ["KV cache", percent(replica.kv_usage_ratio)], ["Report", replica.report_age_s === null ? "none yet" : `${replica.report_age_s.toFixed(1)} s old`],
+    ["Server", `${replica.kind} ${replica.build}`], ["Accelerator", replica.accelerator], ["Zone", replica.zone], ["Context", replica.max_model_len ? `${replica.max_model_len} tokens` : null],
+    ["Revision", replica.model_revision], ["Digest", replica.model_digest], ["Arithmetic", html`<${Name} value=${replica.arithmetic_id} />`],
+    ["Start-up", replica.startup ? `${replica.phase}` : null], ["Labels", Object.entries(replica.labels).map(([key, value]) => `${key}=${value}`).join(", ")],
+  ].filter(([, value]) => value !== null && value !== undefined && value !== "");
+  return html`<${Card} title=${visible(replica.replica)} note=${visible(replica.model)} actions=${html`<${ReplicaActions} replica=${replica} reload=${reload} /> <a href=${link("requests", [], { model: replica.model })}>Its requests</a>`}>
+    <dl class="facts">${facts.map(([name, value]) => [html`<dt key=${`${name}-term`}>${name}</dt>`, html`<dd key=${name}>${value}</dd>`])}</dl><//>`;
+}
+
+// The log of the fleet's controllers, if the gateway belongs to a declared fleet.
+function FleetEvents({ replica }) {
+  const events = useResource(query("admin/events", { replica, limit: 200 }), 5000);
+  if (events.error?.status === 404) return null;
+  return html`<${Card} title="What the controllers did"><${Resource} of=${events} empty="The controllers of the fleet have done nothing yet.">
+    ${({ data }) => html`<${Table} label="Events of the fleet" columns=${FLEET_COLUMNS} rows=${[...data].reverse()} rowKey=${(row) => row.number} height=${280} csv="fleet-events.csv" />`}<//><//>`;
+}
+
+const POOL_COLUMNS = [
+  { key: "model", label: "Model", value: (row) => row.model, cell: (row) => html`<a href=${link("models", [row.model])}>${visible(row.model)}</a>` },
+  { key: "ready", label: "Ready", isNumber: true, value: (row) => row.statuses.ready ?? 0, cell: (row) => `${row.statuses.ready ?? 0} of ${row.replicas}` },
+  { key: "other", label: "Others", value: (row) => Object.entries(row.statuses).filter(([name]) => name !== "ready").map(([name, number]) => `${number} ${name}`).join(", ") },
+  { key: "active_requests", label: "Requests here", isNumber: true, value: (row) => row.active_requests },
+  { key: "routing", label: "Routing", value: (row) => row.routing },
+  { key: "is_mixed", label: "Streams resume", value: (row) => !row.is_mixed, cell: (row) => (row.is_mixed ? html`<${Pill} kind="warn">not on all replicas<//>` : html`<${Pill} kind="ok">on all replicas<//>`) },
+];
+const EVENT_COLUMNS = [
+  { key: "at", label: "Time", value: (row) => row.at, cell: (row) => time(row.at, { date: true }) },
+  { key: "model", label: "Model", value: (row) => visible(row.model) }, { key: "replica", label: "Replica", value: (row) => visible(row.replica) },
+  { key: "change", label: "Change", value: (row) => (row.action ? `${row.action}${row.weight === null ? "" : ` ${row.weight}`}` : `${row.previous} → ${row.status}`) },
+  { key: "actor", label: "By", value: (row) => row.actor ?? "" }, { key: "reason", label: "Reason", value: (row) => row.reason },
+];
+const FLEET_COLUMNS = [
+  { key: "at", label: "Time", value: (row) => row.at, cell: (row) => time(row.at, { date: true }) },
+  { key: "kind", label: "Event", value: (row) => row.kind }, { key: "pool", label: "Pool", value: (row) => visible(row.pool) },
+  { key: "replica", label: "Replica", value: (row) => visible(row.replica) }, { key: "outcome", label: "Outcome", value: (row) => row.outcome }, { key: "reason", label: "Reason", value: (row) => row.reason },
+];

@@ -1,0 +1,120 @@
+// Overview: what needs attention, six numbers, the time to first token, the load, and the replicas that differ.
+import { html, useEffect, useMemo } from "../vendor.js";
+import { query, useResource } from "../core/api.js";
+import { count, duration, money, percent, plural } from "../core/format.js";
+import { replicaChanges, samples, tick } from "../core/live.js";
+import { link, route, setQuery } from "../core/router.js";
+import { Chart, Sparkline } from "../ui/chart.js";
+import { Card, Pill, Resource } from "../ui/parts.js";
+import { ReplicaTable } from "../ui/replica-table.js";
+import { RANGES, useSeries } from "../ui/series.js";
+
+const METRICS = ["requests_per_s", "output_tokens_per_s", "ttft_p50_s", "ttft_p95_s", "ttft_p99_s", "error_ratio", "kv_usage_ratio"];
+
+export default function Overview() {
+  const { query: { range = "15m" } } = route.value;
+  const changes = replicaChanges.value;
+  const replicas = useResource("admin/replicas", 5000);
+  useEffect(() => { if (changes) replicas.reload(); }, [changes]);
+  const pools = useResource("admin/pools", 5000);
+  const today = useMemo(() => new Date().setHours(0, 0, 0, 0) / 1000, []);
+  const cost = useResource(query("admin/usage", { since: today }), 10000);
+  const minute = useResource("minute", 5000, () => query("admin/usage", { since: Math.floor(Date.now() / 1000) - 60 }));
+  const recent = useResource("admin/requests?limit=200", 10000);
+  const series = useSeries("fleet", METRICS, range);
+  return html`
+    <${Attention} replicas=${replicas} pools=${pools} />
+    <div class="row"><span class="sp"></span><div class="seg" role="group" aria-label="Time range">${RANGES.map(({ id, label }) => html`
+      <button key=${id} aria-pressed=${id === range} onClick=${() => setQuery({ range: id })}>${label}</button>`)}</div></div>
+    <${Numbers} series=${series} replicas=${replicas} cost=${cost} minute=${minute} recent=${recent} />
+    <div class="two"><${FirstToken} series=${series} /><${Load} /></div>
+    <${Card} title="Replicas that differ from their pool" actions=${html`<a href=${link("models")}>All replicas</a>`}>
+      <${Resource} of=${replicas}>${({ data }) => {
+        const different = findDifferent(data);
+        return different.length ? html`<${ReplicaTable} replicas=${different} height=${280} />`
+          : html`<p class="empty">${data.length === 1 ? "The only replica is ready." : `All ${data.length} replicas are ready, and loaded like the others of their pool.`}</p>`;
+      }}<//><//>`;
+}
+
+// Replicas that are not ready, or whose load is far from the middle of their pool.
+function findDifferent(replicas) {
+  const load = (replica) => replica.running / Math.max(replica.slots, 1);
+  return replicas.filter((replica) => {
+    const others = replicas.filter(({ model, status }) => model === replica.model && status === "ready").map(load).sort((a, b) => a - b);
+    const middle = others[Math.floor(others.length / 2)] ?? 0;
+    return replica.status !== "ready" || replica.kv_usage_ratio > 0.9 || Math.abs(load(replica) - middle) > 0.3;
+  });
+}
+
+function Attention({ replicas, pools }) {
+  const items = [];
+  if (tick.value?.store_up === false) {
+    items.push({ kind: "bad", word: "Page", text: html`The store does not answer. Accounts are as of the last reading, and usage waits on disk.`, href: link("settings"), action: "Open the doctor" });
+  }
+  for (const replica of replicas.data?.data ?? []) {
+    if (replica.status === "ready") continue;
+    const isChosen = replica.state !== "active";
+    items.push({
+      kind: isChosen ? "warn" : "bad", word: isChosen ? "Note" : "Page",
+      text: html`Replica <b>${replica.replica}</b> of <b>${replica.model}</b> is ${replica.status}${replica.reason ? `: ${replica.reason}` : ""}${isChosen && replica.changed_by ? ` (by ${replica.changed_by})` : ""}.`,
+      href: link("models", [replica.model], { replica: replica.replica }), action: "Open the replica",
+    });
+  }
+  for (const pool of pools.data?.data ?? []) {
+    if (pool.is_mixed) {
+      items.push({ kind: "warn", word: "Ticket", text: html`The replicas of <b>${pool.model}</b> compute different bytes (${pool.arithmetics.length} arithmetics), so not every stream can be resumed.`, href: link("models", [pool.model]), action: "Compare them" });
+    }
+  }
+  for (const replica of replicas.data?.data ?? []) {
+    if (replica.kv_usage_ratio > 0.95) {
+      items.push({ kind: "warn", word: "Ticket", text: html`The KV cache of <b>${replica.replica}</b> is ${percent(replica.kv_usage_ratio)} full, so requests may be preempted.`, href: link("models", [replica.model], { replica: replica.replica }), action: "Open the replica" });
+    }
+    if (replica.waiting > replica.slots) {
+      items.push({ kind: "warn", word: "Ticket", text: html`<b>${replica.replica}</b> has ${replica.waiting} waiting requests for ${replica.slots} slots.`, href: link("requests", [], { model: replica.model }), action: "See the requests" });
+    }
+  }
+  return html`<${Card} title="Needs attention" note=${items.length ? plural(items.length, "item") : ""}>
+    <${Resource} of=${replicas} height=${28}>${() => (items.length ? html`<ul class="att">${items.slice(0, 6).map((item) => html`
+      <li><${Pill} kind=${item.kind}>${item.word}<//><span>${item.text}</span><a href=${item.href}>${item.action}</a></li>`)}</ul>`
+      : html`<p class="empty"><${Pill} kind="ok">Nothing<//> All replicas answer, and the store is up to date.</p>`)}<//><//>`;
+}
+
+function Number({ label, value, unit, note, values }) {
+  return html`<div class="card"><div class="s">${label}</div><div><b>${value}</b> <span class="u">${unit}</span></div>
+    <div class="s">${note}</div>${values ? html`<${Sparkline} values=${values} />` : null}</div>`;
+}
+
+function Numbers({ series, replicas, cost, minute, recent }) {
+  const columns = series.data?.metrics ?? {};
+  const last = (name) => columns[name]?.findLast((value) => value !== null);
+  const totals = minute.data?.data[0];
+  const statuses = recent.data?.columns.status ?? [];
+  const failed = statuses.filter((status) => status === "failed" || status === "interrupted").length;
+  const ready = (replicas.data?.data ?? []).filter(({ status }) => status === "ready");
+  const kv = ready.length ? ready.reduce((sum, replica) => sum + replica.kv_usage_ratio, 0) / ready.length : undefined;
+  const perSecond = (value) => (value === undefined ? undefined : value / 60);
+  return html`<div class="kpi">
+    <${Number} label="Requests" value=${count(last("requests_per_s") ?? perSecond(totals?.requests))} unit="per s" note="ended, last minute" values=${columns.requests_per_s} />
+    <${Number} label="Output tokens" value=${count(last("output_tokens_per_s") ?? perSecond(totals?.output_tokens))} unit="per s" note="last minute" values=${columns.output_tokens_per_s} />
+    <${Number} label="TTFT p95" value=${duration(last("ttft_p95_s"))} note="time to first token" values=${columns.ttft_p95_s} />
+    <${Number} label="Errors" value=${percent(statuses.length ? failed / statuses.length : undefined)} note=${`${failed} of the last ${statuses.length}`} values=${columns.error_ratio} />
+    <${Number} label="KV cache in use" value=${percent(kv)} note=${`mean of ${ready.length} ready`} values=${columns.kv_usage_ratio} />
+    <${Number} label="Cost today" value=${money(cost.data?.data[0]?.nano_dollars)} note=${plural(cost.data?.data[0]?.requests, "request")} /></div>`;
+}
+
+function FirstToken({ series }) {
+  const empty = "There are no points yet. They appear with the first requests; the playground sends one.";
+  const names = ["ttft_p50_s", "ttft_p95_s", "ttft_p99_s"];
+  return html`<${Card} title="Time to first token" note="all models"><${Resource} of=${series} height=${220} empty=${html`${empty} <a href=${link("playground")}>Open the playground</a>`}
+    isEmpty=${(data) => !names.some((name) => data.metrics[name]?.some((value) => value !== null))}>
+    ${(data) => html`<${Chart} title="Time to first token" format=${duration} data=${[data.times, ...names.map((name) => data.metrics[name] ?? [])]}
+      series=${[{ label: "p50", color: "q1" }, { label: "p95", color: "q2" }, { label: "p99", color: "q3" }]} />`}<//><//>`;
+}
+
+// Running and waiting requests, from the event stream.
+function Load() {
+  const version = tick.value?.at;
+  return html`<${Card} title="Running and waiting requests" note="since this page was opened">
+    <${Chart} title="Running and waiting requests" format=${count} least=${4} version=${version} data=${[samples.at, samples.running, samples.queued]}
+      series=${[{ label: "running", color: "s1" }, { label: "waiting", color: "s2" }]} /><//>`;
+}

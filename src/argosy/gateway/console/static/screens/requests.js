@@ -1,0 +1,80 @@
+// Requests: the ledger's latest ones with filters, and one request by its id as a waterfall with a sentence.
+import { html, useMemo, useState } from "../vendor.js";
+import { get, may, query, useResource } from "../core/api.js";
+import { duration, exact, money, time, visible } from "../core/format.js";
+import { link, route, setQuery } from "../core/router.js";
+import { Card, Field, Name, Resource, Select, Status, Action } from "../ui/parts.js";
+import { Table } from "../ui/table.js";
+import { Explanation } from "../ui/explanation.js";
+
+const STATUSES = ["completed", "cancelled", "failed", "stopped", "interrupted", "refused"];
+const PAGE = 200;
+
+export default function Requests() {
+  const { parts: [id] } = route.value;
+  return html`<${Search} id=${id} />${id ? html`<${One} key=${id} id=${id} />` : may("viewer") ? html`<${List} />`
+    : html`<${Card} title="Find a request"><p class="empty">Every response names its request in the header x-request-id. Enter that id, or the id of the response.</p><//>`}`;
+}
+
+function Search({ id }) {
+  const find = (event) => {
+    event.preventDefault();
+    const wanted = event.currentTarget.elements.id.value.trim();
+    location.hash = wanted ? link("requests", [wanted]) : link("requests");
+  };
+  return html`<form class="row" role="search" onSubmit=${find}><${Field} label="Request or response id, of any time"><input name="id" size="44" defaultValue=${id ?? ""} spellcheck=${false} /><//>
+    <button class="btn primary">Explain</button>${id && may("viewer") ? html`<a href=${link("requests")}>All requests</a>` : null}</form>`;
+}
+
+function One({ id }) {
+  const request = useResource(`admin/requests/${encodeURIComponent(id)}`);
+  return html`<${Resource} of=${request} isEmpty=${() => false} height=${240}>${(explanation) => html`<${Explanation} explanation=${explanation} />`}<//>`;
+}
+
+function List() {
+  const { query: given } = route.value;
+  const { model, status, project, key, min_duration_s: minDuration } = given;
+  const path = query("admin/requests", { model, status, project, key, min_duration_s: minDuration, limit: PAGE });
+  const first = useResource(path, 10000);
+  const [more, setMore] = useState({ path: "", rows: [], next: null });
+  const older = more.path === path ? more : { rows: [], next: first.data?.next ?? null };
+  const rows = useMemo(() => {
+    const latest = toRows(first.data?.columns);
+    const known = new Set(latest.map(({ request }) => request));
+    return [...latest, ...older.rows.filter(({ request }) => !known.has(request))];
+  }, [first.data, more]);
+  const readMore = async () => {
+    const page = await get(`${path}&before=${encodeURIComponent(older.next)}`);
+    setMore({ path, rows: [...older.rows, ...toRows(page.columns)], next: page.next });
+  };
+  const set = (name) => (event) => setQuery({ [name]: event.target.value.trim() });
+  return html`<${Card} title="Ended requests" note="from the ledger, latest first">
+    <div class="row"><${Field} label="Model"><input value=${model ?? ""} onChange=${set("model")} /><//><${Field} label="Project id"><input value=${project ?? ""} onChange=${set("project")} /><//>
+      <${Field} label="Key id"><input value=${key ?? ""} onChange=${set("key")} /><//>
+      <${Select} label="Status" value=${status ?? ""} options=${[["", "any"], ...STATUSES.map((name) => [name, name])]} onChange=${(value) => setQuery({ status: value })} />
+      <${Field} label="At least (s)"><input type="number" min="0" step="0.1" value=${minDuration ?? ""} onChange=${set("min_duration_s")} /><//></div>
+    <${Resource} of=${first} height=${300} isEmpty=${() => rows.length === 0}
+      empty=${Object.keys(given).length ? "No request matches these filters. Remove one of them." : html`No request has ended yet. <a href=${link("playground")}>Send one from the playground</a>`}>
+      ${() => html`<${Table} label="Requests" columns=${COLUMNS} rows=${rows} rowKey=${(row) => row.request} csv="requests.csv"
+        more=${older.next ? html`<${Action} run=${readMore}>Older requests<//>` : null} />`}<//><//>`;
+}
+
+function toRows(columns) {
+  if (!columns) return [];
+  const names = Object.keys(columns);
+  return columns.request.map((_, index) => Object.fromEntries(names.map((name) => [name, columns[name][index]])));
+}
+
+const COLUMNS = [
+  { key: "started_at", label: "Started", value: (row) => row.started_at, cell: (row) => time(row.started_at, { date: true }) },
+  { key: "request", label: "Request", value: (row) => row.request, cell: (row) => html`<a href=${link("requests", [row.request])}><${Name} value=${row.request.length > 24 ? `${row.request.slice(0, 16)}…${row.request.slice(-6)}` : row.request} /></a>` },
+  { key: "model", label: "Model", value: (row) => visible(row.model) },
+  { key: "project", label: "Project", value: (row) => visible(row.project) },
+  { key: "status", label: "Status", value: (row) => row.status, cell: (row) => html`<${Status} value=${row.status} />` },
+  { key: "duration_s", label: "Duration", isNumber: true, value: (row) => row.duration_s, cell: (row) => duration(row.duration_s) },
+  { key: "input_tokens", label: "Input tokens", isNumber: true, value: (row) => row.input_tokens, cell: (row) => exact(row.input_tokens) },
+  { key: "cached_tokens", label: "Cached", isNumber: true, value: (row) => row.cached_tokens, cell: (row) => exact(row.cached_tokens) },
+  { key: "output_tokens", label: "Output tokens", isNumber: true, value: (row) => row.output_tokens, cell: (row) => exact(row.output_tokens) },
+  { key: "nano_dollars", label: "Cost", isNumber: true, value: (row) => row.nano_dollars, cell: (row) => money(row.nano_dollars) },
+  { key: "replica", label: "Replica", value: (row) => visible(row.replica) },
+];

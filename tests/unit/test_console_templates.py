@@ -1,0 +1,131 @@
+"""Templates of the console: htm neither reports nor repairs a tag that is not closed, and then drops elements."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from argosy.gateway import console
+
+STATIC = Path(console.__file__).parent / "static"
+SOURCES = sorted(path for path in STATIC.rglob("*.js") if path.name != "vendor.js")
+_TAG = re.compile(
+    r"<(?P<close>/?)(?P<name>[a-zA-Z][\w-]*|\0?)(?P<attributes>(?:\"[^\"]*\"|[^>\"])*?)(?P<void>/?)>"
+)
+_BEFORE_PATTERN = re.compile(r"(?:[(,=:?&|]|return)\s*$")
+"""Code after which a slash begins a regular expression."""
+_HOLE = "\0"
+"""Stands for an expression in a template. As the name of a tag it is a component."""
+
+
+class TemplateReader:
+    """Reads the html templates of a module, inner ones too, with a hole for each expression."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self.templates: list[str] = []
+
+    def read_code(self, at: int = 0) -> int:
+        """Read code until the brace that closes it, or the end. Returns the position after it."""
+        depth = 0
+        while at < len(self.source):
+            character = self.source[at]
+            if character == "}" and depth == 0:
+                return at + 1
+            depth += {"{": 1, "}": -1}.get(character, 0)
+            at = self.read_token(at, character)
+        return at
+
+    def read_token(self, at: int, character: str) -> int:
+        before = self.source[max(0, at - 8) : at]
+        if self.source.startswith("//", at) and not before.endswith(":"):
+            return self.source.index("\n", at)
+        if character in "\"'":
+            return self.skip_quoted(at, character)
+        if character == "/" and _BEFORE_PATTERN.search(before):
+            return self.skip_quoted(at, "/")
+        if character == "`":
+            return self.read_template(at + 1, is_html=before.endswith("html"))
+        return at + 1
+
+    def skip_quoted(self, at: int, quote: str) -> int:
+        at, in_class = at + 1, False
+        while self.source[at] != quote or in_class:
+            if quote == "/":
+                in_class = {"[": True, "]": False}.get(self.source[at], in_class)
+            at += 2 if self.source[at] == "\\" else 1
+        return at + 1
+
+    def read_template(self, at: int, *, is_html: bool) -> int:
+        text = ""
+        while self.source[at] != "`":
+            if self.source.startswith("${", at):
+                at = self.read_code(at + 2)
+                text += _HOLE
+                continue
+            step = 2 if self.source[at] == "\\" else 1
+            text += self.source[at : at + step]
+            at += step
+        if is_html:
+            self.templates.append(text)
+        return at + 1
+
+
+def split_templates(source: str) -> list[str]:
+    reader = TemplateReader(source)
+    reader.read_code()
+    return reader.templates
+
+
+def find_fault(template: str) -> str | None:
+    """Return what is wrong with a template, or None."""
+    open_tags: list[str] = []
+    for tag in _TAG.finditer(template.replace(f"</{_HOLE}>", "<//>").replace("<//>", "</\0>")):
+        if tag["close"]:
+            if not open_tags:
+                return f"{tag[0]!r} closes nothing"
+            if open_tags.pop() != tag["name"]:
+                return f"{tag[0]!r} closes another tag"
+        elif not tag["void"]:
+            open_tags.append(tag["name"])
+    if open_tags:
+        return f"<{open_tags[-1]}> is not closed"
+    entity = re.search(r"&[a-z]+;", template)
+    return None if entity is None else f"{entity[0]} is not decoded: write the character"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(STATIC)))
+def test_every_tag_of_every_template_is_closed(path: Path) -> None:
+    faults = [
+        f"{fault} in {template[:80]!r}"
+        for template in split_templates(path.read_text())
+        if (fault := find_fault(template)) is not None
+    ]
+    assert not faults
+
+
+@pytest.mark.parametrize(
+    ("template", "is_faulty"),
+    [
+        ("<tr><th>a</th><th>b</th></tr>", False),
+        ("<tr><th>a<th>b</tr>", True),
+        ("<b>x</i>", True),
+        ("<br>", True),
+        ("<br />", False),
+        (f"<{_HOLE} a={_HOLE}>text<//>", False),
+        (f"<{_HOLE} a={_HOLE} /><p>", True),
+        ("a&nbsp;b", True),
+    ],
+)
+def test_checker_finds_unclosed_tags(template: str, *, is_faulty: bool) -> None:
+    assert (find_fault(template) is not None) == is_faulty
+
+
+def test_no_text_becomes_markup() -> None:
+    assert sum(len(split_templates(path.read_text())) for path in SOURCES) > 100
+    for path in SOURCES:
+        assert not re.search(
+            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write", path.read_text()
+        ), path
