@@ -136,6 +136,9 @@ class DiscardingWriter:
     def send_keepalive(self) -> None:
         """Do nothing."""
 
+    def send_progress(self, comment: bytes, event: bytes | None) -> None:
+        """Do nothing."""
+
     def discard(self) -> bool:
         return True
 
