@@ -20,7 +20,7 @@ from argosy.gateway.dialects import (
     ResponseState,
 )
 from argosy.gateway.filters import LimitFilter
-from argosy.gateway.fleet_pools import POOLS_PATH
+from argosy.gateway.fleet_pools import OUTCOMES_PATH, POOLS_PATH
 from argosy.gateway.http_route import ANY_METHOD, Handler, HttpRoute, PrefixRoute
 from argosy.gateway.model_registry import ModelRouter
 from argosy.gateway.operations import OperationsHandlers
@@ -76,6 +76,7 @@ class GatewayApp:
         gateway_id: str = "",
         answer_peer: Handler | None = None,
         answer_controller: Handler | None = None,
+        report_outcomes: Handler | None = None,
         response_state: ResponseState | None = None,
     ) -> None:
         self._models = models
@@ -123,6 +124,10 @@ class GatewayApp:
         if answer_controller is not None:
             self._routes[POOLS_PATH] = HttpRoute(
                 POOLS_PATH, ANY_METHOD, answer_controller, is_public=True
+            )
+        if report_outcomes is not None:
+            self._routes[OUTCOMES_PATH] = HttpRoute(
+                OUTCOMES_PATH, "POST", report_outcomes, is_public=True
             )
         self._admin_route = HttpRoute(
             ADMIN_PREFIX, ANY_METHOD, self._forward_to_admin, is_public=True

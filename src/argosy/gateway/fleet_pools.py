@@ -1,4 +1,7 @@
-"""Models and replicas that the controller of a fleet publishes to its gateways, kept on disk for its absence."""
+"""Models and replicas that the controller of a fleet publishes to its gateways, kept on disk for its absence.
+
+The controller also reads from each gateway what it routes to, the demand, and the measurements of rollouts.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import structlog
@@ -25,7 +29,7 @@ from argosy.gateway.peer_connection import (
 )
 from argosy.gateway.principal import Principal
 from argosy.gateway.proxy import DemandReport
-from argosy.gateway.rollout_messages import PublishedVersions
+from argosy.gateway.rollout_messages import OutcomeQuery, OutcomeReport, PublishedVersions
 from argosy.gateway.upstream import UpstreamError, fetch_response
 from argosy.http_server import HttpExchange, TlsConfig
 from argosy.policy import ReplicaStatus
@@ -34,11 +38,14 @@ from argosy.protocol import ApiError, ErrorBody, parse_body
 from argosy.store import GatewayRecord
 
 POOLS_PATH = "/peer/pools"
+OUTCOMES_PATH = "/peer/outcomes"
 PUBLISH_TIMEOUT_S = 5.0
 MAX_CONTROLLER_SILENCE_S = 15.0
 """Time without a request of the controller from which its replica counts are not exposed any more."""
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
+
+T = TypeVar("T")
 
 
 class FleetPools(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -155,8 +162,17 @@ class FleetPoolsHandler:
     @property
     def desired_replicas(self) -> Mapping[str, int]:
         """Number of replicas that the autoscaler wants, by pool. Empty while no controller sends requests."""
-        silence_s = time.monotonic() - self._controller_seen_at
-        return {} if silence_s > MAX_CONTROLLER_SILENCE_S else self._pools.desired_replicas
+        return {} if self.is_controller_silent else self._pools.desired_replicas
+
+    @property
+    def is_controller_silent(self) -> bool:
+        """Whether no controller has sent a request for a while, or none ever has."""
+        return time.monotonic() - self._controller_seen_at > MAX_CONTROLLER_SILENCE_S
+
+    @property
+    def versions(self) -> Sequence[PublishedVersions]:
+        """Versions of the pools whose changes are rollouts."""
+        return self._pools.versions
 
     def build_handler(self, secret: str, read_demand: Callable[[], DemandReport]) -> Handler:
         """Return the HTTP handler for requests that are signed with `secret`.
@@ -167,13 +183,33 @@ class FleetPoolsHandler:
         async def handle(exchange: HttpExchange, principal: Principal) -> None:
             del principal  # the signature authenticates the controller
             body = await exchange.read_body()
-            check_peer_token(exchange, secret, _describe_request(exchange.method, body))
+            check_peer_token(exchange, secret, _describe_request(exchange.method, POOLS_PATH, body))
             if exchange.method == "PUT":
                 async with self._lock:
                     await self._apply(parse_body(FleetPools, body))
             self._controller_seen_at = time.monotonic()
             status = self._read_status(read_demand())
             await exchange.send_response(200, msgspec.json.encode(status))
+
+        return handle
+
+    def build_outcomes_handler(
+        self, secret: str, build_report: Callable[[OutcomeQuery], OutcomeReport]
+    ) -> Handler:
+        """Return the HTTP handler of `OUTCOMES_PATH` for requests that are signed with `secret`.
+
+        It raises ApiError: 404 for other requests, 400 for an invalid one.
+        """
+
+        async def handle(exchange: HttpExchange, principal: Principal) -> None:
+            del principal  # the signature authenticates the controller
+            body = await exchange.read_body()
+            check_peer_token(
+                exchange, secret, _describe_request(exchange.method, OUTCOMES_PATH, body)
+            )
+            report = build_report(parse_body(OutcomeQuery, body))
+            self._controller_seen_at = time.monotonic()
+            await exchange.send_response(200, msgspec.json.encode(report))
 
         return handle
 
@@ -220,7 +256,7 @@ class FleetPoolsHandler:
 
 
 class GatewayPoolsClient:
-    """The controller's side: publishes pools to registered gateways and reads what they route to.
+    """The controller's side: publishes pools to registered gateways, and reads what they route to and measure.
 
     Args:
         tls: Certificate of the controller, for gateways that require client certificates.
@@ -237,21 +273,34 @@ class GatewayPoolsClient:
             ApiError: It refuses the version.
             OtherFleetError: It does not belong to the fleet.
         """
-        return await self._send(gateway, b"PUT", msgspec.json.encode(pools))
+        body = msgspec.json.encode(pools)
+        return await self._send(gateway, "PUT", POOLS_PATH, body, PoolsStatus)
 
     async def read_status(self, gateway: GatewayRecord) -> PoolsStatus:
         """Return what a gateway routes to. Raises as `publish`."""
-        return await self._send(gateway, b"GET", b"")
+        return await self._send(gateway, "GET", POOLS_PATH, b"", PoolsStatus)
 
-    async def _send(self, gateway: GatewayRecord, method: bytes, body: bytes) -> PoolsStatus:
-        token = sign_peer_token(gateway.secret, _describe_request(method.decode(), body))
+    async def read_outcomes(self, gateway: GatewayRecord, query: OutcomeQuery) -> OutcomeReport:
+        """Return a gateway's measurements of the versions of a pool.
+
+        Raises:
+            UpstreamError: The gateway cannot be reached.
+            OtherFleetError: It does not belong to the fleet, or measures nothing because it is of an earlier version.
+        """
+        body = msgspec.json.encode(query)
+        return await self._send(gateway, "POST", OUTCOMES_PATH, body, OutcomeReport)
+
+    async def _send(
+        self, gateway: GatewayRecord, method: str, path: str, body: bytes, answer_type: type[T]
+    ) -> T:
+        token = sign_peer_token(gateway.secret, _describe_request(method, path, body))
         try:
             upstream = connect_gateway(gateway, self._tls)
         except (OSError, ValueError) as error:
             raise UpstreamError(str(error), before_response=True) from error
         try:
             request = upstream.build_request(
-                method, POOLS_PATH.encode(), body, [(PEER_TOKEN_HEADER, token)]
+                method.encode(), path.encode(), body, [(PEER_TOKEN_HEADER, token)]
             )
             async with asyncio.timeout(PUBLISH_TIMEOUT_S):
                 status, answer = await fetch_response(upstream, request)
@@ -259,7 +308,7 @@ class GatewayPoolsClient:
                 raise OtherFleetError(gateway.id)  # a gateway without a fleet has no such path
             if status != 200:
                 raise ApiError(status, "gateway_refused", answer[:500].decode(errors="replace"))
-            return msgspec.json.decode(answer, type=PoolsStatus)
+            return msgspec.json.decode(answer, type=answer_type)
         except TimeoutError as error:
             message = f"no answer within {PUBLISH_TIMEOUT_S:g} s"
             raise UpstreamError(message, before_response=True) from error
@@ -276,6 +325,6 @@ def _read_error_code(answer: bytes) -> str | None:
         return None
 
 
-def _describe_request(method: str, body: bytes) -> str:
+def _describe_request(method: str, path: str, body: bytes) -> str:
     """Return what the token of a request signs."""
-    return f"{method} {POOLS_PATH}\n{hashlib.sha256(body).hexdigest()}"
+    return f"{method} {path}\n{hashlib.sha256(body).hexdigest()}"

@@ -83,6 +83,16 @@ class EndReason(enum.Enum):
 CLIENT_GONE = frozenset({EndReason.CLIENT_LEFT, EndReason.SLOW_CLIENT})
 
 
+class AssignedVersion(msgspec.Struct, frozen=True):
+    """Version of a pool that the route of the pool selects for a request."""
+
+    digest: str
+    is_randomised: bool
+    """Whether the hash assigned it, so that the request counts in the comparison of versions."""
+    key: tuple[str, str]
+    """The user or session that is assigned as one, by `sticky_key`."""
+
+
 class RequestContext(msgspec.Struct, eq=False):
     """State of one generation request from admission to its last token, across all attempts."""
 
@@ -100,6 +110,8 @@ class RequestContext(msgspec.Struct, eq=False):
     """Name of the route that selected the pool. Empty if no route matched."""
     route_reason: str = ""
     """Why it selected the pool."""
+    assigned_version: AssignedVersion | None = None
+    """Version that the request is assigned to. None if the pool has no rollouts."""
     deadline: float = math.inf
     """Monotonic time at which the response ends with the tokens so far."""
     target_start_at: float = 0.0

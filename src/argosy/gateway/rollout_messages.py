@@ -27,6 +27,8 @@ class OutcomeQuery(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """Question of the controller for measurements."""
 
     model: str
+    rollout: str = ""
+    """Rollout whose batches are read. Empty for the current one."""
     gateway: str = ""
     """Gateway process that sent the batches up to `after`. Another process sends all that it has."""
     after: int = 0

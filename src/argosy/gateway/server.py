@@ -48,6 +48,7 @@ from argosy.gateway.request_context import RequestFilter
 from argosy.gateway.request_explainer import RequestExplainer
 from argosy.gateway.request_ids import new_gateway_id
 from argosy.gateway.request_trace import TraceStore
+from argosy.gateway.version_comparison import OutcomeMeter
 from argosy.http_server import CertificateWatcher, HttpServer, listen_url, listening_socket, tune_gc
 from argosy.native import NativeUnavailableError
 from argosy.process import handle_signals, raise_file_limit
@@ -104,6 +105,10 @@ class GatewayServer:
             if pools is None
             else FleetPoolsHandler(config, pools, self._registry, self._on_models_changed)
         )
+        self._outcomes: OutcomeMeter | None = None
+        if pools is not None:
+            self._outcomes = OutcomeMeter(self._gateway_id)
+            self._outcomes.apply(pools.versions)
         self._config_reloader: ConfigReloader | None = None
         if load_config is not None and pools is None:
             self._config_reloader = ConfigReloader(
@@ -131,7 +136,12 @@ class GatewayServer:
             self._config_reloader.request_reload()
 
     def _on_models_changed(self) -> None:
-        """Re-resolve aliases after a reload. A limit or price of an alias may now apply to a different model."""
+        """Re-resolve aliases after a reload. A limit or price of an alias may now apply to a different model.
+
+        The versions to measure may have changed as well.
+        """
+        if self._outcomes is not None and self._fleet_pools is not None:
+            self._outcomes.apply(self._fleet_pools.versions)
         if self._account_sync is not None:
             self._account_sync.rebind_model_names()
 
@@ -224,7 +234,9 @@ class GatewayServer:
             if store is None or self._config.store is None
             else ResponseState(store, self._config.store.keep_responses_days, idempotency_store)
         )
-        generation = CompletionHandlers(self._models, self._config, filters, fast_path)
+        generation = CompletionHandlers(
+            self._models, self._config, filters, fast_path, self._outcomes
+        )
         app = GatewayApp(
             self._models,
             generation,
@@ -252,10 +264,17 @@ class GatewayServer:
             answer_controller=None
             if peers is None or self._fleet_pools is None
             else self._fleet_pools.build_handler(peers.secret, generation.read_demand),
+            report_outcomes=None
+            if peers is None or self._fleet_pools is None or self._outcomes is None
+            else self._fleet_pools.build_outcomes_handler(
+                peers.secret, self._outcomes.build_report
+            ),
             response_state=response_state,
         )
         await self._registry.start()
         background_tasks: list[CoroutineFactory] = [generation.monitor_streams]
+        if self._outcomes is not None:
+            background_tasks.append(self._outcomes.run)
         if account_sync is not None:
             background_tasks += [
                 partial(account_sync.accounting.poll_accounts, account_sync.apply_snapshot),

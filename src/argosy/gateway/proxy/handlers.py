@@ -48,6 +48,7 @@ from argosy.gateway.request_fields import (
 )
 from argosy.gateway.request_trace import RequestTrace
 from argosy.gateway.upstream import UpstreamResponse
+from argosy.gateway.version_comparison import OutcomeMeter
 from argosy.http_server import (
     Deadlines,
     DisconnectedError,
@@ -73,11 +74,22 @@ class CompletionHandlers:
         config: GatewayConfig,
         filters: Sequence[RequestFilter],
         fast_path: FastPath | None,
+        outcomes: OutcomeMeter | None = None,
     ) -> None:
+        """Create the handlers.
+
+        Args:
+            models: Models and their pools.
+            config: Settings of the gateway.
+            filters: Filters that each request passes, in this order.
+            fast_path: Native code that forwards streams; None for none.
+            outcomes: Measures the versions of pools with rollouts; None outside of fleets.
+        """
         self._models = models
         self._config = config
         self._filters = filters
         self._fast_path = fast_path
+        self._outcomes = outcomes
         self._max_request_s = config.timeouts.request_timeout_s or math.inf
         self._clock = time.monotonic
         self._stream_timeouts = StreamTimeouts(
@@ -201,6 +213,8 @@ class CompletionHandlers:
             await _end_stream_with_error(exchange, unexpected)
             raise
         finally:
+            if self._outcomes is not None:
+                self._outcomes.on_request_ended(context)
             context.close_bill(
                 is_response_started=exchange.status is not None, is_output_sent=writer.has_output
             )
@@ -318,6 +332,8 @@ class CompletionHandlers:
                 if context.api.generates:
                     await self._request_checker.check(pool, context.fields, context.api.path)
                 context.trace.admitted_at = self._clock()
+                if self._outcomes is not None:
+                    self._outcomes.on_request_placed(context)
                 if context.fields.stream:
                     self._early_starts.add(relay)
                 await RequestProxy(

@@ -50,6 +50,10 @@ class AttemptRecord(msgspec.Struct, gc=False, array_like=True):
     reason: str = ""
     is_hedge: bool = False
     """Whether the attempt was started while another was still silent."""
+    uncached_tokens: int = 0
+    """Prompt tokens that the replica had to compute, as estimated when it was selected."""
+    in_flight: int = 0
+    """Requests on the replica, with this one, when it was selected."""
 
 
 def kept_costs(costs: tuple[RoutingCost, ...]) -> tuple[RoutingCost, ...]:

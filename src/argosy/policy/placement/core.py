@@ -265,6 +265,8 @@ class PlacementCore:
                 request.output_tokens,
                 kept_costs(decision.costs),
                 is_hedge=is_hedge,
+                uncached_tokens=decision.uncached_tokens,
+                in_flight=replica.load.in_flight,
             ),
             not replica.health.is_ejected,
         )

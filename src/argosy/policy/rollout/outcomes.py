@@ -61,3 +61,21 @@ class RequestOutcome(msgspec.Struct, frozen=True, kw_only=True):
         if self.ttft_s is None or self.output_tokens < 2:
             return None
         return max(0.0, self.age_s - self.ttft_s) / (self.output_tokens - 1)
+
+    def judge_objective(
+        self, max_ttft_s: float | None, max_time_per_token_s: float | None
+    ) -> RequestOutcome:
+        """Return the outcome with `misses_objective` set by the limits of an objective; None is no limit.
+
+        While a request waits for its first token, its age counts as the time to it.
+        """
+        waited_s = self.ttft_s or 0.0
+        if self.ttft_s is None and self.status in {OutcomeStatus.RUNNING, OutcomeStatus.CANCELLED}:
+            waited_s = self.age_s
+        limits = (
+            (waited_s, max_ttft_s),
+            (self.time_per_token_s or 0.0, max_time_per_token_s),
+        )
+        is_slow = any(limit is not None and value > limit for value, limit in limits)
+        misses = is_slow or self.status is OutcomeStatus.FAILED
+        return msgspec.structs.replace(self, misses_objective=misses)

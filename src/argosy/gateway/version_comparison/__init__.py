@@ -1,0 +1,9 @@
+"""Comparison of the versions of a pool by a gateway, for the gate of a rollout.
+
+An `OutcomeMeter` turns each request that ends into a `RequestOutcome`, keeps recent ones of the stable versions, and
+scores those of a running comparison into batches that the controller reads.
+"""
+
+from argosy.gateway.version_comparison.outcome_meter import OutcomeMeter
+
+__all__ = ["OutcomeMeter"]
