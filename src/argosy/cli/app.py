@@ -23,6 +23,7 @@ from argosy.cli import (
     render,
     replica,
     replicas,
+    rollout,
     serve,
     store,
     tenants,
@@ -49,6 +50,7 @@ app.command("status")(fleet_status.status)
 app.command("history")(fleet.history)
 app.command("rollback")(fleet.rollback)
 app.command("scale")(fleet.scale)
+app.add_typer(rollout.app, name="rollout")
 app.command("down")(fleet.down)
 app.command("events")(fleet_status.events)
 app.command("logs")(fleet_status.logs)

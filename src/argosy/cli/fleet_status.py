@@ -13,6 +13,7 @@ from argosy.cli.failure import EXIT_FAILURE, fail
 from argosy.cli.fleet_progress import read_status
 from argosy.cli.fleet_target import FilesOption, FleetOption, open_fleet, parse_revision
 from argosy.cli.output import JsonOutput, print_json, print_records, strip_control_characters
+from argosy.cli.rollout_report import shorten_digests
 from argosy.cli.timestamps import format_timestamp
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ def status(
             typer.echo(f"  {pool.name}: {pool.ready} of {pool.desired} replicas are ready")
             if pool.scaling is not None:
                 typer.echo(f"    autoscaler: {pool.scaling.reason}")
+            if pool.rollout:
+                typer.echo(f"    rollout: {shorten_digests(pool.rollout)}")
         now = time.time()
         print_records(
             shown.replicas,

@@ -78,11 +78,16 @@ class FleetTarget:
             self.name,
             dump_fleet(config, "json").encode(),
             pool_digests(config),
-            author=f"{getpass.getuser()}@{socket.gethostname()}",
+            author=operator_name(),
             reason=reason,
             rollback_of=rollback_of,
             after=after,
         )
+
+
+def operator_name() -> str:
+    """Return the user and machine that a change is recorded with."""
+    return f"{getpass.getuser()}@{socket.gethostname()}"
 
 
 def load_declaration(

@@ -19,6 +19,8 @@ from argosy.fleet.control.environment import check_launchers, fleet_folder, open
 from argosy.fleet.control.fleet_context import FleetContext
 from argosy.fleet.control.fleet_records import SCALING_DECISION, ReplicaRecord, decode_records
 from argosy.fleet.control.leadership import process_holder
+from argosy.fleet.control.rollout_documents import append_command, roll_back_route
+from argosy.fleet.control.rollout_status import RolloutReport, RolloutStatus, read_rollouts
 from argosy.fleet.control.status import FleetStatus, PoolStatus, read_fleet_status
 from argosy.fleet.control.used_models import UsedModels, find_used_models
 
@@ -30,7 +32,10 @@ __all__ = [
     "FleetStatus",
     "PoolStatus",
     "ReplicaRecord",
+    "RolloutReport",
+    "RolloutStatus",
     "UsedModels",
+    "append_command",
     "check_launchers",
     "decode_records",
     "find_used_models",
@@ -40,6 +45,8 @@ __all__ = [
     "pool_digests",
     "process_holder",
     "read_fleet_status",
+    "read_rollouts",
+    "roll_back_route",
     "set_replicas",
     "stop_everything",
 ]

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from argosy.fleet.control.rollout_documents import RolloutDocuments, read_rollout_documents
 from argosy.policy.rollout import (
+    TERMINAL_STATES,
     CheckStatus,
     GateVerdict,
     RolloutDecision,
     RolloutObservation,
 )
+from argosy.store import FleetStore
 
 ROLLOUT_STATUS_PREFIX = "rollout-status/"
 """Prefix of the names of these records."""
@@ -61,6 +65,8 @@ class RolloutStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     regression: float = 1.0
     """Mean e-value of a regression."""
     metrics: tuple[MetricStatus, ...] = ()
+    refusals: tuple[str, ...] = ()
+    """Commands that were not followed, and why, of the last decision about commands."""
 
 
 def describe_decision(
@@ -68,14 +74,16 @@ def describe_decision(
     verdict: GateVerdict | None,
     observation: RolloutObservation,
     declared: str,
+    refusals: Sequence[str],
 ) -> RolloutStatus:
-    """Return the status of a pool after a decision.
+    """Return the status of a pool after a decision. Save it before the commands are removed.
 
     Args:
         decision: The decision.
         verdict: Verdict of the gate that it rests on; None without measurements.
         observation: Observation that it rests on.
         declared: Digest of the declared version.
+        refusals: Those of the last decision about commands.
     """
     split = decision.split
     desired = {} if split is None else {split.stable: split.stable_replicas}
@@ -114,4 +122,56 @@ def describe_decision(
             )
             for each in verdict.metrics
         ),
+        refusals=tuple(refusals),
     )
+
+
+class RolloutReport(RolloutDocuments, frozen=True, kw_only=True):
+    """All that is known about the rollouts of a pool."""
+
+    status: RolloutStatus | None = None
+    """Last record of the controller; None before its first decision."""
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a rollout has begun and not ended."""
+        current = self.rollouts.current
+        return current is not None and current.state not in TERMINAL_STATES
+
+    @property
+    def sentence(self) -> str:
+        """State in one sentence; empty if no rollout has begun."""
+        current = self.rollouts.current
+        if self.status is not None:
+            return self.status.status
+        return "" if current is None else f"{current.state}: {current.reason}"
+
+    @property
+    def concerns_operators(self) -> bool:
+        """Whether a rollout runs, or the declared version was rolled back."""
+        declared = "" if self.status is None else self.status.declared
+        return self.is_running or self.rollouts.verdict_on(declared) is not None
+
+
+def read_rollouts(store: FleetStore, fleet: str) -> list[RolloutReport]:
+    """Return the rollouts of all pools that have had some, by name. Blocks on the store.
+
+    Raises:
+        ValueError: A document cannot be decoded.
+    """
+    statuses = decode_rollout_statuses(store.read_records(fleet))
+    return [
+        RolloutReport(**msgspec.structs.asdict(documents), status=statuses.get(pool))
+        for pool, documents in read_rollout_documents(store, fleet).items()
+    ]
+
+
+def decode_rollout_statuses(records: Mapping[str, bytes]) -> dict[str, RolloutStatus]:
+    """Return the statuses among the records of a fleet, by pool. Skips those of other versions."""
+    statuses: dict[str, RolloutStatus] = {}
+    for name, encoded in records.items():
+        if name.startswith(ROLLOUT_STATUS_PREFIX):
+            with contextlib.suppress(msgspec.MsgspecError):
+                status = msgspec.json.decode(encoded, type=RolloutStatus)
+                statuses[status.pool] = status
+    return statuses

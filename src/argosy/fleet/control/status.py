@@ -8,6 +8,7 @@ import msgspec
 
 from argosy.fleet.control.declared_fleet import gateway_url
 from argosy.fleet.control.fleet_records import ReplicaRecord, decode_records, decode_scaling
+from argosy.fleet.control.rollout_status import read_rollouts
 from argosy.fleet.declaration import GATEWAY_POOL, parse_fleet
 from argosy.policy.autoscaling import ScalingDecision
 from argosy.policy.reconciliation import ReplicaPhase
@@ -29,6 +30,8 @@ class PoolStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Number of replicas that exist."""
     scaling: ScalingDecision | None = None
     """Last decision of its autoscaler; None if it has none, or has not decided yet."""
+    rollout: str = ""
+    """State of its rollout; empty if none runs and the declared version was not rolled back."""
 
 
 class FleetStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,6 +74,7 @@ def read_fleet_status(store: FleetStore, fleet: str) -> FleetStatus:
     encoded = store.read_records(fleet)
     records, _ = decode_records(encoded)
     scaling = decode_scaling(encoded)
+    rollouts = _read_rollout_sentences(store, fleet)
     desired: dict[str, int] = {}
     url = ""
     if revision is not None:
@@ -105,8 +109,17 @@ def read_fleet_status(store: FleetStore, fleet: str) -> FleetStatus:
                 ),
                 replicas=sum(record.pool == name for record in records.values()),
                 scaling=scaling[name].state.last_decision if name in scaling else None,
+                rollout=rollouts.get(name, ""),
             )
             for name, count in desired.items()
         ],
         replicas=sorted(records.values(), key=lambda record: record.name),
     )
+
+
+def _read_rollout_sentences(store: FleetStore, fleet: str) -> dict[str, str]:
+    try:
+        reports = read_rollouts(store, fleet)
+    except msgspec.MsgspecError:
+        return {}  # of a later version, whose `argosy rollout status` shows them
+    return {report.pool: report.sentence for report in reports if report.concerns_operators}

@@ -12,7 +12,7 @@ MAX_TEXT = 100_000
 
 
 class ExpectedText(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What an answer must contain. With both, it must meet both.
+    """Conditions for an answer, which must meet all that are given.
 
     Raises:
         ValueError: Nothing is expected, or the regular expression is invalid.

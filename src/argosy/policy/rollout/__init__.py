@@ -32,6 +32,7 @@ from argosy.policy.rollout.rollout_observation import (
 from argosy.policy.rollout.rollout_outputs import ReplicaSplit
 from argosy.policy.rollout.rollout_plan import RolloutPlan, RolloutStep, Strategy
 from argosy.policy.rollout.rollout_record import (
+    TERMINAL_STATES,
     DigestVerdict,
     PoolRollouts,
     RollbackCause,
@@ -43,6 +44,7 @@ from argosy.policy.rollout.user_history import UserHistory, UserRates
 
 __all__ = [
     "EVENTS",
+    "TERMINAL_STATES",
     "Arm",
     "Baseline",
     "BaselineRecorder",

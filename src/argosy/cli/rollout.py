@@ -1,0 +1,299 @@
+"""Commands for rollouts: `argosy rollout status`, `pause`, `resume`, `abort`, `promote`."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from argosy.cli.account_lookup import StoreUrl
+from argosy.cli.failure import EXIT_FAILURE, fail
+from argosy.cli.fleet_progress import POLL_INTERVAL_S, read_status
+from argosy.cli.fleet_target import FilesOption, FleetOption, FleetTarget, open_fleet, operator_name
+from argosy.cli.output import JsonOutput, print_json
+from argosy.cli.rollout_report import print_rollout, shorten_digests, summarise_rollout
+
+if TYPE_CHECKING:
+    from argosy.fleet.control import RolloutReport
+    from argosy.policy.rollout import CommandKind, RolloutCommand
+
+DEFAULT_TIMEOUT_S = 30.0
+
+app = typer.Typer(
+    help="Follow and steer the rollout of a new version of a pool.", no_args_is_help=True
+)
+
+PoolArgument = Annotated[
+    str | None,
+    typer.Argument(metavar="[POOL]", help="Name of the pool. Default: the one with a rollout."),
+]
+Reason = Annotated[str, typer.Option("--reason", "-m", help="Why, for the record.")]
+Force = Annotated[
+    bool,
+    typer.Option(
+        "--force", help="Go on without evidence, or with a spent error budget. Needs --reason."
+    ),
+]
+Wait = Annotated[bool, typer.Option(help="Wait until the controller has followed the command.")]
+Timeout = Annotated[
+    float, typer.Option(min=0, help="Seconds to wait before the command fails with status 1.")
+]
+
+
+@app.command()
+def status(
+    pool: Annotated[str | None, typer.Argument(metavar="[POOL]", help="Only this pool.")] = None,
+    *,
+    files: FilesOption = None,
+    fleet: FleetOption = None,
+    store: StoreUrl = None,
+    json: JsonOutput = False,
+) -> None:
+    """Show the rollouts of a fleet: state, share, measurements, and what they wait for."""
+    with open_fleet(files, fleet, store) as target:
+        reports = [each for each in _read_reports(target) if pool in {None, each.pool}]
+        if pool is not None and not reports:
+            _fail_unknown(target, pool)
+    if json:
+        print_json(reports)
+        return
+    if not reports:
+        typer.echo("No pool of the fleet has had a rollout.")
+    now = time.time()
+    for report in reports:
+        print_rollout(report, now)
+
+
+@app.command()
+def pause(
+    pool: PoolArgument = None,
+    *,
+    reason: Reason = "",
+    wait: Wait = True,
+    timeout: Timeout = DEFAULT_TIMEOUT_S,
+    files: FilesOption = None,
+    fleet: FleetOption = None,
+    store: StoreUrl = None,
+    json: JsonOutput = False,
+) -> None:
+    """Stop a rollout at its step. The new version keeps its share, and is still rolled back if it is worse."""
+    from argosy.policy.rollout import CommandKind
+
+    with open_fleet(files, fleet, store) as target:
+        report = _find_running(target, pool)
+        command = _build_command(report, CommandKind.PAUSE, reason)
+        _send(target, report.pool, command, wait_s=timeout if wait else None, json=json)
+
+
+@app.command()
+def resume(
+    pool: PoolArgument = None,
+    *,
+    force: Force = False,
+    reason: Reason = "",
+    wait: Wait = True,
+    timeout: Timeout = DEFAULT_TIMEOUT_S,
+    files: FilesOption = None,
+    fleet: FleetOption = None,
+    store: StoreUrl = None,
+    json: JsonOutput = False,
+) -> None:
+    """Continue a paused rollout, or try a version again that was rolled back."""
+    from argosy.policy.rollout import CommandKind
+
+    with open_fleet(files, fleet, store) as target:
+        report = _find_running(target, pool, permits_retry=True)
+        command = _build_command(report, CommandKind.RESUME, reason, force=force)
+        _send(target, report.pool, command, wait_s=timeout if wait else None, json=json)
+
+
+@app.command()
+def promote(
+    pool: PoolArgument = None,
+    *,
+    force: Force = False,
+    reason: Reason = "",
+    wait: Wait = True,
+    timeout: Timeout = DEFAULT_TIMEOUT_S,
+    files: FilesOption = None,
+    fleet: FleetOption = None,
+    store: StoreUrl = None,
+    json: JsonOutput = False,
+) -> None:
+    """Go to the next step now. Without enough evidence it needs --force and --reason."""
+    from argosy.policy.rollout import CommandKind
+
+    with open_fleet(files, fleet, store) as target:
+        report = _find_running(target, pool)
+        command = _build_command(report, CommandKind.PROMOTE, reason, force=force)
+        _send(target, report.pool, command, wait_s=timeout if wait else None, json=json)
+
+
+@app.command()
+def abort(
+    pool: PoolArgument = None,
+    *,
+    reason: Reason = "",
+    wait: Wait = True,
+    timeout: Timeout = DEFAULT_TIMEOUT_S,
+    files: FilesOption = None,
+    fleet: FleetOption = None,
+    store: StoreUrl = None,
+    json: JsonOutput = False,
+) -> None:
+    """Send all users back to the old version. The gateways follow within seconds, also without a controller."""
+    from argosy.fleet.control import append_command, roll_back_route
+    from argosy.policy.rollout import CommandKind
+
+    with open_fleet(files, fleet, store) as target:
+        report = _find_running(target, pool)
+        command = _build_command(report, CommandKind.ABORT, reason)
+        # The command comes first, so that a controller that sees the route knows why.
+        append_command(target.store.fleets, target.name, report.pool, command)
+        cause = command.reason or f"abort by {command.by}"
+        route = roll_back_route(
+            target.store.fleets, target.name, report.pool, cause, at=time.time()
+        )
+        if not json:
+            routed = (
+                f"version {route.version} of the route sends all users to version {shorten_digests(route.stable)}"
+                if route is not None
+                else "no user has the new version"
+            )
+            typer.echo(f"Pool {report.pool}: {routed}.", err=True)
+        if not read_status(target).has_leader:
+            if not json:
+                typer.echo(
+                    "No controller leads the fleet. Its gateways follow the route, and the replicas of the new version"
+                    " stay until a controller runs; start one with `argosy up`.",
+                    err=True,
+                )
+            wait = False
+        _finish(target, report.pool, command, wait_s=timeout if wait else None, json=json)
+
+
+# --- shared --------------------------------------------------------------------------------------
+
+
+def _read_reports(target: FleetTarget) -> list[RolloutReport]:
+    import msgspec
+
+    from argosy.fleet.control import read_rollouts
+
+    try:
+        return read_rollouts(target.store.fleets, target.name)
+    except msgspec.MsgspecError as error:
+        fail(
+            f"the rollouts in the store are of another version of Argosy; use its command: {error}"
+        )
+
+
+def _find_running(
+    target: FleetTarget, pool: str | None, *, permits_retry: bool = False
+) -> RolloutReport:
+    """Return the pool that a command is for. Without a rollout the command fails."""
+    reports = _read_reports(target)
+    running = [
+        each
+        for each in reports
+        if each.is_running or (permits_retry and _is_rejected(target, each))
+    ]
+    if pool is None:
+        if len(running) != 1:
+            names = ", ".join(each.pool for each in running) or "none"
+            fail(f"name the pool; pools with a rollout: {names}", EXIT_FAILURE)
+        return running[0]
+    if all(each.pool != pool for each in reports):
+        _fail_unknown(target, pool)
+    found = next((each for each in running if each.pool == pool), None)
+    if found is None:
+        fail(f"no rollout of the pool {pool} is running; see `argosy rollout status`", EXIT_FAILURE)
+    return found
+
+
+def _is_rejected(target: FleetTarget, report: RolloutReport) -> bool:
+    """Return whether the declared version was rolled back."""
+    generation = target.require_latest().generations.get(report.pool)
+    return generation is not None and report.rollouts.verdict_on(generation.digest) is not None
+
+
+def _fail_unknown(target: FleetTarget, pool: str) -> None:
+    fail(
+        f"the pool {pool!r} of the fleet {target.name} has had no rollout; declare `rollout` for it, and see"
+        " `argosy status` for the names of pools",
+        EXIT_FAILURE,
+    )
+
+
+def _build_command(
+    report: RolloutReport, kind: CommandKind, reason: str, *, force: bool = False
+) -> RolloutCommand:
+    from argosy.policy.rollout import RolloutCommand
+
+    current = report.rollouts.current
+    rollout = current.id if current is not None and report.is_running else ""
+    try:
+        return RolloutCommand(
+            kind=kind, by=operator_name(), reason=reason, force=force, rollout=rollout
+        )
+    except ValueError as error:
+        fail(f"{error} with --reason")
+
+
+def _send(
+    target: FleetTarget, pool: str, command: RolloutCommand, *, wait_s: float | None, json: bool
+) -> None:
+    from argosy.fleet.control import append_command
+
+    append_command(target.store.fleets, target.name, pool, command)
+    _finish(target, pool, command, wait_s=wait_s, json=json)
+
+
+def _finish(
+    target: FleetTarget, pool: str, command: RolloutCommand, *, wait_s: float | None, json: bool
+) -> None:
+    """Wait until a controller has followed a stored command, if `wait_s` is given, and show the result."""
+    report = next(each for each in _read_reports(target) if each.pool == pool)
+    if wait_s is not None:
+        report = _wait_until_followed(target, pool, command, wait_s, quiet=json)
+    if json:
+        print_json(report)
+    elif command in report.commands:
+        typer.echo(f"Pool {pool}: {command.kind} is stored for the controller.", err=True)
+    else:
+        typer.echo(summarise_rollout(report, time.time()), err=True)
+
+
+def _wait_until_followed(
+    target: FleetTarget, pool: str, command: RolloutCommand, timeout_s: float, *, quiet: bool
+) -> RolloutReport:
+    """Return the rollout after a controller has followed the command. If it is refused, or none answers, it fails."""
+    deadline = time.monotonic() + timeout_s
+    shown = ""
+    while True:
+        report = next(each for each in _read_reports(target) if each.pool == pool)
+        if command not in report.commands:
+            break
+        summary = summarise_rollout(report, time.time())
+        if not quiet and summary != shown:
+            shown = summary
+            typer.echo(summary, err=True)
+        if time.monotonic() >= deadline:
+            remedy = (
+                "is the leader busy?"
+                if read_status(target).has_leader
+                else "`argosy up` starts one"
+            )
+            fail(
+                f"no controller has answered within {timeout_s:g} s, so that {command.kind} remains stored until one"
+                f" does; {remedy}",
+                EXIT_FAILURE,
+            )
+        time.sleep(POLL_INTERVAL_S)
+    prefix = f"{command.kind} by {command.by}: "
+    if report.status is not None:
+        for refusal in report.status.refusals:
+            if refusal.startswith(prefix):
+                fail(f"{command.kind} is refused: {refusal.removeprefix(prefix)}", EXIT_FAILURE)
+    return report

@@ -1,0 +1,244 @@
+"""`argosy rollout`: what it shows, stores and waits for, with a real store and with or without a controller."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+from tests.support.waiting import wait_for
+from typer.testing import CliRunner, Result
+
+from argosy.cli.app import app
+from argosy.fleet.control import RolloutReport, append_command, read_rollouts
+from argosy.fleet.control.rollout_documents import ROLLOUTS_PREFIX, ROUTE_PREFIX, remove_commands
+from argosy.fleet.control.rollout_status import ROLLOUT_STATUS_PREFIX, describe_decision
+from argosy.policy.rollout import (
+    CheckStatus,
+    CommandKind,
+    DeclaredVersion,
+    OutcomeBatch,
+    PoolRollouts,
+    RolloutCommand,
+    RolloutGate,
+    RolloutObservation,
+    RolloutPlan,
+    RolloutState,
+    VersionStatus,
+    decide,
+)
+from argosy.policy.traffic import PoolRoute
+from argosy.store import FleetDocument, FleetLease, FleetStore, open_store
+
+POOL = "chat"
+OLD, NEW = "1" * 64, "2" * 64
+DECLARATION = b"""{
+    "fleet": "demo",
+    "models": [{"name": "chat", "source": "argosy-mini"}],
+    "pools": [{"name": "chat", "model": "chat"}]
+}"""
+READY = VersionStatus(existing=2, serving=2, ready=2, check=CheckStatus.PASSED)
+
+runner = CliRunner()
+
+
+class World:
+    """A fleet in a store during a rollout, whose controller decides when `decide_once` is called."""
+
+    def __init__(self, store: FleetStore) -> None:
+        self.store = store
+        for digest in (OLD, NEW):
+            after = 0 if digest == OLD else 1
+            store.apply("demo", DECLARATION, {POOL: digest}, author="test", after=after)
+        lease = store.acquire_lease("controller/1/1", store.read_lease("demo"))
+        assert lease is not None
+        self.lease: FleetLease = lease
+        self.gate: RolloutGate | None = None
+        self.candidate = READY
+        self._replace(ROUTE_PREFIX, PoolRoute(pool=POOL, version=1, stable=OLD), after=0)
+        self.decide_once()
+        while self.state is not RolloutState.STEP:
+            self.decide_once()
+
+    @property
+    def report(self) -> RolloutReport:
+        return read_rollouts(self.store, "demo")[0]
+
+    @property
+    def state(self) -> RolloutState:
+        current = self.report.rollouts.current
+        assert current is not None
+        return current.state
+
+    def release(self) -> None:
+        """End the controller."""
+        self.store.release_lease(self.lease)
+
+    def decide_once(self) -> None:
+        """Do what a controller does in one round."""
+        report = self.report
+        observation = RolloutObservation(
+            route=report.route,
+            routed_version=0 if report.route is None else report.route.version,
+            needed=2,
+            versions={OLD: READY, NEW: self.candidate},
+        )
+        now = time.time()
+        verdict = None if self.gate is None else self.gate.verdict(now)
+        decision = decide(
+            report.rollouts,
+            DeclaredVersion(digest=NEW, plan=RolloutPlan()),
+            observation,
+            now,
+            verdict=verdict,
+            commands=report.commands,
+        )
+        if decision.rollouts.version > report.rollouts.version:
+            self._replace(ROLLOUTS_PREFIX, decision.rollouts, after=report.rollouts.version)
+        if decision.route is not None and report.route is not None:
+            self._replace(ROUTE_PREFIX, decision.route, after=report.route.version)
+        if decision.gate_step is not None and decision.rollouts.current is not None:
+            current = decision.rollouts.current
+            self.gate = self.gate or RolloutGate.start(current.id, current.plan.gate, 5)
+            self.gate.open_step(*decision.gate_step, now)
+        status = describe_decision(decision, verdict, observation, NEW, decision.refusals)
+        record = {ROLLOUT_STATUS_PREFIX + POOL: msgspec.json.encode(status)}
+        self.store.save_records(self.lease, record)
+        remove_commands(self.store, "demo", POOL, report.commands)
+
+    def _replace(self, prefix: str, document: PoolRoute | PoolRollouts, *, after: int) -> None:
+        stored = FleetDocument(document.version, msgspec.json.encode(document))
+        assert self.store.replace_document("demo", prefix + POOL, stored, after=after)
+
+    @contextmanager
+    def controller(self) -> Iterator[None]:
+        """Follow the next command from another thread."""
+
+        def follow() -> None:
+            wait_for(lambda: self.report.commands)
+            self.decide_once()
+
+        thread = threading.Thread(target=follow)
+        thread.start()
+        yield
+        thread.join()
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ARGOSY_STORE", f"sqlite:///{tmp_path}/fleet.db")
+    monkeypatch.setattr("argosy.cli.rollout.POLL_INTERVAL_S", 0.01)
+    with closing(open_store(f"sqlite:///{tmp_path}/fleet.db")) as store:
+        store.migrate()
+        yield World(store.fleets)
+
+
+def run(*arguments: str) -> Result:
+    result = runner.invoke(app, ["rollout", *arguments])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.output
+    return result
+
+
+def test_status_shows_state_measurements_and_what_it_waits_for(world: World) -> None:
+    assert world.gate is not None
+    world.gate.add(
+        OutcomeBatch(
+            rollout=world.gate.record.rollout,
+            gateway="g",
+            sequence=1,
+            step=0,
+            ended_at=time.time(),
+            candidate_requests=5,
+            stable_requests=50,
+        )
+    )
+    world.decide_once()
+    output = run("status").stdout
+    for text in (
+        "Pool chat: step: ",
+        "step 1 of 4: shadow 10%",
+        f"canary from {OLD[:12]} to {NEW[:12]}",
+        f"copies of 10% to {NEW[:12]}",
+        f"version {NEW[:12]}: 2 of 2 replicas are ready",
+        "the step lasts",
+        "ttft",
+        "regression 1 of 100",
+    ):
+        assert text in output, output
+    assert OLD not in output
+    report = json.loads(run("status", POOL, "--json").stdout)[0]
+    assert report["rollouts"]["current"]["state"] == "step"
+    assert report["status"]["result"] == "inconclusive"
+    assert run("status", "other").exit_code == 1
+    fleet = runner.invoke(app, ["status"]).stdout
+    assert "rollout: step: the pinned prompts have passed" in fleet
+
+
+def test_commands_wait_until_the_controller_follows_or_refuses(world: World) -> None:
+    with world.controller():
+        paused = run("pause", "--reason", "lunch")
+    assert paused.exit_code == 0, paused.output
+    assert "paused: lunch" in paused.stderr
+    with world.controller():
+        again = run("pause", POOL)
+    assert again.exit_code == 1
+    assert "pause is refused: the rollout is paused already" in again.stderr
+    with world.controller():
+        resumed = run("resume", "--json")
+    assert json.loads(resumed.stdout)["rollouts"]["current"]["state"] == "step"
+    with world.controller():
+        promoted = run("promote")
+    assert "repeat it with force and a reason" in promoted.stderr
+    assert run("promote", "--force").exit_code == 2
+    with world.controller():
+        forced = run("promote", "--force", "--reason", "tested elsewhere")
+    assert forced.exit_code == 0, forced.output
+    assert "step 2 of 4: 5%" in forced.stderr
+
+
+def test_abort_needs_no_controller(world: World) -> None:
+    world.release()
+    paused = run("pause", "--timeout", "0")
+    assert paused.exit_code == 1
+    assert "remains stored" in paused.stderr
+    aborted = run("abort", "--reason", "wrong answers")
+    assert aborted.exit_code == 0, aborted.output
+    assert f"sends all users to version {OLD[:12]}" in aborted.stderr
+    assert "No controller leads the fleet" in aborted.stderr
+    route = world.report.route
+    assert route is not None
+    assert route.rollback is not None
+    assert (route.rollback.reason, route.variants, route.shadow) == ("wrong answers", (), None)
+    assert [command.kind for command in world.report.commands] == ["pause", "abort"]
+    assert "waits for a controller: abort" in run("status").stdout
+
+    lease = world.store.acquire_lease("controller/2/2", world.store.read_lease("demo"))
+    assert lease is not None
+    world.lease = lease
+    for _ in range(4):
+        world.decide_once()
+    current = world.report.rollouts.current
+    assert current is not None
+    assert (current.state, current.cause) == (RolloutState.CLEANING, "command")
+    assert not world.report.commands
+
+
+def test_version_that_was_rolled_back_can_be_resumed(world: World) -> None:
+    abort = RolloutCommand(kind=CommandKind.ABORT, by="test", reason="slow")
+    append_command(world.store, "demo", POOL, abort)
+    for _ in range(4):
+        world.decide_once()
+        world.candidate = VersionStatus()
+    assert world.state == "aborted"
+    assert "no rollout of the pool chat is running" in run("pause", POOL).stderr
+    assert f"rolled back: version {NEW[:12]} (slow)" in run("status").stdout
+    with world.controller():
+        resumed = run("resume", "--reason", "the cause was elsewhere")
+    assert resumed.exit_code == 0, resumed.output
+    assert world.state == "starting"
