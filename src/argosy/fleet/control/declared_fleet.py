@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from argosy.fleet.control.replica_monitor import CheckPaths
 from argosy.fleet.declaration import (
     GATEWAY_POOL,
+    EngineKind,
     FleetConfig,
     PoolConfig,
+    RolloutConfig,
     build_gateway_config,
     build_launch_spec,
     find_engine,
@@ -25,6 +27,7 @@ from argosy.fleet.launchers import LaunchError, LaunchSpec
 from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig
 from argosy.policy import RestartLimits
 from argosy.policy.reconciliation import DesiredFleet, DesiredPool, replica_name
+from argosy.policy.rollout import RolloutPlan
 from argosy.store import FleetRevision, StoreConfig
 
 GATEWAY_LAUNCHER = "local"
@@ -37,7 +40,18 @@ class RoutedMember(msgspec.Struct, frozen=True):
 
     name: str
     pool: str
+    generation: int
     url: str
+
+
+class VersionTarget(NamedTuple):
+    """Desired replicas of one version of a pool."""
+
+    generation: int
+    replicas: int
+    spares: int = 0
+    surplus_reason: str = ""
+    """Why replicas beyond these leave."""
 
 
 def pool_digests(config: FleetConfig) -> dict[str, str]:
@@ -55,7 +69,7 @@ class DeclaredFleet:
 
     Args:
         revision: The revision in force.
-        find_revision: Returns the newest revision with a generation of a pool, or None.
+        known: The latest revisions, newest first, in which the settings of earlier generations are found.
         folder: Folder for the settings of the gateways.
         store_url: URL of the store, for gateways whose declaration names none.
 
@@ -66,14 +80,16 @@ class DeclaredFleet:
     def __init__(
         self,
         revision: FleetRevision,
-        find_revision: Callable[[str, int], FleetRevision | None],
+        known: Sequence[FleetRevision],
         folder: Path,
         store_url: str,
     ) -> None:
         self.number = revision.number
         self.config = parse_fleet(revision.declaration, f"revision {revision.number}")
-        self._generations = {name: pool.generation for name, pool in revision.generations.items()}
-        self._find_revision = find_revision
+        self._generations = revision.generations
+        self._known = known
+        self._configs: dict[int, FleetConfig] = {}
+        """Earlier declarations that were read, by the number of their revision."""
         self._folder = folder
         self._store_url = store_url
 
@@ -85,17 +101,44 @@ class DeclaredFleet:
 
     def generation(self, pool: str) -> int:
         """Return the number of the version of a pool's replica settings."""
-        return self._generations[pool]
+        return self._generations[pool].generation
 
-    def desired_state(self, scaled: Mapping[str, int]) -> DesiredFleet:
+    def digest(self, pool: str) -> str:
+        """Return the digest of a pool's replica settings."""
+        return self._generations[pool].digest
+
+    def find_generation(self, pool: str, digest: str) -> int | None:
+        """Return the number of a version of a pool; None if no known revision has it."""
+        for revision in self._known:
+            found = revision.generations.get(pool)
+            if found is not None and found.digest == digest:
+                return found.generation
+        return None
+
+    def find_digest(self, pool: str, generation: int) -> str | None:
+        """Return the digest of a version of a pool; None if no known revision has it."""
+        revision = find_newest_revision(self._known, pool, generation)
+        return None if revision is None else revision.generations[pool].digest
+
+    def desired_state(
+        self,
+        scaled: Mapping[str, int],
+        versions: Mapping[str, Sequence[VersionTarget]],
+        undecided: Collection[str] = (),
+    ) -> DesiredFleet:
         """Return what the fleet shall consist of.
 
         Args:
             scaled: Number of replicas of the pools for which an autoscaler decides.
+            versions: Versions of the pools that have rollouts.
+            undecided: Pools to leave out, about which nothing may be done.
         """
         pools = [
-            self._desired_pool(pool, scaled.get(pool.name, pool.initial_replicas))
+            self._desired_pool(pool, target)
             for pool in self.config.pools
+            if pool.name not in undecided
+            for target in versions.get(pool.name)
+            or [self._only_target(pool, scaled.get(pool.name, pool.initial_replicas))]
         ]
         if self.config.gateways:
             # A new gateway cannot listen on the port of the old one while that runs.
@@ -103,7 +146,7 @@ class DeclaredFleet:
                 DesiredPool(
                     name=GATEWAY_POOL,
                     launcher=GATEWAY_LAUNCHER,
-                    generation=self._generations[GATEWAY_POOL],
+                    generation=self.generation(GATEWAY_POOL),
                     replicas=self.config.gateways,
                     max_surge=0,
                     max_unavailable=1,
@@ -118,23 +161,51 @@ class DeclaredFleet:
         Raises:
             LaunchError: It cannot be built, for example because a secret is missing.
         """
-        config = self._config_of(pool, generation)
         if pool == GATEWAY_POOL:
-            return self._gateway_spec(config, generation, ordinal)
-        pool_config = None if config is None else config.find_pool(pool)
-        if config is None or pool_config is None:
+            return self._gateway_spec(self._config_of(pool, generation), generation, ordinal)
+        version = self.find_version(pool, generation)
+        if version is None:
             raise LaunchError(f"no revision has generation {generation} of the pool {pool}")
-        return build_launch_spec(config, pool_config, generation, ordinal)
+        return build_launch_spec(*version, generation, ordinal)
 
-    def check_paths(self, pool: str) -> CheckPaths:
-        """Return the paths for health checks of a pool's replicas."""
-        pool_config = self.config.find_pool(pool)
+    def find_version(self, pool: str, generation: int) -> tuple[FleetConfig, PoolConfig] | None:
+        """Return the settings of a version of a pool; None if no known revision has it."""
+        config = self._config_of(pool, generation)
+        pool_config = None if config is None else config.find_pool(pool)
+        return None if config is None or pool_config is None else (config, pool_config)
+
+    def check_paths(self, pool: str, generation: int | None = None) -> CheckPaths:
+        """Return the paths for health checks of a pool's replicas, by default of the current generation."""
         if pool == GATEWAY_POOL:
             return CheckPaths(ready="/health", load=None)
-        if pool_config is None:
+        engine = self._find_engine(pool, generation)
+        if engine is None:
             return CheckPaths()
-        engine = find_engine(self.config, pool_config)
         return CheckPaths(engine.ready_path, "/load" if engine.kind == "argosy" else None)
+
+    def rollout_plan(self, pool: PoolConfig) -> RolloutPlan:
+        """Return the plan of the rollouts of a pool that declares some."""
+        rollout = pool.rollout or RolloutConfig()
+        return rollout.build_plan(has_objectives=not self.config.objectives.is_empty)
+
+    def has_same_computation(self, pool: str, first: str, second: str) -> bool:
+        """Return whether two versions of a pool differ in settings without influence on answers, as far as is known."""
+        computations = []
+        for digest in (first, second):
+            generation = self.find_generation(pool, digest)
+            version = None if generation is None else self.find_version(pool, generation)
+            if version is None:
+                return False
+            config, settings = version
+            model = config.model_of(settings)
+            computations.append(
+                (
+                    (model.source, model.revision, model.digest),
+                    (settings.engine, find_engine(config, settings)),
+                    (settings.options, settings.image, settings.accelerators),
+                )
+            )
+        return computations[0] == computations[1]
 
     def model_name(self, pool: str) -> str | None:
         """Return the name by which a pool's replicas serve their model, for warm-up requests."""
@@ -155,9 +226,7 @@ class DeclaredFleet:
         for member in members:
             pool = self.config.find_pool(member.pool)
             if pool is not None:
-                engine = find_engine(self.config, pool)
-                replica = ReplicaConfig(name=member.name, url=member.url, kind=engine.kind)
-                by_model.setdefault(pool.model, []).append(replica)
+                by_model.setdefault(pool.model, []).append(self.published_replica(member))
         return [
             msgspec.structs.replace(
                 model, replicas=[*model.replicas, *by_model.get(model.name, ())]
@@ -165,30 +234,56 @@ class DeclaredFleet:
             for model in build_gateway_config(self.config).models
         ]
 
-    @staticmethod
-    def _limits(pool: PoolConfig) -> RestartLimits:
+    def published_replica(self, member: RoutedMember) -> ReplicaConfig:
+        """Return a member of the rotation as the gateways know it."""
+        engine = self._find_engine(member.pool, member.generation)
+        kind = "auto" if engine is None else engine.kind
+        return ReplicaConfig(name=member.name, url=member.url, kind=kind)
+
+    def restart_limits(self, pool: PoolConfig) -> RestartLimits:
+        """Return the limits of the restarts of a pool's replicas."""
         return RestartLimits(
             hang_timeout_s=pool.hang_timeout_s, start_timeout_s=pool.start_timeout_s
         )
 
-    def _desired_pool(self, pool: PoolConfig, replicas: int) -> DesiredPool:
+    def _find_engine(self, pool: str, generation: int | None) -> EngineKind | None:
+        """Return the engine of a version, or of the current one if it is not known; None if there is no such pool."""
+        version = None if generation is None else self.find_version(pool, generation)
+        if version is None:
+            pool_config = self.config.find_pool(pool)
+            version = None if pool_config is None else (self.config, pool_config)
+        return None if version is None else find_engine(*version)
+
+    def _only_target(self, pool: PoolConfig, replicas: int) -> VersionTarget:
+        return VersionTarget(self.generation(pool.name), replicas, pool.count_spares(replicas))
+
+    def _desired_pool(self, pool: PoolConfig, target: VersionTarget) -> DesiredPool:
+        max_surge = pool.max_surge_count(target.replicas)
+        max_unavailable = pool.max_unavailable_count(target.replicas)
         return DesiredPool(
             name=pool.name,
             launcher=pool.launcher,
-            generation=self._generations[pool.name],
-            replicas=replicas,
-            spares=pool.count_spares(replicas),
-            max_surge=pool.max_surge_count(replicas),
-            max_unavailable=pool.max_unavailable_count(replicas),
-            restart_limits=self._limits(pool),
+            generation=target.generation,
+            replicas=target.replicas,
+            spares=target.spares,
+            max_surge=max_surge,
+            max_unavailable=max_unavailable or int(max_surge + target.spares == 0),
+            restart_limits=self.restart_limits(pool),
             requires_warm_up=pool.warm_up,
+            surplus_reason=target.surplus_reason,
         )
 
     def _config_of(self, pool: str, generation: int) -> FleetConfig | None:
-        if self._generations.get(pool) == generation:
+        current = self._generations.get(pool)
+        if current is not None and current.generation == generation:
             return self.config
-        revision = self._find_revision(pool, generation)
-        return None if revision is None else parse_fleet(revision.declaration)
+        revision = find_newest_revision(self._known, pool, generation)
+        if revision is None:
+            return None
+        config = self._configs.get(revision.number)
+        if config is None:
+            config = self._configs[revision.number] = parse_fleet(revision.declaration)
+        return config
 
     def _gateway_spec(
         self, config: FleetConfig | None, generation: int, ordinal: int

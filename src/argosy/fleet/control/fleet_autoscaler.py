@@ -57,9 +57,17 @@ class FleetAutoscaler:
         self._decided_at = float("-inf")
         self._revision = 0
         """Number of the revision that the last decisions are about."""
+        self._rollouts: Mapping[str, bool] = {}
 
-    def decide(self, declared: DeclaredFleet, now: float) -> None:
-        """Decide about all pools: at an interval, after each change of the declaration, and for waiting requests."""
+    def decide(self, declared: DeclaredFleet, rollouts: Mapping[str, bool], now: float) -> None:
+        """Decide about all pools: at an interval, after each change of the declaration, and for waiting requests.
+
+        Args:
+            declared: The declaration in force.
+            rollouts: Whether a rollout runs, for each pool that changes versions by rollouts.
+            now: Seconds since the epoch.
+        """
+        self._rollouts = rollouts
         is_due = self._revision != declared.number or now - self._decided_at >= DECISION_INTERVAL_S
         if not (is_due or self._must_wake(declared)):
             return
@@ -174,8 +182,9 @@ class FleetAutoscaler:
             or _learn_capacity(declared, record, loads, demand),
             startup_s=self._records.expected_start_s(declared.source(pool.name)) or DEFAULT_START_S,
             metrics_age_s=metrics_age_s,
-            rollout_in_progress=any(
-                each.generation != declared.generation(pool.name) for each in members
+            rollout_in_progress=self._rollouts.get(
+                pool.name,
+                any(each.generation != declared.generation(pool.name) for each in members),
             ),
             manual_scale=None
             if pool.replicas is None

@@ -101,7 +101,7 @@ class FleetObserver:
         launched = [replica for listing in self._listings.values() for replica in listing.values()]
 
         def check_paths(replica: LaunchedReplica) -> CheckPaths:
-            return declared.check_paths(replica.pool)
+            return declared.check_paths(replica.pool, replica.generation)
 
         self._monitor.watch(launched, check_paths)
         await self._monitor.wait_first_checks()

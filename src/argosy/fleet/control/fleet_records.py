@@ -15,6 +15,7 @@ REPLICA_PREFIX = "replica/"
 PENDING_PREFIX = "pending/"
 START_TIMES_PREFIX = "start-times/"
 SCALING_PREFIX = "autoscaling/"
+ROLLOUT_PREFIXES = ("rollout-gate/", "rollout-baseline/", "rollout-status/")
 SCALING_DECISION = "scaling_decision"
 """Kind of the events of autoscalers, whose outcome is the arithmetic of the decision as JSON."""
 MAX_START_TIMES = 9
@@ -88,6 +89,8 @@ class FleetRecords:
         """Latest seconds from start to ready, by source of the model."""
         self.scaling: dict[str, ScalingRecord] = {}
         """Memory of the autoscaler of each pool that has one, by name."""
+        self.rollouts: dict[str, bytes] = {}
+        """Encoded evidence and status of the rollouts, by the full name of the record."""
 
     def load(self, records: Mapping[str, bytes]) -> None:
         """Continue with the records in the store. Those that cannot be decoded are dropped."""
@@ -100,6 +103,9 @@ class FleetRecords:
             }
         )
         self.scaling = decode_scaling(records)
+        self.rollouts = {
+            name: record for name, record in records.items() if name.startswith(ROLLOUT_PREFIXES)
+        }
 
     def changes(self) -> dict[str, bytes | None]:
         """Return what the store does not have yet, as `FleetStore.save_records` takes it."""
@@ -114,7 +120,7 @@ class FleetRecords:
         current |= {
             f"{SCALING_PREFIX}{pool}": msgspec.json.encode(scaling)
             for pool, scaling in self.scaling.items()
-        }
+        } | self.rollouts
         changed: dict[str, bytes | None] = {
             name: record for name, record in current.items() if self._saved.get(name) != record
         }

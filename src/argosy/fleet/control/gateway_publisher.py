@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
 import msgspec
@@ -19,6 +19,7 @@ from argosy.gateway import (
     UpstreamError,
 )
 from argosy.policy import ReplicaStatus
+from argosy.policy.traffic import PoolRoute
 from argosy.process import run_in_daemon_thread
 from argosy.protocol import ApiError
 from argosy.store import GatewayRecord, GatewayRegistry, StoreError
@@ -44,10 +45,12 @@ class GatewayPublisher:
     def __init__(self, registry: GatewayRegistry, on_changed: Callable[[], None]) -> None:
         self._registry = registry
         self._on_changed = on_changed
-        self._client = GatewayPoolsClient()
+        self.client = GatewayPoolsClient()
         self._pools: FleetPools | None = None
         self._statuses: dict[str, PoolsStatus | None] = {}
         """Latest answer of each registered gateway, by id; None if it cannot be reached."""
+        self._gateways: Sequence[GatewayRecord] = ()
+        """Registered gateways, by the latest round."""
         self._others: set[str] = set()
         """Ids of gateways on the same store that do not belong to the fleet, by the latest round."""
         self._published = asyncio.Event()
@@ -72,6 +75,43 @@ class GatewayPublisher:
             if status is not None
             for model in _waiting_models(status)
         }
+
+    @property
+    def reachable_gateways(self) -> Sequence[GatewayRecord]:
+        """Gateways of the fleet that answered in the latest round."""
+        return [each for each in self._gateways if self._statuses.get(each.id) is not None]
+
+    def routed_version(self, route: PoolRoute) -> int:
+        """Return the smallest version of a pool's route that a gateway follows that can be reached.
+
+        Without gateways it is that of the stored route, and if none can be reached it is 0. One of an earlier version
+        of Argosy, which knows no routes, follows a route to the stable version once it has the replicas.
+
+        Args:
+            route: The stored route of the pool.
+        """
+        if not self._statuses:
+            return route.version
+        answers = [status for status in self._statuses.values() if status is not None]
+        return min((self._followed_version(status, route) for status in answers), default=0)
+
+    def latest_version(self, pool: str) -> int:
+        """Return the largest version of a pool's route that a gateway follows that can be reached."""
+        answers = [status for status in self._statuses.values() if status is not None]
+        return max((status.routes.get(pool, 0) for status in answers), default=0)
+
+    def _followed_version(self, status: PoolsStatus, route: PoolRoute) -> int:
+        version = status.routes.get(route.pool)
+        if version is not None:
+            return version
+        pools = self._pools
+        has_replicas = (
+            pools is not None
+            and (status.epoch, status.version) == pools.order
+            and any(each.route == route for each in pools.versions)
+        )
+        serves_stable = not route.variants and route.shadow is None
+        return route.version if has_replicas and serves_stable else 0
 
     def publish(self, pools: FleetPools) -> None:
         """Replace the pools. Sent at once by `run`."""
@@ -122,6 +162,7 @@ class GatewayPublisher:
         before = {name: _summarise(status) for name, status in self._statuses.items()}
         has_changed = before != {name: _summarise(status) for name, status in statuses.items()}
         self._statuses, self._updated_at = statuses, time.monotonic()
+        self._gateways = gateways
         if has_changed:
             self._on_changed()
 
@@ -130,9 +171,9 @@ class GatewayPublisher:
         try:
             status = self._statuses.get(gateway.id)
             if status is not None and (status.epoch, status.version) == pools.order:
-                status = await self._client.read_status(gateway)
+                status = await self.client.read_status(gateway)
             if status is None or (status.epoch, status.version) != pools.order:
-                status = await self._client.publish(gateway, pools)
+                status = await self.client.publish(gateway, pools)
         except OtherFleetError:
             self._others.add(gateway.id)
             return None

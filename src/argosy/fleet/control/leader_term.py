@@ -11,42 +11,28 @@ from typing import Any
 import msgspec
 import structlog
 
-from argosy.fleet.control.declared_fleet import (
-    DeclaredFleet,
-    RoutedMember,
-    find_newest_revision,
-)
+from argosy.fleet.control.declared_fleet import DeclaredFleet, RoutedMember, find_newest_revision
 from argosy.fleet.control.fleet_autoscaler import FleetAutoscaler
 from argosy.fleet.control.fleet_context import FleetContext
 from argosy.fleet.control.fleet_observer import FleetObserver
 from argosy.fleet.control.fleet_records import SCALING_DECISION, FleetRecords, ReplicaRecord
+from argosy.fleet.control.fleet_rollouts import FleetRollouts
 from argosy.fleet.control.gateway_publisher import GatewayPublisher
 from argosy.fleet.control.leadership import Leadership
 from argosy.fleet.control.model_startups import find_startups
-from argosy.fleet.control.replica_monitor import warm_up_replica
-from argosy.fleet.launchers import LaunchError
+from argosy.fleet.control.replica_actions import ReplicaActions
 from argosy.gateway import FleetPools
 from argosy.policy.autoscaling import ScalingDecision
 from argosy.policy.reconciliation import (
-    MAX_PAST_RUNS,
-    Action,
-    Admit,
-    Drain,
     ObservedFleet,
     PhaseReport,
-    Remove,
     ReplicaPhase,
-    ReplicaRun,
-    Start,
-    Stop,
-    Warm,
     WarmUpState,
-    Withdraw,
     continue_observation,
     reconcile,
 )
 from argosy.process import run_in_daemon_thread
-from argosy.store import DeposedError, FleetEvent, FleetLease, FleetRevision, StoreError
+from argosy.store import DeposedError, FleetEvent, FleetLease, StoreError
 
 DAY_S = 86_400.0
 OBSERVATION_INTERVAL_S = 1.0
@@ -76,10 +62,26 @@ class LeaderTerm:
         self._autoscaler = FleetAutoscaler(
             self._records, self._observer, self._publisher, self._on_scaling_decision
         )
+        self._rollouts = FleetRollouts(
+            self._store.fleets,
+            self._fleet,
+            self._records,
+            self._observer,
+            self._publisher,
+            save=self._save,
+            on_event=self._record_pool_event,
+            on_changed=self._wake.set,
+        )
+        self._actions = ReplicaActions(
+            leadership,
+            self._records,
+            self._observer,
+            save=self._save,
+            clock=self._clock,
+            on_event=self._record,
+            on_ended=self._on_actions_ended,
+        )
         self._background: set[asyncio.Task[None]] = set()
-        self._pending: dict[str, asyncio.Task[None]] = {}
-        """Running actions of each pool. Until they end, the pool gets no others, since it is not as it was observed."""
-        self._warm_ups: dict[str, asyncio.Task[None]] = {}
         self._events: list[FleetEvent] = []
         self._read_revision = 0
         """Number of the revision that was read last, also if it is invalid."""
@@ -97,12 +99,15 @@ class LeaderTerm:
             DeposedError, StaleEpochError: Another controller leads by now.
         """
         self._records.load(await run_in_daemon_thread(self._store.fleets.read_records, self._fleet))
-        for record in self._records.replicas.values():
+        for record in list(self._records.replicas.values()):
             if record.warm_up is WarmUpState.RUNNING:  # that of the last leader
-                self._update(record.name, warm_up=WarmUpState.NOT_STARTED)
+                self._records.replicas[record.name] = msgspec.structs.replace(
+                    record, warm_up=WarmUpState.NOT_STARTED
+                )
         self._pools = FleetPools(fleet=self._fleet, epoch=lease.epoch)
         self._record("controller_leads", reason=f"epoch {lease.epoch}")
         self._run_in_background(self._publisher.run())
+        self._run_in_background(self._rollouts.run())
         while True:
             self._wake.clear()
             wake_at: float | None = None
@@ -111,6 +116,7 @@ class LeaderTerm:
                 wake_at = await self._reconcile()
                 is_empty = self._is_empty()  # as it is saved now
                 await self._save()
+                self._rollouts.on_saved()
                 await self._prune_events()
             except DeposedError:
                 raise
@@ -129,10 +135,11 @@ class LeaderTerm:
 
     async def close(self) -> None:
         """End the actions and checks of this term. Replicas run on."""
-        tasks = [*self._background, *self._pending.values(), *self._warm_ups.values()]
-        for task in tasks:
+        for task in self._background:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._background, return_exceptions=True)
+        await self._actions.close()
+        await self._rollouts.close()
         await self._observer.close()
 
     # --- one round -------------------------------------------------------------------------------
@@ -149,18 +156,21 @@ class LeaderTerm:
         )
         self._last_observed_at = now
         replicas = tuple(self._observer.observe(declared, now))
-        self._autoscaler.decide(declared, now)
+        self._autoscaler.decide(declared, self._rollouts.running, now)
+        counts = self._autoscaler.desired_counts(declared)
+        await self._rollouts.decide(declared, replicas, counts, now)
+        undecided = self._rollouts.undecided
         observed = ObservedFleet(
-            replicas=replicas,
+            replicas=tuple(each for each in replicas if each.pool not in undecided),
             observing_since=self._observing_since,
             unavailable_launchers=unavailable,
         )
-        result = reconcile(
-            declared.desired_state(self._autoscaler.desired_counts(declared)), observed, now
-        )
+        desired = declared.desired_state(counts, self._rollouts.targets, undecided)
+        result = reconcile(desired, observed, now)
         self._record_phases(result.phases, declared, now)
-        self._start_actions(result.actions)
-        self._publish(declared)
+        self._actions.start(result.actions, declared)
+        if not undecided:
+            self._publish(declared)
         self._context.on_reconciled(observed, result)
         return result.wake_at
 
@@ -171,15 +181,12 @@ class LeaderTerm:
         if revision is None or revision.number == self._read_revision:
             return self._declared
         known = await run_in_daemon_thread(store.list_revisions, self._fleet, MAX_KNOWN_REVISIONS)
-
-        def find_revision(pool: str, generation: int) -> FleetRevision | None:
-            return find_newest_revision(known, pool, generation)
-
+        records = self._records.replicas.values()
+        if any(find_newest_revision(known, each.pool, each.generation) is None for each in records):
+            known = await run_in_daemon_thread(store.list_revisions, self._fleet, revision.number)
         self._read_revision = revision.number
         try:
-            declared = DeclaredFleet(
-                revision, find_revision, self._context.folder, self._context.store_url
-            )
+            declared = DeclaredFleet(revision, known, self._context.folder, self._context.store_url)
         except ValueError as error:
             log.error("declaration_invalid", revision=revision.number, reason=str(error))  # noqa: TRY400 - the reason suffices
             return self._declared
@@ -243,132 +250,20 @@ class LeaderTerm:
         arithmetic = msgspec.json.encode(decision.arithmetic).decode()
         self._record(SCALING_DECISION, pool, reason=decision.reason, outcome=arithmetic)
 
-    # --- actions ---------------------------------------------------------------------------------
-
-    def _start_actions(self, actions: tuple[Action, ...]) -> None:
-        """Start the actions of each pool that has none, in their order."""
-        by_pool: dict[str, list[Action]] = {}
-        for action in actions:
-            if isinstance(action, Warm):
-                self._start_warm_up(action)
-            elif action.pool not in self._pending:
-                by_pool.setdefault(action.pool, []).append(action)
-        for pool, pool_actions in by_pool.items():
-            task = asyncio.create_task(self._run_actions(pool_actions), name=f"actions-{pool}")
-            self._pending[pool] = task
-            task.add_done_callback(partial(self._on_actions_ended, pool))
-
-    def _on_actions_ended(self, pool: str, task: asyncio.Task[None]) -> None:
-        self._pending.pop(pool, None)
-        if not task.cancelled():
-            self._error = self._error or task.exception()
-        self._wake.set()
-
-    async def _run_actions(self, actions: list[Action]) -> None:
-        for action in actions:
-            outcome = "ok"
-            try:
-                await self._run_action(action)
-            except DeposedError:
-                raise
-            except (LaunchError, OSError, StoreError) as error:
-                outcome = str(error)
-                log.error("action_failed", replica=action.replica, reason=outcome)  # noqa: TRY400 - the reason suffices
-            self._record(
-                f"replica_{type(action).__name__.lower()}",
-                action.pool,
-                action.replica,
-                reason=action.reason,
-                outcome=outcome,
-            )
-
-    async def _run_action(self, action: Action) -> None:
-        """Carry out an action.
-
-        Raises:
-            LaunchError, OSError, StoreError: It failed. It is decided again by what is observed then.
-            DeposedError, StaleEpochError: Another controller leads by now.
-        """
-        lease = self._leadership.lease
-        match action:
-            case Start():
-                await self._start_replica(action, lease)
-            case Admit():
-                self._update(action.replica, in_rotation=True)
-            case Withdraw():
-                self._update(action.replica, in_rotation=False)
-            case Drain():
-                await self._observer.launcher(action.launcher).drain(action.replica, lease.epoch)
-            case Stop():
-                await self._observer.launcher(action.launcher).stop(action.replica, lease.epoch)
-            case Remove():
-                await self._observer.launcher(action.launcher).remove(action.replica, lease.epoch)
-                self._records.replicas.pop(action.replica, None)
-                self._observer.forget(action.launcher, action.replica)
-
-    async def _start_replica(self, action: Start, lease: FleetLease) -> None:
-        record = self._records.replicas.get(action.replica) or ReplicaRecord(
-            name=action.replica,
-            pool=action.pool,
-            generation=action.generation,
-            ordinal=action.ordinal,
-            launcher=action.launcher,
-        )
-        ended = action.ended_run
-        if ended is not None and all(run.attempt != ended.attempt for run in record.past_runs):
-            record = _append_run(record, ended)
-        self._records.replicas[action.replica] = record
-        await self._save()  # before the start, after which the ended run cannot be observed
-        if self._declared is None:
-            return
-        if ended is not None:
-            log.warning("replica_restarting", replica=action.replica, reason=action.reason)
-        try:
-            spec = self._declared.launch_spec(action.pool, action.generation, action.ordinal)
-            await self._observer.launcher(action.launcher).start(spec, lease.epoch)
-        except LaunchError as error:
-            now = self._clock()
-            failed = ReplicaRun(
-                attempt=record.attempt + 1, started_at=now, exited_at=now, reason=str(error)
-            )
-            self._records.replicas[action.replica] = _append_run(record, failed)
-            raise
-
-    def _start_warm_up(self, action: Warm) -> None:
-        record = self._records.replicas.get(action.replica)
-        model = None if self._declared is None else self._declared.model_name(action.pool)
-        if action.replica in self._warm_ups or record is None or model is None:
-            return
-        self._update(action.replica, warm_up=WarmUpState.RUNNING)
-        task = asyncio.create_task(self._warm_up(action, record, model))
-        self._warm_ups[action.replica] = task
-        task.add_done_callback(lambda _: self._warm_ups.pop(action.replica, None))
-
-    async def _warm_up(self, action: Warm, record: ReplicaRecord, model: str) -> None:
-        state, reason = WarmUpState.SUCCEEDED, ""
-        try:
-            await warm_up_replica(record.url, model)
-        except RuntimeError as error:
-            state, reason = WarmUpState.FAILED, str(error)
-        current = self._records.replicas.get(record.name)
-        if current is not None and current.attempt == record.attempt:
-            self._update(record.name, warm_up=state, warm_up_error=reason)
-        outcome = reason or "ok"
-        self._record("replica_warm", action.pool, action.replica, action.reason, outcome)
-        self._wake.set()
-
     # --- publication and records -----------------------------------------------------------------
 
     def _publish(self, declared: DeclaredFleet) -> None:
         """Publish the rotation to the gateways if it has changed."""
         members = [
-            RoutedMember(record.name, record.pool, record.url)
+            RoutedMember(record.name, record.pool, record.generation, record.url)
             for record in sorted(self._records.replicas.values(), key=lambda record: record.name)
             if record.in_rotation and record.url
         ]
+        members, versions = self._rollouts.publish(declared, members)
         pools = msgspec.structs.replace(
             self._pools,
             models=declared.published_models(members),
+            versions=versions,
             routes=list(declared.config.routes),
             desired_replicas=self._autoscaler.published_counts(),
             startups=find_startups(declared, self._records),
@@ -385,17 +280,15 @@ class LeaderTerm:
             and self._observer.is_empty
         )
 
-    def _update(self, replica: str, **fields: object) -> None:
-        record = self._records.replicas.get(replica)
-        if record is not None:
-            self._records.replicas[replica] = msgspec.structs.replace(record, **fields)
-
     def _record(
         self, kind: str, pool: str = "", replica: str = "", reason: str = "", outcome: str = ""
     ) -> None:
         self._events.append(
             FleetEvent(kind=kind, pool=pool, replica=replica, reason=reason, outcome=outcome)
         )
+
+    def _record_pool_event(self, kind: str, pool: str, reason: str, outcome: str) -> None:
+        self._record(kind, pool, reason=reason, outcome=outcome)
 
     async def _save(self) -> None:
         """Write records and events.
@@ -443,6 +336,10 @@ class LeaderTerm:
         self._background.add(task)
         task.add_done_callback(self._on_background_ended)
 
+    def _on_actions_ended(self, error: BaseException | None) -> None:
+        self._error = self._error or error
+        self._wake.set()
+
     def _on_background_ended(self, task: asyncio.Task[None]) -> None:
         self._background.discard(task)
         if not task.cancelled():
@@ -465,8 +362,3 @@ def _describe_pending(
         reason=report.reason,
         phase_since=now if previous is None else previous.phase_since,
     )
-
-
-def _append_run(record: ReplicaRecord, run: ReplicaRun) -> ReplicaRecord:
-    runs = (*record.past_runs, run)[-MAX_PAST_RUNS:]
-    return msgspec.structs.replace(record, past_runs=runs)

@@ -33,6 +33,7 @@ from argosy.policy.reconciliation.observed import (
     replica_name,
 )
 from argosy.policy.reconciliation.reconciler import reconcile
+from argosy.policy.reconciliation.restarts import plan_restart
 
 __all__ = [
     "MAX_PAST_RUNS",
@@ -55,6 +56,7 @@ __all__ = [
     "WarmUpState",
     "Withdraw",
     "continue_observation",
+    "plan_restart",
     "reconcile",
     "replica_name",
 ]

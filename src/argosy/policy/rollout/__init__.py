@@ -32,6 +32,7 @@ from argosy.policy.rollout.rollout_observation import (
 from argosy.policy.rollout.rollout_outputs import ReplicaSplit
 from argosy.policy.rollout.rollout_plan import RolloutPlan, RolloutStep, Strategy
 from argosy.policy.rollout.rollout_record import (
+    ROLLBACK_STATES,
     TERMINAL_STATES,
     DigestVerdict,
     PoolRollouts,
@@ -44,6 +45,7 @@ from argosy.policy.rollout.user_history import UserHistory, UserRates
 
 __all__ = [
     "EVENTS",
+    "ROLLBACK_STATES",
     "TERMINAL_STATES",
     "Arm",
     "Baseline",

@@ -1,0 +1,196 @@
+"""Carries out what a reconciliation has decided: starts, warm-ups, changes of the rotation, drains and removals."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+
+import msgspec
+import structlog
+
+from argosy.fleet.control.declared_fleet import DeclaredFleet
+from argosy.fleet.control.fleet_observer import FleetObserver
+from argosy.fleet.control.fleet_records import FleetRecords, ReplicaRecord
+from argosy.fleet.control.leadership import Leadership
+from argosy.fleet.control.replica_monitor import warm_up_replica
+from argosy.fleet.launchers import LaunchError
+from argosy.policy.reconciliation import (
+    MAX_PAST_RUNS,
+    Action,
+    Admit,
+    Drain,
+    Remove,
+    ReplicaRun,
+    Start,
+    Stop,
+    Warm,
+    WarmUpState,
+    Withdraw,
+)
+from argosy.store import DeposedError, FleetLease, StoreError
+
+ActionCallback = Callable[[str, str, str, str, str], None]
+"""Records an event: its kind, the pool, the replica, the reason and the outcome."""
+
+log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.fleet")
+
+
+class ReplicaActions:
+    """Actions of a leading controller. Not thread-safe: use it from one event loop.
+
+    Args:
+        leadership: The lease under which it acts.
+        records: Memory of the controllers, which it updates.
+        observer: Source of the launchers.
+        save: Saves the records at once.
+        clock: Returns seconds since the epoch.
+        on_event: Records an event.
+        on_ended: Called when actions have ended, with the error that ends the term, if there is one.
+    """
+
+    def __init__(
+        self,
+        leadership: Leadership,
+        records: FleetRecords,
+        observer: FleetObserver,
+        *,
+        save: Callable[[], Awaitable[None]],
+        clock: Callable[[], float],
+        on_event: ActionCallback,
+        on_ended: Callable[[BaseException | None], None],
+    ) -> None:
+        self._leadership = leadership
+        self._records = records
+        self._observer = observer
+        self._save = save
+        self._clock = clock
+        self._record = on_event
+        self._on_ended = on_ended
+        self._pending: dict[str, asyncio.Task[None]] = {}
+        """Running actions of each pool. Until they end, the pool gets no others, since it is not as it was observed."""
+        self._warm_ups: dict[str, asyncio.Task[None]] = {}
+
+    async def close(self) -> None:
+        """End the running actions."""
+        tasks = [*self._pending.values(), *self._warm_ups.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def start(self, actions: Sequence[Action], declared: DeclaredFleet) -> None:
+        """Start the actions of each pool that has none, in their order."""
+        by_pool: dict[str, list[Action]] = {}
+        for action in actions:
+            if isinstance(action, Warm):
+                self._start_warm_up(action, declared)
+            elif action.pool not in self._pending:
+                by_pool.setdefault(action.pool, []).append(action)
+        for pool, pool_actions in by_pool.items():
+            task = asyncio.create_task(
+                self._run_actions(pool_actions, declared), name=f"actions-{pool}"
+            )
+            self._pending[pool] = task
+            task.add_done_callback(partial(self._on_actions_ended, pool))
+
+    def _on_actions_ended(self, pool: str, task: asyncio.Task[None]) -> None:
+        self._pending.pop(pool, None)
+        self._on_ended(None if task.cancelled() else task.exception())
+
+    async def _run_actions(self, actions: list[Action], declared: DeclaredFleet) -> None:
+        for action in actions:
+            outcome = "ok"
+            try:
+                await self._run_action(action, declared)
+            except DeposedError:
+                raise
+            except (LaunchError, OSError, StoreError) as error:
+                outcome = str(error)
+                log.error("action_failed", replica=action.replica, reason=outcome)  # noqa: TRY400 - the reason suffices
+            kind = f"replica_{type(action).__name__.lower()}"
+            self._record(kind, action.pool, action.replica, action.reason, outcome)
+
+    async def _run_action(self, action: Action, declared: DeclaredFleet) -> None:
+        """Carry out an action.
+
+        Raises:
+            LaunchError, OSError, StoreError: It failed. It is decided again by what is observed then.
+            DeposedError, StaleEpochError: Another controller leads by now.
+        """
+        lease = self._leadership.lease
+        match action:
+            case Start():
+                await self._start_replica(action, declared, lease)
+            case Admit():
+                self._update(action.replica, in_rotation=True)
+            case Withdraw():
+                self._update(action.replica, in_rotation=False)
+            case Drain():
+                await self._observer.launcher(action.launcher).drain(action.replica, lease.epoch)
+            case Stop():
+                await self._observer.launcher(action.launcher).stop(action.replica, lease.epoch)
+            case Remove():
+                await self._observer.launcher(action.launcher).remove(action.replica, lease.epoch)
+                self._records.replicas.pop(action.replica, None)
+                self._observer.forget(action.launcher, action.replica)
+
+    async def _start_replica(
+        self, action: Start, declared: DeclaredFleet, lease: FleetLease
+    ) -> None:
+        record = self._records.replicas.get(action.replica) or ReplicaRecord(
+            name=action.replica,
+            pool=action.pool,
+            generation=action.generation,
+            ordinal=action.ordinal,
+            launcher=action.launcher,
+        )
+        ended = action.ended_run
+        if ended is not None and all(run.attempt != ended.attempt for run in record.past_runs):
+            record = _append_run(record, ended)
+        self._records.replicas[action.replica] = record
+        await self._save()  # before the start, after which the ended run cannot be observed
+        if ended is not None:
+            log.warning("replica_restarting", replica=action.replica, reason=action.reason)
+        try:
+            spec = declared.launch_spec(action.pool, action.generation, action.ordinal)
+            await self._observer.launcher(action.launcher).start(spec, lease.epoch)
+        except LaunchError as error:
+            now = self._clock()
+            failed = ReplicaRun(
+                attempt=record.attempt + 1, started_at=now, exited_at=now, reason=str(error)
+            )
+            self._records.replicas[action.replica] = _append_run(record, failed)
+            raise
+
+    def _start_warm_up(self, action: Warm, declared: DeclaredFleet) -> None:
+        record = self._records.replicas.get(action.replica)
+        model = declared.model_name(action.pool)
+        if action.replica in self._warm_ups or record is None or model is None:
+            return
+        self._update(action.replica, warm_up=WarmUpState.RUNNING)
+        task = asyncio.create_task(self._warm_up(action, record, model))
+        self._warm_ups[action.replica] = task
+        task.add_done_callback(lambda _: self._warm_ups.pop(action.replica, None))
+
+    async def _warm_up(self, action: Warm, record: ReplicaRecord, model: str) -> None:
+        state, reason = WarmUpState.SUCCEEDED, ""
+        try:
+            await warm_up_replica(record.url, model)
+        except RuntimeError as error:
+            state, reason = WarmUpState.FAILED, str(error)
+        current = self._records.replicas.get(record.name)
+        if current is not None and current.attempt == record.attempt:
+            self._update(record.name, warm_up=state, warm_up_error=reason)
+        outcome = reason or "ok"
+        self._record("replica_warm", action.pool, action.replica, action.reason, outcome)
+        self._on_ended(None)
+
+    def _update(self, replica: str, **fields: object) -> None:
+        record = self._records.replicas.get(replica)
+        if record is not None:
+            self._records.replicas[replica] = msgspec.structs.replace(record, **fields)
+
+
+def _append_run(record: ReplicaRecord, run: ReplicaRun) -> ReplicaRecord:
+    runs = (*record.past_runs, run)[-MAX_PAST_RUNS:]
+    return msgspec.structs.replace(record, past_runs=runs)

@@ -1,0 +1,118 @@
+"""Observation of the versions of a pool, and the targets for them that follow from the split of a rollout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from argosy.fleet.control.declared_fleet import VersionTarget
+from argosy.fleet.control.pinned_prompts import CheckResult
+from argosy.policy import RestartLimits
+from argosy.policy.reconciliation import LaunchState, ObservedReplica, WarmUpState, plan_restart
+from argosy.policy.rollout import (
+    ROLLBACK_STATES,
+    CheckStatus,
+    ReplicaSplit,
+    RolloutRecord,
+    VersionStatus,
+)
+
+
+def is_ready(replica: ObservedReplica, *, requires_warm_up: bool) -> bool:
+    """Return whether a replica is warm, and every gateway can send it requests."""
+    return (
+        replica.state is LaunchState.RUNNING
+        and replica.is_serving
+        and replica.in_rotation
+        and replica.is_routed
+        and (not requires_warm_up or replica.warm_up is WarmUpState.SUCCEEDED)
+    )
+
+
+def observe_version(
+    replicas: Sequence[ObservedReplica],
+    limits: RestartLimits,
+    check: CheckResult,
+    *,
+    requires_warm_up: bool,
+) -> VersionStatus:
+    """Return the status of a version.
+
+    Args:
+        replicas: Its replicas.
+        limits: Limits of their restarts, beyond which the version has failed.
+        check: Result of its pinned prompts.
+        requires_warm_up: Whether replicas are warmed up before they serve.
+    """
+    serving = [each for each in replicas if each.state is LaunchState.RUNNING and each.is_serving]
+    failure = ""
+    for replica in replicas:
+        plan = plan_restart(replica, limits)
+        if plan.has_failed and not replica.is_serving:
+            failure = f"replica {replica.name}: {plan.reason}"
+            break
+    return VersionStatus(
+        existing=len(replicas),
+        serving=len(serving),
+        ready=sum(is_ready(each, requires_warm_up=requires_warm_up) for each in replicas),
+        check=check.status,
+        check_reason=check.reason if check.status is CheckStatus.FAILED else "",
+        failure=failure,
+    )
+
+
+def divide_pool(
+    split: ReplicaSplit,
+    record: RolloutRecord | None,
+    replicas: Sequence[ObservedReplica],
+    generations: tuple[int, int | None],
+    spares: int,
+    *,
+    stable: str,
+) -> list[VersionTarget]:
+    """Return the desired replicas of both versions of a pool.
+
+    Args:
+        split: Split that the rollout has decided on.
+        record: The rollout; None if the pool never had one.
+        replicas: Replicas of the pool.
+        generations: Generations of the stable version and of the candidate of the split.
+        spares: Spare replicas of the pool. The version that serves all other users has them.
+        stable: Digest of that version, by the stored route.
+    """
+    first, second = generations
+    if second is None or split.candidate is None:
+        return [VersionTarget(first, split.stable_replicas, spares)]
+    num_stable, num_candidate = split.stable_replicas, split.candidate_replicas
+    existing = [
+        sum(each.generation == number and each.state is not None for each in replicas)
+        for number in generations
+    ]
+    if record is not None and record.state in ROLLBACK_STATES:
+        # A candidate that is lost meanwhile is not started again.
+        alive = sum(
+            each.generation == second and each.state not in {None, LaunchState.EXITED}
+            for each in replicas
+        )
+        num_candidate = min(num_candidate, alive)
+    if record is not None and record.plan.replaces_in_place:
+        # One version has to leave its place before the other one starts.
+        places = split.stable_replicas + split.candidate_replicas + spares
+        if record.state in ROLLBACK_STATES:
+            num_stable = min(num_stable, max(existing[0], places - existing[1]))
+        else:
+            num_candidate = min(num_candidate, max(existing[1], places - existing[0]))
+    serves_new = stable == split.candidate
+    return [
+        VersionTarget(
+            first,
+            num_stable,
+            0 if serves_new else spares,
+            f"version {split.candidate[:12]} has replaced it" if serves_new else "",
+        ),
+        VersionTarget(
+            second,
+            num_candidate,
+            spares if serves_new else 0,
+            "its version is rolled back" if record is not None and record.cause else "",
+        ),
+    ]

@@ -1,0 +1,218 @@
+"""A controller rolls versions out and back, whatever happens to it, to the replicas and to the declaration."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from tests.support.rollout_fleet import PLAN, POOL, RolloutFleet, declare, digest_of
+
+from argosy.fleet.control import stop_everything
+from argosy.fleet.launchers import SimulatedBehaviour
+from argosy.policy.reconciliation import ObservedFleet
+from argosy.policy.rollout import CommandKind, RollbackCause, RolloutState
+
+
+@pytest.fixture
+async def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[RolloutFleet]:
+    fleet = RolloutFleet(tmp_path, monkeypatch)
+    yield fleet
+    await fleet.close()
+
+
+def watch_floor(fleet: RolloutFleet, floor: int = 2) -> None:
+    """Check at each round that enough replicas of one version serve, which the gateways know."""
+
+    def check(_: ObservedFleet) -> None:
+        versions = fleet.gateways.versions()
+        assert versions is not None
+        assert fleet.num_default_serving() >= floor
+
+    fleet.on_reconciled = check
+
+
+async def test_good_version_gets_all_users(fleet: RolloutFleet) -> None:
+    await fleet.deploy(declare(rollout=PLAN | {"shadow": 0.1}))
+    assert fleet.route.version == 1
+    watch_floor(fleet)
+    fleet.apply(declare("v2", rollout=PLAN | {"shadow": 0.1}))
+    await fleet.until_state(RolloutState.STEP)
+    versions = fleet.gateways.versions()
+    assert versions is not None
+    assert versions.route.stable == digest_of("v1")
+    states = ["planned", "starting", "warming", "checking", "step", "step", "soaking", "retiring"]
+    await fleet.until_states(*states, "done")
+    assert fleet.route.stable == digest_of("v2")
+    assert not fleet.replicas("v1")
+    assert fleet.ready("v2") == 2
+    assert {event.outcome for event in fleet.events("rollout_gate")} == {"inconclusive", "promote"}
+
+
+async def test_version_that_does_not_start_is_rolled_back_and_not_tried_again(
+    fleet: RolloutFleet,
+) -> None:
+    await fleet.deploy()
+    watch_floor(fleet)
+    fleet.cluster.behaviour = SimulatedBehaviour(
+        provisioning_s=(0.0, 0.0), loading_s=(0.1, 0.2), failed_start_share=1.0
+    )
+    fleet.apply(declare("v2"))
+    await fleet.until_state(RolloutState.ABORTED)
+    assert fleet.record.cause is RollbackCause.FAILURE
+    assert "starts in a row failed" in fleet.record.reason
+    num_starts = len(fleet.events("replica_start"))
+    await fleet.take_over()
+    await fleet.until(lambda: len(fleet.events("controller_leads")) == 2)
+    fleet.apply(declare("v2", replicas=3))
+    await fleet.until(lambda: len(fleet.events("replica_start")) > num_starts)
+    assert not fleet.replicas("v2"), "a replica is added to the stable version"
+    fleet.command(CommandKind.PROMOTE)
+    await fleet.until(lambda: fleet.events("rollout_refused"))
+    fleet.cluster.behaviour = SimulatedBehaviour(provisioning_s=(0.0, 0.0), loading_s=(0.1, 0.2))
+    fleet.command(CommandKind.RESUME)
+    await fleet.until_state(RolloutState.DONE)
+
+
+async def test_worse_version_is_rolled_back(fleet: RolloutFleet) -> None:
+    await fleet.deploy()
+    watch_floor(fleet)
+    fleet.gateways.error_factor = 4.0
+    fleet.apply(declare("v2"))
+    await fleet.until_states("step", "rolling_back", "rolled_back", "cleaning", "aborted")
+    assert fleet.record.cause is RollbackCause.GATE
+    assert fleet.record.reason.startswith("errors is worse")
+    assert fleet.route.rollback is not None
+    assert fleet.rollouts.verdict_on(digest_of("v2")) is not None
+
+
+async def test_lost_candidate_is_not_started_after_an_abort(fleet: RolloutFleet) -> None:
+    await fleet.deploy()
+    fleet.apply(declare("v2"))
+    await fleet.until_state(RolloutState.STEP)
+    await fleet.stop_controller()
+    num_starts = len(fleet.events("replica_start"))
+    fleet.abort()
+    assert not fleet.route.variants, "the abort needs no controller"
+    nodes = {each.node for each in fleet.replicas("v2")}
+    for node in nodes:
+        fleet.cluster.lose_node(node)
+    fleet.start_controller()
+    await fleet.until_state(RolloutState.ABORTED)
+    await fleet.until(lambda: fleet.ready("v1") == 2)
+    later = sorted(fleet.events("replica_start"), key=lambda event: event.number)[num_starts:]
+    assert {event.replica for event in later} <= {f"{POOL}-1-0", f"{POOL}-1-1"}
+
+
+async def test_of_three_versions_in_ten_seconds_the_last_one_serves(fleet: RolloutFleet) -> None:
+    await fleet.deploy()
+    watch_floor(fleet)
+    for mode in ("v2", "v3", "v4"):
+        fleet.apply(declare(mode))
+        await fleet.wait(4.0)
+    await fleet.until_state(RolloutState.DONE, "v4")
+    assert fleet.route.stable == digest_of("v4")
+    assert {each.generation for each in fleet.cluster.list_replicas().values()} == {4}
+
+
+@pytest.mark.parametrize("state", [RolloutState.STARTING, RolloutState.STEP, RolloutState.SOAKING])
+async def test_revert_ends_the_rollout_and_keeps_the_stable_replicas(
+    fleet: RolloutFleet, state: RolloutState
+) -> None:
+    await fleet.deploy()
+    watch_floor(fleet)
+    before = {each.name: each.started_at for each in fleet.replicas("v1")}
+    fleet.apply(declare("v2"))
+    await fleet.until_state(state)
+    fleet.apply(declare("v1"))
+    await fleet.until_state(RolloutState.ABORTED)
+    assert fleet.record.cause is RollbackCause.REVERTED
+    await fleet.until(lambda: not fleet.replicas("v2"))
+    assert {each.name: each.started_at for each in fleet.replicas("v1")} == before
+    fleet.apply(declare("v2"))
+    await fleet.until_state(RolloutState.DONE)
+
+
+async def test_next_controller_continues_in_every_state(fleet: RolloutFleet) -> None:
+    await fleet.deploy()
+    watch_floor(fleet)
+    fleet.apply(declare("v2"))
+    seen: list[RolloutState] = []
+    while RolloutState.DONE not in seen:
+        await fleet.until(
+            lambda: fleet.rollouts.current is not None and fleet.record.state not in seen
+        )
+        seen.append(fleet.record.state)
+        await fleet.take_over()
+    assert len(seen) > 5
+    assert [each.state for each in fleet.record.transitions] == [*seen[-8:]], "none is left twice"
+    assert {each.attempt for each in fleet.cluster.list_replicas().values()} == {1}
+    assert fleet.ready("v2") == 2
+
+
+@pytest.mark.parametrize("document", ["rollout/chat", "route/chat"])
+async def test_lost_document_does_not_stop_the_stable_version(
+    fleet: RolloutFleet, document: str
+) -> None:
+    await fleet.deploy()
+    fleet.apply(declare("v2"))
+    await fleet.until_state(RolloutState.STEP)
+    await fleet.until(lambda: fleet.route.variants and fleet.follows_route)
+    await fleet.stop_controller()
+    before, version = {each.name for each in fleet.replicas("v1")}, fleet.route.version
+    fleet.lose_document(document)
+    fleet.apply(declare("v1"))
+    fleet.start_controller()
+    await fleet.until(lambda: not fleet.replicas("v2") and fleet.route.version > version)
+    assert {each.name for each in fleet.replicas("v1")} == before
+    assert fleet.route.stable == digest_of("v1")
+
+
+@pytest.mark.parametrize("change", ["without-rollouts", "without-pool", "down"])
+async def test_declaration_without_rollouts_ends_them(fleet: RolloutFleet, change: str) -> None:
+    await fleet.deploy()
+    fleet.apply(declare("v2"))
+    await fleet.until_state(RolloutState.STEP)
+    await fleet.until(lambda: fleet.route.variants and fleet.follows_route)
+    version = fleet.route.version
+    if change == "without-rollouts":
+        fleet.apply(declare("v2", rollout=None))
+        await fleet.until(lambda: not fleet.replicas("v1") and fleet.ready("v2") == 2)
+        assert not fleet.gateways.pools.versions
+        fleet.apply(declare("v2"))
+        await fleet.until(lambda: fleet.route.stable == digest_of("v2"))
+        assert fleet.rollouts.current is None
+    else:
+        config = declare("v2", name="other") if change == "without-pool" else declare("v2")
+        fleet.apply(config if change == "without-pool" else stop_everything(config))
+        await fleet.until(lambda: not (fleet.replicas("v1") or fleet.replicas("v2")))
+        assert not fleet.rollouts.version
+        if change == "down":
+            return
+        fleet.apply(declare("v3"))
+        await fleet.until(lambda: fleet.ready("v3") == 2)
+        assert fleet.route.stable == digest_of("v3"), "a first deployment"
+    assert fleet.route.version > version
+    assert not fleet.route.variants
+
+
+async def test_versions_replace_each_other_in_place(fleet: RolloutFleet) -> None:
+    plan = PLAN | {"strategy": "rolling", "max_surge": 0, "steps": None, "auto_promote": False}
+    await fleet.deploy(declare(rollout=plan))
+
+    def check(observed: ObservedFleet) -> None:
+        assert sum(each.state != "exited" for each in observed.replicas) <= 2
+
+    fleet.on_reconciled = check
+    fleet.apply(declare("v2", rollout=plan))
+    await fleet.until_state(RolloutState.SOAKING)
+    await fleet.until(lambda: fleet.ready("v2") == 2)
+    fleet.command(CommandKind.ABORT)
+    await fleet.until_state(RolloutState.ABORTED)
+    await fleet.until(lambda: fleet.ready("v1") == 2)
+    fleet.command(CommandKind.RESUME)
+    await fleet.until_state(RolloutState.SOAKING)
+    await fleet.until(lambda: fleet.record.settled_at is not None)
+    fleet.command(CommandKind.PROMOTE, force=True, reason="hotfix")
+    await fleet.until_state(RolloutState.DONE)
+    assert fleet.route.stable == digest_of("v2")

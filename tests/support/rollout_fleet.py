@@ -1,0 +1,378 @@
+"""A fleet with a real controller and store, a simulated cluster under a virtual clock, and scripted gateways.
+
+The virtual clock advances by a second whenever the controller has reconciled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from argosy.fleet.control import (
+    Controller,
+    FleetContext,
+    append_command,
+    fleet_observer,
+    gateway_publisher,
+    leader_term,
+    outcome_poller,
+    pool_digests,
+    roll_back_route,
+)
+from argosy.fleet.control.replica_monitor import CheckPaths, ReplicaHealthReading
+from argosy.fleet.control.rollout_documents import read_rollout_documents
+from argosy.fleet.declaration import FleetConfig, dump_fleet, parse_fleet
+from argosy.fleet.launchers import (
+    LaunchedReplica,
+    LaunchState,
+    SimulatedBehaviour,
+    SimulatedCluster,
+    SimulatedLauncher,
+    SimulatedNode,
+)
+from argosy.gateway import (
+    FleetPools,
+    OutcomeQuery,
+    OutcomeReport,
+    PoolsStatus,
+    PublishedVersions,
+    RoutedReplica,
+)
+from argosy.policy import ReplicaStatus
+from argosy.policy.reconciliation import ObservedFleet, Reconciliation
+from argosy.policy.rollout import (
+    EVENTS,
+    CommandKind,
+    EventCell,
+    OutcomeBatch,
+    PoolRollouts,
+    RolloutCommand,
+    RolloutRecord,
+    RolloutState,
+)
+from argosy.policy.traffic import PoolRoute
+from argosy.store import FleetEvent, GatewayRecord, open_store
+from tests.support.fake_clock import FakeClock
+
+FLEET = "demo"
+POOL = "chat"
+PLAN: dict[str, object] = {
+    "steps": [0.25],
+    "shadow": 0,
+    "min_candidate_replicas": 1,
+    "min_step_s": 2,
+    "soak_s": 3,
+    "max_step_s": 300,
+    "prompts": [],
+}
+ROUND_S = 0.005
+
+
+def declare(mode: str = "v1", *, replicas: int = 2, **pool: object) -> FleetConfig:
+    """Return a fleet of one pool with rollouts. Another mode is another version."""
+    document = {
+        "fleet": FLEET,
+        "gateways": 0,
+        "models": [{"name": "chat", "source": "owner/chat"}],
+        "engines": {"server": {"command": ["server", "{port}"], "kind": "openai"}},
+        "pools": [
+            {
+                "name": POOL,
+                "model": "chat",
+                "engine": "server",
+                "replicas": replicas,
+                "warm_up": False,
+                "environment": {"MODE": mode},
+                "rollout": PLAN,
+            }
+            | pool
+        ],
+    }
+    return parse_fleet(msgspec.json.encode(document))
+
+
+def digest_of(mode: str) -> str:
+    return pool_digests(declare(mode))[POOL]
+
+
+class SimulatedMonitor:
+    """Health checks of simulated replicas, in place of those by HTTP."""
+
+    def __init__(self, cluster: SimulatedCluster) -> None:
+        self._cluster = cluster
+
+    def watch(
+        self, replicas: Collection[LaunchedReplica], paths: Callable[[LaunchedReplica], CheckPaths]
+    ) -> None:
+        for replica in replicas:
+            paths(replica)
+
+    async def wait_first_checks(self) -> None:
+        pass
+
+    def reading(self, replica: LaunchedReplica) -> ReplicaHealthReading:
+        health = self._cluster.check_health(replica.name)
+        return ReplicaHealthReading(
+            attempt=replica.attempt,
+            is_serving=health.is_serving,
+            last_response_at=health.last_response_at,
+        )
+
+    async def close(self) -> None:
+        pass
+
+
+@dataclass
+class ScriptedGateways:
+    """All gateways of the fleet, in place of the client that reaches them. They follow what is published at once."""
+
+    clock: FakeClock
+    pools: FleetPools = field(default_factory=lambda: FleetPools(fleet=FLEET))
+    error_factor: float = 1.0
+    """How many times as many errors the candidate has."""
+    sequence: int = 0
+    routes: dict[str, int] = field(default_factory=dict)
+    """Largest version of each pool's route that was published."""
+
+    def versions(self) -> PublishedVersions | None:
+        return next(iter(self.pools.versions), None)
+
+    async def publish(self, gateway: GatewayRecord, pools: FleetPools) -> PoolsStatus:
+        self.pools = msgspec.json.decode(msgspec.json.encode(pools), type=FleetPools)
+        return await self.read_status(gateway)
+
+    async def read_status(self, gateway: GatewayRecord) -> PoolsStatus:
+        del gateway
+        replicas = [each for model in self.pools.models for each in model.replicas]
+        for versions in self.pools.versions:
+            replicas += [each for others in versions.replicas.values() for each in others]
+            pool, version = versions.route.pool, versions.route.version
+            self.routes[pool] = max(self.routes.get(pool, 0), version)
+        return PoolsStatus(
+            epoch=self.pools.epoch,
+            version=self.pools.version,
+            replicas=[
+                RoutedReplica("chat", each.name or "", ReplicaStatus.READY) for each in replicas
+            ],
+            routes=dict(self.routes),
+        )
+
+    async def read_outcomes(self, gateway: GatewayRecord, query: OutcomeQuery) -> OutcomeReport:
+        versions = self.versions()
+        comparison = None if versions is None else versions.comparison
+        if comparison is None or query.wants_history:
+            return OutcomeReport(gateway=gateway.id)
+        self.sequence += 1
+        share = comparison.share
+        cells = [
+            EventCell(
+                event=index,
+                candidate_expected=1000.0 * share,
+                stable_expected=1000.0 * (1.0 - share),
+                candidate_events=round(200 * share * (1.0 if index else self.error_factor)),
+                stable_events=round(200 * (1.0 - share)),
+            )
+            for index in range(len(EVENTS))
+        ]
+        batch = OutcomeBatch(
+            rollout=comparison.rollout,
+            step=comparison.step,
+            gateway=gateway.id,
+            sequence=self.sequence,
+            ended_at=self.clock.now,
+            cells=tuple(cells),
+            candidate_requests=round(1000 * share),
+            stable_requests=round(1000 * (1.0 - share)),
+        )
+        return OutcomeReport(gateway=gateway.id, batches=[batch])
+
+
+class RolloutFleet:
+    """A fleet with its store, and one controller at a time."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.clock = FakeClock(1_000_000.0)
+        nodes = {"node-0": SimulatedNode(), "node-1": SimulatedNode()}
+        behaviour = SimulatedBehaviour(
+            provisioning_s=(0.0, 0.0), loading_s=(1.0, 2.0), drain_s=(0.0, 1.0)
+        )
+        self.cluster = SimulatedCluster(self.clock, nodes=nodes, behaviour=behaviour)
+        self.gateways = ScriptedGateways(self.clock)
+        self.url = f"sqlite:///{folder / 'argosy.db'}"
+        self.store = open_store(self.url)
+        self.store.migrate()
+        self.store.gateways.record_heartbeat(
+            GatewayRecord(id="gateway", url="http://127.0.0.1:9", secret="x")
+        )
+        self._folder = folder
+        self._task: asyncio.Task[None] | None = None
+        self.num_controllers = 0
+        self.on_reconciled: Callable[[ObservedFleet], None] = lambda _: None
+        monkeypatch.setattr(leader_term, "OBSERVATION_INTERVAL_S", ROUND_S)
+        monkeypatch.setattr(leader_term, "MAX_OBSERVATION_GAP_S", 1e9)
+        monkeypatch.setattr(gateway_publisher, "POLL_INTERVAL_S", ROUND_S)
+        monkeypatch.setattr(outcome_poller, "POLL_INTERVAL_S", ROUND_S)
+        monkeypatch.setattr(gateway_publisher, "GatewayPoolsClient", lambda: self.gateways)
+        monkeypatch.setattr(
+            fleet_observer, "ReplicaMonitor", lambda *_: SimulatedMonitor(self.cluster)
+        )
+
+    def apply(self, config: FleetConfig) -> None:
+        self.store.fleets.apply(
+            FLEET, dump_fleet(config, "json").encode(), pool_digests(config), author="test"
+        )
+
+    def start_controller(self) -> None:
+        self.num_controllers += 1
+        context = FleetContext(
+            store=self.store,
+            store_url=self.url,
+            fleet=FLEET,
+            create_launcher=lambda _: SimulatedLauncher(self.cluster),
+            folder=self._folder,
+            clock=self.clock,
+            on_reconciled=self._on_reconciled,
+        )
+        controller = Controller(context, f"controller-{self.num_controllers}")
+        self._task = asyncio.create_task(controller.run(until_empty=True))
+
+    def _on_reconciled(self, observed: ObservedFleet, result: Reconciliation) -> None:
+        del result
+        self.on_reconciled(observed)
+        self.clock.now += 1.0
+
+    async def stop_controller(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        self._task = None
+
+    async def take_over(self) -> None:
+        """Replace the controller by one that knows only what is stored."""
+        await self.stop_controller()
+        self.start_controller()
+
+    async def close(self) -> None:
+        await self.stop_controller()
+        self.store.close()
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        """Wait for a condition. Fails if the controller ends."""
+        while not condition():
+            assert self._task is not None
+            if self._task.done():
+                await self._task
+                assert condition(), "the controller has ended"
+            await asyncio.sleep(ROUND_S)
+
+    async def wait(self, seconds: float) -> None:
+        """Wait until virtual time has passed."""
+        ends_at = self.clock.now + seconds
+        await self.until(lambda: self.clock.now >= ends_at)
+
+    async def until_states(self, *states: str) -> None:
+        """Wait until these are the last recorded states."""
+        await self.until(lambda: self.states()[-len(states) :] == [*states])
+
+    async def until_state(self, state: RolloutState, mode: str = "v2") -> None:
+        await self.until(
+            lambda: (
+                (record := self.rollouts.current) is not None
+                and record.candidate == digest_of(mode)
+                and record.state is state
+            )
+        )
+
+    async def deploy(self, config: FleetConfig | None = None) -> None:
+        """Deploy the first version, and wait until it serves."""
+        self.apply(config or declare())
+        self.start_controller()
+        await self.until(lambda: self.ready("v1") == 2)
+
+    # --- state -----------------------------------------------------------------------------------
+
+    @property
+    def rollouts(self) -> PoolRollouts:
+        documents = read_rollout_documents(self.store.fleets, FLEET).get(POOL)
+        return PoolRollouts(pool=POOL) if documents is None else documents.rollouts
+
+    @property
+    def record(self) -> RolloutRecord:
+        record = self.rollouts.current
+        assert record is not None
+        return record
+
+    @property
+    def route(self) -> PoolRoute:
+        route = read_rollout_documents(self.store.fleets, FLEET)[POOL].route
+        assert route is not None
+        return route
+
+    @property
+    def follows_route(self) -> bool:
+        """Whether the gateways follow the stored route."""
+        return self.gateways.routes.get(POOL) == self.route.version
+
+    def generation(self, mode: str) -> int:
+        for revision in self.store.fleets.list_revisions(FLEET, 1000):
+            found = revision.generations.get(POOL)
+            if found is not None and found.digest == digest_of(mode):
+                return found.generation
+        return 0
+
+    def replicas(self, mode: str) -> list[LaunchedReplica]:
+        """Return the replicas of a version that have not exited."""
+        return [
+            each
+            for each in self.cluster.list_replicas().values()
+            if (each.pool, each.generation) == (POOL, self.generation(mode))
+            and each.state is not LaunchState.EXITED
+        ]
+
+    def ready(self, mode: str) -> int:
+        """Return the number of replicas of a version that serve and are published."""
+        names = {each.name for model in self.gateways.pools.models for each in model.replicas}
+        for versions in self.gateways.pools.versions:
+            names |= {each.name for others in versions.replicas.values() for each in others}
+        return sum(
+            each.name in names and self.cluster.check_health(each.name).is_serving
+            for each in self.replicas(mode)
+        )
+
+    def num_default_serving(self) -> int:
+        """Return the number of published replicas of the stable version that serve."""
+        replicas = [each for model in self.gateways.pools.models for each in model.replicas]
+        return sum(self.cluster.check_health(each.name or "").is_serving for each in replicas)
+
+    def events(self, kind: str) -> list[FleetEvent]:
+        events = self.store.fleets.list_events(FLEET, limit=10_000)
+        return [event for event in events if event.kind == kind]
+
+    def states(self) -> list[str]:
+        """Return the recorded states of rollouts, oldest first."""
+        events = sorted(self.events("rollout_state"), key=lambda event: event.number)
+        return [event.outcome for event in events]
+
+    # --- interventions ---------------------------------------------------------------------------
+
+    def command(self, kind: CommandKind, **fields: object) -> None:
+        command = msgspec.structs.replace(RolloutCommand(kind=kind, by="ann"), **fields)
+        append_command(self.store.fleets, FLEET, POOL, command)
+
+    def abort(self) -> None:
+        """Abort as `argosy rollout abort` does."""
+        roll_back_route(self.store.fleets, FLEET, POOL, "abort by ann", self.clock.now)
+        self.command(CommandKind.ABORT)
+
+    def lose_document(self, name: str) -> None:
+        stored = self.store.fleets.read_documents(FLEET)[name]
+        replace: Callable[..., bool] = partial(self.store.fleets.replace_document, FLEET, name)
+        assert replace(None, after=stored.version)
