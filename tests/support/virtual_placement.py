@@ -47,6 +47,7 @@ from argosy.policy.placement import (
 )
 
 WAITING = {RequestState.WAITING, RequestState.PAUSED}
+PLACED = {RequestState.SENT, RequestState.STREAMING, RequestState.DISPLACED}
 SWEEP_INTERVAL = 50
 """Events between two checks of all requests."""
 _OF_A_REQUEST = (
@@ -356,6 +357,7 @@ class PlacementWorld:
         assert request.attempts == each.calls or state is RequestState.REFUSED
         assert (request.queued is not None) == (state in WAITING)
         assert request.displaced_key is None or state is RequestState.DISPLACED
+        assert request.is_placed or state not in PLACED
         match state:
             case RequestState.SENT:
                 assert 1 <= len(request.attempts) <= 2

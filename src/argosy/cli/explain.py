@@ -30,7 +30,7 @@ COST_TERMS = ("queue_s", "prefill_s", "decode_s", "memory_s", "stale_s", "total_
 SECTION_KEYS = frozenset(
     {
         *("object", "id", "request_id", "status", "error", "model", "path", "stream", "caller"),
-        *("asked", "route", "route_reason"),
+        *("asked", "route", "route_reason", "version"),
         *("started_at", "ms", "queue", "rule", "attempts", "tokens"),
         *("finish_reasons", "stop_reasons"),
         *("limits", "ledger", "replica_report", "gateway", "source"),
@@ -134,10 +134,12 @@ def _headline(explanation: dict[str, Any]) -> str:
         if explanation["asked"] == explanation["model"]
         else f" (for {escape(explanation['asked'])}{route})"
     )
+    # only if changes of the model are rollouts
+    version = f" version {escape(explanation['version'])}" if "version" in explanation else ""
     reason = explanation.get("route_reason")  # gateways of earlier versions give none
     lines = [
         f"[bold]{escape(explanation['id'])}[/]  [{colour}]{explanation['status']}[/]{error}",
-        _format_target(explanation, f"[bold]{escape(explanation['model'])}[/]{asked}"),
+        _format_target(explanation, f"[bold]{escape(explanation['model'])}[/]{version}{asked}"),
         f"{tokens['prompt']} prompt tokens ({tokens['cached']} cached), {tokens['output']} output"
         + (f" ({tokens['reasoning']} reasoning)" if "reasoning" in tokens else "")
         + (f", finished by {escape(finish)}" if finish else "")
