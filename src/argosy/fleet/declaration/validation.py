@@ -216,7 +216,11 @@ def _check_scaled_counts(pool: PoolConfig, path: SettingPath) -> None:
 def _check_autoscaling(config: FleetConfig, pool: PoolConfig, path: SettingPath) -> None:
     """Refuse an autoscaler that could not know the demand for the pool, or what its replicas serve."""
     if pool.autoscaling.mode == "off":
+        if pool.autoscaling.schedules:
+            problem = "the autoscaler that follows them is off. Set `mode` to on, or remove them."
+            raise _fail(path, "autoscaling.schedules", problem)
         return
+    _check_schedules(pool, (*path, "autoscaling", "schedules"))
     others = [other.name for other in config.pools if other.model == pool.model and other != pool]
     if others or config.model_of(pool).replicas:
         server = f"the pool {others[0]!r}" if others else "`replicas` of the model"
@@ -231,6 +235,18 @@ def _check_autoscaling(config: FleetConfig, pool: PoolConfig, path: SettingPath)
             "Set `tokens_per_s` to what one replica serves."
         )
         raise _fail(path, "autoscaling", problem)
+
+
+def _check_schedules(pool: PoolConfig, path: SettingPath) -> None:
+    maximum = pool.max_replicas or 0
+    for index, schedule in enumerate(pool.autoscaling.schedules):
+        if schedule.min_replicas > maximum:
+            problem = f"{schedule.min_replicas} is more than max_replicas ({maximum}). Lower it."
+            raise _fail((*path, index), "min_replicas", problem)
+        try:
+            schedule.to_window()
+        except ValueError as error:
+            raise _fail((*path, index), "timezone", f"{error}.") from error
 
 
 def _check_placement(pool: PoolConfig, path: SettingPath) -> None:
