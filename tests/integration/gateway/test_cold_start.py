@@ -7,6 +7,7 @@ import json
 import re
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from tests.support.fake_upstream import UpstreamRequest, fake_upstream
@@ -43,10 +44,16 @@ HEARTBEATS = {
 }
 
 
-def pools(version: int, *replicas: ReplicaConfig, **startup: object) -> FleetPools:
+def pools(
+    version: int, *replicas: ReplicaConfig, fallback: str = "", **startup: object
+) -> FleetPools:
     model = ModelConfig(name="big", replicas=list(replicas))
+    models = [model]
+    if fallback:
+        other = ModelConfig(name="other", replicas=[ReplicaConfig(url=fallback, kind="openai")])
+        models = [msgspec.structs.replace(model, fallback_models=("other",)), other]
     startups = {"big": msgspec.convert(startup, ModelStartup)} if startup else {}
-    return FleetPools(fleet="demo", epoch=1, version=version, models=[model], startups=startups)
+    return FleetPools(fleet="demo", epoch=1, version=version, models=models, startups=startups)
 
 
 def find_gateway(config: GatewayConfig) -> GatewayRecord:
@@ -84,7 +91,11 @@ async def test_clients_learn_how_far_the_start_is(tmp_path: Path) -> None:
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "55")
         assert refused.headers["x-should-retry"] == "false", "retries would end before the start"
 
-        starting = {"state": "starting", "expected_s": 100.0, "started_at": time.time() - 41.0}
+        starting: dict[str, Any] = {
+            "state": "starting",
+            "expected_s": 100.0,
+            "started_at": time.time() - 41.0,
+        }
         await controller.publish(gateway, pools(2, **starting))
         assert [card["id"] for card in (await client.get("/v1/models")).json()["data"]] == ["big"]
         assert (await client.get("/ready")).status_code == 200
@@ -127,7 +138,9 @@ async def test_clients_learn_how_far_the_start_is(tmp_path: Path) -> None:
     assert received[RESPONSES].index("response.created") < received[RESPONSES].index("in_progress")
 
 
-async def test_failing_start_ends_a_stream_with_an_error(tmp_path: Path) -> None:
+async def test_fallback_starts_the_model_and_a_failing_start_ends_streams_with_an_error(
+    tmp_path: Path,
+) -> None:
     config = GatewayConfig(
         port=0,
         fleet="demo",
@@ -136,13 +149,20 @@ async def test_failing_start_ends_a_stream_with_an_error(tmp_path: Path) -> None
         early_stream_start_s=0.05,
     )
     controller = GatewayPoolsClient()
-    async with run_gateway_server(config) as (_, client):
+    async with fake_upstream(answer) as replica, run_gateway_server(config) as (_, client):
         gateway = find_gateway(config)
-        await controller.publish(gateway, pools(1, state="starting"))
+        await controller.publish(gateway, pools(1, fallback=replica.url, state="stopped"))
+        answered = await client.post(CHAT, json=STREAMS[CHAT] | {"stream": True})
+        while answered.headers.get("x-argosy-model") != "other":  # its replica is not ready yet
+            answered = await client.post(CHAT, json=STREAMS[CHAT] | {"stream": True})
+        demand = (await controller.read_status(gateway)).demand
+        while demand is None or not any(demand.models[0].arrived):  # a second has to end
+            demand = (await controller.read_status(gateway)).demand
+        await controller.publish(gateway, pools(2, state="starting"))
         async with client.stream("POST", CHAT, json=STREAMS[CHAT] | {"stream": True}) as response:
             lines = response.aiter_lines()
             assert (await anext(lines)).startswith(":")
-            await controller.publish(gateway, pools(2, state="failing"))
+            await controller.publish(gateway, pools(3, state="failing"))
             rest = [line async for line in lines]
     (data,) = (line.removeprefix("data: ") for line in rest if line.startswith("data: "))
     error = json.loads(data)["error"]

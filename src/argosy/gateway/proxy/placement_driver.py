@@ -73,7 +73,7 @@ class PlacementDriver:
         """Return the demand for the models of these pools."""
         now, queues, models = self._clock(), self._core.queues, []
         for pool in pools:
-            arrived, served = self._demand.read(pool)
+            arrived, served = self._demand.read(pool, pool.unserved_at)
             queue = queues[pool].queue if pool in queues else None
             oldest_at = None if queue is None else queue.oldest_arrival()
             models.append(
