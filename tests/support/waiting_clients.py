@@ -1,9 +1,9 @@
 """Clients that wait for a model, as their users run them: the SDKs of OpenAI and Anthropic, and LangChain.
 
-Prints a JSON object with the text that each client received. Streaming clients give up
-after `SILENCE_S` without data. Those of LangChain count only events that they can parse.
+Prints a JSON object with the text that each client received.
 
-Arguments: the gateway's URL, and the model.
+Arguments: the gateway's URL, the model, and two times in seconds: without data, and without an event that LangChain's
+asynchronous client of OpenAI parses. Streaming clients give up after these.
 """
 
 import asyncio
@@ -16,21 +16,22 @@ from typing import Any
 import anthropic
 import httpx2
 import openai
+from langchain_anthropic import ChatAnthropic
 from langchain_openai import ChatOpenAI
 
-SILENCE_S = 4.0
-TIMEOUT = httpx2.Timeout(60.0, read=SILENCE_S)
 PROMPT = "Tell me a story"
 MAX_TOKENS = 8
 
 
-def main(url: str, model: str) -> None:
-    results = asyncio.run(run_all(url, model))
+def main(url: str, model: str, read_timeout_s: str, event_timeout_s: str) -> None:
+    results = asyncio.run(run_all(url, model, float(read_timeout_s), float(event_timeout_s)))
     print(json.dumps(results))  # noqa: T201 - the result
 
 
-async def run_all(url: str, model: str) -> dict[str, str]:
-    sync_clients, async_clients = build_clients(url, model)
+async def run_all(
+    url: str, model: str, read_timeout_s: float, event_timeout_s: float
+) -> dict[str, str]:
+    sync_clients, async_clients = build_clients(url, model, read_timeout_s, event_timeout_s)
     with ThreadPoolExecutor(len(sync_clients)) as threads:
         loop = asyncio.get_running_loop()
         texts = await asyncio.gather(
@@ -42,31 +43,40 @@ async def run_all(url: str, model: str) -> dict[str, str]:
 
 
 def build_clients(
-    url: str, model: str
+    url: str, model: str, read_timeout_s: float, event_timeout_s: float
 ) -> tuple[Sequence[Callable[[], str]], Sequence[Callable[[], Coroutine[Any, Any, str]]]]:
-    base = f"{url}/v1"
+    base, timeout = f"{url}/v1", httpx2.Timeout(60.0, read=read_timeout_s)
     chat: dict[str, Any] = {
         "model": model,
         "messages": [{"role": "user", "content": PROMPT}],
         "max_tokens": MAX_TOKENS,
     }
-    sync_openai = openai.OpenAI(base_url=base, api_key="none", timeout=TIMEOUT, max_retries=0)
-    async_openai = openai.AsyncOpenAI(base_url=base, api_key="none", timeout=TIMEOUT, max_retries=0)
+    sync_openai = openai.OpenAI(base_url=base, api_key="none", timeout=timeout, max_retries=0)
+    async_openai = openai.AsyncOpenAI(base_url=base, api_key="none", timeout=timeout, max_retries=0)
     patient = openai.OpenAI(base_url=base, api_key="none", max_retries=0)
     sync_anthropic = anthropic.Anthropic(
-        base_url=url, api_key="none", timeout=TIMEOUT, max_retries=0
+        base_url=url, api_key="none", timeout=timeout, max_retries=0
     )
     async_anthropic = anthropic.AsyncAnthropic(
-        base_url=url, api_key="none", timeout=TIMEOUT, max_retries=0
+        base_url=url, api_key="none", timeout=timeout, max_retries=0
     )
     langchain = ChatOpenAI(
         model=model,
         base_url=base,
         api_key="none",
         max_tokens=MAX_TOKENS,
-        timeout=TIMEOUT,
+        timeout=timeout,
         max_retries=0,
-        stream_chunk_timeout=SILENCE_S,
+        stream_chunk_timeout=event_timeout_s,
+    )
+
+    claude = ChatAnthropic(
+        model=model,
+        base_url=url,
+        api_key="none",
+        max_tokens=MAX_TOKENS,
+        timeout=read_timeout_s,
+        max_retries=0,
     )
 
     def openai_stream() -> str:
@@ -110,6 +120,12 @@ def build_clients(
     async def langchain_async_stream() -> str:
         return "".join([str(chunk.content) async for chunk in langchain.astream(PROMPT)])
 
+    def langchain_anthropic_stream() -> str:
+        return "".join(str(chunk.text) for chunk in claude.stream(PROMPT))
+
+    async def langchain_anthropic_async_stream() -> str:
+        return "".join([str(chunk.text) async for chunk in claude.astream(PROMPT)])
+
     return (
         openai_stream,
         openai_whole,
@@ -117,7 +133,13 @@ def build_clients(
         openai_responses,
         anthropic_stream,
         langchain_stream,
-    ), (openai_async_stream, anthropic_async_stream, langchain_async_stream)
+        langchain_anthropic_stream,
+    ), (
+        openai_async_stream,
+        anthropic_async_stream,
+        langchain_async_stream,
+        langchain_anthropic_async_stream,
+    )
 
 
 if __name__ == "__main__":

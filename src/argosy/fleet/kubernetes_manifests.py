@@ -117,7 +117,7 @@ def _build_pool(config: FleetConfig, name: str) -> list[KubernetesObject]:
     first = build_launch_spec(config, pool, 1, 0)
     replicas = [
         build_deployment(build_launch_spec(config, pool, 1, ordinal), fleet)
-        for ordinal in range(pool.initial_replicas + pool.spares)
+        for ordinal in range(pool.initial_replicas + pool.count_spares(pool.initial_replicas))
     ]
     return [build_pool_service(first, fleet), *build_pool_objects(first, fleet), *replicas]
 

@@ -22,6 +22,7 @@ from argosy.gateway.proxy import (
     RETRY_AFTER_S,
     forward_notes,
     no_replica_error,
+    starting_error,
 )
 from argosy.gateway.request_fields import decode_fields, parse_raw_fields
 from argosy.gateway.upstream import UpstreamError, UpstreamResponse
@@ -134,6 +135,9 @@ class UtilityHandlers:
                 ):
                     return
             now = time.monotonic()
+            pool.record_unserved(now)
+            if pool.is_starting and now > give_up_at:
+                raise starting_error(pool, exchange.extra_headers)
             if pool.is_available() or now > give_up_at or not pool.may_recover(now):
                 raise no_replica_error(pool, now)
             if exchange.is_disconnected:

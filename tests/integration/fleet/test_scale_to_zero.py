@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import sys
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -16,7 +17,6 @@ import pytest
 from tests.support.controlled_fleet import FLEET, Fleet, run_fleet
 from tests.support.gateway_client import BODIES, CHAT, run_gateway_server
 from tests.support.waiting import until
-from tests.support.waiting_clients import SILENCE_S
 
 from argosy.fleet.declaration import FleetConfig, parse_fleet
 from argosy.gateway import GatewayConfig
@@ -26,7 +26,7 @@ from argosy.store import StoreConfig
 ROOT = Path(__file__).parents[3]
 MODEL = "chat"
 BODY = BODIES[CHAT] | {"model": MODEL, "max_tokens": 4}
-NUM_CLIENTS = 9
+NUM_CLIENTS = 11
 REPLICA = 'while [ ! -e "$0" ]; do sleep 0.05; done; exec argosy replica "$@"'
 """Replica that starts once a file exists."""
 
@@ -82,15 +82,15 @@ async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
 
 
 @contextlib.asynccontextmanager
-async def run_gateway(fleet: Fleet) -> AsyncIterator[httpx2.AsyncClient]:
+async def run_gateway(
+    fleet: Fleet, cold_start: ColdStartConfig
+) -> AsyncIterator[httpx2.AsyncClient]:
     config = GatewayConfig(
         port=0,
         fleet=FLEET,
         store=StoreConfig(url=fleet.url),
         pools_file=str(fleet.folder / "pools.json"),
-        cold_start=ColdStartConfig(
-            comment_interval_s=1.0, event_interval_s=1.0, non_streaming_hold_s=120.0
-        ),
+        cold_start=msgspec.structs.replace(cold_start, non_streaming_hold_s=300.0),
         early_stream_start_s=0.1,
     )
     async with run_gateway_server(config, client_timeout_s=None) as (_, client):
@@ -98,11 +98,22 @@ async def run_gateway(fleet: Fleet) -> AsyncIterator[httpx2.AsyncClient]:
 
 
 @pytest.mark.exhaustive
-async def test_clients_of_all_kinds_wait_for_a_model_that_is_scaled_to_zero(fleet: Fleet) -> None:
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("cold_start", "read_timeout_s", "event_timeout_s"),
+    [
+        (ColdStartConfig(comment_interval_s=1.0, event_interval_s=1.0), 4.0, 4.0),
+        (ColdStartConfig(), 600.0, 120.0),
+    ],
+    ids=["short", "defaults"],
+)
+async def test_clients_of_all_kinds_wait_for_a_model_that_is_scaled_to_zero(
+    fleet: Fleet, cold_start: ColdStartConfig, read_timeout_s: float, event_timeout_s: float
+) -> None:
     gate = fleet.folder / "gate"
     fleet.apply(declare(gate, scale_to_zero_after_s=1.0))
     first = fleet.start_controller("first")
-    async with run_gateway(fleet) as client:
+    async with run_gateway(fleet, cold_start) as client:
         while not (await client.get("/v1/models")).json()["data"]:
             pass  # the controller has published nothing yet
         assert (await client.get("/ready")).status_code == 200
@@ -121,19 +132,19 @@ async def test_clients_of_all_kinds_wait_for_a_model_that_is_scaled_to_zero(flee
 
         clients = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "tests.support.waiting_clients", str(client.base_url), MODEL),
+            *(str(read_timeout_s), str(event_timeout_s)),
             cwd=ROOT,
             env=os.environ | {"LANGSMITH_TRACING": "false"},
             stdout=asyncio.subprocess.PIPE,
         )
         lines: list[str] = []
-        num_events = 0
+        waiting_since = float("inf")
         async with client.stream("POST", CHAT, json=BODY | {"stream": True}) as response:
             async for line in response.aiter_lines():
                 lines.append(line)
-                if not gate.exists() and '"choices":[]' in line:
-                    is_waiting = await count_queued(client) > NUM_CLIENTS
-                    num_events += is_waiting
-                    if num_events > SILENCE_S + 1:  # longer than the timeouts of the clients
+                if not gate.exists() and await count_queued(client) > NUM_CLIENTS:
+                    waiting_since = min(waiting_since, time.monotonic())
+                    if time.monotonic() - waiting_since > event_timeout_s + 1.0:
                         gate.touch()
         assert ": argosy starting" in lines
         assert lines[-2] == "data: [DONE]"

@@ -29,6 +29,7 @@ from argosy.protocol import ApiError
 from argosy.store import FleetEvent, GatewayRecord, StoreConfig, open_store
 
 FLEET = "demo"
+DESIRED = 'argosy_desired_replicas{pool="big"} 3'
 BODY = BODIES[COMPLETION] | {"max_tokens": 3}
 
 
@@ -98,8 +99,11 @@ async def test_gateway_serves_what_the_controller_publishes_and_remembers_it(
             assert await status_of(client) == 404
             assert (await client.get("/ready")).status_code == 503
             gateway = find_gateway(config)
-            published = await controller.publish(gateway, pools(replica.url, 2))
+            published = await controller.publish(
+                gateway, pools(replica.url, 2, desired_replicas={"big": 3})
+            )
             assert (published.epoch, published.version) == (1, 2)
+            assert DESIRED in (await client.get("/metrics")).text
             assert await status_of(client) == 200
 
             (routed,) = (await controller.read_status(gateway)).replicas
@@ -130,6 +134,7 @@ async def test_gateway_serves_what_the_controller_publishes_and_remembers_it(
             assert await status_of(client) == 200, "the route with an unknown condition is left out"
         async with run_gateway_server(config) as (_, client):
             assert await status_of(client) == 200, "without a controller"
+            assert DESIRED not in (await client.get("/metrics")).text, "the number is old"
             await controller.publish(find_gateway(config), pools(replica.url, 1, epoch=2))
         damage(config)
         async with run_gateway_server(config) as (_, client):

@@ -9,7 +9,7 @@ from tests.support.placed_requests import PlacedByHand, arrive, end_attempt, new
 
 from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig
 from argosy.gateway.model_registry.model_entries import build_model_entries, build_model_router
-from argosy.gateway.pool import Pool, ReplicaEndpoint
+from argosy.gateway.pool import ModelStartup, Pool, ReplicaEndpoint
 from argosy.gateway.principal import Principal
 from argosy.gateway.request_fields import parse_request_fields
 from argosy.policy.placement import (
@@ -21,6 +21,7 @@ from argosy.policy.placement import (
     RefusalReason,
     RequestState,
     RoutingDecision,
+    Tick,
 )
 
 
@@ -48,9 +49,10 @@ class GatewayWithoutReplicas:
         *,
         prompt_tokens: int = 10,
         body: bytes | None = None,
+        start_wait_s: float = 0.0,
     ) -> PlacedByHand:
         context = make_context(Principal(project=project, tier=tier), prompt_tokens=prompt_tokens)
-        context.pool = self.pool
+        context.pool, context.start_wait_s = self.pool, start_wait_s
         if body is not None:
             context.fields = parse_request_fields(body, "messages")
         placed = arrive(self.driver, context)
@@ -62,6 +64,12 @@ class GatewayWithoutReplicas:
         """Complete the response of a request."""
         end_attempt(self.driver, placed.request)
         self.driver.end(placed.request)
+
+    def advance(self, now: float) -> None:
+        """Let the time pass until `now`, with all timers."""
+        while self.now < now:
+            self.now = min(now, self.now + 1.0)
+            self.driver.handle(Tick())
 
     @property
     def queued(self) -> int:
@@ -185,6 +193,45 @@ async def test_capacity_is_reserved_for_higher_tiers() -> None:
         replica.load.max_seqs, replica.load.waiting = 10, 9
     assert reason_of(gateway.send(1, "new")) is reserved
     assert reason_of(gateway.send(0, "new")) is None
+
+
+async def test_requests_wait_for_a_start_as_long_as_their_clients_and_then_for_a_slot() -> None:
+    gateway = GatewayWithoutReplicas(make_pool(), QueueLimits(max_requests=8, timeout_s=60.0))
+    pool = gateway.pool
+    assert reason_of(gateway.send()) is RefusalReason.NO_REPLICA
+    pool.set_startup(ModelStartup(state="stopped"), gateway.now)
+    assert reason_of(gateway.send(start_wait_s=0.0)) is RefusalReason.STARTING
+    short, *others = (gateway.send(start_wait_s=wait_s) for wait_s in (25.0, 300.0, 300.0))
+    gateway.advance(24.0)
+    assert short.refusal is None
+    gateway.advance(26.0)
+    assert reason_of(short) is RefusalReason.STARTING
+    gateway.driver.end(short.request)
+    gateway.advance(290.0)
+    assert [reason_of(other) for other in others] == [None, None], "beyond the limit of the queue"
+    assert reason_of(gateway.send(2, "new", start_wait_s=300.0)) is None, "age is no sign of load"
+    while reason_of(gateway.send(start_wait_s=300.0)) is None:
+        pass
+    assert gateway.queued < 8, "tenants share the queue as at any time"
+
+    pool.set_startup(None, gateway.now)
+    replica = ReplicaConfig(url="http://127.0.0.1:7", kind="openai", max_requests=1)
+    pool.replicas |= make_pool(replica).replicas
+    gateway.driver.handle(CapacityChanged(pool))
+    assert others[0].attempt is not None
+    gateway.advance(349.0)
+    assert reason_of(others[1]) is None
+    gateway.advance(351.0)
+    assert reason_of(others[1]) is RefusalReason.QUEUE_TIMEOUT
+
+
+async def test_failing_start_ends_the_wait() -> None:
+    gateway = GatewayWithoutReplicas(make_pool())
+    gateway.pool.set_startup(ModelStartup(state="starting"), gateway.now)
+    placed = gateway.send(start_wait_s=300.0)
+    gateway.pool.set_startup(ModelStartup(state="failing"), gateway.now)
+    gateway.advance(2.0)
+    assert reason_of(placed) is RefusalReason.NO_REPLICA
 
 
 async def test_whole_body_counts_towards_queue_bytes() -> None:

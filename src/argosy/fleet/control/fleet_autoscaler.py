@@ -247,6 +247,7 @@ def _build_settings(pool: PoolConfig) -> AutoscalerSettings:
         min_replicas=pool.min_replicas,
         max_replicas=pool.max_replicas,
         spares=pool.spares,
+        schedule=tuple(each.to_window() for each in pool.autoscaling.schedules),
         is_advisory=pool.autoscaling.mode == "advisory",
         spare_fraction=pool.autoscaling.spare_fraction,
         down_window_s=pool.autoscaling.down_window_s,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import time
 from typing import Annotated, Literal
 
 import msgspec
@@ -12,6 +13,7 @@ from argosy.fleet.declaration.engine_kind import EngineKind, OptionName, OptionV
 from argosy.fleet.declaration.rollout_config import RolloutConfig
 from argosy.fleet.launchers import KubernetesSettings
 from argosy.gateway import GatewayConfig, ModelConfig, ModelName
+from argosy.policy.autoscaling import WEEKDAYS, ScheduleWindow, Weekday
 from argosy.settings import Size, parse_size
 
 NonNegative = Annotated[int, Meta(ge=0)]
@@ -28,6 +30,10 @@ LauncherName = Literal["local", "ray", "kubernetes", "simulated"]
 LabelText = Annotated[
     str, Meta(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._/-]*[A-Za-z0-9])?$", max_length=253)
 ]
+
+
+ClockTime = Annotated[str, Meta(pattern=r"^([01][0-9]|2[0-3]):[0-5][0-9]$")]
+"""Hour and minute, such as `08:30`."""
 
 
 class SecretReference(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -70,6 +76,31 @@ class FleetModelConfig(ModelConfig, frozen=True, kw_only=True, forbid_unknown_fi
     not."""
 
 
+class ScheduleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Times of the week at which a pool keeps more replicas."""
+
+    min_replicas: Annotated[int, Meta(ge=1, le=10_000)]
+    """Fewest replicas that serve at these times."""
+    start: ClockTime
+    """Local time at which the replicas are ready, such as `08:00`. They start earlier, by the time that it takes."""
+    end: ClockTime
+    """Local time from which they may stop again, on the next day if it is not after `start`."""
+    days: Annotated[tuple[Weekday, ...], Meta(min_length=1)] = WEEKDAYS
+    """Days on which the times start."""
+    timezone: str = "UTC"
+    """Name in the IANA time zone database, such as `Europe/Berlin`."""
+
+    def to_window(self) -> ScheduleWindow:
+        """Return the window of the autoscaler. Raises ValueError if the time zone does not exist."""
+        return ScheduleWindow(
+            min_replicas=self.min_replicas,
+            start=time.fromisoformat(self.start),
+            end=time.fromisoformat(self.end),
+            days=self.days,
+            timezone=self.timezone,
+        )
+
+
 class AutoscalingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the number of replicas of a pool follows the demand, between `min_replicas` and `max_replicas`."""
 
@@ -83,6 +114,8 @@ class AutoscalingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """Share of the demand that is provided in addition."""
     down_window_s: Annotated[float, Meta(ge=60, le=3600)] = 600.0
     """Time whose peak demand the remaining replicas must hold before one is removed."""
+    schedules: tuple[ScheduleConfig, ...] = ()
+    """Times at which the minimum is higher."""
     scale_to_zero_after_s: Annotated[float, Meta(gt=0, le=604_800)] = 1200.0
     """Time without requests after which a pool with `min_replicas: 0` runs no replicas. The next request starts one,
     and waits for it in the gateway (`cold_start`)."""

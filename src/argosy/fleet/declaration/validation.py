@@ -242,7 +242,11 @@ def _check_rollout(config: FleetConfig, pool: PoolConfig, path: SettingPath) -> 
 def _check_autoscaling(config: FleetConfig, pool: PoolConfig, path: SettingPath) -> None:
     """Refuse an autoscaler that could not know the demand for the pool, or what its replicas serve."""
     if pool.autoscaling.mode == "off":
+        if pool.autoscaling.schedules:
+            problem = "the autoscaler that follows them is off. Set `mode` to on, or remove them."
+            raise _fail(path, "autoscaling.schedules", problem)
         return
+    _check_schedules(pool, (*path, "autoscaling", "schedules"))
     server = _find_other_server(config, pool)
     if server is not None:
         problem = (
@@ -256,6 +260,18 @@ def _check_autoscaling(config: FleetConfig, pool: PoolConfig, path: SettingPath)
             "Set `tokens_per_s` to what one replica serves."
         )
         raise _fail(path, "autoscaling", problem)
+
+
+def _check_schedules(pool: PoolConfig, path: SettingPath) -> None:
+    maximum = pool.max_replicas or 0
+    for index, schedule in enumerate(pool.autoscaling.schedules):
+        if schedule.min_replicas > maximum:
+            problem = f"{schedule.min_replicas} is more than max_replicas ({maximum}). Lower it."
+            raise _fail((*path, index), "min_replicas", problem)
+        try:
+            schedule.to_window()
+        except ValueError as error:
+            raise _fail((*path, index), "timezone", f"{error}.") from error
 
 
 def _check_placement(pool: PoolConfig, path: SettingPath) -> None:

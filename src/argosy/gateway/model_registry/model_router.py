@@ -208,6 +208,7 @@ class ModelRouter:
             )
             reasons += serving.skipped
             if serving.pool is not None and serving.skipped:
+                self._pools_by_name[selected.pool].record_unserved(now)
                 answering, route_name = serving.pool, FALLBACK
         return RouteTarget(self._pools_by_name[answering], route_name, "; ".join(reasons))
 

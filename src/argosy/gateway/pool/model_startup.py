@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import msgspec
@@ -48,7 +49,7 @@ class ModelStartup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         return {
             "state": self.state,
             "progress": None if progress is None else round(progress, 2),
-            "eta_s": None if eta_s is None else round(eta_s),
+            "eta_s": None if eta_s is None else math.ceil(eta_s),
         }
 
     def _elapsed_s(self, wall_now: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
@@ -20,6 +21,8 @@ from argosy.store import ReplicaSetting
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
 VERSION_LABEL_LENGTH = 12
+UNSERVED_INTERVAL_S = 5.0
+"""Time within which only the first request without a replica is recorded, so that reports of each second contain it."""
 MAX_STATUS_CHANGES = 500
 """Status changes that each pool keeps."""
 
@@ -51,6 +54,8 @@ class Pool(PlacementPool[ReplicaEndpoint]):
         """All versions of the model, at the pool of the stable one. None at the others, and without rollouts."""
         self.status_changes = deque[StatusChange](maxlen=MAX_STATUS_CHANGES)
         """Recent status changes of the replicas."""
+        self.unserved_at = -math.inf
+        """When a request last needed a replica of the stopped pool, but was not queued for it."""
         self._settings: Mapping[str, ReplicaSetting] = {}
         """Operators' decisions by replica name, also for replicas that are not in the pool at the moment."""
         self._logged_arithmetics: set[str] = set()
@@ -110,6 +115,11 @@ class Pool(PlacementPool[ReplicaEndpoint]):
     def expected_wait_s(self, tier: int, now: float) -> float | None:
         """Estimate how long a new request of this tier would be queued; None if no replica is ready."""
         return self.estimate_wait_s(self.queued_requests, tier, now)
+
+    def record_unserved(self, now: float) -> None:
+        """Record a request that is answered without this pool, because it has no replica. It is demand nevertheless."""
+        if self.is_starting and now - self.unserved_at > UNSERVED_INTERVAL_S:
+            self.unserved_at = now
 
     def set_startup(self, startup: ModelStartup | None, now: float) -> None:
         """Set how far the start of the first replica is. Requests wait for it, unless it fails."""

@@ -11,7 +11,7 @@ arrive and are served, for the autoscaler of the fleet.
 from argosy.gateway.proxy.demand_meter import DemandReport, ModelDemand
 from argosy.gateway.proxy.fast_path import FastPath, load_fast_path, prebuild_fast_path
 from argosy.gateway.proxy.handlers import CompletionHandlers
-from argosy.gateway.proxy.refusal_errors import RETRY_AFTER_S, no_replica_error
+from argosy.gateway.proxy.refusal_errors import RETRY_AFTER_S, no_replica_error, starting_error
 from argosy.gateway.proxy.upstream_headers import REFUSE_UNKNOWN_FIELDS, forward_notes
 
 __all__ = [
@@ -25,4 +25,5 @@ __all__ = [
     "load_fast_path",
     "no_replica_error",
     "prebuild_fast_path",
+    "starting_error",
 ]

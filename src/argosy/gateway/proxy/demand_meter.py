@@ -14,6 +14,9 @@ from argosy.policy.placement import PlacementPool, PlacementRequest
 
 MAX_REPORTED_SECONDS = 30
 
+UNSERVED_TOKENS = 1.0
+"""Tokens of a request that another model answers, or that is no generation, while the pool is stopped."""
+
 _Pool = PlacementPool[Any]
 
 
@@ -83,12 +86,17 @@ class DemandMeter:
         """Forget a pool that gets no more requests."""
         self._seconds.pop(pool, None)
 
-    def read(self, pool: _Pool) -> tuple[list[float], list[float]]:
-        """Return the tokens that arrived and were served in each of the last complete seconds, oldest first."""
+    def read(self, pool: _Pool, unserved_at: float = -math.inf) -> tuple[list[float], list[float]]:
+        """Return the tokens that arrived and were served in each of the last complete seconds, oldest first.
+
+        A request that was not placed, at `unserved_at`, counts as one token.
+        """
         last = self.last_second
         count = min(MAX_REPORTED_SECONDS, last - self._first_second + 1)
         begin = last - count + 1
         arrived, served = [0.0] * count, [0.0] * count
+        if begin <= unserved_at < last + 1:
+            arrived[math.floor(unserved_at) - begin] = UNSERVED_TOKENS
         for second, arrived_tokens, served_tokens in self._seconds.get(pool, ()):
             if begin <= second <= last:
                 arrived[second - begin] += arrived_tokens

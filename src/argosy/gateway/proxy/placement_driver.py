@@ -92,7 +92,9 @@ class PlacementDriver:
     def _read_model_demand(self, pool: Pool) -> ModelDemand:
         """Return the demand for all versions of the model of which this is the stable version's pool."""
         now, versions = self._clock(), pool.all_versions
-        arrived, served = zip(*(self._demand.read(version) for version in versions), strict=True)
+        arrived, served = zip(
+            *(self._demand.read(version, version.unserved_at) for version in versions), strict=True
+        )
         known = self._core.queues
         queues = [known[version].queue for version in versions if version in known]
         oldest = [at for queue in queues if (at := queue.oldest_arrival()) is not None]

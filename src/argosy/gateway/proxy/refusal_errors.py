@@ -38,7 +38,7 @@ def build_refusal_error(
         case RefusalReason.REPLICAS_FULL:
             return _replicas_full_error(pool, refusal.retry_after_s or 0.0)
         case RefusalReason.STARTING:
-            return _starting_error(context)
+            return starting_error(pool, context.response_headers)
         case RefusalReason.NO_REPLICA:
             return no_replica_error(pool, now)
         case RefusalReason.QUARANTINED:
@@ -79,13 +79,17 @@ def no_replica_error(pool: Pool, now: float) -> ApiError:
     )
 
 
-def _starting_error(context: RequestContext) -> ApiError:
-    """Build the 503 error for a model that is not ready when the client would give up."""
-    pool, wall_now = context.pool, time.time()
-    startup = pool.startup
+def starting_error(pool: Pool, response_headers: list[tuple[bytes, bytes]]) -> ApiError:
+    """Build the 503 error for a model that is not ready when the client would give up.
+
+    Args:
+        pool: The model's pool.
+        response_headers: Receives the header that ends the retries of SDKs, if the start takes longer than these.
+    """
+    startup, wall_now = pool.startup, time.time()
     eta_s = None if startup is None else startup.eta_s(wall_now)
     if eta_s is not None and eta_s > MAX_RETRIED_START_S:
-        context.response_headers.append((b"x-should-retry", b"false"))
+        response_headers.append((b"x-should-retry", b"false"))
     when = "shortly" if eta_s is None else f"in about {math.ceil(eta_s)} s"
     message = f"The model {pool.model!r} starts and is ready {when}. Try again then, or stream the response to wait."
     return ApiError(

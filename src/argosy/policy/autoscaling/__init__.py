@@ -16,10 +16,11 @@ from argosy.policy.autoscaling.decision import (
     ScalingOwner,
 )
 from argosy.policy.autoscaling.observation import ArrivedTokens, ManualScale, PoolObservation
-from argosy.policy.autoscaling.schedule import ScheduleWindow
+from argosy.policy.autoscaling.schedule import WEEKDAYS, ScheduleWindow, Weekday
 from argosy.policy.autoscaling.settings import AutoscalerSettings
 
 __all__ = [
+    "WEEKDAYS",
     "ArrivedTokens",
     "Autoscaler",
     "AutoscalerSettings",
@@ -35,4 +36,5 @@ __all__ = [
     "ScalingDecision",
     "ScalingOwner",
     "ScheduleWindow",
+    "Weekday",
 ]

@@ -12,6 +12,10 @@ from argosy.gateway import load_config
 FLEET = "models: [{name: chat, source: argosy-mini}]\npools: [{name: chat, model: chat, %s}]\n"
 GATEWAY = "models: [{name: m, replicas: [{url: 'http://a'}]}]\n"
 SCALED = "autoscaling: {mode: on}, max_replicas: 3, "
+SCHEDULED = (
+    "min_replicas: 1, max_replicas: 3, "
+    "autoscaling: {{mode: on, schedules: [{{min_replicas: {}, start: 08:00, end: {}}}]}}"
+)
 SECRET_HEADER = (
     FLEET.replace("mini}", "mini, replicas: [{url: 'http://a', headers: {Authorization: ':pw@'}}]}")
     % "replicas: 1"
@@ -38,6 +42,10 @@ DIGEST = "sha256:" + "0" * 64
         ("rollout: {gate: {metrics: {ttft: {margin: 1}}}}", "pools[0].rollout: margin and tight_margin must be"),
         ("rollout: {max_surge: 1}", "$.pools[0].rollout.max_surge"),
         ("rollout: {prompts: [{max_tokens: 1}]}", "a pinned prompt needs either `prompt` or `messages`"),
+        ("autoscaling: {schedules: [{min_replicas: 1, start: 18:00, end: 20:00}]}", "Set `mode` to on, or remove them"),
+        (SCHEDULED.format(1, "18:00, timezone: Mars"), "schedules[0].timezone: Unknown time zone Mars"),
+        (SCHEDULED.format(1, "24:00"), "matching regex"),
+        (SCHEDULED.format(9, "18:00"), "schedules[0].min_replicas: 9 is more"),
         ("min_replicas: 3, max_replicas: 2", "pools[0].min_replicas: 3 is more than max_replicas (2)"),
         ("max_surge: 0, max_unavailable: 0%", "pools[0].max_surge: with max_unavailable 0 no replica"),
         ("max_unavailable: 101%", "matching regex"),

@@ -170,6 +170,16 @@ def test_idle_pool_is_scaled_to_zero_and_woken_by_the_queue() -> None:
     assert set(pool.run(120, 0.0, queued_requests=1)) == {1}
 
 
+def test_start_for_a_client_that_could_not_wait_is_completed() -> None:
+    idle = msgspec.structs.replace(IDLE_SETTINGS, idle_s=60.0)
+    pool = SimulatedPool(idle, replicas=0, startup_s=300.0)
+    assert set(pool.run(60, 0.0)) == {0}
+    refused = (ArrivedTokens(20.0, 1.0),)
+    assert pool.run(5, 0.0, arrivals=refused, capacity_tokens_per_s=None) == [1]
+    assert set(pool.run(340, 0.0)) == {1}, "it starts, and is then kept for as long as any other"
+    assert pool.run(30, 0.0)[-1] == 0
+
+
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
