@@ -14,17 +14,17 @@ import pytest
 
 from argosy.fleet.control import RolloutStatus
 from argosy.fleet.control.fleet_records import ReplicaRecord, ScalingRecord
+from argosy.fleet.control.rollout_evidence import RolloutBaseline
 from argosy.fleet.launchers.launcher import LaunchSpec
 from argosy.fleet.launchers.replica_folder import LaunchRecord
 from argosy.gateway import FleetPools, OutcomeQuery, OutcomeReport, PoolsStatus
-from argosy.policy.rollout import Baseline, GateRecord, PoolRollouts, RolloutCommand, UserRates
+from argosy.policy.rollout import GateRecord, PoolRollouts, RolloutCommand
 from argosy.policy.traffic import PoolRoute
 from argosy.protocol import LoadResponse, parse_request_body
 from argosy.store import PoolGeneration
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "wire"
 TYPES: dict[str, Any] = {
-    "baseline": Baseline,
     "fleet-pools": FleetPools,
     "gate-record": GateRecord,
     "launch-record": LaunchRecord,
@@ -37,10 +37,10 @@ TYPES: dict[str, Any] = {
     "pool-route": PoolRoute,
     "pools-status": PoolsStatus,
     "replica-record": ReplicaRecord,
+    "rollout-baseline": RolloutBaseline,
     "rollout-commands": tuple[RolloutCommand, ...],
     "rollout-status": RolloutStatus,
     "scaling-record": ScalingRecord,
-    "user-rates": UserRates,
 }
 MAPPING_KEYS = {"key", "3", "errors", "long_output"}
 """Keys of the mappings in the files. Other objects are structs."""
