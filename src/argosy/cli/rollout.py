@@ -148,6 +148,13 @@ def abort(
 
     with open_fleet(files, fleet, store) as target:
         report = _find_running(target, pool)
+        current = report.rollouts.current
+        if current is not None and not current.can_roll_back:
+            fail(
+                f"abort is refused: the rollout is {current.state}: {shorten_digests(current.reason)}; `argosy history`"
+                " lists earlier declarations, and `argosy rollback` puts one in force again",
+                EXIT_FAILURE,
+            )
         command = _build_command(report, CommandKind.ABORT, reason)
         # The command comes first, so that a controller that sees the route knows why.
         append_command(target.store.fleets, target.name, report.pool, command)
@@ -159,7 +166,7 @@ def abort(
             routed = (
                 f"version {route.version} of the route sends all users to version {shorten_digests(route.stable)}"
                 if route is not None
-                else "no user has the new version"
+                else "no user has the new version yet"
             )
             typer.echo(f"Pool {report.pool}: {routed}.", err=True)
         if not read_status(target).has_leader:
@@ -275,15 +282,14 @@ def _wait_until_followed(
         report = next(each for each in _read_reports(target) if each.pool == pool)
         if command not in report.commands:
             break
-        summary = summarise_rollout(report, time.time())
-        if not quiet and summary != shown:
-            shown = summary
-            typer.echo(summary, err=True)
+        if not quiet and report.sentence != shown:
+            shown = report.sentence
+            typer.echo(summarise_rollout(report, time.time()), err=True)
         if time.monotonic() >= deadline:
             remedy = (
-                "is the leader busy?"
+                "see `argosy events`"
                 if read_status(target).has_leader
-                else "`argosy up` starts one"
+                else "start one with `argosy up`"
             )
             fail(
                 f"no controller has answered within {timeout_s:g} s, so that {command.kind} remains stored until one"

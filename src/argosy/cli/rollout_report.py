@@ -31,7 +31,7 @@ def _show(line: str) -> None:
 def summarise_rollout(report: RolloutReport, now: float) -> str:
     """Return the state of a pool's rollout in one line."""
     current, status = report.rollouts.current, shorten_digests(report.sentence)
-    if current is None:
+    if current is None or not report.is_running:
         return f"Pool {report.pool}: {status or 'no rollout'}"
     share = 0.0 if report.route is None else report.route.share_of(current.candidate)
     step = _describe_step(current)

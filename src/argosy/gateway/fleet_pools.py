@@ -49,6 +49,7 @@ MAX_CONTROLLER_SILENCE_S = 15.0
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
 T = TypeVar("T")
+P = TypeVar("P", bound="FleetPools")
 
 
 class FleetPools(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -111,12 +112,12 @@ def load_fleet_pools(config: GatewayConfig) -> SavedPools:
     """
     path, none = _pools_path(config), SavedPools(fleet=config.fleet or "")
     try:
-        pools = msgspec.json.decode(path.read_bytes(), type=SavedPools)
+        pools, _ = _parse_pools(SavedPools, path.read_bytes())
         models = list(pools.models)
         build_model_entries(msgspec.structs.replace(config, models=models), pools.versions)
     except FileNotFoundError:
         return none
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ApiError) as error:
         log.warning("fleet_pools_unreadable", path=str(path), reason=str(error))
         return none
     return pools if pools.fleet == config.fleet else none
@@ -126,7 +127,7 @@ class _PublishedRoutes(msgspec.Struct):
     routes: list[msgspec.Raw] = []
 
 
-def _parse_pools(body: bytes) -> tuple[FleetPools, tuple[str, ...]]:
+def _parse_pools(kind: type[P], body: bytes) -> tuple[P, tuple[str, ...]]:
     """Parse pools of this version or a later one. Returns them with the settings that this version does not know.
 
     Unknown settings of models and replicas are ignored. A route with one is left out, since it might be a condition,
@@ -135,7 +136,7 @@ def _parse_pools(body: bytes) -> tuple[FleetPools, tuple[str, ...]]:
     Raises:
         ApiError: A known setting has an invalid value.
     """
-    pools, ignored = parse_request_body(FleetPools, body)
+    pools, ignored = parse_request_body(kind, body)
     if any(name.startswith("routes[].") for name in ignored):
         known = []
         for route in msgspec.json.decode(body, type=_PublishedRoutes).routes:
@@ -252,7 +253,7 @@ class FleetPoolsHandler:
 
     def _parse(self, body: bytes) -> FleetPools:
         """Parse published pools, and log the settings of a later version that are ignored. Raises ApiError."""
-        pools, ignored = _parse_pools(body)
+        pools, ignored = _parse_pools(FleetPools, body)
         if ignored != self._ignored_settings:
             self._ignored_settings = ignored
             if ignored:

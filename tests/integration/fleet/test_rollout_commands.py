@@ -227,6 +227,9 @@ def test_abort_needs_no_controller(world: World) -> None:
     assert current is not None
     assert (current.state, current.cause) == (RolloutState.CLEANING, "command")
     assert not world.report.commands
+    late = run("abort")
+    assert late.exit_code == 1
+    assert "abort is refused: the rollout is cleaning" in late.stderr
 
 
 def test_version_that_was_rolled_back_can_be_resumed(world: World) -> None:

@@ -86,6 +86,13 @@ def damage(config: GatewayConfig) -> None:
     Path(config.pools_file or "").write_bytes(b"{broken")
 
 
+def add_later_setting(config: GatewayConfig) -> None:
+    path = Path(config.pools_file or "")
+    saved = msgspec.json.decode(path.read_bytes())
+    saved["models"][0]["colour"] = "blue"
+    path.write_bytes(msgspec.json.encode(saved))
+
+
 async def status_of(client: httpx2.AsyncClient) -> int:
     return (await client.post(COMPLETION, json=BODY)).status_code
 
@@ -136,6 +143,9 @@ async def test_gateway_serves_what_the_controller_publishes_and_remembers_it(
             assert await status_of(client) == 200, "without a controller"
             assert DESIRED not in (await client.get("/metrics")).text, "the number is old"
             await controller.publish(find_gateway(config), pools(replica.url, 1, epoch=2))
+        add_later_setting(config)
+        async with run_gateway_server(config) as (_, client):
+            assert await status_of(client) == 200, "after a later version of the gateway"
         damage(config)
         async with run_gateway_server(config) as (_, client):
             assert await status_of(client) == 404
