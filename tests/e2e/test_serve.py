@@ -76,13 +76,9 @@ def test_openai_sdk_stream_equals_response(server: ServeProcess) -> None:
 
 
 def test_chat_command_answers_one_question(server: ServeProcess) -> None:
-    arguments = ("chat", "--url", server.url, "--temperature", "0")
-    result = run_argosy(*arguments, "--max-tokens", "30", "Hello! How are you?")
+    result = run_argosy("chat", "--url", server.url, "--max-tokens", "30", "Hello! How are you?")
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip()
-    assert (
-        run_argosy(*arguments, "--max-tokens", "30", "Hello! How are you?").stdout == result.stdout
-    )
 
 
 def test_chat_command_clears_conversation(server: ServeProcess) -> None:
@@ -102,13 +98,20 @@ def test_chat_command_reports_error(server: ServeProcess) -> None:
     assert "Traceback" not in result.stderr
 
 
-def test_deleted_working_directory_is_harmless(
+def test_deleted_working_directory_and_long_temporary_folder_are_harmless(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A deployment may delete the folder of the previous version. Relative library paths of torch then fail."""
-    monkeypatch.chdir(tmp_path)
+    """A deployment may delete the folder of the previous version. Relative library paths of torch then fail.
+
+    The paths of sockets in the temporary folder would be too long.
+    """
+    working_directory, temporary_folder = tmp_path / "old", tmp_path / ("deep" * 20)
+    working_directory.mkdir()
+    temporary_folder.mkdir()
+    monkeypatch.chdir(working_directory)
+    monkeypatch.setenv("TMPDIR", str(temporary_folder))
     with run_serve() as server, server.client() as client:
-        tmp_path.rmdir()
+        working_directory.rmdir()
         server.core().kill()
         model = client.models.list().data[0].id
         answer = client.chat.completions.create(model=model, messages=[HELLO], max_tokens=5)
@@ -146,10 +149,12 @@ def test_stream_survives_killed_core(server: ServeProcess) -> None:
 def test_signal_drains_and_leaves_no_process_or_file(
     number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with tempfile.TemporaryDirectory() as folder, monkeypatch.context() as patch:
-        patch.setenv("TMPDIR", folder)
+    """The temporary folder has an unusual name, which is part of the replicas' URLs."""
+    # Shorter than tmp_path, so that sockets are in it.
+    with tempfile.TemporaryDirectory(suffix="ü %41 b") as folder:
+        monkeypatch.setenv("TMPDIR", folder)
         with default_action(number):
-            assert_drains(number)
+            assert_drains(number, Path(folder))
         assert not list(Path(folder).glob("argosy*"))
 
 
@@ -166,8 +171,9 @@ def default_action(number: signal.Signals) -> Iterator[None]:
         signal.signal(number, signal.SIG_IGN)
 
 
-def assert_drains(number: signal.Signals) -> None:
+def assert_drains(number: signal.Signals, folder: Path) -> None:
     with run_serve() as server:
+        assert list(folder.glob("argosy*"))
         expected = stream_text(server, SimpleQueue())
         processes = server.processes()
         assert len(processes) >= 3  # the gateway, its replica, the engine core, render processes
@@ -203,34 +209,6 @@ def test_second_sigint_exits_at_once() -> None:
         assert not alive
 
 
-def test_first_key_is_created_for_public_address(tmp_path: Path) -> None:
-    store = ("--store", f"sqlite:///{tmp_path / 'argosy.db'}")
-    with run_serve("--host", "0.0.0.0", *store) as server:  # noqa: S104 - the test needs a public address
-        key = KEY.search("".join(next(server.stderr_lines) for _ in range(6)))
-        assert key is not None
-        arguments = ("chat", "--url", server.url, "--max-tokens", "5", "Hello")
-        failed = run_argosy(*arguments)
-        assert failed.returncode != 0
-        assert "Send an API key" in failed.stderr
-        assert run_argosy(*arguments, "--api-key", key.group()).returncode == 0
-        usage = run_argosy("usage", "--json", *store)
-        assert '"requests": 1' in usage.stdout, usage.stdout
-    with run_serve(*store) as server:
-        assert (
-            run_argosy("chat", "--url", server.url, "Hello").returncode != 0
-        )  # every request needs a key once one exists
-
-
-def test_disabled_auth_needs_no_key(tmp_path: Path) -> None:
-    store = ("--store", f"sqlite:///{tmp_path / 'argosy.db'}")
-    with run_serve("--host", "0.0.0.0", "--auth", "disabled", *store) as server:  # noqa: S104 - as above
-        assert run_argosy("chat", "--url", server.url, "--max-tokens", "5", "Hello").returncode == 0
-    failed = run_argosy("serve", "--port", "0", "--store", "mysql://nowhere")
-    assert failed.returncode == 2
-    assert "The database URL is not valid" in failed.stderr
-    assert "Traceback" not in failed.stderr
-
-
 @pytest.fixture
 def broken_model(tmp_path: Path) -> Path:
     """Copy the bundled model with truncated weights."""
@@ -240,13 +218,23 @@ def broken_model(tmp_path: Path) -> Path:
     return model
 
 
-def test_first_key_is_shown_if_model_fails_to_load(broken_model: Path, tmp_path: Path) -> None:
+def test_first_key_of_public_address_is_shown_before_model_loads(
+    broken_model: Path, tmp_path: Path
+) -> None:
     store = ("--store", f"sqlite:///{tmp_path / 'argosy.db'}")
-    failed = run_argosy("serve", str(broken_model), "--host", "0.0.0.0", "--port", "0", *store)  # noqa: S104 - as above
+    failed = run_argosy("serve", str(broken_model), "--host", "0.0.0.0", "--port", "0", *store)  # noqa: S104 - the test needs a public address
     assert failed.returncode == 2
     key = KEY.search(failed.stderr)
     assert key is not None
     assert key.group().rsplit("-", 1)[0][:18] in run_argosy("keys", "list", *store).stdout
+    with run_serve(*store) as server:  # every request needs a key once one exists
+        arguments = ("chat", "--url", server.url, "--max-tokens", "5", "Hello")
+        keyless = run_argosy(*arguments)
+        assert keyless.returncode != 0
+        assert "Send an API key" in keyless.stderr
+        assert run_argosy(*arguments, "--api-key", key.group()).returncode == 0
+        usage = run_argosy("usage", "--json", *store)
+        assert '"requests": 1' in usage.stdout, usage.stdout
 
 
 def test_store_error_precedes_model_load(broken_model: Path) -> None:
@@ -257,23 +245,6 @@ def test_store_error_precedes_model_load(broken_model: Path) -> None:
     assert "cannot be opened" in failed.stderr
     assert "model" not in failed.stderr
     assert "Traceback" not in failed.stderr
-
-
-@pytest.mark.parametrize("name", ["ü %41 b", "deep" * 20])
-def test_unusual_temporary_folder(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        monkeypatch.context() as patch,
-        contextlib.ExitStack() as stack,
-    ):
-        (Path(folder) / name).mkdir()
-        patch.setenv("TMPDIR", str(Path(folder) / name))
-        server = stack.enter_context(run_serve())
-        client = stack.enter_context(server.client())
-        model = client.models.list().data[0].id
-        answer = client.completions.create(model=model, prompt="Say", max_tokens=3, timeout=30)
-        assert answer.usage is not None
-        assert answer.usage.completion_tokens
 
 
 def test_full_log_pipe_blocks_no_request(tmp_path: Path) -> None:
@@ -314,16 +285,21 @@ def test_unstartable_replica_ends_server_with_error(tmp_path: Path) -> None:
             httpx2.get(f"{server.url}/health")
 
 
-def test_tls_options_serve_https_and_reload_on_sighup(tmp_path: Path) -> None:
+def test_tls_server_without_auth_answers_and_reloads_on_sighup(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     pair = authority.pair("server", "127.0.0.1")
     failed = run_argosy("serve", "--port", "0", "--tls-cert", pair.certificate)
     assert failed.returncode == 2
     assert "--tls-key" in failed.stderr
-    with run_serve("--tls-cert", pair.certificate, "--tls-key", pair.key) as server:
+    public = ("--host", "0.0.0.0", "--auth", "disabled")  # noqa: S104 - only there a key would be required
+    store = ("--store", f"sqlite:///{tmp_path / 'argosy.db'}")
+    tls = ("--tls-cert", pair.certificate, "--tls-key", pair.key)
+    with run_serve(*public, *store, *tls) as server:
         assert server.url.startswith("https")
         trust = ssl.create_default_context(cafile=authority.ca)
-        assert httpx2.get(f"{server.url}/ready", verify=trust).status_code == 200
+        request = {"model": "argosy-mini", "prompt": "Say", "max_tokens": 3}
+        with httpx2.Client(base_url=server.url, verify=trust, timeout=60) as client:
+            assert client.post("/v1/completions", json=request).status_code == 200
         address = "127.0.0.1", int(server.url.rsplit(":", 1)[1])
         before = ssl.get_server_certificate(address)
         authority.pair("server", "127.0.0.1")
@@ -339,14 +315,6 @@ def test_more_replicas_than_gpus_are_rejected(monkeypatch: pytest.MonkeyPatch) -
     assert failed.returncode == 2
     assert "--gpus shared" in failed.stderr
     assert "Traceback" not in failed.stderr
-
-
-def test_killed_server_leaves_no_process() -> None:
-    with run_serve() as server:
-        processes = server.processes()
-        server.process.kill()
-        _, alive = psutil.wait_procs(processes, timeout=60)
-        assert not alive
 
 
 @pytest.mark.exhaustive  # tests/chaos kills replicas of `argosy serve` on every change

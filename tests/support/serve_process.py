@@ -68,7 +68,7 @@ def is_replica(process: psutil.Process) -> bool:
 
 @contextmanager
 def run_serve(*arguments: str) -> Iterator[ServeProcess]:
-    """Run `argosy serve`, and yield it when it is ready. Kill it at the end if it still runs."""
+    """Run `argosy serve`, and yield it when it is ready. Kill it at the end, which leaves no process of it."""
     command = [ARGOSY, "serve", "--port", "0", "--threads", "1", "--kv-memory", "64MiB", *arguments]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
@@ -82,7 +82,13 @@ def run_serve(*arguments: str) -> Iterator[ServeProcess]:
             else:
                 pytest.fail("the server ended before it was ready")
             url = match.group().replace("0.0.0.0", "127.0.0.1")  # noqa: S104 - this removes the public address
-            yield ServeProcess(url, psutil.Process(process.pid), chain(lines, process.stderr))
+            server = ServeProcess(url, psutil.Process(process.pid), chain(lines, process.stderr))
+            yield server
+            if process.poll() is None:
+                processes = server.processes()
+                process.kill()
+                _, alive = psutil.wait_procs(processes, timeout=60)
+                assert not alive
         finally:
             process.kill()
 

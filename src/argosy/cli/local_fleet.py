@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -116,14 +117,20 @@ class LocalFleet:
             self._gateway.reload()
 
     async def _run(self, fleet: ReplicaFleet) -> None:
-        with handle_signals(
-            self.stop, None if self._server.tls is None else self._reload_certificates
+        from argosy.http_server import listening_socket
+
+        server = self._server
+        with (
+            handle_signals(self.stop, None if server.tls is None else self._reload_certificates),
+            # Opened before the replicas start, so that an address in use fails at once. Clients that connect now wait
+            # for the first replica.
+            listening_socket(server.host, server.port, server.uds) as listen_socket,
         ):
             try:
                 await fleet.start()
                 keep_task = asyncio.create_task(fleet.keep())
                 try:
-                    await self._run_gateway(fleet, keep_task)
+                    await self._run_gateway(fleet, keep_task, listen_socket)
                     if self.has_served:
                         await self._drain_replicas(fleet, keep_task)
                 finally:
@@ -132,26 +139,22 @@ class LocalFleet:
             finally:
                 await fleet.close()
 
-    async def _run_gateway(self, fleet: ReplicaFleet, keep_task: asyncio.Task[None]) -> None:
+    async def _run_gateway(
+        self, fleet: ReplicaFleet, keep_task: asyncio.Task[None], listen_socket: socket.socket
+    ) -> None:
         from argosy.gateway import GatewayServer
-        from argosy.http_server import listening_socket
 
-        server = self._server
         config = self._build_gateway_config(await fleet.list_replicas())
         gateway = GatewayServer(config, self._on_gateway_ready)
-        with listening_socket(server.host, server.port, server.uds) as listen_socket:
-            # Clients that connect now wait for the first replica.
-            if not await self._prepare_auth() or not await self._wait_for_replicas(
-                fleet, keep_task
-            ):
-                return
-            self._gateway = gateway
-            gateway_task = asyncio.create_task(gateway.run(listen_socket))
-            await asyncio.wait({gateway_task, keep_task}, return_when=asyncio.FIRST_COMPLETED)
-            gateway.stop()
-            if keep_task.done():
-                gateway.stop()  # the second call skips the drain, since no replica is left
-            await gateway_task
+        if not await self._prepare_auth() or not await self._wait_for_replicas(fleet, keep_task):
+            return
+        self._gateway = gateway
+        gateway_task = asyncio.create_task(gateway.run(listen_socket))
+        await asyncio.wait({gateway_task, keep_task}, return_when=asyncio.FIRST_COMPLETED)
+        gateway.stop()
+        if keep_task.done():
+            gateway.stop()  # the second call skips the drain, since no replica is left
+        await gateway_task
         if keep_task.done():
             await keep_task
 
