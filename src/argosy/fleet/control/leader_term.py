@@ -63,7 +63,7 @@ class LeaderTerm:
             self._records, self._observer, self._publisher, self._on_scaling_decision
         )
         self._rollouts = FleetRollouts(
-            self._store.fleets,
+            self._store,
             self._fleet,
             self._records,
             self._observer,

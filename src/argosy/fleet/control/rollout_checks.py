@@ -65,7 +65,7 @@ class RolloutChecks:
 
     def _on_task_ended(self, pool: str, task: asyncio.Task[CheckResult]) -> None:
         if not task.cancelled() and task.exception() is not None:
-            log.error("rollout_check_failed", pool=pool, exc_info=task.exception())
+            log.error("rollout_check_failed", pool=pool, reason=repr(task.exception()))
         self._on_ended()
 
     def forget(self, pool: str) -> None:

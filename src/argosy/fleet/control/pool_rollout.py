@@ -1,0 +1,363 @@
+"""Rollouts of one pool: observes both versions, decides, stores the decision, and divides the pool."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import msgspec
+import structlog
+
+from argosy.fleet.control.declared_fleet import DeclaredFleet, VersionTarget
+from argosy.fleet.control.error_budget import ErrorBudgetReader
+from argosy.fleet.control.fleet_observer import FleetObserver
+from argosy.fleet.control.fleet_records import FleetRecords
+from argosy.fleet.control.gateway_publisher import GatewayPublisher
+from argosy.fleet.control.outcome_poller import OutcomePoller
+from argosy.fleet.control.pinned_prompts import CheckResult, check_pinned_prompts
+from argosy.fleet.control.rollout_checks import RolloutChecks
+from argosy.fleet.control.rollout_documents import RolloutDocuments
+from argosy.fleet.control.rollout_events import RolloutEvents
+from argosy.fleet.control.rollout_evidence import (
+    RolloutEvidence,
+    TrafficHistory,
+    summarise_history,
+)
+from argosy.fleet.control.rollout_status import ROLLOUT_STATUS_PREFIX, describe_decision
+from argosy.fleet.control.rollout_writer import RolloutWriter
+from argosy.fleet.control.version_observer import divide_pool, is_ready, observe_version
+from argosy.fleet.declaration import PoolConfig
+from argosy.policy.reconciliation import ObservedReplica
+from argosy.policy.rollout import (
+    TERMINAL_STATES,
+    CheckStatus,
+    Comparison,
+    DeclaredVersion,
+    RolloutDecision,
+    RolloutObservation,
+    RolloutRecord,
+    RolloutState,
+    decide,
+)
+from argosy.policy.traffic import PoolRoute
+from argosy.process import run_in_daemon_thread
+
+HISTORY_MAX_AGE_S = 60.0
+"""Age from which the history of requests for a rollout that has not started is read again."""
+
+log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.fleet")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutMeans:
+    """Means of a controller for the rollouts of its pools."""
+
+    records: FleetRecords
+    observer: FleetObserver
+    publisher: GatewayPublisher
+    writer: RolloutWriter
+    poller: OutcomePoller
+    checks: RolloutChecks
+    budgets: ErrorBudgetReader
+    events: RolloutEvents
+    save: Callable[[], Awaitable[None]]
+    """Saves the records at once."""
+    on_changed: Callable[[], None]
+    """Called when another decision may give another result."""
+
+
+class PoolRollout:
+    """Rollouts of one pool. Not thread-safe: use it from one event loop.
+
+    Args:
+        pool: Name of the pool.
+        means: Means of the controller.
+    """
+
+    def __init__(self, pool: str, means: RolloutMeans) -> None:
+        self._name = pool
+        self._means = means
+        self.evidence = RolloutEvidence(means.records, pool)
+        self.route: PoolRoute | None = None
+        """Stored route, as of the last decision that was stored."""
+        self.record: RolloutRecord | None = None
+        self.targets: list[VersionTarget] = []
+        """Desired replicas of each version; empty before the first decision that was stored."""
+        self.comparison: Comparison | None = None
+        """Measurements that the gateways shall make."""
+        self._history: TrafficHistory | None = None
+        self._history_read_at = float("-inf")
+        self._history_digest = ""
+        self._refusals: tuple[str, ...] = ()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a rollout has begun and not ended."""
+        return self.record is not None and self.record.state not in TERMINAL_STATES
+
+    async def decide(
+        self,
+        declared: DeclaredFleet,
+        pool: PoolConfig,
+        stored: RolloutDocuments,
+        replicas: Sequence[ObservedReplica],
+        needed: int,
+        now: float,
+    ) -> None:
+        """Decide once, and store the decision.
+
+        Args:
+            declared: The declaration in force.
+            pool: Settings of the pool.
+            stored: Its documents.
+            replicas: Its replicas.
+            needed: Replicas that the whole demand needs.
+            now: Seconds since the epoch.
+
+        Raises:
+            StoreError: The store cannot be used. The next call continues.
+        """
+        begun = await self._begin(declared, stored, replicas, now)
+        if begun is None:
+            self._means.on_changed()  # another process has changed the documents; decide again
+            return
+        stored, evidence = begun, self.evidence
+        current, digest = stored.rollouts.current, declared.digest(pool.name)
+        history = await self._read_history(declared, pool, stored, now)
+        is_running = current is not None and current.state not in TERMINAL_STATES
+        if current is not None and is_running and not evidence.has(current.id):
+            evidence.start(current, history)  # its record was lost
+        verdict = None
+        if current is not None and evidence.has(current.id):
+            verdict = evidence.verdict(now)
+        observation = await self._observe(declared, pool, stored, replicas, needed, now)
+        make_decision = partial(
+            decide,
+            stored.rollouts,
+            DeclaredVersion(digest=digest, plan=declared.rollout_plan(pool)),
+            observation,
+            now,
+            verdict=verdict,
+            commands=stored.commands,
+        )
+        if history is None:
+            decision = make_decision()
+        else:  # the choice of a salt takes long
+            decision = await run_in_daemon_thread(partial(make_decision, history=history.traffic))
+        record = decision.rollouts.current
+        if record is not None and (current is None or record.id != current.id):
+            evidence.start(record, history)
+            await self._means.save()  # before the record, which is never without its baseline
+        if not await self._means.writer.write(stored, decision.route, decision.rollouts):
+            self._means.on_changed()
+            return
+        self.route, self.record = decision.route or stored.route, record
+        self._divide(declared, pool, decision, replicas)
+        self._measure(declared, pool, decision, now)
+        self._means.events.report(pool.name, stored.rollouts.current, decision, verdict)
+        if stored.commands:
+            self._refusals = decision.refusals
+        status = describe_decision(decision, verdict, observation, digest, self._refusals)
+        encoded = msgspec.json.encode(status)
+        self._means.records.rollouts[f"{ROLLOUT_STATUS_PREFIX}{pool.name}"] = encoded
+        if stored.commands:
+            await self._means.save()
+            await self._means.writer.remove_commands(stored)
+        self._check(declared, pool, record, replicas)
+
+    async def _begin(
+        self,
+        declared: DeclaredFleet,
+        stored: RolloutDocuments,
+        replicas: Sequence[ObservedReplica],
+        now: float,
+    ) -> RolloutDocuments | None:
+        """Return the documents with a route and a record, which are written if the pool has none.
+
+        The version that serves now is the stable one. Returns None if they have to be read
+        again.
+        """
+        pool, route = stored.pool, stored.route
+        latest = self._means.publisher.latest_version(pool)
+        if route is not None and latest > route.version:
+            # A gateway has rolled it back without the store, or the store has lost a route.
+            reason = "a gateway follows a later route than the stored one"
+            healed = msgspec.structs.replace(route.roll_back(reason, now), version=latest + 1)
+            await self._means.writer.write(stored, healed, stored.rollouts)
+            return None
+        if route is not None and stored.rollouts.version:
+            return stored
+        serving = Counter(each.generation for each in replicas if each.in_rotation)
+        stable = None if route is None else declared.find_generation(pool, route.stable)
+        digest = declared.digest(pool)
+        if stable is not None and serving[stable] and route is not None:
+            digest = route.stable
+        elif serving and not serving[declared.generation(pool)]:
+            digest = declared.find_digest(pool, serving.most_common(1)[0][0]) or digest
+        version = latest if route is None else route.version
+        changed = None
+        if route is None or route.stable != digest:
+            changed = PoolRoute(pool=pool, version=version + 1, stable=digest)
+        rollouts = stored.rollouts
+        if not rollouts.version:
+            rollouts = msgspec.structs.replace(rollouts, version=1)
+        if not await self._means.writer.write(stored, changed, rollouts):
+            return None
+        return msgspec.structs.replace(stored, route=changed or route, rollouts=rollouts)
+
+    async def _read_history(
+        self,
+        declared: DeclaredFleet,
+        pool: PoolConfig,
+        stored: RolloutDocuments,
+        now: float,
+    ) -> TrafficHistory | None:
+        """Return recent requests if a rollout may start, or if what it is compared with was lost; otherwise None."""
+        digest, current, route = declared.digest(pool.name), stored.rollouts.current, stored.route
+        is_running = current is not None and current.state not in TERMINAL_STATES
+        if is_running and current is not None and current.candidate == digest:
+            if self.evidence.has(current.id):
+                return None
+        elif route is None or digest == route.stable or stored.rollouts.verdict_on(digest):
+            return None
+        is_fresh = now - self._history_read_at < HISTORY_MAX_AGE_S
+        if not is_fresh or self._history_digest != digest:
+            outcomes = await self._means.poller.read_history(pool.model)
+            summarise = partial(summarise_history, outcomes, declared.config.objectives)
+            self._history = await run_in_daemon_thread(summarise)
+            self._history_read_at, self._history_digest = now, digest
+        return self._history
+
+    async def _observe(
+        self,
+        declared: DeclaredFleet,
+        pool: PoolConfig,
+        stored: RolloutDocuments,
+        replicas: Sequence[ObservedReplica],
+        needed: int,
+        now: float,
+    ) -> RolloutObservation:
+        route, current = stored.route, stored.rollouts.current
+        versions = {}
+        for generation in {each.generation for each in replicas}:
+            digest = declared.find_digest(pool.name, generation)
+            if digest is not None:
+                is_candidate = current is not None and digest == current.candidate
+                check = CheckResult(CheckStatus.PENDING, "")
+                if is_candidate and current is not None:
+                    check = self._means.checks.result(pool.name, current.id)
+                versions[digest] = observe_version(
+                    [each for each in replicas if each.generation == generation],
+                    declared.restart_limits(pool),
+                    check,
+                    requires_warm_up=pool.warm_up,
+                )
+        return RolloutObservation(
+            route=route,
+            routed_version=0 if route is None else self._means.publisher.routed_version(route),
+            needed=needed,
+            versions=versions,
+            error_budget=await self._means.budgets.read(
+                pool.model, declared.rollout_plan(pool).gate.max_miss_rate, now
+            ),
+            longest_request_s=self._means.poller.longest_request_s(pool.model),
+        )
+
+    def _divide(
+        self,
+        declared: DeclaredFleet,
+        pool: PoolConfig,
+        decision: RolloutDecision,
+        replicas: Sequence[ObservedReplica],
+    ) -> None:
+        split, route = decision.split, self.route
+        assert split is not None  # noqa: S101 - the pool has a route
+        assert route is not None  # noqa: S101
+        stable = declared.find_generation(pool.name, split.stable)
+        candidate = None
+        if split.candidate is not None:
+            candidate = declared.find_generation(pool.name, split.candidate)
+        if stable is None:
+            log.error("rollout_version_unknown", pool=pool.name, version=split.stable)
+            return
+        self.targets = divide_pool(
+            split,
+            self.record,
+            replicas,
+            (stable, candidate),
+            pool.count_spares(split.stable_replicas + split.candidate_replicas),
+            stable=route.stable,
+        )
+
+    def _measure(
+        self,
+        declared: DeclaredFleet,
+        pool: PoolConfig,
+        decision: RolloutDecision,
+        now: float,
+    ) -> None:
+        """Let the gateways measure the current step."""
+        record, evidence = decision.rollouts.current, self.evidence
+        self.comparison = None
+        self._means.poller.sources.pop(pool.model, None)
+        if record is not None and decision.gate_step is not None:
+            self.comparison = evidence.open_step(
+                record, decision.gate_step, declared.config.objectives, now
+            )
+            self._means.poller.sources[pool.model] = record.id, evidence
+        evidence.encode()
+
+    def _check(
+        self,
+        declared: DeclaredFleet,
+        pool: PoolConfig,
+        record: RolloutRecord | None,
+        replicas: Sequence[ObservedReplica],
+    ) -> None:
+        """Send the pinned prompts to a candidate that waits for them."""
+        if record is None or record.state in TERMINAL_STATES:
+            self._means.checks.forget(pool.name)
+        if record is None or record.state is not RolloutState.CHECKING or pool.rollout is None:
+            return
+        ready = {
+            digest: [
+                each
+                for each in replicas
+                if each.generation == declared.find_generation(pool.name, digest)
+                and is_ready(each, requires_warm_up=pool.warm_up)
+            ]
+            for digest in (record.stable, record.candidate)
+        }
+        urls = {
+            digest: [self._means.records.replicas[each.name].url for each in members]
+            for digest, members in ready.items()
+        }
+        names = [each.name for members in ready.values() for each in members]
+        send = partial(
+            check_pinned_prompts,
+            next(iter(urls[record.stable]), None),
+            urls[record.candidate],
+            pool.model,
+            pool.rollout.prompts,
+            same_weights=self._have_same_weights(declared, pool, record, names),
+        )
+        self._means.checks.run(pool.name, record.id, send)
+
+    def _have_same_weights(
+        self,
+        declared: DeclaredFleet,
+        pool: PoolConfig,
+        record: RolloutRecord,
+        replicas: Sequence[str],
+    ) -> bool:
+        """Return whether both versions must give the same bytes."""
+        if declared.check_paths(pool.name).load is None:
+            return declared.has_same_computation(pool.name, record.stable, record.candidate)
+        readings = [self._means.observer.reading(name) for name in replicas]
+        identities = {
+            "" if reading is None or reading.load is None else reading.load.arithmetic_id
+            for reading in readings
+        }
+        return len(identities) == 1 and "" not in identities

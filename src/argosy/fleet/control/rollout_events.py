@@ -1,0 +1,91 @@
+"""Events of rollouts: in the fleet's event log, and in the log of the controller."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import structlog
+
+from argosy.fleet.control.rollout_status import ROLLOUT_REFUSED
+from argosy.policy.rollout import GateVerdict, RolloutDecision, RolloutRecord, RolloutState
+
+EventCallback = Callable[[str, str, str, str], None]
+"""Records an event: its kind, the pool, the reason and the outcome."""
+
+log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.fleet")
+
+
+class RolloutEvents:
+    """Reports what changes in rollouts.
+
+    Args:
+        on_event: Records an event of the fleet.
+    """
+
+    def __init__(self, on_event: EventCallback) -> None:
+        self._on_event = on_event
+        self._results: dict[str, tuple[str, int, str]] = {}
+        """Rollout, step and last recommendation of the gate of each pool."""
+
+    def report(
+        self,
+        pool: str,
+        before: RolloutRecord | None,
+        decision: RolloutDecision,
+        verdict: GateVerdict | None,
+    ) -> None:
+        """Record changes of the state and of the gate, and refused commands.
+
+        Args:
+            pool: Name of the pool.
+            before: Its rollout before the decision.
+            decision: The decision, which is stored.
+            verdict: Verdict of the gate that it rests on.
+        """
+        record = decision.rollouts.current
+        if record is not None:
+            is_new = before is None or before.id != record.id
+            known = () if is_new or before is None else before.transitions
+            if is_new:
+                declared = f"version {record.candidate} is declared"
+                self._report_state(pool, record, RolloutState.PLANNED, 0, declared)
+            for transition in record.transitions:
+                if transition not in known:
+                    self._report_state(
+                        pool, record, transition.state, transition.step, transition.reason
+                    )
+        if verdict is not None and verdict.step is not None:
+            result = verdict.rollout, verdict.step, verdict.result.value
+            if self._results.get(pool) != result:
+                log.info(
+                    "rollout_gate_changed",
+                    pool=pool,
+                    rollout=verdict.rollout,
+                    step=verdict.step,
+                    result=verdict.result,
+                    reason=verdict.reason,
+                )
+                self._on_event("rollout_gate", pool, verdict.reason, verdict.result)
+            self._results[pool] = result
+        for refusal in decision.refusals:
+            log.warning("rollout_command_refused", pool=pool, reason=refusal)
+            self._on_event(ROLLOUT_REFUSED, pool, refusal, "refused")
+
+    def _report_state(
+        self, pool: str, record: RolloutRecord, state: RolloutState, step: int, reason: str
+    ) -> None:
+        log.info(
+            "rollout_state_changed",
+            pool=pool,
+            rollout=record.id,
+            version=record.candidate,
+            state=state,
+            step=step,
+            reason=reason,
+        )
+        self._on_event("rollout_state", pool, reason, state)
+
+    def report_end(self, pool: str) -> None:
+        """Record that a pool declares no rollouts any more."""
+        log.info("rollouts_ended", pool=pool)
+        self._on_event("rollouts_ended", pool, "it declares none any more", "ok")
