@@ -149,7 +149,7 @@ class RequestContext(msgspec.Struct, eq=False):
     reclaim_stream: Callable[[], object] | None = None
     """Takes the stream back from the fast path, so that its budget can change. None unless the request runs."""
     is_copy: bool = False
-    """Whether it is a copy for the comparison of versions. Nobody receives its response, and only its own version may
+    """Whether it is a copy for the comparison of versions. Its response is discarded, and only its own version may
     serve it."""
     replayed_request_id: str = ""
     """Id of the original request if the response is a replay for its idempotency key."""

@@ -52,4 +52,4 @@ class OutcomeReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     compared_answers: int = 0
     """Answers to copied requests without random sampling that were compared with the original ones, in this rollout."""
     equal_answers: int = 0
-    """Those of them with the same tokens."""
+    """Number of these answers that have the same tokens."""

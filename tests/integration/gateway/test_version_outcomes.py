@@ -10,13 +10,27 @@ from typing import Any
 import httpx2
 import msgspec
 import pytest
-from tests.support.fake_upstream import UpstreamRequest, fake_upstream, respond_with_tokens
-from tests.support.gateway_client import COMPLETION, QUICK_TIMEOUTS, run_gateway_server
+from tests.support.fake_upstream import (
+    UpstreamRequest,
+    fake_upstream,
+    listening,
+    respond_with_tokens,
+)
+from tests.support.gateway_client import (
+    BODIES,
+    CHAT,
+    COMPLETION,
+    QUICK_TIMEOUTS,
+    run_gateway_server,
+)
+from tests.support.native_upstream import NativeScript, NativeUpstream
+from tests.support.waiting import until
 
 from argosy.gateway import (
     FleetPools,
     GatewayConfig,
     GatewayPoolsClient,
+    GatewayServer,
     ModelConfig,
     OtherFleetError,
     OutcomeQuery,
@@ -24,8 +38,9 @@ from argosy.gateway import (
     PublishedVersions,
     ReplicaConfig,
 )
+from argosy.gateway.backends import BackendKind
 from argosy.policy.rollout import Comparison, OutcomeStatus
-from argosy.policy.traffic import PoolRoute, Variant
+from argosy.policy.traffic import PoolRoute, ShadowCopy, Variant
 from argosy.store import FleetDocument, GatewayRecord, StoreConfig, open_store
 
 FLEET = "demo"
@@ -57,21 +72,28 @@ async def fail(request: UpstreamRequest) -> None:
 class MeasuredFleet:
     """Gateway of a fleet, and its controller, with a stable version and a candidate."""
 
-    def __init__(self, config: GatewayConfig, client: httpx2.AsyncClient) -> None:
+    def __init__(
+        self, config: GatewayConfig, server: GatewayServer, client: httpx2.AsyncClient
+    ) -> None:
         assert config.store is not None
         assert config.store.url is not None
         self.store = open_store(config.store.url)
         (self.record,) = self.store.gateways.list_running()
         self.controller = GatewayPoolsClient()
+        self.server = server
         self.client = client
         self._version = 0
 
     async def publish(
-        self, urls: dict[str, str], route: PoolRoute, comparison: Comparison | None = None
+        self,
+        urls: dict[str, str],
+        route: PoolRoute,
+        comparison: Comparison | None = None,
+        kind: BackendKind = "openai",
     ) -> None:
         self._version += 1
         replicas = {
-            digest: [ReplicaConfig(name=f"big-{digest}", url=url, kind="openai")]
+            digest: [ReplicaConfig(name=f"big-{digest}", url=url, kind=kind)]
             for digest, url in urls.items()
         }
         stable = replicas.pop(route.stable)
@@ -90,9 +112,27 @@ class MeasuredFleet:
             ),
         )
 
+        if kind == "argosy":
+            for replica in self.server.replicas:
+                replica.health.on_reported_state("ready", 0.0)  # fakes do not report it
+
     async def complete(self, prompt: str, user: str = "ann", **fields: object) -> httpx2.Response:
         body: dict[str, Any] = {"model": "big", "prompt": prompt, "user": user, "max_tokens": 3}
         return await self.client.post(COMPLETION, json=body | {"stream": True} | fields)
+
+    async def chat(self) -> None:
+        body = BODIES[CHAT] | {"stream": True, "temperature": 0}
+        assert (await self.client.post(CHAT, json=body)).status_code == 200
+
+    async def count(self, metric: str) -> float:
+        """Return the value of a metric; 0 if it does not exist yet."""
+        lines = (await self.client.get("/metrics")).text.splitlines()
+        return next((float(line.split()[-1]) for line in lines if line.startswith(metric)), 0.0)
+
+    async def wait_for_count(self, metric: str, value: float) -> None:
+        count = await self.count(metric)
+        while count < value:
+            count = await self.count(metric)
 
     async def read(self, record: GatewayRecord | None = None) -> OutcomeReport:
         query = OutcomeQuery(model="big", wants_history=True)
@@ -108,8 +148,8 @@ async def fleet(tmp_path: Path) -> AsyncIterator[MeasuredFleet]:
         pools_file=str(tmp_path / "pools.json"),
         timeouts=QUICK_TIMEOUTS,
     )
-    async with run_gateway_server(config) as (_, client):
-        running = MeasuredFleet(config, client)
+    async with run_gateway_server(config) as (server, client):
+        running = MeasuredFleet(config, server, client)
         yield running
         running.store.close()
 
@@ -176,5 +216,59 @@ async def test_gateway_rolls_a_failing_version_back_without_a_controller(
     stored = fleet.store.fleets.read_documents(FLEET)["route/big"]
     rolled_back = msgspec.json.decode(stored.content, type=PoolRoute)
     assert (rolled_back.version, rolled_back.variants) == (2, ())
-    metrics = (await fleet.client.get("/metrics")).text
-    assert 'argosy_gateway_rollbacks_total{model="big"} 1.0' in metrics
+    assert await fleet.count('argosy_gateway_rollbacks_total{model="big"}') == 1
+
+
+async def test_copies_are_compared_and_never_awaited_or_billed(fleet: MeasuredFleet) -> None:
+    short, long = (NativeScript(deltas=[{"content": "x"}] * number) for number in (2, 3))
+    stable, candidate = NativeUpstream(native_script=short), NativeUpstream(native_script=short)
+    has_hung = asyncio.Event()
+
+    async def hang(request: UpstreamRequest) -> None:
+        request.start_stream()
+        has_hung.set()
+        await asyncio.sleep(60)
+
+    route = PoolRoute(
+        pool="big",
+        version=1,
+        stable="old",
+        rollout="r1",
+        shadow=ShadowCopy(pool="big", digest="new", fraction=1.0, max_requests_per_s=4.0),
+    )
+    comparison = Comparison(rollout="r1", candidate="new", step=0, share=0.1, num_gate_starts=1)
+    async with listening(stable), listening(candidate):
+        urls = {"old": stable.url, "new": candidate.url}
+        await fleet.publish(urls, route, comparison, "argosy")
+        copies, answers = 'argosy_shadow_requests_total{model="big"', "argosy_shadow_answers_total"
+        for number in range(2):
+            await fleet.chat()
+            await fleet.wait_for_count(f'{answers}{{equal="true"', number + 1)
+        candidate.native_script = long
+        await fleet.chat()
+        await fleet.wait_for_count(f'{answers}{{equal="false"', 1)
+        candidate.script = hang
+        await fleet.chat()
+        await has_hung.wait()
+        await fleet.chat()
+        assert await fleet.count(f'{copies},outcome="capped"') == 1
+        ended = msgspec.structs.replace(route, version=2, shadow=None)
+        await fleet.publish(urls, ended, None, "argosy")
+        await fleet.wait_for_count(f'{copies},outcome="cancelled"', 1)
+        await fleet.chat()
+        assert await fleet.count(f'{copies},outcome="completed"') == 3
+    report = await fleet.read()
+    (batch,) = report.batches
+    assert (batch.stable_requests, batch.candidate_requests) == (4, 3), (
+        "the last copy was cancelled"
+    )
+    assert (report.compared_answers, report.equal_answers) == (3, 2)
+    assert len(report.history) == 6
+    assert await fleet.count('argosy_gateway_requests_total{model="big"') == 6
+
+    def list_usage() -> list[int]:
+        pages = fleet.store.ledger.iter_records()
+        return [record.output_tokens for page in pages for record in page]
+
+    await until(lambda: len(list_usage()) >= 6)
+    assert list_usage() == [short.num_tokens] * 6

@@ -59,6 +59,7 @@ from argosy.policy.placement import (
     AttemptSent,
     Move,
     Pause,
+    RefusalReason,
     Refuse,
     RequestState,
 )
@@ -153,6 +154,9 @@ class RequestProxy:
             self._next_attempt = None
 
     def on_move(self, move: Move) -> None:
+        if self._context.is_copy:  # the answer of another version is of no use
+            self.on_refuse(Refuse(self._request, RefusalReason.NO_REPLICA))
+            return
         self._context.move_to_pool(cast("Pool", move.pool), move.reason)
 
     def on_pause(self, pause: Pause) -> None:
@@ -173,7 +177,7 @@ class RequestProxy:
         Raises:
             ApiError: It refused the request.
         """
-        while self._next_attempt is None:
+        while self._next_attempt is None or self._refusal is not None:
             if self._refusal is not None:
                 raise build_refusal_error(
                     self._refusal,

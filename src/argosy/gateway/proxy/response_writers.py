@@ -119,7 +119,7 @@ class StreamingWriter:
 
 
 class DiscardingWriter:
-    """Response writer of a copy, whose response nobody receives."""
+    """Response writer of a copy, whose response has no receiver."""
 
     is_full = False
     has_output = False

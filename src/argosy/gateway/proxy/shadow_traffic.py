@@ -1,4 +1,4 @@
-"""Shadow traffic: copies of requests that another version answers too, for comparison. Nobody waits for them."""
+"""Shadow traffic: copies of requests that another version answers too, for comparison. No client waits for them."""
 
 from __future__ import annotations
 
@@ -36,9 +36,11 @@ class _Shadow(msgspec.Struct, eq=False):
     dropped: int = 0
     """Sampled requests that were not copied, because the version had no free slot."""
     tasks: set[asyncio.Task[None]] = msgspec.field(default_factory=set)
+    has_ended: bool = False
 
     def end(self) -> None:
         """Cancel the copies that run."""
+        self.has_ended = True
         for task in self.tasks:
             task.cancel()
         log.info(
@@ -119,7 +121,7 @@ class ShadowTraffic:
         if _is_deterministic(original):
             answers = self._answers[original] = _Answers()
         copy = _build_copy(original, pool, now)
-        task = asyncio.create_task(self._run(copy, version.key, answers))
+        task = asyncio.create_task(self._run(copy, shadow, version.key, answers))
         shadow.tasks.add(task)
         task.add_done_callback(shadow.tasks.discard)
 
@@ -147,7 +149,11 @@ class ShadowTraffic:
             shadow.end()
 
     async def _run(
-        self, copy: RequestContext, key: tuple[str, str], answers: _Answers | None
+        self,
+        copy: RequestContext,
+        shadow: _Shadow,
+        key: tuple[str, str],
+        answers: _Answers | None,
     ) -> None:
         model = copy.pool.model
         self._outcomes.count(copy, Arm.CANDIDATE, key)
@@ -162,6 +168,8 @@ class ShadowTraffic:
         except Exception:
             log.exception("shadow_copy_failed", model=model)
         finally:
+            if shadow.has_ended:
+                copy.status = "cancelled"
             self._outcomes.on_request_ended(copy)
             self._outcomes.record_copy(model, copy.status)
             copy.error = None  # a reference cycle, since its traceback refers to this frame
