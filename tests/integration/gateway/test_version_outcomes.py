@@ -57,6 +57,9 @@ async def respond(request: UpstreamRequest) -> None:
             request.end_stream(tokens=1)
         case "fail":
             request.send_json(500, {"error": {"message": "broken"}})
+        case "slow":
+            await asyncio.sleep(0.1)
+            await respond_with_tokens(request)
         case "hang":
             request.start_stream()
             request.send_text("slow")
@@ -159,7 +162,7 @@ async def test_controller_reads_how_requests_of_the_stable_version_ended(
 ) -> None:
     async with fake_upstream(respond) as replica:
         await fleet.publish({"old": replica.url}, PoolRoute(pool="big", version=1, stable="old"))
-        for prompt in ("answer", "refuse", "filter", "fail"):
+        for prompt in ("answer", "slow", "refuse", "filter", "fail"):
             await fleet.complete(prompt)
         await fleet.complete("answer", stream=False)
         with pytest.raises(httpx2.TimeoutException):
@@ -169,9 +172,9 @@ async def test_controller_reads_how_requests_of_the_stable_version_ended(
                 timeout=0.2,
             )
         report = await fleet.read()
-        while len(report.history) < 6:
+        while len(report.history) < 7:
             report = await fleet.read()
-    answered, *others, cancelled = report.history
+    answered, slow, *others, cancelled = report.history
     assert [each.status for each in (*others, cancelled)] == [
         OutcomeStatus.REFUSED,
         OutcomeStatus.REFUSED,
@@ -183,6 +186,8 @@ async def test_controller_reads_how_requests_of_the_stable_version_ended(
     assert (answered.output_tokens, answered.in_flight) == (3, 1)
     assert answered.ttft_s is not None
     assert 0.0 < answered.ttft_s <= answered.age_s
+    assert slow.ttft_s is not None
+    assert slow.ttft_s >= 0.1
     assert cancelled.ttft_s is not None
     assert others[-1].ttft_s is None, "a response in one piece"
     guessed = msgspec.structs.replace(fleet.record, secret="guess")

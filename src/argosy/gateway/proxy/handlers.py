@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 import msgspec
+import structlog
 
 from argosy.gateway.azure_paths import find_deployment
 from argosy.gateway.backends import BackendKind, StreamContinuation, count_resume_tokens
@@ -65,6 +66,8 @@ from argosy.http_server import (
 )
 from argosy.policy.placement import PlacementLimits, QueueLimits
 from argosy.protocol import ApiError, format_event, invalid_request, unsupported_task_error
+
+log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
 MODEL_HEADER = b"x-argosy-model"
 """Response header with the model that answers, if a route, a weight or a fallback selected it."""
@@ -318,15 +321,23 @@ class CompletionHandlers:
 
     def _on_request_admitted(self, context: RequestContext) -> None:
         """Let a request count in the comparison of versions, and copy it if the route of its pool says so."""
-        if self._outcomes is not None and self._shadow_traffic is not None and not context.is_copy:
+        if self._outcomes is None or self._shadow_traffic is None or context.is_copy:
+            return
+        try:
             self._outcomes.on_request_placed(context)
             self._shadow_traffic.copy(context)
+        except Exception:
+            log.exception("measurement_failed", model=context.pool.model)
 
     def _on_request_ended(self, context: RequestContext) -> None:
         """Measure a request for the comparison of versions, before its output is forgotten."""
-        if self._outcomes is not None and self._shadow_traffic is not None:
+        if self._outcomes is None or self._shadow_traffic is None:
+            return
+        try:
             self._outcomes.on_request_ended(context)
             self._shadow_traffic.on_request_ended(context)
+        except Exception:
+            log.exception("measurement_failed", model=context.pool.model)
 
     async def _execute_copy(self, context: RequestContext) -> None:
         """Execute a copy, which passes no filter and whose response is discarded. Raises ApiError as `_execute`."""

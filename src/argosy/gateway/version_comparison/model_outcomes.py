@@ -24,7 +24,7 @@ MAX_HISTORY = 5000
 """Requests of the stable version that are kept."""
 MAX_BATCHES = 600
 """Batches that are kept for a controller that does not read them. The oldest are dropped."""
-MAX_REPORTED_BATCHES = 60
+MAX_REPORTED_BATCHES = 30
 """Batches per report. The controller asks for the next ones."""
 _FAILED_STATUSES = frozenset({ReplicaStatus.EJECTED, ReplicaStatus.UNREACHABLE})
 
