@@ -39,7 +39,7 @@ from argosy.gateway import (
     ReplicaConfig,
 )
 from argosy.gateway.backends import BackendKind
-from argosy.policy.rollout import Comparison, OutcomeStatus
+from argosy.policy.rollout import EVENTS, Comparison, Metric, OutcomeStatus
 from argosy.policy.traffic import PoolRoute, ShadowCopy, Variant
 from argosy.store import FleetDocument, GatewayRecord, StoreConfig, open_store
 
@@ -224,6 +224,16 @@ async def test_gateway_rolls_a_failing_version_back_without_a_controller(
     assert await fleet.count('argosy_gateway_rollbacks_total{model="big"}') == 1
 
 
+SHADOW_COMPARISON = Comparison(rollout="r1", candidate="new", step=0, share=0.1, num_gate_starts=1)
+
+
+def shadow_route(max_requests_per_s: float) -> PoolRoute:
+    shadow = ShadowCopy(
+        pool="big", digest="new", fraction=1.0, max_requests_per_s=max_requests_per_s
+    )
+    return PoolRoute(pool="big", version=1, stable="old", rollout="r1", shadow=shadow)
+
+
 async def test_copies_are_compared_and_never_awaited_or_billed(fleet: MeasuredFleet) -> None:
     short, long = (NativeScript(deltas=[{"content": "x"}] * number) for number in (2, 3))
     stable, candidate = NativeUpstream(native_script=short), NativeUpstream(native_script=short)
@@ -234,14 +244,8 @@ async def test_copies_are_compared_and_never_awaited_or_billed(fleet: MeasuredFl
         has_hung.set()
         await asyncio.sleep(60)
 
-    route = PoolRoute(
-        pool="big",
-        version=1,
-        stable="old",
-        rollout="r1",
-        shadow=ShadowCopy(pool="big", digest="new", fraction=1.0, max_requests_per_s=4.0),
-    )
-    comparison = Comparison(rollout="r1", candidate="new", step=0, share=0.1, num_gate_starts=1)
+    route = shadow_route(max_requests_per_s=4.0)
+    comparison = SHADOW_COMPARISON
     async with listening(stable), listening(candidate):
         urls = {"old": stable.url, "new": candidate.url}
         await fleet.publish(urls, route, comparison, "argosy")
@@ -277,3 +281,22 @@ async def test_copies_are_compared_and_never_awaited_or_billed(fleet: MeasuredFl
 
     await until(lambda: len(list_usage()) >= 6)
     assert list_usage() == [short.num_tokens] * 6
+
+
+async def test_copy_that_fails_is_an_error_of_its_version_only(fleet: MeasuredFleet) -> None:
+    route = shadow_route(max_requests_per_s=100.0)
+    async with fake_upstream() as stable, fake_upstream(fail) as candidate:
+        urls = {"old": stable.url, "new": candidate.url}
+        await fleet.publish(urls, route, SHADOW_COMPARISON)
+        await until(lambda: all(each.health.is_schedulable for each in fleet.server.replicas))
+        for number in range(6):
+            assert (await fleet.complete("answer")).status_code == 200
+            await fleet.wait_for_count(
+                'argosy_shadow_requests_total{model="big",outcome="failed"', number + 1
+            )
+        assert len(stable.requests) == 6
+        await fleet.publish(urls, route, None)
+    (batch,) = (await fleet.read()).batches
+    assert (batch.stable_requests, batch.candidate_requests) == (6, 6)
+    (errors,) = [cell for cell in batch.cells if EVENTS[cell.event].metric is Metric.ERRORS]
+    assert (errors.stable_events, errors.candidate_events) == (0, 6)
