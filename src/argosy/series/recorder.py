@@ -157,7 +157,7 @@ class SeriesRecorder:
             if second > self._last_second - MAX_CLOCK_STEP_S:
                 return
             self._scopes.clear()
-        last, self._last_second = self._last_second, second
+        last, self._last_second = self._last_second or second - 1, second
         models, self._models = self._models, defaultdict(_Counts)
         replicas, self._replicas = self._replicas, defaultdict(_Counts)
         yield None
@@ -242,7 +242,7 @@ def _step_ends(last: int, second: int, step_s: int) -> list[int]:
     first, latest = ((last + 1) // step_s + 1) * step_s, (second + 1) // step_s * step_s
     if first > latest:
         return []
-    return [latest] if first == latest or not last else [first, latest]
+    return [latest] if first == latest else [first, latest]
 
 
 def ring_sizes(kind: ScopeKind) -> tuple[tuple[int, int], ...]:
