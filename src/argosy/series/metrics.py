@@ -26,9 +26,9 @@ def check_metrics(kind: ScopeKind, names: Sequence[str]) -> None:
     """Check the names of metrics.
 
     Raises:
-        ValueError: A scope of this kind has no metric of a name, or no name is given.
+        ValueError: A scope of this kind has no metric of a name.
     """
-    unknown = next((name for name in names or [""] if name not in _METRICS[kind]), None)
+    unknown = next((name for name in names if name not in _METRICS[kind]), None)
     if unknown is not None:
         known = ", ".join(_METRICS[kind])
         raise ValueError(

@@ -157,5 +157,5 @@ async def test_series_are_merged_over_gateways_and_scoped_by_organisation(tmp_pa
             "/admin/series.csv", params={"metrics": "requests"}, headers=_bearer(viewer)
         )
         head, *rows = csv.reader(io.StringIO(exported.text))
-        assert head == ["time", "requests"]
-        assert sum(float(value) for _, value in rows if value) == 5
+        assert head == ["time", "scope", "requests"]
+        assert sum(float(value) for _, _, value in rows if value) == 5
