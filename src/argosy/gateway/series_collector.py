@@ -112,7 +112,8 @@ class SeriesCollector:
         pools = self._models.pools
         for pool in pools:
             for replica in pool.replicas.values():
-                replicas[replica.name] = _read_replica(replica)
+                gauges, same_name = _read_replica(replica), replicas.get(replica.name)
+                replicas[replica.name] = gauges if same_name is None else _add(gauges, same_name)
                 await slices.pause()
             models[pool.model] = (
                 sum(replica.load.in_flight for replica in pool.replicas.values()),
@@ -154,6 +155,12 @@ def _read_replica(replica: ReplicaEndpoint) -> Sequence[float]:
     if not math.isfinite(load.reported_at):
         return load.in_flight, *_NO_GAUGES
     return load.in_flight, load.running, load.waiting, load.kv_usage_ratio
+
+
+def _add(gauges: Sequence[float], others: Sequence[float]) -> Sequence[float]:
+    """Add up the requests of two replicas with one name. The KV usage is that of the fuller one."""
+    counts = (one + other for one, other in zip(gauges[:-1], others, strict=False))
+    return *counts, max(gauges[-1], others[-1])
 
 
 def _mean_kv_usage(pools: Sequence[Pool]) -> float:

@@ -28,6 +28,7 @@ from argosy.series import (
     compute_metrics,
     fill_from_archive,
     merge_gateways,
+    metric_names,
     needed_histograms,
     read_series,
     scope_kind,
@@ -93,7 +94,7 @@ class SeriesQueries:
     async def query(
         self,
         scope: str,
-        metrics: Sequence[str],
+        metrics: Sequence[str] | None,
         start: float | None,
         end: float | None,
         step_s: int | None,
@@ -102,7 +103,7 @@ class SeriesQueries:
 
         Args:
             scope: `fleet`, `model:NAME`, `replica:NAME` or `tenant:ID`.
-            metrics: Names of the metrics.
+            metrics: Names of the metrics. None for all.
             start: Begin of the range in seconds since the epoch. None for 15 minutes before its end.
             end: End of the range. None for now.
             step_s: Smallest step. The answer has this step or a larger one.
@@ -111,6 +112,7 @@ class SeriesQueries:
             ValueError: The scope, a metric or the range is invalid.
         """
         kind = scope_kind(scope)
+        metrics = metric_names(kind) if metrics is None else metrics
         check_metrics(kind, metrics)
         now = time.time()
         end = min(now, now if end is None else end)

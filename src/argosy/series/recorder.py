@@ -86,6 +86,10 @@ class _Counts:
         ]
 
 
+_IDLE = _Counts()
+"""Counts of a scope without requests. Never changed."""
+
+
 @dataclass(frozen=True, slots=True)
 class Readings:
     """Gauges at the end of a second. Each row has the gauges in the order of the scope's schema."""
@@ -157,7 +161,7 @@ class SeriesRecorder:
             if second > self._last_second - MAX_CLOCK_STEP_S:
                 return
             self._scopes.clear()
-        last, self._last_second = self._last_second, second
+        last, self._last_second = self._last_second or second - 1, second
         models, self._models = self._models, defaultdict(_Counts)
         replicas, self._replicas = self._replicas, defaultdict(_Counts)
         yield None
@@ -165,10 +169,12 @@ class SeriesRecorder:
         for replica, gauges in readings.replicas.items():
             self._write(f"replica:{replica}", second, replicas.get(replica), gauges)
             yield None
-        for end in _step_ends(last, second, _TENANT_STEP_S):
+        ends = _step_ends(last, second, _TENANT_STEP_S)
+        for end in ends:
             yield from self._write_tenants(end - _TENANT_STEP_S, readings)
-        for scope, rings in list(self._scopes.items()):
+        for scope, rings in list(self._scopes.items()) if ends else ():
             yield from self._roll_up(scope, rings, last, second)
+            yield None
 
     def sum_up_open_minute(self) -> list[MinuteRow]:
         """Return what is known of the minute that is not complete, when the process ends."""
@@ -215,9 +221,9 @@ class SeriesRecorder:
         if rings is None:
             kind = scope_kind(scope)
             rings = self._scopes[scope] = ScopeRings(SCHEMAS[kind], ring_sizes(kind))
-        counts = counts or _Counts()
-        row = [*counts.counters.values(), *gauges]
-        rings.write(second, row, counts.encode(rings.schema.histograms))
+        schema, counts = rings.schema, counts or _IDLE
+        row = [*(counts.counters[name] for name in schema.counters), *gauges]
+        rings.write(second, row, counts.encode(schema.histograms))
 
     def _roll_up(
         self, scope: str, rings: ScopeRings, last: int, second: int
@@ -242,7 +248,7 @@ def _step_ends(last: int, second: int, step_s: int) -> list[int]:
     first, latest = ((last + 1) // step_s + 1) * step_s, (second + 1) // step_s * step_s
     if first > latest:
         return []
-    return [latest] if first == latest or not last else [first, latest]
+    return [latest] if first == latest else [first, latest]
 
 
 def ring_sizes(kind: ScopeKind) -> tuple[tuple[int, int], ...]:

@@ -33,7 +33,7 @@ class SeriesQuery(
     """`fleet`, `model:NAME`, `replica:NAME` or `tenant:ID`. An ID is that of a project, or of an organisation for users
     without one."""
     metrics: Annotated[str, Meta(max_length=2000)] = ""
-    """Names of metrics, separated by commas."""
+    """Names of metrics, separated by commas. By default all metrics of the scope."""
     start: Timestamp | None = None
     """Begin of the range. By default 15 minutes before its end."""
     end: Timestamp | None = None
@@ -47,7 +47,7 @@ async def query_series(scope: AdminScope, request: AdminRequest) -> SeriesAnswer
     """Query time series, merged over the gateways of the store."""
     query: SeriesQuery = request.query
     await _check_access(scope, request, query.scope)
-    metrics = [name.strip() for name in query.metrics.split(",")]
+    metrics = [name.strip() for name in query.metrics.split(",")] if query.metrics else None
     return await scope.series.query(query.scope, metrics, query.start, query.end, query.step_s)
 
 
@@ -62,12 +62,12 @@ async def query_series(scope: AdminScope, request: AdminRequest) -> SeriesAnswer
 async def export_series(scope: AdminScope, request: AdminRequest) -> Iterator[str]:
     """Export time series as CSV, with one row per step. A gap is an empty cell."""
     answer = await query_series(scope, request)
-    head = ("time", *answer.metrics)
-    times = (
-        format_csv_time(answer.start + index * answer.step_s)
-        for index in range(len(next(iter(answer.metrics.values()))))
+    head = ("time", "scope", *answer.metrics)
+    rows = (
+        (format_csv_time(answer.start + index * answer.step_s), answer.scope, *values)
+        for index, values in enumerate(zip(*answer.metrics.values(), strict=True))
     )
-    return iter([format_csv(chain([head], zip(times, *answer.metrics.values(), strict=True)))])
+    return iter([format_csv(chain([head], rows))])
 
 
 async def _check_access(scope: AdminScope, request: AdminRequest, series_scope: str) -> None:
