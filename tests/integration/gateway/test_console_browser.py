@@ -8,12 +8,15 @@ import json
 import re
 import shutil
 from collections.abc import AsyncIterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import pytest
 from tests.support.organisations import AdminGateway
+
+from argosy.store import Role, RoleScope
 
 if TYPE_CHECKING:
     from playwright.async_api import Browser, Page
@@ -52,14 +55,20 @@ async def browser() -> AsyncIterator[Browser]:
         await launched.close()
 
 
-async def open_console(browser: Browser, gateway: AdminGateway, *, scheme: str = "light") -> Page:
-    """Open the console and sign in as an administrator of the whole gateway."""
+async def open_console(
+    browser: Browser,
+    gateway: AdminGateway,
+    *,
+    scheme: str = "light",
+    headers: dict[str, str] | None = None,
+) -> Page:
+    """Open the console and sign in with the key in `headers`, by default an administrator's."""
     context = await browser.new_context(
         color_scheme=scheme, viewport={"width": 1280, "height": 900}
     )
     page = await context.new_page()
     await page.goto(str(gateway.client.base_url))
-    key = gateway.root_headers["authorization"].removeprefix("Bearer ")
+    key = (headers or gateway.root_headers)["authorization"].removeprefix("Bearer ")
     await page.get_by_label("API key").fill(key)
     await page.get_by_role("button", name="Sign in").click()
     await page.get_by_text(re.compile("Live$")).wait_for()
@@ -124,6 +133,39 @@ async def test_new_key_is_shown_once_and_works(
         "/v1/models", headers={"authorization": f"Bearer {plain_key}"}
     )
     assert models.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("role", "scope", "screens"),
+    [
+        ("user", "organisation", ["Requests", "Usage and cost", "Playground"]),
+        (
+            "viewer",
+            "organisation",
+            ["Requests", "Usage and cost", "Events and audit", "Playground", "Tenants and keys"],
+        ),
+    ],
+)
+async def test_role_sees_its_screens_and_no_other_organisation(
+    browser: Browser, admin_gateway: AdminGateway, role: Role, scope: RoleScope, screens: list[str]
+) -> None:
+    own, foreign = await admin_gateway.create_customer(), await admin_gateway.create_customer()
+    headers = await admin_gateway.key_headers(role, scope, own.organisation)
+    page = await open_console(browser, admin_gateway, headers=headers)
+    refused: list[str] = []
+    page.on("response", lambda answer: refused.append(answer.url) if answer.status == 403 else None)
+    links = page.get_by_role("navigation").get_by_role("link")
+    assert (await links.all_inner_texts())[1:] == screens
+    bodies: list[str] = []
+    for screen in screens:
+        await page.get_by_role("link", name=screen, exact=True).click()
+        await page.get_by_role("heading", name=screen, level=1).wait_for()
+        await playwright_api.expect(page.locator("[aria-busy=true]")).to_have_count(0)
+        bodies.append(await page.content())
+    if role == "viewer":
+        assert refused == []
+        assert any(own.project in body for body in bodies)
+    assert not [value for value in asdict(foreign).values() if value in "".join(bodies)]
 
 
 @contextlib.asynccontextmanager
