@@ -29,11 +29,13 @@ from schemathesis.specs.openapi.checks import (
 from tests.support.usage_rows import usage_row
 from tests.support.waiting import stable_value
 
+from argosy.gateway import GatewayConfig
 from argosy.gateway.admin import build_admin_app
 from argosy.gateway.admin.app import ENDPOINTS
 from argosy.gateway.auth import AuthConfig, Authenticator
-from argosy.gateway.config import GatewayConfig
 from argosy.gateway.model_registry import ModelRouter, ReplicaAdmin
+from argosy.gateway.series_collector import SeriesCollector
+from argosy.gateway.series_queries import SeriesQueries
 from argosy.http_server import (
     HttpExchange,
     HttpServer,
@@ -78,14 +80,16 @@ async def serve_admin_api(
         del organisation
         return find_explanation(request)
 
+    models = ModelRouter({})
     handler = build_admin_app(
         store,
         authenticator,
         explain,
         on_change,
-        ReplicaAdmin(ModelRouter({}), store),
+        ReplicaAdmin(models, store),
         "demo",
         config=GatewayConfig(),
+        series_queries=SeriesQueries(SeriesCollector(GatewayConfig(), models), "gw", None),
     )
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:

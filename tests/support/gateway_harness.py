@@ -44,6 +44,7 @@ from argosy.gateway.request_trace import ExplainConfig, TraceStore
 from argosy.http_server import HttpServer, bind_tcp, listen_url
 from argosy.policy import PROBE_TIMEOUT_S, AttemptOutcome
 from argosy.protocol import ApiError, EarlyStopReason
+from argosy.series import SeriesRecorder
 from argosy.store import AccountSnapshot
 from argosy.telemetry import GatewayGauges, GatewayMetrics
 from tests.support.waiting import until
@@ -114,6 +115,7 @@ class GatewayHarness:
     client: httpx2.AsyncClient
     traces: TraceStore
     metrics: GatewayMetrics
+    series: SeriesRecorder
     handlers: CompletionHandlers
     probers: list[Prober]
     models: ModelRouter
@@ -180,7 +182,8 @@ async def run_gateway(
     models, metrics = build_model_router(build_model_entries(config)), GatewayMetrics()
     traces = TraceStore(ExplainConfig())
     fast_path = FastPath(load_fast_path())
-    telemetry = TelemetryFilter(traces, metrics, time.monotonic)
+    series = SeriesRecorder()
+    telemetry = TelemetryFilter(traces, metrics, time.monotonic, series)
     handlers = CompletionHandlers(models, config, [telemetry, *filters], fast_path)
     operations = OperationsHandlers(models, metrics, GatewayGauges)
     authenticator = Authenticator(AccountSnapshot(), config.auth)
@@ -211,7 +214,7 @@ async def run_gateway(
     try:
         async with httpx2.AsyncClient(base_url=listen_url(listener), timeout=30) as client:
             yield GatewayHarness(
-                client, traces, metrics, handlers, probers, models, app.wait_until_idle
+                client, traces, metrics, series, handlers, probers, models, app.wait_until_idle
             )
         await app.wait_until_idle()
         assert all(replica.load.in_flight == 0 for replica in replicas)

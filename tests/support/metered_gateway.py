@@ -11,6 +11,7 @@ from typing import Any
 from argosy.gateway import ReplicaConfig
 from argosy.gateway.filters import LimitFilter, UsageRecorder
 from argosy.gateway.request_context import RequestFilter
+from argosy.series import Readings, compute_metrics, read_series
 from argosy.store import AccountSnapshot, LocalQuotaBackend, Price, UsageLog, UsageRecord
 from tests.integration.test_metrics import samples
 from tests.support.gateway_harness import GatewayHarness, run_gateway
@@ -63,6 +64,16 @@ class MeteredGateway:
             if sample == full_name and labels.items() <= sample_labels.items()
         )
 
+    def series_sums(self) -> list[float]:
+        """Return input, cached and output tokens and cost of the time series, after closing the current second."""
+        recorder, begin = self.running.series, 1_800_000_000
+        second = max(begin, recorder.last_second + 1)
+        list(recorder.close_second(second, Readings(fleet=(0.0,) * 5)))
+        frame = read_series(recorder, "fleet", begin, 1, second + 1 - begin)
+        names = ("input_tokens", "cached_tokens", "output_tokens", "cost_nano_dollars")
+        metrics = compute_metrics("fleet", names, frame)
+        return [sum(value for value in metrics[name] if value is not None) for name in names]
+
     async def assert_consistent(self) -> UsageRecord:
         """Check that metrics, trace and price agree with the only usage record, and return the record."""
         record = self.usage_record()
@@ -71,6 +82,7 @@ class MeteredGateway:
         uncached = record.input_tokens - record.cached_tokens
         assert counted == [uncached, record.cached_tokens, record.output_tokens]
         assert round(await self.metric_sum("cost_dollars_total") * 1e9) == record.nano_dollars
+        assert self.series_sums() == [*counted, record.nano_dollars]
         tokens = self.trace_dict(record)["tokens"]
         assert (tokens["prompt"], tokens["cached"], tokens["output"]) == (
             record.input_tokens,

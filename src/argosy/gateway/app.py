@@ -30,6 +30,7 @@ from argosy.gateway.peer_gateways import PEER_REQUESTS_PREFIX
 from argosy.gateway.pooling_handlers import PoolingHandlers
 from argosy.gateway.principal import ANONYMOUS, Principal
 from argosy.gateway.proxy import CompletionHandlers
+from argosy.gateway.series_queries import PEER_SERIES_PATH
 from argosy.gateway.utility_handlers import (
     METRICS_PATH,
     REPLICAS_PREFIX,
@@ -78,6 +79,7 @@ class GatewayApp:
         gateway_id: str = "",
         answer_peer: Handler | None = None,
         answer_controller: Handler | None = None,
+        answer_series: Handler | None = None,
         response_state: ResponseState | None = None,
         console: Console | None = None,
     ) -> None:
@@ -126,6 +128,10 @@ class GatewayApp:
         if answer_controller is not None:
             self._routes[POOLS_PATH] = HttpRoute(
                 POOLS_PATH, ANY_METHOD, answer_controller, is_public=True
+            )
+        if answer_series is not None:
+            self._routes[PEER_SERIES_PATH] = HttpRoute(
+                PEER_SERIES_PATH, "GET", answer_series, is_public=True
             )
         self._admin_route = HttpRoute(
             ADMIN_PREFIX, ANY_METHOD, self._forward_to_admin, is_public=True

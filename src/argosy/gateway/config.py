@@ -197,6 +197,18 @@ class QueueConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Maximum time in the queue."""
 
 
+class SeriesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Time series that the gateway keeps for `GET /admin/series`."""
+
+    enabled: bool = True
+    """Keep series. The last 24 hours are in memory."""
+    file: str | None = None
+    """SQLite file for older minutes and for restarts. By default a file in the user's state folder, named after the
+    address on which the gateway listens. A gateway on a free port (`port: 0`) has none by default."""
+    keep_days: Annotated[float, Meta(ge=0, le=3660)] = 30.0
+    """How long minutes are kept in the file. 0 writes no file."""
+
+
 class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All settings of a gateway."""
 
@@ -239,6 +251,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """How responses are kept under their idempotency keys (`Idempotency-Key`)."""
     explain: ExplainConfig = ExplainConfig()
     """How many explanations of requests are kept, and how long."""
+    series: SeriesConfig = SeriesConfig()
+    """Time series of requests, tokens, latencies, replicas, tenants and cost."""
     max_failed_attempts: Annotated[int, Meta(ge=1, le=10)] = 4
     """Maximum number of failures of one request: 5xx responses, or replicas lost while the request made little
     progress."""

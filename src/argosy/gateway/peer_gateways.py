@@ -113,7 +113,25 @@ class PeerGateways:
         """
         query = "" if organisation is None else f"?organisation={quote(organisation, safe='')}"
         path = f"{PEER_REQUESTS_PREFIX}{quote(identifier, safe='')}{query}"
-        token = sign_peer_token(peer.secret, _describe_question(identifier, organisation))
+        body = await self.fetch(peer, path, _describe_question(identifier, organisation))
+        try:
+            return None if body is None else msgspec.json.decode(body, type=dict[str, Any])
+        except msgspec.DecodeError as error:
+            log.warning("peer_gateway_unreachable", gateway=peer.id, reason=str(error))
+            return None
+
+    async def fetch(self, peer: GatewayRecord, path: str, subject: str) -> bytes | None:
+        """Send a signed request to another gateway.
+
+        Args:
+            peer: The other gateway.
+            path: Path and query.
+            subject: What the signature covers.
+
+        Returns:
+            The body of the answer. None if the gateway does not answer, or not with 200.
+        """
+        token = sign_peer_token(peer.secret, subject)
         try:
             upstream = connect_gateway(peer, self._tls)
         except (OSError, ValueError) as error:
@@ -122,13 +140,13 @@ class PeerGateways:
         try:
             async with asyncio.timeout(PEER_TIMEOUT_S):
                 status, body = await fetch_path(upstream, path.encode(), (PEER_TOKEN_HEADER, token))
-            return msgspec.json.decode(body, type=dict[str, Any]) if status == 200 else None
-        except (UpstreamError, TimeoutError, msgspec.DecodeError) as error:
+        except (UpstreamError, TimeoutError) as error:
             reason = str(error) or "it does not answer"
             log.warning("peer_gateway_unreachable", gateway=peer.id, reason=reason)
             return None
         finally:
             upstream.close()
+        return body if status == 200 else None
 
     def build_handler(self, find_trace: FindTrace) -> PeerRequestHandler:
         """Return the handler that answers the questions of other gateways."""

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, TypeVar
@@ -50,6 +50,8 @@ from argosy.gateway.request_context import RequestFilter
 from argosy.gateway.request_explainer import RequestExplainer
 from argosy.gateway.request_ids import new_gateway_id
 from argosy.gateway.request_trace import TraceStore
+from argosy.gateway.series_collector import SeriesCollector
+from argosy.gateway.series_queries import SeriesQueries
 from argosy.http_server import (
     CertificateWatcher,
     HttpExchange,
@@ -106,6 +108,7 @@ class GatewayServer:
         self._traces = TraceStore(config.explain)
         self._certificates = None if config.tls is None else CertificateWatcher(config.tls)
         self._gateway_id = new_gateway_id()
+        self._series = SeriesCollector(config, self._models) if config.series.enabled else None
         self._http_server: HttpServer | None = None
         self._account_sync: AccountSync | None = None
         self._fleet_pools = (
@@ -157,6 +160,8 @@ class GatewayServer:
         """
         async with contextlib.AsyncExitStack() as exit_stack:
             exit_stack.push_async_callback(self._registry.close)
+            if self._series is not None:
+                exit_stack.push_async_callback(self._series.close)
             idempotency_store = open_idempotency_store(
                 self._config.idempotency, self._config.limits
             )
@@ -177,7 +182,8 @@ class GatewayServer:
     def _build_base_filters(self, idempotency_store: IdempotencyStore) -> list[RequestFilter]:
         """Build the filters that need no store of accounts."""
         config = self._config.idempotency
-        telemetry_filter = TelemetryFilter(self._traces, self._metrics, time.monotonic)
+        series = None if self._series is None else self._series.recorder
+        telemetry_filter = TelemetryFilter(self._traces, self._metrics, time.monotonic, series)
         return [telemetry_filter, IdempotencyFilter(idempotency_store, config.max_response_bytes)]
 
     async def _build_store_filters(
@@ -229,6 +235,9 @@ class GatewayServer:
         explainer = RequestExplainer(
             self._gateway_id, self._find_trace, peers, None if store is None else store.ledger
         )
+        series_queries = (
+            None if self._series is None else SeriesQueries(self._series, self._gateway_id, peers)
+        )
         response_state = (
             ResponseState(None)
             if store is None or self._config.store is None
@@ -276,6 +285,7 @@ class GatewayServer:
                 self._config.fleet,
                 sessions=sessions if self._config.console.enabled else None,
                 config=self._config,
+                series_queries=series_queries,
             ),
             render_openapi=render_openapi,
             cors=self._cors,
@@ -287,6 +297,9 @@ class GatewayServer:
             answer_controller=None
             if peers is None or self._fleet_pools is None
             else self._fleet_pools.build_handler(peers.secret, generation.read_demand),
+            answer_series=None
+            if peers is None or series_queries is None
+            else series_queries.build_handler(peers.secret),
             response_state=response_state,
             console=self._console,
         )
@@ -302,6 +315,14 @@ class GatewayServer:
         if peers is not None:
             await peers.register()
             background_tasks.append(peers.keep_registered)
+        if self._series is not None:
+            run_series = partial(
+                self._series.run,
+                lambda: generation.queued_requests,
+                generation.count_by_tenant,
+                self._read_desired_replicas,
+            )
+            background_tasks.append(run_series)
         if self._config_reloader is not None:
             background_tasks.append(self._config_reloader.run)
         if self._certificates is not None:
@@ -370,6 +391,9 @@ class GatewayServer:
             return None
         return trace.to_dict() | {"gateway": self._gateway_id, "source": "trace"}
 
+    def _read_desired_replicas(self) -> Mapping[str, int]:
+        return {} if self._fleet_pools is None else self._fleet_pools.desired_replicas
+
     def _read_metrics(self, app: GatewayApp, generation: CompletionHandlers) -> GatewayGauges:
         account_sync = self._account_sync
         return GatewayGauges(
@@ -381,9 +405,7 @@ class GatewayServer:
             arithmetics={
                 pool.model: len(pool.group_by_arithmetic()) for pool in self._models.pools
             },
-            desired_replicas={}
-            if self._fleet_pools is None
-            else self._fleet_pools.desired_replicas,
+            desired_replicas=self._read_desired_replicas(),
             usage_pending_records=0
             if account_sync is None
             else account_sync.accounting.usage_log.pending_records,

@@ -172,6 +172,14 @@ class DispatchQueue(Generic[T]):
             tenant_queue.count, tenant_queue.size_bytes, tenant_queue.peek(queued).arrived_at
         )
 
+    def count_by_tenant(self) -> dict[str, int]:
+        """Return the number of waiting requests of each tenant that has any."""
+        counts: dict[str, int] = {}
+        for tier in self._tiers:
+            for tenant, tenant_queue in tier.ring.items():
+                counts[tenant] = counts.get(tenant, 0) + tenant_queue.count
+        return counts
+
     def oldest_arrival(self) -> float | None:
         """Return when the oldest waiting request arrived; None if none waits."""
         return min(

@@ -14,6 +14,7 @@ from argosy.store.audit import AuditEntry, AuditLog, AuditVerification
 from argosy.store.clock import Clock, SteadyClock, steady_clock
 from argosy.store.console_session_store import ConsoleSession, ConsoleSessionStore
 from argosy.store.conversation_store import ConversationStore, StoredConversation
+from argosy.store.csv_export import format_csv, format_csv_time
 from argosy.store.errors import (
     ConflictError,
     HistoryTooLongError,
@@ -188,6 +189,8 @@ __all__ = [
     "create_idempotency_store",
     "create_quota_backend",
     "default_store_url",
+    "format_csv",
+    "format_csv_time",
     "hash_key",
     "is_key_valid",
     "open_existing_store",

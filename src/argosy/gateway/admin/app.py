@@ -18,6 +18,7 @@ from argosy.gateway.admin import (
     limits_and_prices,
     replicas,
     reports,
+    series,
     settings,
     tenants,
 )
@@ -28,6 +29,7 @@ from argosy.gateway.auth import Authenticator, check_role
 from argosy.gateway.config import GatewayConfig
 from argosy.gateway.console import ConsoleSessions
 from argosy.gateway.model_registry import ReplicaAdmin
+from argosy.gateway.series_queries import SeriesQueries
 from argosy.http_server import (
     EXCHANGE_KEY,
     AsgiApp,
@@ -58,6 +60,7 @@ ENDPOINTS = add_openapi_endpoint(
             *fleet.endpoints,
             *reports.endpoints,
             *settings.endpoints,
+            *series.endpoints,
         ]
     ),
     "/admin/openapi.json",
@@ -74,6 +77,7 @@ def build_admin_app(
     *,
     sessions: ConsoleSessions | None = None,
     config: GatewayConfig | None = None,
+    series_queries: SeriesQueries | None = None,
 ) -> AsgiApp:
     """Build the application for /admin, which serves requests that `HttpExchange` forwards.
 
@@ -89,8 +93,16 @@ def build_admin_app(
         fleet_name: Name of the declared fleet that the gateway belongs to.
         sessions: Sessions of the console. Without them callers need a key or token.
         config: The gateway's settings, to be shown to operators.
+        series_queries: Time series.
     """
-    admin_scope = AdminScope(store, replica_admin, explain, fleet_name=fleet_name, config=config)
+    admin_scope = AdminScope(
+        store,
+        replica_admin,
+        explain,
+        fleet_name=fleet_name,
+        config=config,
+        series_queries=series_queries,
+    )
     limiter = OrganisationLimiter()
     by_path: dict[str, dict[str, AdminEndpoint]] = {}
     for endpoint in ENDPOINTS:

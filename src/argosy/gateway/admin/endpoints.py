@@ -13,6 +13,7 @@ from argosy.gateway.auth import organisation_scope
 from argosy.gateway.config import GatewayConfig
 from argosy.gateway.model_registry import ReplicaAdmin
 from argosy.gateway.principal import Principal
+from argosy.gateway.series_queries import SeriesQueries
 from argosy.protocol import JSON_MEDIA_TYPE, ApiError
 from argosy.store import (
     Accounts,
@@ -69,6 +70,8 @@ class AdminScope:
     """Name of the declared fleet that the gateway belongs to."""
     config: GatewayConfig | None = None
     """The gateway's settings."""
+    series_queries: SeriesQueries | None = None
+    """Time series. None if the gateway keeps none."""
 
     def for_principal(self, principal: Principal) -> AdminScope:
         """Return the scope restricted to the reach of the caller's role. Endpoints only receive such a scope."""
@@ -100,6 +103,14 @@ class AdminScope:
             message = "This gateway belongs to no declared fleet. Add `fleet` to its settings."
             raise ApiError(404, "not_found", message)
         return self.fleet_name, self._store.fleets
+
+    @property
+    def series(self) -> SeriesQueries:
+        """The time series of the gateway and the others of its store."""
+        if self.series_queries is None:
+            message = "This gateway keeps no time series. Set `series.enabled` in its settings."
+            raise ApiError(404, "not_found", message)
+        return self.series_queries
 
     @property
     def accounts(self) -> Accounts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from http import HTTPStatus
 from operator import sub
 
 import msgspec
@@ -12,10 +13,14 @@ from argosy.gateway.request_context import FastPathBudget, RequestContext
 from argosy.gateway.request_trace import TraceStore
 from argosy.policy import AttemptOutcome
 from argosy.policy.placement import AttemptRecord
+from argosy.series import RequestSample, SeriesRecorder
 from argosy.telemetry import GatewayMetrics
 
 MAX_BUFFERED_INTERVALS = 64
 """Token intervals that are buffered per stream before they are recorded in the metrics."""
+
+MAX_BUFFER_AGE_S = 1.0
+"""Time after which the intervals and tokens of a running stream are recorded, so that charts follow it."""
 
 MAX_RECORDED_CHOICES = 256
 """Maximum number of choices per request whose finish reasons are recorded."""
@@ -30,14 +35,20 @@ class TelemetryFilter:
         traces: Store of recent traces.
         metrics: Metrics of the gateway.
         clock: Returns the time in seconds that traces use.
+        series: Time series, which count the same events as the metrics. None if the gateway keeps none.
     """
 
     def __init__(
-        self, traces: TraceStore, metrics: GatewayMetrics, clock: Callable[[], float]
+        self,
+        traces: TraceStore,
+        metrics: GatewayMetrics,
+        clock: Callable[[], float],
+        series: SeriesRecorder | None = None,
     ) -> None:
         self.traces = traces
         self.metrics = metrics
         self.clock = clock
+        self.series = series
 
     async def on_request(self, context: RequestContext) -> TelemetryFilterState:
         """Start the trace and add the request id to the response headers."""
@@ -65,6 +76,10 @@ class TelemetryFilterState(msgspec.Struct, eq=False):
     context: RequestContext
     token_intervals_s: list[float] = []
     """Seconds between tokens, not yet recorded in the metrics."""
+    flush_at: float = 0.0
+    """Time from which the next token records them."""
+    recorded_tokens: int = 0
+    """Output tokens that the series have counted."""
 
     def fast_path_budget(self) -> FastPathBudget:
         """Return an unlimited budget, since chunk times arrive in batches."""
@@ -81,8 +96,8 @@ class TelemetryFilterState(msgspec.Struct, eq=False):
             intervals_s.append(chunk_times[0] - last_token_at)
         if len(chunk_times) > 1:
             intervals_s += map(sub, chunk_times[1:], chunk_times)
-        if len(intervals_s) >= MAX_BUFFERED_INTERVALS:
-            self._flush_intervals()
+        if len(intervals_s) >= MAX_BUFFERED_INTERVALS or chunk_times[-1] >= self.flush_at:
+            self._flush_progress(chunk_times[-1])
 
     def on_complete(self) -> None:
         telemetry, context = self.telemetry, self.context
@@ -105,10 +120,28 @@ class TelemetryFilterState(msgspec.Struct, eq=False):
         telemetry.traces.complete(trace, now)
         self._record_metrics(now)
 
+    def _flush_progress(self, now: float) -> None:
+        """Record the intervals, and in the series also the tokens, of a running stream."""
+        self.flush_at = now + MAX_BUFFER_AGE_S
+        if self.token_intervals_s:
+            self._flush_intervals()
+        series, context = self.telemetry.series, self.context
+        if series is not None:
+            tokens = context.delivered.output_tokens
+            series.record_output(
+                context.trace.model,
+                context.principal.tenant,
+                context.replica_name,
+                tokens - self.recorded_tokens,
+            )
+            self.recorded_tokens = tokens
+
     def _flush_intervals(self) -> None:
-        self.telemetry.metrics.record_inter_token_gaps(
-            self.context.trace.model, self.token_intervals_s
-        )
+        self.token_intervals_s.sort()  # which both recordings use
+        telemetry, model = self.telemetry, self.context.trace.model
+        telemetry.metrics.record_inter_token_gaps(model, self.token_intervals_s)
+        if telemetry.series is not None:
+            telemetry.series.record_intervals(model, self.token_intervals_s)
         self.token_intervals_s.clear()
 
     def _record_metrics(self, now: float) -> None:
@@ -128,18 +161,42 @@ class TelemetryFilterState(msgspec.Struct, eq=False):
             for limit in trace.limits:
                 if not limit.fits:
                     metrics.record_limit_rejection(model, limit.unit)
+        ttft_s = queue_s = None
         if trace.stream and trace.first_token_at is not None:
-            metrics.record_first_token(model, trace.first_token_at - trace.arrived_at)
+            ttft_s = trace.first_token_at - trace.arrived_at
+            metrics.record_first_token(model, ttft_s)
         if trace.attempts or trace.queued_at is not None:
             queue_end = trace.attempts[0].chosen_at if trace.attempts else now
-            metrics.record_queue_wait(
-                model, 0.0 if trace.queued_at is None else queue_end - trace.queued_at
-            )
+            queue_s = 0.0 if trace.queued_at is None else queue_end - trace.queued_at
+            metrics.record_queue_wait(model, queue_s)
+        if self.telemetry.series is not None:
+            self._record_series(self.telemetry.series, now, ttft_s, queue_s)
         for _ in trace.pauses:
             metrics.record_pause(model)
         for previous, attempt in itertools.pairwise(trace.attempts):
             if previous.outcome != "paused":
                 self._record_attempt(attempt)
+
+    def _record_series(
+        self, series: SeriesRecorder, now: float, ttft_s: float | None, queue_s: float | None
+    ) -> None:
+        context, trace = self.context, self.context.trace
+        usage = trace.tokens
+        series.record_request(
+            RequestSample(
+                model=trace.model,
+                tenant=trace.principal.tenant,
+                replica=context.replica_name,
+                outcome=_series_outcome(context),
+                duration_s=now - trace.arrived_at,
+                ttft_s=ttft_s,
+                queue_s=queue_s,
+                input_tokens=usage.uncached_tokens,
+                cached_tokens=usage.cached_tokens,
+                output_tokens=usage.output_tokens - self.recorded_tokens,
+                cost_nano_dollars=context.bill.nano_dollars,
+            )
+        )
 
     def _record_attempt(self, attempt: AttemptRecord) -> None:
         """Record an attempt after the first as a hedge, a failover or a retry."""
@@ -153,3 +210,9 @@ class TelemetryFilterState(msgspec.Struct, eq=False):
             metrics.record_failover(model)
         elif attempt.sent_at is not None:  # an unsent attempt is no retry
             metrics.record_retry(model)
+
+
+def _series_outcome(context: RequestContext) -> str:
+    """Return the class in which the series count a request. A reached limit is apart from an invalid request."""
+    is_limited = context.error is not None and context.error.status == HTTPStatus.TOO_MANY_REQUESTS
+    return "limited" if context.status == "refused" and is_limited else context.status

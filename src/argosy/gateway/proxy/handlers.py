@@ -120,6 +120,10 @@ class CompletionHandlers:
         depths = self._driver.queue_depths
         return {pool.model: depths.get(pool, 0) for pool in self._models.pools}
 
+    def count_by_tenant(self) -> dict[str, list[int]]:
+        """Return the number of running and of queued requests of each tenant."""
+        return self._driver.count_by_tenant()
+
     def read_demand(self) -> DemandReport:
         """Return the demand for all models."""
         return self._driver.read_demand(self._models.pools)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Protocol
@@ -68,6 +69,16 @@ class PlacementDriver:
         """Number of queued requests of each pool that has received requests."""
         queues = self._core.queues
         return {pool: len(queues[pool]) for pool in self._pools if pool in queues}
+
+    def count_by_tenant(self) -> dict[str, list[int]]:
+        """Return the number of running and of queued requests of each tenant."""
+        counts: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0])
+        for queue in self._core.queues.values():
+            for tenant, running in queue.count_running_by_tenant().items():
+                counts[tenant][0] += running
+            for tenant, queued in queue.queue.count_by_tenant().items():
+                counts[tenant][1] += queued
+        return counts
 
     def read_demand(self, pools: Iterable[Pool]) -> DemandReport:
         """Return the demand for the models of these pools."""

@@ -289,6 +289,14 @@ class PoolQueue:
             for streams in tenants.values():
                 yield from streams.requests
 
+    def count_running_by_tenant(self) -> dict[str, int]:
+        """Return the number of requests of each tenant that occupy slots."""
+        counts: dict[str, int] = {}
+        for tenants in self.running:
+            for tenant, streams in tenants.items():
+                counts[tenant] = counts.get(tenant, 0) + len(streams.requests)
+        return counts
+
     def _count_slots(self, now: float) -> list[int]:
         """Return the free slots for each tier, and apply the shares of tenants if the number of slots has changed."""
         free_slots, total_slots = self.pool.free_slots(now)

@@ -1,0 +1,194 @@
+"""Collects the series of a gateway: reads gauges, closes each second, and writes complete minutes to the file."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import sqlite3
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import structlog
+
+from argosy.folders import state_folder
+from argosy.gateway.config import GatewayConfig
+from argosy.gateway.model_registry import ModelRouter
+from argosy.gateway.pool import Pool, ReplicaEndpoint
+from argosy.policy import ReplicaStatus
+from argosy.process import run_in_daemon_thread
+from argosy.series import MinuteRow, Readings, SeriesArchive, SeriesRecorder
+
+MAX_SLICE_S = 0.001
+"""Time for which rolling up occupies the event loop at a time."""
+_NO_GAUGES = (math.nan,) * 3
+
+log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
+
+CountByModel = Callable[[], Mapping[str, int]]
+
+
+class SeriesCollector:
+    """Feeds a recorder. Not thread-safe: use it from one event loop.
+
+    Args:
+        config: The gateway's settings.
+        models: The pools and replicas.
+    """
+
+    def __init__(self, config: GatewayConfig, models: ModelRouter) -> None:
+        self.recorder = SeriesRecorder()
+        self.archive: SeriesArchive | None = None
+        """None without a file, and until it is open."""
+        self._models = models
+        self._config = config
+        self._is_failing = False
+        """Whether the last minute could not be written."""
+
+    async def run(
+        self,
+        read_queue_depths: CountByModel,
+        count_by_tenant: Callable[[], Mapping[str, Sequence[int]]],
+        read_desired_replicas: CountByModel,
+    ) -> None:
+        """Close each second until cancelled."""
+        if self.archive is None:
+            await self._open_archive()
+        while True:
+            now = time.time()
+            await asyncio.sleep(math.floor(now) + 1 - now)
+            second = math.floor(time.time()) - 1
+            slices = _Slices()
+            readings = await self._read_gauges(
+                slices, read_queue_depths(), count_by_tenant(), read_desired_replicas()
+            )
+            minutes: list[MinuteRow] = []
+            for minute in self.recorder.close_second(second, readings):
+                if minute is not None:
+                    minutes.append(minute)
+                await slices.pause()
+            if minutes and self.archive is not None:
+                await self._write(self.archive, minutes)
+
+    async def close(self) -> None:
+        """Write the minute that is not complete, and close the file."""
+        archive, self.archive = self.archive, None
+        if archive is not None:
+            await self._write(archive, self.recorder.sum_up_open_minute())
+            await run_in_daemon_thread(archive.close)
+
+    async def _open_archive(self) -> None:
+        """Open the file of the settings, if there is one. Without it, series are only in memory."""
+        path: Path | None = None
+        try:
+            path, keep_days = _archive_path(self._config), self._config.series.keep_days
+            if path is not None:
+                self.archive = await run_in_daemon_thread(SeriesArchive, path, keep_days)
+        except (OSError, sqlite3.Error) as error:
+            remedy = "set series.file to a file that only this gateway uses, or series.keep_days: 0"
+            log.warning("series_file_unavailable", path=str(path), reason=str(error), remedy=remedy)
+
+    async def _write(self, archive: SeriesArchive, minutes: list[MinuteRow]) -> None:
+        try:
+            await run_in_daemon_thread(archive.write, minutes)
+        except sqlite3.Error as error:
+            if not self._is_failing:
+                log.warning("series_not_saved", reason=str(error))
+            self._is_failing = True
+        else:
+            self._is_failing = False
+
+    async def _read_gauges(
+        self,
+        slices: _Slices,
+        queue_depths: Mapping[str, int],
+        by_tenant: Mapping[str, Sequence[int]],
+        desired: Mapping[str, int],
+    ) -> Readings:
+        """Read the gauges of all scopes, in the order of their schemas."""
+        now = time.monotonic()
+        models: dict[str, Sequence[float]] = {}
+        replicas: dict[str, Sequence[float]] = {}
+        pools = self._models.pools
+        for pool in pools:
+            for replica in pool.replicas.values():
+                gauges, same_name = _read_replica(replica), replicas.get(replica.name)
+                replicas[replica.name] = gauges if same_name is None else _add(gauges, same_name)
+                await slices.pause()
+            models[pool.model] = (
+                sum(replica.load.in_flight for replica in pool.replicas.values()),
+                queue_depths.get(pool.model, 0),
+                _mean_kv_usage([pool]),
+                _count_ready(pool, now),
+                desired.get(pool.model, math.nan),
+            )
+            await slices.pause()
+        return Readings(
+            models,
+            replicas,
+            by_tenant,
+            (
+                sum(model[0] for model in models.values()),
+                sum(model[1] for model in models.values()),
+                _mean_kv_usage(pools),
+                sum(model[3] for model in models.values()),
+                sum(desired.values()) if desired else math.nan,
+            ),
+        )
+
+
+class _Slices:
+    """Gives the event loop to others after each `MAX_SLICE_S` of work."""
+
+    def __init__(self) -> None:
+        self._began_at = time.perf_counter()
+
+    async def pause(self) -> None:
+        """Give way if the slice is used up."""
+        if time.perf_counter() - self._began_at > MAX_SLICE_S:
+            await asyncio.sleep(0)
+            self._began_at = time.perf_counter()
+
+
+def _read_replica(replica: ReplicaEndpoint) -> Sequence[float]:
+    load = replica.load
+    if not math.isfinite(load.reported_at):
+        return load.in_flight, *_NO_GAUGES
+    return load.in_flight, load.running, load.waiting, load.kv_usage_ratio
+
+
+def _add(gauges: Sequence[float], others: Sequence[float]) -> Sequence[float]:
+    """Add up the requests of two replicas with one name. The KV usage is that of the fuller one."""
+    counts = (one + other for one, other in zip(gauges[:-1], others, strict=False))
+    return *counts, max(gauges[-1], others[-1])
+
+
+def _mean_kv_usage(pools: Sequence[Pool]) -> float:
+    """Return the mean over the replicas that report it; NaN without any."""
+    reported = [
+        replica.load.kv_usage_ratio
+        for pool in pools
+        for replica in pool.replicas.values()
+        if math.isfinite(replica.load.reported_at)
+    ]
+    return sum(reported) / len(reported) if reported else math.nan
+
+
+def _count_ready(pool: Pool, now: float) -> int:
+    return sum(
+        replica.health.status(now) is ReplicaStatus.READY for replica in pool.replicas.values()
+    )
+
+
+def _archive_path(config: GatewayConfig) -> Path | None:
+    """Return the file of the settings, or the one of the gateway's address.
+
+    Raises:
+        FileNotFoundError: The user has no home folder.
+    """
+    if config.series.file is not None:
+        return Path(config.series.file)
+    if config.series.keep_days == 0 or (config.uds is None and config.port == 0):
+        return None
+    address = f"port-{config.port}" if config.uds is None else config.uds.replace("/", "-")
+    return state_folder() / "series" / f"{address.strip('-')}.sqlite"

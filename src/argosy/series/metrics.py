@@ -1,0 +1,109 @@
+"""Metrics that a query may ask for, computed from the columns of a frame."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from argosy.series.frame import SeriesFrame
+from argosy.series.log_histogram import Floats, decode_counts, percentiles
+from argosy.series.schema import SCHEMAS, Schema, ScopeKind
+
+QUANTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
+NANODOLLARS_PER_DOLLAR = 10**9
+_NAN = float("nan")
+
+Compute = Callable[[SeriesFrame], Floats]
+
+
+def metric_names(kind: ScopeKind) -> list[str]:
+    """Return the names of a scope's metrics, in the order of the documentation."""
+    return list(_METRICS[kind])
+
+
+def check_metrics(kind: ScopeKind, names: Sequence[str]) -> None:
+    """Check the names of metrics.
+
+    Raises:
+        ValueError: A scope of this kind has no metric of a name.
+    """
+    unknown = next((name for name in names if name not in _METRICS[kind]), None)
+    if unknown is not None:
+        known = ", ".join(_METRICS[kind])
+        raise ValueError(
+            f"metrics: {unknown[:100]!r} is no metric of a {kind}. Use some of {known}."
+        )
+
+
+def compute_metrics(
+    kind: ScopeKind, names: Sequence[str], frame: SeriesFrame
+) -> dict[str, list[float | None]]:
+    """Return the values of metrics by name. Gaps are None."""
+    return {name: _to_list(_METRICS[kind][name](frame)) for name in names}
+
+
+def needed_histograms(kind: ScopeKind, names: Sequence[str]) -> list[str]:
+    """Return the histograms that the metrics need."""
+    return [
+        histogram
+        for histogram in SCHEMAS[kind].histograms
+        if any(f"{histogram}_{quantile}_s" in names for quantile in QUANTILES)
+    ]
+
+
+def _to_list(values: Floats) -> list[float | None]:
+    """Convert to a list with None for NaN and six significant digits, which keeps answers small."""
+    return [None if value != value else float(f"{value:.6g}") for value in values.tolist()]  # noqa: PLR0124 - NaN
+
+
+def _column(schema: Schema, name: str) -> Compute:
+    index = schema.columns.index(name)
+    return lambda frame: frame.values[:, index]
+
+
+def _rate(column: Compute, divisor: float = 1.0) -> Compute:
+    return lambda frame: _divide(column(frame) / divisor, frame.covered_s)
+
+
+def _sum(*columns: Compute) -> Compute:
+    return lambda frame: np.sum([column(frame) for column in columns], axis=0)
+
+
+def _ratio(part: Compute, other: Compute) -> Compute:
+    return lambda frame: _divide(part(frame), part(frame) + other(frame))
+
+
+def _divide(values: Floats, divisors: Floats) -> Floats:
+    return np.divide(values, divisors, out=np.full_like(values, _NAN), where=divisors > 0)
+
+
+def _quantile(histogram: str, quantile: float) -> Compute:
+    return lambda frame: percentiles(decode_counts(frame.histograms[histogram]), quantile)
+
+
+def _build_metrics(schema: Schema) -> dict[str, Compute]:
+    columns = {name: _column(schema, name) for name in schema.columns}
+    metrics = {
+        "requests_per_s": _rate(columns["requests"]),
+        "errors_per_s": _rate(_sum(*(columns[n] for n in ("refused", "limited", "failed")))),
+        "refused_per_s": _rate(columns["refused"]),
+        "limited_per_s": _rate(columns["limited"]),
+        "failed_per_s": _rate(columns["failed"]),
+        "cancelled_per_s": _rate(columns["cancelled"]),
+        "input_tokens_per_s": _rate(columns["input_tokens"]),
+        "cached_tokens_per_s": _rate(columns["cached_tokens"]),
+        "output_tokens_per_s": _rate(columns["output_tokens"]),
+        "cache_hit_ratio": _ratio(columns["cached_tokens"], columns["input_tokens"]),
+        "cost_dollars_per_s": _rate(columns["cost_nano_dollars"], NANODOLLARS_PER_DOLLAR),
+    }
+    metrics |= {gauge.name: columns[gauge.name] for gauge in schema.gauges}
+    for histogram in schema.histograms:
+        for name, quantile in QUANTILES.items():
+            metrics[f"{histogram}_{name}_s"] = _quantile(histogram, quantile)
+    return metrics | {name: columns[name] for name in schema.counters}
+
+
+_METRICS: dict[ScopeKind, dict[str, Compute]] = {
+    kind: _build_metrics(schema) for kind, schema in SCHEMAS.items()
+}

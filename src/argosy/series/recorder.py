@@ -1,0 +1,250 @@
+"""Records what happens at a gateway as series per second, and rolls them up into coarser steps."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import msgspec
+
+from argosy.series.log_histogram import LogHistogram
+from argosy.series.rings import Histograms, ScopeRings, Step
+from argosy.series.schema import (
+    FLEET_SCOPE,
+    REQUEST_COUNTERS,
+    SCHEMAS,
+    ScopeKind,
+    scope_kind,
+)
+
+FLEET_RINGS = ((1, 900), (10, 2160), (60, 1440))
+"""Step and length of the rings of the fleet, models and replicas: 15 minutes, 6 hours and 24 hours."""
+TENANT_RINGS = ((10, 360), (60, 360))
+"""The same for tenants: an hour and 6 hours."""
+MAX_TENANTS = 1000
+"""Tenants beyond this number are only part of the fleet's and the models' series."""
+MAX_CLOCK_STEP_S = 60
+"""The rings start again if the wall clock is set back by more than this. With less, the second is longer."""
+
+_TENANT_STEP_S = TENANT_RINGS[0][0]
+MINUTE_S = 60
+_HISTOGRAMS = SCHEMAS["model"].histograms
+
+
+class MinuteRow(NamedTuple):
+    """Complete minute of one scope."""
+
+    scope: str
+    start: int
+    """Seconds since the epoch."""
+    step: Step
+
+
+class RequestSample(msgspec.Struct, gc=False):
+    """Ended request, as the series count it."""
+
+    model: str
+    tenant: str
+    replica: str
+    """Name of the last replica; empty if the request was never sent to one."""
+    outcome: str
+    """`completed`, or the counter in which it counts as well: `refused`, `limited`, `failed` or `cancelled`."""
+    duration_s: float
+    ttft_s: float | None
+    queue_s: float | None
+    input_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    """Output tokens that were not recorded with `record_output` while the request ran."""
+    cost_nano_dollars: int
+
+
+class _Counts:
+    """Counters and histograms of one scope since its step began."""
+
+    __slots__ = ("counters", "histograms")
+
+    def __init__(self) -> None:
+        self.counters = dict.fromkeys(REQUEST_COUNTERS, 0)
+        self.histograms = defaultdict[str, LogHistogram](LogHistogram)
+
+    def add_request(self, sample: RequestSample) -> None:
+        counters = self.counters
+        counters["requests"] += 1
+        if sample.outcome in counters:
+            counters[sample.outcome] += 1
+        counters["input_tokens"] += sample.input_tokens
+        counters["cached_tokens"] += sample.cached_tokens
+        counters["output_tokens"] += sample.output_tokens
+        counters["cost_nano_dollars"] += sample.cost_nano_dollars
+
+    def encode(self, names: Sequence[str]) -> Histograms:
+        return [
+            self.histograms[name].encode() if name in self.histograms else b"" for name in names
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Readings:
+    """Gauges at the end of a second. Each row has the gauges in the order of the scope's schema."""
+
+    models: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    replicas: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    tenants: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    fleet: Sequence[float] = ()
+
+
+class SeriesRecorder:
+    """Series of a gateway, its models, replicas and tenants. Not thread-safe: use it from one event loop."""
+
+    def __init__(self) -> None:
+        self._scopes: dict[str, ScopeRings] = {}
+        self._models = defaultdict[str, _Counts](_Counts)
+        self._replicas = defaultdict[str, _Counts](_Counts)
+        self._tenants = defaultdict[str, _Counts](_Counts)
+        self._last_second = 0
+        """Last complete second, in seconds since the epoch."""
+
+    # --- recording ------------------------------------------------------------------------------
+
+    def record_output(self, model: str, tenant: str, replica: str, tokens: int) -> None:
+        """Count output tokens of a stream while it runs."""
+        self._models[model].counters["output_tokens"] += tokens
+        self._tenants[tenant].counters["output_tokens"] += tokens
+        self._replicas[replica].counters["output_tokens"] += tokens
+
+    def record_intervals(self, model: str, sorted_intervals_s: Sequence[float]) -> None:
+        """Record times between tokens, in ascending order."""
+        self._models[model].histograms["itl"].add_sorted(sorted_intervals_s)
+
+    def record_request(self, sample: RequestSample) -> None:
+        """Record the end of a request."""
+        model, tenant = self._models[sample.model], self._tenants[sample.tenant]
+        model.add_request(sample)
+        tenant.add_request(sample)
+        if sample.replica:
+            self._replicas[sample.replica].add_request(sample)
+        model.histograms["e2e"].add(sample.duration_s)
+        if sample.queue_s is not None:
+            model.histograms["queue"].add(sample.queue_s)
+        if sample.ttft_s is not None:
+            model.histograms["ttft"].add(sample.ttft_s)
+            tenant.histograms["ttft"].add(sample.ttft_s)
+
+    # --- steps ----------------------------------------------------------------------------------
+
+    @property
+    def last_second(self) -> int:
+        """Last complete second, in seconds since the epoch; 0 before the first one."""
+        return self._last_second
+
+    def find_scope(self, scope: str) -> ScopeRings | None:
+        """Return the rings of a scope; None if nothing was recorded."""
+        return self._scopes.get(scope)
+
+    def close_second(self, second: int, readings: Readings) -> Iterator[MinuteRow | None]:
+        """Close the second that begins at `second`, in pieces.
+
+        What is recorded after the first piece belongs to the next second. A second that is not later than the last one
+        is ignored: its events count in a later one.
+
+        Yields:
+            After each piece of work a complete minute, or None.
+        """
+        if second <= self._last_second:
+            if second > self._last_second - MAX_CLOCK_STEP_S:
+                return
+            self._scopes.clear()
+        last, self._last_second = self._last_second or second - 1, second
+        models, self._models = self._models, defaultdict(_Counts)
+        replicas, self._replicas = self._replicas, defaultdict(_Counts)
+        yield None
+        yield from self._write_models(second, models, readings)
+        for replica, gauges in readings.replicas.items():
+            self._write(f"replica:{replica}", second, replicas.get(replica), gauges)
+            yield None
+        for end in _step_ends(last, second, _TENANT_STEP_S):
+            yield from self._write_tenants(end - _TENANT_STEP_S, readings)
+        for scope, rings in list(self._scopes.items()):
+            yield from self._roll_up(scope, rings, last, second)
+
+    def sum_up_open_minute(self) -> list[MinuteRow]:
+        """Return what is known of the minute that is not complete, when the process ends."""
+        start = (self._last_second + 1) // MINUTE_S * MINUTE_S
+        list(self._write_tenants(self._last_second // _TENANT_STEP_S * _TENANT_STEP_S, Readings()))
+        steps = ((scope, rings.sum_up(0, start, MINUTE_S)) for scope, rings in self._scopes.items())
+        return [MinuteRow(scope, start, step) for scope, step in steps if step is not None]
+
+    def _write_models(
+        self, second: int, models: Mapping[str, _Counts], readings: Readings
+    ) -> Iterator[None]:
+        """Write the models and their sum. A model without readings was removed, and counts in the sum only."""
+        fleet = _Counts()
+        for counts in models.values():
+            for name, count in counts.counters.items():
+                fleet.counters[name] += count
+            for name, histogram in counts.histograms.items():
+                total = fleet.histograms[name].counts
+                for bucket, count in histogram.counts.items():
+                    total[bucket] = total.get(bucket, 0) + count
+        for model, gauges in readings.models.items():
+            self._write(f"model:{model}", second, models.get(model), gauges)
+            yield None
+        self._write(FLEET_SCOPE, second, fleet, readings.fleet)
+
+    def _write_tenants(self, step: int, readings: Readings) -> Iterator[None]:
+        """Write the tenants of the 10 seconds from `step` on that had requests, and forget those of 6 hours ago."""
+        tenants, self._tenants = self._tenants, defaultdict(_Counts)
+        known = sum(scope.startswith("tenant:") for scope in self._scopes)
+        for tenant in tenants.keys() | readings.tenants.keys():
+            scope = f"tenant:{tenant}"
+            if scope not in self._scopes:
+                if known >= MAX_TENANTS:
+                    continue
+                known += 1
+            gauges = readings.tenants.get(tenant, (0.0, 0.0))
+            self._write(scope, step, tenants.get(tenant), gauges)
+            yield None
+
+    def _write(
+        self, scope: str, second: int, counts: _Counts | None, gauges: Sequence[float]
+    ) -> None:
+        rings = self._scopes.get(scope)
+        if rings is None:
+            kind = scope_kind(scope)
+            rings = self._scopes[scope] = ScopeRings(SCHEMAS[kind], ring_sizes(kind))
+        counts = counts or _Counts()
+        row = [*counts.counters.values(), *gauges]
+        rings.write(second, row, counts.encode(rings.schema.histograms))
+
+    def _roll_up(
+        self, scope: str, rings: ScopeRings, last: int, second: int
+    ) -> Iterator[MinuteRow | None]:
+        """Roll up a scope's steps that have ended since `last`, and forget the scope if its rings are empty by then."""
+        for level, ring in enumerate(rings.rings[1:], start=1):
+            for end in _step_ends(last, second, ring.step_s):
+                minute = rings.roll_up(level, end - ring.step_s)
+                if minute is not None:
+                    is_minute = ring.step_s == MINUTE_S
+                    yield MinuteRow(scope, end - MINUTE_S, minute) if is_minute else None
+        coarsest = rings.rings[-1]
+        if rings.written_at < second - coarsest.step_s * coarsest.length:
+            del self._scopes[scope]
+
+
+def _step_ends(last: int, second: int, step_s: int) -> list[int]:
+    """Return the ends of the steps with data that are complete after `second` and were not after `last`.
+
+    Seconds in between may be missing, because the process was suspended or blocked.
+    """
+    first, latest = ((last + 1) // step_s + 1) * step_s, (second + 1) // step_s * step_s
+    if first > latest:
+        return []
+    return [latest] if first == latest else [first, latest]
+
+
+def ring_sizes(kind: ScopeKind) -> tuple[tuple[int, int], ...]:
+    """Return step and length of the rings of a kind of scope."""
+    return TENANT_RINGS if kind == "tenant" else FLEET_RINGS

@@ -1,0 +1,92 @@
+"""Contents of the series of each kind of scope: counters, gauges and latency histograms."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+ScopeKind = Literal["fleet", "model", "replica", "tenant"]
+GatewayMerge = Literal["sum", "mean"]
+
+FLEET_SCOPE = "fleet"
+
+
+class Gauge(msgspec.Struct, frozen=True):
+    """Sampled value."""
+
+    name: str
+    merge: GatewayMerge
+    """How the samples of several gateways are merged: `sum` for a gateway's own requests, `mean` for what all of them
+    see of the same replicas."""
+
+
+class Schema(msgspec.Struct, frozen=True):
+    """Contents of one kind of scope. A row has the counters first and then the gauges."""
+
+    counters: tuple[str, ...]
+    gauges: tuple[Gauge, ...]
+    histograms: tuple[str, ...]
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of the values of a row."""
+        return (*self.counters, *(gauge.name for gauge in self.gauges))
+
+
+REQUEST_COUNTERS = (
+    "requests",
+    "refused",
+    "limited",
+    "failed",
+    "cancelled",
+    "input_tokens",
+    "cached_tokens",
+    "output_tokens",
+    "cost_nano_dollars",
+)
+_REQUEST_GAUGES = (Gauge("running", "sum"), Gauge("queued", "sum"))
+_MODEL = Schema(
+    REQUEST_COUNTERS,
+    (
+        *_REQUEST_GAUGES,
+        Gauge("kv_usage_ratio", "mean"),
+        Gauge("replicas_ready", "mean"),
+        Gauge("replicas_desired", "mean"),
+    ),
+    ("ttft", "itl", "e2e", "queue"),
+)
+SCHEMAS: dict[ScopeKind, Schema] = {
+    "fleet": _MODEL,
+    "model": _MODEL,
+    "replica": Schema(
+        REQUEST_COUNTERS,
+        (
+            Gauge("running", "sum"),
+            Gauge("batch_size", "mean"),
+            Gauge("waiting", "mean"),
+            Gauge("kv_usage_ratio", "mean"),
+        ),
+        (),
+    ),
+    "tenant": Schema(REQUEST_COUNTERS, _REQUEST_GAUGES, ("ttft",)),
+}
+
+
+def scope_kind(scope: str) -> ScopeKind:
+    """Return the kind of a scope like `fleet`, `model:NAME`, `replica:NAME` or `tenant:ID`.
+
+    Raises:
+        ValueError: No scope has this form.
+    """
+    if scope == FLEET_SCOPE:
+        return "fleet"
+    prefix, colon, _ = scope.partition(":")
+    match prefix:
+        case "model" | "replica" | "tenant" if colon:
+            return prefix
+        case _:
+            message = (
+                f"scope: {scope[:100]!r} is none of fleet, model:NAME, replica:NAME and tenant:ID."
+            )
+            raise ValueError(message)

@@ -1,0 +1,251 @@
+"""Recorder, rings and archive: sums are exact at each resolution, gaps are gaps, and restarts lose nothing."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from argosy.series import (
+    MinuteRow,
+    Readings,
+    RequestSample,
+    ScopeKind,
+    SeriesArchive,
+    SeriesFrame,
+    SeriesRecorder,
+    choose_step,
+    compute_metrics,
+    fill_from_archive,
+    merge_gateways,
+    metric_names,
+    read_series,
+    scope_kind,
+)
+from argosy.series.schema import SCHEMAS
+
+START = 1_800_000_000 - 7
+"""Not the begin of a minute."""
+SCOPES = ("fleet", "model:m", "replica:r", "tenant:t")
+GAUGES = (2.0, 1.0, 0.5, 1.0, 3.0)
+READINGS = Readings(
+    models={"m": GAUGES}, replicas={"r": (2.0, 3.0, 0.0, 0.5)}, tenants={"t": (2, 1)}, fleet=GAUGES
+)
+
+
+def sample(ttft_s: float = 0.2, tenant: str = "t", outcome: str = "completed") -> RequestSample:
+    return RequestSample(
+        model="m",
+        tenant=tenant,
+        replica="r",
+        outcome=outcome,
+        duration_s=2 * ttft_s,
+        ttft_s=ttft_s,
+        queue_s=0.01,
+        input_tokens=100,
+        cached_tokens=60,
+        output_tokens=30,
+        cost_nano_dollars=7,
+    )
+
+
+class Gateway:
+    """A recorder that is driven by a test, and the file of its minutes."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.recorder = SeriesRecorder()
+        self.archive = None if path is None else SeriesArchive(path, keep_days=30)
+        self.recorded: list[int] = []
+        """Second of each request."""
+
+    def run(
+        self, seconds: range, requests: Callable[[int], int] = lambda _: 1, ttft_s: float = 0.2
+    ) -> None:
+        minutes: list[MinuteRow] = []
+        for second in seconds:
+            for _ in range(requests(second)):
+                self.recorder.record_request(sample(ttft_s))
+                self.recorded.append(second)
+            closed = self.recorder.close_second(second, READINGS)
+            minutes += [minute for minute in closed if minute is not None]
+        if self.archive is not None:
+            self.archive.write(minutes)
+
+    def stop(self) -> None:
+        assert self.archive is not None
+        self.archive.write(self.recorder.sum_up_open_minute())
+        self.archive.close()
+
+    def read(self, scope: str, start: int, step_s: int, steps: int) -> SeriesFrame:
+        frame = read_series(self.recorder, scope, start, step_s, steps)
+        if self.archive is not None:
+            fill_from_archive(frame, scope, self.archive.read, self.recorder.last_second)
+        return frame.cut(start, steps, SCHEMAS[scope_kind(scope)].histograms)
+
+    def values(
+        self, scope: str, metric: str, start: int, step_s: int, steps: int
+    ) -> list[float | None]:
+        frame = self.read(scope, start, step_s, steps)
+        return compute_metrics(scope_kind(scope), [metric], frame)[metric]
+
+
+def total(values: list[float | None]) -> float:
+    return sum((value for value in values if value is not None), 0.0)
+
+
+@pytest.fixture(scope="module")
+def busy_gateway(tmp_path_factory: pytest.TempPathFactory) -> Gateway:
+    """A gateway that ran for two and a half hours, with 0 to 3 requests per second."""
+    gateway, rng = Gateway(tmp_path_factory.mktemp("series") / "s.sqlite"), random.Random(1)
+    gateway.run(range(START, START + 9000), lambda _: rng.randrange(4))
+    return gateway
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("step_s", [1, 10, 60, 300, 3600])
+def test_sums_are_exact_at_each_step(busy_gateway: Gateway, scope: str, step_s: int) -> None:
+    unit = max(60, step_s)
+    start, end = START // unit * unit, (START + 9000) // step_s * step_s
+    start = max(start, end - 2000 * step_s)
+    steps = (end - start) // step_s
+    values = busy_gateway.values(scope, "requests", start, step_s, steps)
+    recorded = [second for second in busy_gateway.recorded if start <= second < end]
+    # A range that begins within a step of a coarser ring has its share of that step.
+    assert total(values) == pytest.approx(len(recorded), abs=0.1 if start < START else 100)
+    if scope != "tenant:t" and step_s == 1:
+        assert values[-900:] == [recorded.count(second) for second in range(end - 900, end)]
+
+
+def test_metrics_of_steady_traffic_have_the_expected_values() -> None:
+    gateway = Gateway()
+    gateway.run(range(START, START + 300), lambda _: 2)
+    end = (START + 300) // 60 * 60
+    frame = gateway.read("model:m", end - 120, 60, 2)
+    metrics = compute_metrics("model", metric_names("model"), frame)
+    expected = {
+        "requests_per_s": 2.0,
+        "errors_per_s": 0.0,
+        "output_tokens_per_s": 60.0,
+        "cache_hit_ratio": 60 / 160,
+        "cost_dollars_per_s": 14e-9,
+        "running": 2.0,
+        "queued": 1.0,
+        "kv_usage_ratio": 0.5,
+        "replicas_desired": 3.0,
+        "requests": 120.0,
+    }
+    for name, value in expected.items():
+        assert metrics[name] == [value, value], name
+    for value in metrics["ttft_p95_s"]:
+        assert value == pytest.approx(0.2, rel=0.1)
+    assert metrics["itl_p50_s"] == [None, None]
+
+
+def test_time_before_the_start_and_while_suspended_is_a_gap_and_idle_time_is_zero() -> None:
+    gateway = Gateway()
+    gateway.run(range(START, START + 30))
+    gateway.run(range(START + 100, START + 130), lambda _: 0)
+    rates = gateway.values("model:m", "requests_per_s", START - 10, 1, 140)
+    assert rates[:10] == [None] * 10
+    assert rates[10:40] == [1.0] * 30
+    assert rates[40:110] == [None] * 70
+    assert rates[110:] == [0.0] * 30
+    assert gateway.values("tenant:idle", "requests_per_s", (START // 10 + 1) * 10, 10, 2) == [0, 0]
+
+
+def test_restart_within_a_minute_keeps_its_requests(tmp_path: Path) -> None:
+    minute = START // 60 * 60 + 60
+    for seconds in (range(minute - 30, minute + 20), range(minute + 30, minute + 90)):
+        gateway = Gateway(tmp_path / "s.sqlite")
+        gateway.run(seconds)
+        if seconds.start < minute:
+            gateway.stop()
+    assert gateway.values("fleet", "requests", minute - 60, 60, 2) == [30, 50]
+    by_second = gateway.values("fleet", "requests", minute - 60, 1, 150)
+    assert total(by_second) == pytest.approx(110)
+    assert by_second[90:] == [1.0] * 60
+
+
+def test_archive_keeps_days_and_deletes_older_ones(tmp_path: Path) -> None:
+    archive = SeriesArchive(tmp_path / "folder" / "s.sqlite", keep_days=1)
+    gateway = Gateway()
+    gateway.run(range(START, START + 130))
+    step = gateway.recorder.find_scope("fleet").sum_up(0, START, 60)  # type: ignore[union-attr]
+    assert step is not None
+    for hour in range(50):
+        archive.write([MinuteRow("fleet", START // 3600 * 3600 + hour * 3600 + 60, step)])
+    begin = START // 3600 * 3600
+    frame = archive.read("fleet", begin, begin + 50 * 3600).to_frame(
+        SCHEMAS["fleet"], begin, 50 * 60
+    )
+    kept = [index // 60 for index in (frame.covered_s > 0).nonzero()[0].tolist()]
+    assert kept == list(range(25, 50))
+    with pytest.raises(Exception, match="locked"):
+        SeriesArchive(tmp_path / "folder" / "s.sqlite", keep_days=1)
+    archive.close()
+
+
+def test_gateways_are_merged_by_sum_and_what_all_see_by_mean() -> None:
+    frames = []
+    for ttft_s in (0.1, 0.4):
+        gateway = Gateway()
+        gateway.run(range(START, START + 120), ttft_s=ttft_s)
+        frame = gateway.read("model:m", START // 60 * 60 + 60, 1, 60)
+        encoded = frame.encode()
+        frames.append(SeriesFrame.decode(encoded, frame.start, 1, 60, frame.values.shape[1]))
+    merged = merge_gateways(frames, SCHEMAS["model"])
+    metrics = compute_metrics("model", metric_names("model"), merged)
+    assert metrics["requests_per_s"] == [2.0] * 60
+    assert metrics["running"] == [4.0] * 60
+    assert metrics["replicas_ready"] == [1.0] * 60
+    assert metrics["ttft_p99_s"][0] == pytest.approx(0.4, rel=0.1)
+    assert metrics["ttft_p50_s"][0] == pytest.approx(0.1, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "range_s", "wanted_s", "expected"),
+    [
+        ("fleet", 900, None, 1),
+        ("fleet", 3600, None, 10),
+        ("fleet", 6 * 3600, None, 60),
+        ("fleet", 6 * 3600, 10, 60),
+        ("fleet", 5 * 3600, 1, 10),
+        ("fleet", 30 * 86400, None, 3600),
+        ("tenant", 900, None, 10),
+        ("tenant", 6 * 3600, None, 60),
+        ("replica", 900, 60, 60),
+    ],
+)
+def test_step_depends_on_range_and_age(
+    kind: ScopeKind, range_s: int, wanted_s: int | None, expected: int
+) -> None:
+    assert choose_step(kind, START - range_s, START, START, wanted_s) == expected
+
+
+def test_a_skipped_or_repeated_second_loses_no_request() -> None:
+    gateway = Gateway()
+    gateway.run(range(START, START + 10))
+    gateway.run(range(START + 5, START + 8))  # the clock was set back a little
+    gateway.run(range(START + 95, START + 200))
+    start = START // 60 * 60
+    assert total(gateway.values("model:m", "requests", start, 1, 300)) == len(gateway.recorded)
+    assert total(gateway.values("model:m", "requests", start, 60, 4)) == len(
+        [second for second in gateway.recorded if second < start + 240]
+    )
+
+
+def test_tenants_beyond_the_maximum_count_in_the_fleet_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("argosy.series.recorder.MAX_TENANTS", 2)
+    gateway = Gateway()
+    for tenant in ("a", "b", "c"):
+        gateway.recorder.record_request(sample(tenant=tenant))
+    for second in range(START, START + 20):
+        list(gateway.recorder.close_second(second, Readings(fleet=GAUGES)))
+    scopes = [f"tenant:{tenant}" for tenant in ("a", "b", "c")]
+    step = START // 10 * 10
+    assert sum(total(gateway.values(scope, "requests", step, 10, 1)) for scope in scopes) == 2
+    assert total(gateway.values("fleet", "requests", step, 10, 1)) == 3
