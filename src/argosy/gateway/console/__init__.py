@@ -8,8 +8,9 @@ cookie is never accepted for `/v1`.
 
 from argosy.gateway.console.browser_guard import BrowserGuard
 from argosy.gateway.console.console import CONSOLE_PREFIX, Console
-from argosy.gateway.console.console_config import ConsoleConfig
+from argosy.gateway.console.console_config import ConsoleConfig, OidcConfig
 from argosy.gateway.console.event_stream import ConsoleEvents
+from argosy.gateway.console.oidc_sign_in import OidcSignIn
 from argosy.gateway.console.sessions import ConsoleSessions
 
 __all__ = [
@@ -19,4 +20,6 @@ __all__ = [
     "ConsoleConfig",
     "ConsoleEvents",
     "ConsoleSessions",
+    "OidcConfig",
+    "OidcSignIn",
 ]
