@@ -80,7 +80,8 @@ check: .venv/.dev
 SERVICES := $(if $(shell command -v redis-server),,redis-server) \
 	$(if $(wildcard /usr/lib/postgresql/*/bin/pg_ctl),,postgresql) \
 	$(if $(or $(shell command -v pgbouncer),$(wildcard /usr/sbin/pgbouncer)),,pgbouncer) \
-	$(if $(shell command -v promtool),,prometheus)
+	$(if $(shell command -v promtool),,prometheus) \
+	$(if $(shell command -v chromium),,chromium)
 
 services:
 ifeq ($(strip $(SERVICES)),)

@@ -33,7 +33,6 @@ from argosy.gateway import GatewayConfig
 from argosy.gateway.admin import build_admin_app
 from argosy.gateway.admin.app import ENDPOINTS
 from argosy.gateway.auth import AuthConfig, Authenticator
-from argosy.gateway.config import GatewayConfig
 from argosy.gateway.model_registry import ModelRouter, ReplicaAdmin
 from argosy.gateway.series_collector import SeriesCollector
 from argosy.gateway.series_queries import SeriesQueries
@@ -89,8 +88,8 @@ async def serve_admin_api(
         on_change,
         ReplicaAdmin(models, store),
         "demo",
-        series_queries=SeriesQueries(SeriesCollector(GatewayConfig(), models), "gw", None),
         config=GatewayConfig(),
+        series_queries=SeriesQueries(SeriesCollector(GatewayConfig(), models), "gw", None),
     )
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:

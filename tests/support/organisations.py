@@ -121,8 +121,11 @@ class AdminGateway:
 
 
 @contextlib.asynccontextmanager
-async def run_admin_gateway(store_url: str) -> AsyncIterator[AdminGateway]:
-    """Run a gateway with the migrated store at `store_url`."""
+async def run_admin_gateway(
+    store_url: str,
+    **settings: Any,  # noqa: ANN401 - fields of `GatewayConfig`
+) -> AsyncIterator[AdminGateway]:
+    """Run a gateway with the migrated store at `store_url` and further settings."""
     store = open_store(store_url)
     home = store.accounts.create_organisation(unique_name(), actor="test").id
     home_project = store.accounts.create_project(home, "fleet", actor="test").id
@@ -139,6 +142,7 @@ async def run_admin_gateway(store_url: str) -> AsyncIterator[AdminGateway]:
             models=[ModelConfig(name="big", replicas=replicas)],
             store=StoreConfig(url=store_url),
             fleet="demo",
+            **settings,
         )
         ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         server = GatewayServer(config, ready.set_result)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import hashlib
 import json
 import threading
 import time
@@ -10,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from urllib.parse import parse_qsl
 
 import jwt
 import pytest
@@ -57,6 +60,10 @@ class TokenIssuer:
         self.keys_never_end = False
         """Whether the keys are sent byte by byte without an end."""
         self.num_key_requests = 0
+        self.code_challenge = ""
+        """Challenge of the sign-in that waits for its code."""
+        self.id_token = ""
+        """Token that the issuer returns for the code `good`."""
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
 
@@ -100,6 +107,14 @@ class TokenIssuer:
                         time.sleep(0.05)
                     self.wfile.write(body or b"")
 
+            def do_POST(self) -> None:
+                form = self.rfile.read(int(self.headers["content-length"])).decode()
+                body = issuer.exchange_code(dict(parse_qsl(form)))
+                self.send_response(400 if body is None else 200)
+                self.send_header("content-type", "application/json")
+                self.end_headers()
+                self.wfile.write(body or b"{}")
+
             def log_message(self, *args: object) -> None:
                 """Log no requests."""
 
@@ -111,9 +126,19 @@ class TokenIssuer:
             return None
         if path == "/.well-known/openid-configuration":
             metadata = {"issuer": self.published_issuer or self.url, "jwks_uri": f"{self.url}/keys"}
+            metadata["authorization_endpoint"] = f"{self.url}/authorize"
+            metadata["token_endpoint"] = f"{self.url}/token"
             return json.dumps(metadata).encode()
         self.num_key_requests += 1
         return json.dumps({"keys": self.keys}).encode()
+
+    def exchange_code(self, form: dict[str, str]) -> bytes | None:
+        """Return the answer of the token endpoint, or None if the code or its verifier is wrong."""
+        digest = hashlib.sha256(form.get("code_verifier", "").encode()).digest()
+        challenge = base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
+        if form.get("code") != "good" or challenge != self.code_challenge:
+            return None
+        return json.dumps({"id_token": self.id_token, "token_type": "Bearer"}).encode()
 
 
 @contextmanager

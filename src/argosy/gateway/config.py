@@ -364,11 +364,29 @@ def validate_config(config: GatewayConfig, *, has_controller: bool = False) -> N
             "limits.redis shares the limits of accounts, which need a store. Add `store`, or remove limits.redis.",
             ("limits", "redis"),
         )
+    _check_console(config)
     if config.store is None and config.auth.mode == "required" and config.auth.jwt is None:
         raise SettingError(
             "auth.mode is required, but without a store no key exists. Add `store` or auth.jwt.",
             ("auth", "mode"),
         )
+
+
+def _check_console(config: GatewayConfig) -> None:
+    oidc, trusted = config.console.oidc, config.auth.jwt
+    if oidc is None:
+        return
+    path: SettingPath = ("console", "oidc")
+    if trusted is None or trusted.issuer is None:
+        raise SettingError("console.oidc signs in with auth.jwt.issuer. Set it.", path)
+    if oidc.client_id not in trusted.audience:
+        message = f"console.oidc: the issuer's tokens name the client {oidc.client_id!r}. Add it to auth.jwt.audience."
+        raise SettingError(message, path)
+    if config.store is None:
+        raise SettingError("console.oidc keeps sessions in a store. Add `store`.", path)
+    if oidc.client_secret_env is not None and oidc.client_secret_env not in os.environ:
+        message = f"console.oidc: the environment variable {oidc.client_secret_env} is not set. Set it to the secret."
+        raise SettingError(message, path)
 
 
 def _check_replicas(model: ModelConfig, path: SettingPath) -> None:

@@ -21,7 +21,13 @@ from argosy.gateway.app import GatewayApp
 from argosy.gateway.auth import Authenticator, check_exposure
 from argosy.gateway.config import GatewayConfig
 from argosy.gateway.config_reloader import ConfigLoader, ConfigReloader
-from argosy.gateway.console import BrowserGuard, Console, ConsoleEvents, ConsoleSessions
+from argosy.gateway.console import (
+    BrowserGuard,
+    Console,
+    ConsoleEvents,
+    ConsoleSessions,
+    OidcSignIn,
+)
 from argosy.gateway.cors import CorsPolicy
 from argosy.gateway.dialects import ResponseState
 from argosy.gateway.filters import (
@@ -284,7 +290,9 @@ class GatewayServer:
                 "/v1/completions": generation.completions,
                 "/v1/models": list_models,
             }
-            self._console = Console(guard, sessions, events, playground)
+            self._console = Console(
+                guard, sessions, events, playground, self._build_oidc_sign_in(sessions)
+            )
         app = GatewayApp(
             self._models,
             generation,
@@ -371,6 +379,12 @@ class GatewayServer:
         self._outcomes = OutcomeMeter(self._gateway_id, gate.on_batch, self._metrics)
         self._outcomes.apply(fleet_pools.versions)
         return [watcher.watch, self._outcomes.run, gate.run]
+
+    def _build_oidc_sign_in(self, sessions: ConsoleSessions) -> OidcSignIn | None:
+        oidc, trusted = self._config.console.oidc, self._config.auth.jwt
+        if oidc is None or trusted is None or trusted.issuer is None:
+            return None
+        return OidcSignIn(oidc, trusted.issuer, self._authenticator, sessions)
 
     async def _listen(
         self,

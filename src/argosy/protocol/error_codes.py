@@ -105,6 +105,16 @@ ERROR_CODES = (
         "No API key exists yet, so only direct requests from the gateway's own machine are accepted. Create a key.",
     ),
     ErrorCode(401, "project_archived", "The key belongs to an archived project."),
+    ErrorCode(
+        401,
+        "session_ended",
+        "The console's session has ended, or its key or user is no longer accepted. Sign in again.",
+    ),
+    ErrorCode(
+        401,
+        "sign_in_failed",
+        "The issuer refused the sign-in to the console, or answered one of another browser.",
+    ),
     ErrorCode(401, "user_disabled", "The key or token belongs to a disabled user."),
     ErrorCode(403, "insufficient_role", "The key's role does not permit this operation."),
     ErrorCode(403, "model_not_allowed", "The key may not use this model."),
@@ -114,6 +124,11 @@ ERROR_CODES = (
         "origin_not_allowed",
         "The browser page's origin is not in `allowed_origins`. No other origin may use `/admin`, and no page may drain"
         " a replica.",
+    ),
+    ErrorCode(
+        403,
+        "insecure_connection",
+        "Signing in to the console over plain HTTP from another machine is not allowed.",
     ),
     ErrorCode(403, "no_organisation", "The token names no organisation."),
     ErrorCode(403, "unknown_organisation", "The token names an organisation that does not exist."),
@@ -170,6 +185,11 @@ ERROR_CODES = (
         "A body for the admin API or `/drain` needs the header `Content-Type: application/json`.",
     ),
     ErrorCode(
+        421,
+        "host_not_allowed",
+        "The settings have no console under this host name. Add it to `console.allowed_hosts`.",
+    ),
+    ErrorCode(
         422,
         "idempotency_key_reused",
         "The idempotency key was used with another request. Use a new key.",
@@ -181,6 +201,7 @@ ERROR_CODES = (
         "too_many_failures",
         "The credential is invalid, and this address sent 20 invalid ones within 30 s. Valid ones still work.",
     ),
+    ErrorCode(429, "too_many_streams", "Too many windows of the console are open."),
     ErrorCode(
         429,
         "too_many_connections",
@@ -246,6 +267,9 @@ ERROR_CODES = (
         503, "signing_keys_missing", "The keys that verify tokens have not been fetched yet."
     ),
     ErrorCode(503, "ledger_full", "Usage can be recorded neither in the store nor on disk."),
+    ErrorCode(
+        503, "issuer_unavailable", "The issuer for signing in to the console cannot be reached."
+    ),
     ErrorCode(503, "store_unavailable", "The admin API cannot reach the store."),
     ErrorCode(504, "deadline_exceeded", "`timeout_s` ended before the response began."),
 )

@@ -8,7 +8,7 @@ from tests.integration.store.conftest import ACTOR, START, migrate_to_revision
 from tests.support.fake_clock import FakeClock
 
 from argosy.gateway.auth.credential_index import CredentialIndex
-from argosy.gateway.auth.token_verifier import TokenClaims
+from argosy.gateway.auth.token_claims import TokenClaims
 from argosy.store import Project, Store, User, open_store
 from argosy.store.database import Database
 

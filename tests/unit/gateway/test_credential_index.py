@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from argosy.gateway.auth.credential_index import CredentialIndex
-from argosy.gateway.auth.token_verifier import TokenClaims
+from argosy.gateway.auth.token_claims import TokenClaims
 from argosy.store import AccountSnapshot, Project, User
 
 EMAIL = "ann@x.test"

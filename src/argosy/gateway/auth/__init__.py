@@ -25,6 +25,7 @@ from argosy.gateway.auth.authorization import (
 )
 from argosy.gateway.auth.client_address import IpAddress, is_local_origin, parse_address
 from argosy.gateway.auth.failure_limiter import AuthFailureLimiter
+from argosy.gateway.auth.token_claims import TokenClaims
 
 __all__ = [
     "AuthConfig",
@@ -33,6 +34,7 @@ __all__ = [
     "ConnectionInfo",
     "IpAddress",
     "JwtConfig",
+    "TokenClaims",
     "can_use_model",
     "check_exposure",
     "check_grant",

@@ -20,6 +20,7 @@ from argosy.gateway.auth.client_address import (
 )
 from argosy.gateway.auth.credential_index import CredentialEntry, CredentialIndex
 from argosy.gateway.auth.failure_limiter import AuthFailureLimiter
+from argosy.gateway.auth.token_claims import TokenClaims
 from argosy.gateway.principal import ANONYMOUS, Principal
 from argosy.protocol import ApiError
 from argosy.store import AccountSnapshot, SteadyClock, hash_key
@@ -144,6 +145,28 @@ class Authenticator:
         self._check_networks(connection)
         entry = self._credentials.find_by_digest(digest)
         return None if entry is None else self._check_entry(entry, connection)
+
+    def authenticate_claims(self, claims: TokenClaims, connection: ConnectionInfo) -> Principal:
+        """Return the principal of the bearer of a token that was verified before.
+
+        Raises:
+            ApiError: 401 or 403 if the bearer is not accepted any more.
+        """
+        self._check_networks(connection)
+        return self._check_entry(self._credentials.find_by_claims(claims), connection)
+
+    def verify_id_token(self, token: str, connection: ConnectionInfo, nonce: str) -> TokenClaims:
+        """Return the claims of a token that the issuer sent for a sign-in with this nonce.
+
+        Raises:
+            ApiError: 401 if the token is not accepted. 503 while the signing keys are being fetched.
+        """
+        if self._token_verifier is None:
+            raise ApiError(401, "invalid_token", "The settings trust no issuer. Set auth.jwt.")
+        try:
+            return self._token_verifier.verify_nonce(token, nonce)
+        except ApiError as error:
+            raise self._record_failure(error, connection) from None
 
     def client_address(self, connection: ConnectionInfo) -> IpAddress | None:
         """Return the client's address, as trusted proxies report it; None if it is unknown."""

@@ -14,7 +14,7 @@ from argosy.store import AccountSnapshot, Key, Project, Role, RoleScope, User
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from argosy.gateway.auth.token_verifier import TokenClaims
+    from argosy.gateway.auth.token_claims import TokenClaims
 
 P = TypeVar("P", bound=Project | User)
 

@@ -38,9 +38,13 @@ class _KeySet(msgspec.Struct):
     keys: list[dict[str, Any]]
 
 
-class _ProviderMetadata(msgspec.Struct):
+class ProviderMetadata(msgspec.Struct):
+    """Discovery document of an OpenID Connect issuer."""
+
     issuer: str
     jwks_uri: str
+    authorization_endpoint: str = ""
+    token_endpoint: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +174,7 @@ def _load_keys(config: JwtConfig) -> dict[str, dict[str, Any]]:
     """
     location = config.jwks
     if location is None:
-        location = _discover_jwks_url(config.issuer or "")
+        location = discover_provider(config.issuer or "").jwks_uri
     raw = _fetch_document(location) if _is_url(location) else _read_file(location)
     try:
         published = msgspec.json.decode(raw, type=_KeySet).keys
@@ -186,11 +190,15 @@ def _load_keys(config: JwtConfig) -> dict[str, dict[str, Any]]:
     return keys
 
 
-def _discover_jwks_url(issuer: str) -> str:
-    """Return the URL of the issuer's keys from its OpenID Connect discovery document."""
+def discover_provider(issuer: str) -> ProviderMetadata:
+    """Fetch and check the issuer's OpenID Connect discovery document. Blocks.
+
+    Raises:
+        ValueError: The document cannot be fetched, or is not that of the issuer.
+    """
     try:
         metadata = msgspec.json.decode(
-            _fetch_document(issuer.rstrip("/") + OPENID_DISCOVERY_PATH), type=_ProviderMetadata
+            _fetch_document(issuer.rstrip("/") + OPENID_DISCOVERY_PATH), type=ProviderMetadata
         )
     except msgspec.DecodeError as error:
         raise ValueError(
@@ -200,9 +208,10 @@ def _discover_jwks_url(issuer: str) -> str:
         raise ValueError(
             f"{issuer} calls itself {metadata.issuer}; set auth.jwt.issuer to this value"
         )
-    if urlsplit(metadata.jwks_uri).scheme != "https" and urlsplit(issuer).scheme == "https":
-        raise ValueError(f"{issuer} publishes its keys at {metadata.jwks_uri}, which is not https")
-    return metadata.jwks_uri
+    for url in (metadata.jwks_uri, metadata.authorization_endpoint, metadata.token_endpoint):
+        if url and urlsplit(url).scheme != "https" and urlsplit(issuer).scheme == "https":
+            raise ValueError(f"{issuer} publishes the address {url}, which is not https")
+    return metadata
 
 
 def _fetch_document(url: str) -> bytes:

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any, cast, get_args
 
 import jwt
-import msgspec
 
 from argosy.gateway.auth.auth_config import JwtConfig
 from argosy.gateway.auth.signing_keys import SigningKeys
+from argosy.gateway.auth.token_claims import TokenClaims
 from argosy.protocol import ApiError
 from argosy.store import Role, SteadyClock
 
@@ -19,17 +19,6 @@ MAX_CACHED_TOKENS = 8192
 MAX_TOKEN_LENGTH = 16 * 1024
 MAX_EXPIRY_S = 2**53
 """Latest expiry in seconds since the epoch. Later times, which may exceed a float's range, are reduced to it."""
-
-
-class TokenClaims(msgspec.Struct, frozen=True, kw_only=True):
-    """Claims that the gateway uses. Missing claims are empty."""
-
-    subject: str
-    email: str
-    organisation: str
-    project: str
-    role: Role
-    expires_at: float
 
 
 class TokenVerifier:
@@ -79,6 +68,19 @@ class TokenVerifier:
             del cached[next(iter(cached))]
         cached[_token_digest(token)] = token_claims = self._parse_claims(claims)
         return token_claims
+
+    def verify_nonce(self, token: str, nonce: str) -> TokenClaims:
+        """Verify a token that answers a sign-in with this nonce.
+
+        Raises:
+            ApiError: 401 if the token is invalid or answers another sign-in. 503 if the keys are not loaded yet.
+        """
+        claims = self.verify(token)
+        unverified = jwt.decode(token, options={"verify_signature": False})
+        if not nonce or unverified.get("nonce") != nonce:
+            message = "The token answers another sign-in. Sign in again."
+            raise ApiError(401, "invalid_token", message)
+        return claims
 
     def _find_signing_key(self, token: str) -> jwt.PyJWK:
         if len(token) > MAX_TOKEN_LENGTH:

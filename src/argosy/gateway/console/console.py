@@ -8,6 +8,7 @@ import msgspec
 
 from argosy.gateway.console.browser_guard import SECURITY_HEADERS, BrowserGuard
 from argosy.gateway.console.event_stream import ConsoleEvents
+from argosy.gateway.console.oidc_sign_in import OidcSignIn
 from argosy.gateway.console.sessions import ConsoleSessions, SignIn
 from argosy.gateway.console.static_files import DOCUMENT, StaticFiles, send_file
 from argosy.gateway.http_route import Handler
@@ -19,6 +20,7 @@ from argosy.store import Role, RoleScope
 
 CONSOLE_PREFIX = "/console/"
 STATIC_PREFIX = CONSOLE_PREFIX + "static/"
+SIGN_IN_PREFIX = CONSOLE_PREFIX + "sign-in/"
 _encode = msgspec.json.Encoder().encode
 
 
@@ -43,6 +45,7 @@ class Console:
         sessions: Signs in and authenticates.
         events: The event stream.
         playground: Handlers by path of the routes of the API that the playground may call with a session.
+        oidc: Sign-in with an issuer.
     """
 
     def __init__(
@@ -51,11 +54,13 @@ class Console:
         sessions: ConsoleSessions,
         events: ConsoleEvents,
         playground: Mapping[str, Handler],
+        oidc: OidcSignIn | None = None,
     ) -> None:
         self._guard = guard
         self._sessions = sessions
         self.events = events
         self._playground = playground
+        self._oidc = oidc
         self._files: StaticFiles | None = None
 
     async def send_document(self, exchange: HttpExchange, principal: Principal) -> None:
@@ -76,8 +81,12 @@ class Console:
             check_method(exchange, ("GET",))
             await self._send_file(exchange, exchange.path.removeprefix(STATIC_PREFIX))
             return
-        self._guard.check_data_request(exchange)
         exchange.extra_headers += SECURITY_HEADERS
+        if exchange.path.startswith(SIGN_IN_PREFIX):
+            self._guard.check_host(exchange)
+            await self._handle_sign_in(exchange, exchange.path.removeprefix(SIGN_IN_PREFIX))
+            return
+        self._guard.check_data_request(exchange)
         path = "/" + exchange.path.removeprefix(CONSOLE_PREFIX)
         if path == "/session":
             await self._handle_session(exchange)
@@ -90,6 +99,21 @@ class Console:
             principal = await self._sessions.authenticate(exchange)
             exchange.path = path
             await self._playground[path](exchange, principal)
+        else:
+            raise _not_found_error(exchange.path)
+
+    async def _handle_sign_in(self, exchange: HttpExchange, step: str) -> None:
+        """Answer the flow's routes, which browsers open as pages, and whether there is such a flow."""
+        check_method(exchange, ("GET",))
+        if step == "methods":
+            exchange.extra_headers.append((b"cache-control", b"no-store"))
+            await exchange.send_response(
+                200, _encode({"key": True, "oidc": self._oidc is not None})
+            )
+        elif step == "start" and self._oidc is not None:
+            await self._oidc.start(exchange)
+        elif step == "callback" and self._oidc is not None:
+            await self._oidc.finish(exchange)
         else:
             raise _not_found_error(exchange.path)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from http.cookies import CookieError, SimpleCookie
 
 import msgspec
 import structlog
 
-from argosy.gateway.auth import Authenticator, AuthFailureLimiter, has_credential
+from argosy.gateway.auth import Authenticator, AuthFailureLimiter, TokenClaims, has_credential
 from argosy.gateway.console.browser_guard import BrowserGuard
 from argosy.gateway.principal import Principal
 from argosy.http_server import HttpExchange
@@ -72,11 +73,42 @@ class ConsoleSessions:
         except StoreError as error:
             raise _store_unavailable(error) from error
 
+    async def open_for_claims(self, exchange: HttpExchange, claims: TokenClaims) -> None:
+        """Open a session for the bearer of a verified token, and set its cookie on the response.
+
+        Raises:
+            ApiError: 401 or 403 if the bearer is not accepted. 503 if the store cannot be written.
+        """
+        self._guard.check_sign_in(exchange)
+        self._authenticator.authenticate_claims(claims, exchange)
+        await self._open(exchange, claims=msgspec.json.encode(claims))
+
+    async def _open(
+        self,
+        exchange: HttpExchange,
+        *,
+        key_digest: bytes | None = None,
+        claims: bytes | None = None,
+    ) -> None:
+        """Open a session in the place of the browser's present one, so that no earlier id becomes valid for it."""
+        if self._store is None:
+            raise ApiError(404, "no_store", "Sessions need a store. Add 'store' to the settings.")
+        await self._end_current(exchange)
+        create = partial(self._store.create, key_digest=key_digest, claims=claims)
+        try:
+            session_id = await run_in_daemon_thread(create)
+        except StoreError as error:
+            raise _store_unavailable(error) from error
+        self._set_cookie(exchange, session_id)
+
     def resolve(self, session: ConsoleSession, exchange: HttpExchange) -> Principal | None:
         """Return the principal that a session stands for now, or None if its key is no longer accepted."""
         try:
             if session.key_digest is not None:
                 return self._authenticator.authenticate_digest(session.key_digest, exchange)
+            if session.claims is not None:
+                claims = msgspec.json.decode(session.claims, type=TokenClaims)
+                return self._authenticator.authenticate_claims(claims, exchange)
         except ApiError as error:
             if error.status != 401:
                 raise
@@ -107,14 +139,7 @@ class ConsoleSessions:
                 log.warning("console_sign_in_failed", address=str(address))
             message = "This key is not accepted. Check it, or ask an administrator for another."
             raise ApiError(401, "invalid_api_key", message)
-        await self._end_current(exchange)
-        try:
-            session_id = await run_in_daemon_thread(
-                lambda store: store.create(key_digest=digest), self._store
-            )
-        except StoreError as error:
-            raise _store_unavailable(error) from error
-        self._set_cookie(exchange, session_id)
+        await self._open(exchange, key_digest=digest)
         return principal
 
     async def sign_out(self, exchange: HttpExchange) -> None:
@@ -132,14 +157,7 @@ class ConsoleSessions:
 
     def read_session_id(self, exchange: HttpExchange) -> str:
         """Return the session id that the browser sent, or an empty string."""
-        if b"cookie" not in exchange.headers:
-            return ""
-        try:
-            cookies = SimpleCookie(exchange.get_header(b"cookie"))
-        except CookieError:
-            return ""
-        morsel = cookies.get(self._cookie_name(exchange))
-        return "" if morsel is None else morsel.value
+        return read_cookie(exchange, self._cookie_name(exchange))
 
     def _set_cookie(self, exchange: HttpExchange, session_id: str) -> None:
         name = self._cookie_name(exchange)
@@ -154,6 +172,17 @@ class ConsoleSessions:
 
     def _cookie_name(self, exchange: HttpExchange) -> str:
         return SECURE_COOKIE if self._guard.is_secure(exchange) else INSECURE_COOKIE
+
+
+def read_cookie(exchange: HttpExchange, name: str) -> str:
+    """Return the value of a cookie, or an empty string without it."""
+    if b"cookie" not in exchange.headers:
+        return ""
+    try:
+        morsel = SimpleCookie(exchange.get_header(b"cookie")).get(name)
+    except CookieError:
+        return ""
+    return "" if morsel is None else morsel.value
 
 
 class SignIn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -1,11 +1,13 @@
 // Models and replicas: each pool with its replicas, what changed, and the decisions of operators.
 import { html, useEffect } from "../vendor.js";
 import { query, useResource } from "../core/api.js";
-import { age, percent, time, visible } from "../core/format.js";
+import { age, count, percent, time, visible } from "../core/format.js";
 import { replicaChanges } from "../core/live.js";
 import { link, route } from "../core/router.js";
+import { Chart } from "../ui/chart.js";
 import { Card, Name, Pill, Resource, Status } from "../ui/parts.js";
 import { ReplicaActions, ReplicaTable } from "../ui/replica-table.js";
+import { useSeries } from "../ui/series.js";
 import { Table } from "../ui/table.js";
 
 export default function Models() {
@@ -18,7 +20,7 @@ export default function Models() {
   useEffect(() => { if (changes) reload(); }, [changes]);
   const chosen = replica && replicas.data?.data.find((each) => each.replica === replica);
   return html`
-    ${replica ? html`<${Resource} of=${replicas}>${() => (chosen ? html`<${Replica} replica=${chosen} reload=${reload} />`
+    ${replica ? html`<${Resource} of=${replicas}>${() => (chosen ? html`<${Replica} replica=${chosen} reload=${reload} /><${ReplicaCharts} key=${replica} name=${replica} />`
       : html`<${Card} title=${visible(replica)}><p class="empty">This gateway has no such replica now. Its history is below.</p><//>`)}<//>` : null}
     <${Card} title="Pools" actions=${model ? html`<a href=${link("models")}>All models</a>` : null}><${Resource} of=${pools} empty="No model is configured. Add one to the gateway's settings, or apply a fleet.">
       ${({ data }) => html`<${Table} label="Pools" columns=${POOL_COLUMNS} rows=${data} rowKey=${(row) => row.model} height=${240} />`}<//><//>
@@ -41,6 +43,18 @@ function Replica({ replica, reload }) {
   ].filter(([, value]) => value !== null && value !== undefined && value !== "");
   return html`<${Card} title=${visible(replica.replica)} note=${visible(replica.model)} actions=${html`<${ReplicaActions} replica=${replica} reload=${reload} /> <a href=${link("requests", [], { model: replica.model })}>Its requests</a>`}>
     <dl class="facts">${facts.map(([name, value]) => [html`<dt key=${`${name}-term`}>${name}</dt>`, html`<dd key=${name}>${value}</dd>`])}</dl><//>`;
+}
+
+const LOAD = [["running", "s1"], ["batch_size", "s3"], ["waiting", "s2"]];
+
+// Load, KV cache and speed of a replica over the last quarter of an hour.
+function ReplicaCharts({ name }) {
+  const series = useSeries(`replica:${name}`, [...LOAD.map(([metric]) => metric), "kv_usage_ratio", "output_tokens_per_s", "cache_hit_ratio"], "15m");
+  const chart = (title, format, least, lines) => html`<${Card} title=${title} note="15 min"><${Resource} of=${series} height=${220} empty="There are no readings of this replica yet."
+    isEmpty=${({ metrics }) => !lines.some(([metric]) => metrics[metric]?.some((value) => value !== null))}>${({ times, metrics }) => html`
+    <${Chart} title=${title} format=${format} least=${least} hasPoints=${format === percent} data=${[times, ...lines.map(([metric]) => metrics[metric])]} series=${lines.map(([metric, color]) => ({ label: metric.replaceAll("_", " "), color }))} />`}<//><//>`;
+  return html`<div class="two">${chart("Requests", count, 4, LOAD)}${chart("Output tokens per second", count, 1, [["output_tokens_per_s", "s1"]])}</div>
+    <div class="two">${chart("KV cache in use", percent, 1, [["kv_usage_ratio", "s1"]])}${chart("Share of cached input tokens", percent, 1, [["cache_hit_ratio", "s3"]])}</div>`;
 }
 
 // The log of the fleet's controllers, if the gateway belongs to a declared fleet.

@@ -1,7 +1,7 @@
 // Overview: what needs attention, six numbers, the time to first token, the load, and the replicas that differ.
 import { html, useEffect, useMemo } from "../vendor.js";
 import { query, useResource } from "../core/api.js";
-import { count, duration, money, percent, plural } from "../core/format.js";
+import { count, duration, money, percent, plural, significant } from "../core/format.js";
 import { replicaChanges, samples, tick } from "../core/live.js";
 import { link, route, setQuery } from "../core/router.js";
 import { Chart, Sparkline } from "../ui/chart.js";
@@ -9,7 +9,7 @@ import { Card, Pill, Resource } from "../ui/parts.js";
 import { ReplicaTable } from "../ui/replica-table.js";
 import { RANGES, useSeries } from "../ui/series.js";
 
-const METRICS = ["requests_per_s", "output_tokens_per_s", "ttft_p50_s", "ttft_p95_s", "ttft_p99_s", "error_ratio", "kv_usage_ratio"];
+const METRICS = ["requests_per_s", "output_tokens_per_s", "ttft_p50_s", "ttft_p95_s", "ttft_p99_s", "failed_per_s", "kv_usage_ratio", "running", "queued"];
 
 export default function Overview() {
   const { query: { range = "15m" } } = route.value;
@@ -27,7 +27,7 @@ export default function Overview() {
     <div class="row"><span class="sp"></span><div class="seg" role="group" aria-label="Time range">${RANGES.map(({ id, label }) => html`
       <button key=${id} aria-pressed=${id === range} onClick=${() => setQuery({ range: id })}>${label}</button>`)}</div></div>
     <${Numbers} series=${series} replicas=${replicas} cost=${cost} minute=${minute} recent=${recent} />
-    <div class="two"><${FirstToken} series=${series} /><${Load} /></div>
+    <div class="two"><${FirstToken} series=${series} /><${Load} series=${series} /></div>
     <${Card} title="Replicas that differ from their pool" actions=${html`<a href=${link("models")}>All replicas</a>`}>
       <${Resource} of=${replicas}>${({ data }) => {
         const different = findDifferent(data);
@@ -79,6 +79,8 @@ function Attention({ replicas, pools }) {
       : html`<p class="empty"><${Pill} kind="ok">Nothing<//> All replicas answer, and the store is up to date.</p>`)}<//><//>`;
 }
 
+const rate = (value) => (value > 0 && value < 1 ? significant(value, 2) : count(value));
+
 function Number({ label, value, unit, note, values }) {
   return html`<div class="card"><div class="s">${label}</div><div><b>${value}</b> <span class="u">${unit}</span></div>
     <div class="s">${note}</div>${values ? html`<${Sparkline} values=${values} />` : null}</div>`;
@@ -94,10 +96,10 @@ function Numbers({ series, replicas, cost, minute, recent }) {
   const kv = ready.length ? ready.reduce((sum, replica) => sum + replica.kv_usage_ratio, 0) / ready.length : undefined;
   const perSecond = (value) => (value === undefined ? undefined : value / 60);
   return html`<div class="kpi">
-    <${Number} label="Requests" value=${count(last("requests_per_s") ?? perSecond(totals?.requests))} unit="per s" note="ended, last minute" values=${columns.requests_per_s} />
-    <${Number} label="Output tokens" value=${count(last("output_tokens_per_s") ?? perSecond(totals?.output_tokens))} unit="per s" note="last minute" values=${columns.output_tokens_per_s} />
-    <${Number} label="TTFT p95" value=${duration(last("ttft_p95_s"))} note="time to first token" values=${columns.ttft_p95_s} />
-    <${Number} label="Errors" value=${percent(statuses.length ? failed / statuses.length : undefined)} note=${`${failed} of the last ${statuses.length}`} values=${columns.error_ratio} />
+    <${Number} label="Requests" value=${rate(perSecond(totals?.requests))} unit="per s" note="ended, last minute" values=${columns.requests_per_s} />
+    <${Number} label="Output tokens" value=${rate(perSecond(totals?.output_tokens))} unit="per s" note="last minute" values=${columns.output_tokens_per_s} />
+    <${Number} label="TTFT p95" value=${duration(last("ttft_p95_s"))} note="latest, of all models" values=${columns.ttft_p95_s} />
+    <${Number} label="Errors" value=${percent(statuses.length ? failed / statuses.length : undefined)} note=${`${failed} of the last ${statuses.length}`} values=${columns.failed_per_s} />
     <${Number} label="KV cache in use" value=${percent(kv)} note=${`mean of ${ready.length} ready`} values=${columns.kv_usage_ratio} />
     <${Number} label="Cost today" value=${money(cost.data?.data[0]?.nano_dollars)} note=${plural(cost.data?.data[0]?.requests, "request")} /></div>`;
 }
@@ -105,16 +107,19 @@ function Numbers({ series, replicas, cost, minute, recent }) {
 function FirstToken({ series }) {
   const empty = "There are no points yet. They appear with the first requests; the playground sends one.";
   const names = ["ttft_p50_s", "ttft_p95_s", "ttft_p99_s"];
-  return html`<${Card} title="Time to first token" note="all models"><${Resource} of=${series} height=${220} empty=${html`${empty} <a href=${link("playground")}>Open the playground</a>`}
+  return html`<${Card} title="Time to first token" note=${series.data?.partial?.length ? `without the gateways ${series.data.partial.join(", ")}` : "all models"}><${Resource} of=${series} height=${220} empty=${html`${empty} <a href=${link("playground")}>Open the playground</a>`}
     isEmpty=${(data) => !names.some((name) => data.metrics[name]?.some((value) => value !== null))}>
-    ${(data) => html`<${Chart} title="Time to first token" format=${duration} data=${[data.times, ...names.map((name) => data.metrics[name] ?? [])]}
+    ${(data) => html`<${Chart} title="Time to first token" format=${duration} hasPoints data=${[data.times, ...names.map((name) => data.metrics[name] ?? [])]}
       series=${[{ label: "p50", color: "q1" }, { label: "p95", color: "q2" }, { label: "p99", color: "q3" }]} />`}<//><//>`;
 }
 
-// Running and waiting requests, from the event stream.
-function Load() {
+// Running and waiting requests: from the series, or from the event stream where a gateway keeps no series.
+function Load({ series }) {
   const version = tick.value?.at;
-  return html`<${Card} title="Running and waiting requests" note="since this page was opened">
-    <${Chart} title="Running and waiting requests" format=${count} least=${4} version=${version} data=${[samples.at, samples.running, samples.queued]}
+  const { metrics = {}, times = [] } = series.data ?? {};
+  const hasSeries = Boolean(metrics.running?.some((value) => value !== null));
+  const data = hasSeries ? [times, metrics.running, metrics.queued] : [samples.at, samples.running, samples.queued];
+  return html`<${Card} title="Running and waiting requests" note=${hasSeries ? "all models" : "since this page was opened"}>
+    <${Chart} title="Running and waiting requests" format=${count} least=${4} version=${version} data=${data}
       series=${[{ label: "running", color: "s1" }, { label: "waiting", color: "s2" }]} /><//>`;
 }

@@ -6,8 +6,9 @@ import { save, saveCsv } from "./parts.js";
 
 const HEIGHT = 200;
 
-// series: [{ label, color }]. data: [times, ...values]; a null is a gap. The axis reaches at least to `least`.
-export function Chart({ title, series, data, format, version, limit, label, least = 1e-9 }) {
+// series: [{ label, color }]. data: [times, ...values]; a null is a gap. The axis reaches at least to `least`. `hasPoints` shows
+// values between gaps.
+export function Chart({ title, series, data, format, version, limit, label, least = 1e-9, hasPoints = false }) {
   const box = useRef(null);
   const plot = useRef(null);
   const dark = isDark.value;
@@ -33,7 +34,7 @@ export function Chart({ title, series, data, format, version, limit, label, leas
         { ...axis, values: (_, times) => times.map((at) => time(at).slice(0, times.length > 1 && times[1] - times[0] < 60 ? 8 : 5)) },
         { ...axis, size: 64, values: (_, values) => values.map((value) => format(value)) },
       ],
-      series: [{}, ...series.map((each) => ({ label: each.label, stroke: color(each.color), width: 1.6, spanGaps: false, points: { show: false } }))],
+      series: [{}, ...series.map((each) => ({ label: each.label, stroke: color(each.color), width: 1.6, spanGaps: false, points: { show: hasPoints, size: 4, fill: color(each.color) } }))],
       hooks: { draw: [drawLimit] },
     }, data, box.current);
     plot.current = u;

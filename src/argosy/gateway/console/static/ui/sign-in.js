@@ -1,11 +1,13 @@
 // Sign-in with an API key. The key goes to the gateway once, and is kept nowhere in the browser.
-import { html, useState } from "../vendor.js";
-import { post, session } from "../core/api.js";
+import { html, useEffect, useState } from "../vendor.js";
+import { get, post, session } from "../core/api.js";
 import { Field } from "./parts.js";
 
 export function SignIn() {
   const [error, setError] = useState("");
   const [isBusy, setBusy] = useState(false);
+  const [hasIssuer, setHasIssuer] = useState(false);
+  useEffect(() => { get("console/sign-in/methods").then(({ oidc }) => setHasIssuer(oidc), () => {}); }, []);
   const submit = async (event) => {
     event.preventDefault();
     const field = event.currentTarget.elements.key;
@@ -21,5 +23,6 @@ export function SignIn() {
   return html`<main class="sign-in"><form class="card" onSubmit=${submit}><h1>Sign in to Argosy</h1>
     <${Field} label="API key" hint="Create one with: argosy keys create"><input name="key" type="password" autocomplete="off" spellcheck=${false} required autofocus /><//>
     ${error ? html`<p class="failure" role="alert">${error}</p>` : null}
-    <button class="btn primary" disabled=${isBusy}>Sign in</button></form></main>`;
+    <button class="btn primary" disabled=${isBusy}>Sign in</button>
+    ${hasIssuer ? html`<a href="console/sign-in/start">Sign in with your organisation</a>` : null}</form></main>`;
 }

@@ -1,0 +1,165 @@
+"""Sign-in with an OpenID Connect issuer: the authorization code flow with PKCE (RFC 6749, RFC 7636)."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import os
+import secrets
+from urllib.parse import parse_qs, urlencode
+
+import msgspec
+import structlog
+
+from argosy.gateway.auth import Authenticator
+from argosy.gateway.console.console_config import OidcConfig
+from argosy.gateway.console.sessions import ConsoleSessions, read_cookie
+from argosy.http_server import HttpExchange
+from argosy.process import run_in_daemon_thread
+from argosy.protocol import ApiError
+
+log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
+
+FLOW_COOKIE = "__Host-argosy-oidc"
+"""Cookie of a flow that has begun. It is Lax, since the issuer's page sends the browser back."""
+FLOW_LIFETIME_S = 600
+TOKEN_TIMEOUT_S = 10.0
+MAX_ANSWER_BYTES = 1 << 20
+
+
+class _TokenAnswer(msgspec.Struct):
+    id_token: str
+
+
+class OidcSignIn:
+    """The two routes of the flow. `start` leads to the issuer, which leads back to `finish`.
+
+    Args:
+        config: Settings of the flow.
+        issuer: URL of the issuer, whose tokens the authenticator trusts.
+        authenticator: Verifies the issuer's tokens.
+        sessions: Opens the session.
+    """
+
+    def __init__(
+        self,
+        config: OidcConfig,
+        issuer: str,
+        authenticator: Authenticator,
+        sessions: ConsoleSessions,
+    ) -> None:
+        self._config = config
+        self._issuer = issuer
+        self._authenticator = authenticator
+        self._sessions = sessions
+
+    async def start(self, exchange: HttpExchange) -> None:
+        """Send the browser to the issuer, with a new state, nonce and code verifier in a cookie.
+
+        Raises:
+            ApiError: 503 if the issuer cannot be reached.
+        """
+        endpoint, _ = await self._discover()
+        state, nonce, verifier = (secrets.token_urlsafe(32) for _ in range(3))
+        digest = hashlib.sha256(verifier.encode()).digest()
+        parameters = {
+            "response_type": "code",
+            "client_id": self._config.client_id,
+            "redirect_uri": self._config.redirect_uri,
+            "scope": " ".join(self._config.scopes),
+            "state": state,
+            "nonce": nonce,
+            "code_challenge": base64.urlsafe_b64encode(digest).rstrip(b"=").decode(),
+            "code_challenge_method": "S256",
+        }
+        _set_flow_cookie(exchange, f"{state}.{nonce}.{verifier}", FLOW_LIFETIME_S)
+        separator = "&" if "?" in endpoint else "?"
+        await _redirect(exchange, f"{endpoint}{separator}{urlencode(parameters)}")
+
+    async def finish(self, exchange: HttpExchange) -> None:
+        """Exchange the issuer's code for a token, open a session, and send the browser to the console.
+
+        Raises:
+            ApiError: 401 if the answer does not belong to a flow of this browser, or its token is not accepted. 503 if
+                the issuer cannot be reached.
+        """
+        parameters = {
+            name: values[0] for name, values in parse_qs(exchange.query.decode("latin-1")).items()
+        }
+        state, _, rest = read_cookie(exchange, FLOW_COOKIE).partition(".")
+        nonce, _, verifier = rest.partition(".")
+        _set_flow_cookie(exchange, "", 0)
+        if not state or not hmac.compare_digest(
+            state.encode(), parameters.get("state", "").encode()
+        ):
+            raise _refuse("The sign-in took too long, or began in another browser.")
+        if parameters.get("iss", self._issuer) != self._issuer:
+            raise _refuse("The answer is from another issuer.")
+        if "code" not in parameters:
+            raise _refuse(f"The issuer refused: {parameters.get('error', 'no code')[:100]}.")
+        token = await self._exchange_code(parameters["code"], verifier)
+        claims = self._authenticator.verify_id_token(token, exchange, nonce)
+        await self._sessions.open_for_claims(exchange, claims)
+        await _redirect(exchange, "../../")
+
+    async def _discover(self) -> tuple[str, str]:
+        """Return the issuer's endpoints for authorization and for tokens."""
+        from argosy.gateway.auth.signing_keys import discover_provider  # PyJWT takes long to import
+
+        try:
+            provider = await run_in_daemon_thread(discover_provider, self._issuer)
+        except ValueError as error:
+            raise _issuer_unavailable(str(error)) from error
+        if not (provider.authorization_endpoint and provider.token_endpoint):
+            raise _issuer_unavailable(f"{self._issuer} publishes no endpoints for sign-in")
+        return provider.authorization_endpoint, provider.token_endpoint
+
+    async def _exchange_code(self, code: str, verifier: str) -> str:
+        """Return the id token for a code."""
+        _, endpoint = await self._discover()
+        form = {
+            "grant_type": "authorization_code",
+            "code": code,
+            "redirect_uri": self._config.redirect_uri,
+            "client_id": self._config.client_id,
+            "code_verifier": verifier,
+        }
+        if self._config.client_secret_env is not None:
+            form["client_secret"] = os.environ.get(self._config.client_secret_env, "")
+        import httpx2  # takes long to import
+
+        try:
+            async with httpx2.AsyncClient(timeout=TOKEN_TIMEOUT_S) as client:
+                answer = await client.post(
+                    endpoint, data=form, headers={"accept": "application/json"}
+                )
+        except (OSError, httpx2.HTTPError) as error:
+            raise _issuer_unavailable(str(error)) from error
+        if answer.status_code != 200 or len(answer.content) > MAX_ANSWER_BYTES:
+            log.warning("oidc_code_refused", status=answer.status_code)
+            raise _refuse("The issuer did not accept the code.")
+        try:
+            return msgspec.json.decode(answer.content, type=_TokenAnswer).id_token
+        except msgspec.DecodeError as error:
+            raise _refuse("The issuer's answer has no id token.") from error
+
+
+async def _redirect(exchange: HttpExchange, location: str) -> None:
+    exchange.extra_headers += [(b"location", location.encode()), (b"cache-control", b"no-store")]
+    await exchange.send_response(302, b"", b"text/plain")
+
+
+def _set_flow_cookie(exchange: HttpExchange, value: str, max_age_s: int) -> None:
+    attributes = f"Path=/; HttpOnly; Secure; SameSite=Lax; Max-Age={max_age_s}"
+    exchange.extra_headers.append((b"set-cookie", f"{FLOW_COOKIE}={value}; {attributes}".encode()))
+
+
+def _refuse(reason: str) -> ApiError:
+    return ApiError(401, "sign_in_failed", f"{reason} Open the console and sign in again.")
+
+
+def _issuer_unavailable(reason: str) -> ApiError:
+    log.warning("oidc_issuer_unavailable", reason=reason)
+    message = "The issuer cannot be reached. The gateway's log has the reason. Try again later."
+    return ApiError(503, "issuer_unavailable", message, retry_after_s=5.0)

@@ -1,0 +1,150 @@
+"""The console's routes over HTTP: hosts, origins, sessions, static files, the event stream and the playground."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx2
+import pytest
+from tests.support.organisations import AdminGateway
+
+OWN_PAGE = {"sec-fetch-site": "same-origin"}
+SESSION = "/console/session"
+
+
+async def sign_in(gateway: AdminGateway, key: str) -> httpx2.Response:
+    """Sign in. The client keeps no cookie, so that each test sends the one that it means."""
+    response = await gateway.client.post(SESSION, json={"key": key}, headers=OWN_PAGE)
+    gateway.client.cookies.clear()
+    return response
+
+
+def root_key(gateway: AdminGateway) -> str:
+    return gateway.root_headers["authorization"].removeprefix("Bearer ")
+
+
+async def session_headers(gateway: AdminGateway, key: str | None = None) -> dict[str, str]:
+    """Return the headers of the console's own page with a new session."""
+    response = await sign_in(gateway, key or root_key(gateway))
+    assert response.status_code == 200, response.text
+    cookie = response.headers["set-cookie"]
+    assert {"HttpOnly", "Secure", "SameSite=Strict", "Path=/"} <= set(cookie.split("; "))
+    return OWN_PAGE | {"cookie": cookie.partition(";")[0]}
+
+
+async def test_session_reaches_the_admin_api_and_the_playground_but_not_v1(
+    admin_gateway: AdminGateway,
+) -> None:
+    client, headers = admin_gateway.client, await session_headers(admin_gateway)
+    assert headers["cookie"].startswith("__Host-argosy=")
+    who = await client.get(SESSION, headers=headers)
+    assert (who.json()["role"], who.json()["is_local"]) == ("admin", False)
+    assert (await client.get("/admin/keys", headers=headers)).status_code == 200
+    chat = {"model": "big", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+    response = await client.post("/console/v1/chat/completions", json=chat, headers=headers)
+    assert response.status_code == 200, response.text
+    for method, path in (
+        ("GET", "/v1/models"),
+        ("POST", "/v1/chat/completions"),
+        ("GET", "/metrics"),
+    ):
+        answer = await client.request(method, path, json=chat, headers=headers)
+        assert answer.json()["error"]["code"] == "missing_api_key", path
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({"sec-fetch-site": "same-site"}, (403, "origin_not_allowed")),
+        ({"sec-fetch-site": "cross-site"}, (403, "origin_not_allowed")),
+        ({"sec-fetch-site": "none"}, (403, "origin_not_allowed")),
+        ({"sec-fetch-site": "", "origin": "http://127.0.0.1:1"}, (403, "origin_not_allowed")),
+        ({"sec-fetch-site": ""}, (403, "origin_not_allowed")),
+        ({"host": "attacker.test"}, (421, "host_not_allowed")),
+        ({"host": "attacker.test", "origin": "http://attacker.test"}, (421, "host_not_allowed")),
+        ({"host": "localhost@attacker.test"}, (421, "host_not_allowed")),
+    ],
+)
+async def test_request_of_another_page_or_name_is_refused(
+    admin_gateway: AdminGateway, changed: dict[str, str], expected: tuple[int, str]
+) -> None:
+    client, headers = admin_gateway.client, {**await session_headers(admin_gateway), **changed}
+    events = await client.get("/console/events", headers=headers)
+    assert (events.status_code, events.json()["error"]["code"]) == expected
+    for method, path in (("GET", "/admin/keys"), ("POST", "/admin/organisations")):
+        response = await client.request(method, path, json={"name": "x"}, headers=headers)
+        assert response.status_code in {401, expected[0]}, (method, path)  # 401 without a cookie
+    assert "x" not in {one.name for one in admin_gateway.store.accounts.list_organisations()}
+
+
+async def test_document_is_served_to_browsers_under_known_names_only(
+    admin_gateway: AdminGateway,
+) -> None:
+    client, browser = admin_gateway.client, {"accept": "text/html,*/*"}
+    page = await client.get("/", headers=browser)
+    assert page.text.startswith("<!doctype html>")
+    policy = page.headers["content-security-policy"]
+    assert policy.startswith("default-src 'self';")
+    assert "frame-ancestors 'none'" in policy
+    assert (await client.get("/")).text == "Ollama is running"
+    rebound = await client.get("/", headers=browser | {"host": "attacker.test"})
+    assert rebound.status_code == 421
+    script = await client.get("/console/static/app.js")
+    assert script.headers["content-encoding"] == "gzip"
+    cached = await client.get(
+        "/console/static/app.js", headers={"if-none-match": script.headers["etag"]}
+    )
+    assert (cached.status_code, cached.content) == (304, b"")
+    for path in ("missing.js", "..%2f__init__.py", ""):
+        assert (await client.get(f"/console/static/{path}")).status_code == 404, path
+
+
+async def test_session_ends_with_sign_out_and_with_its_key(admin_gateway: AdminGateway) -> None:
+    client = admin_gateway.client
+    first, second = await session_headers(admin_gateway), await session_headers(admin_gateway)
+    assert (await client.delete(SESSION, headers=first)).status_code == 200
+    ended = await client.get("/admin/keys", headers=first)
+    assert (ended.status_code, ended.json()["error"]["code"]) == (401, "session_ended")
+    assert (await client.get("/admin/keys", headers=second)).status_code == 200
+    body = {
+        "project": admin_gateway.home_project,
+        "name": "short",
+        "role": "viewer",
+        "scope": "gateway",
+    }
+    key = await admin_gateway.create("/admin/keys", body)
+    session = await session_headers(admin_gateway, key["key"])
+    async with (
+        asyncio.timeout(20),
+        client.stream("GET", "/console/events", headers=session) as stream,
+    ):
+        lines = stream.aiter_lines()
+        while await anext(lines) != "event: tick":
+            pass
+        await client.post(f"/admin/keys/{key['id']}/revoke", headers=admin_gateway.root_headers)
+        assert (await client.get("/admin/pools", headers=session)).status_code == 401
+        assert "event: session_ended" in [line async for line in lines]
+
+
+async def test_wrong_keys_are_answered_alike_and_limited(admin_gateway: AdminGateway) -> None:
+    body = {"project": admin_gateway.home_project, "name": "old"}
+    key = await admin_gateway.create("/admin/keys", body)
+    await admin_gateway.client.post(
+        f"/admin/keys/{key['id']}/revoke", headers=admin_gateway.root_headers
+    )
+    answers = [
+        await sign_in(admin_gateway, tried) for tried in (key["key"], "x", "", "y", "z", "w")
+    ]
+    errors: list[dict[str, Any]] = [answer.json()["error"] for answer in answers]
+    assert [answer.status_code for answer in answers] == [401] * 5 + [429]
+    assert len({error["message"] for error in errors[:5]}) == 1
+
+
+async def test_sign_in_over_plain_http_from_elsewhere_is_refused(
+    admin_gateway: AdminGateway,
+) -> None:
+    headers = {"host": "10.0.0.5:8000", "origin": "http://10.0.0.5:8000"}
+    body = {"key": root_key(admin_gateway)}
+    response = await admin_gateway.client.post(SESSION, json=body, headers=headers)
+    assert (response.status_code, response.json()["error"]["code"]) == (403, "insecure_connection")

@@ -1,0 +1,234 @@
+"""The console in Chromium: screens on real data, hostile names, forged requests, and accessibility in both themes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import shutil
+from collections.abc import AsyncIterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+import pytest
+from tests.support.organisations import AdminGateway
+
+from argosy.store import Role, RoleScope
+
+if TYPE_CHECKING:
+    from playwright.async_api import Browser, Page
+
+playwright_api = pytest.importorskip("playwright.async_api", reason="playwright is not installed")
+CHROMIUM = shutil.which("chromium")
+AXE = Path(__file__).parents[1] / "js" / "node_modules" / "axe-core" / "axe.min.js"
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed: make services"),
+]
+HOSTILE = "<img src=x onerror=\"document.title='owned'\"><b>bold</b>"
+MAX_TRANSFERRED_BYTES = 200_000
+SCREENS = ("overview", "requests", "usage", "events", "playground", "models", "tenants", "settings")
+HEADINGS = {
+    "usage": "Usage and cost",
+    "events": "Events and audit",
+    "models": "Models and replicas",
+}
+HEADINGS |= {"tenants": "Tenants and keys", "settings": "Settings and doctor"}
+DRAWN_AGAIN = """(canvas, before) => new Promise((done) => {
+  const look = () => (canvas.toDataURL() === before ? requestAnimationFrame(look) : done());
+  look();
+})"""
+
+
+@pytest.fixture
+async def browser() -> AsyncIterator[Browser]:
+    """Chromium, in which the name attacker.test has this machine's address."""
+    async with playwright_api.async_playwright() as playwright:
+        launched = await playwright.chromium.launch(
+            executable_path=CHROMIUM,
+            args=["--no-sandbox", "--host-resolver-rules=MAP attacker.test 127.0.0.1"],
+        )
+        yield launched
+        await launched.close()
+
+
+async def open_console(
+    browser: Browser,
+    gateway: AdminGateway,
+    *,
+    scheme: str = "light",
+    headers: dict[str, str] | None = None,
+) -> Page:
+    """Open the console and sign in with the key in `headers`, by default an administrator's."""
+    context = await browser.new_context(
+        color_scheme=scheme, viewport={"width": 1280, "height": 900}
+    )
+    page = await context.new_page()
+    await page.goto(str(gateway.client.base_url))
+    key = (headers or gateway.root_headers)["authorization"].removeprefix("Bearer ")
+    await page.get_by_label("API key").fill(key)
+    await page.get_by_role("button", name="Sign in").click()
+    await page.get_by_text(re.compile("Live$")).wait_for()
+    return page
+
+
+async def test_console_shows_moves_and_streams_without_running_names(
+    browser: Browser, admin_gateway: AdminGateway
+) -> None:
+    accounts = admin_gateway.store.accounts
+    organisation = accounts.create_organisation(HOSTILE, actor="test").id
+    accounts.create_project(organisation, HOSTILE, actor="test")
+    async with asyncio.timeout(10):
+        page = await open_console(browser, admin_gateway)
+        problems: list[str] = []
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on(
+            "console",
+            lambda message: problems.append(message.text) if "Security" in message.text else None,
+        )
+        canvas = page.get_by_role("img", name="Running and waiting requests").locator("canvas")
+        before = await canvas.evaluate("canvas => canvas.toDataURL()")
+        await canvas.evaluate(DRAWN_AGAIN, before)
+        await page.get_by_role("link", name="Playground", exact=True).click()
+        await page.get_by_label("Kind").select_option("completion")
+        await page.get_by_role("button", name="List three").click()
+        await page.get_by_text("0 1 2 3").wait_for()
+        await page.get_by_role("link", name="Why did it take so long?").click()
+        await page.get_by_text("Where the time went").wait_for()
+    resources = (
+        "performance.getEntriesByType('resource').reduce((sum, one) => sum + one.transferSize, 0)"
+    )
+    assert 20_000 < await page.evaluate(resources) < MAX_TRANSFERRED_BYTES
+    address = page.url
+    assert "/#/requests/" in address
+    await page.goto("about:blank")
+    await page.goto(address)
+    await page.get_by_text("Where the time went").wait_for()
+    for tab in ("organisations", "projects"):
+        await page.goto(f"{admin_gateway.client.base_url}/#/tenants?tab={tab}")
+        await page.get_by_role("cell", name=HOSTILE, exact=True).first.wait_for()
+        assert await page.locator("td img, td b").count() == 0
+    assert problems == []
+    await page.get_by_role("button", name="Sign out").click()
+    await page.get_by_label("API key").wait_for()
+
+
+async def test_new_key_is_shown_once_and_works(
+    browser: Browser, admin_gateway: AdminGateway
+) -> None:
+    page = await open_console(browser, admin_gateway)
+    await page.goto(f"{admin_gateway.client.base_url}/#/tenants")
+    await page.get_by_role("button", name="New").click()
+    await page.get_by_label("Project id").fill(admin_gateway.home_project)
+    await page.get_by_label("Name", exact=True).fill("from the console")
+    await page.get_by_role("button", name="Create", exact=True).click()
+    plain_key = await page.get_by_role("dialog", name="New key").locator("pre").inner_text()
+    await page.get_by_role("button", name="Close").click()
+    await page.get_by_role("cell", name="from the console").wait_for()
+    assert plain_key not in await page.content()
+    models = await admin_gateway.client.get(
+        "/v1/models", headers={"authorization": f"Bearer {plain_key}"}
+    )
+    assert models.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("role", "scope", "screens"),
+    [
+        ("user", "organisation", ["Requests", "Usage and cost", "Playground"]),
+        (
+            "viewer",
+            "organisation",
+            ["Requests", "Usage and cost", "Events and audit", "Playground", "Tenants and keys"],
+        ),
+    ],
+)
+async def test_role_sees_its_screens_and_no_other_organisation(
+    browser: Browser, admin_gateway: AdminGateway, role: Role, scope: RoleScope, screens: list[str]
+) -> None:
+    own, foreign = await admin_gateway.create_customer(), await admin_gateway.create_customer()
+    headers = await admin_gateway.key_headers(role, scope, own.organisation)
+    page = await open_console(browser, admin_gateway, headers=headers)
+    refused: list[str] = []
+    page.on("response", lambda answer: refused.append(answer.url) if answer.status == 403 else None)
+    links = page.get_by_role("navigation").get_by_role("link")
+    assert (await links.all_inner_texts())[1:] == screens
+    bodies: list[str] = []
+    for screen in screens:
+        await page.get_by_role("link", name=screen, exact=True).click()
+        await page.get_by_role("heading", name=screen, level=1).wait_for()
+        await playwright_api.expect(page.locator("[aria-busy=true]")).to_have_count(0)
+        bodies.append(await page.content())
+    if role == "viewer":
+        assert refused == []
+        assert any(own.project in body for body in bodies)
+    assert not [value for value in asdict(foreign).values() if value in "".join(bodies)]
+
+
+@contextlib.asynccontextmanager
+async def serve_page(body: str) -> AsyncIterator[str]:
+    """Serve a page on another port of this machine, and yield its address."""
+
+    async def respond(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        head = f"HTTP/1.1 200 OK\r\ncontent-type: text/html\r\ncontent-length: {len(body)}\r\n"
+        writer.write(f"{head}connection: close\r\n\r\n{body}".encode())
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(respond, "127.0.0.1", 0) as server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
+
+
+async def test_other_pages_neither_send_requests_nor_show_the_console(
+    browser: Browser, admin_gateway: AdminGateway
+) -> None:
+    """A page on another port is of the same site, so the browser sends it with the cookie of the session."""
+    base = str(admin_gateway.client.base_url)
+    page = await open_console(browser, admin_gateway)
+    forged = json.dumps(
+        {"method": "POST", "mode": "no-cors", "credentials": "include", "body": '{"name":"forged"}'}
+    )
+    async with serve_page(f"<iframe src='{base}/'></iframe>") as other:
+        await page.goto(other)
+        statuses: list[int] = []
+        page.on(
+            "response",
+            lambda answer: statuses.append(answer.status) if "/admin/" in answer.url else None,
+        )
+        await page.evaluate(f"fetch('{base}/admin/organisations', {forged})")
+        framed = page.frames[-1]
+        assert framed is not page.main_frame
+        assert await framed.locator("#app").count() == 0
+    assert statuses == [403]
+    assert "forged" not in {one.name for one in admin_gateway.store.accounts.list_organisations()}
+    rebound = await page.goto(f"http://attacker.test:{urlsplit(base).port}/")
+    assert rebound is not None
+    assert rebound.status == 421
+
+
+@pytest.mark.skipif(
+    not AXE.exists(), reason="axe-core is not installed: npm ci in tests/integration/js"
+)
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.exhaustive)])
+async def test_screens_have_no_serious_findings_of_axe(
+    browser: Browser, admin_gateway: AdminGateway, scheme: str
+) -> None:
+    await admin_gateway.create_customer()
+    page = await open_console(browser, admin_gateway, scheme=scheme)
+    for screen in SCREENS:
+        await page.goto(f"{admin_gateway.client.base_url}/#/{screen}")
+        heading = HEADINGS.get(screen, screen.capitalize())
+        await page.get_by_role("heading", name=heading, level=1).wait_for()
+        await playwright_api.expect(page.locator("[aria-busy=true]")).to_have_count(0)
+        await page.evaluate(f"{AXE.read_text()}; undefined")
+        found = await page.evaluate("axe.run().then(({ violations }) => violations)")
+        serious = [
+            (one["id"], [node["html"][:120] for node in one["nodes"]])
+            for one in found
+            if one["impact"] in {"serious", "critical"}
+        ]
+        assert not serious, screen
