@@ -219,6 +219,7 @@ class _Rules:
     def _compute_need(self) -> tuple[int, str]:
         """Fill the arithmetic, and return how many working replicas are needed and why."""
         settings, observation, state = self._settings, self._observation, self._state
+        desired = observation.desired_replicas
         capacity = observation.capacity_tokens_per_s or None
         slow = state.demand.mean(SLOW_WINDOW_S)
         demand, basis = slow.tokens_per_s, DemandBasis.MEAN
@@ -239,6 +240,8 @@ class _Rules:
         has_arrivals = any(arrival.tokens for arrival in observation.arrivals)
         if observation.queued_requests or (has_arrivals and not self._supply):
             needed = max(needed, 1)  # also for requests that were refused until a replica serves
+        elif not desired:
+            needed = 0  # past demand does not start a pool again
         window_s = min(max(settings.down_window_s, 2.0 * observation.startup_s), MAX_PEAK_WINDOW_S)
         since = observation.at - window_s
         self.arithmetic = msgspec.structs.replace(

@@ -178,6 +178,11 @@ def test_start_for_a_client_that_could_not_wait_is_completed() -> None:
     assert pool.run(5, 0.0, arrivals=refused, capacity_tokens_per_s=None) == [1]
     assert set(pool.run(340, 0.0)) == {1}, "it starts, and is then kept for as long as any other"
     assert pool.run(30, 0.0)[-1] == 0
+    pool = SimulatedPool(idle, replicas=1)
+    pool.run(600, 100.0)
+    counts = pool.run(600, 0.0)
+    assert counts == sorted(counts, reverse=True), "the mean demand of two minutes starts nothing"
+    assert counts[-1] == 0
 
 
 @pytest.mark.parametrize(
