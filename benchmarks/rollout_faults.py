@@ -6,6 +6,7 @@ Two replicas of the bundled model serve users that send greedy chats at a consta
 weights, and a fault of `benchmarks/planted_faults`. The first step has 25 % of the users.
 
 Prints a JSON line for each version: the end of its rollout and the reason, and the number of requests that it answered.
+
 `lost` requests failed, and `different` ones had another text. `first_to_last_s` is the time from the first request of
 the version to its last one.
 """
