@@ -10,11 +10,12 @@ import typer
 
 from argosy.cli.failure import EXIT_FAILURE, fail
 from argosy.cli.fleet_target import FleetTarget
+from argosy.cli.rollout_report import shorten_digests
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from argosy.fleet.control import FleetStatus, ReplicaRecord
+    from argosy.fleet.control import FleetStatus, PoolStatus, ReplicaRecord
 
 POLL_INTERVAL_S = 0.5
 
@@ -31,6 +32,10 @@ def wait_until_ready(target: FleetTarget, timeout_s: float, *, quiet: bool) -> N
             status = read_status(target)
             if status.is_as_declared:
                 break
+            rejected = [pool for pool in status.pools if pool.is_rejected]
+            if rejected:
+                live.stop()
+                fail(_describe_rollouts(rejected), EXIT_FAILURE)
             if is_terminal and not quiet:
                 live.update(render_replicas(status.replicas), refresh=True)
             elif not quiet:
@@ -90,4 +95,13 @@ def _fail_unready(status: FleetStatus) -> None:
         for record in status.replicas
         if record.phase != "ready"
     ]
+    rollouts = _describe_rollouts(status.pools)
+    if rollouts:
+        waiting.append(rollouts)
     fail("; ".join(waiting) or "no controller has carried out the revision yet", EXIT_FAILURE)
+
+
+def _describe_rollouts(pools: Sequence[PoolStatus]) -> str:
+    return "; ".join(
+        f"pool {pool.name}: {shorten_digests(pool.rollout)}" for pool in pools if pool.rollout
+    )

@@ -15,9 +15,16 @@ from tests.support.waiting import wait_for
 from typer.testing import CliRunner, Result
 
 from argosy.cli.app import app
-from argosy.fleet.control import RolloutReport, append_command, read_rollouts
+from argosy.fleet.control import (
+    RolloutReport,
+    append_command,
+    read_fleet_status,
+    read_rollouts,
+)
+from argosy.fleet.control.fleet_records import REPLICA_PREFIX, ReplicaRecord
 from argosy.fleet.control.rollout_documents import ROLLOUTS_PREFIX, ROUTE_PREFIX, remove_commands
 from argosy.fleet.control.rollout_status import ROLLOUT_STATUS_PREFIX, describe_decision
+from argosy.policy.reconciliation import ReplicaPhase
 from argosy.policy.rollout import (
     CheckStatus,
     CommandKind,
@@ -40,7 +47,8 @@ OLD, NEW = "1" * 64, "2" * 64
 DECLARATION = b"""{
     "fleet": "demo",
     "models": [{"name": "chat", "source": "argosy-mini"}],
-    "pools": [{"name": "chat", "model": "chat"}]
+    "gateways": 0,
+    "pools": [{"name": "chat", "model": "chat", "replicas": 2, "rollout": {}}]
 }"""
 READY = VersionStatus(existing=2, serving=2, ready=2, check=CheckStatus.PASSED)
 
@@ -107,8 +115,19 @@ class World:
             self.gate = self.gate or RolloutGate.start(current.id, current.plan.gate, 5)
             self.gate.open_step(*decision.gate_step, now)
         status = describe_decision(decision, verdict, observation, NEW, decision.refusals)
-        record = {ROLLOUT_STATUS_PREFIX + POOL: msgspec.json.encode(status)}
-        self.store.save_records(self.lease, record)
+        replica = ReplicaRecord(
+            name="chat-1-0",
+            pool=POOL,
+            generation=1,
+            ordinal=0,
+            launcher="local",
+            phase=ReplicaPhase.READY,
+        )
+        records = {
+            ROLLOUT_STATUS_PREFIX + POOL: msgspec.json.encode(status),
+            REPLICA_PREFIX + replica.name: msgspec.json.encode(replica),
+        }
+        self.store.save_records(self.lease, records)
         remove_commands(self.store, "demo", POOL, report.commands)
 
     def _replace(self, prefix: str, document: PoolRoute | PoolRollouts, *, after: int) -> None:
@@ -241,6 +260,8 @@ def test_version_that_was_rolled_back_can_be_resumed(world: World) -> None:
     assert world.state == "aborted"
     assert "no rollout of the pool chat is running" in run("pause", POOL).stderr
     assert f"rolled back: version {NEW[:12]} (slow)" in run("status").stdout
+    (pool,) = read_fleet_status(world.store, "demo").pools
+    assert (pool.ready, pool.serves_declared, pool.is_rejected) == (1, False, True)
     with world.controller():
         resumed = run("resume", "--reason", "the cause was elsewhere")
     assert resumed.exit_code == 0, resumed.output

@@ -146,12 +146,6 @@ class RolloutReport(RolloutDocuments, frozen=True, kw_only=True):
             return self.status.status
         return "" if current is None else f"{current.state}: {current.reason}"
 
-    @property
-    def concerns_operators(self) -> bool:
-        """Whether a rollout runs, or the declared version was rolled back."""
-        declared = "" if self.status is None else self.status.declared
-        return self.is_running or self.rollouts.verdict_on(declared) is not None
-
 
 def read_rollouts(store: FleetStore, fleet: str) -> list[RolloutReport]:
     """Return the rollouts of all pools that have had some, by name. Blocks on the store.

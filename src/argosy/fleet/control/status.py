@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 
 from argosy.fleet.control.declared_fleet import gateway_url
 from argosy.fleet.control.fleet_records import ReplicaRecord, decode_records, decode_scaling
-from argosy.fleet.control.rollout_status import read_rollouts
+from argosy.fleet.control.rollout_status import RolloutReport, read_rollouts
 from argosy.fleet.declaration import GATEWAY_POOL, parse_fleet
 from argosy.policy.autoscaling import ScalingDecision
 from argosy.policy.reconciliation import ReplicaPhase
-from argosy.store import FleetStore
+from argosy.store import FleetRevision, FleetStore, PoolGeneration
 
 MAX_LEASE_AGE_S = 15.0
 """Age of a lease from which its holder counts as gone."""
@@ -25,13 +25,18 @@ class PoolStatus(msgspec.Struct, frozen=True, kw_only=True):
     desired: int
     """Number of replicas, with spares."""
     ready: int
-    """Number of replicas of the current generation that are ready."""
+    """Number of replicas of the current generation that are ready. With rollouts, those of the version that serves by
+    default."""
     replicas: int
     """Number of replicas that exist."""
     scaling: ScalingDecision | None = None
     """Last decision of its autoscaler; None if it has none, or has not decided yet."""
     rollout: str = ""
     """State of its rollout; empty if none runs and the declared version was not rolled back."""
+    serves_declared: bool = True
+    """Whether no other version than the declared one serves, and no rollout runs."""
+    is_rejected: bool = False
+    """Whether the declared version was rolled back, so that it is not tried again by itself."""
 
 
 class FleetStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,9 +64,10 @@ class FleetStatus(msgspec.Struct, frozen=True, kw_only=True):
     def is_as_declared(self) -> bool:
         """Whether each pool has exactly its replicas, and all are ready."""
         declared = {pool.name for pool in self.pools}
-        return all(pool.desired == pool.ready == pool.replicas for pool in self.pools) and all(
-            record.pool in declared for record in self.replicas
-        )
+        return all(
+            pool.desired == pool.ready == pool.replicas and pool.serves_declared
+            for pool in self.pools
+        ) and all(record.pool in declared for record in self.replicas)
 
 
 def read_fleet_status(store: FleetStore, fleet: str) -> FleetStatus:
@@ -74,11 +80,15 @@ def read_fleet_status(store: FleetStore, fleet: str) -> FleetStatus:
     encoded = store.read_records(fleet)
     records, _ = decode_records(encoded)
     scaling = decode_scaling(encoded)
-    rollouts = _read_rollout_sentences(store, fleet)
+    reports: dict[str, RolloutReport] = {}
+    known: Sequence[FleetRevision] = []
     desired: dict[str, int] = {}
     url = ""
     if revision is not None:
         config = parse_fleet(revision.declaration, f"revision {revision.number}")
+        rolled_out = {pool.name for pool in config.pools if pool.rollout is not None}
+        reports = _read_rollouts(store, fleet, rolled_out)
+        known = [revision, *(store.list_revisions(fleet) if reports else ())]
         for pool in config.pools:
             scaled = scaling.get(pool.name)
             if scaled is None or pool.replicas is not None or pool.autoscaling.mode != "on":
@@ -97,19 +107,13 @@ def read_fleet_status(store: FleetStore, fleet: str) -> FleetStatus:
         lease_age_s=store.lease_age_s(fleet),
         url=url,
         pools=[
-            PoolStatus(
-                name=name,
-                desired=count,
-                ready=sum(
-                    record.pool == name
-                    and record.phase is ReplicaPhase.READY
-                    and revision is not None
-                    and record.generation == revision.generations[name].generation
-                    for record in records.values()
-                ),
-                replicas=sum(record.pool == name for record in records.values()),
-                scaling=scaling[name].state.last_decision if name in scaling else None,
-                rollout=rollouts.get(name, ""),
+            _describe_pool(
+                name,
+                count,
+                [record for record in records.values() if record.pool == name],
+                [each.generations[name] for each in known if name in each.generations],
+                None if name not in scaling else scaling[name].state.last_decision,
+                reports.get(name),
             )
             for name, count in desired.items()
         ],
@@ -117,9 +121,54 @@ def read_fleet_status(store: FleetStore, fleet: str) -> FleetStatus:
     )
 
 
-def _read_rollout_sentences(store: FleetStore, fleet: str) -> dict[str, str]:
+def _describe_pool(
+    name: str,
+    desired: int,
+    records: Sequence[ReplicaRecord],
+    generations: Sequence[PoolGeneration],
+    scaling: ScalingDecision | None,
+    rollout: RolloutReport | None,
+) -> PoolStatus:
+    """Return the status of a pool.
+
+    Args:
+        name: Name of the pool.
+        desired: Number of its replicas, with spares.
+        records: Its replicas.
+        generations: Its generation in the revision in force, then those in the latest revisions.
+        scaling: Last decision of its autoscaler.
+        rollout: Its rollouts; None without.
+    """
+    declared = serving = generations[0]
+    if rollout is not None and rollout.route is not None:
+        stable = rollout.route.stable
+        serving = next((each for each in generations if each.digest == stable), declared)
+    status = PoolStatus(
+        name=name,
+        desired=desired,
+        ready=sum(
+            record.phase is ReplicaPhase.READY and record.generation == serving.generation
+            for record in records
+        ),
+        replicas=len(records),
+        scaling=scaling,
+        serves_declared=serving == declared,
+    )
+    if rollout is None:
+        return status
+    is_rejected = rollout.rollouts.verdict_on(declared.digest) is not None
+    return msgspec.structs.replace(
+        status,
+        rollout=rollout.sentence if rollout.is_running or is_rejected else "",
+        serves_declared=status.serves_declared and not rollout.is_running,
+        is_rejected=is_rejected and not rollout.is_running,
+    )
+
+
+def _read_rollouts(
+    store: FleetStore, fleet: str, pools: Collection[str]
+) -> dict[str, RolloutReport]:
     try:
-        reports = read_rollouts(store, fleet)
+        return {each.pool: each for each in read_rollouts(store, fleet) if each.pool in pools}
     except msgspec.MsgspecError:
         return {}  # of a later version, whose `argosy rollout status` shows them
-    return {report.pool: report.sentence for report in reports if report.concerns_operators}
