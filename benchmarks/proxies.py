@@ -111,8 +111,17 @@ def argosy_plain(place: Place) -> Start:
 
 def argosy(place: Place) -> Start:
     """Argosy with all features in front of its own engine: keys, limits, prices, and resumable streams."""
+    return _argosy_with_accounts(place, {})
+
+
+def argosy_without_series(place: Place) -> Start:
+    """The same without time series, to measure what they cost."""
+    return _argosy_with_accounts(place, {"series": {"enabled": False}})
+
+
+def _argosy_with_accounts(place: Place, settings: Mapping[str, object]) -> Start:
     url = f"sqlite:///{place.folder}/store.db"
-    settings = {"store": {"url": url}, "auth": {"mode": "required"}}
+    settings = {"store": {"url": url}, "auth": {"mode": "required"}, **settings}
     return _argosy(place, {"kind": "argosy"}, settings, _account(url))
 
 
@@ -214,6 +223,7 @@ def litellm(place: Place) -> Start:
 PROXIES = {
     "argosy": Proxy(argosy, package="argosy"),
     "argosy-plain": Proxy(argosy_plain, package="argosy"),
+    "argosy-without-series": Proxy(argosy_without_series, package="argosy"),
     "nginx": Proxy(nginx),
     "sglang-router": Proxy(
         sglang_router("round_robin"), "sglang-router", "sglang-router", rival=True

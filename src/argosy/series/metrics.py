@@ -12,6 +12,7 @@ from argosy.series.schema import SCHEMAS, Schema, ScopeKind
 
 QUANTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
 NANODOLLARS_PER_DOLLAR = 10**9
+_ERRORS = ("refused", "limited", "failed")
 _NAN = float("nan")
 
 Compute = Callable[[SeriesFrame], Floats]
@@ -84,19 +85,14 @@ def _quantile(histogram: str, quantile: float) -> Compute:
 
 def _build_metrics(schema: Schema) -> dict[str, Compute]:
     columns = {name: _column(schema, name) for name in schema.columns}
-    metrics = {
-        "requests_per_s": _rate(columns["requests"]),
-        "errors_per_s": _rate(_sum(*(columns[n] for n in ("refused", "limited", "failed")))),
-        "refused_per_s": _rate(columns["refused"]),
-        "limited_per_s": _rate(columns["limited"]),
-        "failed_per_s": _rate(columns["failed"]),
-        "cancelled_per_s": _rate(columns["cancelled"]),
-        "input_tokens_per_s": _rate(columns["input_tokens"]),
-        "cached_tokens_per_s": _rate(columns["cached_tokens"]),
-        "output_tokens_per_s": _rate(columns["output_tokens"]),
-        "cache_hit_ratio": _ratio(columns["cached_tokens"], columns["input_tokens"]),
-        "cost_dollars_per_s": _rate(columns["cost_nano_dollars"], NANODOLLARS_PER_DOLLAR),
-    }
+    errors = [columns[name] for name in _ERRORS if name in columns]
+    metrics = {"errors_per_s": _rate(_sum(*errors))}
+    for name in schema.counters:
+        if name == "cost_nano_dollars":
+            metrics["cost_dollars_per_s"] = _rate(columns[name], NANODOLLARS_PER_DOLLAR)
+        else:
+            metrics[f"{name}_per_s"] = _rate(columns[name])
+    metrics["cache_hit_ratio"] = _ratio(columns["cached_tokens"], columns["input_tokens"])
     metrics |= {gauge.name: columns[gauge.name] for gauge in schema.gauges}
     for histogram in schema.histograms:
         for name, quantile in QUANTILES.items():

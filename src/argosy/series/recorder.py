@@ -86,6 +86,10 @@ class _Counts:
         ]
 
 
+_IDLE = _Counts()
+"""Counts of a scope without requests. Never changed."""
+
+
 @dataclass(frozen=True, slots=True)
 class Readings:
     """Gauges at the end of a second. Each row has the gauges in the order of the scope's schema."""
@@ -165,10 +169,12 @@ class SeriesRecorder:
         for replica, gauges in readings.replicas.items():
             self._write(f"replica:{replica}", second, replicas.get(replica), gauges)
             yield None
-        for end in _step_ends(last, second, _TENANT_STEP_S):
+        ends = _step_ends(last, second, _TENANT_STEP_S)
+        for end in ends:
             yield from self._write_tenants(end - _TENANT_STEP_S, readings)
-        for scope, rings in list(self._scopes.items()):
+        for scope, rings in list(self._scopes.items()) if ends else ():
             yield from self._roll_up(scope, rings, last, second)
+            yield None
 
     def sum_up_open_minute(self) -> list[MinuteRow]:
         """Return what is known of the minute that is not complete, when the process ends."""
@@ -215,9 +221,9 @@ class SeriesRecorder:
         if rings is None:
             kind = scope_kind(scope)
             rings = self._scopes[scope] = ScopeRings(SCHEMAS[kind], ring_sizes(kind))
-        counts = counts or _Counts()
-        row = [*counts.counters.values(), *gauges]
-        rings.write(second, row, counts.encode(rings.schema.histograms))
+        schema, counts = rings.schema, counts or _IDLE
+        row = [*(counts.counters[name] for name in schema.counters), *gauges]
+        rings.write(second, row, counts.encode(schema.histograms))
 
     def _roll_up(
         self, scope: str, rings: ScopeRings, last: int, second: int

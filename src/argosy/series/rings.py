@@ -39,8 +39,9 @@ class Ring:
         self._schema = schema
         self._numbers = np.full(length, -1, np.int64)
         """Number of the step in each slot: its time divided by `step_s`."""
-        self._values = np.zeros((length, len(schema.columns)))
-        self._covered_s = np.zeros(length)
+        dtype = np.float32 if schema.is_compact else np.float64
+        self._values = np.zeros((length, len(schema.columns)), dtype)
+        self._covered_s = np.zeros(length, np.float32)
         self._histograms: list[Histograms | None] = [None] * length
 
     def write(self, start: int, step: Step) -> None:
@@ -57,7 +58,7 @@ class Ring:
         numbers = start // self.step_s + np.arange(steps)
         slots = numbers % self.length
         is_known = self._numbers[slots] == numbers
-        values = self._values[slots]
+        values = self._values[slots].astype(np.float64)
         values[~is_known] = np.nan
         kept = [
             self._histograms[slot] if known else None
@@ -67,7 +68,7 @@ class Ring:
             self.step_s,
             start,
             values,
-            np.where(is_known, self._covered_s[slots], 0.0),
+            np.where(is_known, self._covered_s[slots].astype(np.float64), 0.0),
             {
                 name: [b"" if one is None else one[index] for one in kept]
                 for index, name in enumerate(self._schema.histograms)

@@ -27,6 +27,8 @@ class Schema(msgspec.Struct, frozen=True):
     counters: tuple[str, ...]
     gauges: tuple[Gauge, ...]
     histograms: tuple[str, ...]
+    is_compact: bool = False
+    """Whether rings keep 32-bit floats, because there may be thousands of such scopes."""
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -60,7 +62,7 @@ SCHEMAS: dict[ScopeKind, Schema] = {
     "fleet": _MODEL,
     "model": _MODEL,
     "replica": Schema(
-        REQUEST_COUNTERS,
+        ("requests", "failed", "cancelled", "input_tokens", "cached_tokens", "output_tokens"),
         (
             Gauge("running", "sum"),
             Gauge("batch_size", "mean"),
@@ -68,6 +70,7 @@ SCHEMAS: dict[ScopeKind, Schema] = {
             Gauge("kv_usage_ratio", "mean"),
         ),
         (),
+        is_compact=True,
     ),
     "tenant": Schema(REQUEST_COUNTERS, _REQUEST_GAUGES, ("ttft",)),
 }

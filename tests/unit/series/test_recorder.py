@@ -138,8 +138,8 @@ def test_metrics_of_steady_traffic_have_the_expected_values() -> None:
     }
     for name, value in expected.items():
         assert metrics[name] == [value, value], name
-    for value in metrics["ttft_p95_s"]:
-        assert value == pytest.approx(0.2, rel=0.1)
+    for percentile in metrics["ttft_p95_s"]:
+        assert percentile == pytest.approx(0.2, rel=0.1)
     assert metrics["itl_p50_s"] == [None, None]
 
 
