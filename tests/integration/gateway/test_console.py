@@ -38,6 +38,9 @@ async def test_session_reaches_the_admin_api_and_the_playground_but_not_v1(
 ) -> None:
     client, headers = admin_gateway.client, await session_headers(admin_gateway)
     assert headers["cookie"].startswith("__Host-argosy=")
+    headers["cookie"] = (
+        f'other={{"a": [1]}}; {headers["cookie"]}'  # of another service of this host
+    )
     who = await client.get(SESSION, headers=headers)
     assert (who.json()["role"], who.json()["is_local"]) == ("admin", False)
     assert (await client.get("/admin/keys", headers=headers)).status_code == 200

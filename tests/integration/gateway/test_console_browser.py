@@ -81,23 +81,22 @@ async def test_console_shows_moves_and_streams_without_running_names(
     accounts = admin_gateway.store.accounts
     organisation = accounts.create_organisation(HOSTILE, actor="test").id
     accounts.create_project(organisation, HOSTILE, actor="test")
-    async with asyncio.timeout(10):
-        page = await open_console(browser, admin_gateway)
-        problems: list[str] = []
-        page.on("pageerror", lambda error: problems.append(str(error)))
-        page.on(
-            "console",
-            lambda message: problems.append(message.text) if "Security" in message.text else None,
-        )
-        canvas = page.get_by_role("img", name="Running and waiting requests").locator("canvas")
-        before = await canvas.evaluate("canvas => canvas.toDataURL()")
-        await canvas.evaluate(DRAWN_AGAIN, before)
-        await page.get_by_role("link", name="Playground", exact=True).click()
-        await page.get_by_label("Kind").select_option("completion")
-        await page.get_by_role("button", name="List three").click()
-        await page.get_by_text("0 1 2 3").wait_for()
-        await page.get_by_role("link", name="Why did it take so long?").click()
-        await page.get_by_text("Where the time went").wait_for()
+    page = await open_console(browser, admin_gateway)
+    problems: list[str] = []
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.on(
+        "console",
+        lambda message: problems.append(message.text) if "Security" in message.text else None,
+    )
+    canvas = page.get_by_role("img", name="Running and waiting requests").locator("canvas")
+    before = await canvas.evaluate("canvas => canvas.toDataURL()")
+    await canvas.evaluate(DRAWN_AGAIN, before)
+    await page.get_by_role("link", name="Playground", exact=True).click()
+    await page.get_by_label("Kind").select_option("completion")
+    await page.get_by_role("button", name="List three").click()
+    await page.get_by_text("0 1 2 3").wait_for()
+    await page.get_by_role("link", name="Why did it take so long?").click()
+    await page.get_by_text("Where the time went").wait_for()
     resources = (
         "performance.getEntriesByType('resource').reduce((sum, one) => sum + one.transferSize, 0)"
     )

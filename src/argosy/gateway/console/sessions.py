@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from functools import partial
-from http.cookies import CookieError, SimpleCookie
 
 import msgspec
 import structlog
@@ -175,14 +174,15 @@ class ConsoleSessions:
 
 
 def read_cookie(exchange: HttpExchange, name: str) -> str:
-    """Return the value of a cookie, or an empty string without it."""
-    if b"cookie" not in exchange.headers:
-        return ""
-    try:
-        morsel = SimpleCookie(exchange.get_header(b"cookie")).get(name)
-    except CookieError:
-        return ""
-    return "" if morsel is None else morsel.value
+    """Return the value of a cookie, or an empty string without it.
+
+    `SimpleCookie` would drop all cookies after one that it cannot parse, such as those of other services of this host.
+    """
+    for pair in exchange.get_header(b"cookie").split(";"):
+        found, _, value = pair.strip().partition("=")
+        if found == name:
+            return value
+    return ""
 
 
 class SignIn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -56,7 +56,7 @@ function Attention({ replicas, pools }) {
     const isChosen = replica.state !== "active";
     items.push({
       kind: isChosen ? "warn" : "bad", word: isChosen ? "Note" : "Page",
-      text: html`Replica <b>${replica.replica}</b> of <b>${replica.model}</b> is ${replica.status}${replica.reason ? `: ${replica.reason}` : ""}${isChosen && replica.changed_by ? ` (by ${replica.changed_by})` : ""}.`,
+      text: html`Replica <b>${replica.replica}</b> of <b>${replica.model}</b> is ${replica.status}${replica.reason ? `: ${replica.reason}` : ""}.`,
       href: link("models", [replica.model], { replica: replica.replica }), action: "Open the replica",
     });
   }
