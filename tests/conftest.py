@@ -1,8 +1,9 @@
 """Configuration of all tests: hypothesis profiles, databases, and state outside the user's own folders."""
 
+import gc
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,21 @@ settings.register_profile("default", deadline=None, max_examples=50)
 settings.register_profile("ci", settings.get_profile("default"), derandomize=True, print_blob=True)
 settings.register_profile("exhaustive", deadline=None, max_examples=500)
 settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect tests without garbage collection, and exclude all objects that exist then from later collections.
+
+    Test items and the modules that they import are millions of permanent objects. Each collection that a test or
+    `argosy.LLM` requests would scan them for half a second.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -38,7 +38,7 @@ async def streams(state: Path) -> AsyncIterator[Streams]:
 @pytest.mark.parametrize(
     ("fault", "rounds"),
     [
-        ("kill", 4),
+        ("kill", 2),
         ("cut", 1),
         ("term", 1),
         ("stop", 1),

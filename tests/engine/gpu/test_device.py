@@ -120,10 +120,10 @@ def prepare_graphs(core: EngineCore) -> EngineCore:
 
 
 def reference_outputs(model: Path, **options: object) -> dict[str, RequestOutput]:
-    """Run each request alone, one step at a time. These cores are never idle, and therefore capture no graphs."""
+    """Run each request alone, one step at a time. The core is never idle, and therefore captures no graphs."""
     outputs: dict[str, RequestOutput] = {}
+    core = create_gpu_core(model, max_steps_in_flight=0, prefix_cache=False, **options)
     for request in requests():
-        core = create_gpu_core(model, max_steps_in_flight=0, prefix_cache=False, **options)
         core.add(request)
         output = outputs[request.id] = RequestOutput()
         while core.scheduler.has_work:

@@ -44,9 +44,9 @@ def test_plain_weights_match_torch(
 
 
 @pytest.mark.parametrize(
-    ("tokens", "cols", "outs"), [(1, 128, 64), (5, 200, 70), (17, 33, 130), (70, 300, 96)]
+    ("tokens", "cols", "outs", "biased"),
+    [(1, 128, 64, False), (5, 200, 70, True), (17, 33, 130, True), (70, 300, 96, False)],
 )
-@pytest.mark.parametrize("biased", [False, True])
 def test_float8_weights_match_product_of_rounded_operands(
     tokens: int, cols: int, outs: int, biased: bool
 ) -> None:
