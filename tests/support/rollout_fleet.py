@@ -217,6 +217,7 @@ class RolloutFleet:
         self.on_reconciled: Callable[[ObservedFleet], None] = lambda _: None
         monkeypatch.setattr(leader_term, "OBSERVATION_INTERVAL_S", ROUND_S)
         monkeypatch.setattr(leader_term, "MAX_OBSERVATION_GAP_S", 1e9)
+        monkeypatch.setattr(gateway_publisher, "FIRST_POLL_INTERVAL_S", ROUND_S)
         monkeypatch.setattr(gateway_publisher, "POLL_INTERVAL_S", ROUND_S)
         monkeypatch.setattr(outcome_poller, "POLL_INTERVAL_S", ROUND_S)
         monkeypatch.setattr(gateway_publisher, "GatewayPoolsClient", lambda: self.gateways)

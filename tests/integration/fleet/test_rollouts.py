@@ -86,6 +86,19 @@ async def test_worse_version_is_rolled_back(fleet: RolloutFleet) -> None:
     assert fleet.rollouts.verdict_on(digest_of("v2")) is not None
 
 
+async def test_version_that_crashes_again_and_again_is_rolled_back(fleet: RolloutFleet) -> None:
+    await fleet.deploy(declare(rollout=PLAN | {"auto_promote": False}))
+    fleet.apply(declare("v2", rollout=PLAN | {"auto_promote": False}))
+    await fleet.until_state(RolloutState.STEP)
+    for _ in range(3):
+        await fleet.until(lambda: fleet.ready("v2"))
+        assert fleet.rollouts.current is not None
+        assert not fleet.record.cause
+        fleet.cluster.kill(fleet.replicas("v2")[0].name, "it crashed with SIGSEGV")
+    await fleet.until_state(RolloutState.ABORTED)
+    assert "has crashed 3 times, last: it crashed with SIGSEGV" in fleet.record.reason
+
+
 async def test_lost_candidate_is_not_started_after_an_abort(fleet: RolloutFleet) -> None:
     await fleet.deploy()
     fleet.apply(declare("v2"))

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from argosy.fleet.control.rollout_status import ROLLOUT_STATUS_PREFIX
 from argosy.policy.autoscaling import AutoscalerState, CapacityState
 from argosy.policy.reconciliation import ReplicaPhase, ReplicaRun, WarmUpState
 
@@ -15,9 +16,11 @@ REPLICA_PREFIX = "replica/"
 PENDING_PREFIX = "pending/"
 START_TIMES_PREFIX = "start-times/"
 SCALING_PREFIX = "autoscaling/"
-ROLLOUT_PREFIXES = ("rollout-gate/", "rollout-baseline/", "rollout-status/")
+ROLLOUT_GATE_PREFIX = "rollout-gate/"
+ROLLOUT_BASELINE_PREFIX = "rollout-baseline/"
 SCALING_DECISION = "scaling_decision"
 """Kind of the events of autoscalers, whose outcome is the arithmetic of the decision as JSON."""
+_ROLLOUT_PREFIXES = (ROLLOUT_GATE_PREFIX, ROLLOUT_BASELINE_PREFIX, ROLLOUT_STATUS_PREFIX)
 MAX_START_TIMES = 9
 
 
@@ -104,7 +107,7 @@ class FleetRecords:
         )
         self.scaling = decode_scaling(records)
         self.rollouts = {
-            name: record for name, record in records.items() if name.startswith(ROLLOUT_PREFIXES)
+            name: record for name, record in records.items() if name.startswith(_ROLLOUT_PREFIXES)
         }
 
     def changes(self) -> dict[str, bytes | None]:

@@ -27,7 +27,12 @@ from argosy.fleet.control.rollout_evidence import (
 )
 from argosy.fleet.control.rollout_status import ROLLOUT_STATUS_PREFIX, describe_decision
 from argosy.fleet.control.rollout_writer import RolloutWriter
-from argosy.fleet.control.version_observer import divide_pool, is_ready, observe_version
+from argosy.fleet.control.version_observer import (
+    divide_pool,
+    find_crash_loop,
+    is_ready,
+    observe_version,
+)
 from argosy.fleet.declaration import PoolConfig
 from argosy.policy.reconciliation import ObservedReplica
 from argosy.policy.rollout import (
@@ -240,20 +245,20 @@ class PoolRollout:
         now: float,
     ) -> RolloutObservation:
         route, current = stored.route, stored.rollouts.current
-        versions = {}
-        for generation in {each.generation for each in replicas}:
-            digest = declared.find_digest(pool.name, generation)
-            if digest is not None:
-                is_candidate = current is not None and digest == current.candidate
-                check = CheckResult(CheckStatus.PENDING, "")
-                if is_candidate and current is not None:
-                    check = self._means.checks.result(pool.name, current.id)
-                versions[digest] = observe_version(
-                    [each for each in replicas if each.generation == generation],
-                    declared.restart_limits(pool),
-                    check,
-                    requires_warm_up=pool.warm_up,
-                )
+        grouped, versions = self._group(declared, replicas), {}
+        for digest, members in grouped.items():
+            check, crash_loop = CheckResult(CheckStatus.PENDING, ""), ""
+            if current is not None and digest == current.candidate:
+                check = self._means.checks.result(pool.name, current.id)
+                stable = grouped.get(current.stable, ())
+                crash_loop = find_crash_loop(members, stable, current.started_at)
+            versions[digest] = observe_version(
+                members,
+                declared.restart_limits(pool),
+                check,
+                requires_warm_up=pool.warm_up,
+                crash_loop=crash_loop,
+            )
         return RolloutObservation(
             route=route,
             routed_version=0 if route is None else self._means.publisher.routed_version(route),
@@ -264,6 +269,17 @@ class PoolRollout:
             ),
             longest_request_s=self._means.poller.longest_request_s(pool.model),
         )
+
+    def _group(
+        self, declared: DeclaredFleet, replicas: Sequence[ObservedReplica]
+    ) -> dict[str, list[ObservedReplica]]:
+        """Return the replicas of each known version, by its digest."""
+        versions: dict[str, list[ObservedReplica]] = {}
+        for replica in replicas:
+            digest = declared.find_digest(self._name, replica.generation)
+            if digest is not None:
+                versions.setdefault(digest, []).append(replica)
+        return versions
 
     def _divide(
         self,

@@ -9,7 +9,11 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from argosy.fleet.control.fleet_records import FleetRecords
+from argosy.fleet.control.fleet_records import (
+    ROLLOUT_BASELINE_PREFIX,
+    ROLLOUT_GATE_PREFIX,
+    FleetRecords,
+)
 from argosy.fleet.declaration import ObjectivesConfig
 from argosy.policy.rollout import (
     EVENTS,
@@ -28,8 +32,6 @@ from argosy.policy.rollout import (
 )
 from argosy.policy.traffic import UserTraffic
 
-GATE_PREFIX = "rollout-gate/"
-BASELINE_PREFIX = "rollout-baseline/"
 MAX_SALT_KEYS = 1000
 """Users or sessions for which the salt is chosen: the heaviest. The choice takes about 0.5 s."""
 
@@ -90,7 +92,8 @@ class RolloutEvidence:
 
     def __init__(self, records: FleetRecords, pool: str) -> None:
         self._records = records.rollouts
-        self._gate_name, self._baseline_name = f"{GATE_PREFIX}{pool}", f"{BASELINE_PREFIX}{pool}"
+        self._gate_name = f"{ROLLOUT_GATE_PREFIX}{pool}"
+        self._baseline_name = f"{ROLLOUT_BASELINE_PREFIX}{pool}"
         self._frozen = _decode(self._records, self._baseline_name, RolloutBaseline)
         record = _decode(self._records, self._gate_name, GateRecord)
         self._gate = None if record is None else RolloutGate(record)

@@ -16,6 +16,9 @@ from argosy.policy.rollout import (
     VersionStatus,
 )
 
+MAX_CRASHES = 3
+"""Crashes of one replica from which a version does not stay up, unless the stable one crashes as often."""
+
 
 def is_ready(replica: ObservedReplica, *, requires_warm_up: bool) -> bool:
     """Return whether a replica is warm, and every gateway can send it requests."""
@@ -34,6 +37,7 @@ def observe_version(
     check: CheckResult,
     *,
     requires_warm_up: bool,
+    crash_loop: str,
 ) -> VersionStatus:
     """Return the status of a version.
 
@@ -42,9 +46,10 @@ def observe_version(
         limits: Limits of their restarts, beyond which the version has failed.
         check: Result of its pinned prompts.
         requires_warm_up: Whether replicas are warmed up before they serve.
+        crash_loop: Why it does not stay up; empty if it does.
     """
     serving = [each for each in replicas if each.state is LaunchState.RUNNING and each.is_serving]
-    failure = ""
+    failure = crash_loop
     for replica in replicas:
         plan = plan_restart(replica, limits)
         if plan.has_failed and not replica.is_serving:
@@ -58,6 +63,32 @@ def observe_version(
         check_reason=check.reason if check.status is CheckStatus.FAILED else "",
         failure=failure,
     )
+
+
+def find_crash_loop(
+    candidate: Sequence[ObservedReplica], stable: Sequence[ObservedReplica], since: float
+) -> str:
+    """Return why a candidate does not stay up; empty if it does, or crashes no more often than the stable version.
+
+    One crash of several replicas may be that of a machine, so the crashes of a single one decide.
+
+    Args:
+        candidate: Replicas of the candidate.
+        stable: Replicas of the stable version.
+        since: Start of the rollout. Earlier crashes do not count.
+    """
+    worst = max(candidate, key=lambda each: _count_crashes(each, since), default=None)
+    if worst is None:
+        return ""
+    crashes = _count_crashes(worst, since)
+    most = max((_count_crashes(each, since) for each in stable), default=0)
+    if crashes < MAX_CRASHES or crashes <= most:
+        return ""
+    return f"replica {worst.name} has crashed {crashes} times, last: {worst.past_runs[-1].reason}"
+
+
+def _count_crashes(replica: ObservedReplica, since: float) -> int:
+    return sum(run.ready_at is not None and run.exited_at >= since for run in replica.past_runs)
 
 
 def divide_pool(
