@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from argosy.fleet.control import FleetStatus, PoolStatus, ReplicaRecord
 
 POLL_INTERVAL_S = 0.5
+CONTROLLER_EXIT_S = 5.0
+"""Longest wait for the exit of the controller of a fleet in which nothing runs any more."""
 
 
 def wait_until_ready(target: FleetTarget, timeout_s: float, *, quiet: bool) -> None:
@@ -51,13 +53,18 @@ def wait_until_ready(target: FleetTarget, timeout_s: float, *, quiet: bool) -> N
 
 
 def wait_until_gone(target: FleetTarget, timeout_s: float) -> None:
-    """Wait until no replica and no controller of the fleet is left. Ends the command after the timeout."""
+    """Wait until no replica of the fleet is left, nor the controller of `argosy up`. Ends the command at the timeout."""
     deadline = time.monotonic() + timeout_s
+    empty_since: float | None = None
     while True:
-        status = read_status(target)
+        status, now = read_status(target), time.monotonic()
         if not status.replicas:
-            return
-        if time.monotonic() >= deadline:
+            empty_since = now if empty_since is None else empty_since
+            # Another controller than that of `argosy up` leads the empty fleet on.
+            has_controller = bool(status.leader) and target.folder.is_dir()
+            if not has_controller or now >= empty_since + CONTROLLER_EXIT_S:
+                return
+        elif now >= deadline:
             names = ", ".join(record.name for record in status.replicas)
             fail(f"still running after {timeout_s:g} s: {names}", EXIT_FAILURE)
         time.sleep(POLL_INTERVAL_S)
