@@ -212,4 +212,5 @@ async def test_retried_requests_complete_and_have_usage_rows(
         while not fleet.rows.keys() <= recorded.keys():
             rows = await asyncio.to_thread(fleet.tenants.rows)
             recorded = {row.request: row.output_tokens for row in rows}
+            await asyncio.sleep(0.05)
         assert {name: recorded[name] for name in fleet.rows} == fleet.rows

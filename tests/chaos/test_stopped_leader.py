@@ -156,7 +156,7 @@ async def test_no_action_is_doubled(fleet: Fleet, rounds: int) -> None:
         with pytest.raises(StaleEpochError):
             await launcher.drain("", epoch)
         status = read_fleet_status(fleet.store.fleets, FLEET)
-        await until(lambda: {*fleet.count_processes().values()} == {1})
+        await until(lambda: {*fleet.count_processes().values()} == {1}, interval_s=0.1)
         assert fleet.count_processes().keys() == {replica.name for replica in status.replicas}
     await launcher.close()
 

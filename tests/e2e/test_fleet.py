@@ -18,6 +18,8 @@ import pytest
 from tests.support.waiting import until
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "laptop.yaml"
+SCAN_INTERVAL_S = 0.2
+"""Pause between scans of all processes of this machine."""
 CHAT = {
     "messages": [{"role": "user", "content": "Count to three."}],
     "max_tokens": 8,
@@ -122,12 +124,15 @@ async def test_declared_fleet_repairs_itself(fleet: Commands) -> None:
     assert before.keys() == {"controller", "gateway", "replica"}
     for process in before.values():
         process.kill()
-    await until(lambda: fleet.processes().keys() == before.keys() and not fleet.survivors(before))
+    await until(
+        lambda: fleet.processes().keys() == before.keys() and not fleet.survivors(before),
+        SCAN_INTERVAL_S,
+    )
     fleet.run("up")  # applies nothing, and waits
     assert fleet.chat() == text
     (revision,) = msgspec.json.decode(fleet.run("history", "--json"))
     assert (revision["revision"], revision["reason"]) == (1, "first")
     fleet.kill_controller()
     fleet.run("down")
-    await until(lambda: not fleet.processes())
+    await until(lambda: not fleet.processes(), SCAN_INTERVAL_S)
     assert fleet.status()["replicas"] == []

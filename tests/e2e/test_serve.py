@@ -21,7 +21,7 @@ from openai.types.chat import ChatCompletionUserMessageParam
 from tests.support.certificates import Authority
 from tests.support.pipes import fill
 from tests.support.serve_process import ARGOSY, ServeProcess, run_argosy, run_serve
-from tests.support.waiting import is_listening
+from tests.support.waiting import is_listening, wait_for
 
 from argosy.models import BUNDLED_MODEL
 
@@ -200,8 +200,7 @@ def test_second_sigint_exits_at_once() -> None:
             server.process.send_signal(signal.SIGINT)
             while "Press Ctrl-C again to stop at once" not in next(server.stderr_lines):
                 pass
-            while accepts_connections(server):
-                pass
+            wait_for(lambda: not accepts_connections(server))
             server.process.send_signal(signal.SIGINT)
             with pytest.raises((openai.OpenAIError, httpx2.TransportError)):
                 answer.result()
@@ -255,8 +254,7 @@ def test_full_log_pipe_blocks_no_request(tmp_path: Path) -> None:
     with subprocess.Popen([ARGOSY, "serve", *options], stderr=write_fd) as process:
         os.close(write_fd)
         try:
-            while not is_listening(Path(socket)):
-                assert process.poll() is None
+            wait_for(lambda: is_listening(Path(socket)) or process.poll() is not None)
             with httpx2.Client(
                 transport=httpx2.HTTPTransport(uds=socket), base_url="http://localhost", timeout=60
             ) as client:

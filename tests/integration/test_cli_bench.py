@@ -14,6 +14,7 @@ import psutil
 import pytest
 from tests.support.fake_upstream import UpstreamRequest, fake_upstream
 from tests.support.replica_servers import MODEL, RunningReplica
+from tests.support.waiting import wait_for
 from typer.testing import CliRunner
 from typer.testing import Result as CommandResult
 
@@ -81,8 +82,12 @@ def test_interrupted_self_check_prints_no_traceback() -> None:
         text=True,
     ) as process:
         self_check = psutil.Process(process.pid)
-        while not any(child.net_connections() for child in self_check.children()):
-            assert process.poll() is None
+        wait_for(
+            lambda: (
+                any(child.net_connections() for child in self_check.children())
+                or process.poll() is not None
+            )
+        )
         os.killpg(process.pid, signal.SIGINT)
         stderr = process.communicate()[1]
     assert process.returncode

@@ -9,10 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-async def until(condition: Callable[[], object]) -> None:
-    """Wait until `condition` holds. The test's own timeout is the only limit."""
+async def until(condition: Callable[[], object], interval_s: float = 0.01) -> None:
+    """Wait until `condition` holds. The test's own timeout is the only limit.
+
+    The interval is longer for a condition that takes long to compute, which would slow what it waits for.
+    """
     while not condition():  # noqa: ASYNC110 - the condition has no event
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(interval_s)
 
 
 def wait_for(condition: Callable[[], object]) -> None:

@@ -338,6 +338,7 @@ def test_sighup_reloads_certificate_during_start(tmp_path: Path) -> None:
     ) as process:
         while not handled_signals(process) & 1 << (signal.SIGHUP - 1):
             assert process.poll() is None
+            time.sleep(POLL_INTERVAL_S)
         # The gateway still waits for the first probe of its replica.
         for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM):
             process.send_signal(number)
