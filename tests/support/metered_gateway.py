@@ -69,7 +69,7 @@ class MeteredGateway:
         recorder, begin = self.running.series, 1_800_000_000
         second = max(begin, recorder.last_second + 1)
         list(recorder.close_second(second, Readings(fleet=(0.0,) * 5)))
-        frame = read_series(recorder, "fleet", begin, 1, second + 1 - begin)
+        frame = read_series(recorder, "fleet", begin, 1, second + 1 - begin, ())
         names = ("input_tokens", "cached_tokens", "output_tokens", "cost_nano_dollars")
         metrics = compute_metrics("fleet", names, frame)
         return [sum(value for value in metrics[name] if value is not None) for name in names]

@@ -164,7 +164,9 @@ class SeriesQueries:
     async def _read(self, wanted: _Range) -> SeriesFrame:
         """Read this gateway's series."""
         recorder = self._collector.recorder
-        frame = read_series(recorder, wanted.scope, wanted.start, wanted.step_s, wanted.steps)
+        frame = read_series(
+            recorder, wanted.scope, wanted.start, wanted.step_s, wanted.steps, wanted.histograms
+        )
         archive = self._collector.archive
         end = wanted.start + wanted.steps * wanted.step_s
         if archive is not None and not frame.is_known_until(end):
@@ -174,7 +176,7 @@ class SeriesQueries:
                 )
             except sqlite3.Error as error:
                 log.warning("series_file_unreadable", reason=str(error))
-        return frame.cut(wanted.start, wanted.steps, wanted.histograms)
+        return frame.cut(wanted.start, wanted.steps)
 
     async def _ask(self, other: GatewayRecord, wanted: _Range) -> SeriesFrame | None:
         """Ask another gateway. Returns None if it does not answer."""

@@ -50,7 +50,7 @@ class ArchivedSeries:
 
     def to_frame(self, schema: Schema, start: int, minutes: int) -> SeriesFrame:
         """Return the minutes from `start` on. Columns that an earlier version did not store are NaN."""
-        frame = SeriesFrame.empty(schema, start, MINUTE_S, minutes)
+        frame = SeriesFrame.empty(schema, start, MINUTE_S, minutes, schema.histograms)
         first = start // MINUTE_S
         for block in self.blocks:
             known = [name for name in schema.columns if name in block.columns]

@@ -27,14 +27,16 @@ class SeriesFrame(msgspec.Struct):
     """Encoded histograms by name, one per step."""
 
     @classmethod
-    def empty(cls, schema: Schema, start: int, step_s: int, steps: int) -> SeriesFrame:
-        """Return a frame of gaps."""
+    def empty(
+        cls, schema: Schema, start: int, step_s: int, steps: int, histograms: Sequence[str]
+    ) -> SeriesFrame:
+        """Return a frame of gaps, with these histograms."""
         return cls(
             step_s,
             start,
             np.full((steps, len(schema.columns)), np.nan),
             np.zeros(steps),
-            {name: [b""] * steps for name in schema.histograms},
+            {name: [b""] * steps for name in histograms},
         )
 
     def coarsen(self, schema: Schema, step_s: int) -> SeriesFrame:
@@ -66,8 +68,8 @@ class SeriesFrame(msgspec.Struct):
         """Whether no step before the time `end` is a gap."""
         return bool((self.covered_s[: (end - self.start) // self.step_s] > 0).all())
 
-    def cut(self, start: int, steps: int, histograms: Sequence[str]) -> SeriesFrame:
-        """Return the `steps` steps from `start` on, with these histograms."""
+    def cut(self, start: int, steps: int) -> SeriesFrame:
+        """Return the `steps` steps from `start` on."""
         first = (start - self.start) // self.step_s
         chosen = slice(first, first + steps)
         return SeriesFrame(
@@ -75,7 +77,7 @@ class SeriesFrame(msgspec.Struct):
             start,
             self.values[chosen],
             self.covered_s[chosen],
-            {name: self.histograms[name][chosen] for name in histograms},
+            {name: parts[chosen] for name, parts in self.histograms.items()},
         )
 
     def fill_gaps(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from argosy.series.archive import ArchivedSeries
 from argosy.series.frame import SeriesFrame
@@ -46,9 +46,14 @@ def choose_step(kind: ScopeKind, start: float, end: float, now: float, wanted_s:
 
 
 def read_series(
-    recorder: SeriesRecorder, scope: str, start: int, step_s: int, steps: int
+    recorder: SeriesRecorder,
+    scope: str,
+    start: int,
+    step_s: int,
+    steps: int,
+    histograms: Sequence[str],
 ) -> SeriesFrame:
-    """Read a scope from the rings, on the recorder's event loop.
+    """Read a scope from the rings, on the recorder's event loop, with these histograms.
 
     The frame begins and ends with a minute, so that it may be larger than the range. `cut` it after the archive has
     filled its gaps.
@@ -58,7 +63,7 @@ def read_series(
     unit = max(step_s, MINUTE_S)
     end = -(-(start + steps * step_s) // unit) * unit
     start = start // unit * unit
-    result = SeriesFrame.empty(schema, start, step_s, (end - start) // step_s)
+    result = SeriesFrame.empty(schema, start, step_s, (end - start) // step_s, histograms)
     # The coarsest ring that is fine enough comes first, and then coarser ones for what it has not kept.
     fine = [size for size in sizes if size[0] <= step_s]
     for ring_step_s, length in [*fine[-1:], *sizes[len(fine) :]]:
@@ -66,12 +71,10 @@ def read_series(
         kept_start = max(start, oldest // unit * unit)
         kept_steps = (end - kept_start) // ring_step_s
         if kept_steps > 0 and (result.covered_s == 0).any():
-            frame = _read_ring(recorder, scope, schema, ring_step_s, kept_start, kept_steps)
+            part = (ring_step_s, kept_start, kept_steps)
+            frame = _read_ring(recorder, scope, part, histograms)
             if kind == "tenant":
-                fleet = SCHEMAS["fleet"]
-                frame.count_missing_as_zero(
-                    _read_ring(recorder, FLEET_SCOPE, fleet, ring_step_s, kept_start, kept_steps)
-                )
+                frame.count_missing_as_zero(_read_ring(recorder, FLEET_SCOPE, part, ()))
             _fill(result, schema, frame)
     return result
 
@@ -86,13 +89,15 @@ def _fill(
 
 
 def _read_ring(
-    recorder: SeriesRecorder, scope: str, schema: Schema, step_s: int, start: int, steps: int
+    recorder: SeriesRecorder, scope: str, part: tuple[int, int, int], histograms: Sequence[str]
 ) -> SeriesFrame:
+    """Read a part of a ring: its step, the start, and the number of steps."""
+    step_s, start, steps = part
     rings = recorder.find_scope(scope)
     for ring in () if rings is None else rings.rings:
         if ring.step_s == step_s:
-            return ring.read(start, steps)
-    return SeriesFrame.empty(schema, start, step_s, steps)
+            return ring.read(start, steps, histograms)
+    return SeriesFrame.empty(SCHEMAS[scope_kind(scope)], start, step_s, steps, histograms)
 
 
 def fill_from_archive(

@@ -53,8 +53,8 @@ class Ring:
         self._covered_s[slot] = step.covered_s
         self._histograms[slot] = step.histograms if any(step.histograms) else None
 
-    def read(self, start: int, steps: int) -> SeriesFrame:
-        """Return a copy of the steps from the time `start` on, a multiple of the step. Missing ones are gaps."""
+    def read(self, start: int, steps: int, histograms: Sequence[str]) -> SeriesFrame:
+        """Return a copy of the steps from the time `start` on, with these histograms. Missing steps are gaps."""
         numbers = start // self.step_s + np.arange(steps)
         slots = numbers % self.length
         is_known = self._numbers[slots] == numbers
@@ -70,10 +70,14 @@ class Ring:
             values,
             np.where(is_known, self._covered_s[slots].astype(np.float64), 0.0),
             {
-                name: [b"" if one is None else one[index] for one in kept]
-                for index, name in enumerate(self._schema.histograms)
+                name: self._read_histogram(self._schema.histograms.index(name), kept)
+                for name in histograms
             },
         )
+
+    @staticmethod
+    def _read_histogram(index: int, steps: Sequence[Histograms | None]) -> list[bytes]:
+        return [b"" if step is None else step[index] for step in steps]
 
 
 class ScopeRings:
@@ -107,7 +111,7 @@ class ScopeRings:
     def sum_up(self, level: int, start: int, duration_s: int) -> Step | None:
         """Return the sum of a ring's steps from `start` on. None if nothing is known."""
         ring = self.rings[level]
-        frame = ring.read(start, duration_s // ring.step_s)
+        frame = ring.read(start, duration_s // ring.step_s, self.schema.histograms)
         if not frame.covered_s.any():
             return None
         total = frame.coarsen(self.schema, duration_s)

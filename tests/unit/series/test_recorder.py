@@ -79,10 +79,11 @@ class Gateway:
         self.archive.close()
 
     def read(self, scope: str, start: int, step_s: int, steps: int) -> SeriesFrame:
-        frame = read_series(self.recorder, scope, start, step_s, steps)
+        histograms = SCHEMAS[scope_kind(scope)].histograms
+        frame = read_series(self.recorder, scope, start, step_s, steps, histograms)
         if self.archive is not None:
             fill_from_archive(frame, scope, self.archive.read, self.recorder.last_second)
-        return frame.cut(start, steps, SCHEMAS[scope_kind(scope)].histograms)
+        return frame.cut(start, steps)
 
     def values(
         self, scope: str, metric: str, start: int, step_s: int, steps: int
