@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import pytest
-from tests.support.organisations import AdminGateway
+from tests.support.organisations import AdminGateway, run_admin_gateway
 
 from argosy.store import Role, RoleScope
 
@@ -165,6 +165,21 @@ async def test_role_sees_its_screens_and_no_other_organisation(
         assert refused == []
         assert any(own.project in body for body in bodies)
     assert not [value for value in asdict(foreign).values() if value in "".join(bodies)]
+
+
+@pytest.mark.exhaustive
+async def test_lost_connection_is_announced_and_the_last_values_stay(
+    browser: Browser, migrated: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "argosy.db"
+    shutil.copy(migrated, path)
+    async with run_admin_gateway(f"sqlite:///{path}") as gateway:
+        page = await open_console(browser, gateway)
+        await page.get_by_role("link", name="Models and replicas").click()
+        await page.get_by_role("link", name="big").wait_for()
+    await page.get_by_text("The connection to the gateway is lost").wait_for()
+    await page.get_by_text(re.compile("The last values stay")).first.wait_for()
+    assert await page.get_by_role("link", name="big").count() == 1
 
 
 @contextlib.asynccontextmanager
