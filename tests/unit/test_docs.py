@@ -14,6 +14,7 @@ import pytest
 from argosy.fleet.declaration import load_fleet
 from argosy.gateway import load_config
 from argosy.protocol import ERROR_CODES
+from argosy.series import SCHEMAS, metric_names
 from argosy.telemetry import GatewayGauges, GatewayMetrics, QuotaBackendGauges
 
 ROOT = Path(__file__).parents[2]
@@ -108,6 +109,11 @@ def test_pages_name_existing_gateway_metrics() -> None:
             named = set(re.findall(r"\bargosy_gateway_\w+", page.read_text()))
             samples = {re.sub(r"_(bucket|count|sum)$", "", name) for name in named}
             assert samples - known == set(), page
+
+
+def test_series_page_lists_every_metric() -> None:
+    listed = set(CODE.findall((DOCS / "reference/series.md").read_text()))
+    assert {name for kind in SCHEMAS for name in metric_names(kind)} - listed == set()
 
 
 def test_operator_pages_name_existing_events_codes_and_settings() -> None:

@@ -42,6 +42,10 @@ class SeriesCollector:
         """None without a file, and until it is open."""
         self._models = models
         self._config = config
+        self._readings = Readings(fleet=(0.0, 0.0, *_NO_GAUGES))
+        """Gauges of the last second."""
+        self._minutes: list[MinuteRow] = []
+        """Complete minutes that are not written yet."""
         self._is_failing = False
         """Whether the last minute could not be written."""
 
@@ -59,22 +63,23 @@ class SeriesCollector:
             await asyncio.sleep(math.floor(now) + 1 - now)
             second = math.floor(time.time()) - 1
             slices = _Slices()
-            readings = await self._read_gauges(
+            readings = self._readings = await self._read_gauges(
                 slices, read_queue_depths(), count_by_tenant(), read_desired_replicas()
             )
-            minutes: list[MinuteRow] = []
             for minute in self.recorder.close_second(second, readings):
                 if minute is not None:
-                    minutes.append(minute)
+                    self._minutes.append(minute)
                 await slices.pause()
-            if minutes and self.archive is not None:
-                await self._write(self.archive, minutes)
+            await self._write_minutes()
 
     async def close(self) -> None:
         """Write the minute that is not complete, and close the file."""
+        closed = self.recorder.close_second(math.floor(time.time()), self._readings)
+        self._minutes += [minute for minute in closed if minute is not None]
+        self._minutes += self.recorder.sum_up_open_minute()
+        await self._write_minutes()
         archive, self.archive = self.archive, None
         if archive is not None:
-            await self._write(archive, self.recorder.sum_up_open_minute())
             await run_in_daemon_thread(archive.close)
 
     async def _open_archive(self) -> None:
@@ -88,9 +93,13 @@ class SeriesCollector:
             remedy = "set series.file to a file that only this gateway uses, or series.keep_days: 0"
             log.warning("series_file_unavailable", path=str(path), reason=str(error), remedy=remedy)
 
-    async def _write(self, archive: SeriesArchive, minutes: list[MinuteRow]) -> None:
+    async def _write_minutes(self) -> None:
+        """Write the complete minutes to the file. They are dropped without a file, or if that fails."""
+        minutes, self._minutes = self._minutes, []  # written once, also if this task is cancelled
+        if not minutes or self.archive is None:
+            return
         try:
-            await run_in_daemon_thread(archive.write, minutes)
+            await run_in_daemon_thread(self.archive.write, minutes)
         except sqlite3.Error as error:
             if not self._is_failing:
                 log.warning("series_not_saved", reason=str(error))

@@ -41,7 +41,7 @@ MAX_RANGE_S = 10 * 366 * 86400
 PEER_DELAY_S = 2
 """Seconds that other gateways get to close a second before it is part of an answer."""
 PEERS_REFRESH_S = 5.0
-"""How long a list of the other gateways is used."""
+"""How long a list of the other gateways is used, and a gateway that does not answer is not asked again."""
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
@@ -90,6 +90,8 @@ class SeriesQueries:
         self._peers = peers
         self._others: list[GatewayRecord] = []
         self._others_expire_at = -math.inf
+        self._ask_again_at: dict[str, float] = {}
+        """Monotonic time from which a gateway that did not answer is asked again."""
 
     async def query(
         self,
@@ -152,8 +154,10 @@ class SeriesQueries:
             del principal  # the signature authenticates the gateway
             query = exchange.query.decode("latin-1")
             check_peer_token(exchange, secret, _describe_question(query))
-            frame = await self._read(parse_body(_Range, unquote(query).encode()))
-            await exchange.send_response(200, frame.encode(), b"application/msgpack")
+            wanted = parse_body(_Range, unquote(query).encode())
+            frame = await self._read(wanted)
+            body = frame.encode(SCHEMAS[scope_kind(wanted.scope)])
+            await exchange.send_response(200, body, b"application/msgpack")
 
         return handle
 
@@ -174,17 +178,19 @@ class SeriesQueries:
 
     async def _ask(self, other: GatewayRecord, wanted: _Range) -> SeriesFrame | None:
         """Ask another gateway. Returns None if it does not answer."""
-        if self._peers is None:
+        if self._peers is None or time.monotonic() < self._ask_again_at.get(other.id, 0.0):
             return None
         query = wanted.to_query()
         body = await self._peers.fetch(
             other, f"{PEER_SERIES_PATH}?{query}", _describe_question(query)
         )
         if body is None:
+            self._ask_again_at[other.id] = time.monotonic() + PEERS_REFRESH_S
             return None
-        columns = len(SCHEMAS[scope_kind(wanted.scope)].columns)
+        schema = SCHEMAS[scope_kind(wanted.scope)]
+        like = (wanted.start, wanted.step_s, wanted.steps)
         try:
-            return SeriesFrame.decode(body, wanted.start, wanted.step_s, wanted.steps, columns)
+            return SeriesFrame.decode(body, schema, like, wanted.histograms)
         except ValueError as error:
             log.warning("peer_gateway_unreachable", gateway=other.id, reason=str(error))
             return None
@@ -195,6 +201,10 @@ class SeriesQueries:
             self._others_expire_at = time.monotonic() + PEERS_REFRESH_S
             try:
                 self._others = await self._peers.list_others()
+                known = {other.id for other in self._others}
+                self._ask_again_at = {
+                    gateway: at for gateway, at in self._ask_again_at.items() if gateway in known
+                }
             except (StoreError, TimeoutError) as error:
                 log.warning(
                     "series_peers_unknown", reason=str(error) or "the store does not respond"

@@ -130,10 +130,11 @@ class SeriesFrame(msgspec.Struct):
         self.values[idle] = 0.0
         self.covered_s[idle] = present.covered_s[idle]
 
-    def encode(self) -> bytes:
+    def encode(self, schema: Schema) -> bytes:
         """Return the contents as bytes for another gateway."""
         return msgspec.msgpack.encode(
             _EncodedFrame(
+                schema.columns,
                 self.values.astype("<f8").tobytes(),
                 self.covered_s.astype("<f8").tobytes(),
                 self.histograms,
@@ -142,24 +143,38 @@ class SeriesFrame(msgspec.Struct):
 
     @classmethod
     def decode(
-        cls, encoded: bytes, start: int, step_s: int, steps: int, columns: int
+        cls, encoded: bytes, schema: Schema, like: tuple[int, int, int], histograms: Sequence[str]
     ) -> SeriesFrame:
         """Read what another gateway has encoded.
 
+        Args:
+            encoded: Its bytes.
+            schema: Contents of a row.
+            like: Expected start, step in seconds, and number of steps.
+            histograms: Names of the expected histograms.
+
         Raises:
-            ValueError: It is not a frame with these steps and columns.
+            ValueError: The frame is another one, for example of another version.
         """
-        frame = msgspec.msgpack.decode(encoded, type=_EncodedFrame)
+        start, step_s, steps = like
+        try:
+            frame = msgspec.msgpack.decode(encoded, type=_EncodedFrame)
+        except msgspec.MsgspecError as error:
+            raise ValueError(str(error)) from error
+        sizes = {name: len(parts) for name, parts in frame.histograms.items()}
+        if tuple(frame.columns) != schema.columns or sizes != dict.fromkeys(histograms, steps):
+            raise ValueError("it keeps other series; update it to the same version")
         return cls(
             step_s,
             start,
-            np.frombuffer(frame.values, "<f8").reshape(steps, columns),
+            np.frombuffer(frame.values, "<f8").reshape(steps, len(schema.columns)),
             np.frombuffer(frame.covered_s, "<f8").reshape(steps),
             frame.histograms,
         )
 
 
 class _EncodedFrame(msgspec.Struct, array_like=True):
+    columns: Sequence[str]
     values: bytes
     covered_s: bytes
     histograms: dict[str, list[bytes]]

@@ -25,6 +25,8 @@ TENANT_RINGS = ((10, 360), (60, 360))
 """The same for tenants: an hour and 6 hours."""
 MAX_TENANTS = 1000
 """Tenants beyond this number are only part of the fleet's and the models' series."""
+MAX_LATE_S = 5
+"""Delay of the event loop up to which seconds that were not closed in time are 0. Beyond it they are a gap."""
 MAX_CLOCK_STEP_S = 60
 """The rings start again if the wall clock is set back by more than this. With less, the second is longer."""
 
@@ -165,10 +167,10 @@ class SeriesRecorder:
         models, self._models = self._models, defaultdict(_Counts)
         replicas, self._replicas = self._replicas, defaultdict(_Counts)
         yield None
-        yield from self._write_models(second, models, readings)
-        for replica, gauges in readings.replicas.items():
-            self._write(f"replica:{replica}", second, replicas.get(replica), gauges)
-            yield None
+        if second - last <= MAX_LATE_S:  # the event loop was busy, and the process ran
+            for missed in range(last + 1, second):
+                yield from self._write_second(missed, {}, {}, readings)
+        yield from self._write_second(second, models, replicas, readings)
         ends = _step_ends(last, second, _TENANT_STEP_S)
         for end in ends:
             yield from self._write_tenants(end - _TENANT_STEP_S, readings)
@@ -183,10 +185,14 @@ class SeriesRecorder:
         steps = ((scope, rings.sum_up(0, start, MINUTE_S)) for scope, rings in self._scopes.items())
         return [MinuteRow(scope, start, step) for scope, step in steps if step is not None]
 
-    def _write_models(
-        self, second: int, models: Mapping[str, _Counts], readings: Readings
+    def _write_second(
+        self,
+        second: int,
+        models: Mapping[str, _Counts],
+        replicas: Mapping[str, _Counts],
+        readings: Readings,
     ) -> Iterator[None]:
-        """Write the models and their sum. A model without readings was removed, and counts in the sum only."""
+        """Write replicas, models and their sum. A model without readings was removed, and counts in the sum only."""
         fleet = _Counts()
         for counts in models.values():
             for name, count in counts.counters.items():
@@ -199,6 +205,9 @@ class SeriesRecorder:
             self._write(f"model:{model}", second, models.get(model), gauges)
             yield None
         self._write(FLEET_SCOPE, second, fleet, readings.fleet)
+        for replica, gauges in readings.replicas.items():
+            self._write(f"replica:{replica}", second, replicas.get(replica), gauges)
+            yield None
 
     def _write_tenants(self, step: int, readings: Readings) -> Iterator[None]:
         """Write the tenants of the 10 seconds from `step` on that had requests, and forget those of 6 hours ago."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx2
 import msgspec
+import pytest
 from tests.support.backend_formats import Vllm
 from tests.support.fake_backend import serve_backends
 from tests.support.gateway_client import BODIES, COMPLETION, replica_config, run_gateway_server
@@ -109,7 +110,10 @@ async def test_series_equal_metrics_and_outlive_the_process(tmp_path: Path) -> N
             assert total(answer, "ttft_p50_s") > 0
 
 
-async def test_series_are_merged_over_gateways_and_scoped_by_organisation(tmp_path: Path) -> None:
+async def test_series_are_merged_over_gateways_and_scoped_by_organisation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("argosy.gateway.series_queries.PEERS_REFRESH_S", 0.2)
     url = f"sqlite:///{tmp_path / 'argosy.db'}"
     async with contextlib.AsyncExitStack() as stack:
         accounts = stack.enter_context(open_organisation(url))

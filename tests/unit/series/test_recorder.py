@@ -152,6 +152,8 @@ def test_time_before_the_start_and_while_suspended_is_a_gap_and_idle_time_is_zer
     assert rates[10:40] == [1.0] * 30
     assert rates[40:110] == [None] * 70
     assert rates[110:] == [0.0] * 30
+    gateway.run(range(START + 132, START + 134))  # two seconds were closed too late
+    assert gateway.values("model:m", "requests", START + 129, 1, 5) == [0, 0, 0, 1, 1]
     assert gateway.values("tenant:idle", "requests_per_s", (START // 10 + 1) * 10, 10, 2) == [0, 0]
 
 
@@ -193,8 +195,10 @@ def test_gateways_are_merged_by_sum_and_what_all_see_by_mean() -> None:
         gateway = Gateway()
         gateway.run(range(START, START + 120), ttft_s=ttft_s)
         frame = gateway.read("model:m", START // 60 * 60 + 60, 1, 60)
-        encoded = frame.encode()
-        frames.append(SeriesFrame.decode(encoded, frame.start, 1, 60, frame.values.shape[1]))
+        schema, like = SCHEMAS["model"], (frame.start, 1, 60)
+        frames.append(SeriesFrame.decode(frame.encode(schema), schema, like, schema.histograms))
+        with pytest.raises(ValueError, match="same version"):
+            SeriesFrame.decode(frame.encode(schema), SCHEMAS["tenant"], like, schema.histograms)
     merged = merge_gateways(frames, SCHEMAS["model"])
     metrics = compute_metrics("model", metric_names("model"), merged)
     assert metrics["requests_per_s"] == [2.0] * 60
