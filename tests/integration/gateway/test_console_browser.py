@@ -10,7 +10,7 @@ import shutil
 from collections.abc import AsyncIterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
 
 import pytest
@@ -28,6 +28,7 @@ pytestmark = [
     pytest.mark.browser,
     pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed: make services"),
 ]
+Scheme = Literal["light", "dark"]
 HOSTILE = "<img src=x onerror=\"document.title='owned'\"><b>bold</b>"
 MAX_TRANSFERRED_BYTES = 200_000
 SCREENS = ("overview", "requests", "usage", "events", "playground", "models", "tenants", "settings")
@@ -59,7 +60,7 @@ async def open_console(
     browser: Browser,
     gateway: AdminGateway,
     *,
-    scheme: str = "light",
+    scheme: Scheme = "light",
     headers: dict[str, str] | None = None,
 ) -> Page:
     """Open the console and sign in with the key in `headers`, by default an administrator's."""
@@ -229,7 +230,7 @@ async def test_other_pages_neither_send_requests_nor_show_the_console(
 )
 @pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.exhaustive)])
 async def test_screens_have_no_serious_findings_of_axe(
-    browser: Browser, admin_gateway: AdminGateway, scheme: str
+    browser: Browser, admin_gateway: AdminGateway, scheme: Scheme
 ) -> None:
     await admin_gateway.create_customer()
     page = await open_console(browser, admin_gateway, scheme=scheme)
