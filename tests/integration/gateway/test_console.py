@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
-from tests.support.organisations import AdminGateway
+from tests.support.organisations import AdminGateway, run_admin_gateway
+
+from argosy.gateway import AuthConfig, ConsoleConfig
 
 OWN_PAGE = {"sec-fetch-site": "same-origin"}
 SESSION = "/console/session"
@@ -151,3 +155,35 @@ async def test_sign_in_over_plain_http_from_elsewhere_is_refused(
     body = {"key": root_key(admin_gateway)}
     response = await admin_gateway.client.post(SESSION, json=body, headers=headers)
     assert (response.status_code, response.json()["error"]["code"]) == (403, "insecure_connection")
+
+
+@pytest.mark.parametrize("is_behind_proxy", [False, True])
+async def test_named_host_is_served_over_http_by_choice_or_behind_a_trusted_proxy(
+    migrated: Path, tmp_path: Path, is_behind_proxy: bool
+) -> None:
+    path = tmp_path / "argosy.db"
+    shutil.copy(migrated, path)
+    console = ConsoleConfig(allowed_hosts=("LLM.test",), insecure_http=not is_behind_proxy)
+    proxies = ("127.0.0.1/32",) if is_behind_proxy else ()
+    headers = {"host": "llm.test:8000", "origin": "http://llm.test:8000"}
+    if is_behind_proxy:
+        headers |= {"origin": "https://llm.test:8000", "x-forwarded-proto": "https"}
+    settings: dict[str, Any] = {"console": console, "auth": AuthConfig(trusted_proxies=proxies)}
+    async with run_admin_gateway(f"sqlite:///{path}", **settings) as gateway:
+        body = {"key": root_key(gateway)}
+        forged = headers | {"origin": "https://attacker.test"}
+        assert (await gateway.client.post(SESSION, json=body, headers=forged)).status_code == 403
+        response = await gateway.client.post(SESSION, json=body, headers=headers)
+        assert response.status_code == 200, response.text
+        gateway.client.cookies.clear()
+        cookie = response.headers["set-cookie"]
+        name = "__Host-argosy" if is_behind_proxy else "argosy-insecure"
+        assert cookie.startswith(f"{name}=")
+        assert ("; Secure" in cookie) == is_behind_proxy
+        session = headers | {"cookie": cookie.partition(";")[0]}
+        assert (await gateway.client.get("/admin/keys", headers=session)).status_code == 200
+        del session[
+            "origin"
+        ]  # browsers send none with a GET, and no Sec-Fetch-Site over plain HTTP
+        plain = await gateway.client.get("/admin/keys", headers=session)
+        assert plain.status_code == (403 if is_behind_proxy else 200)

@@ -10,11 +10,11 @@ import shutil
 from collections.abc import AsyncIterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
 
 import pytest
-from tests.support.organisations import AdminGateway
+from tests.support.organisations import AdminGateway, run_admin_gateway
 
 from argosy.store import Role, RoleScope
 
@@ -28,6 +28,7 @@ pytestmark = [
     pytest.mark.browser,
     pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed: make services"),
 ]
+Scheme = Literal["light", "dark"]
 HOSTILE = "<img src=x onerror=\"document.title='owned'\"><b>bold</b>"
 MAX_TRANSFERRED_BYTES = 200_000
 SCREENS = ("overview", "requests", "usage", "events", "playground", "models", "tenants", "settings")
@@ -59,7 +60,7 @@ async def open_console(
     browser: Browser,
     gateway: AdminGateway,
     *,
-    scheme: str = "light",
+    scheme: Scheme = "light",
     headers: dict[str, str] | None = None,
 ) -> Page:
     """Open the console and sign in with the key in `headers`, by default an administrator's."""
@@ -167,6 +168,21 @@ async def test_role_sees_its_screens_and_no_other_organisation(
     assert not [value for value in asdict(foreign).values() if value in "".join(bodies)]
 
 
+@pytest.mark.exhaustive
+async def test_lost_connection_is_announced_and_the_last_values_stay(
+    browser: Browser, migrated: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "argosy.db"
+    shutil.copy(migrated, path)
+    async with run_admin_gateway(f"sqlite:///{path}") as gateway:
+        page = await open_console(browser, gateway)
+        await page.get_by_role("link", name="Models and replicas").click()
+        await page.get_by_role("link", name="big").wait_for()
+    await page.get_by_text("The connection to the gateway is lost").wait_for()
+    await page.get_by_text(re.compile("The last values stay")).first.wait_for()
+    assert await page.get_by_role("link", name="big").count() == 1
+
+
 @contextlib.asynccontextmanager
 async def serve_page(body: str) -> AsyncIterator[str]:
     """Serve a page on another port of this machine, and yield its address."""
@@ -214,7 +230,7 @@ async def test_other_pages_neither_send_requests_nor_show_the_console(
 )
 @pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.exhaustive)])
 async def test_screens_have_no_serious_findings_of_axe(
-    browser: Browser, admin_gateway: AdminGateway, scheme: str
+    browser: Browser, admin_gateway: AdminGateway, scheme: Scheme
 ) -> None:
     await admin_gateway.create_customer()
     page = await open_console(browser, admin_gateway, scheme=scheme)

@@ -78,7 +78,17 @@ class OidcSignIn:
         await _redirect(exchange, f"{endpoint}{separator}{urlencode(parameters)}")
 
     async def finish(self, exchange: HttpExchange) -> None:
-        """Exchange the issuer's code for a token, open a session, and send the browser to the console.
+        """Open a session by the issuer's answer, and send the browser to the console, which shows an error's code."""
+        try:
+            await self._open_session(exchange)
+        except ApiError as error:
+            log.warning("oidc_sign_in_failed", error=error.code, reason=error.message)
+            await _redirect(exchange, f"../../#/overview?sign_in_error={error.code}")
+        else:
+            await _redirect(exchange, "../../")
+
+    async def _open_session(self, exchange: HttpExchange) -> None:
+        """Exchange the issuer's code for a token, and open a session for its bearer.
 
         Raises:
             ApiError: 401 if the answer does not belong to a flow of this browser, or its token is not accepted. 503 if
@@ -101,7 +111,6 @@ class OidcSignIn:
         token = await self._exchange_code(parameters["code"], verifier)
         claims = self._authenticator.verify_id_token(token, exchange, nonce)
         await self._sessions.open_for_claims(exchange, claims)
-        await _redirect(exchange, "../../")
 
     async def _discover(self) -> tuple[str, str]:
         """Return the issuer's endpoints for authorization and for tokens."""
@@ -137,8 +146,7 @@ class OidcSignIn:
         except (OSError, httpx2.HTTPError) as error:
             raise _issuer_unavailable(str(error)) from error
         if answer.status_code != 200 or len(answer.content) > MAX_ANSWER_BYTES:
-            log.warning("oidc_code_refused", status=answer.status_code)
-            raise _refuse("The issuer did not accept the code.")
+            raise _refuse(f"The issuer did not accept the code (status {answer.status_code}).")
         try:
             return msgspec.json.decode(answer.content, type=_TokenAnswer).id_token
         except msgspec.DecodeError as error:

@@ -1,10 +1,19 @@
 // Sign-in with an API key. The key goes to the gateway once, and is kept nowhere in the browser.
 import { html, useEffect, useState } from "../vendor.js";
 import { get, post, session } from "../core/api.js";
+import { route } from "../core/router.js";
 import { Field } from "./parts.js";
 
+// By code, since anyone can write a text into an address.
+const FAILURES = {
+  sign_in_failed: "The sign-in at your organisation failed. Try again; the gateway's log has the reason.",
+  issuer_unavailable: "Your organisation's sign-in cannot be reached. Try again later.",
+  no_project: "Your account has no project. Ask an administrator.",
+  user_disabled: "Your account is disabled. Ask an administrator.",
+};
+
 export function SignIn() {
-  const [error, setError] = useState("");
+  const [error, setError] = useState(route.value.query.sign_in_error ? FAILURES[route.value.query.sign_in_error] ?? FAILURES.sign_in_failed : "");
   const [isBusy, setBusy] = useState(false);
   const [hasIssuer, setHasIssuer] = useState(false);
   useEffect(() => { get("console/sign-in/methods").then(({ oidc }) => setHasIssuer(oidc), () => {}); }, []);
