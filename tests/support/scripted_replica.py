@@ -1,6 +1,7 @@
 """Replica process for tests of launchers, quick to start: answers each HTTP request with its pid.
 
-Arguments: a socket path, port or HOST:PORT, then what it does. It imports little and needs no package.
+Arguments: a socket path, port or HOST:PORT, then what it does. With `complete` it answers POST requests with a
+completion. It imports little and needs no package.
 """
 
 import fcntl
@@ -11,6 +12,9 @@ import sys
 import time
 
 RESPONSE = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s"
+COMPLETION = b"""{"id": "c", "object": "text_completion", "created": 1, "model": "chat", "choices": [
+{"index": 0, "text": "yes", "finish_reason": "stop"}],
+"usage": {"prompt_tokens": 2, "completion_tokens": 1, "total_tokens": 3}}"""
 
 
 def main(address: str, *behaviours: str) -> None:
@@ -42,10 +46,10 @@ def main(address: str, *behaviours: str) -> None:
                 os.write(int(os.environ["ARGOSY_REPORT_FD"]), line.encode() + b"\n")
             case ("printenv", _, name):
                 print(f"{name}={os.environ.get(name)}", flush=True)  # noqa: T201 - as above
-    serve(address)
+    serve(address, behaviours)
 
 
-def serve(address: str) -> None:
+def serve(address: str, behaviours: tuple[str, ...]) -> None:
     if address.isdigit():
         server = socket.create_server(("127.0.0.1", int(address)))
     elif address.rpartition(":")[2].isdigit():
@@ -57,11 +61,13 @@ def serve(address: str) -> None:
         server.listen()
     print("listening", flush=True)  # noqa: T201 - as above
     body = str(os.getpid()).encode()
+    answer = RESPONSE % (len(body), body)
+    completion = RESPONSE % (len(COMPLETION), COMPLETION) if "complete" in behaviours else answer
     while True:
         client, _ = server.accept()
         with client:
-            client.recv(65536)
-            client.sendall(RESPONSE % (len(body), body))
+            request = client.recv(65536)
+            client.sendall(completion if request.startswith(b"POST") else answer)
 
 
 main(*sys.argv[1:])

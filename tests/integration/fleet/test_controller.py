@@ -7,7 +7,8 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from itertools import count
 from pathlib import Path
 
 import msgspec
@@ -16,9 +17,15 @@ from tests.support.controlled_fleet import FLEET, Fleet, run_fleet
 from tests.support.gateway_client import BODIES, COMPLETION, run_gateway_server
 from tests.support.waiting import until
 
-from argosy.fleet.control import set_replicas, stop_everything
+from argosy.fleet.control import append_command, read_rollouts, set_replicas, stop_everything
 from argosy.fleet.declaration import FleetConfig, parse_fleet
 from argosy.gateway import GatewayConfig
+from argosy.policy.rollout import (
+    CommandKind,
+    RolloutCommand,
+    RolloutRecord,
+    RolloutState,
+)
 from argosy.store import (
     GatewayRecord,
     StoreConfig,
@@ -42,7 +49,13 @@ def declare(**pool: object) -> FleetConfig:
                         "kind": "openai",
                     }
                 }
-                | {"broken": {"command": [sys.executable, str(REPLICA), "{port}", "crash=3"]}},
+                | {"broken": {"command": [sys.executable, str(REPLICA), "{port}", "crash=3"]}}
+                | {
+                    "complete": {
+                        "command": [sys.executable, str(REPLICA), "{port}", "complete"],
+                        "kind": "openai",
+                    }
+                },
                 "pools": [
                     {
                         "name": "chat",
@@ -148,6 +161,67 @@ async def test_controller_outlives_failures_of_the_store(
     after = await fleet.as_declared("chat-1-0", "chat-1-1")
     assert after["chat-1-1"] == before["chat-1-1"]
     assert not controller.done()
+
+
+async def test_gateway_follows_rollouts_under_load(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("gateway_publisher", "outcome_poller"):
+        monkeypatch.setattr(f"argosy.fleet.control.{module}.POLL_INTERVAL_S", 0.05)
+    rollout = {"steps": [0.5], "shadow": 0, "min_candidate_replicas": 1, "prompts": []}
+    rollout |= {"min_step_s": 0, "soak_s": 0}
+
+    def declare_version(mode: str) -> FleetConfig:
+        version = {"engine": "complete", "environment": {"MODE": mode}}
+        return declare(replicas=1, warm_up=False, rollout=rollout, **version)
+
+    def record() -> RolloutRecord | None:
+        reports = read_rollouts(fleet.store.fleets, FLEET)
+        return reports[0].rollouts.current if reports else None
+
+    def has_left(state: RolloutState) -> Callable[[], bool]:
+        return lambda: (current := record()) is not None and current.state is not state
+
+    gateway = GatewayConfig(
+        port=0,
+        fleet=FLEET,
+        store=StoreConfig(url=fleet.url),
+        pools_file=str(fleet.folder / "pools.json"),
+    )
+    statuses, versions = list[int](), list[str]()
+    fleet.apply(declare_version("old"))
+    async with run_gateway_server(gateway) as (_, client):
+        fleet.start_controller("first")
+        await fleet.as_declared("chat-1-0")
+
+        async def send_requests() -> None:
+            for number in count():
+                body = BODIES[COMPLETION] | {"model": "chat", "user": f"user-{number % 50}"}
+                response = await client.post(COMPLETION, json=body)
+                statuses.append(response.status_code)
+                versions.append(response.headers.get("x-argosy-version", ""))
+
+        load = asyncio.create_task(send_requests())
+        try:
+            await until(lambda: len(versions) > 20)
+            (first,) = set(versions)
+            fleet.apply(declare_version("new"))
+            await until(lambda: len({*versions}) > 1)
+            for state in (RolloutState.STEP, RolloutState.SOAKING):
+                await until(lambda: (current := record()) is not None and current.settled_at)
+                command = RolloutCommand(
+                    kind=CommandKind.PROMOTE, by="ann", reason="hotfix", force=True
+                )
+                append_command(fleet.store.fleets, FLEET, "chat", command)
+                await until(has_left(state))
+            await until(has_left(RolloutState.RETIRING))
+            num_before = len(versions)
+            await until(lambda: len(versions) > num_before + 20)
+            (second,) = set(versions[num_before + 1 :])
+            assert second != first
+        finally:
+            load.cancel()
+    assert set(statuses) == {200}
 
 
 async def test_autoscaler_follows_demand_unless_it_knows_none_or_is_paused(
