@@ -53,7 +53,7 @@ def wait_until_ready(target: FleetTarget, timeout_s: float, *, quiet: bool) -> N
 
 
 def wait_until_gone(target: FleetTarget, timeout_s: float) -> None:
-    """Wait until no replica of the fleet is left, nor the controller of `argosy up`. Ends the command at the timeout."""
+    """Wait until no replica and no controller of `argosy up` is left. Ends the command after the timeout."""
     deadline = time.monotonic() + timeout_s
     empty_since: float | None = None
     while True:
