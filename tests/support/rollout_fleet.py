@@ -67,12 +67,13 @@ PLAN: dict[str, object] = {
     "steps": [0.25],
     "shadow": 0,
     "min_candidate_replicas": 1,
-    "min_step_s": 2,
-    "soak_s": 3,
+    "min_step_s": 10,
+    "soak_s": 10,
     "max_step_s": 300,
     "prompts": [],
 }
 ROUND_S = 0.005
+CONDITION_INTERVAL_S = 0.02
 
 
 def declare(mode: str = "v1", *, replicas: int = 2, **pool: object) -> FleetConfig:
@@ -201,7 +202,7 @@ class RolloutFleet:
         self.clock = FakeClock(1_000_000.0)
         nodes = {"node-0": SimulatedNode(), "node-1": SimulatedNode()}
         behaviour = SimulatedBehaviour(
-            provisioning_s=(0.0, 0.0), loading_s=(1.0, 2.0), drain_s=(0.0, 1.0)
+            provisioning_s=(0.0, 0.0), loading_s=(4.0, 5.0), drain_s=(0.0, 1.0)
         )
         self.cluster = SimulatedCluster(self.clock, nodes=nodes, behaviour=behaviour)
         self.gateways = ScriptedGateways(self.clock)
@@ -272,7 +273,7 @@ class RolloutFleet:
             if self._task.done():
                 await self._task
                 assert condition(), "the controller has ended"
-            await asyncio.sleep(ROUND_S)
+            await asyncio.sleep(CONDITION_INTERVAL_S)
 
     async def wait(self, seconds: float) -> None:
         """Wait until virtual time has passed."""

@@ -128,7 +128,14 @@ async def test_of_three_versions_in_ten_seconds_the_last_one_serves(fleet: Rollo
     assert {each.generation for each in fleet.cluster.list_replicas().values()} == {4}
 
 
-@pytest.mark.parametrize("state", [RolloutState.STARTING, RolloutState.STEP, RolloutState.SOAKING])
+@pytest.mark.parametrize(
+    "state",
+    [
+        pytest.param(RolloutState.STARTING, marks=pytest.mark.exhaustive),
+        RolloutState.STEP,
+        pytest.param(RolloutState.SOAKING, marks=pytest.mark.exhaustive),
+    ],
+)
 async def test_revert_ends_the_rollout_and_keeps_the_stable_replicas(
     fleet: RolloutFleet, state: RolloutState
 ) -> None:
@@ -181,7 +188,10 @@ async def test_lost_document_does_not_stop_the_stable_version(
     assert fleet.route.stable == digest_of("v1")
 
 
-@pytest.mark.parametrize("change", ["without-rollouts", "without-pool", "down"])
+@pytest.mark.parametrize(
+    "change",
+    ["without-rollouts", pytest.param("without-pool", marks=pytest.mark.exhaustive), "down"],
+)
 async def test_declaration_without_rollouts_ends_them(fleet: RolloutFleet, change: str) -> None:
     await fleet.deploy()
     fleet.apply(declare("v2"))
