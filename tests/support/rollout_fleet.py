@@ -138,6 +138,8 @@ class ScriptedGateways:
     pools: FleetPools = field(default_factory=lambda: FleetPools(fleet=FLEET))
     error_factor: float = 1.0
     """How many times as many errors the candidate has."""
+    ejected_generation: int | None = None
+    """Generation whose replicas they eject."""
     sequence: int = 0
     routes: dict[str, int] = field(default_factory=dict)
     """Largest version of each pool's route that was published."""
@@ -160,10 +162,15 @@ class ScriptedGateways:
             epoch=self.pools.epoch,
             version=self.pools.version,
             replicas=[
-                RoutedReplica("chat", each.name or "", ReplicaStatus.READY) for each in replicas
+                RoutedReplica("chat", each.name or "", self._status(each.name or ""))
+                for each in replicas
             ],
             routes=dict(self.routes),
         )
+
+    def _status(self, replica: str) -> ReplicaStatus:
+        is_ejected = replica.split("-")[-2] == str(self.ejected_generation)
+        return ReplicaStatus.EJECTED if is_ejected else ReplicaStatus.READY
 
     async def read_outcomes(self, gateway: GatewayRecord, query: OutcomeQuery) -> OutcomeReport:
         versions = self.versions()

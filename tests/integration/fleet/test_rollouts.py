@@ -99,6 +99,21 @@ async def test_version_that_crashes_again_and_again_is_rolled_back(fleet: Rollou
     assert "has crashed 3 times, last: it crashed with SIGSEGV" in fleet.record.reason
 
 
+async def test_version_that_all_gateways_eject_is_rolled_back(fleet: RolloutFleet) -> None:
+    await fleet.deploy(declare(rollout=PLAN | {"auto_promote": False}))
+    fleet.apply(declare("v2", rollout=PLAN | {"auto_promote": False}))
+    await fleet.until_state(RolloutState.STEP)
+    await fleet.until(lambda: fleet.ready("v2"))
+    fleet.gateways.ejected_generation = 2
+    await fleet.wait(5.0)
+    fleet.gateways.ejected_generation = None
+    await fleet.wait(20.0)
+    assert not fleet.record.cause
+    fleet.gateways.ejected_generation = 2
+    await fleet.until_state(RolloutState.ABORTED)
+    assert "gateways have ejected all of them" in fleet.record.reason
+
+
 async def test_lost_candidate_is_not_started_after_an_abort(fleet: RolloutFleet) -> None:
     await fleet.deploy()
     fleet.apply(declare("v2"))
