@@ -67,12 +67,13 @@ PLAN: dict[str, object] = {
     "steps": [0.25],
     "shadow": 0,
     "min_candidate_replicas": 1,
-    "min_step_s": 2,
-    "soak_s": 3,
+    "min_step_s": 10,
+    "soak_s": 10,
     "max_step_s": 300,
     "prompts": [],
 }
 ROUND_S = 0.005
+CONDITION_INTERVAL_S = 0.02
 
 
 def declare(mode: str = "v1", *, replicas: int = 2, **pool: object) -> FleetConfig:
@@ -137,6 +138,8 @@ class ScriptedGateways:
     pools: FleetPools = field(default_factory=lambda: FleetPools(fleet=FLEET))
     error_factor: float = 1.0
     """How many times as many errors the candidate has."""
+    ejected_generation: int | None = None
+    """Generation whose replicas they eject."""
     sequence: int = 0
     routes: dict[str, int] = field(default_factory=dict)
     """Largest version of each pool's route that was published."""
@@ -159,10 +162,15 @@ class ScriptedGateways:
             epoch=self.pools.epoch,
             version=self.pools.version,
             replicas=[
-                RoutedReplica("chat", each.name or "", ReplicaStatus.READY) for each in replicas
+                RoutedReplica("chat", each.name or "", self._status(each.name or ""))
+                for each in replicas
             ],
             routes=dict(self.routes),
         )
+
+    def _status(self, replica: str) -> ReplicaStatus:
+        is_ejected = replica.split("-")[-2] == str(self.ejected_generation)
+        return ReplicaStatus.EJECTED if is_ejected else ReplicaStatus.READY
 
     async def read_outcomes(self, gateway: GatewayRecord, query: OutcomeQuery) -> OutcomeReport:
         versions = self.versions()
@@ -201,7 +209,7 @@ class RolloutFleet:
         self.clock = FakeClock(1_000_000.0)
         nodes = {"node-0": SimulatedNode(), "node-1": SimulatedNode()}
         behaviour = SimulatedBehaviour(
-            provisioning_s=(0.0, 0.0), loading_s=(1.0, 2.0), drain_s=(0.0, 1.0)
+            provisioning_s=(0.0, 0.0), loading_s=(4.0, 5.0), drain_s=(0.0, 1.0)
         )
         self.cluster = SimulatedCluster(self.clock, nodes=nodes, behaviour=behaviour)
         self.gateways = ScriptedGateways(self.clock)
@@ -272,7 +280,7 @@ class RolloutFleet:
             if self._task.done():
                 await self._task
                 assert condition(), "the controller has ended"
-            await asyncio.sleep(ROUND_S)
+            await asyncio.sleep(CONDITION_INTERVAL_S)
 
     async def wait(self, seconds: float) -> None:
         """Wait until virtual time has passed."""

@@ -99,6 +99,21 @@ async def test_version_that_crashes_again_and_again_is_rolled_back(fleet: Rollou
     assert "has crashed 3 times, last: it crashed with SIGSEGV" in fleet.record.reason
 
 
+async def test_version_that_all_gateways_eject_is_rolled_back(fleet: RolloutFleet) -> None:
+    await fleet.deploy(declare(rollout=PLAN | {"auto_promote": False}))
+    fleet.apply(declare("v2", rollout=PLAN | {"auto_promote": False}))
+    await fleet.until_state(RolloutState.STEP)
+    await fleet.until(lambda: fleet.ready("v2"))
+    fleet.gateways.ejected_generation = 2
+    await fleet.wait(5.0)
+    fleet.gateways.ejected_generation = None
+    await fleet.wait(20.0)
+    assert not fleet.record.cause
+    fleet.gateways.ejected_generation = 2
+    await fleet.until_state(RolloutState.ABORTED)
+    assert "gateways have ejected all of them" in fleet.record.reason
+
+
 async def test_lost_candidate_is_not_started_after_an_abort(fleet: RolloutFleet) -> None:
     await fleet.deploy()
     fleet.apply(declare("v2"))
@@ -128,7 +143,14 @@ async def test_of_three_versions_in_ten_seconds_the_last_one_serves(fleet: Rollo
     assert {each.generation for each in fleet.cluster.list_replicas().values()} == {4}
 
 
-@pytest.mark.parametrize("state", [RolloutState.STARTING, RolloutState.STEP, RolloutState.SOAKING])
+@pytest.mark.parametrize(
+    "state",
+    [
+        pytest.param(RolloutState.STARTING, marks=pytest.mark.exhaustive),
+        RolloutState.STEP,
+        pytest.param(RolloutState.SOAKING, marks=pytest.mark.exhaustive),
+    ],
+)
 async def test_revert_ends_the_rollout_and_keeps_the_stable_replicas(
     fleet: RolloutFleet, state: RolloutState
 ) -> None:
@@ -181,7 +203,10 @@ async def test_lost_document_does_not_stop_the_stable_version(
     assert fleet.route.stable == digest_of("v1")
 
 
-@pytest.mark.parametrize("change", ["without-rollouts", "without-pool", "down"])
+@pytest.mark.parametrize(
+    "change",
+    ["without-rollouts", pytest.param("without-pool", marks=pytest.mark.exhaustive), "down"],
+)
 async def test_declaration_without_rollouts_ends_them(fleet: RolloutFleet, change: str) -> None:
     await fleet.deploy()
     fleet.apply(declare("v2"))

@@ -3,7 +3,8 @@
 The store keeps each applied declaration as a numbered revision. A `Controller` that leads the fleet reads it as a
 `DeclaredFleet`. In its `LeaderTerm` it observes the replicas through launchers and health checks, and carries out what
 `policy.reconciliation` decides. A `FleetAutoscaler` decides how many replicas a pool has, by what `policy.autoscaling`
-makes of the gateways' reports. A `GatewayPublisher` publishes the replicas in the rotation to the gateways. With
+makes of the gateways' reports. `FleetRollouts` divides a pool between two versions, as `policy.rollout` decides. A
+`GatewayPublisher` publishes the replicas in the rotation to the gateways. With
 `read_fleet_status` operators see what it recorded. A keeper (`argosy.controller_keeper`) restarts the controller on
 machines without systemd.
 """

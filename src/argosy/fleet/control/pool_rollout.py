@@ -28,6 +28,7 @@ from argosy.fleet.control.rollout_evidence import (
 from argosy.fleet.control.rollout_status import ROLLOUT_STATUS_PREFIX, describe_decision
 from argosy.fleet.control.rollout_writer import RolloutWriter
 from argosy.fleet.control.version_observer import (
+    EjectionWatch,
     divide_pool,
     find_crash_loop,
     is_ready,
@@ -37,6 +38,7 @@ from argosy.fleet.declaration import PoolConfig
 from argosy.policy.reconciliation import ObservedReplica
 from argosy.policy.rollout import (
     TERMINAL_STATES,
+    TRAFFIC_STATES,
     CheckStatus,
     Comparison,
     DeclaredVersion,
@@ -92,6 +94,7 @@ class PoolRollout:
         """Desired replicas of each version; empty before the first decision that was stored."""
         self.comparison: Comparison | None = None
         """Measurements that the gateways shall make."""
+        self._ejections = EjectionWatch()
         self._history: TrafficHistory | None = None
         self._history_read_at = float("-inf")
         self._history_digest = ""
@@ -247,17 +250,19 @@ class PoolRollout:
         route, current = stored.route, stored.rollouts.current
         grouped, versions = self._group(declared, replicas), {}
         for digest, members in grouped.items():
-            check, crash_loop = CheckResult(CheckStatus.PENDING, ""), ""
+            check, problem = CheckResult(CheckStatus.PENDING, ""), ""
             if current is not None and digest == current.candidate:
                 check = self._means.checks.result(pool.name, current.id)
                 stable = grouped.get(current.stable, ())
-                crash_loop = find_crash_loop(members, stable, current.started_at)
+                problem = find_crash_loop(members, stable, current.started_at)
+                if current.active_state in TRAFFIC_STATES and not problem:
+                    problem = self._ejections.find_problem(current.id, members, stable, now)
             versions[digest] = observe_version(
                 members,
                 declared.restart_limits(pool),
                 check,
                 requires_warm_up=pool.warm_up,
-                crash_loop=crash_loop,
+                problem=problem,
             )
         return RolloutObservation(
             route=route,

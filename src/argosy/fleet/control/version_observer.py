@@ -18,6 +18,9 @@ from argosy.policy.rollout import (
 
 MAX_CRASHES = 3
 """Crashes of one replica from which a version does not stay up, unless the stable one crashes as often."""
+MAX_EJECTED_S = 15.0
+"""Time for which gateways may eject all replicas of a candidate. Shorter times without an ejection do not interrupt it,
+since gateways try an ejected replica again and again."""
 
 
 def is_ready(replica: ObservedReplica, *, requires_warm_up: bool) -> bool:
@@ -37,7 +40,7 @@ def observe_version(
     check: CheckResult,
     *,
     requires_warm_up: bool,
-    crash_loop: str,
+    problem: str,
 ) -> VersionStatus:
     """Return the status of a version.
 
@@ -46,10 +49,10 @@ def observe_version(
         limits: Limits of their restarts, beyond which the version has failed.
         check: Result of its pinned prompts.
         requires_warm_up: Whether replicas are warmed up before they serve.
-        crash_loop: Why it does not stay up; empty if it does.
+        problem: Why it cannot serve, although its replicas start; empty if it can.
     """
     serving = [each for each in replicas if each.state is LaunchState.RUNNING and each.is_serving]
-    failure = crash_loop
+    failure = problem
     for replica in replicas:
         plan = plan_restart(replica, limits)
         if plan.has_failed and not replica.is_serving:
@@ -85,6 +88,45 @@ def find_crash_loop(
     if crashes < MAX_CRASHES or crashes <= most:
         return ""
     return f"replica {worst.name} has crashed {crashes} times, last: {worst.past_runs[-1].reason}"
+
+
+class EjectionWatch:
+    """Finds a candidate whose replicas are healthy, but whose requests fail, so that all gateways eject them.
+
+    Its users are served by the stable version then, and the gate gets hardly any evidence.
+    """
+
+    def __init__(self) -> None:
+        self._rollout = ""
+        self._since = self._last = float("-inf")
+
+    def find_problem(
+        self,
+        rollout: str,
+        candidate: Sequence[ObservedReplica],
+        stable: Sequence[ObservedReplica],
+        now: float,
+    ) -> str:
+        """Return why a candidate with traffic cannot serve; empty if it can, or if the stable version cannot either.
+
+        Args:
+            rollout: Id of the rollout. Call it at each observation of a step with traffic.
+            candidate: Replicas of the candidate.
+            stable: Replicas of the stable version.
+            now: Seconds since the epoch.
+        """
+        if rollout != self._rollout:
+            self._rollout, self._last = rollout, float("-inf")
+        serving = [each for each in candidate if each.is_serving and each.in_rotation]
+        is_ejected = bool(serving) and not any(each.is_routed_by_any for each in serving)
+        if not is_ejected or not any(each.is_routed_by_any for each in stable):
+            return ""
+        if now - self._last > MAX_EJECTED_S:
+            self._since = now
+        self._last = now
+        if now - self._since < MAX_EJECTED_S:
+            return ""
+        return f"its replicas are healthy, but gateways have ejected all of them for {MAX_EJECTED_S:g} s"
 
 
 def _count_crashes(replica: ObservedReplica, since: float) -> int:

@@ -34,6 +34,7 @@ from argosy.policy.rollout.rollout_plan import RolloutPlan, RolloutStep, Strateg
 from argosy.policy.rollout.rollout_record import (
     ROLLBACK_STATES,
     TERMINAL_STATES,
+    TRAFFIC_STATES,
     DigestVerdict,
     PoolRollouts,
     RollbackCause,
@@ -47,6 +48,7 @@ __all__ = [
     "EVENTS",
     "ROLLBACK_STATES",
     "TERMINAL_STATES",
+    "TRAFFIC_STATES",
     "Arm",
     "Baseline",
     "BaselineRecorder",
