@@ -57,8 +57,7 @@ def organisation_field(ids: ResourceIds) -> Json:
 
 
 def tenant_series(ids: ResourceIds) -> Json:
-    # The rows of a CSV file name the scope, and a step that has just begun has none.
-    return {"scope": f"tenant:{ids.project}", "from": 1.7e9, "to": 1.7e9 + 3600}
+    return {"scope": f"tenant:{ids.project}"}
 
 
 def replica_fields(ids: ResourceIds) -> Json:

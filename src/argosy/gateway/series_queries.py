@@ -124,7 +124,8 @@ class SeriesQueries:
             raise ValueError(message)
         others = await self._list_others()
         step_s = choose_step(kind, start, end, now, step_s)
-        closed_end = self._collector.recorder.last_second + 1 or int(now)
+        last_second = self._collector.recorder.last_second  # 0 before the first
+        closed_end = last_second + 1 if last_second else int(now)
         if others:
             closed_end = min(closed_end, int(now) - PEER_DELAY_S)
         first = int(start) // step_s

@@ -201,6 +201,9 @@ async def test_gateway_follows_rollouts_under_load(
                 statuses.append(response.status_code)
                 versions.append(response.headers.get("x-argosy-version", ""))
 
+        body = BODIES[COMPLETION] | {"model": "chat"}
+        while (await client.post(COMPLETION, json=body)).status_code != 200:
+            pass  # the controller may not have found the gateway yet
         load = asyncio.create_task(send_requests())
         try:
             await until(lambda: len(versions) > 20)
