@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from argosy.policy.rollout.baseline import MIN_SAMPLES, Baseline
+from argosy.policy.rollout.baseline import MIN_SAMPLES, Baseline, find_thresholds
 from argosy.policy.rollout.gate import GateResult, RolloutGate
 from argosy.policy.rollout.gate_settings import GateSettings
 from argosy.policy.rollout.metrics import EVENTS, EVENTS_OF, Metric
@@ -230,10 +230,7 @@ def build_baseline(requests: Requests) -> Baseline:
         for name, group in groups.items():
             if np.count_nonzero(group) >= MIN_SAMPLES:
                 sketch = build_sketch(values[group])
-                quantiles = [EVENTS[event].quantile for event in EVENTS_OF[metric]]
-                thresholds[f"{metric}/{name}"] = tuple(
-                    sketch.quantile(each) for each in quantiles if each is not None
-                )
+                thresholds[f"{metric}/{name}"] = find_thresholds(metric, sketch)
     return Baseline(thresholds=thresholds)
 
 

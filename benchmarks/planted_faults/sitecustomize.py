@@ -4,7 +4,7 @@ Python imports this module at its start if the folder is in PYTHONPATH. The repl
 are another version of the same weights. Only requests for text are affected, not health checks.
 
 * slow: the first token is half a second late.
-* erring: three of ten requests are answered with 500.
+* erring: after twenty requests, so that checks pass, three of ten are answered with 500.
 * crashing: the process kills itself at its thirtieth request.
 * wrong: answers in one piece have another text.
 """
@@ -23,6 +23,8 @@ FAULT = os.environ.get("ARGOSY_PLANTED_FAULT", "")
 PATHS = ("/v1/chat/completions", "/v1/completions")
 DELAY_S = 0.5
 CRASHING_REQUEST = 30
+NUM_CHECKS = 20
+"""Requests of an erring replica that succeed, so that it passes its warm-up and the pinned prompts."""
 ERRING_REQUESTS = 3
 """Number of errors in ten requests."""
 
@@ -42,7 +44,7 @@ def plant() -> None:
             number = next(numbers)
             if FAULT == "slow":
                 await asyncio.sleep(DELAY_S)
-            elif FAULT == "erring" and number % 10 < ERRING_REQUESTS:
+            elif FAULT == "erring" and number > NUM_CHECKS and number % 10 < ERRING_REQUESTS:
                 raise ApiError(500, "planted", "A planted error.")
             elif FAULT == "crashing" and number >= CRASHING_REQUEST:
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -6,15 +6,19 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 
-from argosy.policy.rollout.metrics import EVENTS, Metric
+from argosy.policy.rollout.metrics import EVENTS, EVENTS_OF, Metric
 from argosy.policy.rollout.outcomes import OutcomeStatus, RequestOutcome
 from argosy.policy.rollout.quantile_sketch import QuantileSketch
 
 MIN_SAMPLES = 200
 """Measurements of a stratum with quantiles of its own. Others use those of the metric."""
 MIN_SCORING_AGE_S = 60.0
+MIN_SLOWDOWN = 1.1
+"""Smallest slowdown that makes a request slow, relative to the median. Where times hardly vary, half of the requests of
+a version that is 1 % slower would exceed the median."""
 _SCORING_AGE_FACTOR = 2.0
 """Scoring age in largest thresholds of the time to the first token."""
+_LATENCIES = (Metric.TTFT, Metric.TPOT)
 _ANY = ""
 """Stratum of all requests."""
 
@@ -74,9 +78,8 @@ class BaselineRecorder:
         thresholds: dict[str, tuple[float, ...]] = {}
         for name, sketch in sorted(self._sketches.items()):
             if sketch.total >= min_samples:
-                metric = name.partition("/")[0]
-                quantiles = [each.quantile for each in EVENTS if each.metric == metric]
-                thresholds[name] = tuple(sketch.quantile(each) for each in quantiles if each)
+                metric = Metric(name.partition("/")[0])
+                thresholds[name] = find_thresholds(metric, sketch)
         slowest = [
             values[-1] for name, values in thresholds.items() if name.startswith(Metric.TTFT)
         ]
@@ -87,6 +90,13 @@ class BaselineRecorder:
             ),
             miss_rate=self._misses / self._requests if self._requests else 0.0,
         )
+
+
+def find_thresholds(metric: Metric, sketch: QuantileSketch) -> tuple[float, ...]:
+    """Return the thresholds of the events of a metric, from the measurements of a stratum."""
+    least = MIN_SLOWDOWN * sketch.quantile(0.5) if metric in _LATENCIES else 0.0
+    quantiles = [EVENTS[event].quantile for event in EVENTS_OF[metric]]
+    return tuple(max(sketch.quantile(each), least) for each in quantiles if each is not None)
 
 
 def _measurements(outcome: RequestOutcome) -> Iterator[tuple[Metric, float]]:

@@ -19,7 +19,7 @@ from argosy.policy.rollout.race import (
 from argosy.policy.rollout.scaled_number import ONE, multiply, to_float
 
 _RARE = (Metric.ERRORS, Metric.REFUSALS)
-"""Metrics that may have no event at all. These pass if the candidate meets the objective."""
+"""Metrics that usually have few events. These pass if the candidate meets the objective."""
 _OBJECTIVE_BET = 0.25
 """Evidence that an objective is met bets on this part of the permitted rate."""
 
@@ -248,12 +248,14 @@ class RolloutGate:
         for metric in self._settings.rules:
             decisive = next(each for each in EVENTS_OF[metric] if EVENTS[each].decides_promotion)
             equivalence = to_float(step.equivalence[decisive])
-            by_objective = meets_objective and (is_alone or metric in _RARE)
+            sums = step.totals[decisive]
+            is_silent = not (sums.candidate_events or sums.stable_events)
+            by_objective = meets_objective and (is_alone or metric in _RARE or is_silent)
             retained = is_alone and metric in self.record.passed
             verdicts.append(
                 MetricVerdict(
                     metric,
-                    self._regression(metric),
+                    self._regression(metric, step),
                     equivalence,
                     _ratio(step, decisive),
                     equivalence >= needed or by_objective or retained,
@@ -261,14 +263,28 @@ class RolloutGate:
             )
         return tuple(verdicts)
 
-    def _regression(self, metric: Metric) -> float:
+    def _regression(self, metric: Metric, step: StepRecord) -> float:
         """Return the mean e-value over the events of a metric and all starts. Starts to come count as 1."""
         events = EVENTS_OF[metric]
-        opened = sum(
-            mean_evidence(start[event]) for start in self.record.starts for event in events
-        )
+        opened = 0.0
+        for event in events:
+            evidence = [mean_evidence(start[event]) for start in self.record.starts]
+            if _is_harmless(step, event):
+                evidence = [min(1.0, each) for each in evidence]
+            opened += sum(evidence)
         to_come = self.record.num_starts - len(self.record.starts)
         return opened / (len(events) * self.record.num_starts) + to_come / self.record.num_starts
+
+
+def _is_harmless(step: StepRecord, event: int) -> bool:
+    """Return whether the candidate exceeds a quantile no more often than the stable version did before.
+
+    The stable version may exceed it even less now, because the baseline comes from a busier time.
+    """
+    kind, sums = EVENTS[event], step.totals[event]
+    if kind.quantile is None or kind.by_user:
+        return False
+    return sums.candidate_events <= (1.0 - kind.quantile) * sums.candidate_expected
 
 
 def _ratio(step: StepRecord, event: int) -> float | None:
