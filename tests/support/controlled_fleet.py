@@ -75,15 +75,17 @@ class Fleet:
 
     async def as_declared(self, *names: str) -> dict[str, int]:
         """Wait until exactly these replicas are ready, and return their process ids."""
-        await until(
-            lambda: (
-                self.status.is_as_declared
-                and {replica.name for replica in self.status.replicas} == {*names}
-            )
-        )
+        status = self.status
+
+        def is_as_declared() -> bool:
+            nonlocal status
+            status = self.status
+            return status.is_as_declared and {each.name for each in status.replicas} == {*names}
+
+        await until(is_as_declared)
         pids = {}
         async with httpx2.AsyncClient() as client:
-            for replica in self.status.replicas:
+            for replica in status.replicas:
                 pids[replica.name] = int((await client.get(replica.url)).text)
         return pids
 
