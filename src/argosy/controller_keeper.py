@@ -45,6 +45,16 @@ def start_keeper(folder: Path, command: Sequence[str]) -> None:
     ).returncode = 0  # it runs on, so its end is not awaited
 
 
+def has_keeper(folder: Path) -> bool:
+    """Return whether a keeper runs for a folder."""
+    try:
+        with (folder / LOCK_NAME).open("a") as lock:
+            fcntl.flock(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    return False
+
+
 def main(arguments: Sequence[str]) -> int:
     """Keep the controller running until it exits with status 0, or until SIGTERM."""
     folder, command = Path(arguments[0]), list(arguments[1:])

@@ -241,12 +241,14 @@ def down(
     store: StoreUrl = None,
 ) -> None:
     """Drain and stop all replicas and gateways of a fleet. `argosy up` or `rollback` starts them again."""
+    from argosy.controller_keeper import has_keeper
     from argosy.fleet.control import stop_everything
 
     with open_fleet(files, fleet, store) as target:
         config = stop_everything(parse_revision(target.require_latest()))
+        is_kept = not target.folder.is_dir() or has_keeper(target.folder)
         _apply(target, config, reason, asks=False, quiet=True)
-        if target.folder.is_dir():  # its controller may be gone, and nothing stops without one
+        if not is_kept:  # nothing stops without a controller
             _start_controller(target)
         if wait:
             wait_until_gone(target, timeout)
