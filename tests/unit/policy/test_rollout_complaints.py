@@ -86,7 +86,7 @@ def candidate_that_never_starts_is_rolled_back(pool: VirtualRollout) -> None:
     aborted.tick(ABORT)
     aborted.run_until(RolloutState.ABORTED, max_s=30.0)
     pool.run_until(RolloutState.ABORTED)
-    assert pool.record.reason == "0 of 2 replicas are ready after 1800 s"
+    assert pool.record.reason == "0 of 1 replicas are ready after 1800 s"
 
 
 def abort_wins_over_any_other_command(pool: VirtualRollout) -> None:

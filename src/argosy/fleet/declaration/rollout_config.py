@@ -111,7 +111,8 @@ class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """0 to replace replicas in place, if there are no machines for both versions. A rollback then has to restart the
     old replicas. By default the old ones stay until the end."""
     min_candidate_replicas: Annotated[int, Meta(ge=1, le=10_000)] = 2
-    """Fewest replicas of the new version. With one, its machine is compared as well."""
+    """Fewest replicas of the new version, as far as each gets at least half the requests of an old one. With one, its
+    machine is compared as well."""
     auto_promote: bool = True
     """Go to the next step without a person when there is enough evidence."""
     start_timeout_s: Seconds = 1800.0

@@ -10,6 +10,8 @@ import msgspec
 from argosy.policy.rollout.gate_settings import GateSettings
 
 PERCENT = 100.0
+MIN_RELATIVE_LOAD = 0.5
+"""Load of a candidate's replica, relative to a stable one, below which fewer of them are compared."""
 
 
 class Strategy(enum.StrEnum):
@@ -68,7 +70,8 @@ class RolloutPlan(msgspec.Struct, frozen=True, kw_only=True):
     replicas in place, without spare machines: the stable version then has not enough replicas for all users, and a
     rollback has to restart them."""
     min_candidate_replicas: int = 2
-    """Replicas of the candidate at the first step. With one, its machine is compared as well as its version."""
+    """Fewest replicas of the candidate, as far as each gets at least half the requests of a stable one, since an idle
+    replica has other times. With one replica, its machine is compared as well as its version."""
     auto_promote: bool = True
     """Whether steps follow one another without a person, given enough evidence."""
     start_timeout_s: float = 1800.0
@@ -129,6 +132,9 @@ class RolloutPlan(msgspec.Struct, frozen=True, kw_only=True):
             needed: Replicas that the whole demand needs.
         """
         minimum = 1 if self.replaces_in_place else self.min_candidate_replicas
+        if share < 1.0:
+            equally_loaded = share * needed / (1.0 - share)
+            minimum = min(minimum, max(1, int(equally_loaded / MIN_RELATIVE_LOAD)))
         return min(needed, max(minimum, math.ceil(share * needed - 1e-9)))
 
     def describe_steps(self) -> str:
