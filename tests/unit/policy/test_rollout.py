@@ -337,6 +337,15 @@ def test_invariants_hold_under_any_history(
 
 
 @pytest.mark.parametrize(
+    ("share", "needed", "replicas"),
+    [(0.25, 2, 1), (0.5, 2, 2), (0.25, 4, 2), (0.05, 16, 1), (0.05, 40, 2), (0.25, 40, 10)],
+)
+def test_replicas_of_a_candidate_are_not_idle(share: float, needed: int, replicas: int) -> None:
+    """Each gets at least half the requests of a stable one, as far as there is more than one."""
+    assert RolloutPlan().candidate_replicas(share, needed) == replicas
+
+
+@pytest.mark.parametrize(
     ("create", "message"),
     [
         (lambda: RolloutPlan(max_surge=1), "0 or absent"),

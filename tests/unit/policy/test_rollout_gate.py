@@ -224,6 +224,17 @@ def test_regressions_are_found(cells: list[EventCell], metric: str) -> None:
     assert gate.verdict(NOW).result is GateResult.ROLL_BACK
 
 
+@pytest.mark.parametrize(
+    ("slow", "result"), [(24, GateResult.INCONCLUSIVE), (60, GateResult.ROLL_BACK)]
+)
+def test_slow_answers_count_from_the_measured_rate_on(slow: int, result: GateResult) -> None:
+    """The baseline is that of a busier hour, in which 5 % were slower. The stable version has no slow answer now."""
+    event = EVENTS.index(next(each for each in EVENTS if each[:2] == (Metric.TTFT, 0.95)))
+    gate = open_gate()
+    gate.add(batch(1, msgspec.structs.replace(cell(Metric.TTFT, slow, 0), event=event)))
+    assert gate.verdict(NOW).result is result
+
+
 @given(
     st.lists(
         st.tuples(st.sampled_from(Metric), st.integers(0, 9), st.integers(0, 9), PROBABILITIES),
@@ -325,6 +336,35 @@ def test_cold_cache_is_no_regression_but_a_slow_candidate_is() -> None:
         random.shuffle(mixed)
         results.append(run_gate(mixed, baseline, UserRates()) is GateResult.ROLL_BACK)
     assert results == [False, True]
+
+
+@pytest.mark.parametrize(("factor", "is_worse"), [(1.02, False), (1.2, True)])
+def test_slowdown_that_does_not_matter_is_no_regression(factor: float, is_worse: bool) -> None:
+    """Where times hardly vary, half of the requests of a slightly slower version exceed any quantile."""
+    random = Random(4)
+
+    def requests(arm: Arm, factor: float) -> list[RequestOutcome]:
+        times = [factor * random.uniform(0.099, 0.101) for _ in range(1_000)]
+        return [outcome(arm, ttft_s=time_s, age_s=time_s + 1.0) for time_s in times]
+
+    recorder = BaselineRecorder()
+    for each in requests(Arm.STABLE, 1.0):
+        recorder.record(each)
+    mixed = requests(Arm.STABLE, 1.0) + requests(Arm.CANDIDATE, factor)
+    random.shuffle(mixed)
+    result = run_gate(mixed, recorder.freeze(), UserRates())
+    assert (result is GateResult.ROLL_BACK) is is_worse
+
+
+def test_metric_without_events_passes_by_the_objective() -> None:
+    events = [each for each in ALL_EQUAL if EVENTS[each.event].metric is not Metric.TPOT]
+    results = []
+    for max_miss_rate in (None, 0.05):
+        gate = open_gate(max_miss_rate=max_miss_rate)
+        for sequence in range(1, 5):
+            gate.add(batch(sequence, *events))
+        results.append(gate.verdict(NOW).result)
+    assert results == [GateResult.INCONCLUSIVE, GateResult.PROMOTE]
 
 
 def test_heavy_user_with_many_errors_is_no_regression() -> None:
