@@ -26,7 +26,7 @@ from typing import Any
 import httpx2
 
 from argosy.fleet.control import read_rollouts
-from argosy.policy.rollout import TERMINAL_STATES, RolloutRecord
+from argosy.policy.rollout import RolloutRecord
 from argosy.store import FleetStore
 from benchmarks.declared_fleet import Fleet, run_fleet
 from benchmarks.options import parse_choices
@@ -143,7 +143,7 @@ async def roll_out(fleet: Fleet, store: FleetStore, load: Load, fault: str) -> d
         record = await asyncio.to_thread(find_rollout, store)
         if record is not None and before is not None and record.id == before.id:
             record = None
-        if record is not None and record.state in TERMINAL_STATES:
+        if record is not None and record.has_ended:
             break
         await asyncio.sleep(0.2)
     await asyncio.sleep(5)  # running requests

@@ -37,7 +37,6 @@ from argosy.fleet.control.version_observer import (
 from argosy.fleet.declaration import PoolConfig
 from argosy.policy.reconciliation import ObservedReplica
 from argosy.policy.rollout import (
-    TERMINAL_STATES,
     TRAFFIC_STATES,
     CheckStatus,
     Comparison,
@@ -103,7 +102,7 @@ class PoolRollout:
     @property
     def is_running(self) -> bool:
         """Whether a rollout has begun and not ended."""
-        return self.record is not None and self.record.state not in TERMINAL_STATES
+        return self.record is not None and not self.record.has_ended
 
     async def decide(
         self,
@@ -134,9 +133,9 @@ class PoolRollout:
         stored, evidence = begun, self.evidence
         current, digest = stored.rollouts.current, declared.digest(pool.name)
         history = await self._read_history(declared, pool, stored, now)
-        is_running = current is not None and current.state not in TERMINAL_STATES
-        if current is not None and is_running and not evidence.has(current.id):
-            evidence.start(current, history)  # its record was lost
+        running = stored.rollouts.running
+        if running is not None and not evidence.has(running.id):
+            evidence.start(running, history)  # its record was lost
         verdict = None
         if current is not None and evidence.has(current.id):
             verdict = evidence.verdict(now)
@@ -223,10 +222,9 @@ class PoolRollout:
         now: float,
     ) -> TrafficHistory | None:
         """Return recent requests if a rollout may start, or if what it is compared with was lost; otherwise None."""
-        digest, current, route = declared.digest(pool.name), stored.rollouts.current, stored.route
-        is_running = current is not None and current.state not in TERMINAL_STATES
-        if is_running and current is not None and current.candidate == digest:
-            if self.evidence.has(current.id):
+        digest, running, route = declared.digest(pool.name), stored.rollouts.running, stored.route
+        if running is not None and running.candidate == digest:
+            if self.evidence.has(running.id):
                 return None
         elif route is None or digest == route.stable or stored.rollouts.verdict_on(digest):
             return None
@@ -338,7 +336,7 @@ class PoolRollout:
         replicas: Sequence[ObservedReplica],
     ) -> None:
         """Send the pinned prompts to a candidate that waits for them."""
-        if record is None or record.state in TERMINAL_STATES:
+        if record is None or record.has_ended:
             self._means.checks.forget(pool.name)
         if record is None or record.state is not RolloutState.CHECKING or pool.rollout is None:
             return
