@@ -99,7 +99,6 @@ class RolloutEvidence:
         self._gate = None if record is None else RolloutGate(record)
         self._encoded = self._acknowledged = {} if record is None else dict(record.sequences)
         self._has_changed = False
-        self._comparison: Comparison | None = None
 
     def start(self, record: RolloutRecord, history: TrafficHistory | None) -> None:
         """Freeze what the candidate of a new rollout is compared with."""
@@ -150,17 +149,17 @@ class RolloutEvidence:
         self._acknowledged = self._encoded
 
     def open_step(
-        self, record: RolloutRecord, step: GateStep | None, objectives: ObjectivesConfig, now: float
+        self, record: RolloutRecord, step: GateStep, objectives: ObjectivesConfig, now: float
     ) -> Comparison | None:
-        """Open a step of the gate, and return what the gateways shall measure for it; None if no step is open."""
+        """Open a step of the gate, and return what the gateways shall measure for it; None without evidence."""
         gate = self._gate
-        if gate is None or step is None:
+        if gate is None:
             return None
         if gate.record.step is None or gate.record.step.index != step.step:
             gate.open_step(step.step, step.share, now)
             self._has_changed = True
         assert gate.record.step is not None  # noqa: S101 - it was opened above
-        comparison = Comparison(
+        return Comparison(
             rollout=record.id,
             candidate=record.candidate,
             step=step.step,
@@ -172,9 +171,6 @@ class RolloutEvidence:
             max_ttft_s=objectives.ttft_p95_s,
             max_time_per_token_s=objectives.itl_p95_s,
         )
-        if comparison != self._comparison:
-            self._comparison = comparison
-        return self._comparison
 
 
 def _decode(records: Mapping[str, bytes], name: str, kind: type[_Record]) -> _Record | None:
