@@ -21,9 +21,13 @@ from argosy.fleet.control import (
     read_fleet_status,
     read_rollouts,
 )
-from argosy.fleet.control.fleet_records import REPLICA_PREFIX, ReplicaRecord
+from argosy.fleet.control.fleet_records import (
+    REPLICA_PREFIX,
+    ROLLOUT_STATUS_PREFIX,
+    ReplicaRecord,
+)
 from argosy.fleet.control.rollout_documents import ROLLOUTS_PREFIX, ROUTE_PREFIX, remove_commands
-from argosy.fleet.control.rollout_status import ROLLOUT_STATUS_PREFIX, describe_decision
+from argosy.fleet.control.rollout_status import describe_decision
 from argosy.policy.reconciliation import ReplicaPhase
 from argosy.policy.rollout import (
     CheckStatus,

@@ -13,7 +13,7 @@ import structlog
 from argosy.fleet.control.declared_fleet import DeclaredFleet, VersionTarget
 from argosy.fleet.control.error_budget import ErrorBudgetReader
 from argosy.fleet.control.fleet_observer import FleetObserver
-from argosy.fleet.control.fleet_records import FleetRecords
+from argosy.fleet.control.fleet_records import ROLLOUT_STATUS_PREFIX, FleetRecords
 from argosy.fleet.control.gateway_publisher import GatewayPublisher
 from argosy.fleet.control.outcome_poller import OutcomePoller
 from argosy.fleet.control.pinned_prompts import CheckResult, check_pinned_prompts
@@ -25,7 +25,7 @@ from argosy.fleet.control.rollout_evidence import (
     TrafficHistory,
     summarise_history,
 )
-from argosy.fleet.control.rollout_status import ROLLOUT_STATUS_PREFIX, describe_decision
+from argosy.fleet.control.rollout_status import describe_decision
 from argosy.fleet.control.rollout_writer import RolloutWriter
 from argosy.fleet.control.version_observer import (
     EjectionWatch,

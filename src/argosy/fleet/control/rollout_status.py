@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from argosy.fleet.control.fleet_records import ROLLOUT_STATUS_PREFIX, decode_kind
 from argosy.fleet.control.rollout_documents import RolloutDocuments, read_rollout_documents
 from argosy.policy.rollout import (
     CheckStatus,
@@ -17,8 +17,6 @@ from argosy.policy.rollout import (
 )
 from argosy.store import FleetStore
 
-ROLLOUT_STATUS_PREFIX = "rollout-status/"
-"""Prefix of the names of these records."""
 ROLLOUT_REFUSED = "rollout_refused"
 """Kind of the events about commands that are not followed. Their reason is that of `RolloutDecision.refusals`."""
 
@@ -123,19 +121,8 @@ def read_rollouts(store: FleetStore, fleet: str) -> list[RolloutReport]:
     Raises:
         ValueError: A document cannot be decoded.
     """
-    statuses = decode_rollout_statuses(store.read_records(fleet))
+    statuses = decode_kind(store.read_records(fleet), ROLLOUT_STATUS_PREFIX, RolloutStatus)
     return [
         RolloutReport(**msgspec.structs.asdict(documents), status=statuses.get(pool))
         for pool, documents in read_rollout_documents(store, fleet).items()
     ]
-
-
-def decode_rollout_statuses(records: Mapping[str, bytes]) -> dict[str, RolloutStatus]:
-    """Return the statuses among the records of a fleet, by pool. Skips those of other versions."""
-    statuses: dict[str, RolloutStatus] = {}
-    for name, encoded in records.items():
-        if name.startswith(ROLLOUT_STATUS_PREFIX):
-            with contextlib.suppress(msgspec.MsgspecError):
-                status = msgspec.json.decode(encoded, type=RolloutStatus)
-                statuses[status.pool] = status
-    return statuses
