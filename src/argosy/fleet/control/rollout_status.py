@@ -121,8 +121,10 @@ def read_rollouts(store: FleetStore, fleet: str) -> list[RolloutReport]:
     Raises:
         ValueError: A document cannot be decoded.
     """
+    # A controller saves the status before it removes the commands that it has followed.
+    pools = read_rollout_documents(store, fleet)
     statuses = decode_kind(store.read_records(fleet), ROLLOUT_STATUS_PREFIX, RolloutStatus)
     return [
         RolloutReport(**msgspec.structs.asdict(documents), status=statuses.get(pool))
-        for pool, documents in read_rollout_documents(store, fleet).items()
+        for pool, documents in pools.items()
     ]
