@@ -20,7 +20,6 @@ import json
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -31,9 +30,10 @@ from argosy.fleet.control import read_fleet_status
 from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig
 from argosy.gateway.model_registry import ModelRegistry, build_model_entries
 from argosy.store import FleetStore
-from benchmarks.fleet_kills import Fleet
+from benchmarks.declared_fleet import Fleet, run_fleet
 from benchmarks.processes import exit_on_sigterm
 
+FLEET, PORT = "changes", 18_320
 REPLICA_PORT = 18_330
 MODELS, REPLICAS = 100, 10
 POOL = "chat"
@@ -77,7 +77,7 @@ def scale_up(fleet: Fleet, replicas: int) -> float:
 
 def count_ready(store: FleetStore) -> int:
     """Return the number of ready replicas of the pool."""
-    status = read_fleet_status(store, "kills")
+    status = read_fleet_status(store, FLEET)
     return next(pool.ready for pool in status.pools if pool.name == POOL)
 
 
@@ -128,16 +128,11 @@ def main() -> None:
     options = parser.parse_args()
     exit_on_sigterm()
     rows = []
-    with tempfile.TemporaryDirectory(prefix="argosy-changes-") as folder:
-        fleet = Fleet(options.file.absolute(), Path(folder))
-        fleet.run("up")
-        try:
-            for _ in range(options.rounds):
-                bare_s, ready_s = start_bare(Path(folder)), scale_up(fleet, 2)
-                rows.append((bare_s, ready_s))
-                print(json.dumps({"bare_s": round(bare_s, 2), "ready_s": round(ready_s, 2)}))
-        finally:
-            fleet.run("down")
+    with run_fleet({"fleet": FLEET, "port": PORT}, options.file) as fleet:
+        for _ in range(options.rounds):
+            bare_s, ready_s = start_bare(fleet.folder), scale_up(fleet, 2)
+            rows.append((bare_s, ready_s))
+            print(json.dumps({"bare_s": round(bare_s, 2), "ready_s": round(ready_s, 2)}))
     summary = {
         "bare_s_median": round(statistics.median(bare for bare, _ in rows), 2),
         "ready_s_median": round(statistics.median(ready for _, ready in rows), 2),

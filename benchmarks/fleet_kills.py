@@ -12,12 +12,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import random
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from pathlib import Path
@@ -27,54 +24,33 @@ import psutil
 import yaml
 
 from argosy.fleet.control import FleetStatus, read_fleet_status
-from argosy.store import FleetStore, open_store
+from argosy.store import FleetStore
+from benchmarks.declared_fleet import Fleet, run_fleet
 from benchmarks.processes import exit_on_sigterm
 
-PORT = 18_310
+FLEET, PORT = "kills", 18_310
 TARGETS = ("replica", "replica", "replica", "controller", "gateway")
 """Kinds of processes to draw from. Replicas are as frequent as they are in a fleet."""
 ACTIONS = frozenset({"replica_phase", "controller_leads"})
 PROMPT = "Count from one to twenty."
 
 
-class Fleet:
-    """A fleet that `argosy up` started in a folder of its own."""
-
-    def __init__(self, declaration: Path, folder: Path) -> None:
-        self._declaration = declaration
-        self._overlay = folder / "overlay.yaml"
-        self._overlay.write_text(f"fleet: kills\nport: {PORT}\n")
-        self._environment = os.environ | {"XDG_STATE_HOME": str(folder)}
-        self._folder = folder
-        settings = yaml.safe_load(declaration.read_text())
-        self.models = [model["name"] for model in settings["models"]]
-
-    def run(self, *command: str) -> None:
-        """Run a command of `argosy` about the fleet."""
-        files = ["-f", str(self._declaration), "-f", str(self._overlay)]
-        arguments = [sys.executable, "-m", "argosy.cli", *command, *files]
-        subprocess.run(arguments, env=self._environment, check=True, stderr=subprocess.DEVNULL)
-
-    def open_store(self) -> FleetStore:
-        """Return the store of the fleet."""
-        return open_store(f"sqlite:///{self._folder}/argosy/argosy.db").fleets
-
-    def processes(self, kind: str) -> list[psutil.Process]:
-        """Return the running processes of a kind."""
-        found: list[psutil.Process] = []
-        for process in psutil.process_iter():
-            try:
-                command = process.cmdline()
-            except psutil.Error:
-                continue
-            if (
-                "argosy.cli" in command[:4]
-                and kind in command[:5]
-                and process.ppid() not in {other.pid for other in found}  # not the engine core
-                and any(str(self._folder) in argument for argument in command)
-            ):
-                found.append(process)
-        return found
+def find_processes(fleet: Fleet, kind: str) -> list[psutil.Process]:
+    """Return the running processes of a fleet of one kind."""
+    found: list[psutil.Process] = []
+    for process in psutil.process_iter():
+        try:
+            command = process.cmdline()
+        except psutil.Error:
+            continue
+        if (
+            "argosy.cli" in command[:4]
+            and kind in command[:5]
+            and process.ppid() not in {other.pid for other in found}  # not the engine core
+            and any(str(fleet.folder) in argument for argument in command)
+        ):
+            found.append(process)
+    return found
 
 
 class Load:
@@ -127,8 +103,8 @@ async def wait_until_declared(store: FleetStore, after_event: int) -> FleetStatu
     """Wait until a controller that has seen the latest kill finds the fleet as declared."""
     while True:
         # Events are written after the records from which the status is read.
-        events = await asyncio.to_thread(store.list_events, "kills", after=after_event or 1)
-        status = await asyncio.to_thread(read_fleet_status, store, "kills")
+        events = await asyncio.to_thread(store.list_events, FLEET, after=after_event or 1)
+        status = await asyncio.to_thread(read_fleet_status, store, FLEET)
         if status.is_as_declared and any(event.kind in ACTIONS for event in events):
             return status
         await asyncio.sleep(0.1)
@@ -140,9 +116,9 @@ async def run_round(
     """Kill one process, and wait until the fleet is as declared."""
     kind = draw.choice(TARGETS)
     await asyncio.sleep(draw.uniform(0.0, 2.0))
-    processes = fleet.processes(kind)
+    processes = find_processes(fleet, kind)
     victim = draw.choice(sorted(processes, key=lambda process: process.pid))
-    last_event = store.list_events("kills")[-1].number
+    last_event = store.list_events(FLEET)[-1].number
     lost = len(load.lost)
     killed_at, killed_wall = time.monotonic(), time.time()
     if kind == "gateway":
@@ -152,7 +128,7 @@ async def run_round(
     repaired_s = time.monotonic() - killed_at
     events = [
         event
-        for event in store.list_events("kills", after=last_event, limit=1000)
+        for event in store.list_events(FLEET, after=last_event, limit=1000)
         if event.kind in ACTIONS
     ]
     return {
@@ -167,7 +143,8 @@ async def measure(fleet: Fleet, options: argparse.Namespace) -> None:
     """Run all rounds, and print their rows."""
     draw = random.Random(options.seed)
     store = fleet.open_store()
-    load = Load(fleet.models)
+    settings = yaml.safe_load(options.file.read_text())
+    load = Load([model["name"] for model in settings["models"]])
     clients = [asyncio.create_task(load.run_client(n)) for n in range(options.clients)]
     rows = []
     for _ in range(options.kills):
@@ -203,13 +180,8 @@ def main() -> None:
     parser.add_argument("--file", type=Path, default=Path("examples/two-pools.yaml"))
     options = parser.parse_args()
     exit_on_sigterm()
-    with tempfile.TemporaryDirectory(prefix="argosy-kills-") as folder:
-        fleet = Fleet(options.file.absolute(), Path(folder))
-        fleet.run("up")
-        try:
-            asyncio.run(measure(fleet, options))
-        finally:
-            fleet.run("down")
+    with run_fleet({"fleet": FLEET, "port": PORT}, options.file) as fleet:
+        asyncio.run(measure(fleet, options))
 
 
 if __name__ == "__main__":

@@ -17,22 +17,18 @@ import argparse
 import asyncio
 import contextlib
 import json
-import os
 import random
-import subprocess
-import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx2
-import yaml
 
 from argosy.fleet.control import read_rollouts
-from argosy.policy.rollout import TERMINAL_STATES, RolloutRecord
-from argosy.store import FleetStore, open_store
+from argosy.policy.rollout import RolloutRecord
+from argosy.store import FleetStore
+from benchmarks.declared_fleet import Fleet, run_fleet
 from benchmarks.options import parse_choices
 from benchmarks.processes import exit_on_sigterm
 
@@ -129,25 +125,6 @@ class Load:
         self.answers.append(Answer(sent_at, version, is_different=is_different))
 
 
-class Fleet:
-    """The fleet, with its store in a folder of its own."""
-
-    def __init__(self, folder: Path) -> None:
-        self._file = folder / "fleet.yaml"
-        self._environment = os.environ | {"XDG_STATE_HOME": str(folder)}
-        self._folder = folder
-
-    def run(self, command: str, fault: str = "") -> None:
-        """Run a command of `argosy` with the declaration that has a fault."""
-        self._file.write_text(yaml.safe_dump(build_declaration(fault)))
-        arguments = [sys.executable, "-m", "argosy.cli", command, "-f", str(self._file)]
-        subprocess.run(arguments, env=self._environment, check=True, stderr=subprocess.DEVNULL)
-
-    def open_store(self) -> FleetStore:
-        """Return its store."""
-        return open_store(f"sqlite:///{self._folder}/argosy/argosy.db").fleets
-
-
 def find_rollout(store: FleetStore) -> RolloutRecord | None:
     """Return the current or last rollout of the pool."""
     reports = {report.pool: report for report in read_rollouts(store, FLEET)}
@@ -159,13 +136,14 @@ async def roll_out(fleet: Fleet, store: FleetStore, load: Load, fault: str) -> d
     before = await asyncio.to_thread(find_rollout, store)
     first = len(load.answers)
     started_at = time.monotonic()
-    await asyncio.to_thread(fleet.run, "apply", fault)
-    while True:
+    fleet.declare(build_declaration(fault))
+    await asyncio.to_thread(fleet.run, "apply")
+    record = None
+    while time.monotonic() - started_at < TIMEOUT_S:
         record = await asyncio.to_thread(find_rollout, store)
-        is_new = record is not None and (before is None or record.id != before.id)
-        if record is not None and is_new and record.state in TERMINAL_STATES:
-            break
-        if time.monotonic() - started_at > TIMEOUT_S:
+        if record is not None and before is not None and record.id == before.id:
+            record = None
+        if record is not None and record.has_ended:
             break
         await asyncio.sleep(0.2)
     await asyncio.sleep(5)  # running requests
@@ -216,13 +194,8 @@ def main() -> None:
     )
     options = parser.parse_args()
     exit_on_sigterm()
-    with tempfile.TemporaryDirectory(prefix="argosy-rollouts-") as folder:
-        fleet = Fleet(Path(folder))
-        fleet.run("up")
-        try:
-            asyncio.run(measure(fleet, options))
-        finally:
-            fleet.run("down")
+    with run_fleet(build_declaration("")) as fleet:
+        asyncio.run(measure(fleet, options))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -16,9 +16,10 @@ from argosy.cli.rollout_report import print_rollout, shorten_digests, summarise_
 
 if TYPE_CHECKING:
     from argosy.fleet.control import RolloutReport
-    from argosy.policy.rollout import CommandKind, RolloutCommand
+    from argosy.policy.rollout import RolloutCommand
 
 DEFAULT_TIMEOUT_S = 30.0
+CommandName = Literal["pause", "resume", "promote", "abort"]
 
 app = typer.Typer(
     help="Follow and steer the rollout of a new version of a pool.", no_args_is_help=True
@@ -78,12 +79,9 @@ def pause(
     json: JsonOutput = False,
 ) -> None:
     """Stop a rollout at its step. The new version keeps its share, and is still rolled back if it is worse."""
-    from argosy.policy.rollout import CommandKind
-
     with open_fleet(files, fleet, store) as target:
-        report = _find_running(target, pool)
-        command = _build_command(report, CommandKind.PAUSE, reason)
-        _send(target, report.pool, command, wait_s=timeout if wait else None, json=json)
+        name, command = _store_command(target, pool, "pause", reason)
+        _finish(target, name, command, wait_s=timeout if wait else None, json=json)
 
 
 @app.command()
@@ -100,12 +98,9 @@ def resume(
     json: JsonOutput = False,
 ) -> None:
     """Continue a paused rollout, or try a version again that was rolled back."""
-    from argosy.policy.rollout import CommandKind
-
     with open_fleet(files, fleet, store) as target:
-        report = _find_running(target, pool, permits_retry=True)
-        command = _build_command(report, CommandKind.RESUME, reason, force=force)
-        _send(target, report.pool, command, wait_s=timeout if wait else None, json=json)
+        name, command = _store_command(target, pool, "resume", reason, force=force)
+        _finish(target, name, command, wait_s=timeout if wait else None, json=json)
 
 
 @app.command()
@@ -122,12 +117,9 @@ def promote(
     json: JsonOutput = False,
 ) -> None:
     """Go to the next step now. Without enough evidence it needs --force and --reason."""
-    from argosy.policy.rollout import CommandKind
-
     with open_fleet(files, fleet, store) as target:
-        report = _find_running(target, pool)
-        command = _build_command(report, CommandKind.PROMOTE, reason, force=force)
-        _send(target, report.pool, command, wait_s=timeout if wait else None, json=json)
+        name, command = _store_command(target, pool, "promote", reason, force=force)
+        _finish(target, name, command, wait_s=timeout if wait else None, json=json)
 
 
 @app.command()
@@ -143,32 +135,20 @@ def abort(
     json: JsonOutput = False,
 ) -> None:
     """Send all users back to the old version. The gateways follow within seconds, also without a controller."""
-    from argosy.fleet.control import append_command, roll_back_route
-    from argosy.policy.rollout import CommandKind
+    from argosy.fleet.control import roll_back_route
 
     with open_fleet(files, fleet, store) as target:
-        report = _find_running(target, pool)
-        current = report.rollouts.current
-        if current is not None and not current.can_roll_back:
-            fail(
-                f"abort is refused: the rollout is {current.state}: {shorten_digests(current.reason)}; `argosy history`"
-                " lists earlier declarations, and `argosy rollback` puts one in force again",
-                EXIT_FAILURE,
-            )
-        command = _build_command(report, CommandKind.ABORT, reason)
         # The command comes first, so that a controller that sees the route knows why.
-        append_command(target.store.fleets, target.name, report.pool, command)
+        name, command = _store_command(target, pool, "abort", reason)
         cause = command.reason or f"abort by {command.by}"
-        route = roll_back_route(
-            target.store.fleets, target.name, report.pool, cause, at=time.time()
-        )
+        route = roll_back_route(target.store.fleets, target.name, name, cause, at=time.time())
         if not json:
             routed = (
                 f"version {route.version} of the route sends all users to version {shorten_digests(route.stable)}"
                 if route is not None
                 else "no user has the new version yet"
             )
-            typer.echo(f"Pool {report.pool}: {routed}.", err=True)
+            typer.echo(f"Pool {name}: {routed}.", err=True)
         if not read_status(target).has_leader:
             if not json:
                 typer.echo(
@@ -177,7 +157,7 @@ def abort(
                     err=True,
                 )
             wait = False
-        _finish(target, report.pool, command, wait_s=timeout if wait else None, json=json)
+        _finish(target, name, command, wait_s=timeout if wait else None, json=json)
 
 
 # --- shared --------------------------------------------------------------------------------------
@@ -196,15 +176,46 @@ def _read_reports(target: FleetTarget) -> list[RolloutReport]:
         )
 
 
-def _find_running(
-    target: FleetTarget, pool: str | None, *, permits_retry: bool = False
-) -> RolloutReport:
+def _read_report(target: FleetTarget, pool: str) -> RolloutReport:
+    return next(each for each in _read_reports(target) if each.pool == pool)
+
+
+def _store_command(
+    target: FleetTarget, pool: str | None, kind: CommandName, reason: str, *, force: bool = False
+) -> tuple[str, RolloutCommand]:
+    """Store a command for the controller, and return it with its pool. Ends the command if it cannot be followed."""
+    from argosy.fleet.control import append_command
+    from argosy.policy.rollout import CommandKind, RolloutCommand
+
+    report = _find_rollout(target, pool, permits_retry=kind == "resume")
+    running = report.rollouts.running
+    if kind == "abort" and running is not None and not running.can_roll_back:
+        fail(
+            f"abort is refused: the rollout is {running.state}: {shorten_digests(running.reason)}; `argosy history`"
+            " lists earlier declarations, and `argosy rollback` puts one in force again",
+            EXIT_FAILURE,
+        )
+    try:
+        command = RolloutCommand(
+            kind=CommandKind(kind),
+            by=operator_name(),
+            reason=reason,
+            force=force,
+            rollout="" if running is None else running.id,
+        )
+    except ValueError as error:
+        fail(f"{error} with --reason")
+    append_command(target.store.fleets, target.name, report.pool, command)
+    return report.pool, command
+
+
+def _find_rollout(target: FleetTarget, pool: str | None, *, permits_retry: bool) -> RolloutReport:
     """Return the pool that a command is for. Without a rollout the command fails."""
     reports = _read_reports(target)
     running = [
         each
         for each in reports
-        if each.is_running or (permits_retry and _is_rejected(target, each))
+        if each.rollouts.running is not None or (permits_retry and _is_rejected(target, each))
     ]
     if pool is None:
         if len(running) != 1:
@@ -233,36 +244,13 @@ def _fail_unknown(target: FleetTarget, pool: str) -> None:
     )
 
 
-def _build_command(
-    report: RolloutReport, kind: CommandKind, reason: str, *, force: bool = False
-) -> RolloutCommand:
-    from argosy.policy.rollout import RolloutCommand
-
-    current = report.rollouts.current
-    rollout = current.id if current is not None and report.is_running else ""
-    try:
-        return RolloutCommand(
-            kind=kind, by=operator_name(), reason=reason, force=force, rollout=rollout
-        )
-    except ValueError as error:
-        fail(f"{error} with --reason")
-
-
-def _send(
-    target: FleetTarget, pool: str, command: RolloutCommand, *, wait_s: float | None, json: bool
-) -> None:
-    from argosy.fleet.control import append_command
-
-    append_command(target.store.fleets, target.name, pool, command)
-    _finish(target, pool, command, wait_s=wait_s, json=json)
-
-
 def _finish(
     target: FleetTarget, pool: str, command: RolloutCommand, *, wait_s: float | None, json: bool
 ) -> None:
     """Wait until a controller has followed a stored command, if `wait_s` is given, and show the result."""
-    report = next(each for each in _read_reports(target) if each.pool == pool)
-    if wait_s is not None:
+    if wait_s is None:
+        report = _read_report(target, pool)
+    else:
         report = _wait_until_followed(target, pool, command, wait_s, quiet=json)
     if json:
         print_json(report)
@@ -279,7 +267,7 @@ def _wait_until_followed(
     deadline = time.monotonic() + timeout_s
     shown = ""
     while True:
-        report = next(each for each in _read_reports(target) if each.pool == pool)
+        report = _read_report(target, pool)
         if command not in report.commands:
             break
         if not quiet and report.sentence != shown:

@@ -30,8 +30,8 @@ def _show(line: str) -> None:
 
 def summarise_rollout(report: RolloutReport, now: float) -> str:
     """Return the state of a pool's rollout in one line."""
-    current, status = report.rollouts.current, shorten_digests(report.sentence)
-    if current is None or not report.is_running:
+    current, status = report.rollouts.running, shorten_digests(report.sentence)
+    if current is None:
         return f"Pool {report.pool}: {status or 'no rollout'}"
     share = 0.0 if report.route is None else report.route.share_of(current.candidate)
     step = _describe_step(current)
@@ -81,12 +81,12 @@ def print_rollout(report: RolloutReport, now: float) -> None:
 
 
 def _print_measurements(report: RolloutReport) -> None:
-    status = report.status
-    if status is None or not status.metrics or not report.is_running:
+    current, status = report.rollouts.running, report.status
+    if current is None or status is None or not status.metrics:
         return
+    threshold = 1.0 / current.plan.gate.max_false_rollbacks
     _show(
-        f"  gate: {status.result}, {status.reason} (regression {status.regression:.3g}"
-        f"{_describe_threshold(report)})"
+        f"  gate: {status.result}, {status.reason} (regression {status.regression:.3g} of {threshold:g})"
     )
     print_records(
         status.metrics,
@@ -101,13 +101,6 @@ def _print_measurements(report: RolloutReport) -> None:
         "",
         json=False,
     )
-
-
-def _describe_threshold(report: RolloutReport) -> str:
-    current = report.rollouts.current
-    if current is None:
-        return ""
-    return f" of {1.0 / current.plan.gate.max_false_rollbacks:g}"
 
 
 def _describe_step(current: RolloutRecord) -> str:

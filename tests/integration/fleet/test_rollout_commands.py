@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -21,9 +21,13 @@ from argosy.fleet.control import (
     read_fleet_status,
     read_rollouts,
 )
-from argosy.fleet.control.fleet_records import REPLICA_PREFIX, ReplicaRecord
+from argosy.fleet.control.fleet_records import (
+    REPLICA_PREFIX,
+    ROLLOUT_STATUS_PREFIX,
+    ReplicaRecord,
+)
 from argosy.fleet.control.rollout_documents import ROLLOUTS_PREFIX, ROUTE_PREFIX, remove_commands
-from argosy.fleet.control.rollout_status import ROLLOUT_STATUS_PREFIX, describe_decision
+from argosy.fleet.control.rollout_status import describe_decision
 from argosy.policy.reconciliation import ReplicaPhase
 from argosy.policy.rollout import (
     CheckStatus,
@@ -219,6 +223,29 @@ def test_commands_wait_until_the_controller_follows_or_refuses(world: World) -> 
         forced = run("promote", "--force", "--reason", "tested elsewhere")
     assert forced.exit_code == 0, forced.output
     assert "step 2 of 4: 5%" in forced.stderr
+
+
+def test_report_without_a_command_has_its_result(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pause = RolloutCommand(kind=CommandKind.PAUSE, by="test", reason="lunch")
+    append_command(world.store, "demo", POOL, pause)
+
+    def decide_after(read: Callable[[str], object]) -> Callable[[str], object]:
+        def read_and_decide(fleet: str) -> object:
+            result = read(fleet)
+            patch.undo()
+            world.decide_once()
+            return result
+
+        return read_and_decide
+
+    with monkeypatch.context() as patch:
+        for name in ("read_records", "read_documents"):
+            patch.setattr(world.store, name, decide_after(getattr(world.store, name)))
+        first = world.report
+    assert first.commands or first.sentence.startswith("paused: lunch")
+    assert world.report.sentence.startswith("paused: lunch")
 
 
 def test_abort_needs_no_controller(world: World) -> None:

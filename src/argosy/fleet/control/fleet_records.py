@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import statistics
 from collections.abc import Mapping
+from typing import TypeVar
 
 import msgspec
 
-from argosy.fleet.control.rollout_status import ROLLOUT_STATUS_PREFIX
 from argosy.policy.autoscaling import AutoscalerState, CapacityState
 from argosy.policy.reconciliation import ReplicaPhase, ReplicaRun, WarmUpState
 
@@ -18,10 +18,13 @@ START_TIMES_PREFIX = "start-times/"
 SCALING_PREFIX = "autoscaling/"
 ROLLOUT_GATE_PREFIX = "rollout-gate/"
 ROLLOUT_BASELINE_PREFIX = "rollout-baseline/"
+ROLLOUT_STATUS_PREFIX = "rollout-status/"
 SCALING_DECISION = "scaling_decision"
 """Kind of the events of autoscalers, whose outcome is the arithmetic of the decision as JSON."""
 _ROLLOUT_PREFIXES = (ROLLOUT_GATE_PREFIX, ROLLOUT_BASELINE_PREFIX, ROLLOUT_STATUS_PREFIX)
 MAX_START_TIMES = 9
+
+T = TypeVar("T")
 
 
 class ReplicaRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -152,27 +155,21 @@ def decode_records(
     records: Mapping[str, bytes],
 ) -> tuple[dict[str, ReplicaRecord], dict[str, tuple[float, ...]]]:
     """Return the records of replicas by name, and start times by source. Skips those of other versions."""
-    replicas: dict[str, ReplicaRecord] = {}
-    start_times: dict[str, tuple[float, ...]] = {}
-    for name, encoded in records.items():
-        try:
-            if name.startswith((REPLICA_PREFIX, PENDING_PREFIX)):
-                record = msgspec.json.decode(encoded, type=ReplicaRecord)
-                replicas[record.name] = record
-            elif name.startswith(START_TIMES_PREFIX):
-                times = msgspec.json.decode(encoded, type=tuple[float, ...])
-                start_times[name.removeprefix(START_TIMES_PREFIX)] = times
-        except msgspec.MsgspecError:
-            continue
-    return replicas, start_times
+    replicas = decode_kind(records, REPLICA_PREFIX, ReplicaRecord)
+    pending = decode_kind(records, PENDING_PREFIX, ReplicaRecord)
+    return replicas | pending, decode_kind(records, START_TIMES_PREFIX, tuple[float, ...])
 
 
 def decode_scaling(records: Mapping[str, bytes]) -> dict[str, ScalingRecord]:
     """Return the memory of the autoscalers by pool. Skips that of other versions."""
-    scaling: dict[str, ScalingRecord] = {}
+    return decode_kind(records, SCALING_PREFIX, ScalingRecord)
+
+
+def decode_kind(records: Mapping[str, bytes], prefix: str, kind: type[T]) -> dict[str, T]:
+    """Return the records of one kind, by their names without the prefix. Skips those of other versions."""
+    decoded: dict[str, T] = {}
     for name, encoded in records.items():
-        if name.startswith(SCALING_PREFIX):
+        if name.startswith(prefix):
             with contextlib.suppress(msgspec.MsgspecError):
-                record = msgspec.json.decode(encoded, type=ScalingRecord)
-                scaling[record.pool] = record
-    return scaling
+                decoded[name.removeprefix(prefix)] = msgspec.json.decode(encoded, type=kind)
+    return decoded

@@ -12,7 +12,7 @@ from argosy.fleet.control.fleet_observer import FleetObserver
 from argosy.fleet.control.fleet_records import FleetRecords
 from argosy.fleet.control.gateway_publisher import GatewayPublisher
 from argosy.fleet.control.outcome_poller import OutcomePoller
-from argosy.fleet.control.pool_rollout import PoolRollout, RolloutMeans
+from argosy.fleet.control.pool_rollout import PoolRollout, PoolSnapshot, RolloutMeans
 from argosy.fleet.control.rollout_checks import RolloutChecks
 from argosy.fleet.control.rollout_documents import RolloutDocuments, read_rollout_documents
 from argosy.fleet.control.rollout_events import EventCallback, RolloutEvents
@@ -137,9 +137,15 @@ class FleetRollouts:
             stored = documents.get(name) or RolloutDocuments(
                 pool=name, rollouts=PoolRollouts(pool=name)
             )
-            members = [each for each in replicas if each.pool == name]
-            needed = counts.get(name, pool.initial_replicas)
-            await self._pools[name].decide(declared, pool, stored, members, needed, now)
+            snapshot = PoolSnapshot(
+                declared=declared,
+                pool=pool,
+                stored=stored,
+                replicas=[each for each in replicas if each.pool == name],
+                needed=counts.get(name, pool.initial_replicas),
+                now=now,
+            )
+            await self._pools[name].decide(snapshot)
 
     def publish(
         self, declared: DeclaredFleet, members: Sequence[RoutedMember]

@@ -68,14 +68,14 @@ class GatewayPublisher:
         return self._statuses
 
     @property
+    def _answers(self) -> Sequence[PoolsStatus]:
+        """Latest answers of the gateways that can be reached."""
+        return [status for status in self._statuses.values() if status is not None]
+
+    @property
     def waiting_models(self) -> AbstractSet[str]:
         """Models for which requests wait at a gateway, or have arrived in the last seconds."""
-        return {
-            model
-            for status in self._statuses.values()
-            if status is not None
-            for model in _waiting_models(status)
-        }
+        return {model for status in self._answers for model in _waiting_models(status)}
 
     @property
     def reachable_gateways(self) -> Sequence[GatewayRecord]:
@@ -94,13 +94,11 @@ class GatewayPublisher:
         """
         if not self._statuses:
             return route.version if math.isfinite(self._updated_at) else 0
-        answers = [status for status in self._statuses.values() if status is not None]
-        return min((self._followed_version(status, route) for status in answers), default=0)
+        return min((self._followed_version(status, route) for status in self._answers), default=0)
 
     def latest_version(self, pool: str) -> int:
         """Return the largest version of a pool's route that a gateway follows that can be reached."""
-        answers = [status for status in self._statuses.values() if status is not None]
-        return max((status.routes.get(pool, 0) for status in answers), default=0)
+        return max((status.routes.get(pool, 0) for status in self._answers), default=0)
 
     def _followed_version(self, status: PoolsStatus, route: PoolRoute) -> int:
         version = status.routes.get(route.pool)
@@ -122,17 +120,14 @@ class GatewayPublisher:
 
     def is_routed(self, replica: str) -> bool:
         """Return whether all gateways that can be reached route to a replica. Without gateways, all do."""
-        answers = [status for status in self._statuses.values() if status is not None]
         if not self._statuses:
             return True
+        answers = self._answers
         return bool(answers) and all(self._routes_to(status, replica) for status in answers)
 
     def is_routed_by_any(self, replica: str) -> bool:
         """Return whether at least one gateway that can be reached routes to a replica."""
-        return any(
-            status is not None and self._routes_to(status, replica)
-            for status in self._statuses.values()
-        )
+        return any(self._routes_to(status, replica) for status in self._answers)
 
     async def run(self) -> None:
         """Publish and poll until cancelled."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import msgspec
@@ -13,7 +13,7 @@ import structlog
 from argosy.fleet.control.declared_fleet import DeclaredFleet, VersionTarget
 from argosy.fleet.control.error_budget import ErrorBudgetReader
 from argosy.fleet.control.fleet_observer import FleetObserver
-from argosy.fleet.control.fleet_records import FleetRecords
+from argosy.fleet.control.fleet_records import ROLLOUT_STATUS_PREFIX, FleetRecords
 from argosy.fleet.control.gateway_publisher import GatewayPublisher
 from argosy.fleet.control.outcome_poller import OutcomePoller
 from argosy.fleet.control.pinned_prompts import CheckResult, check_pinned_prompts
@@ -25,7 +25,7 @@ from argosy.fleet.control.rollout_evidence import (
     TrafficHistory,
     summarise_history,
 )
-from argosy.fleet.control.rollout_status import ROLLOUT_STATUS_PREFIX, describe_decision
+from argosy.fleet.control.rollout_status import describe_decision
 from argosy.fleet.control.rollout_writer import RolloutWriter
 from argosy.fleet.control.version_observer import (
     EjectionWatch,
@@ -37,7 +37,6 @@ from argosy.fleet.control.version_observer import (
 from argosy.fleet.declaration import PoolConfig
 from argosy.policy.reconciliation import ObservedReplica
 from argosy.policy.rollout import (
-    TERMINAL_STATES,
     TRAFFIC_STATES,
     CheckStatus,
     Comparison,
@@ -75,6 +74,22 @@ class RolloutMeans:
     """Called when another decision may give another result."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolSnapshot:
+    """All that one decision about a pool rests on."""
+
+    declared: DeclaredFleet
+    """The declaration in force."""
+    pool: PoolConfig
+    stored: RolloutDocuments
+    replicas: Sequence[ObservedReplica]
+    """Replicas of the pool."""
+    needed: int
+    """Replicas that the whole demand needs."""
+    now: float
+    """Seconds since the epoch."""
+
+
 class PoolRollout:
     """Rollouts of one pool. Not thread-safe: use it from one event loop.
 
@@ -103,48 +118,33 @@ class PoolRollout:
     @property
     def is_running(self) -> bool:
         """Whether a rollout has begun and not ended."""
-        return self.record is not None and self.record.state not in TERMINAL_STATES
+        return self.record is not None and not self.record.has_ended
 
-    async def decide(
-        self,
-        declared: DeclaredFleet,
-        pool: PoolConfig,
-        stored: RolloutDocuments,
-        replicas: Sequence[ObservedReplica],
-        needed: int,
-        now: float,
-    ) -> None:
+    async def decide(self, snapshot: PoolSnapshot) -> None:
         """Decide once, and store the decision.
-
-        Args:
-            declared: The declaration in force.
-            pool: Settings of the pool.
-            stored: Its documents.
-            replicas: Its replicas.
-            needed: Replicas that the whole demand needs.
-            now: Seconds since the epoch.
 
         Raises:
             StoreError: The store cannot be used. The next call continues.
         """
-        begun = await self._begin(declared, stored, replicas, now)
+        begun = await self._begin(snapshot)
         if begun is None:
             self._means.on_changed()  # another process has changed the documents; decide again
             return
-        stored, evidence = begun, self.evidence
-        current, digest = stored.rollouts.current, declared.digest(pool.name)
-        history = await self._read_history(declared, pool, stored, now)
-        is_running = current is not None and current.state not in TERMINAL_STATES
-        if current is not None and is_running and not evidence.has(current.id):
-            evidence.start(current, history)  # its record was lost
+        snapshot = replace(snapshot, stored=begun)
+        stored, evidence, now = begun, self.evidence, snapshot.now
+        history = await self._read_history(snapshot)
+        current, running = stored.rollouts.current, stored.rollouts.running
+        if running is not None and not evidence.has(running.id):
+            evidence.start(running, history)  # its record was lost
         verdict = None
         if current is not None and evidence.has(current.id):
             verdict = evidence.verdict(now)
-        observation = await self._observe(declared, pool, stored, replicas, needed, now)
+        observation = await self._observe(snapshot)
+        declared = self._declared_version(snapshot)
         make_decision = partial(
             decide,
             stored.rollouts,
-            DeclaredVersion(digest=digest, plan=declared.rollout_plan(pool)),
+            declared,
             observation,
             now,
             verdict=verdict,
@@ -162,31 +162,26 @@ class PoolRollout:
             self._means.on_changed()
             return
         self.route, self.record = decision.route or stored.route, record
-        self._divide(declared, pool, decision, replicas)
-        self._measure(declared, pool, decision, now)
-        self._means.events.report(pool.name, stored.rollouts.current, decision, verdict)
+        self._divide(snapshot, decision)
+        self._measure(snapshot, decision)
+        self._means.events.report(self._name, stored.rollouts.current, decision, verdict)
         if stored.commands:
             self._refusals = decision.refusals
-        status = describe_decision(decision, verdict, observation, digest, self._refusals)
+        status = describe_decision(decision, verdict, observation, declared.digest, self._refusals)
         encoded = msgspec.json.encode(status)
-        self._means.records.rollouts[f"{ROLLOUT_STATUS_PREFIX}{pool.name}"] = encoded
+        self._means.records.rollouts[f"{ROLLOUT_STATUS_PREFIX}{self._name}"] = encoded
         if stored.commands:
             await self._means.save()
             await self._means.writer.remove_commands(stored)
-        self._check(declared, pool, record, replicas)
+        self._check(snapshot)
 
-    async def _begin(
-        self,
-        declared: DeclaredFleet,
-        stored: RolloutDocuments,
-        replicas: Sequence[ObservedReplica],
-        now: float,
-    ) -> RolloutDocuments | None:
+    async def _begin(self, snapshot: PoolSnapshot) -> RolloutDocuments | None:
         """Return the documents with a route and a record, which are written if the pool has none.
 
         The version that serves now is the stable one. Returns None if they have to be read
         again.
         """
+        declared, stored, now = snapshot.declared, snapshot.stored, snapshot.now
         pool, route = stored.pool, stored.route
         latest = self._means.publisher.latest_version(pool)
         if route is not None and latest > route.version:
@@ -197,7 +192,7 @@ class PoolRollout:
             return None
         if route is not None and stored.rollouts.version:
             return stored
-        serving = Counter(each.generation for each in replicas if each.in_rotation)
+        serving = Counter(each.generation for each in snapshot.replicas if each.in_rotation)
         stable = None if route is None else declared.find_generation(pool, route.stable)
         digest = declared.digest(pool)
         if stable is not None and serving[stable] and route is not None:
@@ -215,40 +210,27 @@ class PoolRollout:
             return None
         return msgspec.structs.replace(stored, route=changed or route, rollouts=rollouts)
 
-    async def _read_history(
-        self,
-        declared: DeclaredFleet,
-        pool: PoolConfig,
-        stored: RolloutDocuments,
-        now: float,
-    ) -> TrafficHistory | None:
+    async def _read_history(self, snapshot: PoolSnapshot) -> TrafficHistory | None:
         """Return recent requests if a rollout may start, or if what it is compared with was lost; otherwise None."""
-        digest, current, route = declared.digest(pool.name), stored.rollouts.current, stored.route
-        is_running = current is not None and current.state not in TERMINAL_STATES
-        if is_running and current is not None and current.candidate == digest:
-            if self.evidence.has(current.id):
+        declared, stored, now = snapshot.declared, snapshot.stored, snapshot.now
+        digest, running, route = declared.digest(self._name), stored.rollouts.running, stored.route
+        if running is not None and running.candidate == digest:
+            if self.evidence.has(running.id):
                 return None
         elif route is None or digest == route.stable or stored.rollouts.verdict_on(digest):
             return None
         is_fresh = now - self._history_read_at < HISTORY_MAX_AGE_S
         if not is_fresh or self._history_digest != digest:
-            outcomes = await self._means.poller.read_history(pool.model)
+            outcomes = await self._means.poller.read_history(snapshot.pool.model)
             summarise = partial(summarise_history, outcomes, declared.config.objectives)
             self._history = await run_in_daemon_thread(summarise)
             self._history_read_at, self._history_digest = now, digest
         return self._history
 
-    async def _observe(
-        self,
-        declared: DeclaredFleet,
-        pool: PoolConfig,
-        stored: RolloutDocuments,
-        replicas: Sequence[ObservedReplica],
-        needed: int,
-        now: float,
-    ) -> RolloutObservation:
+    async def _observe(self, snapshot: PoolSnapshot) -> RolloutObservation:
+        declared, pool, stored = snapshot.declared, snapshot.pool, snapshot.stored
         route, current = stored.route, stored.rollouts.current
-        grouped, versions = self._group(declared, replicas), {}
+        grouped, versions = self._group(snapshot), {}
         for digest, members in grouped.items():
             check, problem = CheckResult(CheckStatus.PENDING, ""), ""
             if current is not None and digest == current.candidate:
@@ -256,7 +238,9 @@ class PoolRollout:
                 stable = grouped.get(current.stable, ())
                 problem = find_crash_loop(members, stable, current.started_at)
                 if current.active_state in TRAFFIC_STATES and not problem:
-                    problem = self._ejections.find_problem(current.id, members, stable, now)
+                    problem = self._ejections.find_problem(
+                        current.id, members, stable, snapshot.now
+                    )
             versions[digest] = observe_version(
                 members,
                 declared.restart_limits(pool),
@@ -267,32 +251,30 @@ class PoolRollout:
         return RolloutObservation(
             route=route,
             routed_version=0 if route is None else self._means.publisher.routed_version(route),
-            needed=needed,
+            needed=snapshot.needed,
             versions=versions,
             error_budget=await self._means.budgets.read(
-                pool.model, declared.rollout_plan(pool).gate.max_miss_rate, now
+                pool.model, declared.rollout_plan(pool).gate.max_miss_rate, snapshot.now
             ),
             longest_request_s=self._means.poller.longest_request_s(pool.model),
         )
 
-    def _group(
-        self, declared: DeclaredFleet, replicas: Sequence[ObservedReplica]
-    ) -> dict[str, list[ObservedReplica]]:
+    @staticmethod
+    def _declared_version(snapshot: PoolSnapshot) -> DeclaredVersion:
+        declared, pool = snapshot.declared, snapshot.pool
+        return DeclaredVersion(digest=declared.digest(pool.name), plan=declared.rollout_plan(pool))
+
+    def _group(self, snapshot: PoolSnapshot) -> dict[str, list[ObservedReplica]]:
         """Return the replicas of each known version, by its digest."""
         versions: dict[str, list[ObservedReplica]] = {}
-        for replica in replicas:
-            digest = declared.find_digest(self._name, replica.generation)
+        for replica in snapshot.replicas:
+            digest = snapshot.declared.find_digest(self._name, replica.generation)
             if digest is not None:
                 versions.setdefault(digest, []).append(replica)
         return versions
 
-    def _divide(
-        self,
-        declared: DeclaredFleet,
-        pool: PoolConfig,
-        decision: RolloutDecision,
-        replicas: Sequence[ObservedReplica],
-    ) -> None:
+    def _divide(self, snapshot: PoolSnapshot, decision: RolloutDecision) -> None:
+        declared, pool = snapshot.declared, snapshot.pool
         split, route = decision.split, self.route
         assert split is not None  # noqa: S101 - the pool has a route
         assert route is not None  # noqa: S101
@@ -306,46 +288,35 @@ class PoolRollout:
         self.targets = divide_pool(
             split,
             self.record,
-            replicas,
+            snapshot.replicas,
             (stable, candidate),
             pool.count_spares(split.stable_replicas + split.candidate_replicas),
             stable=route.stable,
         )
 
-    def _measure(
-        self,
-        declared: DeclaredFleet,
-        pool: PoolConfig,
-        decision: RolloutDecision,
-        now: float,
-    ) -> None:
+    def _measure(self, snapshot: PoolSnapshot, decision: RolloutDecision) -> None:
         """Let the gateways measure the current step."""
-        record, evidence = decision.rollouts.current, self.evidence
+        record, evidence, model = decision.rollouts.current, self.evidence, snapshot.pool.model
         self.comparison = None
-        self._means.poller.sources.pop(pool.model, None)
+        self._means.poller.sources.pop(model, None)
         if record is not None and decision.gate_step is not None:
             self.comparison = evidence.open_step(
-                record, decision.gate_step, declared.config.objectives, now
+                record, decision.gate_step, snapshot.declared.config.objectives, snapshot.now
             )
-            self._means.poller.sources[pool.model] = record.id, evidence
+            self._means.poller.sources[model] = record.id, evidence
         evidence.encode()
 
-    def _check(
-        self,
-        declared: DeclaredFleet,
-        pool: PoolConfig,
-        record: RolloutRecord | None,
-        replicas: Sequence[ObservedReplica],
-    ) -> None:
+    def _check(self, snapshot: PoolSnapshot) -> None:
         """Send the pinned prompts to a candidate that waits for them."""
-        if record is None or record.state in TERMINAL_STATES:
+        declared, pool, record = snapshot.declared, snapshot.pool, self.record
+        if record is None or record.has_ended:
             self._means.checks.forget(pool.name)
         if record is None or record.state is not RolloutState.CHECKING or pool.rollout is None:
             return
         ready = {
             digest: [
                 each
-                for each in replicas
+                for each in snapshot.replicas
                 if each.generation == declared.find_generation(pool.name, digest)
                 and is_ready(each, requires_warm_up=pool.warm_up)
             ]
@@ -362,20 +333,19 @@ class PoolRollout:
             urls[record.candidate],
             pool.model,
             pool.rollout.prompts,
-            same_weights=self._have_same_weights(declared, pool, record, names),
+            same_weights=self._have_same_weights(declared, record, names),
         )
         self._means.checks.run(pool.name, record.id, send)
 
     def _have_same_weights(
         self,
         declared: DeclaredFleet,
-        pool: PoolConfig,
         record: RolloutRecord,
         replicas: Sequence[str],
     ) -> bool:
         """Return whether both versions must give the same bytes."""
-        if declared.check_paths(pool.name).load is None:
-            return declared.has_same_computation(pool.name, record.stable, record.candidate)
+        if declared.check_paths(self._name).load is None:
+            return declared.has_same_computation(self._name, record.stable, record.candidate)
         readings = [self._means.observer.reading(name) for name in replicas]
         identities = {
             "" if reading is None or reading.load is None else reading.load.arithmetic_id

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -13,6 +12,7 @@ from argosy.fleet.control.fleet_records import (
     ROLLOUT_BASELINE_PREFIX,
     ROLLOUT_GATE_PREFIX,
     FleetRecords,
+    decode_kind,
 )
 from argosy.fleet.declaration import ObjectivesConfig
 from argosy.policy.rollout import (
@@ -34,8 +34,6 @@ from argosy.policy.traffic import UserTraffic
 
 MAX_SALT_KEYS = 1000
 """Users or sessions for which the salt is chosen: the heaviest. The choice takes about 0.5 s."""
-
-_Record = TypeVar("_Record")
 
 
 class RolloutBaseline(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,12 +92,13 @@ class RolloutEvidence:
         self._records = records.rollouts
         self._gate_name = f"{ROLLOUT_GATE_PREFIX}{pool}"
         self._baseline_name = f"{ROLLOUT_BASELINE_PREFIX}{pool}"
-        self._frozen = _decode(self._records, self._baseline_name, RolloutBaseline)
-        record = _decode(self._records, self._gate_name, GateRecord)
+        self._frozen = decode_kind(self._records, ROLLOUT_BASELINE_PREFIX, RolloutBaseline).get(
+            pool
+        )
+        record = decode_kind(self._records, ROLLOUT_GATE_PREFIX, GateRecord).get(pool)
         self._gate = None if record is None else RolloutGate(record)
         self._encoded = self._acknowledged = {} if record is None else dict(record.sequences)
         self._has_changed = False
-        self._comparison: Comparison | None = None
 
     def start(self, record: RolloutRecord, history: TrafficHistory | None) -> None:
         """Freeze what the candidate of a new rollout is compared with."""
@@ -150,17 +149,17 @@ class RolloutEvidence:
         self._acknowledged = self._encoded
 
     def open_step(
-        self, record: RolloutRecord, step: GateStep | None, objectives: ObjectivesConfig, now: float
+        self, record: RolloutRecord, step: GateStep, objectives: ObjectivesConfig, now: float
     ) -> Comparison | None:
-        """Open a step of the gate, and return what the gateways shall measure for it; None if no step is open."""
+        """Open a step of the gate, and return what the gateways shall measure for it; None without evidence."""
         gate = self._gate
-        if gate is None or step is None:
+        if gate is None:
             return None
         if gate.record.step is None or gate.record.step.index != step.step:
             gate.open_step(step.step, step.share, now)
             self._has_changed = True
         assert gate.record.step is not None  # noqa: S101 - it was opened above
-        comparison = Comparison(
+        return Comparison(
             rollout=record.id,
             candidate=record.candidate,
             step=step.step,
@@ -172,14 +171,3 @@ class RolloutEvidence:
             max_ttft_s=objectives.ttft_p95_s,
             max_time_per_token_s=objectives.itl_p95_s,
         )
-        if comparison != self._comparison:
-            self._comparison = comparison
-        return self._comparison
-
-
-def _decode(records: Mapping[str, bytes], name: str, kind: type[_Record]) -> _Record | None:
-    """Return a record; None if there is none, or if another version of Argosy wrote it."""
-    encoded = records.get(name)
-    with contextlib.suppress(msgspec.MsgspecError):
-        return None if encoded is None else msgspec.json.decode(encoded, type=kind)
-    return None

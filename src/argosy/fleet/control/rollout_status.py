@@ -2,38 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from argosy.fleet.control.fleet_records import ROLLOUT_STATUS_PREFIX, decode_kind
 from argosy.fleet.control.rollout_documents import RolloutDocuments, read_rollout_documents
 from argosy.policy.rollout import (
-    TERMINAL_STATES,
     CheckStatus,
     GateVerdict,
+    MetricVerdict,
     RolloutDecision,
     RolloutObservation,
 )
 from argosy.store import FleetStore
 
-ROLLOUT_STATUS_PREFIX = "rollout-status/"
-"""Prefix of the names of these records."""
 ROLLOUT_REFUSED = "rollout_refused"
 """Kind of the events about commands that are not followed. Their reason is that of `RolloutDecision.refusals`."""
-
-
-class MetricStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """Evidence of the gate on one metric in the current step."""
-
-    metric: str
-    regression: float
-    """E-value of a regression."""
-    equivalence: float
-    """E-value of "no worse than the margin"."""
-    ratio: float | None = None
-    """Rate of the candidate's bad events relative to the stable version; None without events."""
-    has_passed: bool = False
 
 
 class VersionReplicas(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,7 +49,7 @@ class RolloutStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """Why it recommends so."""
     regression: float = 1.0
     """Mean e-value of a regression."""
-    metrics: tuple[MetricStatus, ...] = ()
+    metrics: tuple[MetricVerdict, ...] = ()
     refusals: tuple[str, ...] = ()
     """Commands that were not followed, and why, of the last decision about commands."""
 
@@ -110,18 +95,7 @@ def describe_decision(
         result="" if verdict is None else verdict.result,
         reason="" if verdict is None else verdict.reason,
         regression=1.0 if verdict is None else verdict.regression,
-        metrics=()
-        if verdict is None
-        else tuple(
-            MetricStatus(
-                metric=each.metric,
-                regression=each.regression,
-                equivalence=each.equivalence,
-                ratio=each.ratio,
-                has_passed=each.has_passed,
-            )
-            for each in verdict.metrics
-        ),
+        metrics=() if verdict is None else verdict.metrics,
         refusals=tuple(refusals),
     )
 
@@ -131,12 +105,6 @@ class RolloutReport(RolloutDocuments, frozen=True, kw_only=True):
 
     status: RolloutStatus | None = None
     """Last record of the controller; None before its first decision."""
-
-    @property
-    def is_running(self) -> bool:
-        """Whether a rollout has begun and not ended."""
-        current = self.rollouts.current
-        return current is not None and current.state not in TERMINAL_STATES
 
     @property
     def sentence(self) -> str:
@@ -153,19 +121,10 @@ def read_rollouts(store: FleetStore, fleet: str) -> list[RolloutReport]:
     Raises:
         ValueError: A document cannot be decoded.
     """
-    statuses = decode_rollout_statuses(store.read_records(fleet))
+    # A controller saves the status before it removes the commands that it has followed.
+    pools = read_rollout_documents(store, fleet)
+    statuses = decode_kind(store.read_records(fleet), ROLLOUT_STATUS_PREFIX, RolloutStatus)
     return [
         RolloutReport(**msgspec.structs.asdict(documents), status=statuses.get(pool))
-        for pool, documents in read_rollout_documents(store, fleet).items()
+        for pool, documents in pools.items()
     ]
-
-
-def decode_rollout_statuses(records: Mapping[str, bytes]) -> dict[str, RolloutStatus]:
-    """Return the statuses among the records of a fleet, by pool. Skips those of other versions."""
-    statuses: dict[str, RolloutStatus] = {}
-    for name, encoded in records.items():
-        if name.startswith(ROLLOUT_STATUS_PREFIX):
-            with contextlib.suppress(msgspec.MsgspecError):
-                status = msgspec.json.decode(encoded, type=RolloutStatus)
-                statuses[status.pool] = status
-    return statuses

@@ -156,12 +156,13 @@ def _describe_pool(
     )
     if rollout is None:
         return status
+    is_running = rollout.rollouts.running is not None
     is_rejected = rollout.rollouts.verdict_on(declared.digest) is not None
     return msgspec.structs.replace(
         status,
-        rollout=rollout.sentence if rollout.is_running or is_rejected else "",
-        serves_declared=status.serves_declared and not rollout.is_running,
-        is_rejected=is_rejected and not rollout.is_running,
+        rollout=rollout.sentence if is_running or is_rejected else "",
+        serves_declared=status.serves_declared and not is_running,
+        is_rejected=is_rejected and not is_running,
     )
 
 

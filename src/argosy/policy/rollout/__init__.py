@@ -33,7 +33,6 @@ from argosy.policy.rollout.rollout_outputs import ReplicaSplit
 from argosy.policy.rollout.rollout_plan import RolloutPlan, RolloutStep, Strategy
 from argosy.policy.rollout.rollout_record import (
     ROLLBACK_STATES,
-    TERMINAL_STATES,
     TRAFFIC_STATES,
     DigestVerdict,
     PoolRollouts,
@@ -47,7 +46,6 @@ from argosy.policy.rollout.user_history import UserHistory, UserRates
 __all__ = [
     "EVENTS",
     "ROLLBACK_STATES",
-    "TERMINAL_STATES",
     "TRAFFIC_STATES",
     "Arm",
     "Baseline",

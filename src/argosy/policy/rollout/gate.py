@@ -6,6 +6,8 @@ import enum
 import math
 from typing import NamedTuple
 
+import msgspec
+
 from argosy.policy.rollout.gate_record import GateRecord, StepRecord
 from argosy.policy.rollout.gate_settings import TIGHT_SHARE, GateSettings
 from argosy.policy.rollout.metrics import EVENTS, EVENTS_OF, Metric
@@ -32,7 +34,7 @@ class GateResult(enum.StrEnum):
     INCONCLUSIVE = "inconclusive"
 
 
-class MetricVerdict(NamedTuple):
+class MetricVerdict(msgspec.Struct, frozen=True):
     """Evidence on one metric."""
 
     metric: Metric
@@ -103,7 +105,9 @@ class RolloutGate:
         if record.step is not None and record.step.index == index:
             return
         if record.step is not None:
-            record.passed = [each.metric for each in self._metric_verdicts(record.step) if each[-1]]
+            record.passed = [
+                each.metric for each in self._metric_verdicts(record.step) if each.has_passed
+            ]
         num_ratios = len(self._settings.ratios)
         if len(record.starts) < record.num_starts:
             record.starts.append([[ONE] * num_ratios for _ in EVENTS])

@@ -22,7 +22,6 @@ from argosy.policy.rollout.rollout_record import (
     MAX_TRANSITIONS,
     MAX_VERDICTS,
     PAUSED_STATES,
-    TERMINAL_STATES,
     TRAFFIC_STATES,
     DigestVerdict,
     PoolRollouts,
@@ -140,7 +139,7 @@ class _Machine:
     def catch_up(self, route: PoolRoute) -> None:
         """Retire the stable version if the stored route has given it up, but the record of that was lost."""
         record = self._record
-        if record is None or record.state in TERMINAL_STATES or route.rollout != record.id:
+        if record is None or record.has_ended or route.rollout != record.id:
             return
         if route.stable == record.candidate and record.state is not RolloutState.RETIRING:
             reason = "the route serves the new version only"
@@ -156,7 +155,7 @@ class _Machine:
     def _follow(self, command: RolloutCommand) -> str:
         """Return why a command is not followed; empty if it is."""
         record = self._record
-        if record is None or record.state in TERMINAL_STATES:
+        if record is None or record.has_ended:
             return self._permit_retry(command)
         if command.rollout and command.rollout != record.id:
             return f"it was given for the rollout {command.rollout}; the current one is {record.id}"
@@ -232,7 +231,7 @@ class _Machine:
         route, digest = self._observation.route, self._declared.digest
         if route is None or digest == route.stable or route.variants or route.shadow:
             return
-        if self._record is not None and self._record.state not in TERMINAL_STATES:
+        if self._record is not None and not self._record.has_ended:
             return
         if any(each.digest == digest for each in self._verdicts):
             return
@@ -310,7 +309,7 @@ class _Machine:
         rollouts = msgspec.structs.replace(stored, current=record, verdicts=self._verdicts)
         if rollouts != stored:
             rollouts = msgspec.structs.replace(rollouts, version=stored.version + 1)
-        if record is None or record.state in TERMINAL_STATES:
+        if record is None or record.has_ended:
             # Variants without a rollout remain if its record was lost.
             wanted = route.roll_back("no rollout is running", self._now)
             split = ReplicaSplit(route.stable, observation.needed)
@@ -338,7 +337,7 @@ class _Machine:
 
     def _describe(self, record: RolloutRecord | None) -> str:
         rejected = next((e for e in self._verdicts if e.digest == self._declared.digest), None)
-        is_running = record is not None and record.state not in TERMINAL_STATES
+        is_running = record is not None and not record.has_ended
         if rejected is not None and not is_running:
             return (
                 f"version {rejected.digest} was rolled back ({rejected.reason}) and is not tried again;"

@@ -119,6 +119,11 @@ class RolloutRecord(msgspec.Struct, frozen=True, kw_only=True):
         return self.resume_state if self.resume_state is not None else self.state
 
     @property
+    def has_ended(self) -> bool:
+        """Whether it is done or aborted."""
+        return self.state in TERMINAL_STATES
+
+    @property
     def is_endless(self) -> bool:
         """Whether only a person ends the current step."""
         return self.plan.strategy is Strategy.A_B and self.state is RolloutState.STEP
@@ -127,7 +132,7 @@ class RolloutRecord(msgspec.Struct, frozen=True, kw_only=True):
     def can_roll_back(self) -> bool:
         """Whether a rollback is possible and has not begun."""
         return (
-            self.state not in TERMINAL_STATES
+            not self.has_ended
             and self.state not in ROLLBACK_STATES
             and self.state is not RolloutState.RETIRING
         )
@@ -153,6 +158,12 @@ class PoolRollouts(msgspec.Struct, frozen=True, kw_only=True):
     current: RolloutRecord | None = None
     """The rollout that runs, or the last one."""
     verdicts: tuple[DigestVerdict, ...] = ()
+
+    @property
+    def running(self) -> RolloutRecord | None:
+        """The current rollout unless it has ended."""
+        current = self.current
+        return None if current is None or current.has_ended else current
 
     def verdict_on(self, digest: str) -> DigestVerdict | None:
         """Return why a version is not tried again; None if it may be."""
