@@ -6,7 +6,13 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from argosy.gateway import GatewayConfig, ModelConfig, PublishedVersions, ReplicaConfig
+from argosy.gateway import (
+    GatewayConfig,
+    ModelConfig,
+    ModelStartup,
+    PublishedVersions,
+    ReplicaConfig,
+)
 from argosy.gateway.model_registry import ModelEntries, ModelRegistry, build_model_entries
 from argosy.gateway.pool import Pool, resolve_host
 from argosy.policy.traffic import PoolRoute, Variant
@@ -116,3 +122,18 @@ async def test_version_without_known_replicas_is_served_by_the_published_stable_
     fleet.publish(ROUTES["step"], old=1)
     assert fleet.registry.follow_routes([ROUTES["promoted"]])
     assert fleet.stable.version == "old"
+
+
+async def test_start_goes_on_at_the_version_that_becomes_the_stable_one(fleet: Fleet) -> None:
+    fleet.publish(ROUTES["step"], old=1, new=1)
+    old, new = fleet.registry.router.all_pools
+    startup = ModelStartup(state="starting", expected_s=40.0)
+    fleet.registry.apply_startups({"m": startup})
+    states_at_move: list[bool] = []
+    old.set_capacity_listener(lambda: states_at_move.append(new.is_starting))
+    fleet.registry.follow_routes([ROUTES["promoted"]])
+    assert states_at_move == [True], "requests that wait at the earlier one move and go on waiting"
+    assert (old.startup, new.startup) == (None, startup)
+    assert not old.is_starting
+    fleet.registry.apply_startups({})
+    assert not new.is_starting
