@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
@@ -22,7 +22,6 @@ from argosy.gateway.dialects import (
     ResponseState,
 )
 from argosy.gateway.filters import LimitFilter
-from argosy.gateway.fleet_pools import OUTCOMES_PATH, POOLS_PATH
 from argosy.gateway.http_route import ANY_METHOD, Handler, HttpRoute, PrefixRoute
 from argosy.gateway.model_registry import ModelRouter
 from argosy.gateway.operations import OperationsHandlers
@@ -30,7 +29,6 @@ from argosy.gateway.peer_gateways import PEER_REQUESTS_PREFIX
 from argosy.gateway.pooling_handlers import PoolingHandlers
 from argosy.gateway.principal import ANONYMOUS, Principal
 from argosy.gateway.proxy import CompletionHandlers
-from argosy.gateway.series_queries import PEER_SERIES_PATH
 from argosy.gateway.utility_handlers import (
     METRICS_PATH,
     REPLICAS_PREFIX,
@@ -78,9 +76,7 @@ class GatewayApp:
         limits: LimitFilter | None = None,
         gateway_id: str = "",
         answer_peer: Handler | None = None,
-        answer_controller: Handler | None = None,
-        report_outcomes: Handler | None = None,
-        answer_series: Handler | None = None,
+        peer_routes: Sequence[HttpRoute] = (),
         response_state: ResponseState | None = None,
         console: Console | None = None,
     ) -> None:
@@ -124,20 +120,9 @@ class GatewayApp:
             HttpRoute("/version", "GET", self._version, is_public=True),
             *pooling.routes,
             *self.dialects.routes,
+            *peer_routes,
         )
         self._routes = {route.name: route for route in routes}
-        if answer_controller is not None:
-            self._routes[POOLS_PATH] = HttpRoute(
-                POOLS_PATH, ANY_METHOD, answer_controller, is_public=True
-            )
-        if report_outcomes is not None:
-            self._routes[OUTCOMES_PATH] = HttpRoute(
-                OUTCOMES_PATH, "POST", report_outcomes, is_public=True
-            )
-        if answer_series is not None:
-            self._routes[PEER_SERIES_PATH] = HttpRoute(
-                PEER_SERIES_PATH, "GET", answer_series, is_public=True
-            )
         self._admin_route = HttpRoute(
             ADMIN_PREFIX, ANY_METHOD, self._forward_to_admin, is_public=True
         )

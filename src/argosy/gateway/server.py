@@ -39,6 +39,7 @@ from argosy.gateway.filters import (
     open_quota_backend,
 )
 from argosy.gateway.fleet_pools import FleetPoolsHandler, load_fleet_pools
+from argosy.gateway.http_route import HttpRoute
 from argosy.gateway.model_registry import ModelRegistry, ReplicaAdmin, build_model_entries
 from argosy.gateway.openapi import render_openapi
 from argosy.gateway.operations import OperationsHandlers, list_replica_readings
@@ -268,6 +269,13 @@ class GatewayServer:
         generation = CompletionHandlers(
             self._models, self._config, filters, fast_path, self._outcomes
         )
+        peer_routes: list[HttpRoute] = []
+        if peers is not None and self._fleet_pools is not None and self._outcomes is not None:
+            peer_routes += self._fleet_pools.build_routes(
+                peers.secret, generation.read_demand, self._outcomes.build_report
+            )
+        if peers is not None and series_queries is not None:
+            peer_routes.append(series_queries.build_route(peers.secret))
         guard = BrowserGuard(
             self._config.console,
             self._config.host,
@@ -320,17 +328,7 @@ class GatewayServer:
             limits=None if account_sync is None else account_sync.limits,
             gateway_id=self._gateway_id,
             answer_peer=None if peers is None else peers.build_handler(self._find_trace),
-            answer_controller=None
-            if peers is None or self._fleet_pools is None
-            else self._fleet_pools.build_handler(peers.secret, generation.read_demand),
-            report_outcomes=None
-            if peers is None or self._fleet_pools is None or self._outcomes is None
-            else self._fleet_pools.build_outcomes_handler(
-                peers.secret, self._outcomes.build_report
-            ),
-            answer_series=None
-            if peers is None or series_queries is None
-            else series_queries.build_handler(peers.secret),
+            peer_routes=peer_routes,
             response_state=response_state,
             console=self._console,
         )
