@@ -13,7 +13,7 @@ import structlog
 
 from argosy.gateway.azure_paths import to_openai_path
 from argosy.gateway.config import GatewayConfig
-from argosy.gateway.console import CONSOLE_PREFIX, Console
+from argosy.gateway.console import CONSOLE_PREFIX, PLAYGROUND_PATHS, Console
 from argosy.gateway.cors import CorsPolicy
 from argosy.gateway.dialects import (
     ANTHROPIC,
@@ -109,7 +109,7 @@ class GatewayApp:
                 open_session=lambda: generation.chat_completions,
             ),
             HttpRoute("/v1/completions", "POST", generation.completions),
-            HttpRoute("/v1/models", "GET", self.list_models),
+            HttpRoute("/v1/models", "GET", self._list_models),
             HttpRoute("/tokenize", "POST", utility.tokenize),
             HttpRoute("/detokenize", "POST", utility.tokenize),
             HttpRoute("/tokenizer_info", "GET", utility.tokenizer_info),
@@ -160,6 +160,7 @@ class GatewayApp:
             await (console.send_document if is_browser else home.handler)(exchange, principal)
 
         self._routes["/"] = replace(home, handler=send_home)
+        console.playground = {path: self._routes[path].handler for path in PLAYGROUND_PATHS}
         route = HttpRoute(CONSOLE_PREFIX, ANY_METHOD, console.handle, is_public=True)
         self._prefix_routes.append(PrefixRoute(CONSOLE_PREFIX, route))
         self._same_origin_routes = (*self._same_origin_routes, route)
@@ -251,8 +252,7 @@ class GatewayApp:
 
     # --- handlers that need no replica -----------------------------------------------------------
 
-    async def list_models(self, exchange: HttpExchange, principal: Principal) -> None:
-        """`GET /v1/models`."""
+    async def _list_models(self, exchange: HttpExchange, principal: Principal) -> None:
         if VERSION_HEADER in exchange.headers:
             await self.dialects.anthropic.list_models(exchange, principal)
             return
