@@ -346,7 +346,7 @@ class GatewayServer:
         sessions = ConsoleSessions(
             None if store is None else store.console_sessions, authenticator, guard
         )
-        events = ConsoleEvents(sessions, read_metrics, lambda: self._models.pools)
+        events = ConsoleEvents(sessions, read_metrics, lambda: self._models.all_pools)
         oidc, trusted, sign_in = config.console.oidc, config.auth.jwt, None
         if oidc is not None and trusted is not None and trusted.issuer is not None:
             sign_in = OidcSignIn(oidc, trusted.issuer, authenticator, sessions)
