@@ -123,16 +123,14 @@ class GatewayApp:
             *peer_routes,
         )
         self._routes = {route.name: route for route in routes}
-        self._admin_route = HttpRoute(
-            ADMIN_PREFIX, ANY_METHOD, self._forward_to_admin, is_public=True
-        )
+        admin_route = HttpRoute(ADMIN_PREFIX, ANY_METHOD, self._forward_to_admin, is_public=True)
         replica_metrics = HttpRoute(
             REPLICAS_PREFIX + "{name}" + METRICS_PATH, "GET", utility.replica_metrics
         )
-        self._same_origin_routes: tuple[HttpRoute, ...] = (self._admin_route,)
+        self._same_origin_routes: tuple[HttpRoute, ...] = (admin_route,)
         """Routes without CORS, which pages of other origins cannot read."""
         self._prefix_routes = [
-            PrefixRoute(ADMIN_PREFIX, self._admin_route),
+            PrefixRoute(ADMIN_PREFIX, admin_route),
             PrefixRoute(
                 MODELS_PREFIX, HttpRoute(MODELS_PREFIX + "{model}", "GET", self._get_model)
             ),
