@@ -344,7 +344,8 @@ class GatewayMetrics(Collector):
         if gauges.routes:
             yield gauge_family(
                 "argosy_route_version",
-                "Version of the route that divides the requests of a pool among the versions of its model.",
+                "Version of the route that divides the requests of a pool among the versions of its model."
+                " Absent without rollouts.",
                 {(pool,): version for pool, version in gauges.routes.items()},
                 "pool",
             )
