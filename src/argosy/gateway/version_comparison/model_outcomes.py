@@ -98,7 +98,7 @@ class ModelOutcomes:
         self._aggregator.start_step(comparison.step)
         return batches
 
-    def on_placed(self, context: RequestContext, version: AssignedVersion, now: float) -> None:
+    def on_admitted(self, context: RequestContext, version: AssignedVersion, now: float) -> None:
         """Count a request that was assigned at random, if a comparison runs."""
         comparison = self.comparison
         if comparison is not None and version.is_randomised:
