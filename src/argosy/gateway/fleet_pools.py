@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -63,6 +64,8 @@ class FleetPools(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     routes: Sequence[RouteConfig] = ()
     desired_replicas: Mapping[str, int] = {}
     """Number of replicas that the autoscaler wants, by pool."""
+    pool_models: Mapping[str, str] = {}
+    """Name of the model of each pool."""
     startups: Mapping[str, ModelStartup] = {}
     """Models that are scaled to zero, or start again, by name. A model that has a replica is not among them."""
     versions: Sequence[PublishedVersions] = ()
@@ -201,6 +204,14 @@ class FleetPoolsHandler:
     def desired_replicas(self) -> Mapping[str, int]:
         """Number of replicas that the autoscaler wants, by pool. Empty while no controller sends requests."""
         return {} if self.is_controller_silent else self._pools.desired_replicas
+
+    @property
+    def desired_replicas_by_model(self) -> Mapping[str, int]:
+        """The same number by model."""
+        counts: Counter[str] = Counter()
+        for pool, count in self.desired_replicas.items():
+            counts[self._pools.pool_models.get(pool, pool)] += count
+        return counts
 
     @property
     def is_controller_silent(self) -> bool:

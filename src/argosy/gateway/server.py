@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, TypeVar
@@ -383,12 +383,13 @@ class GatewayServer:
                 response_state.delete_expired_forever,
                 app.dialects.background.watch_forever,
             ]
+        fleet_pools = self._fleet_pools
         if self._series is not None:
             run_series = partial(
                 self._series.run,
                 lambda: generation.queued_requests,
                 generation.count_by_tenant,
-                self._read_desired_replicas,
+                lambda: {} if fleet_pools is None else fleet_pools.desired_replicas_by_model,
             )
             tasks.append(run_series)
         if self._config_reloader is not None:
@@ -457,9 +458,6 @@ class GatewayServer:
             return None
         return trace.to_dict() | {"gateway": self._gateway_id, "source": "trace"}
 
-    def _read_desired_replicas(self) -> Mapping[str, int]:
-        return {} if self._fleet_pools is None else self._fleet_pools.desired_replicas
-
     def _read_metrics(self, app: GatewayApp, generation: CompletionHandlers) -> GatewayGauges:
         account_sync = self._account_sync
         return GatewayGauges(
@@ -473,7 +471,9 @@ class GatewayServer:
                 for pool in self._models.pools
             },
             routes={route.pool: route.version for route in self._registry.routes.values()},
-            desired_replicas=self._read_desired_replicas(),
+            desired_replicas={}
+            if self._fleet_pools is None
+            else self._fleet_pools.desired_replicas,
             usage_pending_records=0
             if account_sync is None
             else account_sync.accounting.usage_log.pending_records,
