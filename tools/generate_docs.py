@@ -179,6 +179,7 @@ def metrics() -> str:
     replica = ReplicaGauges("model", "replica", ReplicaStatus.READY, 0)
     quota = QuotaBackendGauges(is_connected=True, degraded_allowed=0, degraded_rejected=0)
     reading = GatewayGauges(
+        routes={"": 1},
         desired_replicas={"": 1},
         queue_depths={"model": 0},
         replicas=[replica],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
@@ -13,7 +13,7 @@ import structlog
 
 from argosy.gateway.azure_paths import to_openai_path
 from argosy.gateway.config import GatewayConfig
-from argosy.gateway.console import CONSOLE_PREFIX, Console
+from argosy.gateway.console import CONSOLE_PREFIX, PLAYGROUND_PATHS, Console
 from argosy.gateway.cors import CorsPolicy
 from argosy.gateway.dialects import (
     ANTHROPIC,
@@ -22,7 +22,6 @@ from argosy.gateway.dialects import (
     ResponseState,
 )
 from argosy.gateway.filters import LimitFilter
-from argosy.gateway.fleet_pools import OUTCOMES_PATH, POOLS_PATH
 from argosy.gateway.http_route import ANY_METHOD, Handler, HttpRoute, PrefixRoute
 from argosy.gateway.model_registry import ModelRouter
 from argosy.gateway.operations import OperationsHandlers
@@ -30,7 +29,6 @@ from argosy.gateway.peer_gateways import PEER_REQUESTS_PREFIX
 from argosy.gateway.pooling_handlers import PoolingHandlers
 from argosy.gateway.principal import ANONYMOUS, Principal
 from argosy.gateway.proxy import CompletionHandlers
-from argosy.gateway.series_queries import PEER_SERIES_PATH
 from argosy.gateway.utility_handlers import (
     METRICS_PATH,
     REPLICAS_PREFIX,
@@ -78,9 +76,7 @@ class GatewayApp:
         limits: LimitFilter | None = None,
         gateway_id: str = "",
         answer_peer: Handler | None = None,
-        answer_controller: Handler | None = None,
-        report_outcomes: Handler | None = None,
-        answer_series: Handler | None = None,
+        peer_routes: Sequence[HttpRoute] = (),
         response_state: ResponseState | None = None,
         console: Console | None = None,
     ) -> None:
@@ -113,7 +109,7 @@ class GatewayApp:
                 open_session=lambda: generation.chat_completions,
             ),
             HttpRoute("/v1/completions", "POST", generation.completions),
-            HttpRoute("/v1/models", "GET", self.list_models),
+            HttpRoute("/v1/models", "GET", self._list_models),
             HttpRoute("/tokenize", "POST", utility.tokenize),
             HttpRoute("/detokenize", "POST", utility.tokenize),
             HttpRoute("/tokenizer_info", "GET", utility.tokenizer_info),
@@ -124,30 +120,17 @@ class GatewayApp:
             HttpRoute("/version", "GET", self._version, is_public=True),
             *pooling.routes,
             *self.dialects.routes,
+            *peer_routes,
         )
         self._routes = {route.name: route for route in routes}
-        if answer_controller is not None:
-            self._routes[POOLS_PATH] = HttpRoute(
-                POOLS_PATH, ANY_METHOD, answer_controller, is_public=True
-            )
-        if report_outcomes is not None:
-            self._routes[OUTCOMES_PATH] = HttpRoute(
-                OUTCOMES_PATH, "POST", report_outcomes, is_public=True
-            )
-        if answer_series is not None:
-            self._routes[PEER_SERIES_PATH] = HttpRoute(
-                PEER_SERIES_PATH, "GET", answer_series, is_public=True
-            )
-        self._admin_route = HttpRoute(
-            ADMIN_PREFIX, ANY_METHOD, self._forward_to_admin, is_public=True
-        )
+        admin_route = HttpRoute(ADMIN_PREFIX, ANY_METHOD, self._forward_to_admin, is_public=True)
         replica_metrics = HttpRoute(
             REPLICAS_PREFIX + "{name}" + METRICS_PATH, "GET", utility.replica_metrics
         )
-        self._same_origin_routes: tuple[HttpRoute, ...] = (self._admin_route,)
+        self._same_origin_routes: tuple[HttpRoute, ...] = (admin_route,)
         """Routes without CORS, which pages of other origins cannot read."""
         self._prefix_routes = [
-            PrefixRoute(ADMIN_PREFIX, self._admin_route),
+            PrefixRoute(ADMIN_PREFIX, admin_route),
             PrefixRoute(
                 MODELS_PREFIX, HttpRoute(MODELS_PREFIX + "{model}", "GET", self._get_model)
             ),
@@ -175,6 +158,7 @@ class GatewayApp:
             await (console.send_document if is_browser else home.handler)(exchange, principal)
 
         self._routes["/"] = replace(home, handler=send_home)
+        console.playground = {path: self._routes[path].handler for path in PLAYGROUND_PATHS}
         route = HttpRoute(CONSOLE_PREFIX, ANY_METHOD, console.handle, is_public=True)
         self._prefix_routes.append(PrefixRoute(CONSOLE_PREFIX, route))
         self._same_origin_routes = (*self._same_origin_routes, route)
@@ -266,8 +250,7 @@ class GatewayApp:
 
     # --- handlers that need no replica -----------------------------------------------------------
 
-    async def list_models(self, exchange: HttpExchange, principal: Principal) -> None:
-        """`GET /v1/models`."""
+    async def _list_models(self, exchange: HttpExchange, principal: Principal) -> None:
         if VERSION_HEADER in exchange.headers:
             await self.dialects.anthropic.list_models(exchange, principal)
             return

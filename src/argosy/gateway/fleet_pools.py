@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -19,7 +20,7 @@ import structlog
 
 from argosy.folders import state_folder
 from argosy.gateway.config import GatewayConfig, ModelConfig
-from argosy.gateway.http_route import Handler
+from argosy.gateway.http_route import ANY_METHOD, HttpRoute
 from argosy.gateway.model_registry import ModelRegistry, build_model_entries
 from argosy.gateway.model_routes import RouteConfig
 from argosy.gateway.peer_connection import (
@@ -63,6 +64,8 @@ class FleetPools(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     routes: Sequence[RouteConfig] = ()
     desired_replicas: Mapping[str, int] = {}
     """Number of replicas that the autoscaler wants, by pool."""
+    pool_models: Mapping[str, str] = {}
+    """Name of the model of each pool."""
     startups: Mapping[str, ModelStartup] = {}
     """Models that are scaled to zero, or start again, by name. A model that has a replica is not among them."""
     versions: Sequence[PublishedVersions] = ()
@@ -168,7 +171,7 @@ def _pools_path(config: GatewayConfig) -> Path:
 
 
 class FleetPoolsHandler:
-    """Handler of `/peer/pools`: the controller reads (GET) and replaces (PUT) this gateway's models and replicas.
+    """Handler of the controller's requests: it reads and replaces the models and replicas, and reads measurements.
 
     Not thread-safe: use it from one event loop.
     """
@@ -203,6 +206,14 @@ class FleetPoolsHandler:
         return {} if self.is_controller_silent else self._pools.desired_replicas
 
     @property
+    def desired_replicas_by_model(self) -> Mapping[str, int]:
+        """The same number by model."""
+        counts: Counter[str] = Counter()
+        for pool, count in self.desired_replicas.items():
+            counts[self._pools.pool_models.get(pool, pool)] += count
+        return counts
+
+    @property
     def is_controller_silent(self) -> bool:
         """Whether no controller has sent a request for a while, or none ever has."""
         return time.monotonic() - self._controller_seen_at > MAX_CONTROLLER_SILENCE_S
@@ -212,16 +223,26 @@ class FleetPoolsHandler:
         """Versions of the pools whose changes are rollouts."""
         return self._pools.versions
 
-    def build_handler(self, secret: str, read_demand: Callable[[], DemandReport]) -> Handler:
-        """Return the HTTP handler for requests that are signed with `secret`.
+    def build_routes(
+        self,
+        secret: str,
+        read_demand: Callable[[], DemandReport],
+        build_report: Callable[[OutcomeQuery], OutcomeReport],
+    ) -> list[HttpRoute]:
+        """Return the routes for requests that are signed with `secret`.
 
-        It raises ApiError: 404 for other requests, 409 for an outdated version, 400 for an invalid one.
+        Their handlers raise ApiError: 404 for other requests, 409 for an outdated version, 400 for an invalid body.
         """
 
-        async def handle(exchange: HttpExchange, principal: Principal) -> None:
-            del principal  # the signature authenticates the controller
+        async def read_body(exchange: HttpExchange) -> bytes:
             body = await exchange.read_body()
-            check_peer_token(exchange, secret, _describe_request(exchange.method, POOLS_PATH, body))
+            subject = _describe_request(exchange.method, exchange.path, body)
+            check_peer_token(exchange, secret, subject)
+            return body
+
+        async def handle_pools(exchange: HttpExchange, principal: Principal) -> None:
+            del principal  # the signature authenticates the controller
+            body = await read_body(exchange)
             if exchange.method == "PUT":
                 async with self._lock:
                     await self._apply(self._parse(body))
@@ -229,27 +250,16 @@ class FleetPoolsHandler:
             status = self._read_status(read_demand())
             await exchange.send_response(200, msgspec.json.encode(status))
 
-        return handle
-
-    def build_outcomes_handler(
-        self, secret: str, build_report: Callable[[OutcomeQuery], OutcomeReport]
-    ) -> Handler:
-        """Return the HTTP handler of `OUTCOMES_PATH` for requests that are signed with `secret`.
-
-        It raises ApiError: 404 for other requests, 400 for an invalid one.
-        """
-
-        async def handle(exchange: HttpExchange, principal: Principal) -> None:
+        async def handle_outcomes(exchange: HttpExchange, principal: Principal) -> None:
             del principal  # the signature authenticates the controller
-            body = await exchange.read_body()
-            check_peer_token(
-                exchange, secret, _describe_request(exchange.method, OUTCOMES_PATH, body)
-            )
-            report = build_report(parse_body(OutcomeQuery, body))
+            report = build_report(parse_body(OutcomeQuery, await read_body(exchange)))
             self._controller_seen_at = time.monotonic()
             await exchange.send_response(200, msgspec.json.encode(report))
 
-        return handle
+        return [
+            HttpRoute(POOLS_PATH, ANY_METHOD, handle_pools, is_public=True),
+            HttpRoute(OUTCOMES_PATH, "POST", handle_outcomes, is_public=True),
+        ]
 
     def _parse(self, body: bytes) -> FleetPools:
         """Parse published pools, and log the settings of a later version that are ignored. Raises ApiError."""

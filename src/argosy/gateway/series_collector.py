@@ -6,7 +6,7 @@ import asyncio
 import math
 import sqlite3
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import structlog
@@ -118,17 +118,17 @@ class SeriesCollector:
         now = time.monotonic()
         models: dict[str, Sequence[float]] = {}
         replicas: dict[str, Sequence[float]] = {}
-        pools = self._models.pools
-        for pool in pools:
-            for replica in pool.replicas.values():
+        for pool in self._models.pools:
+            members = _list_replicas(pool.all_versions)
+            for replica in members:
                 gauges, same_name = _read_replica(replica), replicas.get(replica.name)
                 replicas[replica.name] = gauges if same_name is None else _add(gauges, same_name)
                 await slices.pause()
             models[pool.model] = (
-                sum(replica.load.in_flight for replica in pool.replicas.values()),
+                sum(replica.load.in_flight for replica in members),
                 queue_depths.get(pool.model, 0),
-                _mean_kv_usage([pool]),
-                _count_ready(pool, now),
+                _mean_kv_usage(members),
+                _count_ready(members, now),
                 desired.get(pool.model, math.nan),
             )
             await slices.pause()
@@ -139,7 +139,7 @@ class SeriesCollector:
             (
                 sum(model[0] for model in models.values()),
                 sum(model[1] for model in models.values()),
-                _mean_kv_usage(pools),
+                _mean_kv_usage(_list_replicas(self._models.all_pools)),
                 sum(model[3] for model in models.values()),
                 sum(desired.values()) if desired else math.nan,
             ),
@@ -172,21 +172,22 @@ def _add(gauges: Sequence[float], others: Sequence[float]) -> Sequence[float]:
     return *counts, max(gauges[-1], others[-1])
 
 
-def _mean_kv_usage(pools: Sequence[Pool]) -> float:
+def _list_replicas(pools: Iterable[Pool]) -> list[ReplicaEndpoint]:
+    return [replica for pool in pools for replica in pool.replicas.values()]
+
+
+def _mean_kv_usage(replicas: Iterable[ReplicaEndpoint]) -> float:
     """Return the mean over the replicas that report it; NaN without any."""
     reported = [
         replica.load.kv_usage_ratio
-        for pool in pools
-        for replica in pool.replicas.values()
+        for replica in replicas
         if math.isfinite(replica.load.reported_at)
     ]
     return sum(reported) / len(reported) if reported else math.nan
 
 
-def _count_ready(pool: Pool, now: float) -> int:
-    return sum(
-        replica.health.status(now) is ReplicaStatus.READY for replica in pool.replicas.values()
-    )
+def _count_ready(replicas: Iterable[ReplicaEndpoint], now: float) -> int:
+    return sum(replica.health.status(now) is ReplicaStatus.READY for replica in replicas)
 
 
 def _archive_path(config: GatewayConfig) -> Path | None:

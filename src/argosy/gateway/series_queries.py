@@ -12,7 +12,7 @@ from urllib.parse import quote, unquote
 import msgspec
 import structlog
 
-from argosy.gateway.http_route import Handler
+from argosy.gateway.http_route import HttpRoute
 from argosy.gateway.peer_connection import check_peer_token
 from argosy.gateway.peer_gateways import PeerGateways
 from argosy.gateway.principal import Principal
@@ -148,8 +148,8 @@ class SeriesQueries:
             ],
         )
 
-    def build_handler(self, secret: str) -> Handler:
-        """Return the handler that answers other gateways, whose requests are signed with `secret`."""
+    def build_route(self, secret: str) -> HttpRoute:
+        """Return the route for other gateways, whose requests are signed with `secret`."""
 
         async def handle(exchange: HttpExchange, principal: Principal) -> None:
             del principal  # the signature authenticates the gateway
@@ -160,7 +160,7 @@ class SeriesQueries:
             body = frame.encode(SCHEMAS[scope_kind(wanted.scope)])
             await exchange.send_response(200, body, b"application/msgpack")
 
-        return handle
+        return HttpRoute(PEER_SERIES_PATH, "GET", handle, is_public=True)
 
     async def _read(self, wanted: _Range) -> SeriesFrame:
         """Read this gateway's series."""

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, TypeVar
@@ -39,6 +39,7 @@ from argosy.gateway.filters import (
     open_quota_backend,
 )
 from argosy.gateway.fleet_pools import FleetPoolsHandler, load_fleet_pools
+from argosy.gateway.http_route import HttpRoute
 from argosy.gateway.model_registry import ModelRegistry, ReplicaAdmin, build_model_entries
 from argosy.gateway.openapi import render_openapi
 from argosy.gateway.operations import OperationsHandlers, list_replica_readings
@@ -50,7 +51,6 @@ from argosy.gateway.pool import (
     resolve_host,
     run_with_restarts,
 )
-from argosy.gateway.principal import Principal
 from argosy.gateway.proxy import CompletionHandlers, FastPath, load_fast_path
 from argosy.gateway.request_context import RequestFilter
 from argosy.gateway.request_explainer import RequestExplainer
@@ -61,8 +61,8 @@ from argosy.gateway.series_collector import SeriesCollector
 from argosy.gateway.series_queries import SeriesQueries
 from argosy.gateway.version_comparison import LocalGate, OutcomeMeter
 from argosy.http_server import (
+    AsgiApp,
     CertificateWatcher,
-    HttpExchange,
     HttpServer,
     listen_url,
     listening_socket,
@@ -244,123 +244,113 @@ class GatewayServer:
         listen_socket: socket.socket,
         fast_path: FastPath | None,
     ) -> None:
-        account_sync = self._account_sync
+        """Build the application, and serve it with its background tasks."""
+        config, account_sync = self._config, self._account_sync
         store = None if account_sync is None else account_sync.accounting.store
-        peers = None
-        if store is not None:
-            scheme = "http" if self._config.tls is None else "https"
-            url = advertised_url(listen_socket, scheme, self._config.advertise_url)
-            peers = PeerGateways(self._gateway_id, store, url, self._config.tls)
-        explainer = RequestExplainer(
-            self._gateway_id, self._find_trace, peers, None if store is None else store.ledger
-        )
+        peers = None if store is None else self._build_peers(store, listen_socket)
         series_queries = (
             None if self._series is None else SeriesQueries(self._series, self._gateway_id, peers)
         )
         response_state = (
             ResponseState(None)
-            if store is None or self._config.store is None
-            else ResponseState(store, self._config.store.keep_responses_days, idempotency_store)
+            if store is None or config.store is None
+            else ResponseState(store, config.store.keep_responses_days, idempotency_store)
         )
         background_tasks: list[CoroutineFactory] = []
         if store is not None and self._fleet_pools is not None:
             background_tasks += self._build_rollout_tasks(store, self._fleet_pools)
-        generation = CompletionHandlers(
-            self._models, self._config, filters, fast_path, self._outcomes
-        )
-        guard = BrowserGuard(
-            self._config.console,
-            self._config.host,
-            has_tls=self._config.tls is not None,
-            is_trusted_proxy=self._authenticator.is_trusted_proxy,
-        )
-        sessions = ConsoleSessions(
-            None if store is None else store.console_sessions, self._authenticator, guard
-        )
-        if self._config.console.enabled:
-            events = ConsoleEvents(
-                sessions, lambda: self._read_metrics(app, generation), lambda: self._models.pools
-            )
+        generation = CompletionHandlers(self._models, config, filters, fast_path, self._outcomes)
 
-            async def list_models(exchange: HttpExchange, principal: Principal) -> None:
-                await app.list_models(exchange, principal)
+        def read_metrics() -> GatewayGauges:
+            return self._read_metrics(app, generation)
 
-            playground = {
-                "/v1/chat/completions": generation.chat_completions,
-                "/v1/completions": generation.completions,
-                "/v1/models": list_models,
-            }
-            self._console = Console(
-                guard, sessions, events, playground, self._build_oidc_sign_in(sessions)
-            )
+        if config.console.enabled:
+            self._console = self._build_console(store, read_metrics)
         app = GatewayApp(
             self._models,
             generation,
-            OperationsHandlers(
-                self._models, self._metrics, lambda: self._read_metrics(app, generation)
-            ),
+            OperationsHandlers(self._models, self._metrics, read_metrics),
             authenticate=self._authenticator.authenticate,
-            admin=build_admin_app(
-                store,
-                self._authenticator,
-                explainer.explain,
-                _ignore_change if account_sync is None else account_sync.accounting.notify_changed,
-                ReplicaAdmin(
-                    self._models, None if account_sync is None else account_sync.accounting.store
-                ),
-                self._config.fleet,
-                series_queries=series_queries,
-                sessions=sessions if self._config.console.enabled else None,
-                config=self._config,
-            ),
+            admin=self._build_admin(peers, series_queries),
             render_openapi=render_openapi,
             cors=self._cors,
             metrics=self._metrics,
-            config=self._config,
+            config=config,
             limits=None if account_sync is None else account_sync.limits,
             gateway_id=self._gateway_id,
             answer_peer=None if peers is None else peers.build_handler(self._find_trace),
-            answer_controller=None
-            if peers is None or self._fleet_pools is None
-            else self._fleet_pools.build_handler(peers.secret, generation.read_demand),
-            report_outcomes=None
-            if peers is None or self._fleet_pools is None or self._outcomes is None
-            else self._fleet_pools.build_outcomes_handler(
-                peers.secret, self._outcomes.build_report
-            ),
-            answer_series=None
-            if peers is None or series_queries is None
-            else series_queries.build_handler(peers.secret),
+            peer_routes=[]
+            if peers is None
+            else self._build_peer_routes(peers.secret, generation, series_queries),
             response_state=response_state,
             console=self._console,
         )
         await self._registry.start()
-        background_tasks.append(generation.monitor_streams)
-        if account_sync is not None:
-            background_tasks += [
-                partial(account_sync.accounting.poll_accounts, account_sync.apply_snapshot),
-                account_sync.accounting.roll_up_usage,
-                response_state.delete_expired_forever,
-                app.dialects.background.watch_forever,
-            ]
         if peers is not None:
             await peers.register()
             background_tasks.append(peers.keep_registered)
-        if self._series is not None:
-            run_series = partial(
-                self._series.run,
-                lambda: generation.queued_requests,
-                generation.count_by_tenant,
-                self._read_desired_replicas,
-            )
-            background_tasks.append(run_series)
-        if self._config_reloader is not None:
-            background_tasks.append(self._config_reloader.run)
-        if self._certificates is not None:
-            background_tasks.append(self._certificates.watch)
+        background_tasks += self._list_background_tasks(app, generation, response_state)
         # Client and replica socket. The fast path duplicates both.
         descriptors_per_client = 2 if fast_path is None else 4
         await self._listen(app, listen_socket, background_tasks, descriptors_per_client)
+
+    def _build_peers(self, store: Store, listen_socket: socket.socket) -> PeerGateways:
+        config = self._config
+        scheme = "http" if config.tls is None else "https"
+        url = advertised_url(listen_socket, scheme, config.advertise_url)
+        return PeerGateways(self._gateway_id, store, url, config.tls)
+
+    def _build_peer_routes(
+        self, secret: str, generation: CompletionHandlers, series_queries: SeriesQueries | None
+    ) -> list[HttpRoute]:
+        """Build the routes for requests of the controller and of other gateways, which are signed with `secret`."""
+        routes: list[HttpRoute] = []
+        if self._fleet_pools is not None and self._outcomes is not None:
+            routes += self._fleet_pools.build_routes(
+                secret, generation.read_demand, self._outcomes.build_report
+            )
+        if series_queries is not None:
+            routes.append(series_queries.build_route(secret))
+        return routes
+
+    def _build_admin(
+        self, peers: PeerGateways | None, series_queries: SeriesQueries | None
+    ) -> AsgiApp:
+        accounting = None if self._account_sync is None else self._account_sync.accounting
+        store = None if accounting is None else accounting.store
+        explainer = RequestExplainer(
+            self._gateway_id, self._find_trace, peers, None if store is None else store.ledger
+        )
+        return build_admin_app(
+            store,
+            self._authenticator,
+            explainer.explain,
+            _ignore_change if accounting is None else accounting.notify_changed,
+            ReplicaAdmin(self._models, store),
+            self._config.fleet,
+            series_queries=series_queries,
+            sessions=None if self._console is None else self._console.sessions,
+            config=self._config,
+        )
+
+    def _build_console(
+        self, store: Store | None, read_metrics: Callable[[], GatewayGauges]
+    ) -> Console:
+        config, authenticator = self._config, self._authenticator
+        guard = BrowserGuard(
+            config.console,
+            config.host,
+            has_tls=config.tls is not None,
+            is_trusted_proxy=authenticator.is_trusted_proxy,
+        )
+        sessions = ConsoleSessions(
+            None if store is None else store.console_sessions, authenticator, guard
+        )
+        events = ConsoleEvents(sessions, read_metrics, lambda: self._models.all_pools)
+        oidc, trusted, sign_in = config.console.oidc, config.auth.jwt, None
+        if oidc is not None and trusted is not None and trusted.issuer is not None:
+            sign_in = OidcSignIn(oidc, trusted.issuer, authenticator, sessions)
+        return Console(guard, sessions, events, sign_in)
 
     def _build_rollout_tasks(
         self, store: Store, fleet_pools: FleetPoolsHandler
@@ -380,11 +370,33 @@ class GatewayServer:
         self._outcomes.apply(fleet_pools.versions)
         return [watcher.watch, self._outcomes.run, gate.run]
 
-    def _build_oidc_sign_in(self, sessions: ConsoleSessions) -> OidcSignIn | None:
-        oidc, trusted = self._config.console.oidc, self._config.auth.jwt
-        if oidc is None or trusted is None or trusted.issuer is None:
-            return None
-        return OidcSignIn(oidc, trusted.issuer, self._authenticator, sessions)
+    def _list_background_tasks(
+        self, app: GatewayApp, generation: CompletionHandlers, response_state: ResponseState
+    ) -> list[CoroutineFactory]:
+        """Return the background tasks, except for those of rollouts and of the registration of this gateway."""
+        tasks: list[CoroutineFactory] = [generation.monitor_streams]
+        if self._account_sync is not None:
+            accounting = self._account_sync.accounting
+            tasks += [
+                partial(accounting.poll_accounts, self._account_sync.apply_snapshot),
+                accounting.roll_up_usage,
+                response_state.delete_expired_forever,
+                app.dialects.background.watch_forever,
+            ]
+        fleet_pools = self._fleet_pools
+        if self._series is not None:
+            run_series = partial(
+                self._series.run,
+                lambda: generation.queued_requests,
+                generation.count_by_tenant,
+                lambda: {} if fleet_pools is None else fleet_pools.desired_replicas_by_model,
+            )
+            tasks.append(run_series)
+        if self._config_reloader is not None:
+            tasks.append(self._config_reloader.run)
+        if self._certificates is not None:
+            tasks.append(self._certificates.watch)
+        return tasks
 
     async def _listen(
         self,
@@ -446,9 +458,6 @@ class GatewayServer:
             return None
         return trace.to_dict() | {"gateway": self._gateway_id, "source": "trace"}
 
-    def _read_desired_replicas(self) -> Mapping[str, int]:
-        return {} if self._fleet_pools is None else self._fleet_pools.desired_replicas
-
     def _read_metrics(self, app: GatewayApp, generation: CompletionHandlers) -> GatewayGauges:
         account_sync = self._account_sync
         return GatewayGauges(
@@ -462,7 +471,9 @@ class GatewayServer:
                 for pool in self._models.pools
             },
             routes={route.pool: route.version for route in self._registry.routes.values()},
-            desired_replicas=self._read_desired_replicas(),
+            desired_replicas={}
+            if self._fleet_pools is None
+            else self._fleet_pools.desired_replicas,
             usage_pending_records=0
             if account_sync is None
             else account_sync.accounting.usage_log.pending_records,

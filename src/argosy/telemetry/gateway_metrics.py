@@ -76,6 +76,7 @@ class GatewayMetrics(Collector):
         self._instruments: list[Counter | Histogram] = []
         """Instruments in the order of the exposition."""
         self._create_request_counters()
+        self._create_rollout_counters()
         self._create_latency_histograms()
 
     def _create_request_counters(self) -> None:
@@ -136,6 +137,8 @@ class GatewayMetrics(Collector):
             "Hedged attempts, by whether the second attempt delivered the response.",
             *("model", "won"),
         )
+
+    def _create_rollout_counters(self) -> None:
         self._shadow_requests = self._add_counter(
             "argosy_shadow_requests",
             "Requests selected to be copied to another version, by the status of the copy, capped or dropped.",
@@ -151,7 +154,6 @@ class GatewayMetrics(Collector):
             "Versions that this gateway rolled back by itself, because no controller was heard.",
             "model",
         )
-
         self._version_requests = self._add_counter(
             "argosy_version_requests",
             "Ended generation requests for models whose changes are rollouts, by the version that served them last.",
@@ -342,7 +344,8 @@ class GatewayMetrics(Collector):
         if gauges.routes:
             yield gauge_family(
                 "argosy_route_version",
-                "Version of the route that divides the requests of a pool among the versions of its model.",
+                "Version of the route that divides the requests of a pool among the versions of its model."
+                " Absent without rollouts.",
                 {(pool,): version for pool, version in gauges.routes.items()},
                 "pool",
             )

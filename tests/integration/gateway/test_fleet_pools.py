@@ -29,7 +29,7 @@ from argosy.protocol import ApiError
 from argosy.store import FleetEvent, GatewayRecord, StoreConfig, open_store
 
 FLEET = "demo"
-DESIRED = 'argosy_desired_replicas{pool="big"} 3'
+DESIRED = 'argosy_desired_replicas{pool="big-pool"} 3'
 BODY = BODIES[COMPLETION] | {"max_tokens": 3}
 
 
@@ -107,7 +107,12 @@ async def test_gateway_serves_what_the_controller_publishes_and_remembers_it(
             assert (await client.get("/ready")).status_code == 503
             gateway = find_gateway(config)
             published = await controller.publish(
-                gateway, pools(replica.url, 2, desired_replicas={"big": 3})
+                gateway,
+                pools(
+                    *(replica.url, 2),
+                    desired_replicas={"big-pool": 3},
+                    pool_models={"big-pool": "big"},
+                ),
             )
             assert (published.epoch, published.version) == (1, 2)
             assert DESIRED in (await client.get("/metrics")).text
@@ -120,6 +125,10 @@ async def test_gateway_serves_what_the_controller_publishes_and_remembers_it(
             demand = (await controller.read_status(gateway)).demand
             while demand is None or not sum(demand.models[0].served):  # a second has to end
                 demand = (await controller.read_status(gateway)).demand
+            query = "/admin/series?scope=model:big&metrics=replicas_desired"
+            series = (await client.get(query)).json()
+            while 3.0 not in series["metrics"]["replicas_desired"]:  # a second has to end
+                series = (await client.get(query)).json()
             (model,) = demand.models
             prompt_tokens = sum(model.arrived) - 2 * BODY["max_tokens"]
             assert prompt_tokens <= sum(model.served) <= sum(model.arrived)

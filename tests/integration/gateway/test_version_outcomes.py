@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -214,7 +215,7 @@ async def test_gateway_rolls_a_failing_version_back_without_a_controller(
             route,
             Comparison(rollout="r1", candidate="new", step=0, share=0.5, num_gate_starts=1),
         )
-        users = iter(range(1000))
+        users = itertools.count()
         while (await fleet.controller.read_status(fleet.record)).routes["big"] == 1:
             await asyncio.gather(*(fleet.complete("answer", f"u{next(users)}") for _ in range(4)))
         assert {(await fleet.complete("answer", f"u{n}")).status_code for n in range(20)} == {200}

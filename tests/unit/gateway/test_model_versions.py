@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
+from tests.support.waiting import until
 
-from argosy.gateway import GatewayConfig, ModelConfig, PublishedVersions, ReplicaConfig
+from argosy.gateway import (
+    GatewayConfig,
+    ModelConfig,
+    ModelStartup,
+    PublishedVersions,
+    ReplicaConfig,
+)
 from argosy.gateway.model_registry import ModelEntries, ModelRegistry, build_model_entries
 from argosy.gateway.pool import Pool, resolve_host
+from argosy.gateway.series_collector import SeriesCollector
 from argosy.policy.traffic import PoolRoute, Variant
+from argosy.series import compute_metrics, read_series, scope_kind
 
 ROUTES: dict[str, PoolRoute] = {
     "step": PoolRoute(
@@ -116,3 +126,35 @@ async def test_version_without_known_replicas_is_served_by_the_published_stable_
     fleet.publish(ROUTES["step"], old=1)
     assert fleet.registry.follow_routes([ROUTES["promoted"]])
     assert fleet.stable.version == "old"
+
+
+async def test_start_goes_on_at_the_version_that_becomes_the_stable_one(fleet: Fleet) -> None:
+    fleet.publish(ROUTES["step"], old=1, new=1)
+    old, new = fleet.registry.router.all_pools
+    startup = ModelStartup(state="starting", expected_s=40.0)
+    fleet.registry.apply_startups({"m": startup})
+    states_at_move: list[bool] = []
+    old.set_capacity_listener(lambda: states_at_move.append(new.is_starting))
+    fleet.registry.follow_routes([ROUTES["promoted"]])
+    assert states_at_move == [True], "requests that wait at the earlier one move and go on waiting"
+    assert (old.startup, new.startup) == (None, startup)
+    assert not old.is_starting
+    fleet.registry.apply_startups({})
+    assert not new.is_starting
+
+
+async def test_series_count_the_replicas_of_all_versions(fleet: Fleet) -> None:
+    fleet.publish(ROUTES["step"], old=1, new=1)
+    for number, replica in enumerate(fleet.registry.replicas, start=1):
+        replica.load.in_flight = number
+    collector = SeriesCollector(GatewayConfig(port=0), fleet.registry.router)
+    task = asyncio.create_task(collector.run(dict, dict, dict))
+    recorder = collector.recorder
+    await until(lambda: recorder.last_second > 0)
+    task.cancel()
+    await collector.close()
+    running = {"fleet": 3.0, "model:m": 3.0, "replica:old-0": 1.0, "replica:new-0": 2.0}
+    for scope, expected in running.items():
+        frame = read_series(recorder, scope, recorder.last_second - 1, 1, 2, ())
+        values = compute_metrics(scope_kind(scope), ["running"], frame)["running"]
+        assert expected in values, scope

@@ -201,7 +201,7 @@ async def test_requests_wait_for_a_start_as_long_as_their_clients_and_then_for_a
     assert reason_of(gateway.send()) is RefusalReason.NO_REPLICA
     pool.set_startup(ModelStartup(state="stopped"), gateway.now)
     assert reason_of(gateway.send(start_wait_s=0.0)) is RefusalReason.STARTING
-    short, *others = (gateway.send(start_wait_s=wait_s) for wait_s in (25.0, 300.0, 300.0))
+    short, *others = (gateway.send(start_wait_s=wait_s) for wait_s in (25.0, 600.0, 600.0))
     gateway.advance(24.0)
     assert short.refusal is None
     gateway.advance(26.0)

@@ -181,7 +181,7 @@ class MeteredModel:
         finished = ended_request(record)
         context.trace, context.delivered = finished.trace, finished.delivered
         context.status = finished.status
-        self.meter.on_request_placed(context)
+        self.meter.on_request_admitted(context)
         return context
 
     def run(self, digest: str, record: AttemptRecord, *, is_randomised: bool = True) -> None:

@@ -266,6 +266,7 @@ class LeaderTerm:
             versions=versions,
             routes=list(declared.config.routes),
             desired_replicas=self._autoscaler.published_counts(),
+            pool_models={pool.name: pool.model for pool in declared.config.pools},
             startups=find_startups(declared, self._records),
         )
         if not self._pools.version or pools != self._pools:

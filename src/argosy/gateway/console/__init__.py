@@ -7,7 +7,7 @@ cookie is never accepted for `/v1`.
 """
 
 from argosy.gateway.console.browser_guard import BrowserGuard
-from argosy.gateway.console.console import CONSOLE_PREFIX, Console
+from argosy.gateway.console.console import CONSOLE_PREFIX, PLAYGROUND_PATHS, Console
 from argosy.gateway.console.console_config import ConsoleConfig, OidcConfig
 from argosy.gateway.console.event_stream import ConsoleEvents
 from argosy.gateway.console.oidc_sign_in import OidcSignIn
@@ -15,6 +15,7 @@ from argosy.gateway.console.sessions import ConsoleSessions
 
 __all__ = [
     "CONSOLE_PREFIX",
+    "PLAYGROUND_PATHS",
     "BrowserGuard",
     "Console",
     "ConsoleConfig",

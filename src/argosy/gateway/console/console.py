@@ -21,6 +21,8 @@ from argosy.store import Role, RoleScope
 CONSOLE_PREFIX = "/console/"
 STATIC_PREFIX = CONSOLE_PREFIX + "static/"
 SIGN_IN_PREFIX = CONSOLE_PREFIX + "sign-in/"
+PLAYGROUND_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/models")
+"""Routes of the API that the playground may call with a session."""
 _encode = msgspec.json.Encoder().encode
 
 
@@ -44,7 +46,6 @@ class Console:
         guard: Checks hosts and origins.
         sessions: Signs in and authenticates.
         events: The event stream.
-        playground: Handlers by path of the routes of the API that the playground may call with a session.
         oidc: Sign-in with an issuer.
     """
 
@@ -53,13 +54,13 @@ class Console:
         guard: BrowserGuard,
         sessions: ConsoleSessions,
         events: ConsoleEvents,
-        playground: Mapping[str, Handler],
         oidc: OidcSignIn | None = None,
     ) -> None:
         self._guard = guard
-        self._sessions = sessions
+        self.sessions = sessions
         self.events = events
-        self._playground = playground
+        self.playground: Mapping[str, Handler] = {}
+        """Handlers of `PLAYGROUND_PATHS`, which the application that serves the console sets."""
         self._oidc = oidc
         self._files: StaticFiles | None = None
 
@@ -92,13 +93,13 @@ class Console:
             await self._handle_session(exchange)
         elif path == "/events":
             check_method(exchange, ("GET",))
-            principal = await self._sessions.authenticate(exchange)
+            principal = await self.sessions.authenticate(exchange)
             files = await self._load_files()
             await self.events.stream(exchange, principal, files.build_id)
-        elif path in self._playground:
-            principal = await self._sessions.authenticate(exchange)
+        elif path in self.playground:
+            principal = await self.sessions.authenticate(exchange)
             exchange.path = path
-            await self._playground[path](exchange, principal)
+            await self.playground[path](exchange, principal)
         else:
             raise _not_found_error(exchange.path)
 
@@ -120,15 +121,15 @@ class Console:
     async def _handle_session(self, exchange: HttpExchange) -> None:
         method = check_method(exchange, ("GET", "POST", "DELETE"))
         if method == "DELETE":
-            await self._sessions.sign_out(exchange)
+            await self.sessions.sign_out(exchange)
             await exchange.send_response(200, b"{}")
             return
         if method == "POST":
             check_json_content_type(exchange)
             body = parse_body(SignIn, await exchange.read_body())
-            principal = await self._sessions.sign_in(exchange, body.key.strip())
+            principal = await self.sessions.sign_in(exchange, body.key.strip())
         else:
-            principal = await self._sessions.authenticate(exchange)
+            principal = await self.sessions.authenticate(exchange)
         view = SessionView(
             role=principal.role,
             scope=principal.role_scope,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import structlog
@@ -15,7 +16,7 @@ from argosy.gateway.model_registry.model_entries import (
     build_version_pool,
 )
 from argosy.gateway.model_registry.pool_membership import PoolMembership
-from argosy.gateway.pool import Pool, PoolVersions, Resolver
+from argosy.gateway.pool import ModelStartup, Pool, PoolVersions, Resolver
 from argosy.policy.traffic import PoolRoute
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
@@ -92,6 +93,7 @@ class ModelMembership:
         self._divide_requests(model, known if is_known_later else route)
         for membership in retired:
             membership.pool.traffic = membership.pool.versions = None
+            membership.pool.set_startup(None, time.monotonic())
             membership.pool.set_takeover(self.pool, is_withdrawn=True)
             membership.apply_entries(())
             self._retire(membership)
@@ -103,6 +105,13 @@ class ModelMembership:
             return False
         self._divide_requests(None, route)
         return True
+
+    def set_startup(self, startup: ModelStartup | None) -> None:
+        """Set how far the start of the model is. Requests wait for it at the stable version only."""
+        now = time.monotonic()
+        for membership in self._memberships.values():
+            pool = membership.pool
+            pool.set_startup(startup if pool is self.pool else None, now)
 
     async def close(self) -> None:
         """Stop all background tasks and close all connections to the replicas."""
@@ -125,6 +134,7 @@ class ModelMembership:
             route: The route.
         """
         traffic = self.pool.traffic if model is None else build_traffic(model)
+        startup = self.pool.startup
         pools = {digest: membership.pool for digest, membership in self._memberships.items()}
         # A later route of the store may name a version whose replicas are not published yet.
         stable = route.stable if route is not None and route.stable in pools else ""
@@ -133,6 +143,7 @@ class ModelMembership:
             pool.traffic = pool.versions = None
         self.pool.traffic = traffic
         self.pool.versions = None if route is None else PoolVersions(route, pools)
+        self.set_startup(startup)  # before requests move to this pool, which refuses them otherwise
         self.pool.set_takeover(None, is_withdrawn=False)
         for digest, pool in pools.items():
             if pool is not self.pool:

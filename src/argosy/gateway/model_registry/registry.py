@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Collection, Mapping, Sequence
 
 import structlog
@@ -125,7 +124,7 @@ class ModelRegistry:
     def apply_startups(self, startups: Mapping[str, ModelStartup]) -> None:
         """Replace the states of the models that the fleet scales to zero and that have no replica, by name."""
         for name, membership in self._memberships.items():
-            membership.pool.set_startup(startups.get(name), time.monotonic())
+            membership.set_startup(startups.get(name))
 
     async def close(self) -> None:
         """Stop all background tasks and close all connections to replicas."""

@@ -12,7 +12,7 @@ import structlog
 
 from argosy.gateway.pool.model_startup import ModelStartup
 from argosy.gateway.pool.replica_endpoint import ReplicaEndpoint, ignore_change
-from argosy.policy import Hedging, RoutingPolicyName, StatusChange
+from argosy.policy import Hedging, ReplicaStatus, RoutingPolicyName, StatusChange
 from argosy.policy.placement import GivingWay, PlacementPool
 from argosy.policy.traffic import PoolRoute, TrafficRoute
 from argosy.protocol import differing_parts
@@ -25,6 +25,7 @@ UNSERVED_INTERVAL_S = 5.0
 """Time within which only the first request without a replica is recorded, so that reports of each second contain it."""
 MAX_STATUS_CHANGES = 500
 """Status changes that each pool keeps."""
+_FAILED_STATUSES = frozenset({ReplicaStatus.EJECTED, ReplicaStatus.UNREACHABLE})
 
 
 class PoolVersions(NamedTuple):
@@ -111,6 +112,11 @@ class Pool(PlacementPool[ReplicaEndpoint]):
         """Number of requests that do not run at a replica."""
         in_flight = sum(replica.load.in_flight for replica in self.replicas.values())
         return max(0, self.active_requests - in_flight)
+
+    def has_failed(self, now: float) -> bool:
+        """Whether all replicas have failed. Full, starting and drained ones have not."""
+        statuses = {replica.health.status(now) for replica in self.replicas.values()}
+        return bool(statuses) and statuses <= _FAILED_STATUSES
 
     def expected_wait_s(self, tier: int, now: float) -> float | None:
         """Estimate how long a new request of this tier would be queued; None if no replica is ready."""

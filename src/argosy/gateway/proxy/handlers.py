@@ -324,7 +324,7 @@ class CompletionHandlers:
         if self._outcomes is None or self._shadow_traffic is None or context.is_copy:
             return
         try:
-            self._outcomes.on_request_placed(context)
+            self._outcomes.on_request_admitted(context)
             self._shadow_traffic.copy(context)
         except Exception:
             log.exception("measurement_failed", model=context.pool.model)

@@ -14,7 +14,7 @@ from argosy.gateway.principal import TIERS, Principal
 from argosy.gateway.proxy.constraint_check import find_unsupporting_replicas
 from argosy.gateway.request_context import RequestContext
 from argosy.gateway.request_trace import RequestTrace
-from argosy.gateway.version_comparison import OutcomeMeter, is_out_of_order
+from argosy.gateway.version_comparison import OutcomeMeter
 from argosy.http_server import DetachedTransport
 from argosy.policy.rollout import Arm
 from argosy.policy.traffic import ShadowCopy, ShadowSampler
@@ -198,7 +198,7 @@ def _find_pool(stable: Pool, declared: ShadowCopy) -> Pool | None:
 def _has_room(pool: Pool, now: float) -> bool:
     """Whether no request waits at a pool, and a slot is free. A pool that has failed as a whole fails each copy."""
     is_free = bool(pool.replicas_with_free_slots(_LOWEST_TIER, now))
-    return not pool.queued_requests and (is_free or is_out_of_order(pool, now))
+    return not pool.queued_requests and (is_free or pool.has_failed(now))
 
 
 def _build_copy(original: RequestContext, pool: Pool, now: float) -> RequestContext:

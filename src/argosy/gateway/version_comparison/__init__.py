@@ -6,7 +6,6 @@ rolls a failing version back while no controller is heard.
 """
 
 from argosy.gateway.version_comparison.local_gate import LocalGate
-from argosy.gateway.version_comparison.model_outcomes import is_out_of_order
 from argosy.gateway.version_comparison.outcome_meter import OutcomeMeter
 
-__all__ = ["LocalGate", "OutcomeMeter", "is_out_of_order"]
+__all__ = ["LocalGate", "OutcomeMeter"]

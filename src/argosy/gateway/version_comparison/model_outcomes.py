@@ -6,11 +6,9 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from argosy.gateway.pool import Pool
 from argosy.gateway.request_context import AssignedVersion, RequestContext
 from argosy.gateway.rollout_messages import OutcomeQuery, OutcomeReport, PublishedVersions
 from argosy.gateway.version_comparison.request_outcome import build_outcome
-from argosy.policy import ReplicaStatus
 from argosy.policy.rollout import (
     Arm,
     Comparison,
@@ -26,7 +24,6 @@ MAX_BATCHES = 600
 """Batches that are kept for a controller that does not read them. The oldest are dropped."""
 MAX_REPORTED_BATCHES = 30
 """Batches per report. The controller asks for the next ones."""
-_FAILED_STATUSES = frozenset({ReplicaStatus.EJECTED, ReplicaStatus.UNREACHABLE})
 
 
 class _Counted(NamedTuple):
@@ -34,7 +31,7 @@ class _Counted(NamedTuple):
 
     arm: Arm
     key: tuple[str, str]
-    is_out_of_order: bool
+    has_pool_failed: bool
     """Whether all replicas of the version had failed when the request arrived."""
 
 
@@ -101,7 +98,7 @@ class ModelOutcomes:
         self._aggregator.start_step(comparison.step)
         return batches
 
-    def on_placed(self, context: RequestContext, version: AssignedVersion, now: float) -> None:
+    def on_admitted(self, context: RequestContext, version: AssignedVersion, now: float) -> None:
         """Count a request that was assigned at random, if a comparison runs."""
         comparison = self.comparison
         if comparison is not None and version.is_randomised:
@@ -113,7 +110,7 @@ class ModelOutcomes:
     def count(self, context: RequestContext, arm: Arm, key: tuple[str, str], now: float) -> None:
         """Count a request for one version when it ends or reaches the scoring age, if a comparison runs."""
         if self.comparison is not None:
-            self._running[context] = _Counted(arm, key, is_out_of_order(context.pool, now))
+            self._running[context] = _Counted(arm, key, context.pool.has_failed(now))
 
     def record_answers(self, *, are_equal: bool) -> None:
         """Count the comparison of two answers to a request without random sampling."""
@@ -187,11 +184,11 @@ class ModelOutcomes:
     def _record(
         self, context: RequestContext, counted: _Counted, now: float, *, is_running: bool
     ) -> RequestOutcome | None:
-        arm, key, is_out_of_order = counted
+        arm, key, has_pool_failed = counted
         outcome = build_outcome(
             context, arm, key, self._candidate_replicas, now, is_running=is_running
         )
-        if outcome is None and is_out_of_order:
+        if outcome is None and has_pool_failed:
             # Otherwise a version that always fails would have few errors: the other one takes its requests over.
             outcome = RequestOutcome(arm=arm, key=key, status=OutcomeStatus.FAILED, age_s=0.0)
         comparison, aggregator = self.comparison, self._aggregator
@@ -205,9 +202,3 @@ class ModelOutcomes:
 
 def _step_of(comparison: Comparison | None) -> tuple[str, int] | None:
     return None if comparison is None else (comparison.rollout, comparison.step)
-
-
-def is_out_of_order(pool: Pool, now: float) -> bool:
-    """Whether all replicas of a pool have failed. Full, starting and drained ones have not."""
-    statuses = {replica.health.status(now) for replica in pool.replicas.values()}
-    return bool(statuses) and statuses <= _FAILED_STATUSES

@@ -57,11 +57,11 @@ class OutcomeMeter:
             batches = self._models[model].apply(published, wall_now)
             self._report(previous.get(model, published), batches)
 
-    def on_request_placed(self, context: RequestContext) -> None:
-        """Record that a request is about to be placed. All filters have admitted it."""
+    def on_request_admitted(self, context: RequestContext) -> None:
+        """Record that all filters have admitted a request, which is placed next."""
         version = context.assigned_version
         if version is not None and context.pool.model in self._models:
-            self._models[context.pool.model].on_placed(context, version, self._clock())
+            self._models[context.pool.model].on_admitted(context, version, self._clock())
 
     def count(self, context: RequestContext, arm: Arm, key: tuple[str, str]) -> None:
         """Count a request that the route has not assigned at random: one that is copied, or its copy."""

@@ -183,7 +183,7 @@ class PlacementCore:
             return
         request.move_to(RequestState.WAITING)
         queue.push(request, now)
-        self._set_wait_timer(request, pool)
+        self._set_wait_timer(request, pool, now)
         self._pauser.watch(queue, request.tier, now)
         self._dispatch(queue, now)
 
@@ -193,9 +193,10 @@ class PlacementCore:
             queue = self._queues[pool] = PoolQueue(pool, self._limits.queue)
         return queue
 
-    def _set_wait_timer(self, request: PlacementRequest, pool: _Pool) -> None:
-        wait_ends_at = self._find_wait_end(request, pool)
-        request.timer = self._timers.add(wait_ends_at, partial(self._on_queue_timeout, request))
+    def _set_wait_timer(self, request: PlacementRequest, pool: _Pool, now: float) -> None:
+        # The time is checked at least this often, because a start may end and a request may move meanwhile.
+        check_at = min(self._find_wait_end(request, pool), now + self._limits.queue.timeout_s)
+        request.timer = self._timers.add(check_at, partial(self._on_queue_timeout, request))
 
     def _find_wait_end(self, request: PlacementRequest, pool: _Pool) -> float:
         """Return until when a request may wait. The limit of the queue does not include the start of the pool."""
@@ -207,8 +208,8 @@ class PlacementCore:
     def _on_queue_timeout(self, request: PlacementRequest, now: float) -> None:
         queue = self._requests[request]
         pool = queue.pool
-        if now < self._find_wait_end(request, pool):  # the pool has started, or starts by now
-            self._set_wait_timer(request, pool)
+        if now < self._find_wait_end(request, pool):
+            self._set_wait_timer(request, pool, now)
             return
         queue.withdraw(request)
         reason = RefusalReason.STARTING
