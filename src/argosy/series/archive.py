@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sqlite3
 import threading
 import zlib
@@ -47,6 +48,11 @@ class ArchivedSeries:
     """Minutes of one scope."""
 
     blocks: list[_Block] = field(default_factory=list)
+
+    @property
+    def first_minute(self) -> float:
+        """The first minute since the epoch; infinite without any."""
+        return min((minute for block in self.blocks for minute in block.minutes), default=math.inf)
 
     def to_frame(self, schema: Schema, start: int, minutes: int) -> SeriesFrame:
         """Return the minutes from `start` on. Columns that an earlier version did not store are NaN."""

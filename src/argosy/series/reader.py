@@ -112,11 +112,16 @@ def fill_from_archive(
         last_second: Last complete second of the recorder. The minute after it was only stored by an earlier process.
     """
     kind = scope_kind(scope)
-    schema = SCHEMAS[kind]
-    start, minutes = frame.start, len(frame.values) * frame.step_s // MINUTE_S
-    end = start + minutes * MINUTE_S
-    archived = read_archive(scope, start, end).to_frame(schema, start, minutes)
+    schema, unit = SCHEMAS[kind], max(frame.step_s, MINUTE_S)
+    end = frame.start + len(frame.values) * frame.step_s
+    stored = read_archive(scope, frame.start, end)
+    fleet = read_archive(FLEET_SCOPE, frame.start, end) if kind == "tenant" else stored
+    first = min(stored.first_minute, fleet.first_minute) * MINUTE_S
+    if first >= end:
+        return
+    start = max(frame.start, int(first) // unit * unit)  # years without minutes take no memory
+    minutes = (end - start) // MINUTE_S
+    archived = stored.to_frame(schema, start, minutes)
     if kind == "tenant":
-        fleet = read_archive(FLEET_SCOPE, start, end)
         archived.count_missing_as_zero(fleet.to_frame(SCHEMAS["fleet"], start, minutes))
     _fill(frame, schema, archived, (last_second + 1) // MINUTE_S * MINUTE_S)

@@ -122,16 +122,20 @@ async def test_session_ends_with_sign_out_and_with_its_key(admin_gateway: AdminG
     }
     key = await admin_gateway.create("/admin/keys", body)
     session = await session_headers(admin_gateway, key["key"])
+    bearer = OWN_PAGE | {"authorization": f"Bearer {key['key']}"}
     async with (
         asyncio.timeout(20),
         client.stream("GET", "/console/events", headers=session) as stream,
+        client.stream("GET", "/console/events", headers=bearer) as bearer_stream,
     ):
-        lines = stream.aiter_lines()
-        while await anext(lines) != "event: tick":
-            pass
+        lines, bearer_lines = stream.aiter_lines(), bearer_stream.aiter_lines()
+        for one in (lines, bearer_lines):
+            while await anext(one) != "event: tick":
+                pass
         await client.post(f"/admin/keys/{key['id']}/revoke", headers=admin_gateway.root_headers)
         assert (await client.get("/admin/pools", headers=session)).status_code == 401
-        assert "event: session_ended" in [line async for line in lines]
+        for one in (lines, bearer_lines):
+            assert "event: session_ended" in [line async for line in one]
 
 
 async def test_wrong_keys_are_answered_alike_and_limited(admin_gateway: AdminGateway) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -169,6 +170,21 @@ def test_restart_within_a_minute_keeps_its_requests(tmp_path: Path) -> None:
     by_second = gateway.values("fleet", "requests", minute - 60, 1, 150)
     assert total(by_second) == pytest.approx(110)
     assert by_second[90:] == [1.0] * 60
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_years_without_minutes_take_no_memory(tmp_path: Path, scope: str) -> None:
+    gateway = Gateway(tmp_path / "series.sqlite")
+    gateway.run(range(START, START + 120))
+    assert gateway.archive is not None
+    start, end = (START - 3650 * 86400) // 86400 * 86400, START // 86400 * 86400 + 86400
+    frame = SeriesFrame.empty(SCHEMAS[scope_kind(scope)], start, 86400, (end - start) // 86400, ())
+    tracemalloc.start()
+    fill_from_archive(frame, scope, gateway.archive.read, gateway.recorder.last_second)
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert frame.values[-1, 0] > 0
+    assert peak_bytes < 5 << 20
 
 
 def test_archive_keeps_days_and_deletes_older_ones(tmp_path: Path) -> None:

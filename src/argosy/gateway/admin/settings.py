@@ -20,7 +20,8 @@ endpoints = AdminEndpoints()
 MAX_REPORT_AGE_S = 10.0
 """Age of a load report beyond which a replica is routed by guesses."""
 HIDDEN = "(hidden)"
-_PASSWORD_IN_URL = re.compile(r"(?<=://)([^/@:]*):[^/@]*(?=@)")
+_PASSWORDS_IN_URL = re.compile(r"(?<=://)([^/@:]*:)[^@]*(?=@)|([?&]\w*password=)[^&]*")
+"""Passwords of URLs, in which `/` and `:` need no escape, and of their parameters."""
 
 
 class SettingView(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="setting"):
@@ -85,7 +86,7 @@ def _flatten(value: Any, path: str) -> Iterator[tuple[str, Any]]:  # noqa: ANN40
 def _hide_secret(path: str, value: Any) -> Any:  # noqa: ANN401 - JSON
     if ".headers." in path:
         return HIDDEN
-    return _PASSWORD_IN_URL.sub(rf"\1:{HIDDEN}", value) if isinstance(value, str) else value
+    return _PASSWORDS_IN_URL.sub(rf"\1\2{HIDDEN}", value) if isinstance(value, str) else value
 
 
 def _check_replicas(scope: AdminScope) -> Iterator[CheckView]:

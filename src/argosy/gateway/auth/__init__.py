@@ -23,7 +23,12 @@ from argosy.gateway.auth.authorization import (
     has_role,
     organisation_scope,
 )
-from argosy.gateway.auth.client_address import IpAddress, is_local_origin, parse_address
+from argosy.gateway.auth.client_address import (
+    IpAddress,
+    is_local_origin,
+    parse_address,
+    parse_authority,
+)
 from argosy.gateway.auth.failure_limiter import AuthFailureLimiter
 from argosy.gateway.auth.token_claims import TokenClaims
 
@@ -46,4 +51,5 @@ __all__ = [
     "is_loopback",
     "organisation_scope",
     "parse_address",
+    "parse_authority",
 ]

@@ -118,15 +118,18 @@ def is_local_origin(origin: str) -> bool:
     return scheme in {"http", "https"} and _is_local_authority(authority)
 
 
+def parse_authority(authority: str) -> str:
+    """Return the name or address in `host`, `host:port` or `[IPv6]:port`, in lower case. Empty for another form."""
+    parsed = _AUTHORITY.fullmatch(authority)
+    return "" if parsed is None else parsed["ipv6"] or parsed["name"]
+
+
 def _is_local_authority(authority: str) -> bool:
     """Return whether `host`, `host:port` or `[IPv6]:port`, in lower case, names only the machine itself.
 
     Anything else is not local, such as an empty host or text after the brackets of an IPv6 address.
     """
-    parsed = _AUTHORITY.fullmatch(authority)
-    if parsed is None:
-        return False
-    name = parsed["ipv6"] or parsed["name"]
+    name = parse_authority(authority)
     try:
         address = parse_address(str(ip_address(name)))
     except ValueError:

@@ -9,16 +9,14 @@ the headers of the document forbid it.
 
 from __future__ import annotations
 
-import re
 import socket
 from collections.abc import Callable
 
-from argosy.gateway.auth import IpAddress, is_local_origin, parse_address
+from argosy.gateway.auth import IpAddress, is_local_origin, parse_address, parse_authority
 from argosy.gateway.console.console_config import ConsoleConfig
 from argosy.http_server import HttpExchange
 from argosy.protocol import ApiError
 
-_AUTHORITY = re.compile(r"(?:\[(?P<ipv6>[0-9a-f:.]+)\]|(?P<name>[a-z0-9._-]+))(?::[0-9]{1,5})?")
 _CONTENT_SECURITY_POLICY = (
     b"default-src 'self'; img-src 'self' data: blob:; object-src 'none'; base-uri 'none'; "
     b"frame-ancestors 'none'; form-action 'self'; require-trusted-types-for 'script'; "
@@ -68,15 +66,13 @@ class BrowserGuard:
             ApiError: 421 for another name, or without exactly one valid `Host` header.
         """
         authority = exchange.get_header(b"host").lower()
-        parsed = _AUTHORITY.fullmatch(authority)
-        if parsed is not None:
-            name = parsed["ipv6"] or parsed["name"]
-            if (
-                name in self._allowed_hosts
-                or parse_address(name) is not None
-                or is_local_origin(f"http://{authority}")
-            ):
-                return
+        name = parse_authority(authority)
+        if name and (
+            name in self._allowed_hosts
+            or parse_address(name) is not None
+            or is_local_origin(f"http://{authority}")
+        ):
+            return
         message = (
             f"The console has no name {authority[:200]!r}. Add the name to console.allowed_hosts."
         )

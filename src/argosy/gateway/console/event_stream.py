@@ -23,7 +23,7 @@ from argosy.telemetry import GatewayGauges
 
 TICK_INTERVAL_S = 1.0
 SESSION_CHECK_TICKS = 10
-"""Ticks after which a session is looked up in the store again. Its key is checked at each tick."""
+"""Ticks after which a session is looked up in the store again. Its key and role are checked at each tick."""
 MAX_STREAMS_PER_CALLER = 6
 MAX_STREAMS = 200
 
@@ -56,7 +56,7 @@ class ConsoleEvents:
         self._closing.set()
 
     async def stream(self, exchange: HttpExchange, principal: Principal, build_id: str) -> None:
-        """Send events until the client disconnects, its session ends or the gateway drains.
+        """Send events until the client disconnects, its session or key ends, or the gateway drains.
 
         Raises:
             ApiError: 429 if too many streams are open, 503 while the gateway drains.
@@ -69,30 +69,27 @@ class ConsoleEvents:
             raise ApiError(429, "too_many_streams", message, retry_after_s=5.0)
         self._streams[caller] += 1
         try:
-            await self._send_events(exchange, principal, build_id)
+            await self._send_events(exchange, build_id)
         finally:
             self._streams[caller] -= 1
             if not self._streams[caller]:
                 del self._streams[caller]
 
-    async def _send_events(
-        self, exchange: HttpExchange, principal: Principal, build_id: str
-    ) -> None:
-        session_id = "" if principal.is_anonymous else self._sessions.read_session_id(exchange)
+    async def _send_events(self, exchange: HttpExchange, build_id: str) -> None:
         session: ConsoleSession | None = None
-        sees_fleet = has_role(principal, "viewer", "gateway")
         changes_after = time.monotonic()
         await exchange.start_stream()
         await _send(exchange, "hello", {"build": build_id})
         for tick in itertools.count():
             if exchange.is_disconnected:
                 raise DisconnectedError
-            if session_id:
-                if tick % SESSION_CHECK_TICKS == 0:
-                    session = await self._sessions.find_session(session_id)
-                if session is None or self._sessions.resolve(session, exchange) is None:
-                    await _send(exchange, "session_ended", {})
-                    break
+            if tick % SESSION_CHECK_TICKS == 0:
+                session = await self._sessions.find_session(exchange)
+            principal = self._sessions.resolve(session, exchange)
+            if principal is None:
+                await _send(exchange, "session_ended", {})
+                break
+            sees_fleet = has_role(principal, "viewer", "gateway")
             if sees_fleet:
                 now = time.monotonic()
                 for change in self._changes_since(changes_after):

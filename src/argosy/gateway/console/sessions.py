@@ -49,23 +49,23 @@ class ConsoleSessions:
         Raises:
             ApiError: 401, 403 or 421 if the request is not accepted. 503 if the store cannot be read.
         """
-        session_id = self.read_session_id(exchange)
-        if not session_id or has_credential(exchange.headers):
+        if not self._read_session_id(exchange) or has_credential(exchange.headers):
             return self._authenticator.authenticate(exchange)
         self._guard.check_data_request(exchange)
-        session = await self.find_session(session_id)
-        principal = None if session is None else self.resolve(session, exchange)
-        if principal is not None:
-            return principal
-        try:
-            return self._authenticator.authenticate(exchange)
-        except ApiError:
+        principal = self.resolve(await self.find_session(exchange), exchange)
+        if principal is None:
             message = "Your session has ended. Sign in again."
-            raise ApiError(401, "session_ended", message) from None
+            raise ApiError(401, "session_ended", message)
+        return principal
 
-    async def find_session(self, session_id: str) -> ConsoleSession | None:
-        """Return a session that has not ended. Raises ApiError 503 if the store cannot be read."""
-        if self._store is None:
+    async def find_session(self, exchange: HttpExchange) -> ConsoleSession | None:
+        """Return the session that authenticates a request. None if it has ended, or the request carries a key or token.
+
+        Raises:
+            ApiError: 503 if the store cannot be read.
+        """
+        session_id = self._read_session_id(exchange)
+        if not session_id or self._store is None or has_credential(exchange.headers):
             return None
         try:
             return await run_in_daemon_thread(self._store.find, session_id)
@@ -100,9 +100,17 @@ class ConsoleSessions:
             raise _store_unavailable(error) from error
         self._set_cookie(exchange, session_id)
 
-    def resolve(self, session: ConsoleSession, exchange: HttpExchange) -> Principal | None:
-        """Return the principal that a session stands for now, or None if its key is no longer accepted."""
+    def resolve(self, session: ConsoleSession | None, exchange: HttpExchange) -> Principal | None:
+        """Return the present principal of a request: of its session, else of its key or of a keyless local client.
+
+        Does not read the store. None if the credential is no longer accepted.
+
+        Raises:
+            ApiError: 403 if it is not accepted from the client's address. 429 and 503 as `Authenticator.authenticate`.
+        """
         try:
+            if session is None:
+                return self._authenticator.authenticate(exchange)
             if session.key_digest is not None:
                 return self._authenticator.authenticate_digest(session.key_digest, exchange)
             if session.claims is not None:
@@ -147,14 +155,14 @@ class ConsoleSessions:
         self._set_cookie(exchange, "")
 
     async def _end_current(self, exchange: HttpExchange) -> None:
-        session_id = self.read_session_id(exchange)
+        session_id = self._read_session_id(exchange)
         if session_id and self._store is not None:
             try:
                 await run_in_daemon_thread(self._store.delete, session_id)
             except StoreError as error:
                 raise _store_unavailable(error) from error
 
-    def read_session_id(self, exchange: HttpExchange) -> str:
+    def _read_session_id(self, exchange: HttpExchange) -> str:
         """Return the session id that the browser sent, or an empty string."""
         return read_cookie(exchange, self._cookie_name(exchange))
 
