@@ -17,6 +17,7 @@ import pytest_asyncio
 from tests.support.api_streams import read_api_stream, stream_requests
 from tests.support.gateway_processes import open_organisation
 from tests.support.replica_process import MODEL, ReplicaProcess
+from tests.support.waiting import until
 
 from argosy.gateway import GatewayConfig, GatewayServer, ModelConfig, ReplicaConfig, Timeouts
 from argosy.store import StoreConfig
@@ -44,6 +45,10 @@ class ReplicaFleet:
         loads = self.gateway.replicas
         busiest = max(loads, key=lambda replica: replica.load.in_flight)
         return next(r for r in self.replicas if busiest.name.endswith(str(r.socket)))
+
+    def num_in_flight(self) -> int:
+        """Return the number of requests on the replicas."""
+        return sum(replica.load.in_flight for replica in self.gateway.replicas)
 
 
 @contextlib.asynccontextmanager
@@ -93,13 +98,22 @@ async def run_gateway(
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ReplicaFleet]:
+async def module_fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ReplicaFleet]:
     """Run two replicas behind a gateway, and record the undisturbed streams."""
     async with run_fleet(tmp_path_factory.mktemp("fleet")) as running:
         streams = (read_stream(running, number) for number in range(STREAMS))
         running.expected = list(await asyncio.gather(*streams))
         assert sum(tokens for _, _, tokens in running.expected) > 100 * STREAMS
         yield running
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def fleet(module_fleet: ReplicaFleet) -> AsyncIterator[ReplicaFleet]:
+    """Return the fleet. Replicas that the test sent a signal start again, also after a failure."""
+    yield module_fleet
+    for replica in module_fleet.replicas:
+        if replica.was_signalled:
+            await replica.restart()
 
 
 async def read_stream(
@@ -193,10 +207,8 @@ async def test_streams_survive_signal_to_replica(
     for _ in range(after_chunks):
         await chunk_count.acquire()
     victim = fleet.busiest_replica()
-    assert victim.process is not None
-    victim.process.send_signal(fault)
+    victim.send_signal(fault)
     assert await asyncio.gather(*streams) == fleet.expected
-    await victim.restart()
 
 
 async def test_streams_of_all_apis_survive_killed_replica(
@@ -204,7 +216,6 @@ async def test_streams_of_all_apis_survive_killed_replica(
 ) -> None:
     prompt, store = "Tell me a story about a fox.", f"sqlite:///{tmp_path}/store.db"
     victim = fleet.replicas[0]
-    assert victim.process is not None
     async with contextlib.AsyncExitStack() as stack:
         accounts = stack.enter_context(open_organisation(store))
         gateway = await stack.enter_async_context(
@@ -214,14 +225,15 @@ async def test_streams_of_all_apis_survive_killed_replica(
         client = await stack.enter_async_context(httpx2.AsyncClient(base_url=url, timeout=120))
         requests = stream_requests(MODEL, prompt, "undisturbed").values()
         expected = await asyncio.gather(*(read_api_stream(client, *each) for each in requests))
-        running = []
+        running, started = [], []
         for path, body in stream_requests(MODEL, prompt, "disturbed").values():
-            started = [asyncio.Event() for _ in fleet.replicas]  # which take turns
-            for event in started:
-                reading = read_api_stream(client, path, body, event.set)
+            for _ in fleet.replicas:  # which take turns
+                started.append(asyncio.Event())
+                reading = read_api_stream(client, path, body, started[-1].set)
                 running.append(asyncio.create_task(reading))
-            await asyncio.gather(*(event.wait() for event in started))
-        victim.process.send_signal(signal.SIGKILL)
+                await until(lambda: gateway.num_in_flight() >= len(running))
+        await asyncio.gather(*(event.wait() for event in started))
+        victim.send_signal(signal.SIGKILL)
         streams = await asyncio.gather(*running)
         for index, stream in enumerate(expected):
             pair = streams[2 * index : 2 * index + 2]
@@ -233,7 +245,6 @@ async def test_streams_of_all_apis_survive_killed_replica(
         assert sorted(row.request for row in rows) == names
         outcome = "completed", rows[0].input_tokens, rows[0].output_tokens
         assert {(row.status, row.input_tokens, row.output_tokens) for row in rows} == {outcome}
-    await victim.restart()
 
 
 async def test_streams_resume_only_with_their_arithmetic(
@@ -276,8 +287,7 @@ async def test_non_streamed_responses_survive_killed_replica(fleet: ReplicaFleet
     responses = [asyncio.create_task(get_response(fleet, n, name)) for n, name in enumerate(names)]
     await wait_first_token(fleet, names)
     victim = fleet.busiest_replica()
-    assert victim.process is not None
-    victim.process.send_signal(signal.SIGKILL)
+    victim.send_signal(signal.SIGKILL)
     assert await asyncio.gather(*responses) == expected
 
 

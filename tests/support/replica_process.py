@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +23,11 @@ class ReplicaProcess:
     options: tuple[str, ...] = ()
     """Further command-line options."""
     process: asyncio.subprocess.Process | None = None
+    was_signalled: bool = False
+    """Whether the process was sent a signal, so that it may be stopped or dead."""
 
     async def start(self) -> None:
+        self.was_signalled = False
         self.process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "argosy.cli", "replica", "--uds", str(self.socket)),
             *("--threads", "1", "--kv-memory", "64MiB", "--drain-deadline", "0"),
@@ -39,6 +43,12 @@ class ReplicaProcess:
                     if (await client.get("/ready")).status_code == 200:
                         return
                 await asyncio.sleep(0.05)
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal to the replica server."""
+        assert self.process is not None
+        self.was_signalled = True
+        self.process.send_signal(number)
 
     def kill_core(self) -> None:
         """Kill the engine core. The replica server keeps running."""
