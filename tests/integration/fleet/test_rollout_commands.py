@@ -55,6 +55,7 @@ DECLARATION = b"""{
     "pools": [{"name": "chat", "model": "chat", "replicas": 2, "rollout": {}}]
 }"""
 READY = VersionStatus(existing=2, serving=2, ready=2, check=CheckStatus.PASSED)
+READY_ALONE = VersionStatus(existing=1, serving=1, ready=1, check=CheckStatus.PASSED)
 
 runner = CliRunner()
 
@@ -71,7 +72,7 @@ class World:
         assert lease is not None
         self.lease: FleetLease = lease
         self.gate: RolloutGate | None = None
-        self.candidate = READY
+        self.candidate = READY_ALONE
         self._replace(ROUTE_PREFIX, PoolRoute(pool=POOL, version=1, stable=OLD), after=0)
         self.decide_once()
         while self.state is not RolloutState.STEP:
@@ -188,7 +189,7 @@ def test_status_shows_state_measurements_and_what_it_waits_for(world: World) -> 
         "step 1 of 4: shadow 10%",
         f"canary from {OLD[:12]} to {NEW[:12]}",
         f"copies of 10% to {NEW[:12]}",
-        f"version {NEW[:12]}: 2 of 2 replicas are ready",
+        f"version {NEW[:12]}: 1 of 1 replicas are ready",
         "the step lasts",
         "ttft",
         "regression 1 of 100",
