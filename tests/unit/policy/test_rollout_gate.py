@@ -338,8 +338,13 @@ def test_cold_cache_is_no_regression_but_a_slow_candidate_is() -> None:
     assert results == [False, True]
 
 
-@pytest.mark.parametrize(("factor", "is_worse"), [(1.02, False), (1.2, True)])
-def test_slowdown_that_does_not_matter_is_no_regression(factor: float, is_worse: bool) -> None:
+@pytest.mark.parametrize(
+    ("max_ttft_s", "factor", "is_worse"),
+    [(None, 1.02, False), (None, 1.2, True), (3.0, 1.2, False), (3.0, 2.0, True)],
+)
+def test_slowdown_that_does_not_matter_is_no_regression(
+    max_ttft_s: float | None, factor: float, is_worse: bool
+) -> None:
     """Where times hardly vary, half of the requests of a slightly slower version exceed any quantile."""
     random = Random(4)
 
@@ -352,19 +357,36 @@ def test_slowdown_that_does_not_matter_is_no_regression(factor: float, is_worse:
         recorder.record(each)
     mixed = requests(Arm.STABLE, 1.0) + requests(Arm.CANDIDATE, factor)
     random.shuffle(mixed)
-    result = run_gate(mixed, recorder.freeze(), UserRates())
+    result = run_gate(mixed, recorder.freeze(max_ttft_s), UserRates())
     assert (result is GateResult.ROLL_BACK) is is_worse
 
 
-def test_metric_without_events_passes_by_the_objective() -> None:
+@pytest.mark.parametrize(
+    ("slow", "expected"),
+    [
+        (0, [GateResult.INCONCLUSIVE, GateResult.PROMOTE]),
+        (20, [GateResult.INCONCLUSIVE, GateResult.PROMOTE]),
+        (30, [GateResult.ROLL_BACK, GateResult.ROLL_BACK]),
+    ],
+)
+def test_latency_with_few_events_passes_by_the_objective(
+    slow: int, expected: list[GateResult]
+) -> None:
+    """Few are no more than the stable version had before: 5 % of the requests exceed the 95 % quantile."""
     events = [each for each in ALL_EQUAL if EVENTS[each.event].metric is not Metric.TPOT]
+    decisive = next(
+        index
+        for index, each in enumerate(EVENTS)
+        if each.metric is Metric.TPOT and each.decides_promotion
+    )
+    events.append(msgspec.structs.replace(cell(Metric.TPOT, slow, 0), event=decisive))
     results = []
     for max_miss_rate in (None, 0.05):
         gate = open_gate(max_miss_rate=max_miss_rate)
         for sequence in range(1, 5):
             gate.add(batch(sequence, *events))
         results.append(gate.verdict(NOW).result)
-    assert results == [GateResult.INCONCLUSIVE, GateResult.PROMOTE]
+    assert results == expected
 
 
 def test_heavy_user_with_many_errors_is_no_regression() -> None:

@@ -57,13 +57,12 @@ def summarise_history(
     outcomes: Sequence[RequestOutcome], objectives: ObjectivesConfig
 ) -> TrafficHistory:
     """Summarise recent requests of the stable version at the start of a rollout."""
-    judged = [
-        each.judge_objective(objectives.ttft_p95_s, objectives.itl_p95_s) for each in outcomes
-    ]
+    limits = objectives.ttft_p95_s, objectives.itl_p95_s
+    judged = [each.judge_objective(*limits) for each in outcomes]
     recorder = BaselineRecorder()
     for outcome in judged:
         recorder.record(outcome)
-    baseline = recorder.freeze()
+    baseline = recorder.freeze(*limits)
     users = UserHistory(baseline)
     for outcome in judged:
         users.record(outcome)

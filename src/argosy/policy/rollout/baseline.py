@@ -16,6 +16,9 @@ MIN_SCORING_AGE_S = 60.0
 MIN_SLOWDOWN = 1.1
 """Smallest slowdown that makes a request slow, relative to the median. Where times hardly vary, half of the requests of
 a version that is 1 % slower would exceed the median."""
+MIN_OBJECTIVE_SHARE = 0.05
+"""Smallest part of the declared objective that makes a request slow. A replica with few requests needs some more
+milliseconds for each, whatever its version, since processor and caches have cooled."""
 _SCORING_AGE_FACTOR = 2.0
 """Scoring age in largest thresholds of the time to the first token."""
 _LATENCIES = (Metric.TTFT, Metric.TPOT)
@@ -73,13 +76,22 @@ class BaselineRecorder:
                 sketch = self._sketches.setdefault(f"{metric}/{stratum}", QuantileSketch())
                 sketch.add(value)
 
-    def freeze(self, min_samples: int = MIN_SAMPLES) -> Baseline:
-        """Return the thresholds of all strata with enough measurements."""
+    def freeze(
+        self, max_ttft_s: float | None = None, max_time_per_token_s: float | None = None
+    ) -> Baseline:
+        """Return the thresholds of all strata with enough measurements.
+
+        Args:
+            max_ttft_s: Declared objective; None for none.
+            max_time_per_token_s: The same for the time per output token.
+        """
+        objectives = {Metric.TTFT: max_ttft_s, Metric.TPOT: max_time_per_token_s}
         thresholds: dict[str, tuple[float, ...]] = {}
         for name, sketch in sorted(self._sketches.items()):
-            if sketch.total >= min_samples:
+            if sketch.total >= MIN_SAMPLES:
                 metric = Metric(name.partition("/")[0])
-                thresholds[name] = find_thresholds(metric, sketch)
+                least = MIN_OBJECTIVE_SHARE * (objectives.get(metric) or 0.0)
+                thresholds[name] = find_thresholds(metric, sketch, least)
         slowest = [
             values[-1] for name, values in thresholds.items() if name.startswith(Metric.TTFT)
         ]
@@ -92,9 +104,12 @@ class BaselineRecorder:
         )
 
 
-def find_thresholds(metric: Metric, sketch: QuantileSketch) -> tuple[float, ...]:
-    """Return the thresholds of the events of a metric, from the measurements of a stratum."""
-    least = MIN_SLOWDOWN * sketch.quantile(0.5) if metric in _LATENCIES else 0.0
+def find_thresholds(
+    metric: Metric, sketch: QuantileSketch, least: float = 0.0
+) -> tuple[float, ...]:
+    """Return the thresholds of the events of a metric, each at least `least`, from the measurements of a stratum."""
+    if metric in _LATENCIES:
+        least = max(least, MIN_SLOWDOWN * sketch.quantile(0.5))
     quantiles = [EVENTS[event].quantile for event in EVENTS_OF[metric]]
     return tuple(max(sketch.quantile(each), least) for each in quantiles if each is not None)
 

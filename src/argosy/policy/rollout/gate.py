@@ -21,7 +21,7 @@ from argosy.policy.rollout.race import (
 from argosy.policy.rollout.scaled_number import ONE, multiply, to_float
 
 _RARE = (Metric.ERRORS, Metric.REFUSALS)
-"""Metrics that usually have few events. These pass if the candidate meets the objective."""
+"""Metrics that usually have few events."""
 _OBJECTIVE_BET = 0.25
 """Evidence that an objective is met bets on this part of the permitted rate."""
 
@@ -253,8 +253,8 @@ class RolloutGate:
             decisive = next(each for each in EVENTS_OF[metric] if EVENTS[each].decides_promotion)
             equivalence = to_float(step.equivalence[decisive])
             sums = step.totals[decisive]
-            is_silent = not (sums.candidate_events or sums.stable_events)
-            by_objective = meets_objective and (is_alone or metric in _RARE or is_silent)
+            is_rare = metric in _RARE or not (sums.candidate_events or sums.stable_events)
+            by_objective = meets_objective and (is_alone or is_rare or _is_harmless(step, decisive))
             retained = is_alone and metric in self.record.passed
             verdicts.append(
                 MetricVerdict(
