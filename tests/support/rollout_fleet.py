@@ -1,12 +1,13 @@
 """A fleet with a real controller and store, a simulated cluster under a virtual clock, and scripted gateways.
 
-The virtual clock advances by a second whenever the controller has reconciled.
+The virtual clock advances by a second, or by `round_s`, whenever the controller has reconciled.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,7 +39,9 @@ from argosy.fleet.launchers import (
     SimulatedNode,
 )
 from argosy.gateway import (
+    DemandReport,
     FleetPools,
+    ModelDemand,
     OutcomeQuery,
     OutcomeReport,
     PoolsStatus,
@@ -140,6 +143,10 @@ class ScriptedGateways:
     """How many times as many errors the candidate has."""
     ejected_generation: int | None = None
     """Generation whose replicas they eject."""
+    tokens_per_s: float = 0.0
+    """Demand for the model."""
+    has_metrics: bool = True
+    """Whether they report demand and the outcomes of requests."""
     sequence: int = 0
     routes: dict[str, int] = field(default_factory=dict)
     """Largest version of each pool's route that was published."""
@@ -166,7 +173,13 @@ class ScriptedGateways:
                 for each in replicas
             ],
             routes=dict(self.routes),
+            demand=self._demand() if self.has_metrics else None,
         )
+
+    def _demand(self) -> DemandReport:
+        seconds = [self.tokens_per_s] * 10
+        demand = ModelDemand(model="chat", arrived=seconds, served=seconds)
+        return DemandReport(second=math.floor(self.clock.now), models=[demand])
 
     def _status(self, replica: str) -> ReplicaStatus:
         is_ejected = replica.split("-")[-2] == str(self.ejected_generation)
@@ -175,7 +188,7 @@ class ScriptedGateways:
     async def read_outcomes(self, gateway: GatewayRecord, query: OutcomeQuery) -> OutcomeReport:
         versions = self.versions()
         comparison = None if versions is None else versions.comparison
-        if comparison is None or query.wants_history:
+        if comparison is None or query.wants_history or not self.has_metrics:
             return OutcomeReport(gateway=gateway.id)
         self.sequence += 1
         share = comparison.share
@@ -222,6 +235,8 @@ class RolloutFleet:
         self._folder = folder
         self._task: asyncio.Task[None] | None = None
         self.num_controllers = 0
+        self.round_s = 1.0
+        """Virtual seconds per round of the controller."""
         self.on_reconciled: Callable[[ObservedFleet], None] = lambda _: None
         monkeypatch.setattr(leader_term, "OBSERVATION_INTERVAL_S", ROUND_S)
         monkeypatch.setattr(leader_term, "MAX_OBSERVATION_GAP_S", 1e9)
@@ -255,7 +270,7 @@ class RolloutFleet:
     def _on_reconciled(self, observed: ObservedFleet, result: Reconciliation) -> None:
         del result
         self.on_reconciled(observed)
-        self.clock.now += 1.0
+        self.clock.now += self.round_s
 
     async def stop_controller(self) -> None:
         if self._task is not None:
