@@ -71,7 +71,7 @@ class World:
         assert lease is not None
         self.lease: FleetLease = lease
         self.gate: RolloutGate | None = None
-        self.candidate = READY
+        self.candidate = msgspec.structs.replace(READY, existing=1, serving=1, ready=1)
         self._replace(ROUTE_PREFIX, PoolRoute(pool=POOL, version=1, stable=OLD), after=0)
         self.decide_once()
         while self.state is not RolloutState.STEP:
@@ -188,7 +188,7 @@ def test_status_shows_state_measurements_and_what_it_waits_for(world: World) -> 
         "step 1 of 4: shadow 10%",
         f"canary from {OLD[:12]} to {NEW[:12]}",
         f"copies of 10% to {NEW[:12]}",
-        f"version {NEW[:12]}: 2 of 2 replicas are ready",
+        f"version {NEW[:12]}: 1 of 1 replicas are ready",
         "the step lasts",
         "ttft",
         "regression 1 of 100",
