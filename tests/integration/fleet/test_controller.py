@@ -279,6 +279,7 @@ async def test_autoscaler_follows_demand_unless_it_knows_none_or_is_paused(
 
         fleet.apply(set_replicas(fleet.declaration(), "chat", 1))
         await fleet.as_declared("chat-1-0")
-        assert "Paused, because an operator scaled to 1 by hand" in reasons()[-1]
+        paused = "Paused, because an operator scaled to 1 by hand"
+        await until(lambda: paused in reasons()[-1])  # events are stored after the records
         fleet.apply(set_replicas(fleet.declaration(), "chat", None))
         await fleet.as_declared("chat-1-0", "chat-1-1")
