@@ -45,7 +45,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mix the files of all folders, with those of the unit tests, which are the shortest, at the end.
+    """Mix the files of all folders. Many unit tests, which are the shortest, come last.
 
     Tests of processes wait much, and others compute. If workers run both kinds at the same time, no core is idle.
     """
@@ -53,7 +53,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         files.setdefault(_folder(item), {})[item.path] = None
     positions = {
-        path: (index + 0.5) / len(paths) * (1.0 if folder == "unit" else 0.8)
+        path: (index + 0.5) / len(paths) * (1.0 if folder == "unit" else 0.6)
         for folder, paths in files.items()
         for index, path in enumerate(paths)
     }
