@@ -56,7 +56,7 @@ test test-fast test-exhaustive soak: export PYTHONDONTWRITEBYTECODE :=
 test-fast: .venv/.dev
 	$(PYTEST) tests/unit $(ARGS)
 
-# In the order of their names, since the longest files (chaos) have few tests, and would come last.
+# In the order of tests/conftest.py, since the longest files (chaos) have few tests, and would come last.
 test: .venv/.dev $(JS_READY)
 	$(PYTEST) $(ARGS)
 

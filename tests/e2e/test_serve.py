@@ -98,26 +98,6 @@ def test_chat_command_reports_error(server: ServeProcess) -> None:
     assert "Traceback" not in result.stderr
 
 
-def test_deleted_working_directory_and_long_temporary_folder_are_harmless(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A deployment may delete the folder of the previous version. Relative library paths of torch then fail.
-
-    The paths of sockets in the temporary folder would be too long.
-    """
-    working_directory, temporary_folder = tmp_path / "old", tmp_path / ("deep" * 20)
-    working_directory.mkdir()
-    temporary_folder.mkdir()
-    monkeypatch.chdir(working_directory)
-    monkeypatch.setenv("TMPDIR", str(temporary_folder))
-    with run_serve() as server, server.client() as client:
-        working_directory.rmdir()
-        server.core().kill()
-        model = client.models.list().data[0].id
-        answer = client.chat.completions.create(model=model, messages=[HELLO], max_tokens=5)
-        assert answer.choices[0].message.content
-
-
 def test_port_in_use_is_one_error_line(server: ServeProcess) -> None:
     result = run_argosy("serve", "--port", server.url.rsplit(":", 1)[1])
     assert result.returncode == 2
@@ -141,9 +121,12 @@ def test_stream_survives_killed_core(server: ServeProcess) -> None:
 @pytest.mark.parametrize(
     "number",
     [
-        pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive),
         signal.SIGTERM,
-        signal.SIGHUP,
+        # tests/integration/gateway/test_process_environment.py closes a gateway's terminal on every change.
+        *(
+            pytest.param(number, marks=pytest.mark.exhaustive)
+            for number in (signal.SIGINT, signal.SIGHUP)
+        ),
     ],
 )
 def test_signal_drains_and_leaves_no_process_or_file(
@@ -246,6 +229,7 @@ def test_store_error_precedes_model_load(broken_model: Path) -> None:
     assert "Traceback" not in failed.stderr
 
 
+@pytest.mark.exhaustive  # test_process_environment.py fills the log pipe of a gateway on every change
 def test_full_log_pipe_blocks_no_request(tmp_path: Path) -> None:
     socket = str(tmp_path / "argosy.sock")
     read_fd, write_fd = os.pipe()

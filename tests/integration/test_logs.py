@@ -158,7 +158,7 @@ os.dup2(writing, 2)
 configure_logging("json")
 log = structlog.get_logger("argosy.test")
 async def written():
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while True:
             try:
                 return os.read(reading, 1 << 16)

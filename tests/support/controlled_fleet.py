@@ -24,7 +24,8 @@ from argosy.store import FleetEvent, open_store
 from tests.support.waiting import until
 
 FLEET = "demo"
-LEASE_S = 1.0
+LEASE_S = 4.0
+"""Long enough for a busy machine to renew it, and short enough for a standby to look at it often."""
 
 
 @dataclass

@@ -207,4 +207,4 @@ async def test_draining_gateway_completes_response_and_closes(fleet: DialectFlee
             frames = [frame async for frame in busy]
             assert frames[-1] == "[DONE]"
             assert busy.close_code == 1001
-            await asyncio.wait_for(busy.wait_closed(), 10)
+            await asyncio.wait_for(busy.wait_closed(), 30)

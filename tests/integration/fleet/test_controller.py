@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator, Callable
 from itertools import count
 from pathlib import Path
@@ -18,6 +19,7 @@ from tests.support.gateway_client import BODIES, COMPLETION, run_gateway_server
 from tests.support.waiting import until
 
 from argosy.fleet.control import append_command, read_rollouts, set_replicas, stop_everything
+from argosy.fleet.control.rollout_documents import RolloutDocuments, read_rollout_documents
 from argosy.fleet.declaration import FleetConfig, parse_fleet
 from argosy.gateway import GatewayConfig
 from argosy.policy.rollout import (
@@ -27,6 +29,7 @@ from argosy.policy.rollout import (
     RolloutState,
 )
 from argosy.store import (
+    FleetStore,
     GatewayRecord,
     StoreConfig,
     StoreUnavailableError,
@@ -67,7 +70,7 @@ def declare(**pool: object) -> FleetConfig:
                     | pool
                 ],
             }
-        ).replace(b"print=1", b"print=1")
+        )
     )
 
 
@@ -83,7 +86,14 @@ async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
         yield fleet
 
 
-async def test_fleet_becomes_what_is_declared(fleet: Fleet) -> None:
+async def test_fleet_becomes_what_is_declared(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_slowly(store: FleetStore, fleet: str) -> dict[str, RolloutDocuments]:
+        time.sleep(0.05)  # actions end between the observation and the decision
+        return read_rollout_documents(store, fleet)
+
+    monkeypatch.setattr("argosy.fleet.control.fleet_rollouts.read_rollout_documents", read_slowly)
     fleet.append_old_event("replica_lost")
     fleet.apply(declare())
     controller = fleet.start_controller("first")
@@ -269,6 +279,7 @@ async def test_autoscaler_follows_demand_unless_it_knows_none_or_is_paused(
 
         fleet.apply(set_replicas(fleet.declaration(), "chat", 1))
         await fleet.as_declared("chat-1-0")
-        assert "Paused, because an operator scaled to 1 by hand" in reasons()[-1]
+        paused = "Paused, because an operator scaled to 1 by hand"
+        await until(lambda: paused in reasons()[-1])  # events are stored after the records
         fleet.apply(set_replicas(fleet.declaration(), "chat", None))
         await fleet.as_declared("chat-1-0", "chat-1-1")

@@ -55,7 +55,6 @@ DECLARATION = b"""{
     "pools": [{"name": "chat", "model": "chat", "replicas": 2, "rollout": {}}]
 }"""
 READY = VersionStatus(existing=2, serving=2, ready=2, check=CheckStatus.PASSED)
-READY_ALONE = VersionStatus(existing=1, serving=1, ready=1, check=CheckStatus.PASSED)
 
 runner = CliRunner()
 
@@ -72,7 +71,7 @@ class World:
         assert lease is not None
         self.lease: FleetLease = lease
         self.gate: RolloutGate | None = None
-        self.candidate = READY_ALONE
+        self.candidate = msgspec.structs.replace(READY, existing=1, serving=1, ready=1)
         self._replace(ROUTE_PREFIX, PoolRoute(pool=POOL, version=1, stable=OLD), after=0)
         self.decide_once()
         while self.state is not RolloutState.STEP:

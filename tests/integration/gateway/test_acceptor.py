@@ -104,7 +104,7 @@ async def test_connection_is_closed_if_setup_fails(
     server, listen_socket = HttpServer(unused_app), bind_tcp("127.0.0.1", 0)
     task = asyncio.create_task(server.serve(sockets=[listen_socket]))
     reader, writer = await asyncio.open_connection(*listen_socket.getsockname())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         assert await reader.read() == b""
     writer.close()
     server.stop()

@@ -113,7 +113,7 @@ class LimitedServer:
 async def read_response(connection: Connection) -> bytes:
     """Return a response of 5 bytes with its head."""
     reader, writer = connection
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         writer.write(REQUEST)
         return await reader.readuntil(b"\r\n\r\n") + await reader.readexactly(5)
 
@@ -122,7 +122,7 @@ async def read_end(connection: Connection) -> bytes:
     """Return what the server sends before it closes the connection."""
     received = b""
     with contextlib.suppress(ConnectionError):
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while part := await connection[0].read(4096):
                 received += part
     return received

@@ -149,6 +149,7 @@ class LeaderTerm:
         declared = await self._read_declaration()
         if declared is None:
             return None
+        busy_pools = self._actions.busy_pools
         unavailable = await self._observer.list_replicas(declared, self._leadership.lease.epoch)
         now = self._clock()
         self._observing_since = continue_observation(
@@ -168,7 +169,7 @@ class LeaderTerm:
         desired = declared.desired_state(counts, self._rollouts.targets, undecided)
         result = reconcile(desired, observed, now)
         self._record_phases(result.phases, declared, now)
-        self._actions.start(result.actions, declared)
+        self._actions.start(result.actions, declared, busy_pools)
         if not undecided:
             self._publish(declared)
         self._context.on_reconciled(observed, result)

@@ -78,13 +78,26 @@ class ReplicaActions:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def start(self, actions: Sequence[Action], declared: DeclaredFleet) -> None:
-        """Start the actions of each pool that has none, in their order."""
+    @property
+    def busy_pools(self) -> frozenset[str]:
+        """Pools with running actions."""
+        return frozenset(self._pending)
+
+    def start(
+        self, actions: Sequence[Action], declared: DeclaredFleet, busy_pools: frozenset[str]
+    ) -> None:
+        """Start the actions of all pools but the busy ones, in their order.
+
+        Args:
+            actions: What was decided.
+            declared: The declaration in force.
+            busy_pools: The `busy_pools` before the observation. It may miss what their actions have done since.
+        """
         by_pool: dict[str, list[Action]] = {}
         for action in actions:
             if isinstance(action, Warm):
                 self._start_warm_up(action, declared)
-            elif action.pool not in self._pending:
+            elif action.pool not in busy_pools:
                 by_pool.setdefault(action.pool, []).append(action)
         for pool, pool_actions in by_pool.items():
             task = asyncio.create_task(
