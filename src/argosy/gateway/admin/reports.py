@@ -7,7 +7,13 @@ from typing import Any
 
 import msgspec
 
-from argosy.gateway.admin.endpoints import CSV_MEDIA_TYPE, AdminEndpoints, AdminRequest, AdminScope
+from argosy.gateway.admin.endpoints import (
+    CSV_MEDIA_TYPE,
+    EXPORT_TIME_LIMIT_S,
+    AdminEndpoints,
+    AdminRequest,
+    AdminScope,
+)
 from argosy.gateway.admin.schemas import (
     AuditEntryView,
     AuditQuery,
@@ -36,7 +42,12 @@ def report_usage(scope: AdminScope, request: AdminRequest) -> Page[UsageView]:
 
 
 @endpoints.register(
-    "GET", "/admin/usage.csv", "viewer", query_type=ReportQuery, media_type=CSV_MEDIA_TYPE
+    "GET",
+    "/admin/usage.csv",
+    "viewer",
+    query_type=ReportQuery,
+    query_time_limit_s=EXPORT_TIME_LIMIT_S,
+    media_type=CSV_MEDIA_TYPE,
 )
 def export_usage(scope: AdminScope, request: AdminRequest) -> Iterator[str]:
     """Export usage as CSV. Without `group_by` the table has one row for each request."""
@@ -146,7 +157,9 @@ def list_audit_entries(scope: AdminScope, request: AdminRequest) -> Page[AuditEn
     )
 
 
-@endpoints.register("GET", "/admin/audit/verify", "viewer", "gateway")
+@endpoints.register(
+    "GET", "/admin/audit/verify", "viewer", "gateway", query_time_limit_s=EXPORT_TIME_LIMIT_S
+)
 def verify_audit_log(scope: AdminScope, request: AdminRequest) -> AuditVerificationView:  # noqa: ARG001 - verifies the whole log
     """Verify that no audit log entry is missing or altered."""
     return to_view(scope.audit_log.verify(), AuditVerificationView)
