@@ -93,25 +93,25 @@ def report_own_usage(scope: AdminScope, request: AdminRequest) -> Page[UsageView
 def list_requests(scope: AdminScope, request: AdminRequest) -> RequestTableView:
     """List ended requests of the ledger, latest first, as columns."""
     query = request.query
-    records = scope.ledger.list_latest(
+    page = scope.ledger.list_latest(
         _to_usage_filter(query),
         status=query.status,
         min_duration_s=query.min_duration_s,
         before=None if query.before is None else _parse_cursor(query.before),
-        limit=query.limit + 1,
+        limit=query.limit,
     )
-    page = records[: query.limit]
     columns: dict[str, list[Any]] = {
-        name: [getattr(record, name) for record in page]
+        name: [getattr(record, name) for record in page.records]
         for name in RequestColumns.__struct_fields__
         if name != "duration_s"
     }
-    columns["started_at"] = [round(record.started_at, 3) for record in page]
-    columns["duration_s"] = [round(record.ended_at - record.started_at, 4) for record in page]
-    has_more = len(records) > query.limit
+    columns["started_at"] = [round(record.started_at, 3) for record in page.records]
+    columns["duration_s"] = [
+        round(record.ended_at - record.started_at, 4) for record in page.records
+    ]
     return RequestTableView(
         columns=RequestColumns(**columns),
-        next=f"{page[-1].ended_at!r}/{page[-1].request}" if has_more else None,
+        next=None if page.before is None else f"{page.before[0]!r}/{page.before[1]}",
     )
 
 
