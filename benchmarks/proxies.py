@@ -119,8 +119,15 @@ def argosy_without_series(place: Place) -> Start:
     return _argosy_with_accounts(place, {"series": {"enabled": False}})
 
 
+def argosy_without_console(place: Place) -> Start:
+    """The same without time series and console, to measure what both cost."""
+    return _argosy_with_accounts(
+        place, {"series": {"enabled": False}, "console": {"enabled": False}}
+    )
+
+
 def _argosy_with_accounts(place: Place, settings: Mapping[str, object]) -> Start:
-    url = f"sqlite:///{place.folder}/store.db"
+    url = store_url(place.folder)
     settings = {"store": {"url": url}, "auth": {"mode": "required"}, **settings}
     return _argosy(place, {"kind": "argosy"}, settings, _account(url))
 
@@ -136,6 +143,11 @@ def _argosy(
     }
     path = place.write("gateway.yaml", msgspec.yaml.encode(config))
     return Start([str(place.python), "-m", "argosy.cli", "gateway", "--config", str(path)], key)
+
+
+def store_url(folder: Path) -> str:
+    """Return the store of a gateway with this folder."""
+    return f"sqlite:///{folder}/store.db"
 
 
 def _account(url: str) -> str:
@@ -224,6 +236,7 @@ PROXIES = {
     "argosy": Proxy(argosy, package="argosy"),
     "argosy-plain": Proxy(argosy_plain, package="argosy"),
     "argosy-without-series": Proxy(argosy_without_series, package="argosy"),
+    "argosy-without-console": Proxy(argosy_without_console, package="argosy"),
     "nginx": Proxy(nginx),
     "sglang-router": Proxy(
         sglang_router("round_robin"), "sglang-router", "sglang-router", rival=True

@@ -40,6 +40,7 @@ from argosy.gateway.filters import (
 )
 from argosy.gateway.fleet_pools import FleetPoolsHandler, load_fleet_pools
 from argosy.gateway.http_route import HttpRoute
+from argosy.gateway.loop_monitor import LoopMonitor
 from argosy.gateway.model_registry import ModelRegistry, ReplicaAdmin, build_model_entries
 from argosy.gateway.openapi import render_openapi
 from argosy.gateway.operations import OperationsHandlers, list_replica_readings
@@ -121,6 +122,7 @@ class GatewayServer:
         self._traces = TraceStore(config.explain)
         self._certificates = None if config.tls is None else CertificateWatcher(config.tls)
         self._gateway_id = new_gateway_id()
+        self._loop_monitor = LoopMonitor()
         self._series = SeriesCollector(config, self._models) if config.series.enabled else None
         self._http_server: HttpServer | None = None
         self._account_sync: AccountSync | None = None
@@ -331,6 +333,7 @@ class GatewayServer:
             series_queries=series_queries,
             sessions=None if self._console is None else self._console.sessions,
             config=self._config,
+            loop_monitor=self._loop_monitor,
         )
 
     def _build_console(
@@ -374,7 +377,7 @@ class GatewayServer:
         self, app: GatewayApp, generation: CompletionHandlers, response_state: ResponseState
     ) -> list[CoroutineFactory]:
         """Return the background tasks, except for those of rollouts and of the registration of this gateway."""
-        tasks: list[CoroutineFactory] = [generation.monitor_streams]
+        tasks: list[CoroutineFactory] = [generation.monitor_streams, self._loop_monitor.run]
         if self._account_sync is not None:
             accounting = self._account_sync.accounting
             tasks += [
@@ -464,6 +467,7 @@ class GatewayServer:
             in_flight=app.in_flight,
             connections=0 if self._http_server is None else self._http_server.connection_count,
             fast_path_streams=generation.fast_path_streams,
+            event_loop_lag_s=self._loop_monitor.lag_s,
             queue_depths=generation.queued_requests,
             replicas=list_replica_readings(self._models.all_pools),
             arithmetics={

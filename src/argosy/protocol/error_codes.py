@@ -211,7 +211,8 @@ ERROR_CODES = (
     ErrorCode(
         429,
         "overloaded",
-        "The queue is full for this tier, the wait was too long, or the organisation has too many admin calls running.",
+        "The queue is full for this tier, the wait was too long, or too many calls of the caller or its organisation"
+        " wait for the admin API.",
     ),
     ErrorCode(499, "client_closed_request", "The client disconnected."),
     ErrorCode(499, "cancelled", "The request was cancelled."),
@@ -243,7 +244,12 @@ ERROR_CODES = (
         503,
         "overloaded",
         "More request bodies are arriving than the server keeps in memory (1 GiB; bodies up to 64 KiB always fit), or"
-        " more prompts than its render processes can take.",
+        " more prompts than its render processes can take. For a read of the admin API: it waited for 10 s.",
+    ),
+    ErrorCode(
+        503,
+        "query_timeout",
+        "A read of the admin API took too long. Choose a shorter time or fewer groups.",
     ),
     ErrorCode(503, "no_replica", "No replica serves the model now."),
     ErrorCode(

@@ -99,23 +99,22 @@ def decode_counts(encoded: Sequence[bytes]) -> Floats:
     rows = np.repeat(np.arange(len(encoded)), [len(one) // 4 for one in encoded])
     cells = rows * BUCKETS + (entries & 0xFF)
     counts = np.bincount(cells, weights=entries >> 8, minlength=len(encoded) * BUCKETS)
-    return counts.astype(np.float64).reshape(len(encoded), BUCKETS)
+    return counts.astype(np.float64, copy=False).reshape(len(encoded), BUCKETS)
 
 
-def percentiles(counts: Floats, quantile: float) -> Floats:
+def percentiles(cumulative: Floats, quantile: float) -> Floats:
     """Return the quantile of each row in seconds, NaN for a row without values.
 
     Args:
-        counts: Counts by row and bucket.
+        cumulative: Counts by row and bucket, each with those of the buckets before it.
         quantile: Between 0 and 1.
     """
-    cumulative = counts.cumsum(axis=1)
     totals = cumulative[:, -1]
     ranks = quantile * totals
     buckets = np.minimum((cumulative < ranks[:, None]).sum(axis=1), BUCKETS - 1)
-    rows = np.arange(len(counts))
-    in_bucket = counts[rows, buckets]
-    below = cumulative[rows, buckets] - in_bucket
+    rows = np.arange(len(cumulative))
+    below = np.where(buckets > 0, cumulative[rows, buckets - 1], 0.0)
+    in_bucket = cumulative[rows, buckets] - below
     fraction = np.divide(ranks - below, in_bucket, out=np.ones_like(ranks), where=in_bucket > 0)
     lower, upper = _EDGES[buckets], _EDGES[buckets + 1]
     return np.where(totals > 0, lower * (upper / lower) ** fraction, np.nan)

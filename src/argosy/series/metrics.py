@@ -15,7 +15,26 @@ NANODOLLARS_PER_DOLLAR = 10**9
 _ERRORS = ("refused", "limited", "failed")
 _NAN = float("nan")
 
-Compute = Callable[[SeriesFrame], Floats]
+_SIGNIFICANT_DIGITS = 6
+
+
+class _Source:
+    """Frame from which several metrics are computed."""
+
+    def __init__(self, frame: SeriesFrame) -> None:
+        self.values = frame.values
+        self.covered_s = frame.covered_s
+        self._histograms = frame.histograms
+        self._cumulative: dict[str, Floats] = {}
+
+    def cumulative(self, histogram: str) -> Floats:
+        """Return the cumulative counts of a histogram, which its quantiles share."""
+        if histogram not in self._cumulative:
+            self._cumulative[histogram] = decode_counts(self._histograms[histogram]).cumsum(axis=1)
+        return self._cumulative[histogram]
+
+
+Compute = Callable[[_Source], Floats]
 
 
 def metric_names(kind: ScopeKind) -> list[str]:
@@ -41,7 +60,8 @@ def compute_metrics(
     kind: ScopeKind, names: Sequence[str], frame: SeriesFrame
 ) -> dict[str, list[float | None]]:
     """Return the values of metrics by name. Gaps are None."""
-    return {name: _to_list(_METRICS[kind][name](frame)) for name in names}
+    source = _Source(frame)
+    return {name: _to_list(_METRICS[kind][name](source)) for name in names}
 
 
 def needed_histograms(kind: ScopeKind, names: Sequence[str]) -> list[str]:
@@ -55,24 +75,33 @@ def needed_histograms(kind: ScopeKind, names: Sequence[str]) -> list[str]:
 
 def _to_list(values: Floats) -> list[float | None]:
     """Convert to a list with None for NaN and six significant digits, which keeps answers small."""
-    return [None if value != value else float(f"{value:.6g}") for value in values.tolist()]  # noqa: PLR0124 - NaN
+    is_number = np.isfinite(values) & (values != 0)
+    exponents = np.zeros(len(values))
+    np.log10(np.abs(values), out=exponents, where=is_number)
+    shifts = _SIGNIFICANT_DIGITS - 1 - np.floor(exponents)
+    # Powers of ten are exact up to 10**22, so that the quotient is the nearest number with these digits.
+    up, down = 10.0 ** np.clip(shifts, 0, 22), 10.0 ** np.clip(-shifts, 0, 22)
+    rounded = (np.round(values / down * up) / up * down).astype(object)
+    rounded[np.isnan(values)] = None
+    found: list[float | None] = rounded.tolist()
+    return found
 
 
 def _column(schema: Schema, name: str) -> Compute:
     index = schema.columns.index(name)
-    return lambda frame: frame.values[:, index]
+    return lambda source: source.values[:, index]
 
 
 def _rate(column: Compute, divisor: float = 1.0) -> Compute:
-    return lambda frame: _divide(column(frame) / divisor, frame.covered_s)
+    return lambda source: _divide(column(source) / divisor, source.covered_s)
 
 
 def _sum(*columns: Compute) -> Compute:
-    return lambda frame: np.sum([column(frame) for column in columns], axis=0)
+    return lambda source: np.sum([column(source) for column in columns], axis=0)
 
 
 def _ratio(part: Compute, other: Compute) -> Compute:
-    return lambda frame: _divide(part(frame), part(frame) + other(frame))
+    return lambda source: _divide(part(source), part(source) + other(source))
 
 
 def _divide(values: Floats, divisors: Floats) -> Floats:
@@ -80,7 +109,7 @@ def _divide(values: Floats, divisors: Floats) -> Floats:
 
 
 def _quantile(histogram: str, quantile: float) -> Compute:
-    return lambda frame: percentiles(decode_counts(frame.histograms[histogram]), quantile)
+    return lambda source: percentiles(source.cumulative(histogram), quantile)
 
 
 def _build_metrics(schema: Schema) -> dict[str, Compute]:

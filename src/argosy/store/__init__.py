@@ -15,10 +15,12 @@ from argosy.store.clock import Clock, SteadyClock, steady_clock
 from argosy.store.console_session_store import ConsoleSession, ConsoleSessionStore
 from argosy.store.conversation_store import ConversationStore, StoredConversation
 from argosy.store.csv_export import format_csv, format_csv_time
+from argosy.store.database import limit_query_time
 from argosy.store.errors import (
     ConflictError,
     HistoryTooLongError,
     NotFoundError,
+    QueryTimeoutError,
     StoreError,
     StoreUnavailableError,
 )
@@ -152,6 +154,7 @@ __all__ = [
     "PoolGeneration",
     "Price",
     "Project",
+    "QueryTimeoutError",
     "QuotaBackend",
     "QuotaDemand",
     "QuotaFailureMode",
@@ -193,6 +196,7 @@ __all__ = [
     "format_csv_time",
     "hash_key",
     "is_key_valid",
+    "limit_query_time",
     "open_existing_store",
     "open_memory_store",
     "open_store",

@@ -62,8 +62,13 @@ class ConsoleSessionStore:
             connection.execute(insert(table).values(msgspec.structs.asdict(session)))
         return session_id
 
-    def find(self, session_id: str) -> ConsoleSession | None:
-        """Return the session with this id and record its use. None if there is none, or it has ended."""
+    def find(self, session_id: str, *, is_use: bool = True) -> ConsoleSession | None:
+        """Return the session with this id. None if there is none, or it has ended.
+
+        Args:
+            session_id: Id that the browser sent.
+            is_use: Whether this counts as use, which begins the idle timeout again.
+        """
         now, table, digest = self._clock(), schema.console_sessions, hash_key(session_id)
         with self._database.read_transaction() as connection:
             row = connection.execute(select(table).where(table.c.digest == digest)).one_or_none()
@@ -72,7 +77,7 @@ class ConsoleSessionStore:
         session = ConsoleSession(**row._asdict())
         if session.expires_at <= now or session.last_used_at <= now - SESSION_IDLE_TIMEOUT_S:
             return None
-        if session.last_used_at <= now - USE_RECORDING_INTERVAL_S:
+        if is_use and session.last_used_at <= now - USE_RECORDING_INTERVAL_S:
             used = update(table).where(table.c.digest == digest).values(last_used_at=now)
             with self._database.write_transaction() as connection:
                 connection.execute(used)

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from sqlite3 import SQLITE_BUSY, SQLITE_PROTOCOL, OperationalError
 from sqlite3 import Connection as SqliteConnection
@@ -18,7 +19,7 @@ from sqlalchemy.exc import OperationalError as ServerError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.pool import QueuePool
 
-from argosy.store.errors import StoreError, StoreUnavailableError
+from argosy.store.errors import QueryTimeoutError, StoreError, StoreUnavailableError
 
 SQLITE_BUSY_TIMEOUT_S = 15.0
 """Maximum time that a writer waits for other writers of an SQLite file."""
@@ -29,6 +30,11 @@ POSTGRES_IDLE_TIMEOUT_S = 15
 
 Without it the transaction of a machine that vanished would block all other writers for hours.
 """
+
+_SQLITE_TIME_CHECK_STEPS = 100_000
+"""Steps of SQLite's virtual machine, some milliseconds, after which it checks the time limit of a query."""
+_TIMEOUT_ERRORS = ("interrupted", "statement timeout")
+"""Parts of the messages for queries that exceeded a time limit, in SQLite and PostgreSQL."""
 
 _SQLITE_BUSY_CODES = frozenset({SQLITE_BUSY, SQLITE_PROTOCOL})
 """Errors while other processes use an SQLite file. They are transient, unlike all other SQLite errors."""
@@ -133,6 +139,44 @@ _TRANSIENT_ERRORS = frozenset(
 """Errors among them from which a database server may recover without intervention."""
 
 
+_query_time_limit_s: ContextVar[float | None] = ContextVar("query_time_limit_s", default=None)
+
+
+@contextmanager
+def limit_query_time(limit_s: float) -> Iterator[None]:
+    """Limit the time of read transactions within the context, which threads with a copy of it share.
+
+    A transaction that takes longer raises QueryTimeoutError.
+    """
+    token = _query_time_limit_s.set(limit_s)
+    try:
+        yield
+    finally:
+        _query_time_limit_s.reset(token)
+
+
+@contextmanager
+def _limit_time(connection: Connection) -> Iterator[None]:
+    """Apply the time limit of the context to a transaction that begins."""
+    limit_s = _query_time_limit_s.get()
+    if limit_s is None:
+        yield
+        return
+    if connection.dialect.name == "postgresql":
+        connection.exec_driver_sql(f"SET LOCAL statement_timeout = '{limit_s * 1000:.0f}ms'")
+        yield
+        return
+    driver_connection: Any = connection.connection.driver_connection
+    deadline = time.monotonic() + limit_s
+    driver_connection.set_progress_handler(
+        lambda: time.monotonic() > deadline, _SQLITE_TIME_CHECK_STEPS
+    )
+    try:
+        yield
+    finally:
+        driver_connection.set_progress_handler(None, 0)
+
+
 class Database:
     """A database, usable from any number of threads. Methods raise StoreError if it cannot be used.
 
@@ -190,7 +234,8 @@ class Database:
         """Open a transaction that sees one state of the database, unaffected by concurrent writes."""
         with self.translate_errors(), self._engine.connect() as connection:
             connection.execution_options(**self._read_options)
-            yield connection
+            with _limit_time(connection):
+                yield connection
 
     @contextmanager
     def write_transaction(
@@ -231,6 +276,10 @@ class Database:
         except (DBAPIError, PoolTimeoutError) as error:
             cause = error.orig if isinstance(error, DBAPIError) else error
             text = f"{type(cause).__name__} {getattr(cause, 'sqlite_errorname', '')}: {cause}"
+            limit_s = _query_time_limit_s.get()
+            if limit_s is not None and any(words in text for words in _TIMEOUT_ERRORS):
+                message = f"The query takes longer than {limit_s:g} s. Choose a shorter time or fewer groups."
+                raise QueryTimeoutError(message) from error
             known, advice = next(known for known in _ERROR_ADVICE if known[0] in text)
             first_line = str(cause).strip().partition("\n")[0]
             if known in _READ_ONLY_ERRORS:

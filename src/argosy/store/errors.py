@@ -11,6 +11,10 @@ class StoreUnavailableError(StoreError):
     """The database server is temporarily unreachable or not accepting work. A later attempt may succeed."""
 
 
+class QueryTimeoutError(ValueError):
+    """A query took longer than `limit_query_time` allows."""
+
+
 class NotFoundError(ValueError):
     """No record has this id."""
 

@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import UTC, datetime
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import msgspec
 from sqlalchemy import (
@@ -28,6 +28,7 @@ from sqlalchemy import (
     union_all,
 )
 from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.sql.base import ReadOnlyColumnCollection
 
 from argosy.store import schema
 from argosy.store.csv_export import format_csv, format_csv_time
@@ -49,9 +50,12 @@ ROLL_UP_PAUSE_S = 0.25
 """Pause after each `ROLL_UP_BATCH_ROWS` rows, so that others can write. SQLite writers that wait poll every 0.1 s."""
 MAX_REPORT_ROWS = 10_000
 """Maximum number of rows of one report."""
+MAX_SCANNED_ROWS = 100_000
+"""Maximum number of records that a page of a list without an index for its filter is searched for."""
 MAX_OWNERS_PER_QUERY = 5000
 """Maximum number of owner ids in one query."""
 
+_UNINDEXED_FIELDS = ("model", "asked", "route", "replica")
 _REPORT_GROUPS: tuple[ReportGroup, ...] = get_args(ReportGroup)
 _SUMMED_COLUMNS = ("input_tokens", "cached_tokens", "output_tokens", "nano_dollars")
 _INSERT_BY_DIALECT: dict[str, Callable[[Table], sqlite.Insert | postgresql.Insert]] = {
@@ -106,6 +110,14 @@ class UsageFilter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     asked: str | None = None
     route: str | None = None
     replica: str | None = None
+
+
+class LatestRecords(NamedTuple):
+    """Page of single records, latest end first."""
+
+    records: list[UsageRecord]
+    before: tuple[float, str] | None
+    """End time and id of the record after which the next page begins. None if there is none."""
 
 
 class UsageTotals(msgspec.Struct, frozen=True, kw_only=True):
@@ -312,8 +324,11 @@ class Ledger:
         min_duration_s: float = 0.0,
         before: tuple[float, str] | None = None,
         limit: int = 200,
-    ) -> list[UsageRecord]:
+    ) -> LatestRecords:
         """Return single records, latest end first.
+
+        At most `MAX_SCANNED_ROWS` records are searched, so a page may have less than `limit` records, or none, although
+        there are older ones.
 
         Args:
             where: Filter.
@@ -324,18 +339,35 @@ class Ledger:
         """
         table = schema.usage
         columns = [table.c[name] for name in UsageRecord.__struct_fields__]
-        query = select(*columns).where(
-            *self._owner_conditions(table, where), *_ended_at_conditions(where)
+        unindexed = dict.fromkeys(_UNINDEXED_FIELDS)
+        indexed = msgspec.structs.replace(where, **unindexed)
+        scanned = select(*columns).where(
+            *self._owner_conditions(table, indexed), *_ended_at_conditions(where)
         )
-        if status is not None:
-            query = query.where(table.c.status == status)
-        if min_duration_s > 0:
-            query = query.where(table.c.ended_at - table.c.started_at >= min_duration_s)
         if before is not None:
-            query = query.where(tuple_(table.c.ended_at, table.c.request) < before)
-        query = query.order_by(table.c.ended_at.desc(), table.c.request.desc()).limit(limit)
+            scanned = scanned.where(tuple_(table.c.ended_at, table.c.request) < before)
+        scanned = _latest_first(scanned, table.c).limit(MAX_SCANNED_ROWS)
+        found = scanned.subquery()
+        conditions = [
+            found.c[name] == getattr(where, name)
+            for name in _UNINDEXED_FIELDS
+            if getattr(where, name) is not None
+        ]
+        if status is not None:
+            conditions.append(found.c.status == status)
+        if min_duration_s > 0:
+            conditions.append(found.c.ended_at - found.c.started_at >= min_duration_s)
+        query = _latest_first(select(found).where(*conditions), found.c) if conditions else scanned
         with self._database.read_transaction() as connection:
-            return [UsageRecord(**row._asdict()) for row in connection.execute(query)]
+            rows = connection.execute(query.limit(limit + 1)).all()
+            records = [UsageRecord(**row._asdict()) for row in rows[:limit]]
+            if len(rows) > limit:
+                return LatestRecords(records, (records[-1].ended_at, records[-1].request))
+            if not conditions:
+                return LatestRecords(records, None)
+            end = _latest_first(select(found), found.c).offset(MAX_SCANNED_ROWS - 1)
+            last = connection.execute(end).first()
+        return LatestRecords(records, None if last is None else (last.ended_at, last.request))
 
     def find_record(self, requests: Sequence[str]) -> UsageRecord | None:
         """Return the record of the first request that has one. None if none has, or its day was rolled up.
@@ -518,3 +550,7 @@ def _to_report_row(values: dict[str, Any]) -> UsageReportRow:
     if "day" in values:
         values["day"] = datetime.fromtimestamp(values["day"] * DAY_S, UTC).date().isoformat()
     return UsageReportRow(**values)
+
+
+def _latest_first(query: Select[Any], columns: ReadOnlyColumnCollection[str, Any]) -> Select[Any]:
+    return query.order_by(columns.ended_at.desc(), columns.request.desc())

@@ -40,6 +40,8 @@ class GatewayGauges:
     """Open client connections."""
     fast_path_streams: int = 0
     """Streams on the fast path."""
+    event_loop_lag_s: float = 0.0
+    """Mean delay of the event loop's callbacks in seconds."""
     queue_depths: Mapping[str, int] = field(default_factory=dict)
     """Queued requests by model."""
     replicas: Sequence[ReplicaGauges] = ()

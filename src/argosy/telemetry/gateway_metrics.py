@@ -301,6 +301,11 @@ class GatewayMetrics(Collector):
                 gauges.fast_path_streams,
             ),
             (
+                "event_loop_lag_seconds",
+                "Mean delay of the event loop's callbacks. From 0.1 s on, reads of the admin API run one at a time.",
+                gauges.event_loop_lag_s,
+            ),
+            (
                 "usage_pending_records",
                 "Usage records that are not in the store yet.",
                 gauges.usage_pending_records,

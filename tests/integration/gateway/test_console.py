@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -136,6 +139,52 @@ async def test_session_ends_with_sign_out_and_with_its_key(admin_gateway: AdminG
         assert (await client.get("/admin/pools", headers=session)).status_code == 401
         for one in (lines, bearer_lines):
             assert "event: session_ended" in [line async for line in one]
+
+
+async def test_flood_of_a_browser_leaves_requests_for_models_as_they_are(
+    admin_gateway: AdminGateway,
+) -> None:
+    """A screen that sends 50 requests at once and repeats them (BerriAI/litellm#20720), and 20 event streams."""
+    client = admin_gateway.client
+    completion = {"model": "big", "prompt": "Say", "max_tokens": 4, "stream": True}
+
+    async def complete() -> list[str]:
+        answer = await client.post(
+            "/v1/completions", json=completion, headers=admin_gateway.root_headers
+        )
+        events = re.findall(r"^data: (.+)$", answer.text, re.MULTILINE)
+        return [json.loads(event)["choices"][0]["text"] for event in events if event != "[DONE]"]
+
+    undisturbed = await complete()
+    assert undisturbed
+    session = await session_headers(admin_gateway)
+    callers = [
+        session,
+        *[await admin_gateway.key_headers("viewer", "gateway", None) for _ in range(3)],
+    ]
+    async with contextlib.AsyncExitStack() as streams:
+        for headers in callers:
+            opened = [
+                await streams.enter_async_context(
+                    client.stream("GET", "/console/events", headers=OWN_PAGE | headers)
+                )
+                for _ in range(7)
+            ]
+            assert [stream.status_code for stream in opened] == [200] * 6 + [429]
+        screen = [
+            "/admin/requests",
+            "/admin/usage?group_by=day",
+            "/admin/series",
+            "/admin/replicas",
+        ]
+        reads = [client.get(path, headers=session) for path in screen * 26]
+        answers, results = await asyncio.gather(
+            asyncio.gather(*reads), asyncio.gather(*(complete() for _ in range(20)))
+        )
+    assert results == [undisturbed] * 20
+    refused = [answer for answer in answers if answer.status_code != 200]
+    assert all(answer.json()["error"]["code"] == "overloaded" for answer in refused)
+    assert len(refused) < len(answers)
 
 
 async def test_wrong_keys_are_answered_alike_and_limited(admin_gateway: AdminGateway) -> None:

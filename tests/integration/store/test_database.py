@@ -19,10 +19,12 @@ import sqlalchemy as sa
 from tests.integration.store.conftest import migrate, run_concurrently
 
 from argosy.store import (
+    QueryTimeoutError,
     Store,
     StoreError,
     database,
     default_store_url,
+    limit_query_time,
     open_existing_store,
     open_store,
 )
@@ -316,3 +318,22 @@ def test_concurrent_bootstraps_create_one_key(store: Store, url: str) -> None:
     keys = [key for key in run_concurrently(2, "bootstrap", url) if key]
     assert len(keys) == 1
     assert len(store.load_snapshot().keys) == 1
+
+
+def test_query_that_exceeds_its_time_limit_is_ended_and_later_ones_run(url: str) -> None:
+    opened = Database(url)
+    endless = sa.text(
+        "WITH RECURSIVE numbers(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM numbers) SELECT count(*) FROM numbers"
+    )
+    with (
+        limit_query_time(0.05),
+        pytest.raises(QueryTimeoutError, match="shorter time"),
+        opened.read_transaction() as connection,
+    ):
+        connection.execute(endless)
+    with opened.read_transaction() as connection:
+        ten_times_longer = sa.text(
+            str(endless).replace("FROM numbers)", "FROM numbers WHERE n < 300000)", 1)
+        )
+        assert connection.execute(ten_times_longer).scalar_one() == 300_000
+    opened.close()

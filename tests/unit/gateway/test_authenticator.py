@@ -224,6 +224,7 @@ def test_local_connection_without_keys_is_anonymous(peer: str) -> None:
         ("127.0.0.1", {b"host": b"[::1"}),
         ("127.0.0.1", {b"host": b"127.0.0.1:8000:evil.example"}),
         ("127.0.0.1", {b"host": b"localhost:evil.example"}),
+        ("127.0.0.1", {b"host": b"host.docker.internal:8000"}),
         ("127.0.0.1", {b"host": b"evil.example/.localhost"}),
         ("127.0.0.1", {b"host": b"localhost", b"origin": b"http://[::1]evil.example"}),
         ("127.0.0.1", {b"host": b"localhost", b"origin": b"ftp://localhost"}),

@@ -36,7 +36,11 @@ class OutcomePoller:
     def longest_request_s(self, model: str) -> float:
         """Return the duration of the longest recent request for a model."""
         return max(
-            (longest for (name, _), longest in self._longest.items() if name == model), default=0.0
+            (
+                self._longest.get((model, gateway.id), 0.0)
+                for gateway in self._publisher.reachable_gateways
+            ),
+            default=0.0,
         )
 
     async def read_history(self, model: str) -> list[RequestOutcome]:
@@ -49,14 +53,23 @@ class OutcomePoller:
     async def run(self) -> None:
         """Poll until cancelled."""
         while True:
+            gateways = self._publisher.reachable_gateways
+            self._forget_others({gateway.id for gateway in gateways})
             await asyncio.gather(
                 *(
                     self._poll(gateway, model, rollout, evidence)
                     for model, (rollout, evidence) in list(self.sources.items())
-                    for gateway in self._publisher.reachable_gateways
+                    for gateway in gateways
                 )
             )
             await asyncio.sleep(POLL_INTERVAL_S)
+
+    def _forget_others(self, gateways: set[str]) -> None:
+        """Forget the gateways that are gone or do not answer."""
+        for gateway in self._processes.keys() - gateways:
+            del self._processes[gateway]
+        for key in [key for key in self._longest if key[1] not in gateways]:
+            del self._longest[key]
 
     async def _poll(
         self, gateway: GatewayRecord, model: str, rollout: str, evidence: RolloutEvidence

@@ -4,7 +4,7 @@ The modules `tenants`, `keys`, `limits_and_prices` and `reports` register their 
 endpoint is data: method, path, required role, parameter types and response type. `app` builds an ASGI application from
 the endpoints. It authenticates the caller, checks the role, parses parameters and body, and runs the endpoint in a
 worker thread. Each endpoint receives an `AdminScope` with the caller's reach: one organisation or the whole gateway.
-The other modules bound the concurrency of each organisation (`organisation_limiter`), define the JSON types
+The other modules bound concurrent calls (`call_limiter`), define the JSON types
 (`schemas`) and generate the OpenAPI document (`openapi`).
 """
 

@@ -22,13 +22,15 @@ from argosy.gateway.admin import (
     settings,
     tenants,
 )
+from argosy.gateway.admin.call_limiter import AdminCallLimiter
 from argosy.gateway.admin.endpoints import AdminEndpoint, AdminEndpoints, AdminRequest, AdminScope
 from argosy.gateway.admin.openapi import add_openapi_endpoint
-from argosy.gateway.admin.organisation_limiter import OrganisationLimiter
 from argosy.gateway.auth import Authenticator, check_role
 from argosy.gateway.config import GatewayConfig
 from argosy.gateway.console import ConsoleSessions
+from argosy.gateway.loop_monitor import LoopMonitor
 from argosy.gateway.model_registry import ReplicaAdmin
+from argosy.gateway.principal import Principal
 from argosy.gateway.series_queries import SeriesQueries
 from argosy.http_server import (
     EXCHANGE_KEY,
@@ -44,7 +46,14 @@ from argosy.http_server import (
 )
 from argosy.process import run_in_daemon_thread
 from argosy.protocol import ApiError, invalid_request, parse_body, parse_query
-from argosy.store import ConflictError, NotFoundError, Store, StoreError
+from argosy.store import (
+    ConflictError,
+    NotFoundError,
+    QueryTimeoutError,
+    Store,
+    StoreError,
+    limit_query_time,
+)
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
@@ -78,6 +87,7 @@ def build_admin_app(
     series_queries: SeriesQueries | None = None,
     sessions: ConsoleSessions | None = None,
     config: GatewayConfig | None = None,
+    loop_monitor: LoopMonitor | None = None,
 ) -> AsgiApp:
     """Build the application for /admin, which serves requests that `HttpExchange` forwards.
 
@@ -94,16 +104,18 @@ def build_admin_app(
         series_queries: Time series.
         sessions: Sessions of the console. Without them callers need a key or token.
         config: The gateway's settings, to be shown to operators.
+        loop_monitor: While it reports an overload, reads wait for each other.
     """
+    limiter = AdminCallLimiter(loop_monitor)
     admin_scope = AdminScope(
         store,
         replica_admin,
         explain,
+        limiter,
         fleet_name=fleet_name,
         series_queries=series_queries,
         config=config,
     )
-    limiter = OrganisationLimiter()
     by_path: dict[str, dict[str, AdminEndpoint]] = {}
     for endpoint in ENDPOINTS:
         by_path.setdefault(endpoint.path, {})[endpoint.method] = endpoint
@@ -126,7 +138,7 @@ class _PathHandler:
         self,
         endpoints: Mapping[str, AdminEndpoint],
         admin_scope: AdminScope,
-        limiter: OrganisationLimiter,
+        limiter: AdminCallLimiter,
         authenticator: Authenticator,
         on_accounts_changed: Callable[[], None],
         sessions: ConsoleSessions | None,
@@ -155,18 +167,34 @@ class _PathHandler:
             parse_query(endpoint.query_type, _parse_parameters(exchange.query)),
             None if endpoint.body_type is None else await _read_body(exchange, endpoint.body_type),
         )
-        response = await self._run_endpoint(endpoint, request)
-        if endpoint.method != "GET":
-            await run_in_daemon_thread(self._refresh_accounts)
-            self._on_accounts_changed()
+        response = await self._answer(exchange, endpoint, request)
         if isinstance(response, Iterator):
-            await self._stream_response(
-                exchange, principal.organisation, response, endpoint.media_type
-            )
+            await self._stream_response(exchange, endpoint, principal, response)
             return
         await exchange.send_response(
             200, response if isinstance(response, bytes) else _encode(response)
         )
+
+    async def _answer(
+        self, exchange: HttpExchange, endpoint: AdminEndpoint, request: AdminRequest
+    ) -> Any:  # noqa: ANN401 - the endpoint's response type
+        """Run the endpoint once the caller has a slot.
+
+        Raises:
+            ApiError: The endpoint failed, or too many calls run.
+            DisconnectedError: The client disconnected while it waited.
+        """
+        if endpoint.is_long_poll:
+            return await self._run_endpoint(endpoint, request)
+        is_change = endpoint.method != "GET"
+        async with self._limiter.slot(request.principal, is_change=is_change):
+            if exchange.is_disconnected:
+                raise DisconnectedError
+            response = await self._run_endpoint(endpoint, request)
+            if is_change:
+                await run_in_daemon_thread(self._refresh_accounts)
+                self._on_accounts_changed()
+        return response
 
     def _refresh_accounts(self) -> None:
         """Apply account changes to the authenticator before they are answered, so that a new key works at once."""
@@ -177,16 +205,18 @@ class _PathHandler:
 
     async def _run_endpoint(self, endpoint: AdminEndpoint, request: AdminRequest) -> Any:  # noqa: ANN401 - the endpoint's response type
         admin_scope = self._admin_scope.for_principal(request.principal)
-        with _translate_store_errors():
+        with _translate_store_errors(), limit_query_time(endpoint.query_time_limit_s):
             if endpoint.is_nonblocking:
                 response = endpoint.handler(admin_scope, request)
                 return await response if inspect.isawaitable(response) else response
-            return await self._limiter.run_in_thread(
-                request.principal.organisation, endpoint.handler, admin_scope, request
-            )
+            return await run_in_daemon_thread(endpoint.handler, admin_scope, request)
 
     async def _stream_response(
-        self, exchange: HttpExchange, organisation: str, pieces: Iterator[str], media_type: str
+        self,
+        exchange: HttpExchange,
+        endpoint: AdminEndpoint,
+        principal: Principal,
+        pieces: Iterator[str],
     ) -> None:
         """Stream the response as a worker thread produces pieces, no faster than the client reads.
 
@@ -194,15 +224,16 @@ class _PathHandler:
             ApiError: Producing pieces failed. The response has begun, so the connection can only be closed.
             DisconnectedError: The client disconnected.
         """
-        await exchange.start_stream(content_type=media_type.encode())
-        with _translate_store_errors():
-            while (
-                piece := await self._limiter.run_in_thread(organisation, next, pieces, None)
-            ) is not None:
-                if exchange.is_disconnected:
-                    raise DisconnectedError
+        await exchange.start_stream(content_type=endpoint.media_type.encode())
+        with _translate_store_errors(), limit_query_time(endpoint.query_time_limit_s):
+            while not exchange.is_disconnected:
+                async with self._limiter.slot(principal, max_wait_s=None):
+                    piece = await run_in_daemon_thread(next, pieces, None)
+                if piece is None:
+                    await exchange.end_stream()
+                    return
                 await exchange.write(piece.encode())
-        await exchange.end_stream()
+        raise DisconnectedError
 
 
 @contextlib.contextmanager
@@ -210,6 +241,8 @@ def _translate_store_errors() -> Iterator[None]:
     """Raise errors of endpoints as ApiErrors."""
     try:
         yield
+    except QueryTimeoutError as error:
+        raise ApiError(503, "query_timeout", str(error), retry_after_s=5.0) from error
     except StoreError as error:
         log.error("store_unavailable", reason=str(error))  # noqa: TRY400 - the reason suffices
         message = "The store is not available at the moment. The gateway's log has the reason. Try again later."

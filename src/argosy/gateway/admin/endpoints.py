@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_type_hints
 
 import msgspec
 
+from argosy.gateway.admin.call_limiter import AdminCallLimiter
 from argosy.gateway.auth import organisation_scope
 from argosy.gateway.config import GatewayConfig
 from argosy.gateway.model_registry import ReplicaAdmin
@@ -28,6 +29,9 @@ from argosy.store import (
 
 Method = Literal["GET", "POST", "PATCH", "DELETE"]
 CSV_MEDIA_TYPE = "text/csv; charset=utf-8"
+QUERY_TIME_LIMIT_S = 2.0
+EXPORT_TIME_LIMIT_S = 30.0
+"""Time for each query of an export or of a check of all records, which people start on purpose."""
 
 
 class NoParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -64,6 +68,8 @@ class AdminScope:
     """Pools and replicas. None if the gateway serves none."""
     explain: Callable[[str, str | None], Awaitable[dict[str, Any] | None]]
     """Returns the explanation of a request by its id and an organisation's id, as shown by `argosy explain`."""
+    limiter: AdminCallLimiter = field(default_factory=AdminCallLimiter)
+    """Slots for reads of endpoints that wait for events."""
     organisation_id: str | None = None
     """Id of the organisation, or None for the whole gateway."""
     fleet_name: str | None = None
@@ -164,6 +170,10 @@ class AdminEndpoint:
 
     Others use the store in worker threads.
     """
+    is_long_poll: bool
+    """Whether the handler waits for events. It holds a slot of the limiter only while it reads."""
+    query_time_limit_s: float
+    """Longest time of each query of the store."""
     media_type: str
 
     @property
@@ -190,6 +200,8 @@ class AdminEndpoints(list[AdminEndpoint]):
         query_type: type = NoParameters,
         body_type: type | None = None,
         is_nonblocking: bool = False,
+        is_long_poll: bool = False,
+        query_time_limit_s: float = QUERY_TIME_LIMIT_S,
         media_type: str = JSON_MEDIA_TYPE,
     ) -> Callable[[EndpointHandler], EndpointHandler]:
         """Return a decorator that registers a function as endpoint. Its return annotation is the response type."""
@@ -206,6 +218,8 @@ class AdminEndpoints(list[AdminEndpoint]):
                     query_type=query_type,
                     body_type=body_type,
                     is_nonblocking=is_nonblocking,
+                    is_long_poll=is_long_poll,
+                    query_time_limit_s=query_time_limit_s,
                     media_type=media_type,
                 )
             )

@@ -47,6 +47,7 @@ class FleetEvents(msgspec.Struct, frozen=True, kw_only=True):
     "gateway",
     query_type=FleetEventsQuery,
     is_nonblocking=True,
+    is_long_poll=True,
 )
 async def list_fleet_events(scope: AdminScope, request: AdminRequest) -> FleetEvents:
     """List or await what the controllers of the gateway's fleet did, and why."""
@@ -55,8 +56,10 @@ async def list_fleet_events(scope: AdminScope, request: AdminRequest) -> FleetEv
         store.list_events, fleet, after=query.after, limit=query.limit, replica=query.replica
     )
     deadline = time.monotonic() + query.wait_s
-    while not (events := await run_in_daemon_thread(read_events)):
-        if time.monotonic() >= deadline:
+    while True:
+        async with scope.limiter.slot(request.principal):
+            events = await run_in_daemon_thread(read_events)
+        if events or time.monotonic() >= deadline:
             break
         await asyncio.sleep(POLL_INTERVAL_S)
     last = events[-1].number if events else query.after

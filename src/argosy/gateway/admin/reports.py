@@ -7,7 +7,13 @@ from typing import Any
 
 import msgspec
 
-from argosy.gateway.admin.endpoints import CSV_MEDIA_TYPE, AdminEndpoints, AdminRequest, AdminScope
+from argosy.gateway.admin.endpoints import (
+    CSV_MEDIA_TYPE,
+    EXPORT_TIME_LIMIT_S,
+    AdminEndpoints,
+    AdminRequest,
+    AdminScope,
+)
 from argosy.gateway.admin.schemas import (
     AuditEntryView,
     AuditQuery,
@@ -36,7 +42,12 @@ def report_usage(scope: AdminScope, request: AdminRequest) -> Page[UsageView]:
 
 
 @endpoints.register(
-    "GET", "/admin/usage.csv", "viewer", query_type=ReportQuery, media_type=CSV_MEDIA_TYPE
+    "GET",
+    "/admin/usage.csv",
+    "viewer",
+    query_type=ReportQuery,
+    query_time_limit_s=EXPORT_TIME_LIMIT_S,
+    media_type=CSV_MEDIA_TYPE,
 )
 def export_usage(scope: AdminScope, request: AdminRequest) -> Iterator[str]:
     """Export usage as CSV. Without `group_by` the table has one row for each request."""
@@ -82,25 +93,25 @@ def report_own_usage(scope: AdminScope, request: AdminRequest) -> Page[UsageView
 def list_requests(scope: AdminScope, request: AdminRequest) -> RequestTableView:
     """List ended requests of the ledger, latest first, as columns."""
     query = request.query
-    records = scope.ledger.list_latest(
+    page = scope.ledger.list_latest(
         _to_usage_filter(query),
         status=query.status,
         min_duration_s=query.min_duration_s,
         before=None if query.before is None else _parse_cursor(query.before),
-        limit=query.limit + 1,
+        limit=query.limit,
     )
-    page = records[: query.limit]
     columns: dict[str, list[Any]] = {
-        name: [getattr(record, name) for record in page]
+        name: [getattr(record, name) for record in page.records]
         for name in RequestColumns.__struct_fields__
         if name != "duration_s"
     }
-    columns["started_at"] = [round(record.started_at, 3) for record in page]
-    columns["duration_s"] = [round(record.ended_at - record.started_at, 4) for record in page]
-    has_more = len(records) > query.limit
+    columns["started_at"] = [round(record.started_at, 3) for record in page.records]
+    columns["duration_s"] = [
+        round(record.ended_at - record.started_at, 4) for record in page.records
+    ]
     return RequestTableView(
         columns=RequestColumns(**columns),
-        next=f"{page[-1].ended_at!r}/{page[-1].request}" if has_more else None,
+        next=None if page.before is None else f"{page.before[0]!r}/{page.before[1]}",
     )
 
 
@@ -146,7 +157,9 @@ def list_audit_entries(scope: AdminScope, request: AdminRequest) -> Page[AuditEn
     )
 
 
-@endpoints.register("GET", "/admin/audit/verify", "viewer", "gateway")
+@endpoints.register(
+    "GET", "/admin/audit/verify", "viewer", "gateway", query_time_limit_s=EXPORT_TIME_LIMIT_S
+)
 def verify_audit_log(scope: AdminScope, request: AdminRequest) -> AuditVerificationView:  # noqa: ARG001 - verifies the whole log
     """Verify that no audit log entry is missing or altered."""
     return to_view(scope.audit_log.verify(), AuditVerificationView)

@@ -118,7 +118,8 @@ class RequestTableView(
 
     columns: RequestColumns
     next: str | None
-    """Value for `before` of the next page, or null if this is the last."""
+    """Value for `before` of the next page, or null if this is the last. A page of a filter that few requests match may
+    have less than `limit` rows, or none, although it is not the last."""
 
 
 class PrincipalView(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="caller"):

@@ -16,7 +16,6 @@ MAX_ADDRESS_LENGTH = 64
 _MAPPED_PREFIX_BITS = 96
 _AUTHORITY = re.compile(r"(?:\[(?P<ipv6>[0-9a-f:.]+)\]|(?P<name>[a-z0-9._-]+))(?::[0-9]{1,5})?")
 """Host and port of a Host header or an origin (RFC 3986, section 3.2)."""
-_LOCAL_NAMES = frozenset({"localhost", "host.docker.internal"})
 PROXY_HEADERS = frozenset(
     {b"x-forwarded-for", b"forwarded", b"x-real-ip", b"x-forwarded-host", b"via"}
 )
@@ -133,5 +132,6 @@ def _is_local_authority(authority: str) -> bool:
     try:
         address = parse_address(str(ip_address(name)))
     except ValueError:
-        return name in _LOCAL_NAMES or name.endswith(".localhost")
+        # Systems and browsers resolve only these without asking a name server, which may be an attacker's.
+        return name == "localhost" or name.endswith(".localhost")
     return address is not None and (address.is_loopback or address.is_unspecified)

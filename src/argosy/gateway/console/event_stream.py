@@ -50,6 +50,9 @@ class ConsoleEvents:
         self._pools = pools
         self._streams: Counter[str] = Counter()
         self._closing = asyncio.Event()
+        self._tick = b""
+        """Event with the latest readings."""
+        self._tick_expires_at = 0.0
 
     def close(self) -> None:
         """End all streams. Browsers connect again, to another gateway if this one stops."""
@@ -84,7 +87,8 @@ class ConsoleEvents:
             if exchange.is_disconnected:
                 raise DisconnectedError
             if tick % SESSION_CHECK_TICKS == 0:
-                session = await self._sessions.find_session(exchange)
+                # A stream is no use of a session: it also runs in a hidden window.
+                session = await self._sessions.find_session(exchange, is_use=False)
             principal = self._sessions.resolve(session, exchange)
             if principal is None:
                 await _send(exchange, "session_ended", {})
@@ -95,8 +99,9 @@ class ConsoleEvents:
                 for change in self._changes_since(changes_after):
                     await _send(exchange, "replica", change)
                 changes_after = now
-            readings = self._read_tick() if sees_fleet else {}
-            await _send(exchange, "tick", {"at": time.time(), **readings})
+            await exchange.write(
+                self._read_tick() if sees_fleet else _event("tick", {"at": time.time()})
+            )
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(TICK_INTERVAL_S):
                     await self._closing.wait()
@@ -104,16 +109,23 @@ class ConsoleEvents:
                 break
         await exchange.end_stream()
 
-    def _read_tick(self) -> dict[str, Any]:
+    def _read_tick(self) -> bytes:
+        """Return the event with the present readings, which the streams share for half an interval."""
+        now = time.monotonic()
+        if now < self._tick_expires_at:
+            return self._tick
         gauges = self._read_gauges()
         statuses = Counter(replica.status.value for replica in gauges.replicas)
-        return {
+        readings = {
+            "at": time.time(),
             "running": sum(replica.in_flight for replica in gauges.replicas),
             "queued": sum(gauges.queue_depths.values()),
             "connections": gauges.connections,
             "replicas": dict(statuses),
             "store_up": gauges.store_up,
         }
+        self._tick, self._tick_expires_at = _event("tick", readings), now + TICK_INTERVAL_S / 2
+        return self._tick
 
     def _changes_since(self, after: float) -> list[dict[str, Any]]:
         wall_offset = time.time() - time.monotonic()
@@ -133,4 +145,8 @@ class ConsoleEvents:
 
 
 async def _send(exchange: HttpExchange, event: str, data: dict[str, Any]) -> None:
-    await exchange.write(b"event: %s\ndata: %s\n\n" % (event.encode(), _encode(data)))
+    await exchange.write(_event(event, data))
+
+
+def _event(name: str, data: dict[str, Any]) -> bytes:
+    return b"event: %s\ndata: %s\n\n" % (name.encode(), _encode(data))

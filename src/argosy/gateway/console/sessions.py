@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from functools import partial
 
@@ -22,6 +23,8 @@ SECURE_COOKIE, INSECURE_COOKIE = "__Host-argosy", "argosy-insecure"
 """Cookie names. Browsers accept the first only over secure connections, from this host, for the whole host."""
 MAX_SIGN_IN_FAILURES = 5
 SIGN_IN_WINDOW_S = 60.0
+MAX_CONCURRENT_LOOKUPS = 2
+"""Sessions that are looked up in the store at a time, so that a flood of requests leaves connections to others."""
 
 
 class ConsoleSessions:
@@ -40,6 +43,7 @@ class ConsoleSessions:
         self._authenticator = authenticator
         self._guard = guard
         self._failures = AuthFailureLimiter(MAX_SIGN_IN_FAILURES, SIGN_IN_WINDOW_S)
+        self._lookup_slots = asyncio.Semaphore(MAX_CONCURRENT_LOOKUPS)
 
     async def authenticate(self, exchange: HttpExchange) -> Principal:
         """Return the principal of a request: of its key or token, else of its session, else of a keyless local client.
@@ -58,8 +62,14 @@ class ConsoleSessions:
             raise ApiError(401, "session_ended", message)
         return principal
 
-    async def find_session(self, exchange: HttpExchange) -> ConsoleSession | None:
+    async def find_session(
+        self, exchange: HttpExchange, *, is_use: bool = True
+    ) -> ConsoleSession | None:
         """Return the session that authenticates a request. None if it has ended, or the request carries a key or token.
+
+        Args:
+            exchange: The request.
+            is_use: Whether this counts as use of the session, so that it does not end as idle.
 
         Raises:
             ApiError: 503 if the store cannot be read.
@@ -67,8 +77,10 @@ class ConsoleSessions:
         session_id = self._read_session_id(exchange)
         if not session_id or self._store is None or has_credential(exchange.headers):
             return None
+        find = partial(self._store.find, session_id, is_use=is_use)
         try:
-            return await run_in_daemon_thread(self._store.find, session_id)
+            async with self._lookup_slots:
+                return await run_in_daemon_thread(find)
         except StoreError as error:
             raise _store_unavailable(error) from error
 

@@ -96,9 +96,16 @@ function Shell() {
     <${Notices} /></div>`;
 }
 
+const USE_INTERVAL_MS = 300_000;
+
 function App() {
   useEffect(() => {
     get("console/session").then((answer) => { session.value = answer; }, () => { session.value = null; });
+    // A visible window uses its session, also on a screen that reads nothing. The event stream does not count as use.
+    const timer = setInterval(() => {
+      if (session.value && !document.hidden) get("console/session").catch(() => {});
+    }, USE_INTERVAL_MS);
+    return () => clearInterval(timer);
   }, []);
   if (session.value === undefined) return html`<${Skeleton} height=${200} />`;
   return session.value ? html`<${Shell} />` : html`<${SignIn} />`;

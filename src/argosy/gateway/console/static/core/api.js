@@ -31,7 +31,20 @@ export async function call(method, path, body, signal) {
   return response;
 }
 
-export const get = async (path, signal) => (await call("GET", path, undefined, signal)).json();
+const BUSY_WAIT_MS = 2000;
+
+// Reads a path. A gateway that is too busy for the console is asked again, twice.
+export async function get(path, signal, tries = 3) {
+  try {
+    return await (await call("GET", path, undefined, signal)).json();
+  } catch (error) {
+    if (error.code !== "overloaded" || tries <= 1) throw error;
+    await new Promise((resolve) => setTimeout(resolve, BUSY_WAIT_MS));
+    signal?.throwIfAborted();
+    return get(path, signal, tries - 1);
+  }
+}
+
 export const post = async (path, body = {}) => (await call("POST", path, body)).json();
 
 export function query(path, parameters) {

@@ -53,7 +53,7 @@ function List() {
       <${Field} label="Key id"><input value=${key ?? ""} onChange=${set("key")} /><//>
       <${Select} label="Status" value=${status ?? ""} options=${[["", "any"], ...STATUSES.map((name) => [name, name])]} onChange=${(value) => setQuery({ status: value })} />
       <${Field} label="At least (s)"><input type="number" min="0" step="0.1" value=${minDuration ?? ""} onChange=${set("min_duration_s")} /><//></div>
-    <${Resource} of=${first} height=${300} isEmpty=${() => rows.length === 0}
+    <${Resource} of=${first} height=${300} isEmpty=${() => rows.length === 0 && !older.next}
       empty=${Object.keys(given).length ? "No request matches these filters. Remove one of them." : html`No request has ended yet. <a href=${link("playground")}>Send one from the playground</a>`}>
       ${() => html`<${Table} label="Requests" columns=${COLUMNS} rows=${rows} rowKey=${(row) => row.request} csv="requests.csv"
         more=${older.next ? html`<${Action} run=${readMore}>Older requests<//>` : null} />`}<//><//>`;
