@@ -23,6 +23,7 @@ from argosy.store.errors import (
     StoreUnavailableError,
 )
 from argosy.store.fleet_store import (
+    AuditedDecision,
     DeposedError,
     FleetDocument,
     FleetEvent,
@@ -113,6 +114,7 @@ __all__ = [
     "AuditEntry",
     "AuditLog",
     "AuditVerification",
+    "AuditedDecision",
     "CachedResponse",
     "Clock",
     "ConflictError",
