@@ -410,7 +410,14 @@ class FleetStore:
             _insert_rows(connection, schema.fleet_events, rows)
 
     def list_events(
-        self, fleet: str, *, after: int = 0, limit: int = 100, replica: str | None = None
+        self,
+        fleet: str,
+        *,
+        after: int = 0,
+        limit: int = 100,
+        replica: str | None = None,
+        pool: str | None = None,
+        kind: str | None = None,
     ) -> list[FleetEvent]:
         """Return events with numbers above `after`, oldest first; with `after` 0 the latest ones.
 
@@ -419,10 +426,17 @@ class FleetStore:
             after: Number of the last event that the caller has.
             limit: Maximum number of events.
             replica: Only events of this replica.
+            pool: Only events of this pool.
+            kind: Only events of this kind.
         """
         query = select(schema.fleet_events).where(_events.fleet == fleet, _events.number > after)
-        if replica is not None:
-            query = query.where(_events.replica == replica)
+        for column, value in (
+            (_events.replica, replica),
+            (_events.pool, pool),
+            (_events.kind, kind),
+        ):
+            if value is not None:
+                query = query.where(column == value)
         order = _events.number if after else _events.number.desc()
         with self._database.read_transaction() as connection:
             rows = connection.execute(query.order_by(order).limit(limit)).all()

@@ -31,6 +31,10 @@ class FleetEventsQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     limit: Annotated[int, Meta(ge=1, le=1000)] = 100
     replica: Annotated[str, Meta(max_length=200)] | None = None
     """Only events of this replica."""
+    pool: Annotated[str, Meta(max_length=200)] | None = None
+    """Only events of this pool."""
+    kind: Annotated[str, Meta(max_length=100)] | None = None
+    """Only events of this kind, such as `scaling_decision`."""
     wait_s: Annotated[float, Meta(ge=0, le=60)] = 0.0
     """How long to wait for an event if there is none after `after`."""
 
@@ -56,7 +60,13 @@ async def list_fleet_events(scope: AdminScope, request: AdminRequest) -> FleetEv
     """List or await what the controllers of the gateway's fleet did, and why."""
     query, (fleet, store) = request.query, scope.fleet
     read_events = partial(
-        store.list_events, fleet, after=query.after, limit=query.limit, replica=query.replica
+        store.list_events,
+        fleet,
+        after=query.after,
+        limit=query.limit,
+        replica=query.replica,
+        pool=query.pool,
+        kind=query.kind,
     )
     deadline = time.monotonic() + query.wait_s
     while not (events := await run_in_daemon_thread(read_events)):

@@ -1,10 +1,11 @@
-// Models and replicas: each pool with its replicas, what changed, and the decisions of operators.
+// Models and replicas: each pool with its replicas, the declared fleet behind it, what changed, and the decisions of operators.
 import { html, useEffect } from "../vendor.js";
 import { query, useResource } from "../core/api.js";
 import { age, count, percent, time, visible } from "../core/format.js";
 import { replicaChanges } from "../core/live.js";
 import { link, route } from "../core/router.js";
 import { Chart } from "../ui/chart.js";
+import { Fleet } from "../ui/fleet-pools.js";
 import { Card, Name, Pill, Resource, Status } from "../ui/parts.js";
 import { ReplicaActions, ReplicaTable } from "../ui/replica-table.js";
 import { useSeries } from "../ui/series.js";
@@ -15,6 +16,7 @@ export default function Models() {
   const pools = useResource("admin/pools", 5000);
   const replicas = useResource(query("admin/replicas", { model }), 5000);
   const events = useResource(query("admin/replicas/events", { model, replica, limit: 200 }), 10000);
+  const fleet = useResource("admin/fleet", 3000);
   const changes = replicaChanges.value;
   const reload = () => { pools.reload(); replicas.reload(); events.reload(); };
   useEffect(() => { if (changes) reload(); }, [changes]);
@@ -26,6 +28,7 @@ export default function Models() {
       ${({ data }) => html`<${Table} label="Pools" columns=${POOL_COLUMNS} rows=${data} rowKey=${(row) => row.model} height=${240} />`}<//><//>
     <${Card} title=${model ? `Replicas of ${visible(model)}` : "Replicas"}><${Resource} of=${replicas} empty="The pool has no replica.">
       ${({ data }) => html`<${ReplicaTable} replicas=${data} height=${420} reload=${reload} csv="replicas.csv" />`}<//><//>
+    ${replica ? null : html`<${Fleet} fleet=${fleet} model=${model} />`}
     <${Card} title="What changed" note="status changes that this gateway saw, and decisions"><${Resource} of=${events} empty="Nothing changed since this gateway started.">
       ${({ data }) => html`<${Table} label="Changes" columns=${EVENT_COLUMNS} rows=${data.map((event, index) => ({ ...event, index }))} rowKey=${(row) => `${row.at} ${row.index}`} height=${280} csv="replica-events.csv" />`}<//><//>
     <${FleetEvents} replica=${replica} />`;
