@@ -170,6 +170,8 @@ def test_only_the_leader_writes(store: Store, clock: FakeClock) -> None:
     assert store.fleets.list_events(FLEET, after=2) == logged[2:]
     assert store.fleets.list_events(FLEET, limit=1) == logged[3:]
     assert store.fleets.list_events(FLEET, replica="a-1-1") == logged[1:2]
+    assert store.fleets.list_events(FLEET, pool="a", kind="replica_start") == logged[:3]
+    assert not store.fleets.list_events(FLEET, pool="a", kind="replica_stop")
 
 
 def test_old_events_are_deleted_by_age_and_count(store: Store, clock: FakeClock) -> None:

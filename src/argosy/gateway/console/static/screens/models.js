@@ -1,7 +1,7 @@
 // Models and replicas: each pool with its replicas, the declared fleet behind it, what changed, and the decisions of operators.
 import { html, useEffect } from "../vendor.js";
 import { query, useResource } from "../core/api.js";
-import { age, count, percent, time, visible } from "../core/format.js";
+import { age, count, MISSING, percent, time, visible } from "../core/format.js";
 import { replicaChanges } from "../core/live.js";
 import { link, route } from "../core/router.js";
 import { Chart } from "../ui/chart.js";
@@ -25,7 +25,7 @@ export default function Models() {
     ${replica ? html`<${Resource} of=${replicas}>${() => (chosen ? html`<${Replica} replica=${chosen} reload=${reload} /><${ReplicaCharts} key=${replica} name=${replica} />`
       : html`<${Card} title=${visible(replica)}><p class="empty">This gateway has no such replica now. Its history is below.</p><//>`)}<//>` : null}
     <${Card} title="Pools" actions=${model ? html`<a href=${link("models")}>All models</a>` : null}><${Resource} of=${pools} empty="No model is configured. Add one to the gateway's settings, or apply a fleet.">
-      ${({ data }) => html`<${Table} label="Pools" columns=${POOL_COLUMNS} rows=${data} rowKey=${(row) => row.model} height=${240} />`}<//><//>
+      ${({ data }) => html`<${Table} label="Pools" columns=${POOL_COLUMNS} rows=${data} rowKey=${(row) => `${row.model} ${row.version}`} height=${240} />`}<//><//>
     <${Card} title=${model ? `Replicas of ${visible(model)}` : "Replicas"}><${Resource} of=${replicas} empty="The pool has no replica.">
       ${({ data }) => html`<${ReplicaTable} replicas=${data} height=${420} reload=${reload} csv="replicas.csv" />`}<//><//>
     ${replica ? null : html`<${Fleet} fleet=${fleet} model=${model} />`}
@@ -70,6 +70,7 @@ function FleetEvents({ replica }) {
 
 const POOL_COLUMNS = [
   { key: "model", label: "Model", value: (row) => row.model, cell: (row) => html`<a href=${link("models", [row.model])}>${visible(row.model)}</a>` },
+  { key: "version", label: "Version", value: (row) => row.version, cell: (row) => (row.version ? html`<${Name} value=${row.version.slice(0, 12)} />` : MISSING) },
   { key: "ready", label: "Ready", isNumber: true, value: (row) => row.statuses.ready ?? 0, cell: (row) => `${row.statuses.ready ?? 0} of ${row.replicas}` },
   { key: "other", label: "Others", value: (row) => Object.entries(row.statuses).filter(([name]) => name !== "ready").map(([name, number]) => `${number} ${name}`).join(", ") },
   { key: "active_requests", label: "Requests here", isNumber: true, value: (row) => row.active_requests },

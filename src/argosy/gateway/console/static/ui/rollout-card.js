@@ -42,7 +42,7 @@ function Commands({ pool, rollout, reload }) {
     notify(done);
     reload();
   };
-  return html`<div class="row">${possible(rollout).map((each) => html`<button key=${each} class=${`btn ${COMMANDS[each].kind ?? ""}`} onClick=${() => setName(each)}>${COMMANDS[each].word}</button>`)}
+  return html`<div class="row commands">${possible(rollout).map((each) => html`<button key=${each} class=${`btn ${COMMANDS[each].kind ?? ""}`} onClick=${() => setName(each)}>${COMMANDS[each].word}</button>`)}
     ${name ? html`<${FormDialog} title=${`${word} the rollout of ${visible(pool)}?`} submit=${word} save=${save} close=${() => setName("")}
       fields=${[{ name: "reason", label: "Why, for the record", hint }, ...(name === "promote" || name === "resume" ? [FORCE] : [])]} />` : null}</div>`;
 }
@@ -58,9 +58,10 @@ function Steps({ rollout }) {
     <li key=${index} class=${mark(index)} aria-current=${mark(index) === "now" ? "step" : undefined}><span aria-hidden="true">${marks[mark(index)]}</span>${text}<span class="sr">${mark(index) === "done" ? ", done" : ""}</span></li>`)}</ol>`;
 }
 
-function Versions({ stable, candidate }) {
-  const row = (name, version) => [html`<dt key=${name}>${name}</dt>`, html`<dd key=${`${name}-facts`}><${Name} value=${version.digest.slice(0, 12)} /> ${percent(version.share)} of the users, ${version.ready} of ${version.desired} replicas ready</dd>`];
-  return html`<dl class="facts">${row("Old version", stable)}${row("New version", candidate)}</dl>`;
+function Versions({ rollout: { stable, candidate, steps, step, state } }) {
+  const copies = state === "step" && steps[step]?.is_shadow ? ` and copies of ${percent(steps[step].share)} of the requests` : "";
+  const row = (name, version, more = "") => [html`<dt key=${name}>${name}</dt>`, html`<dd key=${`${name}-facts`}><${Name} value=${version.digest.slice(0, 12)} /> ${percent(version.share)} of the users${more}, ${version.ready} of ${version.desired} replicas ready</dd>`];
+  return html`<dl class="facts">${row("Old version", stable)}${row("New version", candidate, copies)}</dl>`;
 }
 
 function verdictOf(metric, rollout) {
@@ -71,7 +72,7 @@ function verdictOf(metric, rollout) {
 function Gate({ rollout }) {
   if (!rollout.metrics.length) return html`<p class="empty">The gate has no measurements yet. They begin when the new version gets its first requests.</p>`;
   const { regression_threshold: rejected, equivalence_threshold: needed } = rollout;
-  return html`<h3>Gate: ${words(rollout.result)}</h3><p>${shortDigests(rollout.result_reason)}</p>
+  return html`<h3>Gate: ${words(rollout.result)}</h3>${rollout.summary.includes(rollout.result_reason) ? null : html`<p>${shortDigests(rollout.result_reason)}</p>`}
     <div class="rows" role="region" aria-label="Evidence of the gate" tabindex="0"><table><thead><tr>
       <th scope="col">Metric</th><th scope="col" class="n">New / old</th><th scope="col">Evidence that it is no worse</th><th scope="col">Evidence that it is worse</th><th scope="col">Result</th></tr></thead>
       <tbody>${rollout.metrics.map((metric) => {
@@ -96,7 +97,7 @@ function Notes({ rollout }) {
 
 export function RolloutCard({ pool, rollout, reload }) {
   return html`<${Card} title=${`Rollout of ${visible(pool)}`} note=${`${words(rollout.strategy)}, started ${age(rollout.started_at)}`} actions=${html`<${RolloutState} rollout=${rollout} />`}>
-    <p>${shortDigests(rollout.summary)}</p><${Steps} rollout=${rollout} /><${Versions} stable=${rollout.stable} candidate=${rollout.candidate} />
+    <p>${shortDigests(rollout.summary)}</p><${Steps} rollout=${rollout} /><${Versions} rollout=${rollout} />
     <${Commands} pool=${pool} rollout=${rollout} reload=${reload} /><${Notes} rollout=${rollout} />
     ${rollout.is_running || rollout.metrics.length ? html`<${Gate} rollout=${rollout} />` : null}
     <h3>What happened</h3><${Table} label="Transitions" columns=${TRANSITIONS} rows=${rollout.transitions.map((each, index) => ({ ...each, index })).reverse()} rowKey=${(row) => row.index} height=${200} csv=${`rollout-${pool}.csv`} /><//>`;
