@@ -18,7 +18,9 @@ from tests.support.organisations import (
     unique_name,
     user_body,
 )
+from tests.support.stored_rollout import POOL, StoredRollout
 
+from argosy.fleet.control import StoredFleetControl
 from argosy.gateway.admin.app import ENDPOINTS
 from argosy.gateway.admin.endpoints import AdminEndpoint
 from argosy.store import Role, RoleScope
@@ -68,6 +70,17 @@ def replica_fields(ids: ResourceIds) -> Json:
 def name_field(ids: ResourceIds) -> Json:
     del ids
     return {"name": unique_name()}
+
+
+def alternate(*bodies: Json) -> BodyBuilder:
+    """Return these bodies one after another, so that each call of a sufficient role changes something."""
+    remaining = itertools.cycle(bodies)
+    return lambda _: next(remaining)
+
+
+def rollout_fields(ids: ResourceIds) -> Json:
+    del ids
+    return {"pool": POOL, "rollout": f"{POOL}-1", "reason": unique_name()}
 
 
 CASES: dict[str, EndpointCase] = {
@@ -132,6 +145,23 @@ CASES: dict[str, EndpointCase] = {
     "weight_replica": EndpointCase(
         "operator", "gateway", body=lambda ids: replica_fields(ids) | {"weight": 2.0}
     ),
+    "get_fleet": EndpointCase("viewer", "gateway", is_organisation_independent=True),
+    "list_fleet_revisions": EndpointCase("viewer", "gateway", is_organisation_independent=True),
+    "plan_fleet_rollback": EndpointCase(
+        "viewer", "gateway", query=lambda _: {"revision": 1}, is_organisation_independent=True
+    ),
+    "roll_back_fleet": EndpointCase(
+        "operator", "gateway", body=alternate({"revision": 1}, {"revision": 3})
+    ),
+    "scale_pool": EndpointCase(
+        "operator",
+        "gateway",
+        body=alternate({"pool": POOL, "replicas": 1}, {"pool": POOL, "replicas": 3}),
+    ),
+    "pause_rollout": EndpointCase("operator", "gateway", body=rollout_fields),
+    "resume_rollout": EndpointCase("operator", "gateway", body=rollout_fields),
+    "promote_rollout": EndpointCase("operator", "gateway", body=rollout_fields),
+    "abort_rollout": EndpointCase("operator", "gateway", body=rollout_fields),
     "get_openapi_document": EndpointCase("user", is_organisation_independent=True),
 }
 
@@ -196,6 +226,9 @@ async def test_endpoint_permits_exactly_the_expected_callers(
     caller = EndpointCaller(admin_gateway, endpoint)
     case, store = caller.case, admin_gateway.store
     reaches: tuple[CallerReach, ...] = ("gateway", "own", "other")
+    if endpoint.path.startswith("/admin/fleet"):
+        StoredRollout(store.fleets)
+        StoredFleetControl("demo", store.fleets).scale(POOL, 3, "", "test")
     customer = await admin_gateway.create_customer()
     for reach, role in itertools.product(reaches, ROLES):
         headers = await admin_gateway.caller_headers(role, reach, customer)

@@ -71,13 +71,12 @@ class FleetTarget:
         self, config: FleetConfig, reason: str, *, after: int, rollback_of: int | None = None
     ) -> FleetRevision:
         """Add a revision, unless another one was added after the revision `after`."""
-        from argosy.fleet.control import pool_digests
-        from argosy.fleet.declaration import dump_fleet
+        from argosy.fleet.control import apply_declaration
 
-        return self.store.fleets.apply(
+        return apply_declaration(
+            self.store.fleets,
             self.name,
-            dump_fleet(config, "json").encode(),
-            pool_digests(config),
+            config,
             author=operator_name(),
             reason=reason,
             rollback_of=rollback_of,
@@ -139,10 +138,10 @@ def open_fleet(
 
 def parse_revision(revision: FleetRevision) -> FleetConfig:
     """Return the declaration of a revision. One of another version that is invalid by now ends the command."""
-    from argosy.fleet.declaration import parse_fleet
+    from argosy.fleet.control import parse_declaration
 
     try:
-        return parse_fleet(revision.declaration, f"revision {revision.number}")
+        return parse_declaration(revision)
     except ValueError as error:
         fail(str(error))
 

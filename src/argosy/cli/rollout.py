@@ -135,13 +135,12 @@ def abort(
     json: JsonOutput = False,
 ) -> None:
     """Send all users back to the old version. The gateways follow within seconds, also without a controller."""
-    from argosy.fleet.control import roll_back_route
+    from argosy.fleet.control import abort_route
 
     with open_fleet(files, fleet, store) as target:
         # The command comes first, so that a controller that sees the route knows why.
         name, command = _store_command(target, pool, "abort", reason)
-        cause = command.reason or f"abort by {command.by}"
-        route = roll_back_route(target.store.fleets, target.name, name, cause, at=time.time())
+        route = abort_route(target.store.fleets, target.name, name, command)
         if not json:
             routed = (
                 f"version {route.version} of the route sends all users to version {shorten_digests(route.stable)}"
@@ -184,38 +183,34 @@ def _store_command(
     target: FleetTarget, pool: str | None, kind: CommandName, reason: str, *, force: bool = False
 ) -> tuple[str, RolloutCommand]:
     """Store a command for the controller, and return it with its pool. Ends the command if it cannot be followed."""
-    from argosy.fleet.control import append_command
+    from argosy.fleet.control import send_command
     from argosy.policy.rollout import CommandKind, RolloutCommand
+    from argosy.store import ConflictError
 
     report = _find_rollout(target, pool, permits_retry=kind == "resume")
-    running = report.rollouts.running
-    if kind == "abort" and running is not None and not running.can_roll_back:
-        fail(
-            f"abort is refused: the rollout is {running.state}: {shorten_digests(running.reason)}; `argosy history`"
-            " lists earlier declarations, and `argosy rollback` puts one in force again",
-            EXIT_FAILURE,
-        )
     try:
         command = RolloutCommand(
-            kind=CommandKind(kind),
-            by=operator_name(),
-            reason=reason,
-            force=force,
-            rollout="" if running is None else running.id,
+            kind=CommandKind(kind), by=operator_name(), reason=reason, force=force
         )
     except ValueError as error:
         fail(f"{error} with --reason")
-    append_command(target.store.fleets, target.name, report.pool, command)
-    return report.pool, command
+    try:
+        sent = send_command(target.store.fleets, target.name, report, command)
+    except ConflictError as error:
+        fail(shorten_digests(str(error)), EXIT_FAILURE)
+    return report.pool, sent
 
 
 def _find_rollout(target: FleetTarget, pool: str | None, *, permits_retry: bool) -> RolloutReport:
     """Return the pool that a command is for. Without a rollout the command fails."""
+    from argosy.fleet.control import is_rejected
+
     reports = _read_reports(target)
+    generations = target.require_latest().generations
     running = [
         each
         for each in reports
-        if each.rollouts.running is not None or (permits_retry and _is_rejected(target, each))
+        if each.rollouts.running is not None or (permits_retry and is_rejected(each, generations))
     ]
     if pool is None:
         if len(running) != 1:
@@ -228,12 +223,6 @@ def _find_rollout(target: FleetTarget, pool: str | None, *, permits_retry: bool)
     if found is None:
         fail(f"no rollout of the pool {pool} is running; see `argosy rollout status`", EXIT_FAILURE)
     return found
-
-
-def _is_rejected(target: FleetTarget, report: RolloutReport) -> bool:
-    """Return whether the declared version was rolled back."""
-    generation = target.require_latest().generations.get(report.pool)
-    return generation is not None and report.rollouts.verdict_on(generation.digest) is not None
 
 
 def _fail_unknown(target: FleetTarget, pool: str) -> None:

@@ -22,6 +22,17 @@ from argosy.gateway.config import (
 )
 from argosy.gateway.config_reloader import RELOADABLE_SETTINGS
 from argosy.gateway.console import ConsoleConfig
+from argosy.gateway.fleet_control import (
+    FleetChangeView,
+    FleetControl,
+    FleetPoolView,
+    FleetReplicaView,
+    FleetRevisionView,
+    FleetView,
+    OpenFleetControl,
+    PoolRolloutView,
+    VersionView,
+)
 from argosy.gateway.fleet_pools import (
     FleetPools,
     GatewayPoolsClient,
@@ -50,7 +61,13 @@ __all__ = [
     "BackendKind",
     "ConsoleConfig",
     "DemandReport",
+    "FleetChangeView",
+    "FleetControl",
+    "FleetPoolView",
     "FleetPools",
+    "FleetReplicaView",
+    "FleetRevisionView",
+    "FleetView",
     "GatewayConfig",
     "GatewayPoolsClient",
     "GatewayServer",
@@ -58,9 +75,11 @@ __all__ = [
     "ModelDemand",
     "ModelName",
     "ModelStartup",
+    "OpenFleetControl",
     "OtherFleetError",
     "OutcomeQuery",
     "OutcomeReport",
+    "PoolRolloutView",
     "PoolsStatus",
     "PublishedVersions",
     "QueueConfig",
@@ -71,6 +90,7 @@ __all__ = [
     "TrafficTarget",
     "UpstreamError",
     "UpstreamTls",
+    "VersionView",
     "check_exposure",
     "is_loopback",
     "load_config",

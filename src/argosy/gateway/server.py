@@ -38,6 +38,7 @@ from argosy.gateway.filters import (
     open_idempotency_store,
     open_quota_backend,
 )
+from argosy.gateway.fleet_control import OpenFleetControl
 from argosy.gateway.fleet_pools import FleetPoolsHandler, load_fleet_pools
 from argosy.gateway.http_route import HttpRoute
 from argosy.gateway.loop_monitor import LoopMonitor
@@ -88,6 +89,7 @@ class GatewayServer:
         on_ready: Callable[[str], None],
         load_config: ConfigLoader | None = None,
         resolver: Resolver = resolve_host,
+        open_fleet_control: OpenFleetControl | None = None,
     ) -> None:
         """Build the parts that need no I/O.
 
@@ -96,6 +98,7 @@ class GatewayServer:
             on_ready: Called with the base URL once the gateway listens.
             load_config: Reads the settings again for `reload`. None disables it.
             resolver: Resolves host names to addresses.
+            open_fleet_control: Returns the control of the declared fleet, if the settings name one.
 
         Raises:
             ValueError: The settings are invalid. The message says what to change.
@@ -109,6 +112,7 @@ class GatewayServer:
                 )
         self._config = config
         self._on_ready = on_ready
+        self._open_fleet_control = open_fleet_control
         versions = () if pools is None else pools.versions
         self._registry = ModelRegistry(
             build_model_entries(config, versions), config.routes, resolver
@@ -320,6 +324,9 @@ class GatewayServer:
     ) -> AsgiApp:
         accounting = None if self._account_sync is None else self._account_sync.accounting
         store = None if accounting is None else accounting.store
+        fleet, fleet_control = self._config.fleet, None
+        if store is not None and fleet is not None and self._open_fleet_control is not None:
+            fleet_control = self._open_fleet_control(fleet, store.fleets)
         explainer = RequestExplainer(
             self._gateway_id, self._find_trace, peers, None if store is None else store.ledger
         )
@@ -329,7 +336,8 @@ class GatewayServer:
             explainer.explain,
             _ignore_change if accounting is None else accounting.notify_changed,
             ReplicaAdmin(self._models, store),
-            self._config.fleet,
+            fleet,
+            fleet_control=fleet_control,
             series_queries=series_queries,
             sessions=None if self._console is None else self._console.sessions,
             config=self._config,
@@ -529,7 +537,10 @@ def _ignore_change() -> None:
 
 
 def serve_gateway(
-    config: GatewayConfig, on_ready: Callable[[str], None], load_config: ConfigLoader
+    config: GatewayConfig,
+    on_ready: Callable[[str], None],
+    load_config: ConfigLoader,
+    open_fleet_control: OpenFleetControl | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT, and reload the settings on SIGHUP.
 
@@ -537,6 +548,7 @@ def serve_gateway(
         config: The settings.
         on_ready: Called with the base URL once the gateway listens.
         load_config: Reads the settings again.
+        open_fleet_control: Returns the control of the declared fleet, if the settings name one.
 
     Raises:
         ValueError: The settings are invalid. The message says what to change.
@@ -550,7 +562,7 @@ def serve_gateway(
         on_ready(url)
 
     async def run() -> None:
-        server = GatewayServer(config, ready, load_config)
+        server = GatewayServer(config, ready, load_config, open_fleet_control=open_fleet_control)
         with handle_signals(server.stop, server.reload):
             await server.run()
 

@@ -25,6 +25,7 @@ from argosy.store.errors import (
     StoreUnavailableError,
 )
 from argosy.store.fleet_store import (
+    AuditedDecision,
     DeposedError,
     FleetDocument,
     FleetEvent,
@@ -115,6 +116,7 @@ __all__ = [
     "AuditEntry",
     "AuditLog",
     "AuditVerification",
+    "AuditedDecision",
     "CachedResponse",
     "Clock",
     "ConflictError",

@@ -13,6 +13,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from argosy.store import schema
 from argosy.store.database import Database
 from argosy.store.errors import ConflictError, NotFoundError, StoreError
+from argosy.store.record_tables import AccountTransaction
 
 IDLE_TIMEOUT_S = 2.0
 """Time between two queries after which PostgreSQL ends a transaction. A leader that is stopped inside one holds the
@@ -84,6 +85,16 @@ class FleetDocument(msgspec.Struct, frozen=True):
     """The document as JSON."""
 
 
+class AuditedDecision(msgspec.Struct, frozen=True, kw_only=True):
+    """Decision of a person that the audit log records in the transaction that carries it out."""
+
+    actor: str
+    action: str
+    """Kind of the subject and verb, such as `pool.scale`."""
+    subject: str
+    details: dict[str, Any] = {}
+
+
 class FleetLease(msgspec.Struct, frozen=True, kw_only=True):
     """Right of one controller to act for a fleet, as long as it renews it.
 
@@ -117,6 +128,7 @@ class FleetStore:
         reason: str = "",
         rollback_of: int | None = None,
         after: int | None = None,
+        decision: AuditedDecision | None = None,
     ) -> FleetRevision:
         """Add a revision.
 
@@ -129,6 +141,7 @@ class FleetStore:
             reason: Why.
             rollback_of: Number of the revision whose declaration this one repeats.
             after: Number of the revision that the author has seen as the latest (0: none); None to replace any.
+            decision: Decision to record in the audit log.
 
         Raises:
             ConflictError: The latest revision is not `after`.
@@ -155,6 +168,7 @@ class FleetStore:
                 "generations": msgspec.json.encode(revision.generations),
             }
             connection.execute(insert(schema.fleet_revisions), row)
+            self._audit(connection, decision)
         return revision
 
     @staticmethod
@@ -215,14 +229,18 @@ class FleetStore:
         with self._database.read_transaction() as connection:
             return list(connection.execute(query).scalars())
 
-    def list_revisions(self, fleet: str, limit: int = 100) -> list[FleetRevision]:
-        """Return the latest revisions, newest first."""
+    def list_revisions(
+        self, fleet: str, limit: int = 100, before: int | None = None
+    ) -> list[FleetRevision]:
+        """Return the latest revisions, or those with numbers below `before`, newest first."""
         query = (
             select(schema.fleet_revisions)
             .where(_revisions.fleet == fleet)
             .order_by(_revisions.number.desc())
             .limit(limit)
         )
+        if before is not None:
+            query = query.where(_revisions.number < before)
         with self._database.read_transaction() as connection:
             return [_decode_revision(row) for row in connection.execute(query)]
 
@@ -335,7 +353,13 @@ class FleetStore:
             }
 
     def replace_document(
-        self, fleet: str, name: str, document: FleetDocument | None, *, after: int
+        self,
+        fleet: str,
+        name: str,
+        document: FleetDocument | None,
+        *,
+        after: int,
+        decision: AuditedDecision | None = None,
     ) -> bool:
         """Replace a document unless another process has done so meanwhile. Any process may call it, without a lease.
 
@@ -344,6 +368,7 @@ class FleetStore:
             name: Name of the document.
             document: The new document, with a version above `after`; None deletes it.
             after: Version of the document that is replaced; 0 if there is none.
+            decision: Decision to record in the audit log.
 
         Returns:
             False if the stored version is not `after`. Nothing was changed then.
@@ -362,6 +387,7 @@ class FleetStore:
                 connection.execute(
                     insert(schema.fleet_documents), row | {"document": document.content}
                 )
+            self._audit(connection, decision)
         return True
 
     # --- events ----------------------------------------------------------------------------------
@@ -384,7 +410,14 @@ class FleetStore:
             _insert_rows(connection, schema.fleet_events, rows)
 
     def list_events(
-        self, fleet: str, *, after: int = 0, limit: int = 100, replica: str | None = None
+        self,
+        fleet: str,
+        *,
+        after: int = 0,
+        limit: int = 100,
+        replica: str | None = None,
+        pool: str | None = None,
+        kind: str | None = None,
     ) -> list[FleetEvent]:
         """Return events with numbers above `after`, oldest first; with `after` 0 the latest ones.
 
@@ -393,10 +426,17 @@ class FleetStore:
             after: Number of the last event that the caller has.
             limit: Maximum number of events.
             replica: Only events of this replica.
+            pool: Only events of this pool.
+            kind: Only events of this kind.
         """
         query = select(schema.fleet_events).where(_events.fleet == fleet, _events.number > after)
-        if replica is not None:
-            query = query.where(_events.replica == replica)
+        for column, value in (
+            (_events.replica, replica),
+            (_events.pool, pool),
+            (_events.kind, kind),
+        ):
+            if value is not None:
+                query = query.where(column == value)
         order = _events.number if after else _events.number.desc()
         with self._database.read_transaction() as connection:
             rows = connection.execute(query.order_by(order).limit(limit)).all()
@@ -419,6 +459,12 @@ class FleetStore:
             is_old = or_(_events.at < self._clock() - keep_s, _events.number <= last - max_count)
             pruned = delete(schema.fleet_events).where(_events.fleet == lease.fleet, is_old)
             return connection.execute(pruned).rowcount
+
+    def _audit(self, connection: Connection, decision: AuditedDecision | None) -> None:
+        if decision is not None:
+            transaction = AccountTransaction(connection, decision.actor, self._clock, None)
+            transaction.append_decision(decision.action, decision.subject, decision.details)
+            transaction.save_version()
 
     def _write_transaction(self) -> AbstractContextManager[Connection]:
         return self._database.write_transaction(idle_timeout_s=IDLE_TIMEOUT_S)

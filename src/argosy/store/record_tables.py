@@ -219,7 +219,7 @@ class AccountTransaction:
         self._check_unique(record)
         values = msgspec.structs.asdict(record)
         self.connection.execute(insert(_TABLES[type(record)]).values(values))
-        self._append_audit_entry(action, record, _to_audit_fields(record))
+        self._append_record_entry(action, record, _to_audit_fields(record))
         self._check_record_count(record)
         return record
 
@@ -247,13 +247,15 @@ class AccountTransaction:
                 values["named_at"] = self.now
         self.connection.execute(update(table).where(table.c.id == record.id).values(values))
         old, new = _to_audit_fields(record), _to_audit_fields(after)
-        self._append_audit_entry(action, record, {name: [old[name], new[name]] for name in changed})
+        self._append_record_entry(
+            action, record, {name: [old[name], new[name]] for name in changed}
+        )
         return after
 
     def delete_record(self, record: AccountRecord) -> None:
         """Delete a record. The audit log keeps its fields."""
         table = _TABLES[type(record)]
-        self._append_audit_entry("delete", record, _to_audit_fields(record))
+        self._append_record_entry("delete", record, _to_audit_fields(record))
         self.connection.execute(delete(table).where(table.c.id == record.id))
 
     def save_version(self) -> None:
@@ -297,17 +299,33 @@ class AccountTransaction:
             )
             raise ConflictError(f"{problem}. End some that are no longer needed.")
 
-    def _append_audit_entry(
+    def append_decision(self, action: str, subject: str, details: dict[str, Any]) -> None:
+        """Add an audit entry about something of the whole gateway that is no account record.
+
+        Args:
+            action: Kind of the subject and verb, such as `pool.scale`.
+            subject: What the decision is about.
+            details: What was decided.
+        """
+        self._append_audit_entry(action, subject, None, details)
+
+    def _append_record_entry(
         self, action: str, record: AccountRecord, details: dict[str, Any]
+    ) -> None:
+        action = f"{record_noun(type(record))}.{action}"
+        self._append_audit_entry(action, record.id, self._find_organisation_id(record), details)
+
+    def _append_audit_entry(
+        self, action: str, subject: str, organisation: str | None, details: dict[str, Any]
     ) -> None:
         entry = {
             "entry": self._audit_entries + 1,
             "at": self.now,
             "actor": self._actor,
-            "action": f"{record_noun(type(record))}.{action}",
-            "subject": record.id,
+            "action": action,
+            "subject": subject,
             "details": msgspec.json.encode(details, order="sorted").decode(),
-            "organisation": self._find_organisation_id(record),
+            "organisation": organisation,
         }
         self._audit_head = hash_entry(self._audit_head, entry)
         self._audit_entries += 1

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from tests.support.organisations import AdminGateway, run_admin_gateway
+from tests.support.stored_rollout import StoredRollout
 
 from argosy.store import Role, RoleScope
 
@@ -135,6 +136,37 @@ async def test_new_key_is_shown_once_and_works(
     assert models.status_code == 200
 
 
+async def test_rollout_is_watched_and_steered_and_its_pool_scaled(
+    browser: Browser, admin_gateway: AdminGateway
+) -> None:
+    stored = StoredRollout(admin_gateway.store.fleets)
+    stored.decide_once()
+    page = await open_console(browser, admin_gateway)
+    await page.goto(f"{admin_gateway.client.base_url}/#/models")
+    await page.locator(".steps .now", has_text="copies of 10 %").wait_for()
+    needed = page.get_by_role("meter", name="Errors: no worse")
+    await playwright_api.expect(needed).to_have_attribute("aria-valuetext", "1 of 20")
+    dialog = page.get_by_role("dialog")
+    await page.get_by_role("button", name="Pause").click()
+    await dialog.get_by_label("Why").fill(HOSTILE)
+    await dialog.get_by_role("button", name="Pause").click()
+    await page.get_by_text("Waits for a controller: pause by key:").wait_for()
+    stored.decide_once()
+    await page.get_by_text(f"paused: {HOSTILE}").wait_for()
+    await page.get_by_role("button", name="Scale").click()
+    await dialog.get_by_label("Replicas that serve").fill("3")
+    await dialog.get_by_role("button", name="Scale").click()
+    await page.locator(".diff .add", has_text="+ pools[chat].replicas: 3").wait_for()
+    await page.get_by_text("Revision 2", exact=True).click()
+    await page.get_by_role("button", name="Put it in force again").first.click()
+    await dialog.locator(".diff .del", has_text="- pools[chat].replicas: 3").wait_for()
+    await dialog.get_by_role("button", name="Apply").click()
+    await page.get_by_text("Revision 4", exact=True).wait_for()
+    await page.get_by_role("link", name="Overview").click()
+    await page.get_by_text("waits for a person").wait_for()
+    await page.get_by_text("has 1 of at least 2 replicas").wait_for()
+
+
 @pytest.mark.parametrize(
     ("role", "scope", "screens"),
     [
@@ -233,6 +265,7 @@ async def test_screens_have_no_serious_findings_of_axe(
     browser: Browser, admin_gateway: AdminGateway, scheme: Scheme
 ) -> None:
     await admin_gateway.create_customer()
+    StoredRollout(admin_gateway.store.fleets).decide_once()
     page = await open_console(browser, admin_gateway, scheme=scheme)
     for screen in SCREENS:
         await page.goto(f"{admin_gateway.client.base_url}/#/{screen}")

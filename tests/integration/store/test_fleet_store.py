@@ -34,10 +34,18 @@ def lead(store: Store, holder: str) -> FleetLease:
 
 
 def test_numbers_revisions_and_generations(store: Store, clock: FakeClock) -> None:
-    def apply(digests: dict[str, str], **options: int) -> dict[str, PoolGeneration]:
+    def apply(
+        digests: dict[str, str], after: int | None = None, rollback_of: int | None = None
+    ) -> dict[str, PoolGeneration]:
         clock.now += 1
         revision = store.fleets.apply(
-            FLEET, b'{"a": 1}', digests, author="ann", reason="because", **options
+            FLEET,
+            b'{"a": 1}',
+            digests,
+            author="ann",
+            reason="because",
+            after=after,
+            rollback_of=rollback_of,
         )
         assert revision == store.fleets.latest_revision(FLEET)
         return dict(revision.generations)
@@ -58,6 +66,7 @@ def test_numbers_revisions_and_generations(store: Store, clock: FakeClock) -> No
         apply({}, after=3)
     revisions = store.fleets.list_revisions(FLEET, limit=3)
     assert [revision.number for revision in revisions] == [5, 4, 3]
+    assert store.fleets.list_revisions(FLEET, limit=1, before=5) == revisions[1:2]
     assert (revisions[0].author, revisions[0].reason) == ("ann", "because")
     assert revisions[1].rollback_of == 1
     assert revisions[1].applied_at == clock() - 2  # the conflict advanced the clock too
@@ -161,6 +170,8 @@ def test_only_the_leader_writes(store: Store, clock: FakeClock) -> None:
     assert store.fleets.list_events(FLEET, after=2) == logged[2:]
     assert store.fleets.list_events(FLEET, limit=1) == logged[3:]
     assert store.fleets.list_events(FLEET, replica="a-1-1") == logged[1:2]
+    assert store.fleets.list_events(FLEET, pool="a", kind="replica_start") == logged[:3]
+    assert not store.fleets.list_events(FLEET, pool="a", kind="replica_stop")
 
 
 def test_old_events_are_deleted_by_age_and_count(store: Store, clock: FakeClock) -> None:

@@ -5,7 +5,8 @@ The store keeps each applied declaration as a numbered revision. A `Controller` 
 `policy.reconciliation` decides. A `FleetAutoscaler` decides how many replicas a pool has, by what `policy.autoscaling`
 makes of the gateways' reports. `FleetRollouts` divides a pool between two versions, as `policy.rollout` decides. A
 `GatewayPublisher` publishes the replicas in the rotation to the gateways. With
-`read_fleet_status` operators see what it recorded. A keeper (`argosy.controller_keeper`) restarts the controller on
+`read_fleet_status` operators see what it recorded; a `StoredFleetControl` shows it in the gateway's admin API, and
+stores what operators decide there. A keeper (`argosy.controller_keeper`) restarts the controller on
 machines without systemd.
 """
 
@@ -20,9 +21,12 @@ from argosy.fleet.control.environment import check_launchers, fleet_folder, open
 from argosy.fleet.control.fleet_context import FleetContext
 from argosy.fleet.control.fleet_records import SCALING_DECISION, ReplicaRecord, decode_records
 from argosy.fleet.control.leadership import process_holder
+from argosy.fleet.control.revisions import apply_declaration, parse_declaration
+from argosy.fleet.control.rollout_commands import abort_route, is_rejected, send_command
 from argosy.fleet.control.rollout_documents import append_command, roll_back_route
 from argosy.fleet.control.rollout_status import RolloutReport, RolloutStatus, read_rollouts
 from argosy.fleet.control.status import FleetStatus, PoolStatus, read_fleet_status
+from argosy.fleet.control.stored_fleet_control import StoredFleetControl
 from argosy.fleet.control.used_models import UsedModels, find_used_models
 
 __all__ = [
@@ -35,19 +39,25 @@ __all__ = [
     "ReplicaRecord",
     "RolloutReport",
     "RolloutStatus",
+    "StoredFleetControl",
     "UsedModels",
+    "abort_route",
     "append_command",
+    "apply_declaration",
     "check_launchers",
     "decode_records",
     "find_used_models",
     "fleet_folder",
     "gateway_url",
+    "is_rejected",
     "open_launcher",
+    "parse_declaration",
     "pool_digests",
     "process_holder",
     "read_fleet_status",
     "read_rollouts",
     "roll_back_route",
+    "send_command",
     "set_replicas",
     "stop_everything",
 ]

@@ -9,7 +9,7 @@ import msgspec
 
 from argosy.policy.rollout import PoolRollouts, RolloutCommand
 from argosy.policy.traffic import PoolRoute
-from argosy.store import ConflictError, FleetDocument, FleetStore
+from argosy.store import AuditedDecision, ConflictError, FleetDocument, FleetStore
 
 ROUTE_PREFIX = "route/"
 ROLLOUTS_PREFIX = "rollout/"
@@ -63,13 +63,23 @@ def read_rollout_documents(store: FleetStore, fleet: str) -> dict[str, RolloutDo
     }
 
 
-def append_command(store: FleetStore, fleet: str, pool: str, command: RolloutCommand) -> None:
-    """Store a command for the controller. Blocks on the store.
+def append_command(
+    store: FleetStore,
+    fleet: str,
+    pool: str,
+    command: RolloutCommand,
+    decision: AuditedDecision | None = None,
+) -> None:
+    """Store a command for the controller, and `decision` in the audit log. Blocks on the store.
 
     Raises:
         ConflictError: Other processes changed the commands all the time.
     """
-    _change_commands(store, fleet, pool, lambda commands: [*commands, command][-MAX_COMMANDS:])
+
+    def append(commands: Sequence[RolloutCommand]) -> Sequence[RolloutCommand]:
+        return [*commands, command][-MAX_COMMANDS:]
+
+    _change_commands(store, fleet, pool, append, decision)
 
 
 def remove_commands(
@@ -135,6 +145,7 @@ def _change_commands(
     fleet: str,
     pool: str,
     change: Callable[[Sequence[RolloutCommand]], Sequence[RolloutCommand]],
+    decision: AuditedDecision | None = None,
 ) -> None:
     name = f"{COMMANDS_PREFIX}{pool}"
     for _ in range(MAX_ATTEMPTS):
@@ -145,7 +156,7 @@ def _change_commands(
         version = 0 if stored is None else stored.version
         # An empty list is kept, so that the version never returns to one that another process has read.
         document = FleetDocument(version + 1, msgspec.json.encode(changed))
-        if store.replace_document(fleet, name, document, after=version):
+        if store.replace_document(fleet, name, document, after=version, decision=decision):
             return
     raise ConflictError(f"commands for pool {pool} are changed by others all the time; try again")
 

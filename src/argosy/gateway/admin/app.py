@@ -28,6 +28,7 @@ from argosy.gateway.admin.openapi import add_openapi_endpoint
 from argosy.gateway.auth import Authenticator, check_role
 from argosy.gateway.config import GatewayConfig
 from argosy.gateway.console import ConsoleSessions
+from argosy.gateway.fleet_control import FleetControl
 from argosy.gateway.loop_monitor import LoopMonitor
 from argosy.gateway.model_registry import ReplicaAdmin
 from argosy.gateway.principal import Principal
@@ -84,6 +85,7 @@ def build_admin_app(
     replica_admin: ReplicaAdmin | None = None,
     fleet_name: str | None = None,
     *,
+    fleet_control: FleetControl | None = None,
     series_queries: SeriesQueries | None = None,
     sessions: ConsoleSessions | None = None,
     config: GatewayConfig | None = None,
@@ -101,6 +103,7 @@ def build_admin_app(
         on_accounts_changed: Called on the event loop's thread after accounts changed and the authenticator is updated.
         replica_admin: Pools and replicas.
         fleet_name: Name of the declared fleet that the gateway belongs to.
+        fleet_control: Control of that fleet.
         series_queries: Time series.
         sessions: Sessions of the console. Without them callers need a key or token.
         config: The gateway's settings, to be shown to operators.
@@ -113,6 +116,7 @@ def build_admin_app(
         explain,
         limiter,
         fleet_name=fleet_name,
+        fleet_control=fleet_control,
         series_queries=series_queries,
         config=config,
     )

@@ -12,6 +12,7 @@ import msgspec
 from argosy.gateway.admin.call_limiter import AdminCallLimiter
 from argosy.gateway.auth import organisation_scope
 from argosy.gateway.config import GatewayConfig
+from argosy.gateway.fleet_control import FleetControl
 from argosy.gateway.model_registry import ReplicaAdmin
 from argosy.gateway.principal import Principal
 from argosy.gateway.series_queries import SeriesQueries
@@ -74,6 +75,8 @@ class AdminScope:
     """Id of the organisation, or None for the whole gateway."""
     fleet_name: str | None = None
     """Name of the declared fleet that the gateway belongs to."""
+    fleet_control: FleetControl | None = None
+    """Control of that fleet."""
     series_queries: SeriesQueries | None = None
     """Time series. None if the gateway keeps none."""
     config: GatewayConfig | None = None
@@ -109,6 +112,14 @@ class AdminScope:
             message = "This gateway belongs to no declared fleet. Add `fleet` to its settings."
             raise ApiError(404, "not_found", message)
         return self.fleet_name, self._store.fleets
+
+    @property
+    def declared_fleet(self) -> FleetControl:
+        """The declared fleet that the gateway belongs to."""
+        if self.fleet_control is None:
+            message = "This gateway belongs to no declared fleet. Start one with `argosy up`."
+            raise ApiError(404, "not_found", message)
+        return self.fleet_control
 
     @property
     def series(self) -> SeriesQueries:

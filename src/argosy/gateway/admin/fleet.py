@@ -1,4 +1,4 @@
-"""Endpoints for the declared fleet that a gateway belongs to: its event log."""
+"""Endpoints for the declared fleet that a gateway belongs to: pools, revisions, rollouts, scaling and events."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ import msgspec
 from msgspec import Meta
 
 from argosy.gateway.admin.endpoints import AdminEndpoints, AdminRequest, AdminScope
+from argosy.gateway.admin.replica_schemas import Reason
+from argosy.gateway.admin.schemas import Page
+from argosy.gateway.fleet_control import FleetChangeView, FleetRevisionView, FleetView
+from argosy.policy.rollout import CommandKind
 from argosy.process import run_in_daemon_thread
 from argosy.store import FleetEvent
 
@@ -27,6 +31,10 @@ class FleetEventsQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     limit: Annotated[int, Meta(ge=1, le=1000)] = 100
     replica: Annotated[str, Meta(max_length=200)] | None = None
     """Only events of this replica."""
+    pool: Annotated[str, Meta(max_length=200)] | None = None
+    """Only events of this pool."""
+    kind: Annotated[str, Meta(max_length=100)] | None = None
+    """Only events of this kind, such as `scaling_decision`."""
     wait_s: Annotated[float, Meta(ge=0, le=60)] = 0.0
     """How long to wait for an event if there is none after `after`."""
 
@@ -53,7 +61,13 @@ async def list_fleet_events(scope: AdminScope, request: AdminRequest) -> FleetEv
     """List or await what the controllers of the gateway's fleet did, and why."""
     query, (fleet, store) = request.query, scope.fleet
     read_events = partial(
-        store.list_events, fleet, after=query.after, limit=query.limit, replica=query.replica
+        store.list_events,
+        fleet,
+        after=query.after,
+        limit=query.limit,
+        replica=query.replica,
+        pool=query.pool,
+        kind=query.kind,
     )
     deadline = time.monotonic() + query.wait_s
     while True:
@@ -64,3 +78,142 @@ async def list_fleet_events(scope: AdminScope, request: AdminRequest) -> FleetEv
         await asyncio.sleep(POLL_INTERVAL_S)
     last = events[-1].number if events else query.after
     return FleetEvents(fleet=fleet, data=events, last=last)
+
+
+# --- state and history ---------------------------------------------------------------------------
+
+
+class RevisionsQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Parameters of the list of revisions."""
+
+    limit: Annotated[int, Meta(ge=1, le=100)] = 20
+    before: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    """Only revisions with lower numbers."""
+
+
+class PlanQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Parameters of a plan."""
+
+    revision: Annotated[int, Meta(ge=1, le=2**31 - 1)]
+    """Revision whose declaration would be put in force again."""
+
+
+@endpoints.register("GET", "/admin/fleet", "viewer", "gateway")
+def get_fleet(scope: AdminScope, request: AdminRequest) -> FleetView:  # noqa: ARG001 - the whole fleet
+    """Get the declared fleet: pools, replicas, rollouts and decisions of the autoscalers."""
+    return scope.declared_fleet.read_fleet()
+
+
+@endpoints.register("GET", "/admin/fleet/revisions", "viewer", "gateway", query_type=RevisionsQuery)
+def list_fleet_revisions(scope: AdminScope, request: AdminRequest) -> Page[FleetRevisionView]:
+    """List the applied declarations with their changes, newest first."""
+    limit, before = request.query.limit, request.query.before
+    found = scope.declared_fleet.list_revisions(limit + 1, before)
+    return Page(data=found[:limit], has_more=len(found) > limit, first_id=None, last_id=None)
+
+
+@endpoints.register("GET", "/admin/fleet/plan", "viewer", "gateway", query_type=PlanQuery)
+def plan_fleet_rollback(scope: AdminScope, request: AdminRequest) -> Page[FleetChangeView]:
+    """List what putting the declaration of an earlier revision in force again would change."""
+    changes = scope.declared_fleet.plan_rollback(request.query.revision)
+    return Page(data=changes, has_more=False, first_id=None, last_id=None)
+
+
+# --- decisions -----------------------------------------------------------------------------------
+
+
+class RollBackFleet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Puts an earlier declaration in force again."""
+
+    revision: Annotated[int, Meta(ge=1, le=2**31 - 1)]
+    after: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    """Revision that the caller has seen as the latest. A later one is a conflict. By default any is replaced."""
+    reason: Reason = ""
+
+
+class ScalePool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Changes the number of replicas of a pool."""
+
+    pool: Annotated[str, Meta(min_length=1, max_length=200)]
+    replicas: Annotated[int, Meta(ge=0, le=100_000)] | None
+    """The number; null to let the autoscaler decide again."""
+    reason: Reason = ""
+
+
+class CommandRollout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Command to a rollout."""
+
+    pool: Annotated[str, Meta(min_length=1, max_length=200)]
+    rollout: Annotated[str, Meta(min_length=1, max_length=200)]
+    """Id of the rollout that the caller has seen. Another one is a conflict."""
+    force: bool = False
+    """Whether to go on without evidence, or with a spent error budget. Needs a reason."""
+    reason: Reason = ""
+
+
+class FleetDecisionView(msgspec.Struct, frozen=True, kw_only=True):
+    """A decision that was stored. The controller carries it out."""
+
+    fleet: str
+    revision: int
+    """Number of the revision in force."""
+
+
+class RolloutCommandView(msgspec.Struct, frozen=True, kw_only=True):
+    """A command that was stored for the controller."""
+
+    fleet: str
+    pool: str
+    rollout: str
+    command: CommandKind
+
+
+@endpoints.register("POST", "/admin/fleet/rollback", "operator", "gateway", body_type=RollBackFleet)
+def roll_back_fleet(scope: AdminScope, request: AdminRequest) -> FleetDecisionView:
+    """Put the declaration of an earlier revision in force again, as a new revision."""
+    body, (fleet, _) = request.body, scope.fleet
+    revision = scope.declared_fleet.roll_back(body.revision, body.after, body.reason, request.actor)
+    return FleetDecisionView(fleet=fleet, revision=revision)
+
+
+@endpoints.register("POST", "/admin/fleet/scale", "operator", "gateway", body_type=ScalePool)
+def scale_pool(scope: AdminScope, request: AdminRequest) -> FleetDecisionView:
+    """Change the number of replicas of a pool, as a new revision. A number pauses its autoscaler."""
+    body, (fleet, _) = request.body, scope.fleet
+    revision = scope.declared_fleet.scale(body.pool, body.replicas, body.reason, request.actor)
+    return FleetDecisionView(fleet=fleet, revision=revision)
+
+
+def _register_command(kind: CommandKind, summary: str) -> None:
+    """Register the endpoint of one command to rollouts."""
+
+    def command_rollout(scope: AdminScope, request: AdminRequest) -> RolloutCommandView:
+        body, (fleet, _) = request.body, scope.fleet
+        scope.declared_fleet.command_rollout(
+            body.pool,
+            kind,
+            rollout=body.rollout,
+            reason=body.reason,
+            force=body.force,
+            actor=request.actor,
+        )
+        return RolloutCommandView(fleet=fleet, pool=body.pool, rollout=body.rollout, command=kind)
+
+    command_rollout.__name__ = f"{kind}_rollout"
+    command_rollout.__doc__ = summary
+    endpoints.register(
+        "POST",
+        f"/admin/fleet/rollout/{kind}",
+        "operator",
+        "gateway",
+        body_type=CommandRollout,
+    )(command_rollout)
+
+
+for _kind, _summary in (
+    (CommandKind.PAUSE, "Stop a rollout at its step. A worse version is still rolled back."),
+    (CommandKind.RESUME, "Continue a paused rollout, or permit a version that was rolled back."),
+    (CommandKind.PROMOTE, "Let a rollout go to its next step now."),
+    (CommandKind.ABORT, "Send all users back to the stable version at once."),
+):
+    _register_command(_kind, _summary)

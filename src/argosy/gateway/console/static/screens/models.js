@@ -1,10 +1,11 @@
-// Models and replicas: each pool with its replicas, what changed, and the decisions of operators.
+// Models and replicas: each pool with its replicas, the declared fleet behind it, what changed, and the decisions of operators.
 import { html, useEffect } from "../vendor.js";
 import { query, useResource } from "../core/api.js";
-import { age, count, percent, time, visible } from "../core/format.js";
+import { age, count, MISSING, percent, time, visible } from "../core/format.js";
 import { replicaChanges } from "../core/live.js";
 import { link, route } from "../core/router.js";
 import { Chart } from "../ui/chart.js";
+import { Fleet } from "../ui/fleet-pools.js";
 import { Card, Name, Pill, Resource, Status } from "../ui/parts.js";
 import { ReplicaActions, ReplicaTable } from "../ui/replica-table.js";
 import { useSeries } from "../ui/series.js";
@@ -15,6 +16,7 @@ export default function Models() {
   const pools = useResource("admin/pools", 5000);
   const replicas = useResource(query("admin/replicas", { model }), 5000);
   const events = useResource(query("admin/replicas/events", { model, replica, limit: 200 }), 10000);
+  const fleet = useResource("admin/fleet", 3000);
   const changes = replicaChanges.value;
   const reload = () => { pools.reload(); replicas.reload(); events.reload(); };
   useEffect(() => { if (changes) reload(); }, [changes]);
@@ -23,9 +25,10 @@ export default function Models() {
     ${replica ? html`<${Resource} of=${replicas}>${() => (chosen ? html`<${Replica} replica=${chosen} reload=${reload} /><${ReplicaCharts} key=${replica} name=${replica} />`
       : html`<${Card} title=${visible(replica)}><p class="empty">This gateway has no such replica now. Its history is below.</p><//>`)}<//>` : null}
     <${Card} title="Pools" actions=${model ? html`<a href=${link("models")}>All models</a>` : null}><${Resource} of=${pools} empty="No model is configured. Add one to the gateway's settings, or apply a fleet.">
-      ${({ data }) => html`<${Table} label="Pools" columns=${POOL_COLUMNS} rows=${data} rowKey=${(row) => row.model} height=${240} />`}<//><//>
+      ${({ data }) => html`<${Table} label="Pools" columns=${POOL_COLUMNS} rows=${data} rowKey=${(row) => `${row.model} ${row.version}`} height=${240} />`}<//><//>
     <${Card} title=${model ? `Replicas of ${visible(model)}` : "Replicas"}><${Resource} of=${replicas} empty="The pool has no replica.">
       ${({ data }) => html`<${ReplicaTable} replicas=${data} height=${420} reload=${reload} csv="replicas.csv" />`}<//><//>
+    ${replica ? null : html`<${Fleet} fleet=${fleet} model=${model} />`}
     <${Card} title="What changed" note="status changes that this gateway saw, and decisions"><${Resource} of=${events} empty="Nothing changed since this gateway started.">
       ${({ data }) => html`<${Table} label="Changes" columns=${EVENT_COLUMNS} rows=${data.map((event, index) => ({ ...event, index }))} rowKey=${(row) => `${row.at} ${row.index}`} height=${280} csv="replica-events.csv" />`}<//><//>
     <${FleetEvents} replica=${replica} />`;
@@ -67,6 +70,7 @@ function FleetEvents({ replica }) {
 
 const POOL_COLUMNS = [
   { key: "model", label: "Model", value: (row) => row.model, cell: (row) => html`<a href=${link("models", [row.model])}>${visible(row.model)}</a>` },
+  { key: "version", label: "Version", value: (row) => row.version, cell: (row) => (row.version ? html`<${Name} value=${row.version.slice(0, 12)} />` : MISSING) },
   { key: "ready", label: "Ready", isNumber: true, value: (row) => row.statuses.ready ?? 0, cell: (row) => `${row.statuses.ready ?? 0} of ${row.replicas}` },
   { key: "other", label: "Others", value: (row) => Object.entries(row.statuses).filter(([name]) => name !== "ready").map(([name, number]) => `${number} ${name}`).join(", ") },
   { key: "active_requests", label: "Requests here", isNumber: true, value: (row) => row.active_requests },

@@ -5,6 +5,7 @@ import { count, duration, money, percent, plural, significant } from "../core/fo
 import { replicaChanges, samples, tick } from "../core/live.js";
 import { link, route, setQuery } from "../core/router.js";
 import { Chart, Sparkline } from "../ui/chart.js";
+import { findFleetItems } from "../ui/fleet-attention.js";
 import { Card, Pill, Resource } from "../ui/parts.js";
 import { ReplicaTable } from "../ui/replica-table.js";
 import { RANGES, useSeries } from "../ui/series.js";
@@ -17,13 +18,14 @@ export default function Overview() {
   const replicas = useResource("admin/replicas", 5000);
   useEffect(() => { if (changes) replicas.reload(); }, [changes]);
   const pools = useResource("admin/pools", 5000);
+  const fleet = useResource("admin/fleet", 5000);
   const today = useMemo(() => new Date().setHours(0, 0, 0, 0) / 1000, []);
   const cost = useResource(query("admin/usage", { since: today }), 10000);
   const minute = useResource("minute", 5000, () => query("admin/usage", { since: Math.floor(Date.now() / 1000) - 60 }));
   const recent = useResource("admin/requests?limit=200", 10000);
   const series = useSeries("fleet", METRICS, range);
   return html`
-    <${Attention} replicas=${replicas} pools=${pools} />
+    <${Attention} replicas=${replicas} pools=${pools} fleet=${fleet} />
     <div class="row"><span class="sp"></span><div class="seg" role="group" aria-label="Time range">${RANGES.map(({ id, label }) => html`
       <button key=${id} aria-pressed=${id === range} onClick=${() => setQuery({ range: id })}>${label}</button>`)}</div></div>
     <${Numbers} series=${series} replicas=${replicas} cost=${cost} minute=${minute} recent=${recent} />
@@ -46,11 +48,12 @@ function findDifferent(replicas) {
   });
 }
 
-function Attention({ replicas, pools }) {
+function Attention({ replicas, pools, fleet }) {
   const items = [];
   if (tick.value?.store_up === false) {
     items.push({ kind: "bad", word: "Page", text: html`The store does not answer. Accounts are as of the last reading, and usage waits on disk.`, href: link("settings"), action: "Open the doctor" });
   }
+  items.push(...findFleetItems(fleet.data));
   for (const replica of replicas.data?.data ?? []) {
     if (replica.status === "ready") continue;
     const isChosen = replica.state !== "active";

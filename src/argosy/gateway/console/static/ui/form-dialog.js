@@ -2,8 +2,8 @@
 import { html, useEffect, useRef, useState } from "../vendor.js";
 import { Field } from "./parts.js";
 
-// fields: [{ name, label, kind?, options?, value?, hint?, isRequired?, parse? }]. `save` gets the values by name.
-export function FormDialog({ title, fields, save, close, submit = "Save" }) {
+// fields: [{ name, label, kind?, options?, value?, hint?, isRequired?, parse? }]. `save` gets the values by name. Children stand above the fields.
+export function FormDialog({ title, fields, save, close, submit = "Save", children }) {
   const dialog = useRef(null);
   const [error, setError] = useState("");
   const [isBusy, setBusy] = useState(false);
@@ -24,7 +24,7 @@ export function FormDialog({ title, fields, save, close, submit = "Save" }) {
       setBusy(false);
     }
   };
-  return html`<dialog ref=${dialog} aria-label=${title} onClose=${close}><form onSubmit=${send}><h2>${title}</h2>
+  return html`<dialog ref=${dialog} aria-label=${title} onClose=${close}><form onSubmit=${send}><h2>${title}</h2>${children}
     ${fields.map((field) => html`<${Field} key=${field.name} label=${field.label} hint=${field.hint}>${field.options
       ? html`<select name=${field.name}>${field.options.map(([value, text]) => html`<option key=${value} value=${value} selected=${value === field.value}>${text}</option>`)}</select>`
       : html`<input name=${field.name} type=${field.kind ?? "text"} step="any" defaultValue=${field.value ?? ""} required=${field.isRequired} />`}<//>`)}

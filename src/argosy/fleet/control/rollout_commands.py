@@ -1,0 +1,67 @@
+"""Commands of people to rollouts: which are possible, and how one is stored for the controller."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from argosy.fleet.control.rollout_documents import append_command, roll_back_route
+from argosy.fleet.control.rollout_status import RolloutReport
+from argosy.policy.rollout import CommandKind, RolloutCommand
+from argosy.policy.traffic import PoolRoute
+from argosy.store import AuditedDecision, ConflictError, FleetStore, PoolGeneration
+
+
+def is_rejected(report: RolloutReport, generations: Mapping[str, PoolGeneration]) -> bool:
+    """Return whether the declared version of a pool was rolled back, so that only a person lets it be tried again.
+
+    Args:
+        report: The pool's rollouts.
+        generations: Declared generation of each pool.
+    """
+    generation = generations.get(report.pool)
+    return generation is not None and report.rollouts.verdict_on(generation.digest) is not None
+
+
+def send_command(
+    store: FleetStore,
+    fleet: str,
+    report: RolloutReport,
+    command: RolloutCommand,
+    decision: AuditedDecision | None = None,
+) -> RolloutCommand:
+    """Store a command for the rollout that runs, and return it with the rollout's id. Blocks on the store.
+
+    Args:
+        store: Store of the fleet.
+        fleet: Name of the fleet.
+        report: The pool's rollouts.
+        command: The command.
+        decision: Decision to record in the audit log.
+
+    Raises:
+        ConflictError: The rollout cannot be rolled back any more.
+    """
+    running = report.rollouts.running
+    if command.kind is CommandKind.ABORT and running is not None and not running.can_roll_back:
+        raise ConflictError(
+            f"abort is refused: the rollout is {running.state}: {running.reason}; `argosy history` lists earlier"
+            " declarations, and `argosy rollback` puts one in force again"
+        )
+    addressed = RolloutCommand(
+        kind=command.kind,
+        by=command.by,
+        reason=command.reason,
+        force=command.force,
+        rollout="" if running is None else running.id,
+    )
+    append_command(store, fleet, report.pool, addressed, decision)
+    return addressed
+
+
+def abort_route(
+    store: FleetStore, fleet: str, pool: str, command: RolloutCommand
+) -> PoolRoute | None:
+    """Route all users to the stable version, after `abort` was stored. See `roll_back_route`."""
+    cause = command.reason or f"abort by {command.by}"
+    return roll_back_route(store, fleet, pool, cause, at=time.time())

@@ -1,0 +1,298 @@
+"""Control of a declared fleet for the gateway's admin API: reads what the controller stored, and stores decisions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from argosy.fleet.control.declared_fleet import set_replicas
+from argosy.fleet.control.fleet_records import ReplicaRecord
+from argosy.fleet.control.revisions import apply_declaration, parse_declaration
+from argosy.fleet.control.rollout_commands import abort_route, is_rejected, send_command
+from argosy.fleet.control.rollout_status import RolloutReport, RolloutStatus, read_rollouts
+from argosy.fleet.control.status import PoolStatus, read_fleet_status
+from argosy.fleet.declaration import FleetConfig, PlannedChange, PoolConfig, compare_fleets
+from argosy.gateway import (
+    FleetChangeView,
+    FleetPoolView,
+    FleetReplicaView,
+    FleetRevisionView,
+    FleetView,
+    PoolRolloutView,
+    VersionView,
+)
+from argosy.policy.rollout import (
+    CommandKind,
+    GateResult,
+    RolloutCommand,
+    RolloutRecord,
+    RolloutState,
+)
+from argosy.store import (
+    AuditedDecision,
+    ConflictError,
+    FleetRevision,
+    FleetStore,
+    NotFoundError,
+    PoolGeneration,
+)
+
+
+class StoredFleetControl:
+    """Implements `argosy.gateway.FleetControl` on the store, with or without a running controller.
+
+    Args:
+        fleet: Name of the fleet.
+        store: Its store.
+    """
+
+    def __init__(self, fleet: str, store: FleetStore) -> None:
+        self._fleet = fleet
+        self._store = store
+
+    def read_fleet(self) -> FleetView:
+        """Return the fleet as its controller recorded it. See `FleetControl`."""
+        revision = self._require_latest()
+        config = parse_declaration(revision)
+        status = read_fleet_status(self._store, self._fleet)
+        reports = {each.pool: each for each in read_rollouts(self._store, self._fleet)}
+        pools = []
+        for pool_status in status.pools:
+            pool = config.find_pool(pool_status.name)
+            if pool is not None:
+                report = reports.get(pool.name)
+                pools.append(_describe_pool(pool, pool_status, report, revision.generations))
+        return FleetView(
+            fleet=self._fleet,
+            revision=status.revision,
+            has_leader=status.has_leader,
+            leader=status.leader,
+            lease_age_s=status.lease_age_s,
+            pools=pools,
+            replicas=[_describe_replica(record) for record in status.replicas],
+        )
+
+    def list_revisions(self, limit: int, before: int | None) -> list[FleetRevisionView]:
+        """Return revisions with their changes, newest first. See `FleetControl`."""
+        revisions = self._store.list_revisions(self._fleet, limit + 1, before)
+        earlier: list[FleetRevision | None] = [*revisions[1:], None]
+        pairs = list(zip(revisions, earlier, strict=True))[:limit]
+        return [_describe_revision(revision, previous) for revision, previous in pairs]
+
+    def plan_rollback(self, revision: int) -> list[FleetChangeView]:
+        """Return what putting an earlier declaration in force would change. See `FleetControl`."""
+        config = parse_declaration(self._store.get_revision(self._fleet, revision))
+        return _describe_changes(compare_fleets(parse_declaration(self._require_latest()), config))
+
+    def roll_back(self, revision: int, after: int | None, reason: str, actor: str) -> int:
+        """Put an earlier declaration in force again. See `FleetControl`."""
+        config = parse_declaration(self._store.get_revision(self._fleet, revision))
+        if not compare_fleets(parse_declaration(self._require_latest()), config):
+            raise ConflictError(
+                f"Nothing changes: the declaration of revision {revision} is in force."
+            )
+        decision = self._decision("fleet.rollback", "", actor, revision=revision, reason=reason)
+        return apply_declaration(
+            self._store,
+            self._fleet,
+            config,
+            author=actor,
+            reason=reason,
+            after=after,
+            rollback_of=revision,
+            decision=decision,
+        ).number
+
+    def scale(self, pool: str, replicas: int | None, reason: str, actor: str) -> int:
+        """Change the number of replicas of a pool. See `FleetControl`."""
+        latest = self._require_latest()
+        config = parse_declaration(latest)
+        scaled = set_replicas(config, pool, replicas)
+        if scaled == config:
+            return latest.number
+        old = _replicas_of(config, pool)
+        decision = self._decision(
+            "pool.scale", pool, actor, replicas=[old, replicas], reason=reason
+        )
+        count = "the number that the autoscaler decides" if replicas is None else replicas
+        return apply_declaration(
+            self._store,
+            self._fleet,
+            scaled,
+            author=actor,
+            reason=reason or f"scale {pool} to {count}",
+            after=latest.number,
+            decision=decision,
+        ).number
+
+    def command_rollout(
+        self, pool: str, kind: CommandKind, *, rollout: str, reason: str, force: bool, actor: str
+    ) -> None:
+        """Store a command for the controller. See `FleetControl`."""
+        report = self._find_report(pool)
+        current, running = report.rollouts.current, report.rollouts.running
+        is_retry = kind is CommandKind.RESUME and is_rejected(
+            report, self._require_latest().generations
+        )
+        if running is None and not is_retry:
+            raise ConflictError(f"No rollout of the pool {pool} is running.")
+        if current is None or current.id != rollout:
+            raise ConflictError(
+                f"Another rollout of the pool {pool} has begun. Look at it, and repeat the command."
+            )
+        command = RolloutCommand(kind=kind, by=actor, reason=reason, force=force)
+        decision = self._decision(
+            f"rollout.{kind}", pool, actor, rollout=rollout, reason=reason, force=force
+        )
+        sent = send_command(self._store, self._fleet, report, command, decision)
+        if kind is CommandKind.ABORT:
+            abort_route(self._store, self._fleet, pool, sent)
+
+    def _require_latest(self) -> FleetRevision:
+        revision = self._store.latest_revision(self._fleet)
+        if revision is None:
+            raise NotFoundError(
+                f"The fleet {self._fleet!r} was never applied. Use `argosy up` with its declaration."
+            )
+        return revision
+
+    def _find_report(self, pool: str) -> RolloutReport:
+        for report in read_rollouts(self._store, self._fleet):
+            if report.pool == pool:
+                return report
+        raise NotFoundError(
+            f"The pool {pool!r} of the fleet {self._fleet!r} has had no rollout. Declare `rollout` for it."
+        )
+
+    def _decision(self, action: str, pool: str, actor: str, **details: object) -> AuditedDecision:
+        subject = f"{self._fleet}/{pool}" if pool else self._fleet
+        return AuditedDecision(actor=actor, action=action, subject=subject, details=details)
+
+
+def _replicas_of(config: FleetConfig, name: str) -> int | None:
+    pool = config.find_pool(name)
+    return None if pool is None else pool.replicas
+
+
+def _describe_replica(record: ReplicaRecord) -> FleetReplicaView:
+    return FleetReplicaView(
+        replica=record.name,
+        pool=record.pool,
+        phase=record.phase,
+        reason=record.reason,
+        since=record.phase_since,
+        generation=record.generation,
+        launcher=record.launcher,
+        node=record.node,
+        zone=record.zone,
+    )
+
+
+def _describe_pool(
+    pool: PoolConfig,
+    status: PoolStatus,
+    report: RolloutReport | None,
+    generations: Mapping[str, PoolGeneration],
+) -> FleetPoolView:
+    return FleetPoolView(
+        pool=pool.name,
+        model=pool.model,
+        ready=status.ready,
+        desired=status.desired,
+        existing=status.replicas,
+        spares=pool.spares,
+        minimum=pool.min_replicas if pool.min_replicas is not None else pool.initial_replicas,
+        maximum=pool.max_replicas,
+        declared=pool.replicas if pool.autoscaling.mode == "on" else pool.initial_replicas,
+        autoscaling=pool.autoscaling.mode,
+        decision=status.scaling,
+        rollout=None
+        if report is None or report.rollouts.current is None
+        else _describe_rollout(report, report.rollouts.current, generations),
+    )
+
+
+def _describe_rollout(
+    report: RolloutReport, current: RolloutRecord, generations: Mapping[str, PoolGeneration]
+) -> PoolRolloutView:
+    status = report.status or RolloutStatus(pool=report.pool, status="")
+    plan, gate = current.plan, current.plan.gate
+    waits_for_person = not plan.auto_promote or current.is_endless
+    return PoolRolloutView(
+        rollout=current.id,
+        strategy=plan.strategy,
+        state=current.state,
+        state_since=current.state_since,
+        started_at=current.started_at,
+        summary=report.sentence,
+        is_running=not current.has_ended,
+        can_roll_back=current.can_roll_back,
+        can_retry=current.has_ended and is_rejected(report, generations),
+        needs_promotion=current.state is RolloutState.STEP
+        and waits_for_person
+        and status.result == GateResult.PROMOTE,
+        cause=current.cause,
+        stable=_describe_version(report, status, current.stable),
+        candidate=_describe_version(report, status, current.candidate),
+        steps=plan.comparison_steps,
+        step=current.step,
+        result=status.result,
+        result_reason=status.reason,
+        regression=status.regression,
+        regression_threshold=1.0 / gate.max_false_rollbacks,
+        equivalence_threshold=1.0 / gate.max_false_promotions,
+        metrics=status.metrics,
+        check=status.check,
+        check_reason=status.check_reason,
+        error_budget=status.error_budget,
+        pending_commands=tuple(f"{each.kind} by {each.by}" for each in report.commands),
+        refusals=status.refusals,
+        rejected=report.rollouts.verdicts,
+        transitions=current.transitions,
+    )
+
+
+def _describe_version(report: RolloutReport, status: RolloutStatus, digest: str) -> VersionView:
+    replicas = status.versions.get(digest)
+    return VersionView(
+        digest=digest,
+        share=0.0 if report.route is None else report.route.share_of(digest),
+        desired=0 if replicas is None else replicas.desired,
+        existing=0 if replicas is None else replicas.existing,
+        ready=0 if replicas is None else replicas.ready,
+    )
+
+
+def _describe_revision(
+    revision: FleetRevision, previous: FleetRevision | None
+) -> FleetRevisionView:
+    changes: list[FleetChangeView] = []
+    problem = ""
+    try:
+        config = parse_declaration(revision)
+        before = None if previous is None else parse_declaration(previous)
+        changes = _describe_changes(compare_fleets(before, config))
+    except ValueError as error:
+        problem = str(error)
+    return FleetRevisionView(
+        revision=revision.number,
+        applied_at=revision.applied_at,
+        author=revision.author,
+        reason=revision.reason,
+        rollback_of=revision.rollback_of,
+        changes=changes,
+        problem=problem,
+    )
+
+
+def _describe_changes(changes: Sequence[PlannedChange]) -> list[FleetChangeView]:
+    return [
+        FleetChangeView(
+            path=change.path,
+            action=change.action,
+            old=change.old,
+            new=change.new,
+            effect=change.effect,
+            count=change.count,
+        )
+        for change in changes
+    ]

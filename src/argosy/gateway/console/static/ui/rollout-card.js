@@ -1,0 +1,111 @@
+// The rollout of a pool: its steps, the evidence of its gate as it grows, what happened, and the commands of operators.
+import { html, useState } from "../vendor.js";
+import { may, post } from "../core/api.js";
+import { age, MISSING, percent, significant, time, visible } from "../core/format.js";
+import { FormDialog } from "./form-dialog.js";
+import { Meter } from "./meter.js";
+import { Card, Name, Pill, notify } from "./parts.js";
+import { Table } from "./table.js";
+
+const STATE_KINDS = { done: "ok", paused: "warn", inconclusive: "warn", rolling_back: "bad", rolled_back: "bad", cleaning: "bad", aborted: "bad" };
+const PAUSED = ["paused", "inconclusive"];
+const METRICS = { errors: "Errors", refusals: "Refusals", ttft: "Time to first token", tpot: "Time per token", short_output: "Short outputs", long_output: "Long outputs" };
+const DIGEST = /\b[0-9a-f]{64}\b/g;
+const words = (text) => text.replaceAll("_", " ");
+
+// Digests of versions are shown by their beginnings, as the command line does.
+export const shortDigests = (text) => visible(text).replace(DIGEST, (digest) => digest.slice(0, 12));
+
+export const RolloutState = ({ rollout }) => html`<${Pill} kind=${STATE_KINDS[rollout.state] ?? "none"}>${words(rollout.state)}<//>`;
+
+const COMMANDS = {
+  pause: { word: "Pause", hint: "The new version keeps its share, and is still rolled back if it is worse.", done: "The controller will pause the rollout." },
+  resume: { word: "Resume", hint: "The rollout goes on, or a version that was rolled back is tried again.", done: "The controller will resume the rollout." },
+  promote: { word: "Promote", hint: "The rollout goes to its next step now.", done: "The controller will promote the new version." },
+  abort: { word: "Abort", hint: "All users get the old version again within seconds.", done: "All users are sent back to the old version.", kind: "danger" },
+};
+const FORCE = { name: "force", label: "Evidence", options: [["", "only if it suffices"], ["yes", "go on without it; needs a reason"]], parse: () => true };
+
+// Commands that the state of a rollout allows.
+function possible({ is_running: isRunning, can_retry: canRetry, can_roll_back: canRollBack, state }) {
+  if (!isRunning) return canRetry ? ["resume"] : [];
+  if (!canRollBack) return [];
+  return [PAUSED.includes(state) ? "resume" : "pause", "promote", "abort"];
+}
+
+function Commands({ pool, rollout, reload }) {
+  const [name, setName] = useState("");
+  if (!may("operator", "gateway")) return null;
+  const { word, hint, done } = COMMANDS[name] ?? {};
+  const save = async (values) => {
+    await post(`admin/fleet/rollout/${name}`, { pool, rollout: rollout.rollout, ...values });
+    notify(done);
+    reload();
+  };
+  return html`<div class="row commands">${possible(rollout).map((each) => html`<button key=${each} class=${`btn ${COMMANDS[each].kind ?? ""}`} onClick=${() => setName(each)}>${COMMANDS[each].word}</button>`)}
+    ${name ? html`<${FormDialog} title=${`${word} the rollout of ${visible(pool)}?`} submit=${word} save=${save} close=${() => setName("")}
+      fields=${[{ name: "reason", label: "Why, for the record", hint }, ...(name === "promote" || name === "resume" ? [FORCE] : [])]} />` : null}</div>`;
+}
+
+// The steps of the plan with the present one, and the part of the users that has the new version.
+function Steps({ rollout }) {
+  const steps = [...rollout.steps.map(({ share, is_shadow: isShadow }) => (isShadow ? `copies of ${percent(share)}` : `${percent(share)} of the users`)), "all users"];
+  const isDone = rollout.state === "done" || rollout.state === "retiring";
+  const isOver = !rollout.is_running && !isDone;
+  const mark = (index) => (isDone || index < rollout.step ? "done" : index === rollout.step && !isOver ? "now" : "later");
+  const marks = { done: "✓ ", now: "▸ ", later: "" };
+  return html`<ol class="steps" aria-label="Steps">${steps.map((text, index) => html`
+    <li key=${index} class=${mark(index)} aria-current=${mark(index) === "now" ? "step" : undefined}><span aria-hidden="true">${marks[mark(index)]}</span>${text}<span class="sr">${mark(index) === "done" ? ", done" : ""}</span></li>`)}</ol>`;
+}
+
+function Versions({ rollout: { stable, candidate, steps, step, state } }) {
+  const copies = state === "step" && steps[step]?.is_shadow ? ` and copies of ${percent(steps[step].share)} of the requests` : "";
+  const row = (name, version, more = "") => [html`<dt key=${name}>${name}</dt>`, html`<dd key=${`${name}-facts`}><${Name} value=${version.digest.slice(0, 12)} /> ${percent(version.share)} of the users${more}, ${version.ready} of ${version.desired} replicas ready</dd>`];
+  return html`<dl class="facts">${row("Old version", stable)}${row("New version", candidate, copies)}</dl>`;
+}
+
+function verdictOf(metric, rollout) {
+  if (metric.regression === null || metric.regression >= rollout.regression_threshold) return ["bad", "worse"];
+  return metric.has_passed ? ["ok", "passed"] : ["warn", "needs more"];
+}
+
+function Gate({ rollout }) {
+  if (!rollout.metrics.length) return html`<p class="empty">The gate has no measurements yet. They begin when the new version gets its first requests.</p>`;
+  const { regression_threshold: rejected, equivalence_threshold: needed } = rollout;
+  return html`<h3>Gate: ${words(rollout.result)}</h3>${rollout.summary.includes(rollout.result_reason) ? null : html`<p>${shortDigests(rollout.result_reason)}</p>`}
+    <div class="rows" role="region" aria-label="Evidence of the gate" tabindex="0"><table><thead><tr>
+      <th scope="col">Metric</th><th scope="col" class="n">New / old</th><th scope="col">Evidence that it is no worse</th><th scope="col">Evidence that it is worse</th><th scope="col">Result</th></tr></thead>
+      <tbody>${rollout.metrics.map((metric) => {
+        const name = METRICS[metric.metric] ?? metric.metric, [kind, word] = verdictOf(metric, rollout);
+        return html`<tr key=${metric.metric}><th scope="row">${name}</th><td class="n">${metric.ratio === null ? MISSING : `${significant(metric.ratio)} ×`}</td>
+          <td><${Meter} label=${`${name}: no worse`} value=${metric.equivalence} threshold=${needed} kind="ok" /></td>
+          <td><${Meter} label=${`${name}: worse`} value=${metric.regression} threshold=${rejected} kind="bad" /></td><td><${Pill} kind=${kind}>${word}<//></td></tr>`;
+      })}<tr><th scope="row">All together</th><td></td><td class="s">every metric has to pass</td>
+        <td><${Meter} label="All metrics: worse" value=${rollout.regression} threshold=${rejected} kind="bad" /></td><td class="s">rolled back at ${significant(rejected)}</td></tr></tbody></table></div>`;
+}
+
+function Notes({ rollout }) {
+  const notes = [
+    rollout.check !== "pending" || rollout.check_reason ? `Pinned prompts: ${rollout.check}${rollout.check_reason ? `, ${rollout.check_reason}` : ""}.` : "",
+    rollout.error_budget === null ? "" : `${percent(rollout.error_budget)} of the error budget is left.`,
+    ...rollout.pending_commands.map((command) => `Waits for a controller: ${command}.`),
+    ...rollout.refusals.map((refusal) => `Refused: ${refusal}.`),
+    ...rollout.rejected.map(({ digest, reason }) => `Rolled back before: version ${digest}, ${reason}.`),
+  ].filter(Boolean);
+  return notes.length ? html`<ul class="notes">${notes.map((note) => html`<li key=${note}>${shortDigests(note)}</li>`)}</ul>` : null;
+}
+
+export function RolloutCard({ pool, rollout, reload }) {
+  return html`<${Card} title=${`Rollout of ${visible(pool)}`} note=${`${words(rollout.strategy)}, started ${age(rollout.started_at)}`} actions=${html`<${RolloutState} rollout=${rollout} />`}>
+    <p>${shortDigests(rollout.summary)}</p><${Steps} rollout=${rollout} /><${Versions} rollout=${rollout} />
+    <${Commands} pool=${pool} rollout=${rollout} reload=${reload} /><${Notes} rollout=${rollout} />
+    ${rollout.is_running || rollout.metrics.length ? html`<${Gate} rollout=${rollout} />` : null}
+    <h3>What happened</h3><${Table} label="Transitions" columns=${TRANSITIONS} rows=${rollout.transitions.map((each, index) => ({ ...each, index })).reverse()} rowKey=${(row) => row.index} height=${200} csv=${`rollout-${pool}.csv`} /><//>`;
+}
+
+const TRANSITIONS = [
+  { key: "at", label: "Time", value: (row) => row.at, cell: (row) => time(row.at, { date: true }) },
+  { key: "state", label: "State", value: (row) => words(row.state) },
+  { key: "step", label: "Step", isNumber: true, value: (row) => row.step + 1 },
+  { key: "reason", label: "Reason", value: (row) => shortDigests(row.reason), cell: (row) => html`<span title=${shortDigests(row.reason)}>${shortDigests(row.reason)}</span>` },
+];

@@ -1,0 +1,155 @@
+"""Endpoints of the admin API for a declared fleet, whose controller decides when the test says so."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from tests.support.organisations import AdminGateway
+from tests.support.stored_rollout import NEW, OLD, POOL, StoredRollout
+
+from argosy.policy.rollout import OutcomeBatch
+from argosy.store import FleetStore
+
+
+class FleetClient:
+    """Calls the endpoints as the administrator of the whole gateway."""
+
+    def __init__(self, gateway: AdminGateway) -> None:
+        self._gateway = gateway
+
+    async def get(self, path: str = "", **parameters: int) -> dict[str, Any]:
+        response = await self._gateway.client.get(
+            f"/admin/fleet{path}", params=parameters, headers=self._gateway.root_headers
+        )
+        assert response.status_code == 200, response.text
+        body: dict[str, Any] = response.json()
+        return body
+
+    async def post(self, path: str, **body: Any) -> tuple[int, dict[str, Any]]:  # noqa: ANN401 - JSON
+        response = await self._gateway.client.post(
+            f"/admin/fleet{path}", json=body, headers=self._gateway.root_headers
+        )
+        return response.status_code, response.json()
+
+    async def read_rollout(self) -> dict[str, Any]:
+        rollout: dict[str, Any] = (await self.get())["pools"][0]["rollout"]
+        return rollout
+
+
+@pytest.fixture
+def fleet(admin_gateway: AdminGateway) -> FleetClient:
+    return FleetClient(admin_gateway)
+
+
+@pytest.fixture
+def stored(admin_gateway: AdminGateway) -> StoredRollout:
+    return StoredRollout(admin_gateway.store.fleets)
+
+
+async def test_rollout_shows_its_evidence_and_follows_commands(
+    admin_gateway: AdminGateway, fleet: FleetClient, stored: StoredRollout
+) -> None:
+    assert stored.gate is not None
+    stored.gate.add(
+        OutcomeBatch(
+            rollout=stored.gate.record.rollout,
+            gateway="g",
+            sequence=1,
+            step=0,
+            ended_at=time.time(),
+            candidate_requests=5,
+            stable_requests=50,
+        )
+    )
+    stored.decide_once()
+    shown = await fleet.get()
+    assert (shown["fleet"], shown["has_leader"]) == ("demo", True)
+    assert [(each["replica"], each["phase"]) for each in shown["replicas"]] == [
+        ("chat-1-0", "ready")
+    ]
+    rollout = await fleet.read_rollout()
+    assert (rollout["state"], rollout["step"], rollout["result"]) == ("step", 0, "inconclusive")
+    assert (rollout["regression_threshold"], rollout["equivalence_threshold"]) == (100, 20)
+    assert {"metric": "ttft", "has_passed": False}.items() <= next(
+        each for each in rollout["metrics"] if each["metric"] == "ttft"
+    ).items()
+    assert (rollout["stable"]["digest"], rollout["candidate"]["digest"]) == (OLD, NEW)
+    assert rollout["steps"][0] == {"share": 0.1, "is_shadow": True}
+
+    seen = {"pool": POOL, "rollout": rollout["rollout"]}
+    status, _ = await fleet.post("/rollout/pause", **seen, reason="lunch")
+    assert status == 200
+    assert (await fleet.read_rollout())["pending_commands"][0].startswith("pause by key:")
+    stored.decide_once()
+    assert (await fleet.read_rollout())["summary"].startswith("paused: lunch")
+    status, answer = await fleet.post("/rollout/promote", **seen, force=True)
+    assert (status, "reason" in answer["error"]["message"]) == (400, True)
+    status, answer = await fleet.post("/rollout/abort", **seen | {"rollout": "chat-0"})
+    assert (status, answer["error"]["code"]) == (409, "conflict")
+    stored.release()  # an abort needs no controller
+    status, _ = await fleet.post("/rollout/abort", **seen, reason="wrong answers")
+    assert status == 200
+    assert stored.report.route is not None
+    assert stored.report.route.share_of(OLD) == 1
+    assert not (await fleet.get())["has_leader"]
+    entries = admin_gateway.store.audit_log.list_entries(action_prefix="rollout.")
+    assert [(each.action, each.subject, each.details["reason"]) for each in entries] == [
+        ("rollout.abort", "demo/chat", "wrong answers"),
+        ("rollout.pause", "demo/chat", "lunch"),
+    ]
+
+
+def apply(store: FleetStore, declaration: bytes) -> None:
+    store.apply("demo", declaration, {POOL: NEW}, author="ann", reason="because")
+
+
+async def test_history_shows_differences_and_is_put_in_force_again(
+    admin_gateway: AdminGateway, fleet: FleetClient, stored: StoredRollout
+) -> None:
+    store = stored.store
+    latest = store.latest_revision("demo")
+    assert latest is not None
+    password = b'"store": {"url": "postgresql://ann:hunter2@db/argosy"},'
+    apply(store, latest.declaration.replace(b'"gateways"', password + b'"gateways"'))
+    apply(store, b'{"pools": [{"a": 1}]}')
+    status, answer = await fleet.post("/scale", pool=POOL, replicas=4)
+    assert (status, answer["error"]["code"]) == (400, "invalid_value")  # an invalid declaration
+    apply(store, latest.declaration)
+    status, answer = await fleet.post("/scale", pool=POOL, replicas=4, reason="a launch")
+    assert (status, answer) == (200, {"fleet": "demo", "revision": 6})
+    assert (await fleet.post("/scale", pool=POOL, replicas=4))[1]["revision"] == 6
+    assert (await fleet.get())["pools"][0]["declared"] == 4
+    for body in ({"pool": "other", "replicas": 1}, {"pool": POOL, "replicas": None}):
+        assert (await fleet.post("/scale", **body))[0] == 400
+
+    page = await fleet.get("/revisions", limit=4)
+    numbers = [each["revision"] for each in page["data"]]
+    assert (numbers, page["has_more"]) == ([6, 5, 4, 3], True)
+    newest, _, broken, with_password = page["data"]
+    assert newest["author"].startswith("key:")
+    (change,) = newest["changes"]
+    shown = {name: change[name] for name in ("path", "old", "new", "effect", "count")}
+    assert shown == {
+        "path": "pools[chat].replicas",
+        "old": 2,
+        "new": 4,
+        "effect": "replicas started",
+        "count": 2,
+    }
+    assert "revision 4" in broken["problem"]
+    assert "revision 3: line 4: store.url: it contains a password." in with_password["problem"]
+    assert "hunter2" not in str(page)
+    older = await fleet.get("/revisions", before=3)
+    assert [each["revision"] for each in older["data"]] == [2, 1]
+
+    plan = await fleet.get("/plan", revision=1)
+    assert [(each["old"], each["new"]) for each in plan["data"]] == [(4, 2)]
+    status, _ = await fleet.post("/rollback", revision=1, after=5)
+    assert status == 409  # another revision was applied meanwhile
+    status, answer = await fleet.post("/rollback", revision=1, after=6, reason="enough")
+    assert (status, answer["revision"]) == (200, 7)
+    assert (await fleet.post("/rollback", revision=1))[0] == 409  # nothing would change
+    actions = [each.action for each in admin_gateway.store.audit_log.list_entries(limit=2)]
+    assert actions == ["fleet.rollback", "pool.scale"]
